@@ -1,0 +1,70 @@
+# `make demo` and `make test` work in a fresh clone: each builds .venv first, once.
+#
+# Variables:
+#   PYTHON       interpreter that makes the virtual environment (3.10 or newer)
+#   TORCH        requirement for torch, installed before everything else so that no
+#                other package picks a build: `make demo TORCH=torch` takes the newest
+#   DEMO_CONFIG  what `make demo` trains: on a GPU machine
+#                `make demo DEMO_CONFIG=examples/mingpt/configs/osdp.yaml`
+#   PYTEST_ARGS  passed on to pytest: `make unit PYTEST_ARGS="tests/core -x"`
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+DEMO_CONFIG ?= examples/mingpt/configs/osdp_cpu.yaml
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip
+INSTALLED := $(VENV)/.installed
+INSTALLED_DEV := $(VENV)/.installed-dev
+TORCH_WANTED := $(VENV)/.torch-requirement
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL: # tests and training time themselves: nothing may run beside them
+.PHONY: help demo test lint types docs unit clean FORCE
+
+help:
+	@echo "make demo   train minGPT under an OSDP plan on two CPU ranks"
+	@echo "make test   everything CI runs: lint, types, docs, unit"
+	@echo "make lint | types | docs | unit   one part of it"
+	@echo "make clean  remove .venv, caches and built docs"
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/mingpt/train.py fit --config $(DEMO_CONFIG)
+
+test: lint types docs unit
+
+lint: $(INSTALLED_DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: $(INSTALLED_DEV)
+	$(BIN)/mypy
+
+docs: $(INSTALLED_DEV)
+	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
+
+unit: $(INSTALLED_DEV)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+clean:
+	rm -rf $(VENV) docs/_build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+
+# Rewritten only when TORCH changes, so that another TORCH installs again.
+$(TORCH_WANTED): FORCE
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
+
+# pip before 25.1 cannot install dependency groups.
+$(INSTALLED): pyproject.toml $(TORCH_WANTED)
+	$(PIP) install --upgrade 'pip>=25.1'
+	$(PIP) install '$(TORCH)'
+	$(PIP) install --editable .
+	touch $@
+
+$(INSTALLED_DEV): $(INSTALLED)
+	$(PIP) install --group test --group lint --group docs
+	touch $@
