@@ -1,0 +1,1 @@
+"""The values that flow through the planner: frozen dataclasses on the standard library alone."""

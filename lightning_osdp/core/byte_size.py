@@ -1,0 +1,63 @@
+"""Bytes at the edge: what people write and read."""
+
+from __future__ import annotations
+
+import re
+
+from lightning_osdp.errors import ConfigurationError
+
+_FACTORS = {"": 1, "b": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for suffix, base in (("b", 1000), ("ib", 1024))
+}
+_PATTERN = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_bytes(value: int | str) -> int:
+    """Bytes from an int or a text.
+
+    Args:
+        value: bytes, or a number with a unit: ``"8GiB"`` is 8 * 2^30, ``"500MB"`` is 500 * 10^6.
+
+    Raises:
+        ConfigurationError: the text has no such form, or the number of bytes is not positive.
+
+    Example:
+        >>> parse_bytes("1.5 KiB"), parse_bytes("500MB"), parse_bytes(42)
+        (1536, 500000000, 42)
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ConfigurationError(
+            f"A memory size must be a number of bytes (int) or a text such as '8GiB' or '500MB', got {value!r}."
+        )
+    if isinstance(value, int):
+        num_bytes = value
+    else:
+        match = _PATTERN.fullmatch(value)
+        if match is None or match["unit"].lower() not in _FACTORS:
+            raise ConfigurationError(
+                "A memory size must be a number followed by B, kB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB"
+                f" (powers of 1024), such as '8GiB' or '500MB', got {value!r}."
+            )
+        num_bytes = int(float(match["number"]) * _FACTORS[match["unit"].lower()])
+    if num_bytes <= 0:
+        raise ConfigurationError(f"A memory size must be at least one byte, got {value!r}.")
+    return num_bytes
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Bytes for people, in powers of 1024 and three digits.
+
+    Example:
+        >>> format_bytes(1536), format_bytes(5), format_bytes(-3 * 2**30)
+        ('1.50 KiB', '5 B', '-3.00 GiB')
+    """
+    size = float(num_bytes)
+    if abs(size) < 1024:
+        return f"{size:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        size /= 1024
+        if abs(size) < 999.5:
+            return f"{size:.{max(0, 2 - len(str(int(abs(size)))) + 1)}f} {unit}"
+    return f"{size / 1024:.2f} TiB"

@@ -1,0 +1,43 @@
+"""What the planner knows of the machines: ranks, collectives' cost, memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Cost of a ring collective: alpha and beta of the paper's equation 2."""
+
+    latency_s: float
+    """alpha: seconds per ring step, whatever the message's size."""
+    seconds_per_byte: float
+    """beta: seconds per byte sent by one rank."""
+
+    def ring_s(self, num_bytes: float, world_size: int) -> float:
+        """Seconds of one ring all-gather or reduce-scatter: ``(N-1) alpha + (N-1)/N S beta``.
+
+        Args:
+            num_bytes: S, bytes of the whole (gathered) tensor.
+            world_size: N, number of ranks in the ring.
+
+        References:
+            OSDP (Jiang et al. 2022), equation 2, after Thakur et al. 2005.
+        """
+        steps = world_size - 1
+        return steps * self.latency_s + steps / world_size * num_bytes * self.seconds_per_byte
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The ranks that train together, as seen from one of them."""
+
+    world_size: int
+    """N: number of data-parallel ranks."""
+    all_gather: Link
+    reduce_scatter: Link
+    num_nodes: int = 1
+    backend: str = ""
+    """Name of the process group's backend, for reports."""
+    memory_bytes: int | None = None
+    """Bytes that one rank may use where the user sets no limit; None if unknown."""

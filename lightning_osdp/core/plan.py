@@ -1,0 +1,283 @@
+"""The plan: what to wrap how, and what that is predicted to cost. A document of names and numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from lightning_osdp.core.modes import DP, MODES, ZDP
+from lightning_osdp.errors import PlanFormatError, PlanMismatchError
+
+SCHEMA_VERSION = 1
+SYNC_CHOICES = ("every", "last")
+ACTIVATION_CHOICES = ("keep", "recompute", "offload")
+PREFETCH_CHOICES = ("pre", "post", "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """What one FSDP wrapper gathers and frees at once, and how."""
+
+    name: str
+    """Qualified name of the module that is wrapped; the empty string is the root."""
+    operators: tuple[str, ...]
+    """Qualified names of the operators whose parameters it holds, in forward order."""
+    kind: str
+    """Class names of the operators, for reports."""
+    modes: tuple[str, ...]
+    """Sharding mode of each slice; one slice where the operator is not split."""
+    sync: str = "every"
+    """Which micro-batches reduce gradients: ``every`` or ``last``."""
+    activations: str = "keep"
+    parameter_bytes: int = 0
+    """Gathered parameters of all slices."""
+    time_s: float = 0.0
+    """Predicted seconds per optimizer step: communication and the operators' own computation."""
+    keep_saves_s: float = 0.0
+    """Predicted seconds per optimizer step that keeping every slice gathered (DP) saves over sharding it (ZDP)."""
+    keep_costs_bytes: int = 0
+    """Bytes that stay allocated from forward to backward if every slice is kept gathered."""
+
+    @property
+    def num_slices(self) -> int:
+        """Number of slices."""
+        return len(self.modes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """The modes of one operator, one per slice: what a plan says, seen from the operator."""
+
+    operator: str
+    unit: str
+    modes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How to wrap one model for one number of ranks; applying it decides nothing.
+
+    Bytes are per rank. A plan made without a profile (see `Plan.all_zdp_step_time_s`) has no predicted times.
+    """
+
+    fingerprint: Mapping[str, str]
+    """Parameter name -> shape, dtype and marks of the model that the plan is for."""
+    world_size: int
+    units: tuple[Unit, ...]
+    """Root first, then in forward order. They fix the wrapping."""
+    memory_limit_bytes: int
+    peak_bytes: int
+    """Predicted peak of live bytes in one optimizer step."""
+    micro_batch_size: int
+    """Samples per rank and micro-batch."""
+    num_micro_batches: int
+    """Micro-batches per optimizer step."""
+    step_time_s: float
+    """Predicted seconds of one optimizer step."""
+    samples_per_s: float
+    """Predicted samples per second, all ranks together."""
+    gap: float
+    """No plan in the search space is predicted to be faster by more than this fraction."""
+    solver: str = ""
+    backward_prefetch: str = "pre"
+    forward_prefetch: bool = False
+    all_zdp_step_time_s: float = 0.0
+    """Predicted seconds of one optimizer step with every unit ZDP (plain FSDP) at the same micro-batch."""
+    all_zdp_peak_bytes: int = 0
+    notes: tuple[str, ...] = ()
+    schema_version: int = field(default=SCHEMA_VERSION)
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """One entry per operator, derived from the units."""
+        return tuple(
+            Decision(operator=operator, unit=unit.name, modes=unit.modes)
+            for unit in self.units
+            for operator in unit.operators
+        )
+
+    @property
+    def predicted_gain(self) -> float:
+        """Predicted samples/s over that of all-ZDP at the same micro-batch; 1.0 is no gain."""
+        return self.all_zdp_step_time_s / self.step_time_s if self.step_time_s else 1.0
+
+    def to_json(self) -> str:
+        """JSON text: the fields of this class, with `decisions` beside them for readers."""
+        document = dataclasses.asdict(self)
+        document["decisions"] = [dataclasses.asdict(decision) for decision in self.decisions]
+        ordered = {"schema_version": document.pop("schema_version"), **document}
+        return json.dumps(ordered, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str = "the plan") -> Plan:
+        """Plan from what `to_json` wrote.
+
+        Args:
+            text: JSON text.
+            source: what to call the text in errors, such as its path.
+
+        Raises:
+            PlanFormatError: not JSON, of another schema version, or an entry is missing, unknown or nonsensical.
+        """
+        try:
+            document = json.loads(text)
+        except ValueError as error:
+            raise PlanFormatError(
+                f"Expected {source} to be a JSON document written by `Plan.save`, but it cannot be parsed: {error}."
+                " Restore the file, or plan anew by leaving out `plan=`."
+            ) from error
+        return _plan_from_document(document, source)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan as JSON; the file appears only when it is complete."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".part")
+        partial.write_text(self.to_json(), encoding="utf-8")
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Plan from a file written by `save`.
+
+        Raises:
+            PlanFormatError: there is no such file, or it is not a plan.
+        """
+        path = Path(path)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanFormatError(f"Expected a plan file at {str(path)!r}, but it cannot be read: {error}.") from error
+        return cls.from_json(text, source=f"plan file {str(path)!r}")
+
+    def check_matches(self, fingerprint: Mapping[str, str], *, world_size: int) -> None:
+        """Returns if the plan is for this model on this many ranks.
+
+        Raises:
+            PlanMismatchError: with the first differences.
+        """
+        differences = []
+        if world_size != self.world_size:
+            differences.append(f"the plan is for {self.world_size} ranks, this run has {world_size}")
+        names = list(dict.fromkeys([*self.fingerprint, *fingerprint]))
+        for name in names:
+            planned, found = self.fingerprint.get(name), fingerprint.get(name)
+            if planned != found:
+                differences.append(
+                    f"parameter {name!r}: planned {planned or 'not there'}, found {found or 'not there'}"
+                )
+        if differences:
+            shown, rest = differences[:3], len(differences) - 3
+            listed = "; ".join(shown) + (f"; and {rest} more" if rest > 0 else "")
+            raise PlanMismatchError(
+                f"Expected a plan for this model and this number of ranks, but: {listed}."
+                " Plan anew by leaving out `plan=`, or use the model and the number of ranks that it was made for."
+            )
+
+
+def _plan_from_document(document: object, source: str) -> Plan:
+    if not isinstance(document, dict):
+        raise PlanFormatError(f"Expected {source} to hold a JSON object, got {type(document).__name__}.")
+    version = document.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise PlanFormatError(
+            f"Expected {source} to have schema_version {SCHEMA_VERSION}, got {version!r}."
+            " Plan anew with this version of lightning_osdp, or use the version that wrote the plan."
+        )
+    entries = {key: value for key, value in document.items() if key != "decisions"}
+    units = entries.get("units")
+    if not isinstance(units, list) or not units:
+        raise PlanFormatError(f"Expected 'units' of {source} to be a non-empty list, got {units!r}.")
+    entries["units"] = tuple(_read(Unit, unit, f"units[{i}] of {source}") for i, unit in enumerate(units))
+    plan = _read(Plan, entries, source)
+    _check_units(plan.units, source)
+    _check_numbers(plan, source)
+    if "decisions" in document:
+        derived = json.loads(plan.to_json())["decisions"]
+        if document["decisions"] != derived:
+            raise PlanFormatError(
+                f"Expected 'decisions' of {source} to be what its 'units' say, but they differ."
+                " Edit 'units' (they fix the wrapping) and delete 'decisions' (they are derived)."
+            )
+    return plan
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "Mapping[str, str]": (dict,),
+    "tuple[str, ...]": (list,),
+    "tuple[Unit, ...]": (tuple,),
+}
+
+
+def _read(kind: type[Any], entries: object, where: str) -> Any:
+    """Builds a dataclass from JSON values after checking their names and types."""
+    if not isinstance(entries, dict):
+        raise PlanFormatError(f"Expected {where} to be a JSON object, got {entries!r}.")
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    required = {
+        name
+        for name, f in fields.items()
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    }
+    missing, unknown = required - entries.keys(), entries.keys() - fields.keys()
+    if missing or unknown:
+        raise PlanFormatError(
+            f"Expected {where} to have the entries of a plan; missing: {sorted(missing)}, unknown: {sorted(unknown)}."
+        )
+    values: dict[str, Any] = {}
+    for name, value in entries.items():
+        allowed = _KINDS[cast("str", fields[name].type)]
+        strings = isinstance(value, (list, tuple)) and allowed == (list,) and all(isinstance(v, str) for v in value)
+        mapping = isinstance(value, dict) and all(isinstance(v, str) for v in value.values())
+        plain = allowed not in ((list,), (dict,)) and isinstance(value, allowed)
+        if not (strings or mapping or plain) or (isinstance(value, bool) and bool not in allowed):
+            raise PlanFormatError(f"Expected {name!r} of {where} to be {fields[name].type}, got {value!r}.")
+        values[name] = tuple(value) if strings else value
+    return kind(**values)
+
+
+def _check_units(units: tuple[Unit, ...], source: str) -> None:
+    seen_units: set[str] = set()
+    seen_operators: set[str] = set()
+    for unit in units:
+        where = f"unit {unit.name!r} of {source}"
+        if not unit.modes:
+            raise PlanFormatError(f"Expected {where} to have at least one mode, got none.")
+        checks = [("mode", mode, tuple(MODES)) for mode in unit.modes]
+        checks += [("sync", unit.sync, SYNC_CHOICES), ("activations", unit.activations, ACTIVATION_CHOICES)]
+        for what, value, choices in checks:
+            if value not in choices:
+                raise PlanFormatError(f"Expected {what} of {where} to be one of {choices}, got {value!r}.")
+        repeated = seen_operators.intersection(unit.operators) | ({unit.name} & seen_units)
+        if repeated or len(set(unit.operators)) < len(unit.operators):
+            raise PlanFormatError(f"Expected units and operators of {source} once each, got {where} again.")
+        seen_units.add(unit.name)
+        seen_operators.update(unit.operators)
+    if "" not in seen_units:
+        raise PlanFormatError(f"Expected {source} to have a root unit, named '', got none.")
+
+
+def _check_numbers(plan: Plan, source: str) -> None:
+    at_least = {"world_size": 1, "micro_batch_size": 1, "num_micro_batches": 1, "memory_limit_bytes": 1}
+    at_least |= dict.fromkeys(("peak_bytes", "step_time_s", "samples_per_s", "gap"), 0)
+    at_least |= dict.fromkeys(("all_zdp_step_time_s", "all_zdp_peak_bytes"), 0)
+    for name, least in at_least.items():
+        value = getattr(plan, name)
+        if not math.isfinite(value) or value < least:
+            raise PlanFormatError(f"Expected {name!r} of {source} to be a finite number >= {least}, got {value!r}.")
+    if plan.backward_prefetch not in PREFETCH_CHOICES:
+        raise PlanFormatError(
+            f"Expected 'backward_prefetch' of {source} to be one of {PREFETCH_CHOICES}, got {plan.backward_prefetch!r}."
+        )
+
+
+__all__ = ["ACTIVATION_CHOICES", "DP", "SCHEMA_VERSION", "SYNC_CHOICES", "ZDP", "Decision", "Plan", "Unit"]

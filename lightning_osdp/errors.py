@@ -1,0 +1,31 @@
+"""What can go wrong, as types: every error that this package raises on purpose derives from `OSDPError`."""
+
+from __future__ import annotations
+
+
+class OSDPError(Exception):
+    """Base class of the errors that ``lightning_osdp`` raises on purpose."""
+
+
+class ConfigurationError(OSDPError, ValueError):
+    """An option has a value that cannot be used, or two options contradict each other."""
+
+
+class InfeasibleError(OSDPError):
+    """No plan fits under the memory limit.
+
+    The text names the limit, the least bytes that any plan needs, the three largest contributors and the nearest
+    remedy.
+    """
+
+
+class PlanMismatchError(OSDPError):
+    """A plan does not belong to this model or to this number of ranks; the text names the first differences."""
+
+
+class PlanFormatError(OSDPError, ValueError):
+    """A plan file cannot be read as a plan: not JSON, another schema, a missing or nonsensical entry."""
+
+
+class ProfileError(OSDPError):
+    """The model cannot be profiled, and therefore cannot be planned; the text says why and what to do."""
