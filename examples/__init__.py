@@ -1,0 +1,1 @@
+"""Programs that train with lightning_osdp."""

@@ -1,0 +1,1 @@
+"""A byte-level minGPT, trained with plain Lightning code under any strategy."""
