@@ -23,7 +23,7 @@ import lightning_osdp  # noqa: F401 -- registers the strategy "osdp"
 from examples.mingpt.data import VOCABULARY_SIZE, TextDataModule
 from examples.mingpt.module import MinGPT
 
-PROMPT = b"def "
+PROMPT = b"    def __init__(self"
 NUM_SAMPLED_BYTES = 400
 TEMPERATURE = 0.8
 SEED = 1

@@ -69,7 +69,7 @@ def test_the_report_loads_the_checkpoint_and_shows_a_sample(run, tmp_path):
     assert re.search(
         r"Validation loss: 5\.\d{3} nats a byte; of a model that knows byte frequencies only: 3\.", printed
     )
-    assert "Sample:\ndef " in printed
+    assert f"Sample:\n{train.PROMPT.decode()}" in printed
     assert f"Checkpoint: {checkpoint}" in printed
 
 
