@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 from lightning_osdp.errors import ConfigurationError
 
@@ -40,7 +41,8 @@ def parse_bytes(value: int | str) -> int:
                 "A memory size must be a number followed by B, kB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB"
                 f" (powers of 1024), such as '8GiB' or '500MB', got {value!r}."
             )
-        num_bytes = int(float(match["number"]) * _FACTORS[match["unit"].lower()])
+        # binary fractions would lose a byte: 1.001 * 1000 is 1000.9999999999999
+        num_bytes = int(Decimal(match["number"]) * _FACTORS[match["unit"].lower()])
     if num_bytes <= 0:
         raise ConfigurationError(f"A memory size must be at least one byte, got {value!r}.")
     return num_bytes
@@ -53,11 +55,12 @@ def format_bytes(num_bytes: float) -> str:
         >>> format_bytes(1536), format_bytes(5), format_bytes(-3 * 2**30)
         ('1.50 KiB', '5 B', '-3.00 GiB')
     """
-    size = float(num_bytes)
-    if abs(size) < 1024:
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < (1024 if unit == "B" else 999.5):
+            break
+        size, unit = size / 1024, larger
+    if unit == "B":
         return f"{size:.0f} B"
-    for unit in ("KiB", "MiB", "GiB"):
-        size /= 1024
-        if abs(size) < 999.5:
-            return f"{size:.{max(0, 2 - len(str(int(abs(size)))) + 1)}f} {unit}"
-    return f"{size / 1024:.2f} TiB"
+    decimals = 2 if abs(size) < 9.995 else 1 if abs(size) < 99.95 else 0
+    return f"{size:.{decimals}f} {unit}"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
 
+from lightning_osdp.core.document import read_dataclass, shown
 from lightning_osdp.core.modes import DP, MODES, ZDP
 from lightning_osdp.errors import PlanFormatError, PlanMismatchError
 
@@ -104,11 +103,13 @@ class Plan:
     @property
     def predicted_gain(self) -> float:
         """Predicted samples/s over that of all-ZDP at the same micro-batch; 1.0 is no gain."""
-        return self.all_zdp_step_time_s / self.step_time_s if self.step_time_s else 1.0
+        predicted = self.all_zdp_step_time_s > 0 and self.step_time_s > 0
+        return self.all_zdp_step_time_s / self.step_time_s if predicted else 1.0
 
     def to_json(self) -> str:
         """JSON text: the fields of this class, with `decisions` beside them for readers."""
-        document = dataclasses.asdict(self)
+        # asdict copies a dict but cannot copy other mappings, such as a MappingProxyType
+        document = dataclasses.asdict(dataclasses.replace(self, fingerprint=dict(self.fingerprint)))
         document["decisions"] = [dataclasses.asdict(decision) for decision in self.decisions]
         ordered = {"schema_version": document.pop("schema_version"), **document}
         return json.dumps(ordered, indent=2) + "\n"
@@ -126,7 +127,7 @@ class Plan:
         """
         try:
             document = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PlanFormatError(
                 f"Expected {source} to be a JSON document written by `Plan.save`, but it cannot be parsed: {error}."
                 " Restore the file, or plan anew by leaving out `plan=`."
@@ -168,12 +169,11 @@ class Plan:
         for name in names:
             planned, found = self.fingerprint.get(name), fingerprint.get(name)
             if planned != found:
-                differences.append(
-                    f"parameter {name!r}: planned {planned or 'not there'}, found {found or 'not there'}"
-                )
+                planned, found = (text if text is not None else "not there" for text in (planned, found))
+                differences.append(f"parameter {name!r}: planned {planned}, found {found}")
         if differences:
-            shown, rest = differences[:3], len(differences) - 3
-            listed = "; ".join(shown) + (f"; and {rest} more" if rest > 0 else "")
+            first, rest = differences[:3], len(differences) - 3
+            listed = "; ".join(first) + (f"; and {rest} more" if rest > 0 else "")
             raise PlanMismatchError(
                 f"Expected a plan for this model and this number of ranks, but: {listed}."
                 " Plan anew by leaving out `plan=`, or use the model and the number of ranks that it was made for."
@@ -186,15 +186,15 @@ def _plan_from_document(document: object, source: str) -> Plan:
     version = document.get("schema_version")
     if version != SCHEMA_VERSION:
         raise PlanFormatError(
-            f"Expected {source} to have schema_version {SCHEMA_VERSION}, got {version!r}."
+            f"Expected {source} to have schema_version {SCHEMA_VERSION}, got {shown(version)}."
             " Plan anew with this version of lightning_osdp, or use the version that wrote the plan."
         )
     entries = {key: value for key, value in document.items() if key != "decisions"}
     units = entries.get("units")
     if not isinstance(units, list) or not units:
-        raise PlanFormatError(f"Expected 'units' of {source} to be a non-empty list, got {units!r}.")
-    entries["units"] = tuple(_read(Unit, unit, f"units[{i}] of {source}") for i, unit in enumerate(units))
-    plan = _read(Plan, entries, source)
+        raise PlanFormatError(f"Expected 'units' of {source} to be a non-empty list, got {shown(units)}.")
+    entries["units"] = tuple(read_dataclass(Unit, unit, f"units[{i}] of {source}") for i, unit in enumerate(units))
+    plan = read_dataclass(Plan, entries, source)
     _check_units(plan.units, source)
     _check_numbers(plan, source)
     if "decisions" in document:
@@ -205,44 +205,6 @@ def _plan_from_document(document: object, source: str) -> Plan:
                 " Edit 'units' (they fix the wrapping) and delete 'decisions' (they are derived)."
             )
     return plan
-
-
-_KINDS: dict[str, tuple[type, ...]] = {
-    "str": (str,),
-    "int": (int,),
-    "float": (int, float),
-    "bool": (bool,),
-    "Mapping[str, str]": (dict,),
-    "tuple[str, ...]": (list,),
-    "tuple[Unit, ...]": (tuple,),
-}
-
-
-def _read(kind: type[Any], entries: object, where: str) -> Any:
-    """Builds a dataclass from JSON values after checking their names and types."""
-    if not isinstance(entries, dict):
-        raise PlanFormatError(f"Expected {where} to be a JSON object, got {entries!r}.")
-    fields = {f.name: f for f in dataclasses.fields(kind)}
-    required = {
-        name
-        for name, f in fields.items()
-        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    }
-    missing, unknown = required - entries.keys(), entries.keys() - fields.keys()
-    if missing or unknown:
-        raise PlanFormatError(
-            f"Expected {where} to have the entries of a plan; missing: {sorted(missing)}, unknown: {sorted(unknown)}."
-        )
-    values: dict[str, Any] = {}
-    for name, value in entries.items():
-        allowed = _KINDS[cast("str", fields[name].type)]
-        strings = isinstance(value, (list, tuple)) and allowed == (list,) and all(isinstance(v, str) for v in value)
-        mapping = isinstance(value, dict) and all(isinstance(v, str) for v in value.values())
-        plain = allowed not in ((list,), (dict,)) and isinstance(value, allowed)
-        if not (strings or mapping or plain) or (isinstance(value, bool) and bool not in allowed):
-            raise PlanFormatError(f"Expected {name!r} of {where} to be {fields[name].type}, got {value!r}.")
-        values[name] = tuple(value) if strings else value
-    return kind(**values)
 
 
 def _check_units(units: tuple[Unit, ...], source: str) -> None:
@@ -257,6 +219,9 @@ def _check_units(units: tuple[Unit, ...], source: str) -> None:
         for what, value, choices in checks:
             if value not in choices:
                 raise PlanFormatError(f"Expected {what} of {where} to be one of {choices}, got {value!r}.")
+        for name in ("parameter_bytes", "time_s", "keep_costs_bytes"):
+            if getattr(unit, name) < 0:
+                raise PlanFormatError(f"Expected {name!r} of {where} to be at least 0, got {getattr(unit, name)!r}.")
         repeated = seen_operators.intersection(unit.operators) | ({unit.name} & seen_units)
         if repeated or len(set(unit.operators)) < len(unit.operators):
             raise PlanFormatError(f"Expected units and operators of {source} once each, got {where} again.")
@@ -272,8 +237,8 @@ def _check_numbers(plan: Plan, source: str) -> None:
     at_least |= dict.fromkeys(("all_zdp_step_time_s", "all_zdp_peak_bytes"), 0)
     for name, least in at_least.items():
         value = getattr(plan, name)
-        if not math.isfinite(value) or value < least:
-            raise PlanFormatError(f"Expected {name!r} of {source} to be a finite number >= {least}, got {value!r}.")
+        if value < least:
+            raise PlanFormatError(f"Expected {name!r} of {source} to be at least {least}, got {value!r}.")
     if plan.backward_prefetch not in PREFETCH_CHOICES:
         raise PlanFormatError(
             f"Expected 'backward_prefetch' of {source} to be one of {PREFETCH_CHOICES}, got {plan.backward_prefetch!r}."

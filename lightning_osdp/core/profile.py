@@ -40,8 +40,10 @@ class OperatorProfile:
     backward_s_per_sample: float = 0.0
     activation_bytes_per_sample: float = 0.0
     """Tensors saved for backward from this operator's first call until the next operator's."""
-    workspace_bytes_per_sample: float = 0.0
-    """Most bytes of other live tensors while this operator's part of forward or backward runs."""
+    forward_workspace_bytes_per_sample: float = 0.0
+    """Most bytes of other live tensors while this operator's part of forward runs."""
+    backward_workspace_bytes_per_sample: float = 0.0
+    """The same for backward, the operator's own gradients apart."""
     num_calls: int = 1
     signature: str = ""
     """Equal operators (class, shapes, inputs) share one signature; it was measured once for all of them."""

@@ -1,0 +1,8 @@
+"""A plan made real: the module wrapped in FSDP units, and its state dicts."""
+
+from __future__ import annotations
+
+from lightning_osdp.apply.state_dict import full_state, sharded_state
+from lightning_osdp.apply.wrap import apply_plan
+
+__all__ = ["apply_plan", "full_state", "sharded_state"]

@@ -1,0 +1,41 @@
+"""State dicts of a wrapped model under the unwrapped model's names, whole or sharded."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
+
+
+def full_state(root: FullyShardedDataParallel, *, rank0_only: bool) -> AbstractContextManager[object]:
+    """Within it, ``state_dict`` and ``FSDP.optim_state_dict`` give whole tensors, on rank 0 or on all ranks."""
+    offload = _offloads(root)
+    return FullyShardedDataParallel.state_dict_type(
+        root,
+        StateDictType.FULL_STATE_DICT,
+        FullStateDictConfig(offload_to_cpu=offload, rank0_only=rank0_only),
+        FullOptimStateDictConfig(offload_to_cpu=offload, rank0_only=rank0_only),
+    )
+
+
+def sharded_state(root: FullyShardedDataParallel) -> AbstractContextManager[object]:
+    """Within it, ``state_dict`` and ``FSDP.optim_state_dict`` give each rank its shards."""
+    offload = _offloads(root)
+    return FullyShardedDataParallel.state_dict_type(
+        root,
+        StateDictType.SHARDED_STATE_DICT,
+        ShardedStateDictConfig(offload_to_cpu=offload),
+        ShardedOptimStateDictConfig(offload_to_cpu=offload),
+    )
+
+
+def _offloads(root: FullyShardedDataParallel) -> bool:
+    """Whether to copy gathered tensors to the host: on CPU that reads freed memory (pytorch/pytorch#188989)."""
+    return root.compute_device.type != "cpu"

@@ -1,0 +1,97 @@
+"""Wraps a module in FSDP1 units exactly as a plan says; nothing is decided here."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+from lightning_osdp.core.plan import Plan
+from lightning_osdp.errors import ConfigurationError, PlanMismatchError
+
+_STRATEGIES = {"ZDP": ShardingStrategy.FULL_SHARD, "DP": ShardingStrategy.SHARD_GRAD_OP}
+_PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
+
+
+def apply_plan(module: nn.Module, plan: Plan, *, device: torch.device, **fsdp_kwargs: Any) -> FullyShardedDataParallel:
+    """The module as an FSDP root whose units and modes are those of the plan.
+
+    The module's children are replaced in place. Call it on all ranks of the default process group.
+
+    Args:
+        module: the unwrapped model that the plan was made for.
+        plan: what to wrap how. The root unit stays gathered from forward to the end of backward whatever its mode.
+        device: where the parameters go.
+        **fsdp_kwargs: further arguments of ``FullyShardedDataParallel``, such as ``mixed_precision``.
+
+    Raises:
+        PlanMismatchError: a unit's module is not there, or its operators' parameters would end up in another unit.
+        ConfigurationError: the plan asks for what this version cannot execute.
+    """
+    _check_executable(plan)
+    modules = dict(module.named_modules())
+    _check_units(plan, modules)
+    strategy = {modules[unit.name]: _STRATEGIES[unit.modes[0]] for unit in plan.units if unit.name}
+
+    def policy(child: nn.Module) -> bool | dict[str, Any]:
+        return {"sharding_strategy": strategy[child]} if child in strategy else False
+
+    with warnings.catch_warnings():
+        # With one rank there is nothing to shard; the plan's table says so in its own words.
+        warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`", UserWarning)
+        warnings.filterwarnings("ignore", "The `NO_SHARD` sharding strategy is deprecated", FutureWarning)
+        return FullyShardedDataParallel(
+            module,
+            sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+            auto_wrap_policy=CustomPolicy(policy),
+            backward_prefetch=_PREFETCH[plan.backward_prefetch],
+            forward_prefetch=plan.forward_prefetch,
+            device_id=device,
+            **{"use_orig_params": True, **fsdp_kwargs},
+        )
+
+
+def _check_executable(plan: Plan) -> None:
+    for unit in plan.units:
+        what = None
+        if unit.num_slices > 1:
+            what = f"{unit.num_slices} slices"
+        elif unit.sync != "every":
+            what = f"sync={unit.sync!r}"
+        elif unit.activations != "keep":
+            what = f"activations={unit.activations!r}"
+        if what:
+            raise ConfigurationError(
+                f"Expected a plan that this version can execute (one slice, sync='every', activations='keep'), but unit"
+                f" {unit.name!r} asks for {what}. Plan anew, or use the version of lightning_osdp that wrote the plan."
+            )
+
+
+def _check_units(plan: Plan, modules: dict[str, nn.Module]) -> None:
+    wrapped = {unit.name for unit in plan.units}
+    for unit in plan.units:
+        missing = [name for name in (unit.name, *unit.operators) if name not in modules]
+        if missing:
+            raise PlanMismatchError(
+                f"Expected the model to have the modules of the plan's unit {unit.name!r}, but {missing[0]!r} is not"
+                " there. Plan anew by leaving out `plan=`."
+            )
+        for operator in unit.operators:
+            holder = _nearest(operator, wrapped)
+            if holder != unit.name:
+                raise PlanMismatchError(
+                    f"Expected operator {operator!r} inside unit {unit.name!r}, as the plan says, but FSDP would put"
+                    f" its parameters into unit {holder!r}. Plan anew by leaving out `plan=`."
+                )
+
+
+def _nearest(operator: str, wrapped: set[str]) -> str:
+    """The unit that FSDP puts an operator's parameters into: the nearest wrapped module at or above it."""
+    name = operator
+    while name and name not in wrapped:
+        name = name.rpartition(".")[0]
+    return name

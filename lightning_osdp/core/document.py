@@ -1,0 +1,73 @@
+"""Dataclasses from JSON that people may have edited: every entry is checked, every error says where it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from lightning_osdp.errors import PlanFormatError
+
+T = TypeVar("T")
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is a finite number; JSON as Python reads it may hold NaN, Infinity and ints that no float can hold."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
+
+
+_KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
+    "str": ("a text", lambda value: isinstance(value, str)),
+    "int": ("a whole number", lambda value: isinstance(value, int) and _is_number(value)),
+    "float": ("a finite number", _is_number),
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "tuple[str, ...]": ("a list of texts", _are_texts),
+    "Mapping[str, str]": (
+        "an object of texts",
+        lambda value: isinstance(value, dict) and _are_texts([*value.values()]),
+    ),
+    "tuple[Unit, ...]": ("a list of units", lambda value: isinstance(value, tuple)),
+}
+"""Annotation of a field -> what to call it, and whether a JSON value is one."""
+
+
+def shown(value: object) -> str:
+    """The value for an error, cut where it would bury the sentence."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def read_dataclass(kind: type[T], entries: object, where: str) -> T:
+    """Builds a dataclass from a JSON object after checking the names and types of its entries.
+
+    Args:
+        kind: the dataclass; its module must postpone the evaluation of annotations.
+        entries: the JSON object; a field of nested dataclasses comes as a tuple of them, already built.
+        where: what to call the object in errors.
+
+    Raises:
+        PlanFormatError: not an object, an entry is missing or unknown, or has another type than its field.
+    """
+    if not isinstance(entries, dict):
+        raise PlanFormatError(f"Expected {where} to be a JSON object, got {shown(entries)}.")
+    fields = {f.name: f for f in dataclasses.fields(cast("Any", kind))}
+    required = {
+        name
+        for name, f in fields.items()
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    }
+    missing, unknown = required - entries.keys(), entries.keys() - fields.keys()
+    if missing or unknown:
+        raise PlanFormatError(
+            f"Expected {where} to have the entries of a plan; missing: {sorted(missing)}, unknown: {sorted(unknown)}."
+        )
+    for name, value in entries.items():
+        expected, is_kind = _KINDS[cast("str", fields[name].type)]
+        if not is_kind(value):
+            raise PlanFormatError(f"Expected {name!r} of {where} to be {expected}, got {shown(value)}.")
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in entries.items()})

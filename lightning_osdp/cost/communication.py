@@ -1,0 +1,30 @@
+"""Time of a unit's collectives: the alpha and beta terms of the paper's equation 2."""
+
+from __future__ import annotations
+
+from lightning_osdp.core.cluster import Cluster
+from lightning_osdp.core.modes import ShardingMode
+from lightning_osdp.core.units import UnitProfile
+from lightning_osdp.cost.cost import Cost, Workload
+
+
+def communication_cost(unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload) -> Cost:
+    """Seconds of all-gathers and reduce-scatters in one optimizer step.
+
+    Equation 2, with alpha and beta of each collective apart, per micro-batch (gradients are reduced in each):
+
+        t_ZDP = 2 AG(S) + RS(S) = 3 (N-1) alpha + 3 (N-1)/N S beta    where both collectives cost the same
+        t_DP  = 1 AG(S) + RS(S) = 2 (N-1) alpha + 2 (N-1)/N S beta
+
+    Frozen parameters have no gradient: a unit without trainable parameters reduces nothing.
+
+    References:
+        OSDP (Jiang et al. 2022), equation 2.
+    """
+    gather_s = cluster.all_gather.ring_s(unit.gathered_bytes, cluster.world_size) if unit.gathered_bytes else 0.0
+    # FSDP1 reduces the gradient of the whole flat parameter, frozen parts included, once any of it is trainable.
+    reduce_s = (
+        cluster.reduce_scatter.ring_s(unit.gathered_bytes, cluster.world_size) if unit.gradient_bytes else 0.0
+    )
+    per_micro_batch = mode.num_all_gathers(unit.num_calls) * gather_s + mode.reduce_scatters * reduce_s
+    return Cost(time_s=workload.num_micro_batches * per_micro_batch)

@@ -1,0 +1,19 @@
+"""Time that a unit's operators compute: the gamma term of the paper's equation 2."""
+
+from __future__ import annotations
+
+from lightning_osdp.core.cluster import Cluster
+from lightning_osdp.core.modes import ShardingMode
+from lightning_osdp.core.units import UnitProfile
+from lightning_osdp.cost.cost import Cost, Workload
+
+
+def compute_cost(unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload) -> Cost:
+    """Forward and backward seconds of one optimizer step, ``K b gamma``; the same in every mode.
+
+    References:
+        OSDP (Jiang et al. 2022), equation 2.
+    """
+    del mode, cluster
+    samples = workload.num_micro_batches * workload.micro_batch_size
+    return Cost(time_s=samples * unit.compute_s_per_sample)

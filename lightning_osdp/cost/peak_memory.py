@@ -1,0 +1,227 @@
+"""Peak of live bytes in one optimizer step under FSDP1, in closed form: a running sum over forward and backward.
+
+Notation: units u with P_u gathered bytes, S_u unsharded gradient bytes, s_u reduced gradient shard; positions i are
+operators in forward order, and a unit spans the positions that run inside its module. Between optimizer steps lives
+
+    base    = sum_u (parameters + optimizer state)_u / N  +  buffers  +  batch
+
+and at position i, with A_i the tensors saved for backward by operators up to i and w_i the workspace of operator i:
+
+    fwd(i)  = base + sum_u s_u + [P of units gathered by i and not freed: DP, or i inside the unit] + A_i + w_i
+    bwd(i)  = base + [P still gathered, as above] + [P of the ZDP unit prefetched next] + S so far + S_u + sum s_v + A_i
+    rs(i)   = the same with P_u freed, one S_u and the new s_u
+    opt     = base + sum_u s_u + temporaries of the optimizer
+
+`fwd` carries the last step's reduced gradients because Lightning zeroes them between forward and backward. `bwd`
+counts S_u twice at the unit's first operator: per-parameter gradients and their flat concatenation live together for
+a moment. The root unit is gathered throughout, and its gradients stay unsharded to the end of backward.
+
+References:
+    torch/distributed/fsdp/_runtime_utils.py (unshard, prefetch, reduce), _flat_param.py (padding, flat gradient);
+    lightning/pytorch/loops/optimization/automatic.py (order of forward, zero_grad, backward).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lightning_osdp.core.modes import ShardingMode
+from lightning_osdp.core.profile import ModelProfile
+from lightning_osdp.core.units import UnitProfile
+from lightning_osdp.cost.cost import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakMemory:
+    """The largest phase of a step."""
+
+    peak_bytes: int
+    phase: str
+    """``forward``, ``backward``, ``reduce-scatter`` or ``optimizer step``."""
+    operator: str
+    """Operator that runs at the peak; the empty string in the optimizer step."""
+    parts: Mapping[str, int] = field(default_factory=dict)
+    """What the peak consists of, in bytes."""
+
+
+@dataclass
+class _Live:
+    """Bytes alive by what they are; `snapshot` keeps the largest moment."""
+
+    parts: dict[str, float]
+    best: PeakMemory = field(default_factory=lambda: PeakMemory(peak_bytes=-1, phase="", operator=""))
+
+    def add(self, part: str, num_bytes: float) -> None:
+        self.parts[part] = self.parts.get(part, 0.0) + num_bytes
+
+    def snapshot(self, phase: str, operator: str, **moment: float) -> None:
+        total = sum(self.parts.values()) + sum(moment.values())
+        if total > self.best.peak_bytes:
+            parts = dict(self.parts)
+            for part, num_bytes in moment.items():
+                parts[part] = parts.get(part, 0.0) + num_bytes
+            rounded = {part: round(num_bytes) for part, num_bytes in parts.items() if round(num_bytes)}
+            self.best = PeakMemory(peak_bytes=round(total), phase=phase, operator=operator, parts=rounded)
+
+
+def peak_memory(
+    profile: ModelProfile,
+    units: Sequence[UnitProfile],
+    modes: Sequence[ShardingMode],
+    *,
+    world_size: int,
+    workload: Workload,
+    backward_prefetch: str = "pre",
+    forward_prefetch: bool = False,
+) -> PeakMemory:
+    """Largest number of live bytes on one rank in one optimizer step.
+
+    Args:
+        profile: the model.
+        units: partition of its operators.
+        modes: one per unit.
+        world_size: N. With one rank FSDP1 does not shard, and nothing is gathered.
+        workload: micro-batch size and number of micro-batches; gradients are reduced in each.
+        backward_prefetch: FSDP1's ``BACKWARD_PRE`` ("pre"), ``BACKWARD_POST`` ("post") or None ("none").
+        forward_prefetch: FSDP1's option of the same name.
+    """
+    schedule = _Schedule(profile, units, modes, world_size=world_size)
+    samples = workload.micro_batch_size
+    live = _Live(
+        {
+            "parameter shards": sum(map(schedule.shard_bytes, range(len(units)))),
+            "optimizer state": sum(unit.optimizer_bytes for unit in units) / world_size,
+            "buffers": profile.buffer_bytes,
+            "batch": profile.batch_bytes_per_sample * samples,
+            "reduced gradients": sum(map(schedule.reduced_bytes, range(len(units)))),
+        }
+    )
+    _forward(live, profile, schedule, samples, forward_prefetch=forward_prefetch)
+    if workload.num_micro_batches == 1:
+        live.parts["reduced gradients"] = 0.0
+    _backward(live, profile, schedule, samples, prefetch=backward_prefetch, accumulates=workload.num_micro_batches > 1)
+    reduced = [schedule.reduced_bytes(u) for u in range(len(units))]
+    # foreach: one temporary of the size of all parameters; a loop: three of the size of one (torch/optim/adam.py).
+    temporaries = sum(reduced) if profile.optimizer_is_foreach else 3 * max(reduced, default=0)
+    live.parts["reduced gradients"] = sum(reduced)
+    live.snapshot("optimizer step", "", workspace=temporaries)
+    return live.best
+
+
+class _Schedule:
+    """When each unit is gathered and freed, by position of operators."""
+
+    def __init__(
+        self, profile: ModelProfile, units: Sequence[UnitProfile], modes: Sequence[ShardingMode], *, world_size: int
+    ) -> None:
+        self.units, self.world_size = units, world_size
+        self.frees = [not mode.resident and not unit.is_root for unit, mode in zip(units, modes, strict=True)]
+        owner = {operator.name: index for index, unit in enumerate(units) for operator in unit.operators}
+        self.owner = [owner[operator.name] for operator in profile]
+        self.starts: list[list[int]] = [[] for _ in self.owner]
+        self.ends: list[list[int]] = [[] for _ in self.owner]
+        for index, unit in enumerate(units):
+            if self.owner:
+                self.starts[unit.first].append(index)
+                self.ends[unit.last].append(index)
+        # For prefetch: the next unit that will be gathered after this position, in either direction.
+        self.next_start = _next_where([[u for u in self.starts[i] if not units[u].is_root] for i in range(len(owner))])
+        freed_ends = [[u for u in self.ends[i] if self.frees[u]] for i in range(len(owner))]
+        self.previous_end = _next_where(freed_ends[::-1])[::-1]
+
+    def gathered_bytes(self, unit: int) -> float:
+        """P: the flat parameter, padded to a multiple of N elements; nothing is gathered on one rank."""
+        return float(self.units[unit].gathered_bytes) if self.world_size > 1 else 0.0
+
+    def shard_bytes(self, unit: int) -> float:
+        return self.units[unit].parameter_bytes / self.world_size
+
+    def reduced_bytes(self, unit: int) -> float:
+        """s: the reduced gradient's shard, of the whole flat parameter once any of it is trainable."""
+        return self.shard_bytes(unit) if self.units[unit].trainable_bytes else 0.0
+
+    def flat_gradient_bytes(self, unit: int) -> float:
+        """S: the unsharded gradient of the flat parameter."""
+        return float(self.units[unit].gathered_bytes) if self.units[unit].gradient_bytes else 0.0
+
+
+def _next_where(units_at: Sequence[Sequence[int]]) -> list[int | None]:
+    """For each position, the first unit listed at a later one."""
+    following: list[int | None] = []
+    upcoming: int | None = None
+    for units in reversed(units_at):
+        following.append(upcoming)
+        if units:
+            upcoming = units[0]
+    return following[::-1]
+
+
+def _forward(
+    live: _Live, profile: ModelProfile, schedule: _Schedule, samples: int, *, forward_prefetch: bool
+) -> None:
+    for i, operator in enumerate(profile):
+        for unit in schedule.starts[i]:
+            live.add("gathered parameters", schedule.gathered_bytes(unit))
+        live.add("activations", operator.activation_bytes_per_sample * samples)
+        upcoming = schedule.next_start[i] if forward_prefetch else None
+        live.snapshot(
+            "forward",
+            operator.name,
+            **{
+                "gathered parameters": 0.0 if upcoming is None else schedule.gathered_bytes(upcoming),
+                "workspace": operator.forward_workspace_bytes_per_sample * samples,
+            },
+        )
+        for unit in schedule.ends[i]:
+            if schedule.frees[unit]:
+                live.add("gathered parameters", -schedule.gathered_bytes(unit))
+
+
+def _backward(
+    live: _Live, profile: ModelProfile, schedule: _Schedule, samples: int, *, prefetch: str, accumulates: bool
+) -> None:
+    prefetched: set[int] = set()
+    for i in range(len(profile.operators) - 1, -1, -1):
+        operator = profile.operators[i]
+        for unit in schedule.ends[i]:
+            if schedule.frees[unit] and unit not in prefetched:
+                live.add("gathered parameters", schedule.gathered_bytes(unit))
+        upcoming = schedule.previous_end[i] if prefetch == "pre" else None
+        if upcoming is not None and upcoming not in prefetched:
+            prefetched.add(upcoming)
+            live.add("gathered parameters", schedule.gathered_bytes(upcoming))
+        live.add("unsharded gradients", operator.gradient_bytes)
+        live.snapshot("backward", operator.name, workspace=operator.backward_workspace_bytes_per_sample * samples)
+        for unit in reversed(schedule.starts[i]):
+            _reduce(live, schedule, unit, operator.name, accumulates=accumulates)
+        live.add("activations", -operator.activation_bytes_per_sample * samples)
+
+
+def _reduce(live: _Live, schedule: _Schedule, unit: int, operator: str, *, accumulates: bool) -> None:
+    """The end of a unit's backward: flatten its gradients, free its parameter, reduce, keep the shard."""
+    flat, reduced = schedule.flat_gradient_bytes(unit), schedule.reduced_bytes(unit)
+    live.snapshot("backward", operator, **{"unsharded gradients": flat})
+    live.add("gathered parameters", -schedule.gathered_bytes(unit))
+    live.add("unsharded gradients", flat - schedule.units[unit].gradient_bytes)
+    live.snapshot("reduce-scatter", operator, **{"reduced gradients": reduced})
+    if schedule.world_size > 1 or accumulates:
+        live.add("unsharded gradients", -flat)
+    if not accumulates and schedule.world_size > 1:
+        live.add("reduced gradients", reduced)
+
+
+def largest_transient_bytes(
+    profile: ModelProfile, units: Sequence[UnitProfile], *, world_size: int, workload: Workload
+) -> float:
+    """The search's additive budget leaves room for this: ``max_i (P_i + P_(i-1) + 2 S_i)`` plus the largest workspace.
+
+    It holds for every choice of modes, where the exact peak depends on all of them.
+    """
+    workspace = max((operator.backward_workspace_bytes_per_sample for operator in profile), default=0.0)
+    largest, previous = 0.0, 0.0
+    for unit in units:
+        gathered = float(unit.gathered_bytes) if world_size > 1 else 0.0
+        largest = max(largest, gathered + previous + 2 * unit.gradient_bytes)
+        previous = gathered
+    return largest + workspace * workload.micro_batch_size

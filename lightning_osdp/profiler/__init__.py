@@ -1,0 +1,11 @@
+"""The Profiler of the paper: (model, batch, process group) -> bytes and seconds of every operator, and the links."""
+
+from __future__ import annotations
+
+from lightning_osdp.profiler.cluster import measure_cluster
+from lightning_osdp.profiler.live_bytes import LiveBytes
+from lightning_osdp.profiler.memory import default_memory_limit_bytes
+from lightning_osdp.profiler.model import profile_model
+from lightning_osdp.profiler.operators import fingerprint
+
+__all__ = ["LiveBytes", "default_memory_limit_bytes", "fingerprint", "measure_cluster", "profile_model"]

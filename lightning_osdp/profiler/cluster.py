@@ -1,0 +1,114 @@
+"""alpha and beta of the collectives on the process group in use, and the memory that a rank may use."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from lightning_osdp.core.cluster import Cluster, Link
+from lightning_osdp.profiler.memory import default_memory_limit_bytes
+from lightning_osdp.profiler.timing import synchronize
+
+_SIZES_BYTES = (16 * 1024, 256 * 1024, 2 * 1024**2, 8 * 1024**2)
+_REPEATS = 5
+
+
+def measure_cluster(device: torch.device, *, num_nodes: int = 1, local_ranks: int = 1) -> Cluster:
+    """Links of the default process group, by timing all-gather and reduce-scatter. Call it on all ranks.
+
+    Args:
+        device: where the tensors are, as in training.
+        num_nodes: machines that the ranks are spread over.
+        local_ranks: ranks on this machine, which share its memory on CPU.
+
+    Returns:
+        The same values on every rank. With one rank, or no process group, links that cost nothing.
+    """
+    memory_bytes = default_memory_limit_bytes(device, local_ranks=local_ranks)
+    free = Link(latency_s=0.0, seconds_per_byte=0.0)
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return Cluster(world_size=1, all_gather=free, reduce_scatter=free, num_nodes=num_nodes, memory_bytes=memory_bytes)
+    world_size = dist.get_world_size()
+    least = torch.tensor(memory_bytes, device=device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return Cluster(
+        world_size=world_size,
+        all_gather=_measure_link(device, world_size, _all_gather),
+        reduce_scatter=_measure_link(device, world_size, _reduce_scatter),
+        num_nodes=num_nodes,
+        backend=dist.get_backend(),
+        memory_bytes=int(least.item()),
+    )
+
+
+def _all_gather(whole: torch.Tensor, shard: torch.Tensor) -> None:
+    # FSDP1 gathers into a list on CPU, into one tensor elsewhere (torch/distributed/fsdp/_flat_param.py).
+    if whole.device.type == "cpu":
+        dist.all_gather(list(whole.chunk(dist.get_world_size())), shard)
+    else:
+        _single("all_gather_single", "all_gather_into_tensor")(whole, shard)
+
+
+def _reduce_scatter(whole: torch.Tensor, shard: torch.Tensor) -> None:
+    _single("reduce_scatter_single", "reduce_scatter_tensor")(shard, whole)
+
+
+def _single(name: str, name_before_2_13: str) -> Callable[..., object]:
+    """A collective on one tensor, under the name that this torch has for it."""
+    return getattr(dist, name, None) or getattr(dist, name_before_2_13)  # type: ignore[no-any-return]
+
+
+def _measure_link(
+    device: torch.device, world_size: int, collective: Callable[[torch.Tensor, torch.Tensor], None]
+) -> Link:
+    points = []
+    for num_bytes in _SIZES_BYTES:
+        elements = num_bytes // 4 // world_size
+        whole = torch.zeros(elements * world_size, device=device)
+        shard = torch.zeros(elements, device=device)
+        points.append((whole.numel() * 4, _fastest_s(device, lambda w=whole, s=shard: collective(w, s))))
+    return fit_link(points, world_size)
+
+
+def _fastest_s(device: torch.device, run: Callable[[], None]) -> float:
+    """The slowest rank's fastest run: a collective ends when its last rank does."""
+    best = float("inf")
+    for _ in range(_REPEATS + 1):
+        dist.barrier()
+        synchronize(device)
+        start = time.perf_counter()
+        run()
+        synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    slowest = torch.tensor([best], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest.item())
+
+
+def fit_link(points: list[tuple[int, float]], world_size: int) -> Link:
+    """alpha and beta that fit measured times with the least relative error.
+
+    Args:
+        points: (bytes of the whole tensor, seconds) of each size.
+        world_size: N; ``seconds = (N-1) alpha + (N-1)/N bytes beta``, OSDP's equation 2.
+
+    Example:
+        >>> link = fit_link([(1000, 0.003 + 0.75 * 1000 * 1e-6), (9000, 0.003 + 0.75 * 9000 * 1e-6)], 4)
+        >>> round(link.latency_s, 9), round(link.seconds_per_byte, 12)
+        (0.001, 1e-06)
+    """
+    steps = world_size - 1
+    # Weighted least squares of t = a x + b y with weights 1/t, by the normal equations of two unknowns.
+    rows = [(steps / t, steps / world_size * num_bytes / t) for num_bytes, t in points]
+    aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    a1, b1 = sum(row[0] for row in rows), sum(row[1] for row in rows)
+    determinant = aa * bb - ab * ab
+    alpha, beta = (a1 * bb - b1 * ab) / determinant, (aa * b1 - ab * a1) / determinant
+    if alpha < 0:
+        alpha, beta = 0.0, b1 / bb
+    elif beta < 0:
+        alpha, beta = a1 / aa, 0.0
+    return Link(latency_s=alpha, seconds_per_byte=beta)

@@ -1,0 +1,95 @@
+"""Counts the bytes of live tensor storages, exactly: what a memory limit means on every device.
+
+A dispatch mode sees every tensor that an operation returns; storages leave the count when they are freed or resized.
+Tensors that existed before must be named with `track`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Live and peak bytes of the storages on one kind of device while the mode is active.
+
+    Args:
+        device_type: ``"cpu"`` or ``"cuda"``; tensors elsewhere do not count.
+
+    Example:
+        >>> with LiveBytes("cpu") as live:
+        ...     kept = torch.zeros(1000, dtype=torch.float32) + 1
+        >>> live.current_bytes, live.peak_bytes
+        (4000, 8000)
+    """
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self.current_bytes = 0
+        self.peak_bytes = 0
+        self.device_type = device_type
+        self._sizes: dict[int, int] = {}
+        self._resize: Callable[..., Any] | None = None
+
+    def track(self, tensors: Iterable[Tensor]) -> int:
+        """Counts tensors that exist already; returns the bytes that this added."""
+        before = self.current_bytes
+        for tensor in tensors:
+            self._count(tensor)
+        return self.current_bytes - before
+
+    def reset_peak(self) -> None:
+        """Starts a new peak from what is live now."""
+        self.peak_bytes = self.current_bytes
+
+    def _count(self, tensor: Tensor) -> None:
+        if tensor.device.type != self.device_type or tensor.layout is not torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._sizes:
+            weakref.finalize(storage, self._forget, key)
+        self._set(key, storage.nbytes())
+
+    def _set(self, key: int, num_bytes: int) -> None:
+        self.current_bytes += num_bytes - self._sizes.get(key, 0)
+        self._sizes[key] = num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+
+    def _forget(self, key: int) -> None:
+        self.current_bytes -= self._sizes.pop(key, 0)
+
+    def __enter__(self) -> LiveBytes:
+        resize = torch.UntypedStorage.resize_
+
+        def counted_resize(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            if storage._cdata in self._sizes:
+                self._set(storage._cdata, storage.nbytes())
+            return result
+
+        # FSDP1 frees and allocates gathered parameters by resizing their storage, past the dispatcher.
+        self._resize = resize
+        torch.UntypedStorage.resize_ = counted_resize  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign, assignment]
+        super().__exit__(*exc_info)
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs the operation and counts what it returns."""
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._count(leaf)
+        return result

@@ -1,0 +1,179 @@
+"""Profiles a whole model: runs its own training step on a real batch, and leaves no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from lightning_osdp.core.profile import ModelProfile, OperatorProfile
+from lightning_osdp.errors import ProfileError
+from lightning_osdp.profiler.activations import Activations, trace_activations
+from lightning_osdp.profiler.operators import Operator, find_operators, fingerprint, recorded_calls
+from lightning_osdp.profiler.optimizer import OptimizerProfile, profile_optimizers
+from lightning_osdp.profiler.snapshot import untouched
+from lightning_osdp.profiler.timing import Seconds, time_operators, time_step
+
+
+def profile_model(
+    module: nn.Module,
+    batch: Any,
+    *,
+    batch_size: int | None = None,
+    training_step: Callable[[Any], Any] | None = None,
+    configure_optimizers: Callable[[nn.Module], Sequence[Optimizer]] | None = None,
+    compute_dtype: torch.dtype | None = None,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> ModelProfile:
+    """Bytes and seconds of every operator of a model, from running its training step on one batch.
+
+    The step runs several times, forward and backward; parameters, buffers, attributes, gradients and random number
+    generators are as before when it returns. Nothing is profiled that the batch does not make the model run.
+
+    Args:
+        module: the model, with real parameters on the device that it will train on.
+        batch: one batch of its training data, on that device.
+        batch_size: samples in the batch; None: the size of the first dimension of its first tensor.
+        training_step: takes the batch and returns the loss, or a mapping with it under ``"loss"``; None: the
+            module's own ``training_step(batch, 0)``.
+        configure_optimizers: returns the optimizers of the module that it is given; None: the module's own method,
+            which must return an optimizer or a list of them.
+        compute_dtype: dtype of gathered parameters under mixed precision; None: as they are.
+        context: makes the context that forward runs in, such as autocast.
+
+    Raises:
+        ProfileError: no loss, a loss without gradient or not finite, no parameters, or an optimizer that cannot be
+            run on a copy.
+    """
+    if training_step is None:
+        training_step = lambda batch: module.training_step(batch, 0)  # type: ignore[operator]  # noqa: E731
+    if configure_optimizers is None:
+        configure_optimizers = _plain_optimizers
+    if batch_size is None:
+        batch_size = _first_dimension(batch)
+    device = next(iter(module.parameters()), torch.empty(0)).device
+    was_training = [m for m in module.modules() if m.training]
+
+    def loss_of() -> Tensor:
+        with context():
+            return _loss(training_step(batch))
+
+    with untouched(module), torch.enable_grad():
+        module.train()
+        with recorded_calls(module) as calls:
+            loss = loss_of()
+        _check_loss(loss)
+        operators = find_operators(module, calls)
+        del loss
+        static = [*module.buffers(), *(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))]
+        activations = trace_activations(module, operators, loss_of, static)
+        seconds = time_operators(operators, device, loss_of)
+        step = time_step(device, loss_of)
+    for m in module.modules():
+        m.training = m in was_training
+    optimizers = profile_optimizers(module, configure_optimizers, device)
+    return _assemble(
+        module, operators, activations, seconds, step, optimizers, batch=batch, batch_size=batch_size,
+        compute_dtype=compute_dtype,
+    )
+
+
+def _assemble(
+    module: nn.Module,
+    operators: Sequence[Operator],
+    activations: Sequence[Activations],
+    seconds: Mapping[str, Seconds],
+    step: Seconds,
+    optimizers: OptimizerProfile,
+    *,
+    batch: Any,
+    batch_size: int,
+    compute_dtype: torch.dtype | None,
+) -> ModelProfile:
+    profiles = []
+    for operator, part in zip(operators, activations, strict=True):
+        taken = seconds.get(operator.signature, Seconds()) if operator.is_leaf else Seconds()
+        trainable = [p for p in operator.parameters if p.requires_grad]
+        profiles.append(
+            OperatorProfile(
+                name=operator.name,
+                kind=type(operator.module).__name__,
+                enclosing=operator.enclosing,
+                num_calls=operator.num_calls,
+                signature=operator.signature,
+                num_trainable=sum(p.numel() for p in trainable),
+                parameter_bytes=_bytes(operator.parameters),
+                gathered_bytes=_bytes(operator.parameters, compute_dtype),
+                trainable_bytes=_bytes(trainable),
+                gradient_bytes=_bytes(trainable, compute_dtype),
+                optimizer_bytes=sum(optimizers.state_bytes.get(p, 0) for p in trainable),
+                forward_s_per_sample=operator.num_calls * taken.forward_s / batch_size,
+                backward_s_per_sample=operator.num_calls * taken.backward_s / batch_size,
+                activation_bytes_per_sample=part.saved_bytes / batch_size,
+                forward_workspace_bytes_per_sample=part.forward_workspace_bytes / batch_size,
+                backward_workspace_bytes_per_sample=part.backward_workspace_bytes / batch_size,
+            )
+        )
+    in_operators = sum(profile.compute_s_per_sample for profile in profiles)
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return ModelProfile(
+        operators=tuple(profiles),
+        fingerprint=fingerprint(module),
+        profiled_batch_size=batch_size,
+        # Replayed alone an operator may take longer than inside the step; the rest is never negative.
+        other_s_per_sample=max(0.0, step.total_s / batch_size - in_operators),
+        optimizer_s_per_element=optimizers.s_per_element,
+        optimizer_is_foreach=optimizers.is_foreach,
+        buffer_bytes=_bytes(list(module.buffers())),
+        batch_bytes_per_sample=_bytes(tensors) / batch_size,
+    )
+
+
+def _bytes(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> int:
+    return sum(t.numel() * (dtype.itemsize if dtype and t.is_floating_point() else t.element_size()) for t in tensors)
+
+
+def _loss(output: Any) -> Any:
+    return output.get("loss") if isinstance(output, Mapping) else output
+
+
+def _check_loss(loss: Any) -> None:
+    advice = "Return the loss, a scalar tensor, or a dict with it under 'loss', from training_step."
+    if not isinstance(loss, Tensor):
+        raise ProfileError(f"Expected training_step to return a loss on the profiling batch, got {loss!r}. {advice}")
+    if not loss.requires_grad or loss.numel() != 1:
+        raise ProfileError(
+            f"Expected the loss to be a scalar that depends on trainable parameters, got shape {list(loss.shape)},"
+            f" requires_grad={loss.requires_grad}. {advice}"
+        )
+    if not torch.isfinite(loss).all():
+        raise ProfileError(
+            f"Expected a finite loss on the profiling batch, got {loss.item()!r}."
+            " Look for NaN in the first training batch, or for a loss that overflows in this precision."
+        )
+
+
+def _first_dimension(batch: Any) -> int:
+    tensor = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0), None)
+    if tensor is None:
+        raise ProfileError(
+            f"Cannot tell how many samples the batch holds: found no tensor in {type(batch).__name__}."
+            " Pass batch_size to profile_model."
+        )
+    return int(tensor.shape[0])
+
+
+def _plain_optimizers(module: nn.Module) -> Sequence[Optimizer]:
+    configured = module.configure_optimizers()  # type: ignore[operator]
+    optimizers = [configured] if isinstance(configured, Optimizer) else configured
+    if not isinstance(optimizers, (list, tuple)) or not all(isinstance(o, Optimizer) for o in optimizers):
+        raise ProfileError(
+            f"Expected configure_optimizers to return an optimizer or a list of optimizers, got {configured!r}."
+            " Pass configure_optimizers to profile_model."
+        )
+    return optimizers

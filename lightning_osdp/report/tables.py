@@ -1,0 +1,160 @@
+"""Tables for a ``rich`` console; `render` turns them into plain text."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from lightning_osdp.core.byte_size import format_bytes
+from lightning_osdp.core.duration import format_seconds, three_digits
+from lightning_osdp.core.plan import Plan
+from lightning_osdp.report.sentences import (
+    NOT_PREDICTED,
+    explain,
+    format_span,
+    group_equal,
+    is_predicted,
+    name_operators,
+    name_treatment,
+    summarise,
+)
+
+Justify = Literal["left", "right"]
+Columns = Mapping[str, Justify]
+
+_UNIT_COLUMNS: Columns = {
+    "operators": "left",
+    "count": "right",
+    "kind": "left",
+    "mode": "left",
+    "gathered\neach": "right",
+    "time/step\neach": "right",
+    "why": "left",
+}
+_APART_BELOW = {"kind": 100, "why": 150}
+"""Characters of a line below which a column moves to a second table: squeezed, reasons take ten lines a row."""
+
+
+def render(renderable: RenderableType, *, width: int = 120) -> str:
+    """Plain text of what a ``rich`` console would print: no colours, wherever it goes.
+
+    Args:
+        renderable: such as `plan_table` returns.
+        width: most characters of a line.
+    """
+    text = io.StringIO()
+    console = Console(file=text, width=width, force_terminal=False, color_system=None, force_jupyter=False)
+    console.print(renderable)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+
+
+def render_plan(plan: Plan, *, width: int = 120) -> str:
+    """`plan_table` as plain text.
+
+    Args:
+        plan: what to show.
+        width: most characters of a line.
+    """
+    return render(plan_table(plan), width=width)
+
+
+def plan_table(plan: Plan) -> RenderableType:
+    """Table of the plan's units, equal ones in one row, above what the plan is predicted to cost.
+
+    Bytes, time and reason of a row are of *one* of its units. On a console too narrow for them the reasons follow
+    in a table of their own.
+    """
+    return _PlanTable(plan)
+
+
+def comparison_table(
+    plan: Plan,
+    *,
+    step_time_s: float | None = None,
+    samples_per_s: float | None = None,
+    peak_bytes: int | None = None,
+    reasons: Mapping[str, str] | None = None,
+) -> RenderableType:
+    """Table of what the plan predicted beside what was measured, and their ratio.
+
+    Args:
+        plan: the prediction.
+        step_time_s: measured seconds of one optimizer step, or None.
+        samples_per_s: measured samples per second, all ranks together, or None.
+        peak_bytes: measured peak of live bytes on one rank, or None.
+        reasons: name of an argument that is None -> why it was not measured.
+    """
+    lines: list[tuple[str, str, float, float | None, Callable[[float], str]]] = [
+        ("step time", "step_time_s", plan.step_time_s, step_time_s, format_seconds),
+        ("samples/s", "samples_per_s", plan.samples_per_s, samples_per_s, three_digits),
+        ("peak memory", "peak_bytes", plan.peak_bytes, peak_bytes, format_bytes),
+    ]
+    rows = []
+    for title, name, predicted, measured, form in lines:
+        reason = (reasons or {}).get(name, "")
+        found = form(measured) if measured is not None else "not measured" + (f": {reason}" if reason else "")
+        expected = form(predicted) if is_predicted(plan) else NOT_PREDICTED
+        comparable = is_predicted(plan) and predicted > 0
+        rows.append(
+            (title, expected, found, f"{measured / predicted:.2f}" if comparable and measured is not None else "-")
+        )
+    columns: Columns = {"": "left", "predicted": "right", "measured": "right", "measured / predicted": "right"}
+    return _table(columns, rows, title="OSDP: predicted and measured")
+
+
+@dataclass(frozen=True)
+class _PlanTable:
+    plan: Plan
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        headings, rows = list(_UNIT_COLUMNS), _unit_rows(self.plan)
+        apart = [name for name, least_width in _APART_BELOW.items() if options.max_width < least_width]
+        tables = [[name for name in headings if name not in apart], *([["operators", *apart]] if apart else [])]
+        for i, chosen in enumerate(tables):
+            yield _table(
+                {name: _UNIT_COLUMNS[name] for name in chosen},
+                [tuple(row[headings.index(name)] for name in chosen) for row in rows],
+                title=None if i else "OSDP plan",
+                name_width=options.max_width * 2 // 5,
+            )
+            yield ""
+        grid = Table.grid(padding=(0, 2))
+        for label, sentence in summarise(self.plan):
+            grid.add_row(Text(label), Text(sentence))
+        yield grid
+
+
+def _unit_rows(plan: Plan) -> list[tuple[str, ...]]:
+    return [
+        (
+            name_operators(units),
+            f"x{len(units)}" if len(units) > 1 else "1",
+            units[0].kind or "-",
+            name_treatment(units[0]),
+            format_bytes(units[0].parameter_bytes),
+            format_span([unit.time_s for unit in units], format_seconds) if is_predicted(plan) else NOT_PREDICTED,
+            explain(units, plan),
+        )
+        for units in group_equal(plan.units)
+    ]
+
+
+def _table(
+    columns: Columns, rows: Sequence[tuple[str, ...]], *, title: str | None = None, name_width: int = 0
+) -> Table:
+    """Table of plain cells; the first column is left whole where no line of it exceeds ``name_width``."""
+    # padding on the right only, and no frame: names and reasons need the width
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    whole = max((len(line) for row in rows for line in row[0].splitlines()), default=0) <= name_width
+    for i, (heading, justify) in enumerate(columns.items()):
+        table.add_column(heading, justify=justify, overflow="fold", no_wrap=whole and i == 0)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))  # Text: brackets in a name are no markup
+    return table

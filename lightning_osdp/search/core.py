@@ -1,0 +1,211 @@
+"""The core of a problem: the few groups, and the few ways to treat them, that the LP bound leaves open.
+
+With the LP's price p and the base b[g], the choice of group g that is cheapest at that price, every assignment differs
+from the base by some members that take other choices, and
+
+    time_s = base_s + cost_s + p * left_bytes
+    cost_s = sum over the differing members of  r[g, c]                      >= 0      (r: `greedy.reduced_costs`)
+    left_bytes = base_left_bytes - sum over them of  extra_bytes[g, c]       >= 0      (extra to b[g], may be negative)
+
+where base_s is the LP's optimum. An assignment faster than one already known, by `excess_s` above base_s, has
+cost_s < excess_s. So each group keeps only those *options* (multisets of differing members) with a cost below that, and
+of them those that no other dominates in bytes and time; most groups keep none and are decided.
+
+`Core.use_rates` and `Core.return_rates` are the LP relaxation over the groups that are still to be decided, with the
+groups' sizes lifted as well: what is left over costs p per byte, or the cheapest rate at which a later group can use
+it; what is overdrawn costs the cheapest rate at which a later group can give it back. In place of the LP itself, it
+costs O(1) for each node instead of O(log n) and an n^2 table, and cuts as much: 3% more nodes, measured on the problems
+of `tests/search/problems.py` and their like.
+
+Complexity: O(members * choices) candidates for a group whose options' bytes coincide (slices of equal size), and
+exponential in the number of its choices where none do; `reduce_to_core` stops at `max_nodes` candidates.
+
+References:
+    Kellerer, Pferschy and Pisinger, "Knapsack Problems" (2004), chapters 11.3 (reduction) and 11.5 (core).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from lightning_osdp.search.bound import Relaxation
+from lightning_osdp.search.dominance import Skyline
+from lightning_osdp.search.greedy import reduced_costs
+from lightning_osdp.search.problem import Problem
+
+Taken: TypeAlias = "tuple[int, Taken] | None"
+"""Choices that differing members take, as a linked list: options share their tails."""
+
+
+class Option(NamedTuple):
+    """One way in which members of a group may differ from their base."""
+
+    cost_s: float
+    extra_bytes: float
+    taken: Taken
+
+
+class CoreGroup(NamedTuple):
+    """A group that is still open."""
+
+    group: int
+    """Position in ``Problem.groups``."""
+    options: list[Option]
+    """By rising cost, the base itself left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Core:
+    """What remains to be searched."""
+
+    base: tuple[int, ...]
+    """Per group of the problem, the choice that its members take unless an option says otherwise."""
+    base_s: float
+    left_bytes: float
+    """Budget that the base leaves over; negative where it overdraws."""
+    price: float
+    """Seconds per byte left over."""
+    groups: tuple[CoreGroup, ...]
+    """Largest options first: they decide most, and small ones then fill what is left."""
+    use_rates: tuple[float, ...]
+    """Least seconds per byte left over, by the first group of the core that is still open."""
+    return_rates: tuple[float, ...]
+    """Least seconds per byte overdrawn, likewise; infinite where no group can give back."""
+    num_nodes: int
+    """Candidates looked at."""
+
+    def counts(self, problem: Problem, chosen: Sequence[tuple[int, Option]]) -> list[list[int]]:
+        """Members per group and choice.
+
+        Args:
+            problem: the problem that this is the core of.
+            chosen: positions in `groups` with the option taken there; the others stay at their base.
+        """
+        counts = [[0] * len(group.choices) for group in problem.groups]
+        for row, group, base in zip(counts, problem.groups, self.base, strict=True):
+            if group.count:
+                row[base] = group.count
+        for position, option in chosen:
+            index = self.groups[position].group
+            taken = option.taken
+            while taken is not None:
+                choice, taken = taken
+                counts[index][self.base[index]] -= 1
+                counts[index][choice] += 1
+        return counts
+
+
+def reduce_to_core(
+    problem: Problem, relaxation: Relaxation, *, excess_s: float, tolerance_s: float, max_nodes: int
+) -> Core | None:
+    """The core, or None where finding it takes more than ``max_nodes`` candidates.
+
+    Args:
+        problem: groups and budget.
+        relaxation: its LP.
+        excess_s: time of a known assignment beyond the LP's optimum; only faster ones are of interest.
+        tolerance_s: times that differ by less are equal.
+        max_nodes: most candidates to look at.
+    """
+    base, groups, num_nodes = [], [], 0
+    for index, group in enumerate(problem.groups):
+        if group.count == 0:
+            base.append(0)
+            continue
+        costs = reduced_costs(problem, relaxation, index)
+        base.append(min(costs, key=lambda choice: costs[choice]))
+        least_bytes = group.choices[base[-1]].memory_bytes
+        singles = [
+            (cost_s, group.choices[choice].memory_bytes - least_bytes, choice)
+            for choice, cost_s in costs.items()
+            if choice != base[-1] and cost_s < excess_s
+        ]
+        if singles:
+            search = _Multisets(singles, relaxation.price, excess_s=excess_s, tolerance_s=tolerance_s)
+            options = search.up_to(group.count, max_nodes=max_nodes - num_nodes)
+            num_nodes += search.num_nodes
+            if options is None:
+                return None
+            groups.append(CoreGroup(index, options))
+    groups.sort(key=lambda open_group: max(abs(option.extra_bytes) for option in open_group.options), reverse=True)
+    members = [(group.count, group.choices[choice]) for group, choice in zip(problem.groups, base, strict=True)]
+    left_bytes = problem.budget_bytes - math.fsum(count * choice.memory_bytes for count, choice in members)
+    use_rates, return_rates = _rates(groups, relaxation.price)
+    return Core(
+        base=tuple(base),
+        base_s=math.fsum([*(count * choice.time_s for count, choice in members), -relaxation.price * left_bytes]),
+        left_bytes=left_bytes,
+        price=relaxation.price,
+        groups=tuple(groups),
+        use_rates=use_rates,
+        return_rates=return_rates,
+        num_nodes=num_nodes,
+    )
+
+
+class _Multisets:
+    """Options of one group, found by the number of members that differ, one more at a time.
+
+    A multiset that is dominated by one of no more members is dropped with everything that would extend it.
+    """
+
+    def __init__(
+        self, singles: list[tuple[float, float, int]], price: float, *, excess_s: float, tolerance_s: float
+    ) -> None:
+        self._singles, self._price, self._excess_s = sorted(singles), price, excess_s
+        # of up to a thousand members or so: together they still add up to less than the tolerance
+        self._skyline_tolerance_s = tolerance_s / 1000
+        self.num_nodes = 0
+
+    def up_to(self, num_members: int, *, max_nodes: int) -> list[Option] | None:
+        """Those with a cost below the excess that none dominates, by rising cost; None past the node budget."""
+        base = Option(0.0, 0.0, None)
+        skyline = Skyline(self._skyline_tolerance_s)
+        skyline.add(0.0, 0.0)
+        found: list[Option] = []
+        latest = [base]
+        for _ in range(num_members):
+            latest = [option for option in self._extended(latest, max_nodes) if self._enters(skyline, option)]
+            found += latest
+            if self.num_nodes > max_nodes:
+                return None
+            if not latest:
+                break
+        # a later multiset, of more members, may dominate an earlier one
+        skyline = Skyline()
+        by_bytes = sorted([base, *found], key=lambda option: (option.extra_bytes, self._time_s(option)))
+        survivors = [option for option in by_bytes if self._enters(skyline, option) and option is not base]
+        return sorted(survivors, key=lambda option: option.cost_s)
+
+    def _extended(self, options: list[Option], max_nodes: int) -> list[Option]:
+        extended = []
+        for cost_s, extra_bytes, taken in options:
+            if self.num_nodes > max_nodes:
+                break
+            for single_cost_s, single_bytes, choice in self._singles:
+                self.num_nodes += 1
+                if cost_s + single_cost_s >= self._excess_s:
+                    break
+                extended.append(Option(cost_s + single_cost_s, extra_bytes + single_bytes, (choice, taken)))
+        return extended
+
+    def _time_s(self, option: Option) -> float:
+        """Time beyond the base's."""
+        return option.cost_s - self._price * option.extra_bytes
+
+    def _enters(self, skyline: Skyline, option: Option) -> bool:
+        return skyline.add(option.extra_bytes, self._time_s(option))
+
+
+def _rates(groups: Sequence[CoreGroup], price: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Suffix minima of the rates at which options use what is left over, and give back what is overdrawn."""
+    use_rates, return_rates = [price], [math.inf]
+    for group in reversed(groups):
+        used = [option.cost_s / option.extra_bytes for option in group.options if option.extra_bytes > 0]
+        returned = [option.cost_s / -option.extra_bytes for option in group.options if option.extra_bytes < 0]
+        use_rates.append(min([use_rates[-1], *used]))
+        return_rates.append(min([return_rates[-1], *returned]))
+    return tuple(reversed(use_rates)), tuple(reversed(return_rates))

@@ -1,0 +1,102 @@
+"""Options of `OSDPStrategy`, checked before anything runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.fsdp import BackwardPrefetch
+
+from lightning_osdp.core.byte_size import parse_bytes
+from lightning_osdp.core.plan import Plan
+from lightning_osdp.core.search_space import SearchSpace
+from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.search import SOLVERS
+
+BATCH_SIZES = ("auto", "keep", "scale")
+
+_PLANNED = {
+    "sharding_strategy": "the plan chooses it per operator; limit the choice with search_space=SearchSpace(modes=...)",
+    "auto_wrap_policy": "the plan's units are the wrapping; pass a plan of your own with plan=",
+    "device_mesh": "the plan shards over all ranks",
+    "process_group": "the plan shards over all ranks",
+    "cpu_offload": "the plan's memory and time are those of the device; leave it out, a tighter memory_limit shards more",
+    "ignored_modules": "the plan covers every parameter",
+    "ignored_states": "the plan covers every parameter",
+    "device_id": "the strategy uses each rank's own device",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the user asked for, in the planner's units."""
+
+    memory_limit_bytes: int | None
+    plan: Plan | Path | None
+    batch_size: int | str
+    search: str
+    search_space: SearchSpace
+
+    @classmethod
+    def checked(
+        cls,
+        *,
+        memory_limit: int | str | None,
+        plan: Plan | str | Path | None,
+        batch_size: int | str,
+        search: str,
+        search_space: SearchSpace | None,
+    ) -> Options:
+        """Options from the strategy's arguments.
+
+        Raises:
+            ConfigurationError: one of them cannot be used.
+        """
+        if search not in SOLVERS:
+            raise ConfigurationError(f"search must be one of {tuple(SOLVERS)}, got {search!r}.")
+        is_size = isinstance(batch_size, int) and not isinstance(batch_size, bool) and batch_size >= 1
+        if not is_size and batch_size not in BATCH_SIZES:
+            raise ConfigurationError(f"batch_size must be one of {BATCH_SIZES} or at least 1, got {batch_size!r}.")
+        if plan is not None and not isinstance(plan, (Plan, str, Path)):
+            raise ConfigurationError(f"plan must be a Plan or the path of one, got {plan!r}.")
+        return cls(
+            memory_limit_bytes=None if memory_limit is None else parse_bytes(memory_limit),
+            plan=Path(plan) if isinstance(plan, str) else plan,
+            batch_size=batch_size,
+            search=search,
+            search_space=search_space or SearchSpace(),
+        )
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """FSDP1's prefetch settings, which decide how many units are gathered at once."""
+
+    backward: str = "pre"
+    forward: bool = False
+
+
+def check_fsdp_kwargs(fsdp_kwargs: dict[str, Any]) -> None:
+    """Returns if no argument for FSDP contradicts the plan.
+
+    Raises:
+        ConfigurationError: one does.
+    """
+    for name, why in _PLANNED.items():
+        if fsdp_kwargs.get(name) not in (None, False):
+            raise ConfigurationError(f"OSDPStrategy cannot take {name}={fsdp_kwargs[name]!r}: {why}.")
+    if fsdp_kwargs.get("use_orig_params", True) is not True:
+        raise ConfigurationError(
+            "OSDPStrategy needs use_orig_params=True (its default): units may mix frozen and trainable parameters, and"
+            " configure_optimizers sees the parameters under their own names. Leave use_orig_params out."
+        )
+
+
+def pop_prefetch(fsdp_kwargs: dict[str, Any]) -> Prefetch:
+    """Takes FSDP1's prefetch settings out of its arguments: they belong to the plan."""
+    backward = fsdp_kwargs.pop("backward_prefetch", BackwardPrefetch.BACKWARD_PRE)
+    names = {BackwardPrefetch.BACKWARD_PRE: "pre", BackwardPrefetch.BACKWARD_POST: "post", None: "none"}
+    if backward not in names:
+        raise ConfigurationError(f"backward_prefetch must be a BackwardPrefetch or None, got {backward!r}.")
+    return Prefetch(backward=names[backward], forward=bool(fsdp_kwargs.pop("forward_prefetch", False)))

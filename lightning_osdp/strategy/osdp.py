@@ -1,0 +1,216 @@
+"""`OSDPStrategy`: plans in setup, wraps the model as planned, then leaves training to Lightning's FSDP strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.strategies.fsdp import _move_torchmetrics_to_device, _setup_activation_checkpointing
+from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
+from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from rich.console import Console
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_osdp.apply import apply_plan
+from lightning_osdp.callbacks import PredictionCheck
+from lightning_osdp.core.plan import Plan
+from lightning_osdp.core.search_space import SearchSpace
+from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.profiler import fingerprint
+from lightning_osdp.report import plan_table
+from lightning_osdp.strategy import checkpoint
+from lightning_osdp.strategy.agreement import on_rank_zero
+from lightning_osdp.strategy.loaders import loader_size, why_fixed, with_batch_size
+from lightning_osdp.strategy.options import Options, check_fsdp_kwargs, pop_prefetch
+from lightning_osdp.strategy.planning import plan_fit
+from lightning_osdp.strategy.precision import OSDPPrecision
+
+PLAN_FILENAME = "osdp_plan.json"
+
+
+class OSDPStrategy(FSDPStrategy):
+    """Fully sharded data parallel training in which every operator is sharded only as far as memory demands.
+
+    At the start of fit the model's own training step is profiled on a batch of its training data, the fastest plan
+    under the memory limit is searched, and the model is wrapped as the plan says. The plan is printed, written to
+    ``osdp_plan.json`` in the trainer's log directory, and compared with what was measured when fit ends.
+
+    Args:
+        memory_limit: bytes that tensors of one rank may take in every phase of a step, as an int or a text such as
+            ``"8GiB"`` (2^30) or ``"500MB"`` (10^6): parameters, gathered copies, gradients, optimizer state,
+            activations, buffers and the batch. None: what is free on the GPU, or the rank's share of the machine's
+            available memory on CPU, less a headroom.
+        plan: a `Plan`, or the path of one, that is used as it is; nothing is profiled then.
+        batch_size: ``"auto"`` keeps the global batch that the user configured; ``"keep"`` leaves the loader alone for
+            good; ``"scale"`` chooses the micro-batch with the best predicted samples/s; an int is that micro-batch.
+            A new size rebuilds the training loader only.
+        search: ``"depth_first"`` (the paper's, exact), ``"greedy"`` (near-instant, certified gap) or ``"exhaustive"``.
+        search_space: limits on what the plan may choose; None: everything.
+        **fsdp_kwargs: arguments of Lightning's ``FSDPStrategy``.
+
+    Raises:
+        ConfigurationError: an option cannot be used, or one of ``fsdp_kwargs`` is what the plan decides.
+    """
+
+    strategy_name = "osdp"
+    # Lightning's accelerator connector refuses CPU for the names in FSDPStrategy's own list.
+    _registered_strategies: list[str] = []  # noqa: RUF012 (Lightning's declaration)
+
+    def __init__(
+        self,
+        memory_limit: int | str | None = None,
+        plan: Plan | str | Path | None = None,
+        batch_size: int | Literal["auto", "keep", "scale"] = "auto",
+        search: str = "depth_first",
+        search_space: SearchSpace | None = None,
+        **fsdp_kwargs: Any,
+    ) -> None:
+        check_fsdp_kwargs(fsdp_kwargs)
+        self._prefetch = pop_prefetch(fsdp_kwargs)
+        self._options = Options.checked(
+            memory_limit=memory_limit, plan=plan, batch_size=batch_size, search=search, search_space=search_space
+        )
+        self._plan: Plan | None = None
+        self._root: FullyShardedDataParallel | None = None
+        super().__init__(**fsdp_kwargs)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in use; None before setup, and where a model is evaluated that no plan was made for."""
+        return self._plan
+
+    # ------------------------------------------------------------------ precision
+
+    @property
+    @override
+    def precision_plugin(self) -> FSDPPrecision:
+        return OSDPPrecision() if self._precision_plugin is None else super().precision_plugin
+
+    @precision_plugin.setter
+    @override
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        if type(precision_plugin) is FSDPPrecision:
+            precision_plugin = OSDPPrecision(precision_plugin.precision)
+        FSDPStrategy.precision_plugin.fset(self, precision_plugin)  # type: ignore[attr-defined]
+
+    # ------------------------------------------------------------------ setup
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if isinstance(self.precision_plugin, OSDPPrecision):
+            self.precision_plugin.use_device(self.root_device)
+
+    @override
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        assert isinstance(model, pl.LightningModule)
+        if self._root is None or self._root.module is not model:
+            self._root = self._wrap(model)
+        return self._root
+
+    def _wrap(self, module: pl.LightningModule) -> FullyShardedDataParallel:
+        if any(isinstance(child, FullyShardedDataParallel) for child in module.modules()):
+            raise ConfigurationError(
+                "Expected a model without FSDP wrappers, so that it can be wrapped as planned, but it has some already."
+                " Go on with the Trainer that wrapped it, or build the model anew and load its checkpoint."
+            )
+        trainer = module.trainer
+        if self._options.plan is not None:
+            self._plan = self._given_plan(module)
+        elif trainer.state.fn == TrainerFn.FITTING:
+            self._plan = plan_fit(trainer, module, self._options, prefetch=self._prefetch)
+        else:
+            rank_zero_info("OSDP: evaluating without a plan; the whole model is one unit. Pass plan= to shard it.")
+        kwargs = {**self.kwargs, "mixed_precision": self.mixed_precision_config}
+        if self._plan is not None:
+            self._publish(trainer, self._plan)
+            root = apply_plan(module, self._plan, device=self.root_device, **kwargs)
+        else:
+            root = FullyShardedDataParallel(module, device_id=self.root_device, **kwargs)
+        _move_torchmetrics_to_device(root, self.root_device)
+        _setup_activation_checkpointing(root, self._activation_checkpointing_kwargs)
+        return root
+
+    def _given_plan(self, module: nn.Module) -> Plan:
+        given = self._options.plan
+        plan = given if isinstance(given, Plan) else on_rank_zero(lambda: Plan.load(str(given)))
+        plan.check_matches(fingerprint(module), world_size=self.world_size)
+        size = self._options.batch_size
+        if isinstance(size, int) and size != plan.micro_batch_size:
+            raise ConfigurationError(
+                f"Expected batch_size and plan to agree, got batch_size={size} and a plan for a micro-batch of"
+                f" {plan.micro_batch_size}. Leave batch_size out, or plan anew by leaving out plan."
+            )
+        return plan
+
+    def _publish(self, trainer: pl.Trainer, plan: Plan) -> None:
+        """Writes and prints the plan on rank 0, and has its predictions checked when fit ends."""
+        directory = Path(trainer.log_dir or trainer.default_root_dir)
+        if self.is_global_zero:
+            plan.save(directory / PLAN_FILENAME)
+            Console().print(plan_table(plan))
+        rank_zero_info(f"OSDP: plan written to {directory / PLAN_FILENAME}")
+        if trainer.state.fn == TrainerFn.FITTING:
+            # First, so that its clock stops before other callbacks validate, log or save.
+            others = [callback for callback in trainer.callbacks if not isinstance(callback, PredictionCheck)]
+            trainer.callbacks = [PredictionCheck(plan), *others]
+
+    # ------------------------------------------------------------------ training
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Reduces gradients in every micro-batch, as the plan's units say: Lightning would keep them whole."""
+        yield
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """The training loader with the plan's micro-batch; any other loader as it is."""
+        trainer = None if self.lightning_module is None else self.lightning_module.trainer
+        if self._plan is None or self._options.batch_size == "keep" or trainer is None or not trainer.training:
+            return dataloader
+        planned = self._plan.micro_batch_size
+        if loader_size(dataloader) == planned:
+            return dataloader
+        reason = why_fixed(dataloader)
+        if reason is not None:
+            rank_zero_warn(f"OSDP: the plan's micro-batch is {planned}, but the loader keeps its own: {reason}.")
+            return dataloader
+        assert isinstance(dataloader, DataLoader)
+        return with_batch_size(dataloader, planned)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return checkpoint.model_state(self._wrapped(), self._state_dict_type)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        return checkpoint.optimizer_state(self._wrapped(), optimizer, self._state_dict_type)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        module = self.lightning_module
+        assert module is not None
+        return checkpoint.load(
+            Path(self.broadcast(checkpoint_path)),
+            self._wrapped(),
+            self.optimizers if module.trainer.state.fn == TrainerFn.FITTING else [],
+            strict=module.strict_loading,
+            weights_only=weights_only,
+        )
+
+    def _wrapped(self) -> FullyShardedDataParallel:
+        assert isinstance(self.model, FullyShardedDataParallel)
+        return self.model

@@ -1,0 +1,124 @@
+"""From a Trainer about to fit to a plan: a batch, a profile, the cluster, the search."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_osdp.core.plan import Plan
+from lightning_osdp.core.profile import ModelProfile
+from lightning_osdp.errors import ProfileError
+from lightning_osdp.profiler import measure_cluster, profile_model
+from lightning_osdp.scheduler import make_plan
+from lightning_osdp.strategy.agreement import on_all_ranks, on_rank_zero
+from lightning_osdp.strategy.loaders import (
+    dataset_length,
+    first_batch,
+    loader_size,
+    samples_in,
+    training_loaders,
+    why_fixed,
+)
+from lightning_osdp.strategy.options import Options, Prefetch
+from lightning_osdp.strategy.step import configured_optimizers, forget_loaders, muted, training_step
+
+
+def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, *, prefetch: Prefetch) -> Plan:
+    """The plan for this fit, the same on all ranks. Every rank profiles; rank 0 plans.
+
+    Raises:
+        OSDPError: on all ranks, where any of them cannot profile or no plan fits.
+    """
+    strategy = trainer.strategy
+    assert isinstance(strategy, FSDPStrategy)
+    cluster = measure_cluster(
+        strategy.root_device, num_nodes=strategy.num_nodes, local_ranks=strategy.num_processes
+    )
+    rank_zero_info("OSDP: profiling the model on one batch of its training data")
+    loaders, batch, profile = on_all_ranks(lambda: _profile(trainer, module))
+    limit_bytes = options.memory_limit_bytes or cluster.memory_bytes
+    assert limit_bytes is not None
+    micro_batch_size, most = _micro_batch(options, loaders, batch, world_size=strategy.world_size)
+    return on_rank_zero(
+        lambda: make_plan(
+            profile,
+            cluster,
+            memory_limit_bytes=limit_bytes,
+            micro_batch_size=micro_batch_size,
+            max_micro_batch_size=most,
+            num_micro_batches=trainer.accumulate_grad_batches,
+            search=options.search,
+            search_space=options.search_space,
+            backward_prefetch=prefetch.backward,
+            forward_prefetch=prefetch.forward,
+        )
+    )
+
+
+def _profile(trainer: pl.Trainer, module: pl.LightningModule) -> tuple[CombinedLoader, Any, ModelProfile]:
+    step = training_step(module)
+    strategy = trainer.strategy
+    on_meta = [name for name, tensor in module.named_parameters() if tensor.is_meta]
+    if on_meta:
+        raise ProfileError(
+            f"Expected a model with real parameters to profile, but {on_meta[0]!r} is on the meta device."
+            " Create it on a real device in configure_model, or pass plan=."
+        )
+    loaders = training_loaders(trainer)
+    batch = first_batch(loaders)
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+    batch = call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+    try:
+        if strategy.root_device.type != "cpu":
+            module.to(strategy.root_device)
+        with muted(trainer, module):
+            profile = profile_model(
+                module,
+                batch,
+                batch_size=samples_in(batch),
+                training_step=step,
+                configure_optimizers=configured_optimizers(trainer),
+                compute_dtype=_compute_dtype(strategy),
+                context=trainer.precision_plugin.train_step_context,
+            )
+    except torch.OutOfMemoryError as error:
+        raise ProfileError(
+            "Expected the whole model and one step on the user's batch to fit on one device while it is profiled, but"
+            f" memory ran out: {error}. Use a smaller batch with batch_size='scale', or pass plan=."
+        ) from error
+    finally:
+        forget_loaders(trainer)
+    return loaders, batch, profile
+
+
+def _compute_dtype(strategy: Any) -> torch.dtype | None:
+    config = strategy.mixed_precision_config
+    return None if config is None else config.param_dtype
+
+
+def _micro_batch(
+    options: Options, loaders: CombinedLoader, batch: Any, *, world_size: int
+) -> tuple[int | Literal["scale"], int | None]:
+    """The micro-batch to plan for, or ``"scale"``, and the largest allowed."""
+    sizes = {loader_size(loader) for loader in loaders.flattened}
+    configured = next(iter(sizes)) if len(sizes) == 1 and None not in sizes else None
+    current = configured or samples_in(batch)
+    if options.batch_size in ("auto", "keep", current):
+        return current, None
+    reason = next(filter(None, (why_fixed(loader) for loader in loaders.flattened)), None)
+    if reason is not None:
+        rank_zero_warn(f"OSDP: batch_size={options.batch_size!r} is ignored, the loader keeps {current}: {reason}.")
+        return current, None
+    length = dataset_length(loaders)
+    most = None if length is None else max(1, length // world_size)
+    if options.batch_size == "scale":
+        return "scale", most
+    assert isinstance(options.batch_size, int)
+    return options.batch_size, None

@@ -1,0 +1,77 @@
+"""Precision under OSDP: autocast on the device in use, and gradient clipping by norm over shards."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.types import Optimizable
+from lightning.pytorch.plugins.precision import FSDPPrecision
+from torch.distributed.fsdp import MixedPrecision
+from torch.optim import Optimizer
+from typing_extensions import override
+
+
+class OSDPPrecision(FSDPPrecision):
+    """Lightning's FSDP precision without its limits: CPU autocast, clipping by norm, and ``"64-true"``.
+
+    Args:
+        precision: as for ``Trainer(precision=...)`` with FSDP, or ``"64-true"``, which the Trainer's own flag refuses
+            for FSDP strategies: pass ``plugins=OSDPPrecision("64-true")`` instead.
+    """
+
+    def __init__(self, precision: Any = "32-true") -> None:
+        is_double = precision == "64-true"
+        super().__init__("32-true" if is_double else precision)
+        if is_double:
+            self.precision: Any = "64-true"
+            self._desired_input_dtype = torch.float64
+        self._device_type = "cuda"
+
+    def use_device(self, device: torch.device) -> None:
+        """Autocast on this device from now on."""
+        self._device_type = device.type
+
+    @property
+    @override
+    def mixed_precision_config(self) -> MixedPrecision | None:  # type: ignore[override]
+        """What FSDP computes and reduces in; None where that is the parameters' own dtype."""
+        return None if self.precision in ("32-true", "64-true") else super().mixed_precision_config
+
+    @override
+    def forward_context(self) -> AbstractContextManager[Any]:
+        if "mixed" in self.precision:
+            dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
+            return torch.autocast(self._device_type, dtype=dtype)
+        return super().forward_context()
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizable, clip_val: int | float, *_: Any, **__: Any) -> None:  # type: ignore[override]
+        """Scales gradients so that their norm over all ranks is at most ``clip_val``.
+
+        Each rank holds a shard of every gradient, and shards are disjoint, so the squares of all ranks add up. (With
+        one rank FSDP1 does not shard, and there is nothing to add.) As ``torch.nn.utils.clip_grad_norm_``.
+        """
+        if clip_val <= 0:
+            return
+        assert isinstance(optimizer, Optimizer)
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if gradients:
+            device = gradients[0].device
+            accumulate = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
+        elif dist.is_initialized() and dist.get_backend() == "nccl":
+            device, accumulate = torch.device("cuda", torch.cuda.current_device()), torch.float32
+        else:
+            device, accumulate = torch.device("cpu"), torch.float32
+        norms = [torch.linalg.vector_norm(g, dtype=accumulate) for g in gradients]
+        total = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=accumulate, device=device)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            # A rank without any gradient of this optimizer (fewer elements than ranks) must take part all the same.
+            squares = total.to(torch.float64)
+            dist.all_reduce(squares)
+            total = squares.to(accumulate)
+        scale = torch.clamp(clip_val / (total.sqrt() + 1e-6), max=1.0)
+        for gradient in gradients:
+            gradient.mul_(scale.to(gradient.dtype))

@@ -1,0 +1,93 @@
+"""The user's training step and optimizers as the profiler runs them: muted, on the real batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.core.optimizer import _configure_optimizers
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_osdp.errors import ConfigurationError, ProfileError
+
+
+def training_step(module: pl.LightningModule) -> Callable[[Any], Any]:
+    """``module.training_step`` as a function of the batch alone.
+
+    Raises:
+        ConfigurationError: the module optimizes manually, or takes the loader's iterator itself.
+    """
+    if not module.automatic_optimization:
+        raise ConfigurationError(
+            "Expected automatic optimization, got automatic_optimization=False: under FSDP's root wrapper manual_backward"
+            " would run inside the root's forward. Use automatic optimization, or another strategy."
+        )
+    step = module.training_step
+    if is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
+        raise ConfigurationError(
+            "Expected training_step to take a batch, got one that takes dataloader_iter, which cannot be profiled."
+            " Take a batch, or pass plan=."
+        )
+    with_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
+    return lambda batch: step(batch, 0) if with_index else step(batch)
+
+
+@contextmanager
+def muted(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
+    """Whatever the module logs meanwhile goes nowhere."""
+    loggers = trainer.loggers
+    names = ("log", "log_dict", "print")
+    trainer.loggers = [DummyLogger()] if loggers else []
+    for name in names:
+        setattr(module, name, _ignore)
+    try:
+        yield
+    finally:
+        trainer.loggers = loggers
+        for name in names:
+            delattr(module, name)
+
+
+def configured_optimizers(trainer: pl.Trainer) -> Callable[[nn.Module], Sequence[Optimizer]]:
+    """Runs ``configure_optimizers`` on a copy of the LightningModule, in every form that Lightning accepts."""
+
+    def configure(replica: nn.Module) -> Sequence[Optimizer]:
+        assert isinstance(replica, pl.LightningModule)
+        replica.trainer = trainer
+        try:
+            returned = call._call_lightning_module_hook(trainer, "configure_optimizers", pl_module=replica)
+            if returned is None:
+                raise ProfileError(
+                    "Expected configure_optimizers to return an optimizer, got None. Return one, or use another strategy:"
+                    " there is nothing to plan without training."
+                )
+            optimizers, *_ = _configure_optimizers(returned)
+        finally:
+            replica.trainer = None
+            forget_loaders(trainer)
+        return list(optimizers)
+
+    return configure
+
+
+def forget_loaders(trainer: pl.Trainer) -> None:
+    """Drops the training loader that reading ``estimated_stepping_batches`` built before the batch size is decided."""
+    loop = trainer.fit_loop
+    if loop._combined_loader is None:
+        return
+    if loop._data_fetcher is not None:
+        loop._data_fetcher.teardown()
+        loop._data_fetcher = None
+    loop._combined_loader = None
+    loop.max_batches = float("inf")
+    loop._last_train_dl_reload_epoch = float("-inf")
+
+
+def _ignore(*_: Any, **__: Any) -> None:
+    return None
