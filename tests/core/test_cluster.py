@@ -1,0 +1,48 @@
+"""Ring collectives against numbers worked out by hand."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_osdp.core.cluster import Cluster, Link
+from lightning_osdp.core.modes import DP, ZDP
+
+LINK = Link(latency_s=1e-5, seconds_per_byte=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "world_size", "expected_s"),
+    [
+        (8_000_000, 8, 7 * 1e-5 + 7 / 8 * 8e-3),  # 70 us in 7 steps, and 7 shards of 1 ms each
+        (8_000_000, 4, 3e-5 + 6e-3),
+        (8_000_000, 2, 1e-5 + 4e-3),
+        (0, 4, 3e-5),  # latency alone
+        (1, 2, 1e-5 + 0.5e-9),
+    ],
+)
+def test_a_ring_takes_one_latency_and_one_shard_per_step(num_bytes, world_size, expected_s):
+    assert LINK.ring_s(num_bytes, world_size) == pytest.approx(expected_s, rel=1e-12)
+
+
+def test_one_rank_communicates_nothing():
+    assert LINK.ring_s(10**9, 1) == 0.0
+
+
+def test_a_step_of_eight_ranks_costs_what_equation_2_says():
+    # S = 400 MB at 10 GB/s, alpha = 20 us, N = 8: 3 * 7 * 20 us + 3 * 7/8 * 40 ms, and two thirds of it
+    link = Link(latency_s=20e-6, seconds_per_byte=1 / 10e9)
+    ring_s = link.ring_s(400e6, 8)
+    assert (ZDP.num_all_gathers() + ZDP.reduce_scatters) * ring_s == pytest.approx(0.42e-3 + 105e-3)
+    assert (DP.num_all_gathers() + DP.reduce_scatters) * ring_s == pytest.approx(0.28e-3 + 70e-3)
+
+
+@settings(deadline=None)
+@given(num_bytes=st.integers(0, 2**45), world_size=st.integers(1, 4096))
+def test_more_bytes_and_more_ranks_never_take_less(num_bytes, world_size):
+    assert LINK.ring_s(num_bytes, world_size) <= LINK.ring_s(num_bytes + 1, world_size)
+    assert LINK.ring_s(num_bytes, world_size) <= LINK.ring_s(num_bytes, world_size + 1) * (1 + 1e-12)
+
+
+def test_a_cluster_is_one_node_of_unknown_memory_unless_told():
+    cluster = Cluster(world_size=2, all_gather=LINK, reduce_scatter=LINK)
+    assert (cluster.num_nodes, cluster.backend, cluster.memory_bytes) == (1, "", None)

@@ -1,0 +1,455 @@
+"""A plan as a document: what goes out comes in again, and nothing else does."""
+
+import dataclasses
+import json
+import re
+from types import MappingProxyType
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_osdp.core.modes import MODES
+from lightning_osdp.core.plan import (
+    ACTIVATION_CHOICES,
+    PREFETCH_CHOICES,
+    SCHEMA_VERSION,
+    SYNC_CHOICES,
+    Decision,
+    Plan,
+    Unit,
+)
+from lightning_osdp.errors import OSDPError, PlanFormatError, PlanMismatchError
+
+ROOT = Unit(name="", operators=("norm",), kind="LayerNorm", modes=("DP",), parameter_bytes=64)
+HEAD = Unit(name="head", operators=("head",), kind="Linear", modes=("ZDP", "ZDP", "DP"), time_s=1.5e-3)
+PLAN = Plan(
+    fingerprint={"norm.weight": "(16,) float32", "head.weight": "(4, 16) float32"},
+    world_size=2,
+    units=(ROOT, HEAD),
+    memory_limit_bytes=2**30,
+    peak_bytes=2**29,
+    micro_batch_size=4,
+    num_micro_batches=1,
+    step_time_s=0.25,
+    samples_per_s=32.0,
+    gap=0.01,
+    solver="depth_first",
+    all_zdp_step_time_s=0.5,
+)
+
+
+def edited(**entries: object) -> str:
+    """JSON of the plan after somebody edited its entries; Ellipsis deletes one."""
+    document = {**json.loads(PLAN.to_json()), **entries}
+    return json.dumps({key: value for key, value in document.items() if value is not ...})
+
+
+def edited_unit(**entries: object) -> str:
+    root, head = json.loads(PLAN.to_json())["units"]
+    head = {key: value for key, value in {**head, **entries}.items() if value is not ...}
+    return edited(units=[root, head], decisions=...)
+
+
+def refused(text: str, message: str) -> None:
+    with pytest.raises(PlanFormatError, match=f"^{re.escape(message)}$"):
+        Plan.from_json(text)
+
+
+# ---- what a plan says
+
+
+def test_decisions_are_one_per_operator_of_every_unit():
+    shared = Unit(name="block", operators=("block.a", "block.b"), kind="Linear", modes=("DP",))
+    assert dataclasses.replace(PLAN, units=(ROOT, shared, HEAD)).decisions == (
+        Decision(operator="norm", unit="", modes=("DP",)),
+        Decision(operator="block.a", unit="block", modes=("DP",)),
+        Decision(operator="block.b", unit="block", modes=("DP",)),
+        Decision(operator="head", unit="head", modes=("ZDP", "ZDP", "DP")),
+    )
+
+
+def test_a_unit_has_as_many_slices_as_modes():
+    assert (ROOT.num_slices, HEAD.num_slices) == (1, 3)
+
+
+def test_predicted_gain_is_the_speed_over_plain_fsdp():
+    assert PLAN.predicted_gain == 2.0
+
+
+@pytest.mark.parametrize("times", [{"step_time_s": 0.0}, {"all_zdp_step_time_s": 0.0}])
+def test_without_both_predictions_there_is_no_gain(times):
+    assert dataclasses.replace(PLAN, **times).predicted_gain == 1.0
+
+
+# ---- round trip
+
+NAMES = st.text('abc.01_ \\"\n\x00é☃\U0001f600', max_size=8)
+BYTES = st.integers(0, 2**50)
+TIMES = st.floats(0, 1e6, allow_nan=False)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    unit_names = ["", *draw(st.lists(NAMES.filter(bool), unique=True, max_size=4))]
+    operators = draw(st.lists(NAMES, unique=True, max_size=8))
+    owners = [draw(st.sampled_from(unit_names)) for _ in operators]
+    units = tuple(
+        Unit(
+            name=name,
+            operators=tuple(operator for operator, owner in zip(operators, owners, strict=True) if owner == name),
+            kind=draw(NAMES),
+            modes=tuple(draw(st.lists(st.sampled_from([*MODES]), min_size=1, max_size=4))),
+            sync=draw(st.sampled_from(SYNC_CHOICES)),
+            activations=draw(st.sampled_from(ACTIVATION_CHOICES)),
+            parameter_bytes=draw(BYTES),
+            time_s=draw(TIMES),
+            keep_saves_s=draw(st.floats(-1, 1)),
+            keep_costs_bytes=draw(BYTES),
+        )
+        for name in unit_names
+    )
+    return Plan(
+        fingerprint=draw(st.dictionaries(NAMES, NAMES, max_size=4)),
+        world_size=draw(st.integers(1, 4096)),
+        units=units,
+        memory_limit_bytes=draw(st.integers(1, 2**50)),
+        peak_bytes=draw(BYTES),
+        micro_batch_size=draw(st.integers(1, 4096)),
+        num_micro_batches=draw(st.integers(1, 64)),
+        step_time_s=draw(TIMES),
+        samples_per_s=draw(TIMES),
+        gap=draw(TIMES),
+        solver=draw(NAMES),
+        backward_prefetch=draw(st.sampled_from(PREFETCH_CHOICES)),
+        forward_prefetch=draw(st.booleans()),
+        all_zdp_step_time_s=draw(TIMES),
+        all_zdp_peak_bytes=draw(BYTES),
+        notes=tuple(draw(st.lists(NAMES, max_size=3))),
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(plans())
+def test_a_plan_round_trips_through_json(plan):
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_plan_round_trips_through_a_file_in_a_new_folder(tmp_path):
+    path = tmp_path / "runs" / "0" / "osdp_plan.json"
+    PLAN.save(path)
+    assert Plan.load(path) == Plan.load(str(path)) == PLAN
+    assert [entry.name for entry in path.parent.iterdir()] == ["osdp_plan.json"]
+
+
+def test_a_file_that_was_cut_short_is_refused(tmp_path):
+    path = tmp_path / "plan.json"
+    for length in range(0, len(PLAN.to_json()) - 2, 97):
+        path.write_text(PLAN.to_json()[:length], encoding="utf-8")
+        with pytest.raises(PlanFormatError, match="cannot be parsed"):
+            Plan.load(path)
+
+
+def test_saving_again_replaces_the_file(tmp_path):
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    other = dataclasses.replace(PLAN, solver="greedy")
+    other.save(str(path))
+    assert Plan.load(path) == other
+
+
+def test_the_document_starts_with_its_schema_and_ends_with_the_decisions():
+    document = json.loads(PLAN.to_json())
+    assert next(iter(document.items())) == ("schema_version", SCHEMA_VERSION)
+    assert [*document][-1] == "decisions"
+    assert document["decisions"][1] == {"operator": "head", "unit": "head", "modes": ["ZDP", "ZDP", "DP"]}
+    assert document.keys() - {"decisions"} == {field.name for field in dataclasses.fields(Plan)}
+
+
+def test_a_fingerprint_may_be_any_mapping():
+    plan = dataclasses.replace(PLAN, fingerprint=MappingProxyType(dict(PLAN.fingerprint)))
+    assert Plan.from_json(plan.to_json()) == PLAN
+
+
+def test_decisions_may_be_left_out_and_defaults_too():
+    minimal = edited(decisions=..., solver=..., backward_prefetch=..., notes=..., all_zdp_step_time_s=...)
+    plan = Plan.from_json(minimal)
+    assert plan == dataclasses.replace(PLAN, solver="", all_zdp_step_time_s=0.0)
+
+
+def test_whole_numbers_are_fine_where_seconds_are_meant():
+    assert Plan.from_json(edited(step_time_s=2, gap=0)).step_time_s == 2
+
+
+# ---- not a plan
+
+
+def test_a_missing_file_is_named(tmp_path):
+    path = tmp_path / "none.json"
+    message = f"Expected a plan file at {str(path)!r}, but it cannot be read: [Errno 2] No such file or directory:"
+    with pytest.raises(PlanFormatError, match=f"^{re.escape(message)}"):
+        Plan.load(path)
+
+
+def test_a_folder_and_a_binary_file_cannot_be_read(tmp_path):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00plan")
+    for path, reason in ((tmp_path, "Is a directory"), (tmp_path / "binary", "can't decode byte 0xff")):
+        with pytest.raises(PlanFormatError, match=f"^Expected a plan file at '.*', but it cannot be read: .*{reason}"):
+            Plan.load(path)
+
+
+def test_errors_name_the_file(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text("[]", encoding="utf-8")
+    message = f"Expected plan file {str(path)!r} to hold a JSON object, got list."
+    with pytest.raises(PlanFormatError, match=f"^{re.escape(message)}$"):
+        Plan.load(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"schema_version": 1, "units": [', "Expecting value: line 1 column 33 (char 32)"),
+        ("", "Expecting value: line 1 column 1 (char 0)"),
+        ("{'units': []}", "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        ("\ufeff{}", "Unexpected UTF-8 BOM (decode using utf-8-sig): line 1 column 1 (char 0)"),
+    ],
+)
+def test_text_that_is_not_json_is_refused_with_the_remedy(text, reason):
+    refused(
+        text,
+        f"Expected the plan to be a JSON document written by `Plan.save`, but it cannot be parsed: {reason}."
+        " Restore the file, or plan anew by leaving out `plan=`.",
+    )
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"schema_version": ' + "1" * 5000 + "}"])
+def test_json_that_python_will_not_parse_is_refused_too(text):
+    with pytest.raises(PlanFormatError, match=r"^Expected the plan to be a JSON document .* cannot be parsed: "):
+        Plan.from_json(text)
+
+
+@pytest.mark.parametrize(("text", "kind"), [("[]", "list"), ("null", "NoneType"), ('"plan"', "str"), ("NaN", "float")])
+def test_json_that_is_no_object_is_refused(text, kind):
+    refused(text, f"Expected the plan to hold a JSON object, got {kind}.")
+
+
+@pytest.mark.parametrize("version", [SCHEMA_VERSION + 1, 0, "1", None, ...])
+def test_another_schema_version_is_refused(version):
+    refused(
+        edited(schema_version=version),
+        f"Expected the plan to have schema_version 1, got {None if version is ... else version!r}."
+        " Plan anew with this version of lightning_osdp, or use the version that wrote the plan.",
+    )
+
+
+@pytest.mark.parametrize(("version", "shown"), [(True, "True"), (1.0, "1.0")])
+def test_a_schema_version_must_be_a_whole_number(version, shown):
+    refused(edited(schema_version=version), f"Expected 'schema_version' of the plan to be a whole number, got {shown}.")
+
+
+# ---- entries
+
+
+def test_missing_and_unknown_entries_are_listed():
+    refused(
+        edited(world_size=..., gap=..., step_times=1),
+        "Expected the plan to have the entries of a plan; missing: ['gap', 'world_size'], unknown: ['step_times'].",
+    )
+    refused(
+        edited_unit(kind=..., mode="DP"),
+        "Expected units[1] of the plan to have the entries of a plan; missing: ['kind'], unknown: ['mode'].",
+    )
+
+
+@pytest.mark.parametrize(("units", "shown"), [([], "[]"), (..., "None"), ({}, "{}"), ("DP", "'DP'")])
+def test_units_must_be_a_non_empty_list(units, shown):
+    refused(edited(units=units), f"Expected 'units' of the plan to be a non-empty list, got {shown}.")
+
+
+@pytest.mark.parametrize(("unit", "shown"), [("head", "'head'"), (None, "None"), (["head"], "['head']")])
+def test_a_unit_must_be_an_object(unit, shown):
+    refused(edited(units=[unit]), f"Expected units[0] of the plan to be a JSON object, got {shown}.")
+
+
+HUGE = 10**400
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("world_size", True, "a whole number"),
+        ("world_size", 2.0, "a whole number"),
+        ("world_size", "2", "a whole number"),
+        ("world_size", None, "a whole number"),
+        ("world_size", {}, "a whole number"),
+        ("world_size", [], "a whole number"),
+        ("memory_limit_bytes", float("inf"), "a whole number"),
+        ("step_time_s", float("nan"), "a finite number"),
+        ("step_time_s", float("-inf"), "a finite number"),
+        ("gap", True, "a finite number"),
+        ("gap", "0.1", "a finite number"),
+        ("gap", {}, "a finite number"),
+        ("forward_prefetch", 0, "true or false"),
+        ("forward_prefetch", "false", "true or false"),
+        ("solver", None, "a text"),
+        ("solver", {"depth": "first"}, "a text"),
+        ("solver", ["greedy"], "a text"),
+        ("notes", "one note", "a list of texts"),
+        ("notes", [1], "a list of texts"),
+        ("notes", {"a": "b"}, "a list of texts"),
+        ("fingerprint", [], "an object of texts"),
+        ("fingerprint", {"norm.weight": [16]}, "an object of texts"),
+        ("fingerprint", {"norm.weight": None}, "an object of texts"),
+    ],
+)
+def test_an_entry_of_another_type_is_refused(name, value, expected):
+    refused(edited(**{name: value}), f"Expected {name!r} of the plan to be {expected}, got {value!r}.")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("modes", "DP", "a list of texts"),
+        ("modes", [1], "a list of texts"),
+        ("modes", [["DP"]], "a list of texts"),
+        ("operators", {"head": "DP"}, "a list of texts"),
+        ("name", None, "a text"),
+        ("name", {}, "a text"),
+        ("sync", True, "a text"),
+        ("parameter_bytes", 1.5, "a whole number"),
+        ("parameter_bytes", False, "a whole number"),
+        ("time_s", float("nan"), "a finite number"),
+        ("keep_saves_s", float("inf"), "a finite number"),
+        ("keep_costs_bytes", {"a": "b"}, "a whole number"),
+    ],
+)
+def test_an_entry_of_a_unit_of_another_type_is_refused(name, value, expected):
+    refused(edited_unit(**{name: value}), f"Expected {name!r} of units[1] of the plan to be {expected}, got {value!r}.")
+
+
+@pytest.mark.parametrize(("name", "expected"), [("peak_bytes", "a whole number"), ("step_time_s", "a finite number")])
+def test_a_number_that_no_float_holds_is_refused_and_cut_in_the_message(name, expected):
+    refused(edited(**{name: HUGE}), f"Expected {name!r} of the plan to be {expected}, got 1{'0' * 96}....")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "least"),
+    [
+        ("world_size", 0, 1),
+        ("micro_batch_size", 0, 1),
+        ("num_micro_batches", -1, 1),
+        ("memory_limit_bytes", 0, 1),
+        ("peak_bytes", -1, 0),
+        ("step_time_s", -0.5, 0),
+        ("samples_per_s", -1.0, 0),
+        ("gap", -0.01, 0),
+        ("all_zdp_step_time_s", -1.0, 0),
+        ("all_zdp_peak_bytes", -1, 0),
+    ],
+)
+def test_a_number_below_its_least_is_refused(name, value, least):
+    refused(edited(**{name: value}), f"Expected {name!r} of the plan to be at least {least}, got {value!r}.")
+
+
+@pytest.mark.parametrize(("name", "value"), [("parameter_bytes", -1), ("time_s", -1.0), ("keep_costs_bytes", -4)])
+def test_a_number_of_a_unit_below_zero_is_refused(name, value):
+    refused(
+        edited_unit(**{name: value}), f"Expected {name!r} of unit 'head' of the plan to be at least 0, got {value!r}."
+    )
+
+
+def test_an_unknown_prefetch_is_refused():
+    refused(
+        edited(backward_prefetch="before"),
+        "Expected 'backward_prefetch' of the plan to be one of ('pre', 'post', 'none'), got 'before'.",
+    )
+
+
+# ---- units
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"modes": ["zdp"]}, "mode of unit 'head' of the plan to be one of ('ZDP', 'DP'), got 'zdp'."),
+        ({"modes": ["DP", "TP"]}, "mode of unit 'head' of the plan to be one of ('ZDP', 'DP'), got 'TP'."),
+        ({"modes": []}, "unit 'head' of the plan to have at least one mode, got none."),
+        ({"sync": "never"}, "sync of unit 'head' of the plan to be one of ('every', 'last'), got 'never'."),
+        (
+            {"activations": "drop"},
+            "activations of unit 'head' of the plan to be one of ('keep', 'recompute', 'offload'), got 'drop'.",
+        ),
+        ({"name": ""}, "units and operators of the plan once each, got unit '' of the plan again."),
+        ({"operators": ["norm"]}, "units and operators of the plan once each, got unit 'head' of the plan again."),
+        ({"operators": ["a", "a"]}, "units and operators of the plan once each, got unit 'head' of the plan again."),
+    ],
+)
+def test_a_unit_that_cannot_be_applied_is_refused(entries, message):
+    refused(edited_unit(**entries), f"Expected {message}")
+
+
+def test_a_plan_needs_a_root():
+    units = json.loads(PLAN.to_json())["units"][1:]
+    refused(edited(units=units, decisions=...), "Expected the plan to have a root unit, named '', got none.")
+
+
+def test_decisions_that_differ_from_the_units_are_refused():
+    decisions = json.loads(PLAN.to_json())["decisions"]
+    decisions[1]["modes"] = ["DP", "DP", "DP"]
+    message = (
+        "Expected 'decisions' of the plan to be what its 'units' say, but they differ."
+        " Edit 'units' (they fix the wrapping) and delete 'decisions' (they are derived)."
+    )
+    for nonsense in (decisions, decisions[:1], [], None, "DP", {}):
+        refused(edited(decisions=nonsense), message)
+
+
+# ---- for this model?
+
+
+def test_a_plan_matches_its_own_model_and_ranks():
+    PLAN.check_matches(dict(PLAN.fingerprint), world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("fingerprint", "world_size", "differences"),
+    [
+        (PLAN.fingerprint, 4, "the plan is for 2 ranks, this run has 4"),
+        (
+            {**PLAN.fingerprint, "head.weight": "(8, 16) float32"},
+            2,
+            "parameter 'head.weight': planned (4, 16) float32, found (8, 16) float32",
+        ),
+        (
+            {"norm.weight": "(16,) float32", "head.bias": ""},
+            2,
+            (
+                "parameter 'head.weight': planned (4, 16) float32, found not there;"
+                " parameter 'head.bias': planned not there, found "
+            ),
+        ),
+        (
+            {"a": "1", "b": "2"},
+            3,
+            (
+                "the plan is for 2 ranks, this run has 3;"
+                " parameter 'norm.weight': planned (16,) float32, found not there;"
+                " parameter 'head.weight': planned (4, 16) float32, found not there; and 2 more"
+            ),
+        ),
+    ],
+)
+def test_the_first_differences_are_named(fingerprint, world_size, differences):
+    message = (
+        f"Expected a plan for this model and this number of ranks, but: {differences}."
+        " Plan anew by leaving out `plan=`, or use the model and the number of ranks that it was made for."
+    )
+    with pytest.raises(PlanMismatchError, match=f"^{re.escape(message)}$"):
+        PLAN.check_matches(fingerprint, world_size=world_size)
+
+
+def test_errors_of_a_plan_can_be_caught_together():
+    assert issubclass(PlanFormatError, OSDPError)
+    assert issubclass(PlanFormatError, ValueError)
+    assert issubclass(PlanMismatchError, OSDPError)
