@@ -1,0 +1,108 @@
+"""What the ranks run: each function is called on all ranks at once, and returns what can be pickled."""
+
+import dataclasses
+import sys
+import tempfile
+from pathlib import Path
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from models import BATCH_SIZE, build
+
+from lightning_osdp import Cluster, OSDPPrecision, OSDPStrategy, SearchSpace, make_plan, profile_model
+from lightning_osdp.core.cluster import Link
+
+EVERYTHING = SearchSpace(min_unit_bytes=0)
+
+
+def plan_for(module, modes, *, world_size, micro_batch_size=BATCH_SIZE, num_micro_batches=1, space=EVERYTHING):
+    """A plan of this module with "zdp", "dp" or "mixed" modes: every other unit DP."""
+    link = Link(latency_s=1e-5, seconds_per_byte=1e-9)
+    batch = next(iter(module.loader(0, 1)))
+    plan = make_plan(
+        profile_model(module, batch),
+        Cluster(world_size=world_size, all_gather=link, reduce_scatter=link),
+        memory_limit_bytes=2**40,
+        micro_batch_size=micro_batch_size,
+        num_micro_batches=num_micro_batches,
+        search="greedy",
+        search_space=space,
+    )
+    chosen = {"zdp": ["ZDP"], "dp": ["DP"], "mixed": ["DP", "ZDP"]}[modes]
+    units = [
+        unit if unit.name == "" else dataclasses.replace(unit, modes=(chosen[index % len(chosen)],))
+        for index, unit in enumerate(plan.units)
+    ]
+    return dataclasses.replace(plan, units=tuple(units))
+
+
+def trainer(strategy, **options):
+    """A quiet Trainer on this pool's ranks."""
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    defaults = {"enable_checkpointing": False, "max_steps": 5, "use_distributed_sampler": False, "limit_val_batches": 0}
+    if dist.get_rank() == 0:
+        options.setdefault("default_root_dir", tempfile.mkdtemp())
+    return L.Trainer(
+        strategy=strategy, accelerator="cpu", devices=dist.get_world_size(), **{**quiet, **defaults, **options}
+    )
+
+
+def trained(strategy, name, optimizer, dtype, **options):
+    """Whole state dict (rank 0) and this rank's losses after training."""
+    plugins = [OSDPPrecision("64-true")] if dtype == "float64" and isinstance(strategy, OSDPStrategy) else None
+    if dtype == "float64" and plugins is None:
+        options["precision"] = "64-true"
+    module = build(name, optimizer, dtype)
+    fit = trainer(strategy, plugins=plugins, **options)
+    fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size()))
+    state = fit.strategy.lightning_module_state_dict()
+    return {key: value.detach().cpu().clone() for key, value in state.items()}, module.losses, fit
+
+
+def reference(name, optimizer, dtype, *, world_size, steps=5, num_micro_batches=1, clip=None):
+    """The same training in one process with plain torch at the same global batch."""
+    module = build(name, optimizer, dtype)
+    loaders = [iter(module.loader(rank, world_size)) for rank in range(world_size)]
+    configured = module.configure_optimizers()
+    for _ in range(steps):
+        configured.zero_grad()
+        for _ in range(num_micro_batches):
+            for loader in loaders:
+                (module.loss(next(loader)) / world_size / num_micro_batches).backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
+        configured.step()
+    return {key: value.detach().clone() for key, value in module.state_dict().items()}
+
+
+def largest_difference(found, expected):
+    """Largest absolute difference over all entries; the names must be equal, in order."""
+    assert list(found) == list(expected), (list(found), list(expected))
+    return max(float((found[key] - expected[key]).abs().max()) for key in expected)
+
+
+def equivalence(name, optimizer, dtype, modes, num_micro_batches=1, clip=None):
+    """Differences of OSDP's weights after five steps from DDP's and from one process's (rank 0 only)."""
+    world_size = dist.get_world_size()
+    plan = plan_for(build(name, optimizer, dtype), modes, world_size=world_size, num_micro_batches=num_micro_batches)
+    options = {"accumulate_grad_batches": num_micro_batches, "gradient_clip_val": clip}
+    osdp, _, fit = trained(OSDPStrategy(plan=plan), name, optimizer, dtype, **options)
+    ddp, _, _ = trained(DDPStrategy(process_group_backend="gloo"), name, optimizer, dtype, **options)
+    if dist.get_rank() != 0:
+        return None
+    plain = reference(
+        name, optimizer, dtype, world_size=world_size, num_micro_batches=num_micro_batches, clip=clip
+    )
+    start = build(name, optimizer, dtype).state_dict()
+    return {
+        "ddp": largest_difference(osdp, ddp),
+        "plain": largest_difference(osdp, plain),
+        "moved": largest_difference(plain, {key: start[key] for key in plain}),
+        "modes": sorted({unit.modes[0] for unit in fit.strategy.plan.units if unit.name}),
+        "num_units": len(fit.strategy.plan.units),
+    }

@@ -1,0 +1,123 @@
+"""Small models of the kinds that users have, as LightningModules with their own loader."""
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+NUM_SAMPLES = 160
+BATCH_SIZE = 4
+"""Per rank."""
+
+
+class Base(L.LightningModule):
+    """Loss, optimizer and an unshuffled loader that gives rank r of N the samples r, r + N, r + 2N, ..."""
+
+    def __init__(self, optimizer="adamw"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.optimizer_name = optimizer
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.losses.append(loss.detach().item())
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self):
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        if self.optimizer_name == "adamw":
+            return torch.optim.AdamW(parameters, lr=1e-2)
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+    def dataset(self):
+        raise NotImplementedError
+
+    def loader(self, rank, world_size, batch_size=BATCH_SIZE):
+        sampler = DistributedSampler(self.dataset(), world_size, rank, shuffle=False)
+        return DataLoader(self.dataset(), batch_size=batch_size, sampler=sampler)
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.fc, self.out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        b, t, c = x.shape
+        q, k, v = (
+            s.view(b, t, self.heads, c // self.heads).transpose(1, 2) for s in self.qkv(self.ln_1(x)).split(c, 2)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, c)
+        x = x + self.proj(y)
+        return x + self.out(F.gelu(self.fc(self.ln_2(x))))
+
+
+class GPT(Base):
+    """minGPT in small; ``tied`` shares the embedding with the head."""
+
+    def __init__(self, optimizer="adamw", *, tied=False, width=24, layers=2, length=8, vocabulary=40):
+        super().__init__(optimizer)
+        self.length, self.vocabulary = length, vocabulary
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Parameter(0.02 * torch.randn(1, length, width))
+        self.blocks = nn.ModuleList([Block(width, 4) for _ in range(layers)])
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def loss(self, batch):
+        x = self.tokens(batch[0]) + self.positions
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), batch[1].flatten())
+
+    def dataset(self):
+        generator = torch.Generator().manual_seed(1)
+        tokens = torch.randint(0, self.vocabulary, (NUM_SAMPLES, self.length), generator=generator)
+        return TensorDataset(tokens, (tokens * 3 + 1) % self.vocabulary)
+
+
+class OddMLP(Base):
+    """Sizes that no number of ranks divides, one layer without bias, a buffer, and a parameter of one element."""
+
+    def __init__(self, optimizer="adamw"):
+        super().__init__(optimizer)
+        self.layers = nn.Sequential(
+            nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 11, bias=False), nn.Tanh(), nn.Linear(11, 5), nn.Tanh()
+        )
+        self.scale = nn.Parameter(torch.ones(1))
+        self.last = nn.Linear(5, 3)
+        self.register_buffer("shift", torch.full((3,), 0.1))
+
+    def loss(self, batch):
+        x, y = (t.to(self.shift.dtype) for t in batch)
+        return F.mse_loss(self.last(self.layers(x)) * self.scale + self.shift, y)
+
+    def dataset(self):
+        generator = torch.Generator().manual_seed(2)
+        x = torch.randn(NUM_SAMPLES, 7, generator=generator, dtype=torch.float64)
+        return TensorDataset(x, x[:, :3].sin())
+
+
+class TiedGPT(GPT):
+    """GPT whose head is the embedding."""
+
+    def __init__(self, optimizer="adamw"):
+        super().__init__(optimizer, tied=True)
+
+
+MODELS = {"gpt": GPT, "odd_mlp": OddMLP, "tied_gpt": TiedGPT}
+
+
+def build(name, optimizer="adamw", dtype="float32"):
+    return MODELS[name](optimizer).to(getattr(torch, dtype))

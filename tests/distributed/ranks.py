@@ -1,0 +1,107 @@
+"""Ranks that start once and run many cases: importing torch and Lightning costs each of them seconds."""
+
+import importlib.util
+import os
+import socket
+import sys
+import time
+import traceback
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+
+_TIMEOUT_S = 240
+
+
+class RankPool:
+    """Processes with gloo between them, as ``torchrun`` would have started them."""
+
+    def __init__(self, world_size):
+        self.world_size = world_size
+        context = get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._connections, self._processes = [], []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, world_size, port), daemon=True)
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+
+    def run(self, case, **kwargs):
+        """Runs ``case(**kwargs)`` on all ranks; returns their results by rank, raises if any raised or hung.
+
+        Args:
+            case: a function at the top level of a file, given as itself.
+            **kwargs: what can be pickled.
+        """
+        outcomes = self.outcomes(case, **kwargs)
+        failed = {rank: text for rank, (ok, text) in enumerate(outcomes) if not ok}
+        if failed:
+            raise AssertionError("\n".join(f"--- rank {rank}\n{text}" for rank, text in failed.items()))
+        return [result for _, result in outcomes]
+
+    def outcomes(self, case, **kwargs):
+        """Per rank, (True, result) or (False, the traceback's text)."""
+        for connection in self._connections:
+            connection.send((case.__code__.co_filename, case.__name__, kwargs))
+        outcomes = [None] * self.world_size
+        deadline = time.monotonic() + _TIMEOUT_S
+        while None in outcomes:
+            pending = [c for c, outcome in zip(self._connections, outcomes, strict=True) if outcome is None]
+            ready = wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                missing = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
+                self.close()
+                raise AssertionError(f"Ranks {missing} did not answer in {_TIMEOUT_S} s; the others: {outcomes}")
+            for connection in ready:
+                outcomes[self._connections.index(connection)] = connection.recv()
+        return outcomes
+
+    @property
+    def is_alive(self):
+        return all(process.is_alive() for process in self._processes)
+
+    def close(self):
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def _serve(connection: Connection, rank, world_size, port):
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        GROUP_RANK="0",
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_RUN_ID="tests",
+        GLOO_SOCKET_IFNAME="lo",
+        OMP_NUM_THREADS="1",
+    )
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    while True:
+        path, name, kwargs = connection.recv()
+        try:
+            outcome = (True, getattr(_load(path), name)(**kwargs))
+        except BaseException:
+            outcome = (False, traceback.format_exc())
+        connection.send(outcome)
+
+
+def _load(path):
+    name = "ranks_" + str(abs(hash(path)))
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]
