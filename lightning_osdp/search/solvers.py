@@ -1,0 +1,16 @@
+"""The table of solvers: a new one is a file beside this one and a line here, and the contract tests pick it up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from lightning_osdp.search.depth_first import depth_first
+from lightning_osdp.search.exhaustive import exhaustive
+from lightning_osdp.search.greedy import greedy
+from lightning_osdp.search.problem import Problem, Solution
+
+SOLVERS: Mapping[str, Callable[[Problem], Solution]] = MappingProxyType(
+    {"depth_first": depth_first, "greedy": greedy, "exhaustive": exhaustive}
+)
+"""Solvers by the name that users give them; each raises `InfeasibleError` where no assignment fits."""
