@@ -13,9 +13,9 @@ of them those that no other dominates in bytes and time; most groups keep none a
 
 `Core.use_rates` and `Core.return_rates` are the LP relaxation over the groups that are still to be decided, with the
 groups' sizes lifted as well: what is left over costs p per byte, or the cheapest rate at which a later group can use
-it; what is overdrawn costs the cheapest rate at which a later group can give it back. In place of the LP itself, it
-costs O(1) for each node instead of O(log n) and an n^2 table, and cuts as much: 3% more nodes, measured on the problems
-of `tests/search/problems.py` and their like.
+it; what is overdrawn costs the cheapest rate at which a later group can give it back. The LP of every suffix would
+take O(log n) a node and a table of n^2 entries; in its place this takes O(1), 15% more nodes and 25% less time
+[Empirical: 148 random problems of 20 to 960 operators, CPython 3.11].
 
 Complexity: O(members * choices) candidates for a group whose options' bytes coincide (slices of equal size), and
 exponential in the number of its choices where none do; `reduce_to_core` stops at `max_nodes` candidates.
@@ -27,14 +27,14 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from lightning_osdp.search.bound import Relaxation
 from lightning_osdp.search.dominance import Skyline
 from lightning_osdp.search.greedy import reduced_costs
-from lightning_osdp.search.problem import Problem
+from lightning_osdp.search.problem import Group, Problem
 
 Taken: TypeAlias = "tuple[int, Taken] | None"
 """Choices that differing members take, as a linked list: options share their tails."""
@@ -117,21 +117,20 @@ def reduce_to_core(
             continue
         costs = reduced_costs(problem, relaxation, index)
         base.append(min(costs, key=lambda choice: costs[choice]))
-        least_bytes = group.choices[base[-1]].memory_bytes
-        singles = [
-            (cost_s, group.choices[choice].memory_bytes - least_bytes, choice)
-            for choice, cost_s in costs.items()
-            if choice != base[-1] and cost_s < excess_s
-        ]
-        if singles:
-            search = _Multisets(singles, relaxation.price, excess_s=excess_s, tolerance_s=tolerance_s)
-            options = search.up_to(group.count, max_nodes=max_nodes - num_nodes)
-            num_nodes += search.num_nodes
-            if options is None:
-                return None
+        singles = _singles(group, base[-1], costs, excess_s)
+        if not singles:
+            continue
+        search = _Multisets(singles, relaxation.price, excess_s=excess_s, tolerance_s=tolerance_s)
+        options = search.up_to(group.count, max_nodes=max_nodes - num_nodes)
+        num_nodes += search.num_nodes
+        if options is None:
+            return None
+        if options:
             groups.append(CoreGroup(index, options))
     groups.sort(key=lambda open_group: max(abs(option.extra_bytes) for option in open_group.options), reverse=True)
-    members = [(group.count, group.choices[choice]) for group, choice in zip(problem.groups, base, strict=True)]
+    members = [
+        (group.count, group.choices[choice]) for group, choice in zip(problem.groups, base, strict=True) if group.count
+    ]
     left_bytes = problem.budget_bytes - math.fsum(count * choice.memory_bytes for count, choice in members)
     use_rates, return_rates = _rates(groups, relaxation.price)
     return Core(
@@ -146,6 +145,15 @@ def reduce_to_core(
     )
 
 
+def _singles(group: Group, base: int, costs: Mapping[int, float], excess_s: float) -> list[tuple[float, float, int]]:
+    """Cost and extra bytes of each choice that one member may take in place of the base, cheapest first."""
+    return sorted(
+        (cost_s, group.choices[choice].memory_bytes - group.choices[base].memory_bytes, choice)
+        for choice, cost_s in costs.items()
+        if choice != base and cost_s < excess_s
+    )
+
+
 class _Multisets:
     """Options of one group, found by the number of members that differ, one more at a time.
 
@@ -155,7 +163,7 @@ class _Multisets:
     def __init__(
         self, singles: list[tuple[float, float, int]], price: float, *, excess_s: float, tolerance_s: float
     ) -> None:
-        self._singles, self._price, self._excess_s = sorted(singles), price, excess_s
+        self._singles, self._price, self._excess_s = singles, price, excess_s
         # of up to a thousand members or so: together they still add up to less than the tolerance
         self._skyline_tolerance_s = tolerance_s / 1000
         self.num_nodes = 0

@@ -27,7 +27,7 @@ from __future__ import annotations
 from typing import NamedTuple, TypeAlias
 
 from lightning_osdp.core.duration import format_seconds
-from lightning_osdp.search.bound import relax
+from lightning_osdp.search.bound import Relaxation, relax
 from lightning_osdp.search.core import Core, Option, reduce_to_core
 from lightning_osdp.search.dominance import Skyline
 from lightning_osdp.search.greedy import assign_greedily
@@ -69,6 +69,18 @@ def depth_first(problem: Problem, *, node_budget: int = NODE_BUDGET) -> Solution
     """
     relaxation = relax(problem)
     first = assign_greedily(problem, relaxation)
+    return improve(problem, relaxation, first, node_budget=node_budget)
+
+
+def improve(problem: Problem, relaxation: Relaxation, first: list[list[int]], *, node_budget: int) -> Solution:
+    """The same, given the LP and a first assignment; the better that is, the smaller the core.
+
+    Args:
+        problem: groups and budget.
+        relaxation: its LP.
+        first: members per group and choice of any assignment that fits.
+        node_budget: most nodes to visit.
+    """
     time_s = problem.time_s(first)
     tolerance_s = EXACTNESS * sum(
         group.count * max(abs(choice.time_s) for choice in group.choices) for group in problem.groups if group.count
@@ -81,17 +93,12 @@ def depth_first(problem: Problem, *, node_budget: int = NODE_BUDGET) -> Solution
         return _unproven(problem, first, relaxation.bound_s, num_nodes=node_budget, improved=False)
     search = _Search(problem, core, first, tolerance_s)
     search.run(node_budget)
-    if search.stack:
-        open_s = core.base_s + min(node.bound_s for node in search.stack)
-        return _unproven(
-            problem,
-            search.best,
-            max(open_s, relaxation.bound_s),
-            num_nodes=search.num_nodes,
-            improved=search.best is not first,
-        )
-    best_s = problem.time_s(search.best)
-    return certify(problem, search.best, bound_s=best_s, solver="depth_first", num_nodes=search.num_nodes)
+    if not search.stack:
+        bound_s = problem.time_s(search.best)
+        return certify(problem, search.best, bound_s=bound_s, solver="depth_first", num_nodes=search.num_nodes)
+    bound_s = max(relaxation.bound_s, core.base_s + min(node.bound_s for node in search.stack))
+    improved = search.best is not first
+    return _unproven(problem, search.best, bound_s, num_nodes=search.num_nodes, improved=improved)
 
 
 class _Search:

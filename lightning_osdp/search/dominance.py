@@ -5,8 +5,8 @@ A choice is dominated where another takes no more memory and no more time; some 
 rising, time falls strictly.
 
 The *hull* holds the frontier's vertices from which every step to the next saves fewer seconds per byte than the one
-before (or as many: vertices on a straight line stay, since finer steps waste less memory in `greedy`). Convex
-combinations of its vertices are all that the LP relaxation (`bound`) ever uses.
+before (or as many: vertices on a straight line stay, to rounding, since finer steps waste less memory in `greedy`).
+Convex combinations of its vertices are all that the LP relaxation (`bound`) ever uses.
 
 Complexity: O(k log k) for k choices; O(log k) to find a place in a `Skyline` of k points. All are exact.
 
