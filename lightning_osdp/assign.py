@@ -2,8 +2,8 @@
 
 The peak (`cost.peak_memory`) is a maximum over phases, not a sum over units, so two additive knapsacks stand in:
 
-- the *relaxation* keeps one phase, the last operator's: every plan that fits satisfies it, so its optimum bounds the
-  time of every plan from below. The certified gap is against this bound.
+- a *relaxation* keeps one phase, the last operator's or the loss: every plan that fits satisfies it, so its optimum
+  bounds the time of every plan from below. The certified gap is against this bound.
 - the *paper's* problem adds up m_ZDP and m_DP against a budget. The budget starts at the limit less the largest
   transient, and is then moved to where the closed form just fits.
 
@@ -80,6 +80,11 @@ class Setting:
             + self.profile.optimizer_s_per_element * trainable / self.cluster.world_size
         )
 
+    @cached_property
+    def fastest_s(self) -> float:
+        """Step time if memory were no concern: every unit in its fastest option."""
+        return self.constant_s + sum(min(cost.time_s for cost in costs) for costs in self.costs)
+
     def least_memory_modes(self) -> tuple[ShardingMode, ...]:
         """The first option of every unit."""
         return tuple(options[0] for options in self.options)
@@ -114,10 +119,11 @@ def assign_modes(setting: Setting, *, limit_bytes: int, search: str = "depth_fir
     if setting.peak(least).peak_bytes > limit_bytes:
         return None
     solve = SOLVERS[search]
-    relaxed, relaxed_modes = _Knapsack(setting, _phase_bytes(setting)).solve(
-        solve, limit_bytes - _phase_floor_bytes(setting)
+    relaxed, relaxed_modes = max(
+        (_relaxation(setting, phase, limit_bytes, solve) for phase in _phases(setting)),
+        key=lambda solved: solved[0].bound_s,
     )
-    bound_s = setting.step_time_s(least) - _saved_s(setting, least) + relaxed.bound_s
+    bound_s = setting.fastest_s + relaxed.bound_s
     proposals = [least, relaxed_modes]
     notes = [relaxed.note]
     if setting.peak(relaxed_modes).peak_bytes > limit_bytes:
@@ -137,13 +143,13 @@ def assign_modes(setting: Setting, *, limit_bytes: int, search: str = "depth_fir
     )
 
 
-def _fastest_s(costs: Sequence[Cost]) -> float:
-    return min(cost.time_s for cost in costs)
-
-
-def _saved_s(setting: Setting, modes: Sequence[ShardingMode]) -> float:
-    """Seconds by which these modes are slower than the fastest of every unit."""
-    return setting.step_time_s(modes) - setting.constant_s - sum(map(_fastest_s, setting.costs))
+def _relaxation(
+    setting: Setting, phase: _Phase, limit_bytes: int, solve: Callable[[Problem], Solution]
+) -> tuple[Solution, tuple[ShardingMode, ...]]:
+    """Optimum, or a bound on it, of the problem that limits this phase alone."""
+    knapsack = _Knapsack(setting, phase.option_bytes)
+    least = sum(min(options) for options in phase.option_bytes)
+    return knapsack.solve(solve, limit_bytes - phase.floor_bytes - least)
 
 
 class _Knapsack:
@@ -154,7 +160,7 @@ class _Knapsack:
         members: dict[tuple[Choice, ...], list[int]] = {}
         for index, (costs, memory) in enumerate(zip(setting.costs, memory_bytes, strict=True)):
             least = min(memory)
-            fastest_s = _fastest_s(costs)
+            fastest_s = min(cost.time_s for cost in costs)
             choices = tuple(
                 Choice(_round(cost.time_s - fastest_s), _round(num_bytes - least))
                 for cost, num_bytes in zip(costs, memory, strict=True)
@@ -183,32 +189,50 @@ def _round(value: float) -> float:
     return float(f"{value:.9g}")
 
 
-def _phase_bytes(setting: Setting) -> list[list[float]]:
-    """Bytes of each option that are alive while the last operator runs, beyond the unit's own gathering there."""
-    last = len(setting.profile.operators) - 1
+@dataclass(frozen=True, kw_only=True)
+class _Phase:
+    """Bytes alive at one moment: a floor, and what each unit's options add to it."""
+
+    floor_bytes: float
+    option_bytes: tuple[tuple[float, ...], ...]
+
+
+def _phases(setting: Setting) -> tuple[_Phase, _Phase]:
+    """The last operator's forward and the loss after it: moments when every DP unit is gathered.
+
+    Both are phases of `cost.peak_memory`, whose peak is the largest of all: at most the limit there, at most it here.
+    """
+    profile, units, samples = setting.profile, setting.units, setting.workload.micro_batch_size
+    last = len(profile.operators) - 1
     sharded = setting.cluster.world_size > 1
-    return [
-        [float(unit.gathered_bytes) if sharded and mode.resident and unit.last < last else 0.0 for mode in options]
-        for unit, options in zip(setting.units, setting.options, strict=True)
-    ]
-
-
-def _phase_floor_bytes(setting: Setting) -> float:
-    """Bytes alive while the last operator runs forward, when every unit takes its least-memory option."""
-    base = _phase_bytes(setting)
-    floor = sum(min(options) for options in base)
-    last = len(setting.profile.operators) - 1
-    running = [unit for unit in setting.units if unit.last >= last]
-    gathered = sum(unit.gathered_bytes for unit in running) if setting.cluster.world_size > 1 else 0
     states = sum(
         unit.parameter_bytes + unit.optimizer_bytes + (unit.parameter_bytes if unit.trainable_bytes else 0)
-        for unit in setting.units
+        for unit in units
     )
-    profile, samples = setting.profile, setting.workload.micro_batch_size
-    per_sample = profile.batch_bytes_per_sample + profile.activation_bytes_per_sample
-    if profile.operators:
-        per_sample += profile.operators[-1].forward_workspace_bytes_per_sample
-    return states / setting.cluster.world_size + profile.buffer_bytes + per_sample * samples + gathered - floor
+    constant = states / setting.cluster.world_size + profile.buffer_bytes + profile.batch_bytes_per_sample * samples
+    in_operators = profile.activation_bytes_per_sample - profile.loss_activation_bytes_per_sample
+    running = profile.operators[-1].forward_workspace_bytes_per_sample if profile.operators else 0.0
+    in_loss = profile.loss_activation_bytes_per_sample + profile.loss_forward_workspace_bytes_per_sample
+
+    def gathered(*, while_last_runs: bool) -> tuple[tuple[float, ...], ...]:
+        return tuple(
+            tuple(
+                float(unit.gathered_bytes)
+                if sharded and (mode.resident or (while_last_runs and unit.last >= last))
+                else 0.0
+                for mode in options
+            )
+            for unit, options in zip(units, setting.options, strict=True)
+        )
+
+    return (
+        _Phase(
+            floor_bytes=constant + (in_operators + running) * samples, option_bytes=gathered(while_last_runs=True)
+        ),
+        _Phase(
+            floor_bytes=constant + (in_operators + in_loss) * samples, option_bytes=gathered(while_last_runs=False)
+        ),
+    )
 
 
 def _paper_proposals(

@@ -21,8 +21,13 @@ from lightning_osdp.core.plan import Plan
 from lightning_osdp.profiler import LiveBytes
 from lightning_osdp.report import comparison_table
 
-_WARM_UP_STEPS = 2
+WARM_UP_STEPS = 2
 """Optimizer steps that are not measured: allocations, optimizer state and first-call work happen in them."""
+COUNTED_STEPS = 3
+"""Steps after them whose live bytes are counted on CPU; they are left out of the times, because counting is slow.
+
+The least of their peaks is reported: a thread of gloo may hold a tensor of the last collective a moment longer than
+the step does."""
 _KEPT_STEPS = 1000
 """Latest step times that the median is taken over."""
 
@@ -33,15 +38,13 @@ class Measured:
 
     step_time_s: float | None = None
     peak_bytes: int | None = None
-    num_steps: int = 0
 
 
 class PredictionCheck(pl.Callback):
     """Measures the plan's predictions, and prints both when fit ends.
 
-    Median seconds of an optimizer step (validation, logging and loading apart), and the peak of live bytes: on CPU
-    counted in one step, the first after warming up, which is left out of the times because
-    counting slows it down; on CUDA the allocator's own peak from that step on.
+    Step time is the median over optimizer steps, without loading, validation and logging. Peak memory is counted
+    exactly on CPU, and is the caching allocator's own peak of allocated bytes on CUDA.
 
     Args:
         plan: what was predicted.
@@ -55,18 +58,30 @@ class PredictionCheck(pl.Callback):
         self._times_s: deque[float] = deque(maxlen=_KEPT_STEPS)
         self._in_step_s = 0.0
         self._start_s = 0.0
-        self._steps = 0
+        self._num_steps = 0
         self._global_step = 0
         self._live: LiveBytes | None = None
-        self._peak_bytes: int | None = None
+        self._peaks_bytes: list[int] = []
 
     @property
     def measured(self) -> Measured:
         """What has been measured so far."""
         return Measured(
             step_time_s=median(self._times_s) if self._times_s else None,
-            peak_bytes=self._peak_bytes,
-            num_steps=len(self._times_s),
+            peak_bytes=min(self._peaks_bytes, default=None),
+        )
+
+    def comparison(self) -> RenderableType:
+        """Table of what was predicted beside what was measured on this rank."""
+        step_time_s = self.measured.step_time_s
+        samples = self._plan.micro_batch_size * self._plan.num_micro_batches * self._plan.world_size
+        too_short = f"only {self._num_steps} optimizer steps"
+        return comparison_table(
+            self._plan,
+            step_time_s=step_time_s,
+            samples_per_s=samples / step_time_s if step_time_s else None,
+            peak_bytes=self.measured.peak_bytes,
+            reasons=dict.fromkeys(("step_time_s", "samples_per_s", "peak_bytes"), too_short),
         )
 
     @override
@@ -79,18 +94,16 @@ class PredictionCheck(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         device = trainer.strategy.root_device
-        if self._steps == _WARM_UP_STEPS and self._live is None and self._peak_bytes is None:
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(device)
-            else:
+        is_counted = WARM_UP_STEPS <= self._num_steps < WARM_UP_STEPS + COUNTED_STEPS
+        if is_counted and device.type == "cpu":
+            if self._live is None:
                 self._live = LiveBytes(device.type)
-                self._live.__enter__()
-                self._live.track(_living(trainer, batch))
-        elif self._live is not None:
-            # A later micro-batch of the step that is counted: the batch is new.
+                self._live.track(_living(trainer))
             self._live.track(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+            self._live.__enter__()
+        elif is_counted and not self._peaks_bytes:
+            torch.cuda.reset_peak_memory_stats(device)
+        _synchronize(device)
         self._start_s = time.perf_counter()
 
     @override
@@ -98,21 +111,25 @@ class PredictionCheck(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         device = trainer.strategy.root_device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        _synchronize(device)
         self._in_step_s += time.perf_counter() - self._start_s
+        if self._live is not None:
+            # Between micro-batches the loader works, whose tensors the limit is not about.
+            self._live.__exit__(None, None, None)
         if trainer.global_step == self._global_step:
             return  # gradients accumulate: the optimizer step is yet to come
+        self._end_step(device)
         self._global_step = trainer.global_step
-        counted = self._live is not None
+
+    def _end_step(self, device: torch.device) -> None:
         if self._live is not None:
-            self._live.__exit__(None, None, None)
-            self._peak_bytes, self._live = self._live.peak_bytes, None
-        elif device.type == "cuda" and self._steps >= _WARM_UP_STEPS:
-            self._peak_bytes = torch.cuda.max_memory_allocated(device)
-        if self._steps >= _WARM_UP_STEPS and not counted:
+            self._peaks_bytes.append(self._live.peak_bytes)
+            self._live = None
+        elif self._num_steps >= WARM_UP_STEPS:
+            if device.type != "cpu":
+                self._peaks_bytes = [torch.cuda.max_memory_allocated(device)]
             self._times_s.append(self._in_step_s)
-        self._steps += 1
+        self._num_steps += 1
         self._in_step_s = 0.0
 
     @override
@@ -120,28 +137,19 @@ class PredictionCheck(pl.Callback):
         if trainer.is_global_zero:
             Console().print(self.comparison())
 
-    def comparison(self) -> RenderableType:
-        """Table of what was predicted beside what was measured on this rank."""
-        measured = self.measured
-        samples = self._plan.micro_batch_size * self._plan.num_micro_batches * self._plan.world_size
-        too_short = f"fewer than {_WARM_UP_STEPS + 2} optimizer steps"
-        return comparison_table(
-            self._plan,
-            step_time_s=measured.step_time_s,
-            samples_per_s=samples / measured.step_time_s if measured.step_time_s else None,
-            peak_bytes=measured.peak_bytes,
-            reasons=dict.fromkeys(("step_time_s", "samples_per_s", "peak_bytes"), too_short),
-        )
-
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if self._live is not None:
+        if self._live is not None and self._live.is_active:
             self._live.__exit__(None, None, None)
-            self._live = None
 
 
-def _living(trainer: pl.Trainer, batch: Any) -> Iterable[Tensor]:
-    """Tensors that live when a step starts: shards, their gradients, optimizer state, buffers, the batch."""
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _living(trainer: pl.Trainer) -> Iterable[Tensor]:
+    """Tensors that live between steps: shards, their gradients, optimizer state, buffers."""
     assert trainer.model is not None
     for parameter in trainer.model.parameters():
         yield parameter.data
@@ -152,4 +160,3 @@ def _living(trainer: pl.Trainer, batch: Any) -> Iterable[Tensor]:
         assert isinstance(optimizer, Optimizer)
         for state in optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
-    yield from (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))

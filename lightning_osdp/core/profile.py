@@ -39,7 +39,7 @@ class OperatorProfile:
     forward_s_per_sample: float = 0.0
     backward_s_per_sample: float = 0.0
     activation_bytes_per_sample: float = 0.0
-    """Tensors saved for backward from this operator's first call until the next operator's."""
+    """Tensors saved for backward from this operator's first call until the next operator's, or the end of its own."""
     forward_workspace_bytes_per_sample: float = 0.0
     """Most bytes of other live tensors while this operator's part of forward runs."""
     backward_workspace_bytes_per_sample: float = 0.0
@@ -69,6 +69,12 @@ class ModelProfile:
     """Seconds of the optimizer step per trainable element of the shard that this rank updates."""
     optimizer_is_foreach: bool = False
     """Whether the optimizer updates all parameters at once, with temporaries of all of them alive together."""
+    optimizer_workspace_ratio: float = 0.0
+    """Bytes of temporaries in the optimizer step over those of the parameters updated at once: all or the largest."""
+    loss_activation_bytes_per_sample: float = 0.0
+    """Tensors saved for backward after the last operator's call: by the loss."""
+    loss_forward_workspace_bytes_per_sample: float = 0.0
+    loss_backward_workspace_bytes_per_sample: float = 0.0
     buffer_bytes: int = 0
     batch_bytes_per_sample: float = 0.0
 
@@ -79,4 +85,5 @@ class ModelProfile:
     @property
     def activation_bytes_per_sample(self) -> float:
         """Bytes saved for backward by the whole model at the end of forward."""
-        return sum(operator.activation_bytes_per_sample for operator in self.operators)
+        saved = sum(operator.activation_bytes_per_sample for operator in self.operators)
+        return saved + self.loss_activation_bytes_per_sample

@@ -8,6 +8,7 @@ operators in forward order, and a unit spans the positions that run inside its m
 and at position i, with A_i the tensors saved for backward by operators up to i and w_i the workspace of operator i:
 
     fwd(i)  = base + sum_u s_u + [P of units gathered by i and not freed: DP, or i inside the unit] + A_i + w_i
+    loss    = base + sum_u s_u + [P of DP units] + A + workspace of the loss
     bwd(i)  = base + [P still gathered, as above] + [P of the ZDP unit prefetched next] + S so far + S_u + sum s_v + A_i
     rs(i)   = the same with P_u freed, one S_u and the new s_u
     opt     = base + sum_u s_u + temporaries of the optimizer
@@ -23,7 +24,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_osdp.core.modes import ShardingMode
@@ -40,7 +41,7 @@ class PeakMemory:
     phase: str
     """``forward``, ``backward``, ``reduce-scatter`` or ``optimizer step``."""
     operator: str
-    """Operator that runs at the peak; the empty string in the optimizer step."""
+    """Operator that runs at the peak; the empty string in the loss and in the optimizer step."""
     parts: Mapping[str, int] = field(default_factory=dict)
     """What the peak consists of, in bytes."""
 
@@ -102,10 +103,9 @@ def peak_memory(
         live.parts["reduced gradients"] = 0.0
     _backward(live, profile, schedule, samples, prefetch=backward_prefetch, accumulates=workload.num_micro_batches > 1)
     reduced = [schedule.reduced_bytes(u) for u in range(len(units))]
-    # foreach: one temporary of the size of all parameters; a loop: three of the size of one (torch/optim/adam.py).
-    temporaries = sum(reduced) if profile.optimizer_is_foreach else 3 * max(reduced, default=0)
-    live.parts["reduced gradients"] = sum(reduced)
-    live.snapshot("optimizer step", "", workspace=temporaries)
+    at_once = sum(reduced) if profile.optimizer_is_foreach else max(reduced, default=0.0)
+    live.parts |= {"reduced gradients": sum(reduced), "unsharded gradients": 0.0}
+    live.snapshot("optimizer step", "", workspace=profile.optimizer_workspace_ratio * at_once)
     return live.best
 
 
@@ -125,10 +125,11 @@ class _Schedule:
             if self.owner:
                 self.starts[unit.first].append(index)
                 self.ends[unit.last].append(index)
-        # For prefetch: the next unit that will be gathered after this position, in either direction.
-        self.next_start = _next_where([[u for u in self.starts[i] if not units[u].is_root] for i in range(len(owner))])
-        freed_ends = [[u for u in self.ends[i] if self.frees[u]] for i in range(len(owner))]
-        self.previous_end = _next_where(freed_ends[::-1])[::-1]
+        # For prefetch: the unit whose forward starts after this position, and the one whose forward ended before it.
+        self.next_start = _next_where(self.starts)
+        self.previous_end = _next_where(self.ends[::-1])[::-1]
+        inner = [[unit for unit in ending if not units[unit].is_root] for ending in self.ends]
+        self.last_end = next((ending[:1] for ending in reversed(inner) if ending), [])
 
     def gathered_bytes(self, unit: int) -> float:
         """P: the flat parameter, padded to a multiple of N elements; nothing is gathered on one rank."""
@@ -146,14 +147,14 @@ class _Schedule:
         return float(self.units[unit].gathered_bytes) if self.units[unit].gradient_bytes else 0.0
 
 
-def _next_where(units_at: Sequence[Sequence[int]]) -> list[int | None]:
-    """For each position, the first unit listed at a later one."""
-    following: list[int | None] = []
-    upcoming: int | None = None
+def _next_where(units_at: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    """For each position, the outermost unit (the first listed) at the next position that has any."""
+    following: list[Sequence[int]] = []
+    upcoming: Sequence[int] = ()
     for units in reversed(units_at):
         following.append(upcoming)
         if units:
-            upcoming = units[0]
+            upcoming = units[:1]
     return following[::-1]
 
 
@@ -164,33 +165,42 @@ def _forward(
         for unit in schedule.starts[i]:
             live.add("gathered parameters", schedule.gathered_bytes(unit))
         live.add("activations", operator.activation_bytes_per_sample * samples)
-        upcoming = schedule.next_start[i] if forward_prefetch else None
+        upcoming = schedule.next_start[i] if forward_prefetch else ()
         live.snapshot(
             "forward",
             operator.name,
             **{
-                "gathered parameters": 0.0 if upcoming is None else schedule.gathered_bytes(upcoming),
+                "gathered parameters": sum(map(schedule.gathered_bytes, upcoming)),
                 "workspace": operator.forward_workspace_bytes_per_sample * samples,
             },
         )
         for unit in schedule.ends[i]:
             if schedule.frees[unit]:
                 live.add("gathered parameters", -schedule.gathered_bytes(unit))
+    live.add("activations", profile.loss_activation_bytes_per_sample * samples)
+    live.snapshot("forward", "", workspace=profile.loss_forward_workspace_bytes_per_sample * samples)
 
 
 def _backward(
     live: _Live, profile: ModelProfile, schedule: _Schedule, samples: int, *, prefetch: str, accumulates: bool
 ) -> None:
-    prefetched: set[int] = set()
+    gathered = {unit for unit, frees in enumerate(schedule.frees) if not frees}
+
+    def gather(units: Iterable[int]) -> None:
+        for unit in set(units) - gathered:
+            live.add("gathered parameters", schedule.gathered_bytes(unit))
+        gathered.update(units)
+
+    if prefetch == "pre":
+        # The root's backward begins with the loss, and gathers the unit whose forward ended last.
+        gather(schedule.last_end)
+    live.snapshot("backward", "", workspace=profile.loss_backward_workspace_bytes_per_sample * samples)
+    live.add("activations", -profile.loss_activation_bytes_per_sample * samples)
     for i in range(len(profile.operators) - 1, -1, -1):
         operator = profile.operators[i]
-        for unit in schedule.ends[i]:
-            if schedule.frees[unit] and unit not in prefetched:
-                live.add("gathered parameters", schedule.gathered_bytes(unit))
-        upcoming = schedule.previous_end[i] if prefetch == "pre" else None
-        if upcoming is not None and upcoming not in prefetched:
-            prefetched.add(upcoming)
-            live.add("gathered parameters", schedule.gathered_bytes(upcoming))
+        gather(schedule.ends[i])
+        if prefetch == "pre":
+            gather(schedule.previous_end[i])
         live.add("unsharded gradients", operator.gradient_bytes)
         live.snapshot("backward", operator.name, workspace=operator.backward_workspace_bytes_per_sample * samples)
         for unit in reversed(schedule.starts[i]):

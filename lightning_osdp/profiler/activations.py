@@ -30,8 +30,9 @@ class _Trace:
 
     def __init__(self, live: LiveBytes, operators: Sequence[Operator]) -> None:
         self.live, self.operators = live, operators
-        self.parts = [Activations() for _ in operators]
-        self.saved_before = [0] * len(operators)
+        # One part per operator, and the loss: what runs after the last operator's call.
+        self.parts = [Activations() for _ in range(len(operators) + 1)]
+        self.saved_before = [0] * len(self.parts)
         self.static_bytes = live.current_bytes
         self.excluded = {parameter.untyped_storage()._cdata for o in operators for parameter in o.module.parameters()}
         self.seen: set[int] = set()
@@ -60,8 +61,8 @@ class _Trace:
             part.forward_workspace_bytes = max(part.forward_workspace_bytes, beside)
             self.saved_before[self.now] = self.total_saved
         else:
-            operator = self.operators[self.now]
-            gradients = sum(p.numel() * p.element_size() for p in operator.parameters if p.requires_grad)
+            parameters = self.operators[self.now].parameters if self.now < len(self.operators) else []
+            gradients = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
             saved = self.saved_before[self.now]
             beside = self.live.peak_bytes - self.static_bytes - saved - gradients
             part.backward_workspace_bytes = max(part.backward_workspace_bytes, beside)
@@ -75,7 +76,7 @@ class _Trace:
 def trace_activations(
     module: nn.Module, operators: Sequence[Operator], loss_of: Callable[[], Tensor], static: Sequence[Tensor]
 ) -> list[Activations]:
-    """Saved and workspace bytes of each operator, from one forward and backward.
+    """Saved and workspace bytes of each operator, and last of the loss, from one forward and backward.
 
     Args:
         module: the whole model, on the device that it trains on.
@@ -93,7 +94,7 @@ def trace_activations(
                 loss = loss_of()
             trace.close_part()
             trace.in_backward = True
-            trace.now = len(operators) - 1
+            trace.now = len(operators)
             loss.backward()
             trace.close_part()
     return trace.parts
@@ -105,6 +106,8 @@ def _hooks(trace: _Trace, module: nn.Module) -> Iterator[None]:
         # The plan counts gradients itself: here they must not add up.
         parameter.grad = None
 
+    # The operator whose call ends last is the last leaf in forward order; containers close around it.
+    last = max((i for i, operator in enumerate(trace.operators) if operator.is_leaf), default=None)
     with ExitStack() as stack:
         for index, operator in enumerate(trace.operators):
 
@@ -112,6 +115,8 @@ def _hooks(trace: _Trace, module: nn.Module) -> Iterator[None]:
                 trace.enter(index)
 
             def after(_: object, __: object, output: Any, index: int = index) -> None:
+                if index == last:
+                    trace.enter(len(trace.operators))
                 tensor = next((t for t in floating_tensors(output) if t.requires_grad), None)
                 if tensor is not None:
                     tensor.register_hook(lambda _: trace.enter(index))

@@ -37,6 +37,11 @@ class LiveBytes(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._resize: Callable[..., Any] | None = None
 
+    @property
+    def is_active(self) -> bool:
+        """Whether it is counting: entered and not left."""
+        return self._resize is not None
+
     def track(self, tensors: Iterable[Tensor]) -> int:
         """Counts tensors that exist already; returns the bytes that this added."""
         before = self.current_bytes
@@ -82,6 +87,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __exit__(self, *exc_info: object) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign, assignment]
+        self._resize = None
         super().__exit__(*exc_info)
 
     def __torch_dispatch__(

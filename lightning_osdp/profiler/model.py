@@ -96,7 +96,8 @@ def _assemble(
     compute_dtype: torch.dtype | None,
 ) -> ModelProfile:
     profiles = []
-    for operator, part in zip(operators, activations, strict=True):
+    *parts, loss = activations
+    for operator, part in zip(operators, parts, strict=True):
         taken = seconds.get(operator.signature, Seconds()) if operator.is_leaf else Seconds()
         trainable = [p for p in operator.parameters if p.requires_grad]
         profiles.append(
@@ -129,6 +130,10 @@ def _assemble(
         other_s_per_sample=max(0.0, step.total_s / batch_size - in_operators),
         optimizer_s_per_element=optimizers.s_per_element,
         optimizer_is_foreach=optimizers.is_foreach,
+        optimizer_workspace_ratio=optimizers.workspace_ratio,
+        loss_activation_bytes_per_sample=loss.saved_bytes / batch_size,
+        loss_forward_workspace_bytes_per_sample=loss.forward_workspace_bytes / batch_size,
+        loss_backward_workspace_bytes_per_sample=loss.backward_workspace_bytes / batch_size,
         buffer_bytes=_bytes(list(module.buffers())),
         batch_bytes_per_sample=_bytes(tensors) / batch_size,
     )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_osdp.errors import ProfileError
+from lightning_osdp.profiler.live_bytes import LiveBytes
 from lightning_osdp.profiler.timing import synchronize
 
 _SAMPLE_ELEMENTS = 4_000_000
@@ -26,6 +27,17 @@ class OptimizerProfile:
     """State tensors by parameter; scalars such as a step counter are not sharded and do not count."""
     s_per_element: float = 0.0
     is_foreach: bool = False
+    workspace_ratio: float = 0.0
+    """Bytes of temporaries over those of the parameters that are updated at once: all (foreach) or the largest."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One optimizer's step on a sample of its parameters."""
+
+    s_per_element: float = 0.0
+    is_foreach: bool = False
+    workspace_ratio: float = 0.0
 
 
 def profile_optimizers(
@@ -59,16 +71,17 @@ def profile_optimizers(
         for original, twin in twins.items():
             if twin in used and twin in states:
                 state_bytes[original] = state_bytes.get(original, 0) + states[twin]
-    timed = [_time_step(optimizer, device) for optimizer in optimizers]
+    steps = [_measure_step(optimizer, device) for optimizer in optimizers]
     elements = sum(p.numel() for p in used)
     total_s = sum(
-        s_per_element * sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-        for optimizer, (s_per_element, _) in zip(optimizers, timed, strict=True)
+        step.s_per_element * sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+        for optimizer, step in zip(optimizers, steps, strict=True)
     )
     return OptimizerProfile(
         state_bytes=state_bytes,
         s_per_element=total_s / elements if elements else 0.0,
-        is_foreach=any(is_foreach for _, is_foreach in timed),
+        is_foreach=any(step.is_foreach for step in steps),
+        workspace_ratio=max((step.workspace_ratio for step in steps), default=0.0),
     )
 
 
@@ -96,7 +109,7 @@ def _states_without_memory(optimizer: Optimizer) -> dict[Tensor, int]:
         twins.clear()
         replica = _with_parameters(optimizer, as_device(device))
         try:
-            replica.step(lambda: torch.zeros(()).item())
+            replica.step(_no_loss)
         except Exception as error:  # an optimizer may do anything; both causes are in the text below
             failure = error
             continue
@@ -114,32 +127,48 @@ def _states_without_memory(optimizer: Optimizer) -> dict[Tensor, int]:
     ) from failure
 
 
-def _time_step(optimizer: Optimizer, device: torch.device) -> tuple[float, bool]:
-    """Seconds per element of a step on a sample of the parameters, and whether all are updated at once."""
+def _measure_step(optimizer: Optimizer, device: torch.device) -> _Step:
+    """Time and temporaries of a step on a sample of the parameters."""
     room = _SAMPLE_ELEMENTS
-    sampled = 0
+    sampled: list[nn.Parameter] = []
 
     def sample(parameter: Tensor) -> Tensor:
-        nonlocal room, sampled
+        nonlocal room
         elements = min(parameter.numel(), room) if parameter.requires_grad else 0
         room -= elements
-        sampled += elements
         # A shard under FSDP is flat, and empty where the rank holds nothing of the parameter.
         twin = nn.Parameter(torch.zeros(elements, dtype=parameter.dtype, device=device))
         twin.grad = torch.zeros_like(twin)
+        sampled.append(twin)
         return twin
 
     replica = _with_parameters(optimizer, sample)
-    if not sampled:
-        return 0.0, False
-    best = float("inf")
-    for _ in range(4):
+    elements = sum(p.numel() for p in sampled)
+    if not elements:
+        return _Step()
+    replica.step(_no_loss)  # makes its state
+    states = [value for state in replica.state.values() for value in state.values() if isinstance(value, Tensor)]
+    with LiveBytes(device.type) as live:
+        kept_bytes = live.track([*sampled, *(p.grad for p in sampled if p.grad is not None), *states])
+        replica.step(_no_loss)
+    seconds = []
+    for _ in range(3):
         synchronize(device)
         start = time.perf_counter()
-        replica.step(lambda: torch.zeros(()).item())
+        replica.step(_no_loss)
         synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return best / sampled, _is_foreach(replica, device)
+        seconds.append(time.perf_counter() - start)
+    is_foreach = _is_foreach(replica, device)
+    sizes = [p.numel() * p.element_size() for p in sampled]
+    return _Step(
+        s_per_element=min(seconds) / elements,
+        is_foreach=is_foreach,
+        workspace_ratio=(live.peak_bytes - kept_bytes) / (sum(sizes) if is_foreach else max(sizes)),
+    )
+
+
+def _no_loss() -> float:
+    return 0.0
 
 
 def _is_foreach(optimizer: Optimizer, device: torch.device) -> bool:

@@ -121,3 +121,30 @@ MODELS = {"gpt": GPT, "odd_mlp": OddMLP, "tied_gpt": TiedGPT}
 
 def build(name, optimizer="adamw", dtype="float32"):
     return MODELS[name](optimizer).to(getattr(torch, dtype))
+
+
+class WideMLP(Base):
+    """Parameters outweigh activations: what gathers and gradients take decides the peak."""
+
+    def __init__(self, optimizer="adamw"):
+        super().__init__(optimizer)
+        widths = [256, 384, 512, 512, 320, 64]
+        self.layers = nn.Sequential(*(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)))
+
+    def loss(self, batch):
+        return F.mse_loss(self.layers(batch[0].to(self.layers[0].weight.dtype)), batch[1].to(self.layers[0].weight.dtype))
+
+    def dataset(self):
+        generator = torch.Generator().manual_seed(3)
+        x = torch.randn(NUM_SAMPLES, 256, generator=generator)
+        return TensorDataset(x, x[:, :64].sin())
+
+
+class WideGPT(GPT):
+    """A vocabulary larger than the body."""
+
+    def __init__(self, optimizer="adamw"):
+        super().__init__(optimizer, width=96, layers=3, length=16, vocabulary=2000)
+
+
+MODELS |= {"wide_mlp": WideMLP, "wide_gpt": WideGPT}
