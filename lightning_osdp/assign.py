@@ -226,12 +226,8 @@ def _phases(setting: Setting) -> tuple[_Phase, _Phase]:
         )
 
     return (
-        _Phase(
-            floor_bytes=constant + (in_operators + running) * samples, option_bytes=gathered(while_last_runs=True)
-        ),
-        _Phase(
-            floor_bytes=constant + (in_operators + in_loss) * samples, option_bytes=gathered(while_last_runs=False)
-        ),
+        _Phase(floor_bytes=constant + (in_operators + running) * samples, option_bytes=gathered(while_last_runs=True)),
+        _Phase(floor_bytes=constant + (in_operators + in_loss) * samples, option_bytes=gathered(while_last_runs=False)),
     )
 
 

@@ -179,9 +179,7 @@ def _plan(best: _Candidate, memory_limit_bytes: int, search: str) -> Plan:
 
 def _units(setting: Setting, assignment: Assignment) -> tuple[Unit, ...]:
     units = []
-    for unit, options, costs, mode in zip(
-        setting.units, setting.options, setting.costs, assignment.modes, strict=True
-    ):
+    for unit, options, costs, mode in zip(setting.units, setting.options, setting.costs, assignment.modes, strict=True):
         slowest, fastest = max(cost.time_s for cost in costs), min(cost.time_s for cost in costs)
         units.append(
             Unit(

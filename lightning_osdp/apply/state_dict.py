@@ -38,4 +38,5 @@ def sharded_state(root: FullyShardedDataParallel) -> AbstractContextManager[obje
 
 def _offloads(root: FullyShardedDataParallel) -> bool:
     """Whether to copy gathered tensors to the host: on CPU that reads freed memory (pytorch/pytorch#188989)."""
+    assert root.compute_device is not None
     return root.compute_device.type != "cpu"

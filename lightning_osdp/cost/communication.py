@@ -23,8 +23,6 @@ def communication_cost(unit: UnitProfile, mode: ShardingMode, *, cluster: Cluste
     """
     gather_s = cluster.all_gather.ring_s(unit.gathered_bytes, cluster.world_size) if unit.gathered_bytes else 0.0
     # FSDP1 reduces the gradient of the whole flat parameter, frozen parts included, once any of it is trainable.
-    reduce_s = (
-        cluster.reduce_scatter.ring_s(unit.gathered_bytes, cluster.world_size) if unit.gradient_bytes else 0.0
-    )
+    reduce_s = cluster.reduce_scatter.ring_s(unit.gathered_bytes, cluster.world_size) if unit.gradient_bytes else 0.0
     per_micro_batch = mode.num_all_gathers(unit.num_calls) * gather_s + mode.reduce_scatters * reduce_s
     return Cost(time_s=workload.num_micro_batches * per_micro_batch)

@@ -158,9 +158,7 @@ def _next_where(units_at: Sequence[Sequence[int]]) -> list[Sequence[int]]:
     return following[::-1]
 
 
-def _forward(
-    live: _Live, profile: ModelProfile, schedule: _Schedule, samples: int, *, forward_prefetch: bool
-) -> None:
+def _forward(live: _Live, profile: ModelProfile, schedule: _Schedule, samples: int, *, forward_prefetch: bool) -> None:
     for i, operator in enumerate(profile):
         for unit in schedule.starts[i]:
             live.add("gathered parameters", schedule.gathered_bytes(unit))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,9 @@ def measure_cluster(device: torch.device, *, num_nodes: int = 1, local_ranks: in
     memory_bytes = default_memory_limit_bytes(device, local_ranks=local_ranks)
     free = Link(latency_s=0.0, seconds_per_byte=0.0)
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return Cluster(world_size=1, all_gather=free, reduce_scatter=free, num_nodes=num_nodes, memory_bytes=memory_bytes)
+        return Cluster(
+            world_size=1, all_gather=free, reduce_scatter=free, num_nodes=num_nodes, memory_bytes=memory_bytes
+        )
     world_size = dist.get_world_size()
     least = torch.tensor(memory_bytes, device=device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
@@ -69,7 +72,7 @@ def _measure_link(
         elements = num_bytes // 4 // world_size
         whole = torch.zeros(elements * world_size, device=device)
         shard = torch.zeros(elements, device=device)
-        points.append((whole.numel() * 4, _fastest_s(device, lambda w=whole, s=shard: collective(w, s))))
+        points.append((whole.numel() * 4, _fastest_s(device, partial(collective, whole, shard))))
     return fit_link(points, world_size)
 
 
@@ -89,7 +92,7 @@ def _fastest_s(device: torch.device, run: Callable[[], None]) -> float:
 
 
 def fit_link(points: list[tuple[int, float]], world_size: int) -> Link:
-    """alpha and beta that fit measured times with the least relative error.
+    """Alpha and beta that fit measured times with the least relative error.
 
     Args:
         points: (bytes of the whole tensor, seconds) of each size.

@@ -30,7 +30,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self, device_type: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.current_bytes = 0
         self.peak_bytes = 0
         self.device_type = device_type
@@ -82,13 +82,13 @@ class LiveBytes(TorchDispatchMode):
         # FSDP1 frees and allocates gathered parameters by resizing their storage, past the dispatcher.
         self._resize = resize
         torch.UntypedStorage.resize_ = counted_resize  # type: ignore[method-assign, assignment]
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign, assignment]
         self._resize = None
-        super().__exit__(*exc_info)
+        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -57,11 +57,12 @@ def profile_model(
     if batch_size is None:
         batch_size = _first_dimension(batch)
     device = next(iter(module.parameters()), torch.empty(0)).device
-    was_training = [m for m in module.modules() if m.training]
 
     def loss_of() -> Tensor:
         with context():
-            return _loss(training_step(batch))
+            output = training_step(batch)
+        loss: Any = output.get("loss") if isinstance(output, Mapping) else output
+        return loss  # type: ignore[no-any-return]  # _check_loss looks at the first one
 
     with untouched(module), torch.enable_grad():
         module.train()
@@ -73,12 +74,17 @@ def profile_model(
         static = [*module.buffers(), *(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))]
         activations = trace_activations(module, operators, loss_of, static)
         seconds = time_operators(operators, device, loss_of)
-        step = time_step(device, loss_of)
-    for m in module.modules():
-        m.training = m in was_training
+        step = time_step(module, device, loss_of)
     optimizers = profile_optimizers(module, configure_optimizers, device)
     return _assemble(
-        module, operators, activations, seconds, step, optimizers, batch=batch, batch_size=batch_size,
+        module,
+        operators,
+        activations=activations,
+        seconds=seconds,
+        step=step,
+        optimizers=optimizers,
+        batch=batch,
+        batch_size=batch_size,
         compute_dtype=compute_dtype,
     )
 
@@ -86,11 +92,11 @@ def profile_model(
 def _assemble(
     module: nn.Module,
     operators: Sequence[Operator],
+    *,
     activations: Sequence[Activations],
     seconds: Mapping[str, Seconds],
     step: Seconds,
     optimizers: OptimizerProfile,
-    *,
     batch: Any,
     batch_size: int,
     compute_dtype: torch.dtype | None,
@@ -141,10 +147,6 @@ def _assemble(
 
 def _bytes(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> int:
     return sum(t.numel() * (dtype.itemsize if dtype and t.is_floating_point() else t.element_size()) for t in tensors)
-
-
-def _loss(output: Any) -> Any:
-    return output.get("loss") if isinstance(output, Mapping) else output
 
 
 def _check_loss(loss: Any) -> None:

@@ -109,7 +109,9 @@ def find_operators(module: nn.Module, calls: _Calls) -> list[Operator]:
     rank = {name: index for index, name in enumerate(["", *calls.order])}
     operators, counted = [], set()
     enclosing_of = {
-        child: _enclosing(names[child], calls) for child, parameters in owned.items() if any(p is not None for p in parameters)
+        child: _enclosing(names[child], calls)
+        for child, parameters in owned.items()
+        if any(p is not None for p in parameters)
     }
     # A module that is never called runs with the smallest enclosing one: its parameters are read there.
     in_order = sorted(enclosing_of, key=lambda child: rank[next(iter(n for n in enclosing_of[child] if n in rank))])

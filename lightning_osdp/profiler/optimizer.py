@@ -53,7 +53,9 @@ def profile_optimizers(
     Raises:
         ProfileError: the module cannot be copied, or an optimizer can be run neither without nor with memory.
     """
-    twins = {p: nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad) for p in module.parameters()}
+    twins = {
+        p: nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad) for p in module.parameters()
+    }
     memo: dict[int, object] = {id(p): twin for p, twin in twins.items()}
     try:
         replica = copy.deepcopy(module, memo)

@@ -45,9 +45,7 @@ def untouched(module: nn.Module) -> Iterator[None]:
 
 def _copied(module: nn.Module) -> dict[str, tuple[Any, Any]]:
     """Attribute -> the object itself and a copy of its contents where it can change in place."""
-    return {
-        name: (value, _contents(value)) for name, value in module.__dict__.items() if name not in _SKIPPED
-    }
+    return {name: (value, _contents(value)) for name, value in module.__dict__.items() if name not in _SKIPPED}
 
 
 def _contents(value: Any) -> Any:

@@ -59,5 +59,5 @@ class _Failed:
 def _attempt(work: Callable[[], T]) -> tuple[T | _Nothing, Exception | None]:
     try:
         return work(), None
-    except Exception as error:  # noqa: BLE001 (raised again by the caller, once every rank knows)
+    except Exception as error:
         return _Nothing(), error

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.strategies.fsdp import _METADATA_FILENAME, _distributed_checkpoint_load, _is_sharded_checkpoint
-from lightning.fabric.utilities.load import _lazy_load, _materialize_tensors
+from lightning.fabric.strategies.fsdp import _distributed_checkpoint_load, _is_sharded_checkpoint
+from lightning.fabric.utilities.load import _METADATA_FILENAME, _lazy_load, _materialize_tensors
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 from torch.optim import Optimizer

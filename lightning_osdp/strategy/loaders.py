@@ -88,7 +88,7 @@ def why_fixed(loader: object) -> str | None:
         return f"{name} batches by a sampler of its own"
     try:
         with_batch_size(loader, loader.batch_size)
-    except Exception as error:  # noqa: BLE001 (whatever a subclass's constructor raises is the reason)
+    except Exception as error:
         return f"{name} cannot be constructed again: {error}"
     return None
 

@@ -21,7 +21,7 @@ _PLANNED = {
     "auto_wrap_policy": "the plan's units are the wrapping; pass a plan of your own with plan=",
     "device_mesh": "the plan shards over all ranks",
     "process_group": "the plan shards over all ranks",
-    "cpu_offload": "the plan's memory and time are those of the device; leave it out, a tighter memory_limit shards more",
+    "cpu_offload": "plans keep all states on the device; leave it out, a lower memory_limit shards more",
     "ignored_modules": "the plan covers every parameter",
     "ignored_states": "the plan covers every parameter",
     "device_id": "the strategy uses each rank's own device",

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.strategies.fsdp import _move_torchmetrics_to_device, _setup_activation_checkpointing
 from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -162,8 +161,8 @@ class OSDPStrategy(FSDPStrategy):
         rank_zero_info(f"OSDP: plan written to {directory / PLAN_FILENAME}")
         if trainer.state.fn == TrainerFn.FITTING:
             # First, so that its clock stops before other callbacks validate, log or save.
-            others = [callback for callback in trainer.callbacks if not isinstance(callback, PredictionCheck)]
-            trainer.callbacks = [PredictionCheck(plan), *others]
+            callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+            callbacks[:] = [PredictionCheck(plan), *(c for c in callbacks if not isinstance(c, PredictionCheck))]
 
     # ------------------------------------------------------------------ training
 

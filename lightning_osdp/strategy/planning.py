@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.profile import ModelProfile
@@ -37,9 +37,7 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
     """
     strategy = trainer.strategy
     assert isinstance(strategy, FSDPStrategy)
-    cluster = measure_cluster(
-        strategy.root_device, num_nodes=strategy.num_nodes, local_ranks=strategy.num_processes
-    )
+    cluster = measure_cluster(strategy.root_device, num_nodes=strategy.num_nodes, local_ranks=strategy.num_processes)
     rank_zero_info("OSDP: profiling the model on one batch of its training data")
     loaders, batch, profile = on_all_ranks(lambda: _profile(trainer, module))
     limit_bytes = options.memory_limit_bytes or cluster.memory_bytes

@@ -48,7 +48,7 @@ class OSDPPrecision(FSDPPrecision):
         return super().forward_context()
 
     @override
-    def clip_grad_by_norm(self, optimizer: Optimizable, clip_val: int | float, *_: Any, **__: Any) -> None:  # type: ignore[override]
+    def clip_grad_by_norm(self, optimizer: Optimizable, clip_val: int | float, *_: Any, **__: Any) -> None:
         """Scales gradients so that their norm over all ranks is at most ``clip_val``.
 
         Each rank holds a shard of every gradient, and shards are disjoint, so the squares of all ranks add up. (With

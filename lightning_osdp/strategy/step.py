@@ -25,8 +25,8 @@ def training_step(module: pl.LightningModule) -> Callable[[Any], Any]:
     """
     if not module.automatic_optimization:
         raise ConfigurationError(
-            "Expected automatic optimization, got automatic_optimization=False: under FSDP's root wrapper manual_backward"
-            " would run inside the root's forward. Use automatic optimization, or another strategy."
+            "Expected automatic optimization, got automatic_optimization=False: manual_backward would run inside the"
+            " forward of FSDP's root. Use automatic optimization, or another strategy."
         )
     step = module.training_step
     if is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
@@ -64,8 +64,8 @@ def configured_optimizers(trainer: pl.Trainer) -> Callable[[nn.Module], Sequence
             returned = call._call_lightning_module_hook(trainer, "configure_optimizers", pl_module=replica)
             if returned is None:
                 raise ProfileError(
-                    "Expected configure_optimizers to return an optimizer, got None. Return one, or use another strategy:"
-                    " there is nothing to plan without training."
+                    "Expected configure_optimizers to return an optimizer, got None."
+                    " Return one, or use another strategy: there is nothing to plan without training."
                 )
             optimizers, *_ = _configure_optimizers(returned)
         finally:

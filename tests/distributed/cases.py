@@ -99,9 +99,7 @@ def equivalence(name, optimizer, dtype, modes, num_micro_batches=1, clip=None):
     ddp, _, _ = trained(DDPStrategy(process_group_backend="gloo"), name, optimizer, dtype, **options)
     if dist.get_rank() != 0:
         return None
-    plain = reference(
-        name, optimizer, dtype, world_size=world_size, num_micro_batches=num_micro_batches, clip=clip
-    )
+    plain = reference(name, optimizer, dtype, world_size=world_size, num_micro_batches=num_micro_batches, clip=clip)
     start = build(name, optimizer, dtype).state_dict()
     return {
         "ddp": largest_difference(osdp, ddp),

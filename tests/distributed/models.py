@@ -1,5 +1,7 @@
 """Small models of the kinds that users have, as LightningModules with their own loader."""
 
+from itertools import pairwise
+
 import lightning as L
 import torch
 import torch.nn.functional as F
@@ -129,10 +131,12 @@ class WideMLP(Base):
     def __init__(self, optimizer="adamw"):
         super().__init__(optimizer)
         widths = [256, 384, 512, 512, 320, 64]
-        self.layers = nn.Sequential(*(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)))
+        self.layers = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
 
     def loss(self, batch):
-        return F.mse_loss(self.layers(batch[0].to(self.layers[0].weight.dtype)), batch[1].to(self.layers[0].weight.dtype))
+        return F.mse_loss(
+            self.layers(batch[0].to(self.layers[0].weight.dtype)), batch[1].to(self.layers[0].weight.dtype)
+        )
 
     def dataset(self):
         generator = torch.Generator().manual_seed(3)
