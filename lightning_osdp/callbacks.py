@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.profiler import LiveBytes
-from lightning_osdp.report import comparison_table
+from lightning_osdp.report import comparison_table, show
 
 WARM_UP_STEPS = 2
 """Optimizer steps that are not measured: allocations, optimizer state and first-call work happen in them."""
@@ -135,7 +135,7 @@ class PredictionCheck(pl.Callback):
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.is_global_zero:
-            Console().print(self.comparison())
+            show(self.comparison())
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

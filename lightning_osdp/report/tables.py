@@ -55,6 +55,12 @@ def render(renderable: RenderableType, *, width: int = 120) -> str:
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
 
 
+def show(renderable: RenderableType) -> None:
+    """Prints to the terminal, or to a file or pipe at the width of `render`."""
+    console = Console()
+    (console if console.is_terminal else Console(width=120)).print(renderable)
+
+
 def render_plan(plan: Plan, *, width: int = 120) -> str:
     """`plan_table` as plain text.
 

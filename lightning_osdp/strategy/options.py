@@ -78,14 +78,15 @@ class Prefetch:
 
 
 def check_fsdp_kwargs(fsdp_kwargs: dict[str, Any]) -> None:
-    """Returns if no argument for FSDP contradicts the plan.
+    """Returns if no argument for FSDP contradicts the plan; takes out those that are left to it.
 
     Raises:
         ConfigurationError: one does.
     """
     for name, why in _PLANNED.items():
-        if fsdp_kwargs.get(name) not in (None, False):
-            raise ConfigurationError(f"OSDPStrategy cannot take {name}={fsdp_kwargs[name]!r}: {why}.")
+        value = fsdp_kwargs.pop(name, None)
+        if value not in (None, False):
+            raise ConfigurationError(f"OSDPStrategy cannot take {name}={value!r}: {why}.")
     if fsdp_kwargs.get("use_orig_params", True) is not True:
         raise ConfigurationError(
             "OSDPStrategy needs use_orig_params=True (its default): units may mix frozen and trainable parameters, and"

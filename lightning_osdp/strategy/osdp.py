@@ -13,7 +13,6 @@ from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
@@ -26,7 +25,7 @@ from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.search_space import SearchSpace
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.profiler import fingerprint
-from lightning_osdp.report import plan_table
+from lightning_osdp.report import plan_table, show
 from lightning_osdp.strategy import checkpoint
 from lightning_osdp.strategy.agreement import on_rank_zero
 from lightning_osdp.strategy.loaders import loader_size, why_fixed, with_batch_size
@@ -81,7 +80,10 @@ class OSDPStrategy(FSDPStrategy):
         )
         self._plan: Plan | None = None
         self._root: FullyShardedDataParallel | None = None
-        super().__init__(**fsdp_kwargs)
+        # What the plan decides is given here, so that LightningCLI does not offer it.
+        super().__init__(
+            cpu_offload=None, auto_wrap_policy=None, sharding_strategy="FULL_SHARD", device_mesh=None, **fsdp_kwargs
+        )
 
     @property
     def plan(self) -> Plan | None:
@@ -157,7 +159,7 @@ class OSDPStrategy(FSDPStrategy):
         directory = Path(trainer.log_dir or trainer.default_root_dir)
         if self.is_global_zero:
             plan.save(directory / PLAN_FILENAME)
-            Console().print(plan_table(plan))
+            show(plan_table(plan))
         rank_zero_info(f"OSDP: plan written to {directory / PLAN_FILENAME}")
         if trainer.state.fn == TrainerFn.FITTING:
             # First, so that its clock stops before other callbacks validate, log or save.

@@ -1,0 +1,297 @@
+"""Whole fits under `OSDPStrategy`, as the ranks run them."""
+
+import contextlib
+import io
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from cases import largest_difference, plan_for, trainer
+from models import BATCH_SIZE, GPT, NUM_SAMPLES, Base, WideMLP, build
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_osdp import OSDPStrategy, SearchSpace
+from lightning_osdp.callbacks import PredictionCheck
+from lightning_osdp.errors import OSDPError
+
+SPACE = SearchSpace(min_unit_bytes=1024)
+
+
+def shared_folder():
+    """A new folder that all ranks know."""
+    path = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(path)
+    return Path(path[0])
+
+
+def failure(work):
+    """Type and text of the error that this raises."""
+    try:
+        work()
+    except OSDPError as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def fitted(strategy, module, **options):
+    fit = trainer(strategy, **options)
+    fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size()))
+    return fit
+
+
+def plans_itself():
+    """Plans under a limit between what all-ZDP and all-DP need, trains, and reports."""
+    free = fitted(OSDPStrategy(search_space=SPACE, memory_limit="1GiB"), WideMLP("sgd"), max_steps=1).strategy.plan
+    limit = (free.peak_bytes + free.all_zdp_peak_bytes) // 2
+    folder, text = shared_folder(), io.StringIO()
+    module = WideMLP("sgd")
+    with contextlib.redirect_stdout(text):
+        fit = fitted(OSDPStrategy(search_space=SPACE, memory_limit=limit), module, max_steps=8, default_root_dir=folder)
+    plan = fit.strategy.plan
+    check = next(callback for callback in fit.callbacks if isinstance(callback, PredictionCheck))
+    return {
+        "free_modes": {unit.modes[0] for unit in free.units if unit.name},
+        "modes": {unit.modes[0] for unit in plan.units if unit.name},
+        "limit": limit,
+        "plan": plan,
+        "counted": check.measured.peak_bytes,
+        "step_time_s": check.measured.step_time_s,
+        "text": text.getvalue(),
+        "losses": module.losses,
+        "saved": json.loads((folder / "osdp_plan.json").read_text()),
+        "logged": dict(fit.callback_metrics),
+    }
+
+
+class Restless(Base):
+    """Dropout, batch statistics, a counter and a list: whatever profiling might leave changed."""
+
+    def __init__(self, optimizer="adamw"):
+        super().__init__(optimizer)
+        self.layers = nn.Sequential(nn.Linear(7, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 3))
+        self.num_calls = 0
+
+    def loss(self, batch):
+        self.num_calls += 1
+        return nn.functional.mse_loss(self.layers(batch[0].float()), batch[1].float())
+
+    def dataset(self):
+        return build("odd_mlp").dataset()
+
+
+def leaves_no_trace():
+    """Training after profiling against training by the same plan without profiling."""
+
+    def run(**options):
+        L.seed_everything(7, verbose=False)
+        module = Restless()
+        fit = fitted(OSDPStrategy(**options), module)
+        state = fit.strategy.lightning_module_state_dict()
+        return fit.strategy.plan, module, {key: value.detach().clone() for key, value in state.items()}
+
+    plan, profiled, found = run(search_space=SearchSpace(min_unit_bytes=0))
+    _, given, expected = run(plan=plan)
+    return {
+        "difference": largest_difference(found, expected) if dist.get_rank() == 0 else 0.0,
+        "num_calls": (profiled.num_calls, given.num_calls),
+        "num_losses": (len(profiled.losses), len(given.losses)),
+        "equal_losses": profiled.losses == given.losses,
+    }
+
+
+class HardCoded(L.LightningDataModule):
+    """Both loaders with a batch size of their own, and an attribute that nobody may write."""
+
+    batch_size = BATCH_SIZE
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def train_dataloader(self):
+        return DataLoader(self.module.dataset(), batch_size=self.batch_size, drop_last=True)
+
+    def val_dataloader(self):
+        return DataLoader(self.module.dataset(), batch_size=5)
+
+
+class Counting(WideMLP):
+    """Remembers batch sizes, and asks for the number of steps while its optimizer is configured."""
+
+    def __init__(self):
+        super().__init__()
+        self.train_sizes, self.val_sizes, self.stepping_batches = set(), set(), []
+
+    def training_step(self, batch, batch_idx):
+        self.train_sizes.add(len(batch[0]))
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.val_sizes.add(len(batch[0]))
+
+    def configure_optimizers(self):
+        self.stepping_batches.append(self.trainer.estimated_stepping_batches)
+        return super().configure_optimizers()
+
+
+def batch_sizes(batch_size):
+    """What training and validation see under this option."""
+    module = Counting()
+    data = HardCoded(module)
+    strategy = OSDPStrategy(batch_size=batch_size, memory_limit="64MiB", search_space=SPACE)
+    fit = trainer(strategy, max_steps=-1, max_epochs=1, limit_val_batches=1.0, use_distributed_sampler=True)
+    fit.fit(module, datamodule=data)
+    return {
+        "planned": strategy.plan.micro_batch_size,
+        "train": module.train_sizes,
+        "val": module.val_sizes,
+        "stepping_batches": module.stepping_batches,
+        "steps": fit.global_step,
+        "attribute": data.batch_size,
+        "samples_per_rank": NUM_SAMPLES // dist.get_world_size(),
+    }
+
+
+def too_small():
+    return failure(lambda: fitted(OSDPStrategy(memory_limit="1MiB", search_space=SPACE), WideMLP()))
+
+
+class FailsOnRankOne(WideMLP):
+    def loss(self, batch):
+        if dist.get_rank() == 1:
+            raise ValueError("no loss on rank one")
+        return super().loss(batch)
+
+
+def one_rank_fails():
+    def work():
+        fitted(OSDPStrategy(search_space=SPACE), FailsOnRankOne())
+
+    try:
+        return failure(work)
+    except ValueError as error:
+        return type(error).__name__, str(error)
+
+
+def given_plans():
+    """A plan by value and by path, and those that belong to something else."""
+    world_size, folder = dist.get_world_size(), shared_folder()
+    plan = plan_for(WideMLP(), "mixed", world_size=world_size)
+    if dist.get_rank() == 0:
+        plan.save(folder / "plan.json")
+    dist.barrier()
+    wrong = plan_for(WideMLP(), "mixed", world_size=world_size + 1)
+    return {
+        "by_value": fitted(OSDPStrategy(plan=plan), WideMLP()).strategy.plan == plan,
+        "by_path": fitted(OSDPStrategy(plan=str(folder / "plan.json")), WideMLP()).strategy.plan == plan,
+        "missing": failure(lambda: fitted(OSDPStrategy(plan=folder / "none.json"), WideMLP())),
+        "world_size": failure(lambda: fitted(OSDPStrategy(plan=wrong), WideMLP())),
+        "model": failure(lambda: fitted(OSDPStrategy(plan=plan), GPT())),
+        "batch_size": failure(lambda: fitted(OSDPStrategy(plan=plan, batch_size=3), WideMLP())),
+    }
+
+
+def checkpoints(state_dict_type):
+    """Two epochs of three steps at once, against one, saved, and one more from the checkpoint under another plan."""
+    folder, world_size = shared_folder(), dist.get_world_size()
+
+    def strategy(modes):
+        plan = plan_for(GPT(), modes, world_size=world_size)
+        return OSDPStrategy(plan=plan, state_dict_type=state_dict_type)
+
+    epochs = {"max_steps": -1, "limit_train_batches": 3}
+    whole = fitted(strategy("mixed"), GPT(), max_epochs=2, **epochs)
+    keeper = ModelCheckpoint(dirpath=folder, filename="one", save_on_train_epoch_end=True)
+    fitted(strategy("mixed"), GPT(), max_epochs=1, enable_checkpointing=True, callbacks=[keeper], **epochs)
+    resumed = trainer(strategy("dp"), max_epochs=2, **epochs)
+    module = GPT()
+    resumed.fit(module, module.loader(dist.get_rank(), world_size), ckpt_path=str(folder / "one.ckpt"))
+    states = []
+    for fit in (whole, resumed):
+        fit.strategy._state_dict_type = "full"
+        states.append({k: v.detach().clone() for k, v in fit.strategy.lightning_module_state_dict().items()})
+    result = {"global_step": resumed.global_step}
+    if dist.get_rank() == 0:
+        result["difference"] = largest_difference(*states)
+        if state_dict_type == "full":
+            plain = GPT.load_from_checkpoint(folder / "one.ckpt", map_location="cpu")
+            result["names"] = list(plain.state_dict()) == list(GPT().state_dict())
+    return result
+
+
+def validates_without_plan_and_after_fit():
+    module = GPT()
+    fit = trainer(OSDPStrategy(search_space=SPACE), limit_val_batches=1.0)
+    loader = DataLoader(module.dataset(), batch_size=8)
+    first = fit.validate(module, loader, verbose=False)[0]["val_loss"]
+    with_plan = trainer(OSDPStrategy(search_space=SPACE), limit_val_batches=1.0)
+    module = GPT()
+    with_plan.fit(module, module.loader(dist.get_rank(), dist.get_world_size()), loader)
+    after_fit = with_plan.validate(module, loader, verbose=False)[0]["val_loss"]
+    plain = GPT()
+    expected = float(plain.loss(TensorDataset(*plain.dataset().tensors)[:]))
+    return first, expected, after_fit, float(with_plan.callback_metrics["val_loss"])
+
+
+class Manual(WideMLP):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class NoLoss(WideMLP):
+    def training_step(self, batch, batch_idx):
+        return None
+
+
+class NotANumber(WideMLP):
+    def loss(self, batch):
+        return super().loss(batch) * float("nan")
+
+
+class NoOptimizer(WideMLP):
+    def configure_optimizers(self):
+        return None
+
+
+class OnMeta(Base):
+    def configure_model(self):
+        with torch.device("meta"):
+            self.layer = nn.Linear(4, 4)
+
+
+def bad_models():
+    """Error of each model that cannot be planned."""
+    found = {}
+    for kind in (Manual, NoLoss, NotANumber, NoOptimizer, OnMeta):
+        module = kind()
+        loader = WideMLP().loader(dist.get_rank(), dist.get_world_size())
+        fit = trainer(OSDPStrategy(search_space=SPACE))
+        found[kind.__name__] = failure(lambda fit=fit, module=module, loader=loader: fit.fit(module, loader))
+    fit = trainer(OSDPStrategy(search_space=SPACE))
+    empty = DataLoader(TensorDataset(torch.empty(0, 256), torch.empty(0, 64)))
+    found["empty"] = failure(lambda: fit.fit(WideMLP(), empty))
+    return found
+
+
+def plain_dataset_is_kept():
+    """A loader that batches by itself is left alone, with the reason."""
+    module = WideMLP()
+    batches = [[0, 1, 2], [3, 4], [5, 6, 7], [8, 9]] * 4
+    loader = DataLoader(module.dataset(), batch_sampler=batches)
+    import warnings
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit = trainer(OSDPStrategy(batch_size=2, search_space=SPACE))
+        fit.fit(module, loader)
+    return fit.strategy.plan.micro_batch_size, [str(w.message) for w in caught if "OSDP" in str(w.message)]

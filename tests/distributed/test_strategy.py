@@ -1,0 +1,112 @@
+"""Whole fits under the strategy on two ranks: what users get, and what they are told."""
+
+import pytest
+import strategy_cases as cases
+
+pytestmark = pytest.mark.distributed
+
+
+def test_plans_itself_under_a_limit_that_forces_a_mix(ranks):
+    first, second = ranks(2).run(cases.plans_itself)
+    assert first["free_modes"] == {"DP"}
+    assert first["modes"] == {"DP", "ZDP"}
+    assert first["plan"] == second["plan"]
+    assert first["plan"].peak_bytes <= first["limit"]
+    assert first["counted"] <= first["limit"]
+    assert first["counted"] == pytest.approx(first["plan"].peak_bytes, rel=2e-3)
+    assert first["step_time_s"] > 0
+    assert first["losses"][-1] < first["losses"][0]
+    assert len(first["losses"]) == 8
+    assert first["saved"]["world_size"] == 2
+    assert {d["modes"][0] for d in first["saved"]["decisions"] if d["unit"]} == {"DP", "ZDP"}
+    assert set(first["logged"]) == {"train_loss"}
+    for said in ("OSDP plan", "keeping it would save", "more samples/s than all-ZDP", "predicted and measured"):
+        assert said in first["text"]
+    assert second["text"] == ""
+
+
+def test_profiling_leaves_no_trace_in_training(ranks):
+    for found in ranks(2).run(cases.leaves_no_trace):
+        assert found["difference"] == 0.0
+        assert found["num_calls"] == (5, 5)
+        assert found["num_losses"] == (5, 5)
+        assert found["equal_losses"]
+
+
+@pytest.mark.parametrize(("batch_size", "expected"), [("auto", 4), ("keep", 4), (10, 10), ("scale", 80)])
+def test_batch_size_rebuilds_the_training_loader_only(ranks, batch_size, expected):
+    found = ranks(2).run(cases.batch_sizes, batch_size=batch_size)[0]
+    assert found["planned"] == expected
+    assert found["train"] == {expected}
+    assert found["val"] == {5}
+    assert found["attribute"] == 4
+    assert found["steps"] == found["samples_per_rank"] // expected
+    # The first answer is given on the copy that is profiled, the last one is what training is configured with.
+    assert found["stepping_batches"] == [found["steps"]]
+
+
+def test_no_feasible_plan_is_an_error_on_all_ranks(ranks):
+    first, second = ranks(2).run(cases.too_small)
+    assert first == second
+    name, text = first
+    assert name == "InfeasibleError"
+    assert "the limit is 1.00 MiB per rank" in text
+    assert "Largest contributors: " in text
+    assert "Nearest remedy: " in text
+
+
+def test_a_rank_that_cannot_profile_stops_all_ranks_with_its_text(ranks):
+    first, second = ranks(2).run(cases.one_rank_fails)
+    assert first == ("OSDPError", "Rank 1 failed, so every rank stops: ValueError: no loss on rank one")
+    assert second == ("ValueError", "no loss on rank one")
+
+
+def test_given_plans_are_used_or_refused(ranks):
+    found = ranks(2).run(cases.given_plans)[0]
+    assert found["by_value"]
+    assert found["by_path"]
+    assert found["missing"][0] == "PlanFormatError"
+    assert "none.json' but it cannot be read" in found["missing"][1].replace("',", "'")
+    assert found["world_size"][0] == found["model"][0] == "PlanMismatchError"
+    assert "the plan is for 3 ranks, this run has 2" in found["world_size"][1]
+    assert "parameter 'layers.0.weight': planned float32[384, 256], found not there" in found["model"][1]
+    assert found["batch_size"][0] == "ConfigurationError"
+    assert "got batch_size=3 and a plan for a micro-batch of 4" in found["batch_size"][1]
+
+
+@pytest.mark.parametrize("state_dict_type", ["full", "sharded"])
+def test_training_resumed_under_another_plan_equals_the_uninterrupted_run(ranks, state_dict_type):
+    found = ranks(2).run(cases.checkpoints, state_dict_type=state_dict_type)[0]
+    assert found["global_step"] == 6
+    assert found["difference"] < 1e-6
+    assert found.get("names", True)
+
+
+def test_validation_without_a_plan_and_after_fit(ranks):
+    first, expected, after_fit, last_in_fit = ranks(2).run(cases.validates_without_plan_and_after_fit)[0]
+    assert first == pytest.approx(expected, rel=1e-5)
+    assert after_fit < expected
+    assert after_fit == pytest.approx(last_in_fit, rel=1e-5)
+
+
+def test_models_that_cannot_be_planned_are_refused_before_training(ranks):
+    found = ranks(2).run(cases.bad_models)[0]
+    assert found["Manual"] == (
+        "ConfigurationError",
+        (
+            "Expected automatic optimization, got automatic_optimization=False: manual_backward would run inside the"
+            " forward of FSDP's root. Use automatic optimization, or another strategy."
+        ),
+    )
+    assert found["NoLoss"][0] == found["NotANumber"][0] == found["NoOptimizer"][0] == "ProfileError"
+    assert "to return a loss on the profiling batch, got None" in found["NoLoss"][1]
+    assert "Expected a finite loss on the profiling batch, got nan" in found["NotANumber"][1]
+    assert "Expected configure_optimizers to return an optimizer, got None" in found["NoOptimizer"][1]
+    assert "'layer.weight' is on the meta device" in found["OnMeta"][1]
+    assert "the dataloader is empty" in found["empty"][1]
+
+
+def test_a_loader_that_cannot_be_rebuilt_is_kept_with_the_reason(ranks):
+    micro_batch_size, warnings = ranks(2).run(cases.plain_dataset_is_kept)[0]
+    assert micro_batch_size == 3
+    assert any("batch_size=2 is ignored" in text and "a sampler of its own" in text for text in warnings)
