@@ -1,0 +1,18 @@
+import os
+
+import pytest
+import torch.distributed as dist
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    """A Trainer may run in this process: what Lightning leaves behind is removed."""
+    before = dict(os.environ)
+    # Lightning 2.6 calls what jsonargparse 4.49 deprecates.
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(before)

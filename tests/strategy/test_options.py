@@ -1,0 +1,93 @@
+"""Options of the strategy: what is refused, and with which text."""
+
+import pytest
+import torch
+from lightning.pytorch.strategies import StrategyRegistry
+from torch.distributed.fsdp import BackwardPrefetch
+
+import lightning_osdp
+from lightning_osdp import ConfigurationError, OSDPStrategy, SearchSpace
+from lightning_osdp.strategy.options import Options, Prefetch, check_fsdp_kwargs, pop_prefetch
+
+
+def options(**given):
+    defaults = {"memory_limit": None, "plan": None, "batch_size": "auto", "search": "greedy", "search_space": None}
+    return Options.checked(**{**defaults, **given})
+
+
+def test_importing_registers_the_strategy_by_name():
+    assert "osdp" in StrategyRegistry
+    assert isinstance(StrategyRegistry.get("osdp"), OSDPStrategy)
+    assert lightning_osdp.OSDPStrategy.strategy_name == "osdp"
+
+
+def test_options_reach_the_planner_in_its_units(tmp_path):
+    found = options(memory_limit="8GiB", plan=str(tmp_path / "p.json"), batch_size=3)
+    assert found.memory_limit_bytes == 8 * 2**30
+    assert found.plan == tmp_path / "p.json"
+    assert found.search_space == SearchSpace()
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"memory_limit": "lots"}, "such as '8GiB' or '500MB', got 'lots'"),
+        ({"memory_limit": -1}, "at least one byte, got -1"),
+        ({"batch_size": "big"}, "batch_size must be one of ('auto', 'keep', 'scale') or at least 1, got 'big'"),
+        ({"batch_size": 0}, "or at least 1, got 0"),
+        ({"batch_size": True}, "or at least 1, got True"),
+        ({"search": "luck"}, "search must be one of ('depth_first', 'greedy', 'exhaustive'), got 'luck'"),
+        ({"plan": 3}, "plan must be a Plan or the path of one, got 3"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused(given, text):
+    with pytest.raises(ConfigurationError) as refused:
+        OSDPStrategy(**given)
+    assert text in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("sharding_strategy", "SHARD_GRAD_OP", "search_space=SearchSpace(modes=...)"),
+        ("auto_wrap_policy", {torch.nn.Linear}, "pass a plan of your own with plan="),
+        ("device_mesh", (1, 2), "shards over all ranks"),
+        ("cpu_offload", True, "a lower memory_limit shards more"),
+        ("ignored_modules", [torch.nn.Linear(1, 1)], "covers every parameter"),
+    ],
+)
+def test_arguments_that_the_plan_decides_are_refused_with_the_remedy(name, value, remedy):
+    with pytest.raises(ConfigurationError) as refused:
+        OSDPStrategy(**{name: value})
+    assert f"OSDPStrategy cannot take {name}=" in str(refused.value)
+    assert remedy in str(refused.value)
+
+
+def test_flat_parameters_are_refused():
+    with pytest.raises(ConfigurationError, match="needs use_orig_params=True"):
+        check_fsdp_kwargs({"use_orig_params": False})
+
+
+def test_other_arguments_reach_fsdp():
+    strategy = OSDPStrategy(state_dict_type="sharded", limit_all_gathers=False, cpu_offload=False)
+    assert strategy._state_dict_type == "sharded"
+    assert strategy.kwargs == {"limit_all_gathers": False, "use_orig_params": True}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, Prefetch("pre", forward=False)),
+        ({"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, Prefetch("post", forward=False)),
+        ({"backward_prefetch": None, "forward_prefetch": True}, Prefetch("none", forward=True)),
+    ],
+)
+def test_prefetch_settings_belong_to_the_plan(given, expected):
+    given = {**given, "limit_all_gathers": True}
+    assert pop_prefetch(given) == expected
+    assert given == {"limit_all_gathers": True}
+
+
+def test_prefetch_that_does_not_exist_is_refused():
+    with pytest.raises(ConfigurationError, match="must be a BackwardPrefetch or None, got 'soon'"):
+        pop_prefetch({"backward_prefetch": "soon"})
