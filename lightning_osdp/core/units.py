@@ -32,8 +32,9 @@ class UnitProfile:
 
     @property
     def num_calls(self) -> int:
-        """Times that forward calls the unit's most called operator."""
-        return max((operator.num_calls for operator in self.operators), default=1)
+        """Times that forward calls the wrapped module, and so gathers the unit, as far as its operators tell."""
+        own = [operator.num_calls for operator in self.operators if operator.name == self.name]
+        return min(own or [operator.num_calls for operator in self.operators], default=1)
 
     @property
     def parameter_bytes(self) -> int:
@@ -105,18 +106,25 @@ def partition(profile: ModelProfile, *, min_unit_bytes: int | None = None) -> tu
         if all(above in operator.enclosing for operator in members[name]):
             members[above] += members.pop(name)
     position = {operator.name: index for index, operator in enumerate(profile)}
-    units = []
-    for name, operators in members.items():
-        inside = [i for i, operator in enumerate(profile) if name in operator.enclosing]
-        units.append(
-            UnitProfile(
-                name=name,
-                operators=tuple(sorted(operators, key=lambda operator: position[operator.name])),
-                first=min(inside, default=0),
-                last=max(inside, default=0),
-            )
+    first: dict[str, int] = {"": 0}
+    last: dict[str, int] = {"": 0}
+    for index, operator in enumerate(profile):
+        for name in operator.enclosing:
+            first.setdefault(name, index)
+            last[name] = index
+    units = (
+        UnitProfile(
+            name=name,
+            operators=tuple(sorted(operators, key=lambda operator: position[operator.name])),
+            first=first[name],
+            last=last[name],
         )
-    return tuple(sorted(units, key=lambda unit: (not unit.is_root, unit.first, -unit.last)))
+        for name, operators in members.items()
+    )
+    # of units that span the same operators the outer one comes first
+    return tuple(
+        sorted(units, key=lambda unit: (not unit.is_root, unit.first, -unit.last, _depth(unit.name), unit.name))
+    )
 
 
 def _depth(name: str) -> int:

@@ -1,0 +1,185 @@
+"""Which operators share a unit."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_osdp.core.units import default_min_unit_bytes, partition
+
+
+def contents(units):
+    """Name of each unit -> names of its operators."""
+    return {unit.name: tuple(operator.name for operator in unit.operators) for unit in units}
+
+
+def test_every_operator_is_a_unit_if_it_is_large_enough(model):
+    units = partition(model(100, 200, 300), min_unit_bytes=100)
+    assert contents(units) == {"": (), "m0": ("m0",), "m1": ("m1",), "m2": ("m2",)}
+    assert [(unit.first, unit.last) for unit in units] == [(0, 2), (0, 0), (1, 1), (2, 2)]
+
+
+def test_small_operators_join_the_nearest_unit_above(model, operator):
+    profile = model(operator("h.0", 500), operator("h.0.ln", 10), operator("h.0.fc", 400), operator("ln", 10))
+    assert contents(partition(profile, min_unit_bytes=11)) == {
+        "": ("ln",),
+        "h.0": ("h.0", "h.0.ln"),
+        "h.0.fc": ("h.0.fc",),
+    }
+
+
+def test_without_a_unit_between_small_operators_join_the_root(model, operator):
+    profile = model(operator("h.0.ln", 10), operator("h.0.fc", 400))
+    assert contents(partition(profile, min_unit_bytes=11)) == {"": ("h.0.ln",), "h.0.fc": ("h.0.fc",)}
+
+
+def test_a_unit_that_becomes_too_large_to_join_by_what_joined_it_stays(model, operator):
+    # 10 + 10 bytes are enough for a unit of their own; 10 alone would have joined the root
+    profile = model(operator("block", 10), operator("block.ln", 10))
+    assert contents(partition(profile, min_unit_bytes=20)) == {"": (), "block": ("block", "block.ln")}
+    assert contents(partition(profile, min_unit_bytes=21)) == {"": ("block", "block.ln")}
+
+
+def test_an_operator_used_outside_the_unit_above_stays_its_own(model, operator):
+    used_elsewhere = operator("h.scale", 10, enclosing=("h.scale", ""))
+    profile = model(operator("h", 500), used_elsewhere)
+    assert contents(partition(profile, min_unit_bytes=11)) == {"": (), "h": ("h",), "h.scale": ("h.scale",)}
+
+
+def test_tied_operators_share_the_unit_that_encloses_both(model, operator):
+    tied = {"enclosing": ("lm", "")}
+    profile = model(operator("lm.wte", 400, **tied), operator("lm.fc", 300), operator("lm.head", 0, **tied))
+    units = partition(profile, min_unit_bytes=1)
+    assert contents(units) == {"": (), "lm": ("lm.wte", "lm.head"), "lm.fc": ("lm.fc",)}
+    assert [(unit.name, unit.first, unit.last) for unit in units] == [("", 0, 2), ("lm", 0, 2), ("lm.fc", 1, 1)]
+
+
+def test_tied_operators_that_only_the_root_encloses_are_the_roots(model, operator):
+    profile = model(operator("wte", 400, enclosing=("",)), operator("head", 0, enclosing=("",)))
+    assert contents(partition(profile, min_unit_bytes=0)) == {"": ("wte", "head")}
+
+
+def test_parameters_of_the_root_module_are_the_roots(model, operator):
+    profile = model(operator("", 400), operator("fc", 400))
+    assert contents(partition(profile, min_unit_bytes=0)) == {"": ("",), "fc": ("fc",)}
+
+
+def test_a_container_with_parameters_spans_what_runs_inside_it(model, operator):
+    profile = model(operator("a", 100), operator("block", 100), operator("block.fc", 100), operator("z", 100))
+    units = partition(profile, min_unit_bytes=0)
+    assert [(unit.name, unit.first, unit.last) for unit in units] == [
+        ("", 0, 3),
+        ("a", 0, 0),
+        ("block", 1, 2),
+        ("block.fc", 2, 2),
+        ("z", 3, 3),
+    ]
+
+
+def test_of_units_that_span_the_same_operators_the_outer_one_comes_first(model, operator):
+    # block.a and block.c are tied in block.x; block.b runs between them, and block has parameters used there alone
+    inner = {"enclosing": ("block.x", "block", "")}
+    profile = model(
+        operator("block.x.a", 100, **inner),
+        operator("block.b", 100, enclosing=("block", "")),
+        operator("block.x.c", 0, **inner),
+    )
+    assert [unit.name for unit in partition(profile, min_unit_bytes=0)] == ["", "block", "block.x"]
+
+
+def test_a_model_without_operators_is_a_root_without_parameters(model):
+    (root,) = partition(model())
+    assert (root.name, root.operators, root.first, root.last, root.parameter_bytes, root.num_calls) == (
+        "",
+        (),
+        0,
+        0,
+        0,
+        1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([100_000_000], 65536),  # 1% would be a megabyte
+        ([6_553_600], 65536),
+        ([6_553_500], 65535),
+        ([400, 199], 5),
+        ([], 0),
+    ],
+)
+def test_small_is_64_kib_or_one_percent_of_a_small_model(model, sizes, expected):
+    assert default_min_unit_bytes(model(*sizes)) == expected
+
+
+def test_the_default_is_used_where_nothing_is_said(model, operator):
+    profile = model(operator("a", 990), operator("b", 9), operator("c", 10))  # 1% of 1009 is 10
+    assert contents(partition(profile)) == {"": ("b",), "a": ("a",), "c": ("c",)}
+
+
+def test_a_unit_adds_its_operators_up(model, operator):
+    half = {"gathered_bytes": 50, "gradient_bytes": 50}  # computing in half precision
+    profile = model(
+        operator(
+            "b", 100, forward_s_per_sample=1.0, backward_s_per_sample=2.0, activation_bytes_per_sample=7.0, **half
+        ),
+        operator("b.ln", 20, forward_s_per_sample=0.5, kind="LayerNorm", frozen=True),
+    )
+    _, unit = partition(profile, min_unit_bytes=21)
+    assert (unit.parameter_bytes, unit.gathered_bytes, unit.gradient_bytes) == (120, 70, 50)
+    assert (unit.trainable_bytes, unit.optimizer_bytes) == (100, 200)
+    assert (unit.compute_s_per_sample, unit.activation_bytes_per_sample) == (3.5, 7.0)
+    assert unit.kind == "Linear, LayerNorm"
+    assert not unit.is_root
+
+
+def test_a_unit_is_called_as_often_as_the_module_that_it_wraps(model, operator):
+    own = model(operator("block", 100, num_calls=2), operator("block.ln", 1, num_calls=6))
+    assert partition(own, min_unit_bytes=2)[1].num_calls == 2
+    # a container that is no operator: each of its calls calls every operator at least once
+    inside = {"enclosing": ("block", "")}
+    tied = model(operator("block.a", 100, num_calls=3, **inside), operator("block.b", 0, num_calls=2, **inside))
+    assert partition(tied, min_unit_bytes=2)[1].num_calls == 2
+
+
+@st.composite
+def module_trees(draw):
+    """Operators of a random module tree in forward order, some of them tied, as the profiler describes them."""
+    names = [""]
+    for index in range(draw(st.integers(0, 12))):
+        names.append(f"{draw(st.sampled_from(names))}.{index}".strip("."))
+    owners = draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
+    above = {name: [n for n in names if n and f"{name}.".startswith(f"{n}.")] for name in owners}
+    above = {name: sorted(found, key=len, reverse=True) for name, found in above.items()}
+    if len(owners) > 1:
+        one, other = draw(st.lists(st.sampled_from(owners), min_size=2, max_size=2, unique=True))
+        common = [name for name in above[one] if name in above[other]]
+        # what lies between a tied operator and the module around both can be no unit of any operator
+        between = {*above[one], *above[other]} - {*common}
+        above = {name: [n for n in found if n not in between] for name, found in above.items()}
+    return [(name, (*above[name], ""), draw(st.integers(0, 100))) for name in owners]
+
+
+@settings(deadline=None)
+@given(tree=module_trees(), min_unit_bytes=st.none() | st.integers(0, 300))
+def test_every_operator_is_in_one_unit_where_fsdp_puts_it(model, operator, tree, min_unit_bytes):
+    profile = model(*(operator(name, num_bytes, enclosing=enclosing) for name, enclosing, num_bytes in tree))
+    units = partition(profile, min_unit_bytes=min_unit_bytes)
+    assert units[0].is_root
+    assert sorted(o.name for unit in units for o in unit.operators) == sorted(name for name, _, _ in tree)
+    assert [(unit.first, -unit.last) for unit in units[1:]] == sorted((u.first, -u.last) for u in units[1:])
+    names = {unit.name for unit in units}
+    least = default_min_unit_bytes(profile) if min_unit_bytes is None else min_unit_bytes
+    for unit in units:
+        assert unit.is_root or unit.parameter_bytes >= least
+        for held in unit.operators:
+            assert unit.name in held.enclosing
+            assert unit.name == next(n for n in _at_and_above(held.name) if n in names)
+            assert unit.first <= profile.operators.index(held) <= unit.last
+
+
+def _at_and_above(name):
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
