@@ -16,7 +16,7 @@ from lightning_osdp.cost.communication import communication_cost
 from lightning_osdp.cost.compute import compute_cost
 from lightning_osdp.cost.cost import Cost, Workload
 from lightning_osdp.cost.model_states import model_states_cost
-from lightning_osdp.cost.peak_memory import PeakMemory, largest_transient_bytes, peak_memory
+from lightning_osdp.cost.peak_memory import PeakMemory, StepMemory, largest_transient_bytes, peak_memory, step_memory
 
 TERMS: dict[str, Callable[..., Cost]] = {
     "communication": communication_cost,
@@ -35,4 +35,14 @@ def unit_cost(unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, worklo
     return total
 
 
-__all__ = ["TERMS", "Cost", "PeakMemory", "Workload", "largest_transient_bytes", "peak_memory", "unit_cost"]
+__all__ = [
+    "TERMS",
+    "Cost",
+    "PeakMemory",
+    "StepMemory",
+    "Workload",
+    "largest_transient_bytes",
+    "peak_memory",
+    "step_memory",
+    "unit_cost",
+]

@@ -1,0 +1,13 @@
+"""One sharding mode per unit, for one micro-batch size: least predicted step time with the peak under the limit.
+
+    minimise    sum_u time_s[u, mode_u]
+    subject to  sum over the first k units of kept bytes  <=  room_k      for every k      (`cost.StepMemory`)
+
+The constraints are nested; the solvers of `search` take one. So `relaxation` solves with one of them at a time, which
+bounds every plan from below, and `repair` makes plans of the solutions that violate another one.
+"""
+
+from lightning_osdp.assign.assign import Assignment, assign_modes
+from lightning_osdp.assign.setting import Setting
+
+__all__ = ["Assignment", "Setting", "assign_modes"]

@@ -1,0 +1,8 @@
+"""The Scheduler of the paper: chooses the micro-batch size, has modes assigned for it, and writes the plan.
+
+(Lightning uses the word for learning rates; here it always means the choice of the micro-batch size.)
+"""
+
+from lightning_osdp.scheduler.planning import make_plan
+
+__all__ = ["make_plan"]

@@ -1,0 +1,128 @@
+"""From a profile and a cluster to a plan."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from lightning_osdp.assign import Assignment, Setting
+from lightning_osdp.core.cluster import Cluster
+from lightning_osdp.core.plan import PREFETCH_CHOICES, Plan, Unit
+from lightning_osdp.core.profile import ModelProfile
+from lightning_osdp.core.search_space import SearchSpace
+from lightning_osdp.core.units import partition
+from lightning_osdp.cost import Workload
+from lightning_osdp.errors import ConfigurationError, InfeasibleError
+from lightning_osdp.scheduler.infeasible import why_infeasible
+from lightning_osdp.scheduler.sweep import Candidate, Sweep
+from lightning_osdp.search import SOLVERS
+
+
+def make_plan(
+    profile: ModelProfile,
+    cluster: Cluster,
+    *,
+    memory_limit_bytes: int,
+    micro_batch_size: int | Literal["scale"],
+    max_micro_batch_size: int | None = None,
+    num_micro_batches: int = 1,
+    search: str = "depth_first",
+    search_space: SearchSpace | None = None,
+    backward_prefetch: str = "pre",
+    forward_prefetch: bool = False,
+) -> Plan:
+    """The plan with the best predicted samples/s under the memory limit.
+
+    Args:
+        profile: the model, see `profile_model`.
+        cluster: ranks and links, see `measure_cluster`.
+        memory_limit_bytes: most bytes of live tensors on one rank, in every phase of a step.
+        micro_batch_size: samples per rank and micro-batch, or ``"scale"`` to sweep it.
+        max_micro_batch_size: largest size that ``"scale"`` may choose; None: as far as memory allows, at most 2^20.
+        num_micro_batches: micro-batches per optimizer step (gradient accumulation).
+        search: name of a solver: ``depth_first``, ``greedy`` or ``exhaustive``.
+        search_space: what may be chosen; None: everything.
+        backward_prefetch: FSDP1's setting, ``pre``, ``post`` or ``none``; it decides how many units are gathered.
+        forward_prefetch: FSDP1's setting.
+
+    Raises:
+        ConfigurationError: no such solver or prefetch setting, or a number of samples or micro-batches below 1.
+        InfeasibleError: no plan fits; the text says what would.
+    """
+    _check_options(search, backward_prefetch, micro_batch_size, max_micro_batch_size, num_micro_batches)
+    search_space = search_space or SearchSpace()
+    first = Setting(
+        profile=profile,
+        units=partition(profile, min_unit_bytes=search_space.min_unit_bytes),
+        cluster=cluster,
+        workload=Workload(
+            micro_batch_size=1 if micro_batch_size == "scale" else micro_batch_size,
+            num_micro_batches=num_micro_batches,
+        ),
+        modes=search_space.modes,
+        backward_prefetch=backward_prefetch,
+        forward_prefetch=forward_prefetch,
+    )
+    sweep = Sweep(first, limit_bytes=memory_limit_bytes, search=search)
+    if micro_batch_size == "scale":
+        best = sweep.best(2**20 if max_micro_batch_size is None else max_micro_batch_size)
+    else:
+        best = sweep.candidate(micro_batch_size)
+    if best is None:
+        raise InfeasibleError(why_infeasible(first, sweep, memory_limit_bytes))
+    return _plan(best, memory_limit_bytes, search)
+
+
+def _check_options(
+    search: str, backward_prefetch: str, micro_batch_size: object, most: int | None, num_micro_batches: int
+) -> None:
+    if search not in SOLVERS:
+        raise ConfigurationError(f"search must be one of {tuple(SOLVERS)}, got {search!r}.")
+    if backward_prefetch not in PREFETCH_CHOICES:
+        raise ConfigurationError(f"backward_prefetch must be one of {PREFETCH_CHOICES}, got {backward_prefetch!r}.")
+    if micro_batch_size != "scale" and not (isinstance(micro_batch_size, int) and micro_batch_size >= 1):
+        raise ConfigurationError(
+            f"micro_batch_size must be 'scale' or a number of samples, at least one, got {micro_batch_size!r}."
+        )
+    if most is not None and most < 1:
+        raise ConfigurationError(f"max_micro_batch_size must be None or at least 1, got {most!r}.")
+    if num_micro_batches < 1:
+        raise ConfigurationError(f"num_micro_batches must be at least 1, got {num_micro_batches!r}.")
+
+
+def _plan(best: Candidate, memory_limit_bytes: int, search: str) -> Plan:
+    setting, assignment = best.setting, best.assignment
+    all_zdp = setting.all_zdp_modes
+    return Plan(
+        fingerprint=dict(setting.profile.fingerprint),
+        world_size=setting.cluster.world_size,
+        units=_units(setting, assignment),
+        memory_limit_bytes=memory_limit_bytes,
+        peak_bytes=assignment.peak.peak_bytes,
+        micro_batch_size=setting.workload.micro_batch_size,
+        num_micro_batches=setting.workload.num_micro_batches,
+        step_time_s=assignment.step_time_s,
+        samples_per_s=best.samples_per_s,
+        gap=assignment.gap,
+        solver=search,
+        backward_prefetch=setting.backward_prefetch,
+        forward_prefetch=setting.forward_prefetch,
+        all_zdp_step_time_s=setting.step_time_s(all_zdp),
+        all_zdp_peak_bytes=setting.peak(all_zdp).peak_bytes,
+        notes=(assignment.note,) if assignment.note else (),
+    )
+
+
+def _units(setting: Setting, assignment: Assignment) -> tuple[Unit, ...]:
+    return tuple(
+        Unit(
+            name=unit.name,
+            operators=tuple(operator.name for operator in unit.operators),
+            kind=unit.kind,
+            modes=(mode.name,),
+            parameter_bytes=unit.gathered_bytes,
+            time_s=setting.costs[index][mode].time_s,
+            keep_saves_s=setting.saved_s(index),
+            keep_costs_bytes=0 if unit.is_root else unit.gathered_bytes,
+        )
+        for index, (unit, mode) in enumerate(zip(setting.units, assignment.modes, strict=True))
+    )
