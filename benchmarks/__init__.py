@@ -1,0 +1,1 @@
+"""Programs that measure lightning_osdp."""
