@@ -1,0 +1,358 @@
+"""The closed form against small profiles with every phase worked out by hand, and against a simulation of sets.
+
+Most cases take three units of P = 40, 80, 120 bytes under Adam on two ranks, and two samples that save 10, 20, 30
+bytes each in them and 5 in the loss. So, whatever the modes:
+
+    base = 120 (shards) + 240 (Adam) = 360        s = 20, 40, 60 reduced        A_i = 20, 60, 120, and 130 with the loss
+"""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_osdp.core.modes import DP, ZDP
+from lightning_osdp.core.units import partition
+from lightning_osdp.cost import Workload, largest_transient_bytes, peak_memory, step_memory
+from lightning_osdp.cost.moments import leaving_order
+
+
+@pytest.fixture
+def three(model, operator):
+    """The model of most cases; fields by position of the operator, and of the model."""
+
+    def build(*, fields=None, **model_fields):
+        operators = [
+            operator(f"m{i}", size, **{"activation_bytes_per_sample": saved, **(fields or {}).get(i, {})})
+            for i, (size, saved) in enumerate([(40, 10), (80, 20), (120, 30)])
+        ]
+        return model(*operators, **{"loss_activation_bytes_per_sample": 5, **model_fields})
+
+    return build
+
+
+def peak(profile, modes, *, world_size=2, samples=2, num_micro_batches=1, **prefetch):
+    """Peak with modes such as "DZD" for the units after the root, and where it is."""
+    units = partition(profile, min_unit_bytes=0)
+    workload = Workload(micro_batch_size=samples, num_micro_batches=num_micro_batches)
+    chosen = [DP, *({"D": DP, "Z": ZDP}[letter] for letter in modes)]
+    return peak_memory(profile, units, chosen, world_size=world_size, workload=workload, **prefetch)
+
+
+def seen(found):
+    return found.peak_bytes, found.phase, found.operator
+
+
+# forward   fwd(0) 360+120 +40     +20 = 540     fwd(1) 480 +80 +60 = 620     fwd(2) 480 +120 +120 = 720     loss 610
+# backward  bwd(2) 360     +120+80 +120+120 +120      = 920     P_2, P_1 prefetched, S_2 twice, A_2
+#           rs(2)  360     +80     +120+60  +120      = 740     P_2 freed, S_2 once, s_2
+#           bwd(1) 360+60  +80+40  +80+80   +60       = 760
+#           bwd(0) 360+100 +40     +40+40   +20       = 600     opt 360+120 = 480
+@pytest.mark.parametrize(
+    ("modes", "expected"),
+    [
+        ("ZZZ", (920, "backward", "m2")),
+        ("DDD", (960, "backward", "m2")),  # and P_0; P_1 is there anyway
+        ("DZZ", (960, "backward", "m2")),
+        ("ZDZ", (920, "backward", "m2")),  # bwd(2) would prefetch it
+        ("ZDD", (920, "backward", "m2")),  # the loss: 610 + 80 + 120
+    ],
+)
+def test_backward_prefetch_holds_two_units(three, modes, expected):
+    assert seen(peak(three(), modes)) == expected
+
+
+# bwd(2) 360 +120 +120+120 +120 = 840     bwd(1) 360+60 +80 +80+80 +60 = 720
+@pytest.mark.parametrize("prefetch", ["none", "post"])
+@pytest.mark.parametrize(("modes", "expected"), [("ZZZ", 840), ("DZZ", 880), ("ZDZ", 920), ("DDD", 960)])
+def test_without_backward_prefetch_one_unit_is_held(three, prefetch, modes, expected):
+    assert seen(peak(three(), modes, backward_prefetch=prefetch)) == (expected, "backward", "m2")
+
+
+def test_post_prefetches_before_gradients_are_reduced(model, operator):
+    # 200 frozen and 40 trainable: base 120 + 40 = 160, s = 20
+    # none: fwd(0) = 160+20 +200 = 380, bwd(1) = 160 +40 +40+40 = 280
+    # post: rs(1) = 160 +200 (prefetched) +40 +20 = 420
+    profile = model(operator("a", 200, frozen=True), operator("b", 40))
+    assert seen(peak(profile, "ZZ", backward_prefetch="none")) == (380, "forward", "a")
+    assert seen(peak(profile, "ZZ", backward_prefetch="post")) == (420, "reduce-scatter", "b")
+
+
+def test_forward_carries_the_reduced_gradients_of_the_last_step(three):
+    # fwd(1) with a workspace of 2 * 200: 620 + 400
+    profile = three(fields={1: {"forward_workspace_bytes_per_sample": 200}})
+    found = peak(profile, "ZZZ")
+    assert seen(found) == (1020, "forward", "m1")
+    assert found.parts["reduced gradients"] == 120
+    assert found.parts["workspace"] == 400
+
+
+def test_forward_prefetch_holds_the_next_unit(three):
+    profile = three(fields={1: {"forward_workspace_bytes_per_sample": 200}})
+    assert seen(peak(profile, "ZZZ", forward_prefetch=True)) == (1140, "forward", "m1")  # and P_2
+    profile = three(fields={2: {"forward_workspace_bytes_per_sample": 200}})
+    assert peak(profile, "ZZZ", forward_prefetch=True).peak_bytes == 720 + 400  # none comes after it
+
+
+def test_accumulating_keeps_the_reduced_gradients_through_backward(three):
+    # bwd(2) 920 + 120
+    assert seen(peak(three(), "ZZZ", num_micro_batches=2)) == (1040, "backward", "m2")
+    assert seen(peak(three(), "DDD", num_micro_batches=5)) == (1080, "backward", "m2")
+
+
+def test_more_samples_save_more(three):
+    # 1000 samples: fwd loss 480 + 65 * 1000 and all of DP; the loss' own 5 * 1000 are gone by bwd(2)
+    assert seen(peak(three(), "ZZZ", samples=1000)) == (65480, "forward", "")
+    assert seen(peak(three(), "DDD", samples=1000)) == (65480 + 240, "forward", "")
+
+
+def test_one_rank_gathers_nothing_and_keeps_its_gradients(three):
+    # base 240 + 480 = 720; loss 720+240 +130 = 1090; bwd(2) 720 +120+120 +120 = 1080, bwd(1) 720 +200+80 +60 = 1060
+    for modes in ("ZZZ", "DDD"):
+        assert seen(peak(three(), modes, world_size=1)) == (1090, "forward", "")
+
+
+def test_the_optimizer_takes_temporaries_of_one_tensor_or_of_all(three):
+    # 360+120 + 20 * 60 for the largest shard, 20 * 120 for all
+    one = peak(three(optimizer_workspace_ratio=20.0), "DDD")
+    assert seen(one) == (480 + 1200, "optimizer step", "")
+    assert one.parts == {"parameter shards": 120, "optimizer state": 240, "reduced gradients": 120, "workspace": 1200}
+    every = peak(three(optimizer_workspace_ratio=20.0, optimizer_is_foreach=True), "ZZZ")
+    assert seen(every) == (480 + 2400, "optimizer step", "")
+
+
+def test_the_loss_has_its_own_workspaces(three):
+    # fwd: 610 + 2 * 500; bwd: the last step's 120 are gone, and nothing is prefetched by a root without parameters
+    assert seen(peak(three(loss_forward_workspace_bytes_per_sample=500), "ZZZ")) == (1610, "forward", "")
+    found = peak(three(loss_backward_workspace_bytes_per_sample=500), "ZZZ")
+    assert seen(found) == (360 + 130 + 1000, "backward", "")
+    assert peak(three(loss_backward_workspace_bytes_per_sample=500), "DDD").peak_bytes == 1490 + 240
+
+
+def test_backward_workspaces_buffers_and_the_batch_count(three):
+    # bwd(0): 360+100 +40 +40 +20 and a workspace of 2 * 300, before the gradient's flat copy
+    profile = three(
+        fields={0: {"backward_workspace_bytes_per_sample": 300}}, buffer_bytes=7, batch_bytes_per_sample=3.5
+    )
+    found = peak(profile, "ZZZ")
+    assert seen(found) == (560 + 600 + 7 + 7, "backward", "m0")
+    assert (found.parts["buffers"], found.parts["batch"]) == (7, 7)
+
+
+def test_frozen_units_have_no_gradient(three):
+    # base 120 + (80 + 240) / 2 = 280; bwd(2) = 280 +120+80 +120+120 +120 = 840; fwd(2) = 280+80 +120 +120 = 600
+    frozen = {"num_trainable": 0, "trainable_bytes": 0, "gradient_bytes": 0, "optimizer_bytes": 0}
+    assert seen(peak(three(fields={1: frozen}), "ZZZ")) == (840, "backward", "m2")
+    # with the last one frozen: base 120 + 120 = 240; bwd(2) = 240 +120+80 +120 = 560; bwd(1) = 240 +80+40 +80+80 +60
+    assert seen(peak(three(fields={2: frozen}), "ZZZ")) == (580, "backward", "m1")
+
+
+def test_a_partly_frozen_unit_has_a_flat_gradient_of_all_its_parameters(model, operator):
+    # base 50 + 20 = 70; bwd = 70 +100 +20 (as produced) +100 (flat); rs = 70 +100 +50
+    profile = model(operator("m", 100, trainable_bytes=20, gradient_bytes=20, optimizer_bytes=40))
+    assert seen(peak(profile, "Z", samples=1)) == (290, "backward", "m")
+
+
+def test_the_root_is_always_gathered(model, operator):
+    # P = 40 in the root. bwd(2) = 360 +40 +120+80 +120+120 = 840 and the loss in backward prefetches m2
+    profile = model(operator("", 40), operator("m1", 80), operator("m2", 120))
+    assert seen(peak(profile, "ZZ", samples=1)) == (840, "backward", "m2")
+    assert seen(peak(profile, "DD", samples=1)) == (840, "backward", "m2")  # m1 would be prefetched
+    waiting = model(*profile.operators, loss_backward_workspace_bytes_per_sample=500)
+    assert peak(waiting, "ZZ", samples=1).peak_bytes == 360 + 40 + 120 + 500
+    assert peak(waiting, "ZZ", samples=1, backward_prefetch="none").peak_bytes == 360 + 40 + 500
+    assert peak(waiting, "DZ", samples=1).peak_bytes == 360 + 40 + 120 + 500 + 80
+
+
+def test_gradients_of_the_root_stay_unsharded_to_the_end(model, operator):
+    # the same with the root's operator last: its 40 bytes of gradient live at bwd(m1) = 840 + 40
+    profile = model(operator("m0", 80), operator("m1", 120), operator("", 40))
+    assert seen(peak(profile, "ZZ", samples=1)) == (880, "backward", "m1")
+
+
+def test_a_container_is_gathered_around_what_runs_inside_it(model, operator):
+    # P = 40 in a, 80 in a.x, 120 in a.y, 20 in z: base 390; s = 20, 40, 60, 10
+    # fwd(a.y) = 390+130 +40+120 = 680
+    # bwd(z)   = 390 +20+40 +20+20 = 490       a.y is prefetched by a only
+    # bwd(a.y) = 390+10 +40+120+80 +120+120 = 880
+    # bwd(a.x) = 390+70 +40+80 +80+80 = 740     bwd(a) = 390+110 +40 +40+40 = 620
+    profile = model(operator("a", 40), operator("a.x", 80), operator("a.y", 120), operator("z", 20))
+    assert seen(peak(profile, "ZZZZ", samples=1)) == (880, "backward", "a.y")
+    # at bwd(z) a.x and a.y are freed, at bwd(a.y) none of them
+    waiting = model(*profile.operators[:3], operator("z", 20, backward_workspace_bytes_per_sample=900))
+    assert peak(waiting, "ZZZZ", samples=1).peak_bytes == 470 + 900
+    assert peak(waiting, "DZZZ", samples=1).peak_bytes == 470 + 900  # a is prefetched
+    assert peak(waiting, "ZDDZ", samples=1).peak_bytes == 470 + 900 + 200
+    assert [
+        partition(profile, min_unit_bytes=0)[u].name for u in leaving_order(partition(profile, min_unit_bytes=0))
+    ] == [
+        "a.x",
+        "a.y",
+        "a",
+        "z",
+    ]
+
+
+def test_half_precision_gathers_and_makes_gradients_of_half_the_bytes(three):
+    # bwd(2) = 360 +60+40 +60+60 +120
+    halves = {i: {"gathered_bytes": size // 2, "gradient_bytes": size // 2} for i, size in enumerate((40, 80, 120))}
+    assert seen(peak(three(fields=halves), "ZZZ")) == (720 - 20, "backward", "m2")
+
+
+def test_a_model_without_operators_is_its_batch(model):
+    profile = model(batch_bytes_per_sample=10.0, buffer_bytes=3, loss_activation_bytes_per_sample=1.0)
+    assert seen(peak(profile, "", samples=2)) == (25, "forward", "")
+
+
+def test_a_fraction_of_a_byte_is_rounded_up(model, operator):
+    profile = model(operator("m", 0), batch_bytes_per_sample=0.25)
+    assert [peak(profile, "Z", samples=samples).peak_bytes for samples in (1, 3, 4, 5)] == [1, 1, 1, 2]
+
+
+def test_rooms_are_what_the_first_units_may_keep(three):
+    # the largest moments at which k units are freed: bwd(1) 760, bwd(2) 920, fwd(2) 720, and the loss 610
+    profile = three()
+    memory = step_memory(
+        profile, partition(profile, min_unit_bytes=0), world_size=2, workload=Workload(micro_batch_size=2)
+    )
+    assert [memory.moments[k].num_bytes for k in range(4)] == [760, 920, 720, 610]
+    # at a limit of 1000: 240, 80, 280, 390 bytes, and no first units may keep more than the first k > them
+    assert [round(room) for room in memory.room_bytes(1000)] == [80, 80, 280, 390]
+    assert memory.kept_bytes([DP, DP, ZDP, DP]) == [0, 40, 40, 160]
+
+
+def test_the_largest_transient_is_two_units_and_two_gradients(three, model, operator):
+    # P_i + P_(i-1) + 2 S_i: 40+80, 80+40+160, 120+80+240 = 440; and the largest workspace of two samples
+    profile = three(fields={1: {"backward_workspace_bytes_per_sample": 50}})
+    units = partition(profile, min_unit_bytes=0)
+    assert largest_transient_bytes(profile, units, world_size=2, workload=Workload(micro_batch_size=2)) == 440 + 100
+    # one rank gathers nothing
+    assert largest_transient_bytes(profile, units, world_size=1, workload=Workload(micro_batch_size=2)) == 240 + 100
+    frozen = model(operator("a", 100, frozen=True), operator("b", 10))
+    found = largest_transient_bytes(
+        frozen, partition(frozen, min_unit_bytes=0), world_size=2, workload=Workload(micro_batch_size=1)
+    )
+    assert found == 10 + 100 + 20
+    assert largest_transient_bytes(model(), (), world_size=2, workload=Workload(micro_batch_size=1)) == 0
+
+
+@st.composite
+def steps(draw):
+    """A random module tree in forward order, and the rest of what `peak_memory` takes."""
+    names = [""]
+    for index in range(draw(st.integers(1, 7))):
+        names.append(f"{draw(st.sampled_from(names))}.{index}".strip("."))
+    num_bytes = st.integers(0, 500)
+    operators = [
+        {
+            "name": name,
+            "parameter_bytes": draw(num_bytes),
+            "frozen": draw(st.sampled_from([False, False, True])),
+            "activation_bytes_per_sample": draw(num_bytes),
+            "forward_workspace_bytes_per_sample": draw(num_bytes),
+            "backward_workspace_bytes_per_sample": draw(num_bytes),
+        }
+        for name in names[draw(st.integers(0, 1)) :]
+    ]
+    fields = {
+        f"loss_{what}_bytes_per_sample": draw(num_bytes)
+        for what in ("activation", "forward_workspace", "backward_workspace")
+    }
+    fields |= {
+        "optimizer_workspace_ratio": draw(st.sampled_from([0.0, 3.0])),
+        "optimizer_is_foreach": draw(st.booleans()),
+    }
+    arguments = {
+        "world_size": draw(st.sampled_from([1, 2, 4])),
+        "workload": Workload(micro_batch_size=draw(st.integers(1, 3)), num_micro_batches=draw(st.integers(1, 2))),
+        "backward_prefetch": draw(st.sampled_from(["pre", "post", "none"])),
+        "forward_prefetch": draw(st.booleans()),
+    }
+    return (
+        operators,
+        fields,
+        draw(st.sampled_from([0, 200])),
+        draw(st.lists(st.booleans(), min_size=8, max_size=8)),
+        arguments,
+    )
+
+
+@settings(deadline=None, max_examples=300)
+@given(step=steps())
+def test_the_peak_is_that_of_a_simulation_which_tracks_what_is_gathered(model, operator, step):
+    operators, fields, min_unit_bytes, kept, arguments = step
+    profile = model(*(operator(**made) for made in operators), **fields)
+    units = partition(profile, min_unit_bytes=min_unit_bytes)
+    modes = [DP if dp else ZDP for dp in kept[: len(units)]]
+    found = peak_memory(profile, units, modes, **arguments)
+    assert found.peak_bytes == pytest.approx(simulated_peak(profile, units, modes, **arguments), abs=1.0)
+    assert sum(found.parts.values()) == pytest.approx(found.peak_bytes, abs=len(found.parts) / 2 + 1)
+    assert all(num_bytes > 0 for num_bytes in found.parts.values())
+
+
+@settings(deadline=None, max_examples=100)
+@given(step=steps(), limit_bytes=st.integers(0, 12_000))
+def test_modes_fit_where_every_prefix_has_room(model, operator, step, limit_bytes):
+    operators, fields, min_unit_bytes, kept, arguments = step
+    profile = model(*(operator(**made) for made in operators), **fields)
+    units = partition(profile, min_unit_bytes=min_unit_bytes)
+    modes = [DP if dp else ZDP for dp in kept[: len(units)]]
+    memory = step_memory(profile, units, **arguments)
+    rooms = memory.room_bytes(limit_bytes)
+    fits = all(found <= room for found, room in zip(memory.kept_bytes(modes), rooms, strict=True))
+    assert fits == (memory.peak(modes).peak_bytes <= limit_bytes)
+    assert rooms == sorted(rooms)
+
+
+def simulated_peak(profile, units, modes, *, world_size, workload, backward_prefetch, forward_prefetch):
+    """Peak of a step in which FSDP's hooks gather and free units one by one: an oracle that knows no prefixes."""
+    samples, accumulates = workload.micro_batch_size, workload.num_micro_batches > 1
+    order = leaving_order(units)
+    root = next(u for u, unit in enumerate(units) if unit.is_root)
+    gathered, seen_bytes = {root}, []
+    state = {"fixed": profile.buffer_bytes + profile.batch_bytes_per_sample * samples, "saved": 0.0, "gradients": 0.0}
+    state["fixed"] += sum(unit.parameter_bytes + unit.optimizer_bytes for unit in units) / world_size
+    shard = [unit.parameter_bytes / world_size if unit.trainable_bytes else 0.0 for unit in units]
+    flat = [unit.gathered_bytes if unit.gradient_bytes else 0 for unit in units]
+    state["reduced"] = sum(shard)
+
+    def look(extra=0.0, also=()):
+        whole = sum(units[u].gathered_bytes for u in gathered | set(also)) if world_size > 1 else 0
+        seen_bytes.append(sum(state.values()) + whole + extra)
+
+    def before(unit):
+        return {order[order.index(unit) - 1]} - reduced if unit in order and order.index(unit) else set()
+
+    reduced = set()
+    for i, operator in enumerate(profile):
+        gathered |= {u for u in order if units[u].first == i}
+        state["saved"] += operator.activation_bytes_per_sample * samples
+        following = [u for u in order if units[u].first > i]
+        ahead = [min(following, key=lambda u: (units[u].first, u))] if forward_prefetch and following else []
+        look(operator.forward_workspace_bytes_per_sample * samples, ahead)
+        gathered -= {u for u in order if units[u].last == i and not modes[u].resident}
+    state["saved"] += profile.loss_activation_bytes_per_sample * samples
+    look(profile.loss_forward_workspace_bytes_per_sample * samples)
+    state["reduced"] *= accumulates
+    if backward_prefetch == "pre" and units[root].gathered_bytes and order:
+        gathered.add(order[-1])
+    look(profile.loss_backward_workspace_bytes_per_sample * samples)
+    state["saved"] -= profile.loss_activation_bytes_per_sample * samples
+    for i, operator in reversed(list(enumerate(profile))):
+        for u in [u for u in reversed(order) if units[u].last == i]:
+            gathered |= {u} | (before(u) if backward_prefetch == "pre" else set())
+        state["gradients"] += operator.gradient_bytes
+        look(operator.backward_workspace_bytes_per_sample * samples)
+        for u in [*(u for u in order if units[u].first == i), *([root] if i == 0 else [])]:
+            look(flat[u])
+            gathered.discard(u)
+            reduced.add(u)
+            state["gradients"] += flat[u] - units[u].gradient_bytes
+            gathered |= before(u) if backward_prefetch == "post" else set()
+            look(shard[u])
+            state["gradients"] -= flat[u] if world_size > 1 or accumulates else 0
+            state["reduced"] += 0 if accumulates or world_size == 1 else shard[u]
+        state["saved"] -= operator.activation_bytes_per_sample * samples
+    at_once = sum(shard) if profile.optimizer_is_foreach else max(shard)
+    state |= {"reduced": sum(shard), "gradients": 0.0}
+    look(profile.optimizer_workspace_ratio * at_once)
+    return max(seen_bytes)
