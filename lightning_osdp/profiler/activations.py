@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -10,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_osdp.profiler.calls import floating_tensors
 from lightning_osdp.profiler.live_bytes import LiveBytes
-from lightning_osdp.profiler.operators import Operator, floating_tensors
+from lightning_osdp.profiler.operators import Operator
+from lightning_osdp.profiler.tensors import tensors_in
 
 
 @dataclass
@@ -28,30 +31,39 @@ class Activations:
 class _Trace:
     """Follows one forward and backward, splitting time at the operators' calls and their outputs' gradients."""
 
-    def __init__(self, live: LiveBytes, operators: Sequence[Operator]) -> None:
+    def __init__(self, live: LiveBytes, operators: Sequence[Operator], static: Sequence[Tensor]) -> None:
         self.live, self.operators = live, operators
+        live.track(static)
+        self.static_bytes = live.current_bytes
+        self.excluded = {tensor.untyped_storage()._cdata for tensor in static if tensor.layout is torch.strided}
         # One part per operator, and the loss: what runs after the last operator's call.
         self.parts = [Activations() for _ in range(len(operators) + 1)]
         self.saved_before = [0] * len(self.parts)
-        self.static_bytes = live.current_bytes
-        self.excluded = {parameter.untyped_storage()._cdata for o in operators for parameter in o.module.parameters()}
-        self.seen: set[int] = set()
+        self.saved_in: dict[int, int] = {}
         self.total_saved = 0
         self.now = 0
         self.in_backward = False
 
-    def exclude(self, tensors: Sequence[Tensor]) -> None:
-        self.excluded.update(tensor.untyped_storage()._cdata for tensor in tensors)
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        """Hook on every tensor that autograd saves."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self.excluded and key not in self.seen and tensor.device.type == self.live.device_type:
-            self.seen.add(key)
-            self.parts[self.now].saved_bytes += storage.nbytes()
-            self.total_saved += storage.nbytes()
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Books a tensor that lives until backward; also the hook on every tensor that autograd saves."""
+        if tensor.device.type == self.live.device_type and tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in self.excluded and key not in self.saved_in:
+                self.saved_in[key] = self.now
+                self._book(self.now, storage.nbytes())
+                weakref.finalize(storage, self._freed, key, storage.nbytes()).atexit = False
         return tensor.detach()
+
+    def _freed(self, key: int, num_bytes: int) -> None:
+        """A graph that the loss does not need was dropped in forward."""
+        part = self.saved_in.pop(key)
+        if not self.in_backward:
+            self._book(part, -num_bytes)
+
+    def _book(self, part: int, num_bytes: int) -> None:
+        self.parts[part].saved_bytes += num_bytes
+        self.total_saved += num_bytes
 
     def close_part(self) -> None:
         """Books the peak since the last call to the part that ran."""
@@ -74,56 +86,66 @@ class _Trace:
 
 
 def trace_activations(
-    module: nn.Module, operators: Sequence[Operator], loss_of: Callable[[], Tensor], static: Sequence[Tensor]
+    module: nn.Module,
+    operators: Sequence[Operator],
+    run_step: Callable[[], Any],
+    loss_in: Callable[[Any], Tensor],
+    static: Sequence[Tensor],
+    *,
+    last: str,
 ) -> list[Activations]:
     """Saved and workspace bytes of each operator, and last of the loss, from one forward and backward.
 
     Args:
-        module: the whole model, on the device that it trains on.
+        module: the whole model, on the device that it trains on, without gradients.
         operators: in forward order.
-        loss_of: runs forward, returns the loss (a scalar that requires a gradient).
+        run_step: runs forward; what it returns stays alive until backward is over.
+        loss_in: the loss (a scalar that requires a gradient) among what it returns.
         static: tensors that live throughout, beside the parameters: buffers and the batch.
+        last: name of the operator whose last call ends last; the loss follows.
     """
-    device_type = next(module.parameters()).device.type
-    with LiveBytes(device_type) as live:
-        live.track([*module.parameters(), *static])
-        trace = _Trace(live, operators)
-        trace.exclude(static)
-        with _hooks(trace, module):
-            with torch.autograd.graph.saved_tensors_hooks(trace.pack, lambda packed: packed):
-                loss = loss_of()
+    parameters = list(module.parameters())
+    with LiveBytes(parameters[0].device.type) as live:
+        trace = _Trace(live, operators, [*parameters, *static])
+        with _hooks(trace, parameters, last):
+            with torch.autograd.graph.saved_tensors_hooks(trace.keep, lambda packed: packed):
+                returned = run_step()
+            trace.now = len(operators)
+            for tensor in tensors_in(returned):
+                trace.keep(tensor)
             trace.close_part()
             trace.in_backward = True
-            trace.now = len(operators)
-            loss.backward()
+            loss_in(returned).backward()
             trace.close_part()
     return trace.parts
 
 
 @contextmanager
-def _hooks(trace: _Trace, module: nn.Module) -> Iterator[None]:
+def _hooks(trace: _Trace, parameters: Sequence[Tensor], last: str) -> Iterator[None]:
+    calls_left = {index: operator.num_calls for index, operator in enumerate(trace.operators) if operator.name == last}
+
     def drop(parameter: Tensor) -> None:
         # The plan counts gradients itself: here they must not add up.
         parameter.grad = None
 
-    # The operator whose call ends last is the last leaf in forward order; containers close around it.
-    last = max((i for i, operator in enumerate(trace.operators) if operator.is_leaf), default=None)
-    with ExitStack() as stack:
-        for index, operator in enumerate(trace.operators):
+    with ExitStack() as cleanup:
 
-            def before(*_: object, index: int = index) -> None:
-                trace.enter(index)
-
-            def after(_: object, __: object, output: Any, index: int = index) -> None:
-                if index == last:
+        def after(index: int, output: Any) -> None:
+            if index in calls_left:
+                calls_left[index] -= 1
+                if calls_left[index] == 0:
                     trace.enter(len(trace.operators))
-                tensor = next((t for t in floating_tensors(output) if t.requires_grad), None)
-                if tensor is not None:
-                    tensor.register_hook(lambda _: trace.enter(index))
+            tensor = next((t for t in floating_tensors(output) if t.requires_grad), None)
+            if tensor is not None:
+                # Removed at the end, for a module may return its parameter.
+                cleanup.callback(tensor.register_hook(lambda _: trace.enter(index)).remove)
 
-            stack.callback(operator.module.register_forward_pre_hook(before).remove)
-            stack.callback(operator.module.register_forward_hook(after).remove)
-        for parameter in module.parameters():
+        for index, operator in enumerate(trace.operators):
+            before = operator.module.register_forward_pre_hook(lambda *_, index=index: trace.enter(index))
+            cleanup.callback(before.remove)
+            following = operator.module.register_forward_hook(lambda _, __, output, index=index: after(index, output))
+            cleanup.callback(following.remove)
+        for parameter in parameters:
             if parameter.requires_grad:
-                stack.callback(parameter.register_post_accumulate_grad_hook(drop).remove)
+                cleanup.callback(parameter.register_post_accumulate_grad_hook(drop).remove)
         yield

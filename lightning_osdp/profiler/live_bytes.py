@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """Live and peak bytes of the storages on one kind of device while the mode is active.
 
+    Storages that it has counted leave the count when they are freed, even while it is not active.
+
     Args:
         device_type: ``"cpu"`` or ``"cuda"``; tensors elsewhere do not count.
 
@@ -35,12 +37,12 @@ class LiveBytes(TorchDispatchMode):
         self.peak_bytes = 0
         self.device_type = device_type
         self._sizes: dict[int, int] = {}
-        self._resize: Callable[..., Any] | None = None
+        self._replaced_resizes: list[Callable[..., Any]] = []
 
     @property
     def is_active(self) -> bool:
         """Whether it is counting: entered and not left."""
-        return self._resize is not None
+        return bool(self._replaced_resizes)
 
     def track(self, tensors: Iterable[Tensor]) -> int:
         """Counts tensors that exist already; returns the bytes that this added."""
@@ -59,7 +61,7 @@ class LiveBytes(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._sizes:
-            weakref.finalize(storage, self._forget, key)
+            weakref.finalize(storage, self._forget, key).atexit = False
         self._set(key, storage.nbytes())
 
     def _set(self, key: int, num_bytes: int) -> None:
@@ -80,14 +82,13 @@ class LiveBytes(TorchDispatchMode):
             return result
 
         # FSDP1 frees and allocates gathered parameters by resizing their storage, past the dispatcher.
-        self._resize = resize
+        self._replaced_resizes.append(resize)
         torch.UntypedStorage.resize_ = counted_resize  # type: ignore[method-assign, assignment]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign, assignment]
-        self._resize = None
+        torch.UntypedStorage.resize_ = self._replaced_resizes.pop()  # type: ignore[method-assign]
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -11,6 +13,10 @@ CUDA_HEADROOM = 0.1
 the communicator's buffers, which no plan counts. [Assumption, not a measurement.]"""
 CPU_HEADROOM = 0.1
 """The same for the machine's available memory: interpreter, libraries and loader workers."""
+
+_MEMINFO = Path("/proc/meminfo")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
 
 
 def default_memory_limit_bytes(device: torch.device, *, local_ranks: int) -> int:
@@ -29,22 +35,51 @@ def default_memory_limit_bytes(device: torch.device, *, local_ranks: int) -> int
 
 
 def available_host_bytes() -> int:
-    """Memory that the machine can give without swapping, within the limit of the control group if there is one."""
-    available = _meminfo_available_bytes()
-    for limit, usage in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        limit_path, usage_path = Path(limit), Path(usage)
-        if limit_path.exists() and usage_path.exists():
-            text = limit_path.read_text().strip()
-            if text.isdigit():
-                available = min(available, max(0, int(text) - int(usage_path.read_text())))
-    return available
+    """Memory that the machine can give without swapping, within the limits of the control groups around us."""
+    return min([_machine_available_bytes(), *_cgroup_available_bytes()])
 
 
-def _meminfo_available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
+def _machine_available_bytes() -> int:
+    lines = _MEMINFO.read_text().splitlines() if _MEMINFO.exists() else []
+    for line in lines:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise OSError("Expected /proc/meminfo to have a line 'MemAvailable:'.")
+    # Not Linux: what is installed, for want of what is free.
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cgroup_available_bytes() -> Iterator[int]:
+    """Limit less usage of every control group that holds this process; file cache can be dropped, and does not count.
+
+    References:
+        Linux, Documentation/admin-guide/cgroup-v2.rst (memory.max, memory.current, memory.stat) and
+        cgroup-v1/memory.rst.
+    """
+    for folder in _own_cgroups():
+        for limit, usage, cache in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            limit_path, usage_path = folder / limit, folder / usage
+            if limit_path.exists() and usage_path.exists():
+                text = limit_path.read_text().strip()
+                if text.isdigit():  # else "max"
+                    used = int(usage_path.read_text()) - _stat_bytes(folder / "memory.stat", cache)
+                    yield max(0, int(text) - used)
+
+
+def _own_cgroups() -> set[Path]:
+    """Folders of this process's groups and those above; in a container its own group is the topmost."""
+    folders = {_CGROUPS, _CGROUPS / "memory"}
+    lines = _OWN_CGROUPS.read_text().splitlines() if _OWN_CGROUPS.exists() else []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "" or "memory" in controllers.split(","):
+            own = _CGROUPS / ("memory" if controllers else "") / path.lstrip("/")
+            folders.update(folder for folder in (own, *own.parents) if _CGROUPS in folder.parents)
+    return folders
+
+
+def _stat_bytes(path: Path, name: str) -> int:
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((int(line.split()[1]) for line in lines if line.split()[0] == name), 0)

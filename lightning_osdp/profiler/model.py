@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from lightning_osdp.core.profile import ModelProfile, OperatorProfile
 from lightning_osdp.errors import ProfileError
 from lightning_osdp.profiler.activations import Activations, trace_activations
-from lightning_osdp.profiler.operators import Operator, find_operators, fingerprint, recorded_calls
+from lightning_osdp.profiler.calls import recorded_calls
+from lightning_osdp.profiler.operators import Operator, check_parameters, find_operators, fingerprint
 from lightning_osdp.profiler.optimizer import OptimizerProfile, profile_optimizers
 from lightning_osdp.profiler.snapshot import untouched
+from lightning_osdp.profiler.tensors import tensors_in
 from lightning_osdp.profiler.timing import Seconds, time_operators, time_step
 
 
@@ -50,32 +51,32 @@ def profile_model(
         ProfileError: no loss, a loss without gradient or not finite, no parameters, or an optimizer that cannot be
             run on a copy.
     """
+    check_parameters(module)
     if training_step is None:
         training_step = lambda batch: module.training_step(batch, 0)  # type: ignore[operator]  # noqa: E731
-    if configure_optimizers is None:
-        configure_optimizers = _plain_optimizers
     if batch_size is None:
         batch_size = _first_dimension(batch)
-    device = next(iter(module.parameters()), torch.empty(0)).device
 
-    def loss_of() -> Tensor:
+    def run_step() -> Any:
         with context():
-            output = training_step(batch)
-        loss: Any = output.get("loss") if isinstance(output, Mapping) else output
-        return loss  # type: ignore[no-any-return]  # _check_loss looks at the first one
+            return training_step(batch)
 
-    with untouched(module), torch.enable_grad():
-        module.train()
-        with recorded_calls(module) as calls:
-            loss = loss_of()
-        _check_loss(loss)
-        operators = find_operators(module, calls)
-        del loss
-        static = [*module.buffers(), *(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))]
-        activations = trace_activations(module, operators, loss_of, static)
-        seconds = time_operators(operators, device, loss_of)
-        step = time_step(module, device, loss_of)
-    optimizers = profile_optimizers(module, configure_optimizers, device)
+    # Every run starts from the same state, random numbers included, and so takes the same path through the model.
+    with _rehearsal(module), recorded_calls(module) as calls:
+        _check_loss(run_step())
+    operators = find_operators(module, calls)
+    called = {operator.name for operator in operators}
+    last = next((name for name in reversed(calls.ended) if name in called), "")
+    with _rehearsal(module):
+        static = [*tensors_in([vars(m) for m in module.modules()]), *tensors_in(batch)]
+        activations = trace_activations(module, operators, run_step, _loss_in, static, last=last)
+    device = next(module.parameters()).device
+    with _rehearsal(module):
+        seconds = time_operators(operators, device, run_step)
+    with _rehearsal(module):
+        step = time_step(module, device, lambda: _loss_in(run_step()))
+    with untouched(module):
+        optimizers = profile_optimizers(module, configure_optimizers or _plain_optimizers, device)
     return _assemble(
         module,
         operators,
@@ -87,6 +88,12 @@ def profile_model(
         batch_size=batch_size,
         compute_dtype=compute_dtype,
     )
+
+
+@contextmanager
+def _rehearsal(module: nn.Module) -> Iterator[None]:
+    with untouched(module), torch.enable_grad():
+        yield
 
 
 def _assemble(
@@ -127,7 +134,6 @@ def _assemble(
             )
         )
     in_operators = sum(profile.compute_s_per_sample for profile in profiles)
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     return ModelProfile(
         operators=tuple(profiles),
         fingerprint=fingerprint(module),
@@ -141,7 +147,7 @@ def _assemble(
         loss_forward_workspace_bytes_per_sample=loss.forward_workspace_bytes / batch_size,
         loss_backward_workspace_bytes_per_sample=loss.backward_workspace_bytes / batch_size,
         buffer_bytes=_bytes(list(module.buffers())),
-        batch_bytes_per_sample=_bytes(tensors) / batch_size,
+        batch_bytes_per_sample=_bytes(list(tensors_in(batch))) / batch_size,
     )
 
 
@@ -149,8 +155,16 @@ def _bytes(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> int:
     return sum(t.numel() * (dtype.itemsize if dtype and t.is_floating_point() else t.element_size()) for t in tensors)
 
 
-def _check_loss(loss: Any) -> None:
+def _loss_in(returned: Any) -> Tensor:
+    loss: Tensor = returned["loss"] if isinstance(returned, Mapping) else returned
+    return loss
+
+
+def _check_loss(returned: Any) -> None:
     advice = "Return the loss, a scalar tensor, or a dict with it under 'loss', from training_step."
+    if isinstance(returned, Mapping) and "loss" not in returned:
+        raise ProfileError(f"Expected training_step to return a dict with 'loss', got the keys {[*returned]}. {advice}")
+    loss = _loss_in(returned)
     if not isinstance(loss, Tensor):
         raise ProfileError(f"Expected training_step to return a loss on the profiling batch, got {loss!r}. {advice}")
     if not loss.requires_grad or loss.numel() != 1:
@@ -166,7 +180,7 @@ def _check_loss(loss: Any) -> None:
 
 
 def _first_dimension(batch: Any) -> int:
-    tensor = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0), None)
+    tensor = next((tensor for tensor in tensors_in(batch) if tensor.dim() > 0), None)
     if tensor is None:
         raise ProfileError(
             f"Cannot tell how many samples the batch holds: found no tensor in {type(batch).__name__}."

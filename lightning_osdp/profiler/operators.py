@@ -1,16 +1,24 @@
-"""Which modules are operators, in which order forward runs them, and which parameters they share."""
+"""Which modules are operators, in which order forward runs them, and what may be wrapped for them.
+
+FSDP gathers a unit's parameters for the time of its module's forward, and puts into the unit whatever parameters lie
+below that module in the tree and in no unit of their own. So a module can be the unit of an operator only if
+
+- it is at or above the operator on every path from the root (a module may be registered twice),
+- it runs whenever the operator's parameters are read, and
+- it captures no parameter of another operator for which these do not hold (a tied one that is read elsewhere).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_osdp.errors import ProfileError
+from lightning_osdp.profiler.calls import Calls
 
 
 @dataclass
@@ -22,12 +30,15 @@ class Operator:
     parameters: list[nn.Parameter]
     """Parameters that count here; a tied one counts at its first operator only."""
     enclosing: tuple[str, ...]
+    """See `OperatorProfile.enclosing`."""
     num_calls: int = 0
     signature: str = ""
     grad_inputs: list[bool] = field(default_factory=list)
     """For each floating-point tensor among the inputs of the first call, whether it requires a gradient."""
+    with_grad: bool = True
+    """Whether the first call was recorded for backward."""
     is_leaf: bool = True
-    """Whether no other operator runs inside its forward."""
+    """Whether it can be timed alone: called, with no operator inside that could be a unit of its own."""
 
 
 def fingerprint(module: nn.Module) -> dict[str, str]:
@@ -50,126 +61,12 @@ def fingerprint(module: nn.Module) -> dict[str, str]:
     return described
 
 
-@dataclass
-class _Calls:
-    """What forward did, by module name."""
-
-    order: list[str] = field(default_factory=list)
-    stacks: dict[str, list[tuple[str, ...]]] = field(default_factory=dict)
-    signature: dict[str, str] = field(default_factory=dict)
-    grad_inputs: dict[str, list[bool]] = field(default_factory=dict)
-
-
-@contextmanager
-def recorded_calls(module: nn.Module) -> Iterator[_Calls]:
-    """Records every module call while it is active: order, what runs inside what, and the inputs' shapes."""
-    calls, stack = _Calls(), [""]
-
-    def enter(name: str, child: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        stack.append(name)
-        if name not in calls.stacks:
-            calls.order.append(name)
-            calls.signature[name] = _signature(child, (args, kwargs))
-            calls.grad_inputs[name] = [t.requires_grad for t in floating_tensors((args, kwargs))]
-        calls.stacks.setdefault(name, []).append(tuple(reversed(stack)))
-
-    def leave(*_: object) -> None:
-        stack.pop()
-
-    with ExitStack() as hooks:
-        for name, child in module.named_modules():
-            if name:
-
-                def before(m: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-                    enter(name, m, args, kwargs)
-
-                hooks.callback(child.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
-                hooks.callback(child.register_forward_hook(leave, always_call=True).remove)
-        yield calls
-
-
-def find_operators(module: nn.Module, calls: _Calls) -> list[Operator]:
-    """Operators in forward order, with the modules whose forward encloses every use of their parameters.
-
-    Args:
-        module: the whole model.
-        calls: what one forward of it did.
+def check_parameters(module: nn.Module) -> None:
+    """Returns if FSDP can shard the module.
 
     Raises:
-        ProfileError: the model has no parameters, or one that FSDP cannot shard.
+        ProfileError: it has no parameters, or one that cannot be sharded.
     """
-    names = {child: name for name, child in module.named_modules()}
-    owned = {child: list(child._parameters.values()) for child in module.modules()}
-    users: dict[nn.Parameter, list[nn.Module]] = {}
-    for child, parameters in owned.items():
-        for parameter in parameters:
-            if parameter is not None:
-                users.setdefault(parameter, []).append(child)
-    _check_parameters(module)
-    rank = {name: index for index, name in enumerate(["", *calls.order])}
-    operators, counted = [], set()
-    enclosing_of = {
-        child: _enclosing(names[child], calls)
-        for child, parameters in owned.items()
-        if any(p is not None for p in parameters)
-    }
-    # A module that is never called runs with the smallest enclosing one: its parameters are read there.
-    in_order = sorted(enclosing_of, key=lambda child: rank[next(iter(n for n in enclosing_of[child] if n in rank))])
-    for child in in_order:
-        sharing = [other for p in owned[child] if p is not None for other in users[p]]
-        enclosing = [n for n in enclosing_of[child] if all(n in enclosing_of[other] for other in sharing)]
-        new = [p for p in owned[child] if p is not None and p not in counted]
-        counted.update(new)
-        name = names[child]
-        operators.append(
-            Operator(
-                name=name,
-                module=child,
-                parameters=new,
-                enclosing=tuple(enclosing),
-                num_calls=max(1, len(calls.stacks.get(name, ()))),
-                signature=calls.signature.get(name, f"{name} is never called"),
-                grad_inputs=calls.grad_inputs.get(name, []),
-            )
-        )
-    for operator in operators:
-        operator.is_leaf = operator.name in calls.stacks and not any(
-            operator.name in stack[1:]
-            for other in operators
-            if other is not operator
-            for stack in calls.stacks.get(other.name, ())
-        )
-    return operators
-
-
-def floating_tensors(tree: Any) -> list[Tensor]:
-    """Floating-point tensors among the leaves."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-
-
-def _enclosing(name: str, calls: _Calls) -> list[str]:
-    """Modules above (or equal) in the tree whose forward was running in every call; innermost first, root last."""
-    parts = name.split(".") if name else []
-    above = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
-    stacks = calls.stacks.get(name)
-    if stacks is None:
-        # Never called itself: whoever reads its parameters does so inside the nearest ancestor that is called.
-        nearest = next((ancestor for ancestor in above[1:] if ancestor in calls.stacks), None)
-        return ["", *[]] if nearest is None else _enclosing(nearest, calls)
-    return [ancestor for ancestor in above if all(ancestor in stack for stack in stacks)] + [""]
-
-
-def _signature(module: nn.Module, inputs: Any) -> str:
-    """Text that is equal for operators that cost the same: class, configuration, parameters, inputs."""
-    shapes = [
-        f"{leaf.dtype}{list(leaf.shape)}{leaf.requires_grad}" if isinstance(leaf, Tensor) else repr(type(leaf))
-        for leaf in tree_leaves(inputs)
-    ]
-    parameters = [f"{n}:{p.dtype}{list(p.shape)}{p.requires_grad}" for n, p in module.named_parameters()]
-    return f"{type(module).__qualname__}({module.extra_repr()}) {parameters} <- {shapes}"
-
-
-def _check_parameters(module: nn.Module) -> None:
     parameters = dict(module.named_parameters())
     if not parameters:
         raise ProfileError(
@@ -177,8 +74,137 @@ def _check_parameters(module: nn.Module) -> None:
             " Create its layers in __init__ or configure_model, or use another strategy."
         )
     for name, parameter in parameters.items():
+        if isinstance(parameter, UninitializedParameter):
+            raise ProfileError(
+                f"Expected parameters of known shapes, but {name!r} is created by the first batch (a lazy module)."
+                " Run one batch through the model in configure_model, or state the layer's sizes."
+            )
         if parameter.dim() == 0:
             raise ProfileError(
                 f"FSDP cannot shard a scalar parameter, but {name!r} has shape []."
                 " Make it a tensor of one element, torch.nn.Parameter(value.reshape(1))."
             )
+
+
+def find_operators(module: nn.Module, calls: Calls) -> list[Operator]:
+    """Operators in forward order; those that are never called stand where the nearest module around them does.
+
+    Args:
+        module: the whole model.
+        calls: what one forward of it did.
+    """
+    tree = _Tree(module)
+    owners = {name: ps for name, child in tree.modules.items() if (ps := _own_parameters(child))}
+    enclosing = _enclosing(tree, owners, calls)
+    rank = {name: index for index, name in enumerate(["", *calls.first])}
+    operators: list[Operator] = []
+    counted: set[nn.Parameter] = set()
+    for name in sorted(owners, key=lambda name: rank[next(n for n in (name, *enclosing[name]) if n in rank)]):
+        first = calls.first.get(name)
+        operators.append(
+            Operator(
+                name=name,
+                module=tree.modules[name],
+                parameters=[p for p in owners[name] if p not in counted],
+                enclosing=enclosing[name],
+                num_calls=max(1, calls.num_calls[name]),
+                signature=first.signature if first else f"{name} is never called",
+                grad_inputs=first.grad_inputs if first else [],
+                with_grad=first is None or first.with_grad,
+            )
+        )
+        counted.update(owners[name])
+    _mark_leaves(operators, calls)
+    return operators
+
+
+class _Tree:
+    """Modules by name (the first, where there are several), and what lies above each."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.modules = dict(module.named_modules())
+        self._names = {child: name for name, child in self.modules.items()}
+        self._paths: dict[str, list[list[str]]] = {}
+        registered: dict[nn.Module, set[tuple[str, str]]] = {}
+        by_path = dict(module.named_modules(remove_duplicate=False))
+        for path, child in by_path.items():
+            self._paths.setdefault(self._names[child], []).append([self._names[by_path[p]] for p in _up(path)])
+            parent, _, attribute = path.rpartition(".")
+            registered.setdefault(child, set()).add((self._names[by_path[parent]], attribute))
+        # FSDP replaces a module at one place only. A parametrization belongs to the module whose tensor it makes.
+        self.unwrappable = {
+            self._names[child]
+            for child, places in registered.items()
+            if len(places) > 1 or isinstance(child, ParametrizationList)
+        }
+
+    def dominators(self, name: str) -> list[str]:
+        """The module and what is above it on every path, innermost first, the root left out."""
+        first, *others = self._paths[name]
+        return [above for above in first if all(above in path for path in others)]
+
+    def around(self, name: str) -> set[str]:
+        """The module and what is above it on any path, the root left out."""
+        return {above for path in self._paths[name] for above in path}
+
+
+def _up(path: str) -> Iterator[str]:
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+
+
+def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module._parameters.values() if parameter is not None]
+
+
+def _enclosing(tree: _Tree, owners: Mapping[str, list[nn.Parameter]], calls: Calls) -> dict[str, tuple[str, ...]]:
+    """For each operator the modules that can be its unit, innermost first, the root last."""
+    users: dict[nn.Parameter, list[str]] = {}
+    for name, parameters in owners.items():
+        for parameter in parameters:
+            users.setdefault(parameter, []).append(name)
+    found = {name: tree.dominators(name) for name in owners}
+    for name in owners:
+        stacks = _stacks(name, owners[name], calls, above=found[name])
+        found[name] = [n for n in found[name] if n not in tree.unwrappable and all(n in stack for stack in stacks)]
+    before = None
+    while found != before:  # what one tie or capture rules out may rule out more
+        before = {name: list(above) for name, above in found.items()}
+        for tied in users.values():
+            common = [n for n in found[tied[0]] if all(n in found[other] for other in tied)]
+            found.update((name, list(common)) for name in tied)
+        # What lies between an operator and its innermost possible unit would take the parameters away from it.
+        captures = {
+            n for name, above in found.items() for n in tree.around(name) - tree.around(above[0] if above else "")
+        }
+        found = {name: [n for n in above if n not in captures] for name, above in found.items()}
+    return {name: (*above, "") for name, above in found.items()}
+
+
+def _stacks(name: str, parameters: Iterable[nn.Parameter], calls: Calls, *, above: list[str]) -> set[tuple[str, ...]]:
+    """What runs while the parameters are needed: at their reads and at the calls of the module that owns them."""
+    stacks = {stack for parameter in parameters for stack in calls.reads.get(parameter, ())}
+    stacks |= calls.stacks.get(name, set())
+    if stacks:
+        return stacks
+    # Neither read nor called on this batch: as its surroundings, should another batch need it.
+    nearest = next((n for n in above if n in calls.stacks), None)
+    return {("",)} if nearest is None else calls.stacks[nearest]
+
+
+def _mark_leaves(operators: list[Operator], calls: Calls) -> None:
+    lowest = {operator.name: operator.enclosing[0] for operator in operators}
+    inside: dict[str, set[str]] = {}
+    for name in lowest:
+        for stack in calls.stacks.get(name, ()):
+            for outer in stack:
+                inside.setdefault(outer, set()).add(name)
+    leaves = {
+        name
+        for name in lowest
+        if name in calls.stacks and all(lowest[other] == name for other in inside[name] - {name})
+    }
+    for operator in operators:
+        around = {outer for stack in calls.stacks.get(operator.name, ()) for outer in stack} - {operator.name}
+        operator.is_leaf = operator.name in leaves and not around & leaves

@@ -2,70 +2,108 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_SKIPPED = {"_parameters", "_modules", "_buffers"}
+Restore = Callable[[], object]
 
 
 @contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
     """Restores, on exit, buffers, gradients, training flags, attributes and the random number generators.
 
-    Attributes are restored one level deep: tensors, lists, dicts and sets that a module holds directly (counters,
-    metric states, collected losses) get their contents back; the inside of other objects does not.
+    Inside, there are no gradients. Tensors, generators and nested lists, dicts, sets and deques that a module holds
+    (counters, metric states, collected losses) get their contents back; other objects are not looked into.
     """
-    modules = list(module.modules())
-    attributes = [_copied(m) for m in modules]
-    buffers = [{name: None if b is None else b.detach().clone() for name, b in m._buffers.items()} for m in modules]
-    kept = [dict(m._buffers) for m in modules]
+    seen: set[int] = {id(parameter) for parameter in module.parameters()}
+    restores = [_restore(vars(m), seen) for m in module.modules()]
+    restores += [_restore_values(p) for m in module.modules() for p in _renormalized(m)]
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=devices), _other_generators():
             yield
     finally:
+        for restore in restores:
+            restore()
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        for m, saved, values, originals in zip(modules, attributes, buffers, kept, strict=True):
-            _restore(m, saved)
-            m._buffers.clear()
-            m._buffers.update(originals)
-            for name, value in values.items():
-                buffer = m._buffers[name]
-                if buffer is not None and value is not None:
-                    with torch.no_grad():
-                        buffer.copy_(value)
 
 
-def _copied(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Attribute -> the object itself and a copy of its contents where it can change in place."""
-    return {name: (value, _contents(value)) for name, value in module.__dict__.items() if name not in _SKIPPED}
-
-
-def _contents(value: Any) -> Any:
+def _restore(value: Any, seen: set[int]) -> Restore:
+    """What puts an object's contents back, however deep they lie in containers."""
+    if id(value) in seen:
+        return _nothing
+    seen.add(id(value))
+    restore: Restore = _nothing
     if isinstance(value, Tensor):
-        return value.detach().clone()
-    if type(value) in (list, dict, set):
-        return copy.copy(value)
+        restore = _restore_values(value)
+    elif isinstance(value, torch.Generator):
+        restore = partial(value.set_state, value.get_state())
+    elif isinstance(value, (list, deque)):
+        restore = _restore_container(value, list(value), list(value), value.extend, seen)
+    elif isinstance(value, set):
+        restore = _restore_container(value, set(value), [], value.update, seen)
+    elif isinstance(value, dict):
+        restore = _restore_container(value, dict(value), list(value.values()), value.update, seen)
+    return restore
+
+
+def _restore_container(
+    container: Any, kept: Any, items: list[Any], refill: Callable[[Any], object], seen: set[int]
+) -> Restore:
+    inner = [restore for restore in (_restore(item, seen) for item in items) if restore is not _nothing]
+
+    def restore() -> None:
+        container.clear()
+        refill(kept)
+        for restore_item in inner:
+            restore_item()
+
+    return restore
+
+
+def _restore_values(tensor: Tensor) -> Restore:
+    if tensor.is_meta or tensor.is_inference() or tensor.layout is not torch.strided:
+        return _nothing
+    kept = tensor.detach().clone()
+
+    def restore() -> None:
+        with torch.no_grad():
+            # Overlapping views such as an expanded range cannot be written to, and so never change.
+            if not torch.equal(tensor, kept):
+                tensor.copy_(kept)
+
+    return restore
+
+
+def _renormalized(module: nn.Module) -> list[Tensor]:
+    """Parameters that the module's own forward changes: embeddings with ``max_norm``."""
+    return list(module.parameters(recurse=False)) if getattr(module, "max_norm", None) is not None else []
+
+
+@contextmanager
+def _other_generators() -> Iterator[None]:
+    """Restores the generators of ``random`` and, if it is loaded, NumPy."""
+    numpy = sys.modules.get("numpy")
+    state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        if numpy:
+            numpy.random.set_state(numpy_state)
+
+
+def _nothing() -> None:
     return None
-
-
-def _restore(module: nn.Module, saved: dict[str, tuple[Any, Any]]) -> None:
-    for name in [name for name in module.__dict__ if name not in saved and name not in _SKIPPED]:
-        del module.__dict__[name]
-    for name, (value, contents) in saved.items():
-        module.__dict__[name] = value
-        if isinstance(value, Tensor):
-            with torch.no_grad():
-                value.copy_(contents)
-        elif type(value) is list:
-            value[:] = contents
-        elif type(value) in (dict, set):
-            value.clear()
-            value.update(contents)

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from lightning_osdp.profiler.operators import Operator, floating_tensors
+from lightning_osdp.profiler.calls import floating_tensors
+from lightning_osdp.profiler.operators import Operator
 
 _REPEATS = 3
-_REPEAT_BUDGET_S = 0.5
-"""An operator that takes longer than this all together is not repeated further."""
+_REPEAT_BUDGET_S = 1.5
+"""What takes longer than this all together is not repeated further."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +50,15 @@ def time_step(module: nn.Module, device: torch.device, loss_of: Callable[[], Ten
 
 
 def time_operators(
-    operators: Sequence[Operator], device: torch.device, loss_of: Callable[[], Tensor]
+    operators: Sequence[Operator], device: torch.device, run_step: Callable[[], object]
 ) -> dict[str, Seconds]:
     """Seconds of each distinct operator by signature, from replaying it on the inputs that forward gives it.
 
     Only operators without others inside are replayed; the rest of the step is what `time_step` finds beyond them.
     """
     found: dict[str, Seconds] = {}
-    with _replays(operators, device, found), torch.no_grad():
-        loss_of()
+    with _replays(operators, device, found):
+        run_step()
     return found
 
 
@@ -68,7 +69,7 @@ def _fastest(measure: Callable[[], Seconds]) -> Seconds:
     for _ in range(_REPEATS):
         seconds = measure()
         best = seconds if best is None or seconds.total_s < best.total_s else best
-        if time.perf_counter() - start > _REPEAT_BUDGET_S * _REPEATS:
+        if time.perf_counter() - start > _REPEAT_BUDGET_S:
             break
     assert best is not None
     return best
@@ -102,20 +103,27 @@ def _replays(operators: Sequence[Operator], device: torch.device, found: dict[st
 
 
 def _replay(operator: Operator, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seconds:
+    """Fastest of a few calls on copies of the inputs, which the operator may write to."""
     requires_grad = iter(operator.grad_inputs)
 
-    def fresh(tensor: Tensor) -> Tensor:
-        copy = tensor.detach()
+    def leaf(tensor: Tensor) -> Tensor:
+        copy = tensor.detach().clone()
         return copy.requires_grad_(next(requires_grad, False)) if copy.is_floating_point() else copy
 
-    args, kwargs = tree_map_only(Tensor, fresh, (args, kwargs))
+    leaves = tree_map_only(Tensor, leaf, (args, kwargs))
     parameters = [p for p in operator.module.parameters() if p.requires_grad]
-    wanted = [t for t in floating_tensors((args, kwargs)) if t.requires_grad] + parameters
+    wanted = [t for t in floating_tensors(leaves) if t.requires_grad] + parameters
 
     def backward(output: Any) -> None:
         outputs = [t for t in floating_tensors(output) if t.requires_grad]
         if outputs and wanted:
             torch.autograd.grad(outputs, wanted, [torch.ones_like(t) for t in outputs], allow_unused=True)
 
-    with torch.enable_grad():
-        return _fastest(lambda: _timed(device, lambda: operator.module.forward(*args, **kwargs), backward))
+    def measure() -> Seconds:
+        args, kwargs = tree_map_only(Tensor, torch.clone, leaves)
+        return _timed(device, lambda: operator.module.forward(*args, **kwargs), backward)
+
+    # Hooks of our own, for those of a checkpointed block around would recompute it.
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    with torch.set_grad_enabled(operator.with_grad), hooks:
+        return _fastest(measure)

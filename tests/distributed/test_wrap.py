@@ -1,0 +1,21 @@
+"""Plans made from profiles, applied on two ranks: parameters that a unit frees are never read past it."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "profiler"))
+
+from ordinary_models import MODELS
+from wrap_cases import gradients_differ_by
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize("modes", [("ZDP",), ("DP", "ZDP")], ids="-".join)
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_equal_the_unwrapped_models(ranks, name, modes):
+    for difference, units in ranks(2).run(gradients_differ_by, name=name, modes=modes):
+        assert difference < 1e-6
+        assert units[0] == ""

@@ -1,0 +1,74 @@
+"""The profiler on models as people write them: it understands them, and leaves them as they were."""
+
+import random
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+from ordinary_models import MODELS, gradients
+from wrapped import compare
+
+from lightning_osdp.profiler import profile_model
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{folder}/store")
+        yield
+        dist.destroy_process_group()
+
+
+def measured(profile):
+    """What a second profile must repeat exactly: everything but times."""
+    return [
+        {k: v for k, v in vars(operator).items() if not k.endswith("_s_per_sample")} for operator in profile
+    ], profile.loss_activation_bytes_per_sample
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_profiling_leaves_the_model_as_it_was(name):
+    model = MODELS[name]()
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    flags = [module.training for module in model.modules()]
+    attributes = {key: value for key, value in vars(model).items() if not key.startswith("_")}
+    random.seed(5)
+    states = torch.get_rng_state(), random.getstate()
+    first, second = profile_model(model, model.batch()), profile_model(model, model.batch())
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert measured(first) == measured(second)
+    after = model.state_dict()
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+    assert [module.training for module in model.modules()] == flags
+    assert {key: value for key, value in vars(model).items() if not key.startswith("_")} == attributes
+    assert all(p.grad is None and not p._backward_hooks for p in model.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules() if "BatchNorm" not in repr(m))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_parameter_counts_once(name):
+    model = MODELS[name]()
+    profile = profile_model(model, model.batch())
+    parameters = list(model.parameters())
+    assert sum(operator.parameter_bytes for operator in profile) == sum(
+        p.numel() * p.element_size() for p in parameters
+    )
+    assert sum(operator.num_trainable for operator in profile) == sum(p.numel() for p in parameters if p.requires_grad)
+    assert all(operator.enclosing[-1] == "" for operator in profile)
+    assert profile.activation_bytes_per_sample > 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_plan_from_the_profile_computes_the_same_gradients_on_one_rank(one_rank, name):
+    difference, _ = compare(name, world_size=1)
+    assert difference < 1e-6
+
+
+def test_gradients_of_the_models_are_there():
+    for model_class in MODELS.values():
+        model = model_class()
+        found, loss = gradients(model, lambda batch, model=model: model.training_step(batch, 0), model.batch())
+        assert loss > 0
+        assert any(gradient is not None and gradient.any() for gradient in found.values())

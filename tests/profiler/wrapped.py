@@ -1,0 +1,74 @@
+"""One step of a model under a plan made from its profile, and of the plain model."""
+
+import torch
+from ordinary_models import MODELS, gradients
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from lightning_osdp.apply import apply_plan
+from lightning_osdp.core.plan import Plan, Unit
+from lightning_osdp.core.units import partition
+from lightning_osdp.profiler import fingerprint, profile_model
+
+
+def plan_of(profile, world_size, modes=("ZDP",), min_unit_bytes=0):
+    """A plan with every operator in a unit of its own where that is possible, and these modes in turn."""
+    units = partition(profile, min_unit_bytes=min_unit_bytes)
+    return Plan(
+        fingerprint=profile.fingerprint,
+        world_size=world_size,
+        units=tuple(
+            Unit(
+                name=unit.name,
+                operators=tuple(operator.name for operator in unit.operators),
+                kind=unit.kind,
+                modes=(modes[index % len(modes)],),
+            )
+            for index, unit in enumerate(units)
+        ),
+        memory_limit_bytes=2**40,
+        peak_bytes=0,
+        micro_batch_size=4,
+        num_micro_batches=1,
+        step_time_s=0.0,
+        samples_per_s=0.0,
+        gap=0.0,
+    )
+
+
+def through_root(root, model):
+    """training_step as Lightning runs it: inside the forward of FSDP's root."""
+
+    def step(batch):
+        def redirected(batch):
+            del model.forward
+            return model.training_step(batch, 0)
+
+        model.forward = redirected
+        return root(batch)
+
+    return step
+
+
+def plain_name(name):
+    return name.replace("_fsdp_wrapped_module.", "")
+
+
+def compare(name, world_size, modes=("ZDP",)):
+    """Largest difference of loss and gradients from the plain model's, relative to the largest gradient; unit names."""
+    expected, expected_loss = gradients(
+        plain := MODELS[name](), lambda batch: plain.training_step(batch, 0), plain.batch()
+    )
+    model = MODELS[name]()
+    plan = plan_of(profile_model(model, model.batch()), world_size, modes)
+    assert plan.fingerprint == fingerprint(model)
+    root = apply_plan(model, plan, device=torch.device("cpu"))
+    _, loss = gradients(model, through_root(root, model), model.batch())
+    difference = abs(loss - expected_loss) / abs(expected_loss)
+    with FullyShardedDataParallel.summon_full_params(root, with_grads=True):
+        found = {plain_name(key): parameter.grad for key, parameter in root.named_parameters()}
+        scale = max(float(gradient.abs().max()) for gradient in expected.values() if gradient is not None)
+        assert list(found) == list(expected)
+        for key, gradient in expected.items():
+            other = found[key] if found[key] is not None else torch.zeros(())
+            difference = max(difference, float((other - (0 if gradient is None else gradient)).abs().max()) / scale)
+    return difference, [unit.name for unit in plan.units]
