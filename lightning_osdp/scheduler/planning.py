@@ -101,7 +101,7 @@ def _plan(best: Candidate, memory_limit_bytes: int, search: str) -> Plan:
         micro_batch_size=setting.workload.micro_batch_size,
         num_micro_batches=setting.workload.num_micro_batches,
         step_time_s=assignment.step_time_s,
-        samples_per_s=best.samples_per_s,
+        samples_per_s=best.samples_per_s if assignment.step_time_s > 0 else 0.0,
         gap=assignment.gap,
         solver=search,
         backward_prefetch=setting.backward_prefetch,
