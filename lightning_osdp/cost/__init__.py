@@ -16,7 +16,15 @@ from lightning_osdp.cost.communication import communication_cost
 from lightning_osdp.cost.compute import compute_cost
 from lightning_osdp.cost.cost import Cost, Workload
 from lightning_osdp.cost.model_states import model_states_cost
-from lightning_osdp.cost.peak_memory import PeakMemory, StepMemory, largest_transient_bytes, peak_memory, step_memory
+from lightning_osdp.cost.moments import Moment
+from lightning_osdp.cost.peak_memory import (
+    PeakMemory,
+    StepMemory,
+    largest_transient_bytes,
+    memory_over_step,
+    peak_memory,
+    step_memory,
+)
 
 TERMS: dict[str, Callable[..., Cost]] = {
     "communication": communication_cost,
@@ -38,10 +46,12 @@ def unit_cost(unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, worklo
 __all__ = [
     "TERMS",
     "Cost",
+    "Moment",
     "PeakMemory",
     "StepMemory",
     "Workload",
     "largest_transient_bytes",
+    "memory_over_step",
     "peak_memory",
     "step_memory",
     "unit_cost",

@@ -68,19 +68,36 @@ def largest_moments(
 ) -> dict[int, Moment]:
     """By k, the largest moment at which the first k units of `leaving_order` are freed; none where nothing happens."""
     step = _Step(profile, units, world_size=world_size, workload=workload)
-    step.forward(prefetches=forward_prefetch)
-    if not step.accumulates:
-        step.parts["reduced gradients"] = 0.0
-    step.backward(prefetch=backward_prefetch)
-    step.update()
+    step.run(backward_prefetch=backward_prefetch, forward_prefetch=forward_prefetch)
     return step.moments
+
+
+def successive_moments(
+    profile: ModelProfile,
+    units: Sequence[UnitProfile],
+    *,
+    world_size: int,
+    workload: Workload,
+    backward_prefetch: str,
+    forward_prefetch: bool,
+) -> list[tuple[int, Moment]]:
+    """All moments in the order in which they come, each with its k."""
+    step = _Step(profile, units, world_size=world_size, workload=workload, keeps_all=True)
+    step.run(backward_prefetch=backward_prefetch, forward_prefetch=forward_prefetch)
+    return step.succession
 
 
 class _Step:
     """What is alive, by what it is, while one step goes on."""
 
     def __init__(
-        self, profile: ModelProfile, units: Sequence[UnitProfile], *, world_size: int, workload: Workload
+        self,
+        profile: ModelProfile,
+        units: Sequence[UnitProfile],
+        *,
+        world_size: int,
+        workload: Workload,
+        keeps_all: bool = False,
     ) -> None:
         self.profile, self.units, self.world_size = profile, units, world_size
         self.samples, self.accumulates = workload.micro_batch_size, workload.num_micro_batches > 1
@@ -94,6 +111,8 @@ class _Step:
             self.ends[units[index].last].append(index)
         self.num_freed = 0
         self.moments: dict[int, Moment] = {}
+        self.keeps_all = keeps_all  # a search has no use for them, and asks often
+        self.succession: list[tuple[int, Moment]] = []
         self.parts = {
             "parameter shards": sum(unit.parameter_bytes for unit in units) / world_size,
             "optimizer state": sum(unit.optimizer_bytes for unit in units) / world_size,
@@ -105,6 +124,14 @@ class _Step:
             "activations": 0.0,
             "workspace": 0.0,
         }
+
+    def run(self, *, backward_prefetch: str, forward_prefetch: bool) -> None:
+        """The whole step."""
+        self.forward(prefetches=forward_prefetch)
+        if not self.accumulates:
+            self.parts["reduced gradients"] = 0.0
+        self.backward(prefetch=backward_prefetch)
+        self.update()
 
     def gathered_bytes(self, unit: int) -> float:
         """P: nothing is gathered on one rank."""
@@ -125,9 +152,15 @@ class _Step:
         """Notes the present moment, at which some bytes of one part live besides."""
         total = sum(self.parts.values()) + num_bytes
         known = self.moments.get(self.num_freed)
-        if known is None or total > known.num_bytes:
-            parts = {**self.parts, part: self.parts[part] + num_bytes}
-            self.moments[self.num_freed] = Moment(num_bytes=total, phase=phase, operator=operator, parts=parts)
+        is_largest = known is None or total > known.num_bytes
+        if not is_largest and not self.keeps_all:
+            return
+        parts = {**self.parts, part: self.parts[part] + num_bytes}
+        moment = Moment(num_bytes=total, phase=phase, operator=operator, parts=parts)
+        if is_largest:
+            self.moments[self.num_freed] = moment
+        if self.keeps_all:
+            self.succession.append((self.num_freed, moment))
 
     def forward(self, *, prefetches: bool) -> None:
         upcoming = _first_after(self.starts) if prefetches else [()] * len(self.starts)

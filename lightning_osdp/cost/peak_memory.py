@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.cost.cost import Workload
-from lightning_osdp.cost.moments import Moment, largest_moments, leaving_order
+from lightning_osdp.cost.moments import Moment, largest_moments, leaving_order, successive_moments
 
 ROUNDING_BYTES = 1e-3
 """What the rounding of sums may add to a peak, which is else rounded up to whole bytes."""
@@ -134,6 +134,40 @@ def peak_memory(
         forward_prefetch=forward_prefetch,
     )
     return memory.peak(modes)
+
+
+def memory_over_step(
+    profile: ModelProfile,
+    units: Sequence[UnitProfile],
+    modes: Sequence[ShardingMode],
+    *,
+    world_size: int,
+    workload: Workload,
+    backward_prefetch: str = "pre",
+    forward_prefetch: bool = False,
+) -> tuple[Moment, ...]:
+    """All moments of one optimizer step in the order in which they come; the largest of them is `peak_memory`.
+
+    The arguments are those of `peak_memory`.
+    """
+    order = leaving_order(units)
+    # nothing is gathered on one rank, so nothing is kept
+    kept = [units[unit].gathered_bytes if world_size > 1 and modes[unit].resident else 0.0 for unit in order]
+    kept_bytes = [0.0, *accumulate(kept)]
+    moments = successive_moments(
+        profile,
+        units,
+        world_size=world_size,
+        workload=workload,
+        backward_prefetch=backward_prefetch,
+        forward_prefetch=forward_prefetch,
+    )
+    return tuple(_with_kept(moment, kept_bytes[k]) for k, moment in moments)
+
+
+def _with_kept(moment: Moment, num_bytes: float) -> Moment:
+    parts = {**moment.parts, "gathered parameters": moment.parts["gathered parameters"] + num_bytes}
+    return replace(moment, num_bytes=moment.num_bytes + num_bytes, parts=parts)
 
 
 def largest_transient_bytes(
