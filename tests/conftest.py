@@ -4,8 +4,10 @@ import dataclasses
 
 import pytest
 
+from lightning_osdp.assign import Setting
 from lightning_osdp.core.cluster import Cluster, Link
 from lightning_osdp.core.profile import ModelProfile, OperatorProfile
+from lightning_osdp.core.units import partition
 
 
 @pytest.fixture(scope="session")
@@ -52,5 +54,42 @@ def cluster():
     def build(world_size, *, latency_s=0.0, seconds_per_byte=1.0):
         link = Link(latency_s=latency_s, seconds_per_byte=seconds_per_byte)
         return Cluster(world_size=world_size, all_gather=link, reduce_scatter=link)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def uneven(model, operator):
+    """One large operator, three small ones, and 80 bytes of activations per sample, on two ranks.
+
+    base = 51.5 (shards) + 103 (Adam) = 154.5, and 51.5 reduced gradients in forward; the peak is at the loss,
+    206 + 80 b + what is kept: 103 if everything is, 3 if all but the large one are. At a limit of 560 bytes
+
+        b = 1, 2, 3   everything is kept:  309 + 240 = 549
+        b = 4         the large one is not: 209 + 320 = 529       (kept: 629)
+        b = 5         nothing fits:         206 + 400 = 606
+
+    At 0.01 s per byte a ring takes 0.5 s for the large one, 0.015 s for the others. A sample takes 0.1 s, so
+
+        b = 1   0.1 + 2 * 0.515       = 1.13 s     2 / 1.13 = 1.770 samples/s
+        b = 3   0.3 + 2 * 0.515       = 1.33 s     6 / 1.33 = 4.511 samples/s
+        b = 4   0.4 + 2 * 0.515 + 0.5 = 1.93 s     8 / 1.93 = 4.145 samples/s
+    """
+    return model(
+        operator("large", 100),
+        operator("a", 1),
+        operator("b", 1),
+        operator("c", 1, activation_bytes_per_sample=80, forward_s_per_sample=0.1),
+    )
+
+
+@pytest.fixture(scope="session")
+def setting(model, operator):
+    def build(*, operators, min_unit_bytes=0, loss_activation_bytes_per_sample=0.0, **fields):
+        profile = model(
+            *(operator(**made) for made in operators),
+            loss_activation_bytes_per_sample=loss_activation_bytes_per_sample,
+        )
+        return Setting(profile=profile, units=partition(profile, min_unit_bytes=min_unit_bytes), **fields)
 
     return build

@@ -1,0 +1,148 @@
+"""The sweep over micro-batch sizes against all of them, and plans of random models."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_osdp.core.search_space import SearchSpace
+from lightning_osdp.errors import InfeasibleError
+from lightning_osdp.scheduler import make_plan, sweep
+from lightning_osdp.search import SOLVERS
+
+EVERY_UNIT = SearchSpace(min_unit_bytes=0)
+
+
+def plan(profile, cluster, **options):
+    return make_plan(profile, cluster, **{"search_space": EVERY_UNIT, "memory_limit_bytes": 560, **options})
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    """Sizes that modes were assigned for, and that were looked at for whether they fit, in order."""
+    assigned, looked_at = [], []
+    assign, fits = sweep.assign_modes, sweep.Sweep.fits
+
+    def record_assign(setting, **options):
+        assigned.append(setting.workload.micro_batch_size)
+        return assign(setting, **options)
+
+    def record_fits(self, size):
+        looked_at.append(size)
+        return fits(self, size)
+
+    monkeypatch.setattr(sweep, "assign_modes", record_assign)
+    monkeypatch.setattr(sweep.Sweep, "fits", record_fits)
+    return assigned, looked_at
+
+
+def test_sizes_double_to_the_first_that_does_not_fit_and_none_above_is_tried(model, operator, cluster, tried):
+    # bwd(m) = 1 + 2 (states) + 2 (gathered) + 2 + 2 (gradients), and one byte of the batch per sample
+    profile = model(operator("m", 2), batch_bytes_per_sample=1.0, other_s_per_sample=0.1)
+    found = plan(profile, cluster(2, seconds_per_byte=1.0), memory_limit_bytes=100, micro_batch_size="scale")
+    assigned, looked_at = tried
+    assert looked_at == [1, 2, 4, 8, 16, 32, 64, 128, 96, 80, 88, 92, 90, 91]
+    assert found.micro_batch_size == max(assigned) == 91
+
+
+def test_sizes_that_cannot_be_best_are_left_out(uneven, cluster, tried):
+    plan(uneven, cluster(2, seconds_per_byte=0.01), memory_limit_bytes=10**6, micro_batch_size="scale")
+    assigned, _ = tried
+    # everything is kept up to the largest size but the last one or two: nothing between is open for long
+    assert len(assigned) < 12
+    assert len(set(assigned)) == len(assigned)
+
+
+@st.composite
+def sweeps(draw):
+    """Operators of a chain, and a largest size."""
+    num_bytes = st.integers(0, 60)
+    operators = [
+        {
+            "name": f"m{index}",
+            "parameter_bytes": draw(st.integers(1, 400)),
+            "activation_bytes_per_sample": draw(num_bytes),
+            "backward_workspace_bytes_per_sample": draw(num_bytes),
+            "forward_s_per_sample": draw(st.sampled_from([0.0, 0.01, 0.1, 0.5])),
+        }
+        for index in range(draw(st.integers(1, 6)))
+    ]
+    return operators, draw(st.integers(1, 24)), draw(st.floats(0.5, 3.0)), draw(st.sampled_from([1, 2, 4]))
+
+
+@pytest.mark.parametrize("search", SOLVERS)
+@settings(deadline=None, max_examples=40)
+@given(case=sweeps())
+def test_no_size_is_better_than_the_chosen_one_by_more_than_the_tolerance(model, operator, cluster, search, case):
+    # samples/s are not unimodal: they drop wherever another unit has to be sharded. Every size is compared.
+    operators, most, share, world_size = case
+    profile = model(*(operator(**made) for made in operators))
+    ring = cluster(world_size, latency_s=0.01, seconds_per_byte=0.001)
+    limit_bytes = int(share * 4 * sum(made["parameter_bytes"] for made in operators))
+    options = {"memory_limit_bytes": limit_bytes, "search": search}
+    least = [
+        plan(profile, ring, micro_batch_size=size, **options | {"memory_limit_bytes": 10**9}).all_zdp_peak_bytes
+        for size in range(1, most + 1)
+    ]
+    fitting = [size for size, peak_bytes in enumerate(least, start=1) if peak_bytes <= limit_bytes]
+    if not fitting:
+        with pytest.raises(InfeasibleError):
+            plan(profile, ring, micro_batch_size="scale", max_micro_batch_size=most, **options)
+        return
+    found = [plan(profile, ring, micro_batch_size=size, **options) for size in fitting]
+    chosen = plan(profile, ring, micro_batch_size="scale", max_micro_batch_size=most, **options)
+    best = max(each.samples_per_s for each in found)
+    assert best / (1 + sweep.TOLERANCE) <= chosen.samples_per_s * (1 + 1e-12)
+    assert chosen.samples_per_s == found[chosen.micro_batch_size - 1].samples_per_s
+    assert chosen.peak_bytes <= limit_bytes
+
+
+def test_throughput_is_not_unimodal_in_the_micro_batch(uneven, cluster):
+    ring = cluster(2, seconds_per_byte=0.01)
+    at = [plan(uneven, ring, micro_batch_size=size, memory_limit_bytes=700).samples_per_s for size in range(1, 7)]
+    assert at[3] > at[4] < at[5]  # 4 samples keep everything, 5 and 6 do not
+
+
+@settings(deadline=None, max_examples=40)
+@given(case=sweeps(), number=st.integers(1, 3), modes=st.sampled_from([("ZDP", "DP"), ("ZDP",), ("DP",)]))
+def test_what_a_plan_states_agrees_with_itself(model, operator, cluster, case, number, modes):
+    operators, size, _, world_size = case
+    profile = model(
+        operator("", 40, forward_s_per_sample=0.1),
+        *(operator(**made) for made in operators),
+        fingerprint={"weight": "float32[2]"},
+    )
+    ring = cluster(world_size, latency_s=0.01, seconds_per_byte=0.001)
+    found = plan(
+        profile,
+        ring,
+        memory_limit_bytes=10**6,
+        micro_batch_size=size,
+        num_micro_batches=number,
+        search_space=SearchSpace(modes=modes, min_unit_bytes=100),
+        backward_prefetch="post",
+        forward_prefetch=True,
+    )
+    assert found.fingerprint == {"weight": "float32[2]"}
+    assert (found.world_size, found.micro_batch_size, found.num_micro_batches) == (world_size, size, number)
+    assert found.samples_per_s == pytest.approx(size * number * world_size / found.step_time_s)
+    assert (found.memory_limit_bytes, found.solver, found.notes, found.gap) == (10**6, "depth_first", (), 0.0)
+    assert (found.backward_prefetch, found.forward_prefetch) == ("post", True)
+    assert found.units[0].name == ""
+    assert (found.units[0].keep_costs_bytes, found.units[0].keep_saves_s) == (0, 0.0)
+    assert sorted(decision.operator for decision in found.decisions) == sorted(each.name for each in profile)
+    assert {decision.modes for decision in found.decisions if decision.unit} <= {(mode,) for mode in modes}
+    assert found.step_time_s == pytest.approx(sum(unit.time_s for unit in found.units))
+    # plain FSDP is the same model and the same batch, whatever was offered
+    plain = plan(
+        profile,
+        ring,
+        memory_limit_bytes=10**6,
+        micro_batch_size=size,
+        num_micro_batches=number,
+        search_space=SearchSpace(modes=("ZDP",), min_unit_bytes=100),
+        backward_prefetch="post",
+        forward_prefetch=True,
+    )
+    assert (found.all_zdp_step_time_s, found.all_zdp_peak_bytes) == (plain.step_time_s, plain.peak_bytes)
+    assert [unit.keep_saves_s for unit in found.units] == [unit.keep_saves_s for unit in plain.units]
+    assert [unit.keep_costs_bytes for unit in found.units] == [unit.keep_costs_bytes for unit in plain.units]
