@@ -7,7 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "profiler"))
 
-from ordinary_models import MODELS
+from entangled_models import MODELS
 from wrap_cases import gradients_differ_by
 
 pytestmark = pytest.mark.distributed

@@ -6,8 +6,8 @@ import tempfile
 import pytest
 import torch
 import torch.distributed as dist
-from ordinary_models import MODELS, gradients
-from wrapped import compare
+from entangled_models import MODELS
+from wrapped import compare, gradients
 
 from lightning_osdp.profiler import profile_model
 

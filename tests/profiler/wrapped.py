@@ -1,7 +1,9 @@
 """One step of a model under a plan made from its profile, and of the plain model."""
 
+import random
+
 import torch
-from ordinary_models import MODELS, gradients
+from entangled_models import MODELS
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_osdp.apply import apply_plan
@@ -33,6 +35,16 @@ def plan_of(profile, world_size, modes=("ZDP",), min_unit_bytes=0):
         samples_per_s=0.0,
         gap=0.0,
     )
+
+
+def gradients(model, step, batch):
+    """Loss and gradient by parameter name of one step from the same random state."""
+    torch.manual_seed(3)
+    random.seed(3)
+    returned = step(batch)
+    loss = returned["loss"] if isinstance(returned, dict) else returned
+    loss.backward()
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}, loss.item()
 
 
 def through_root(root, model):

@@ -1,0 +1,241 @@
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_osdp.errors import ProfileError
+from lightning_osdp.profiler import profile_model
+
+
+class Net(nn.Module):
+    def __init__(self, step=None, *, tied=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.norm, self.b = nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6, bias=False)
+        if tied:
+            self.b.weight = self.a.weight
+        self.step = step
+
+    def forward(self, x):
+        return self.b(F.gelu(self.norm(self.a(x))))
+
+    def training_step(self, batch, batch_idx):
+        return F.mse_loss(self(batch), batch) if self.step is None else self.step(self, batch)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+BATCH = torch.ones(4, 6)
+
+
+def bytes_of(profile):
+    """All fields but times."""
+    found = [{k: v for k, v in vars(o).items() if not k.endswith("_s_per_sample")} for o in profile]
+    rest = {k: v for k, v in vars(profile).items() if not ("_s_" in k or k == "operators")}
+    return found, rest
+
+
+def test_a_plain_module_with_a_training_step():
+    profile = profile_model(Net(), BATCH)
+    assert [(o.name, o.kind, o.num_calls) for o in profile] == [
+        ("a", "Linear", 1),
+        ("norm", "LayerNorm", 1),
+        ("b", "Linear", 1),
+    ]
+    a, _, b = profile
+    assert (a.parameter_bytes, a.num_trainable) == (4 * 42, 42)
+    assert a.gathered_bytes == a.trainable_bytes == a.gradient_bytes == 4 * 42
+    assert a.optimizer_bytes == 2 * 4 * 42
+    assert b.parameter_bytes == 4 * 36
+    assert profile.profiled_batch_size == 4
+    assert profile.batch_bytes_per_sample == 4 * 6
+    assert profile.buffer_bytes == 0
+    assert all(o.forward_s_per_sample > 0 and o.backward_s_per_sample > 0 for o in profile)
+    assert profile.other_s_per_sample >= 0
+    assert profile.optimizer_s_per_element > 0
+
+
+def test_bytes_per_sample_do_not_depend_on_the_batch():
+    few, many = (profile_model(Net(), torch.ones(size, 6)) for size in (2, 8))
+    for one, other in zip(few, many, strict=True):
+        for name in (
+            "activation_bytes_per_sample",
+            "forward_workspace_bytes_per_sample",
+            "backward_workspace_bytes_per_sample",
+        ):
+            # tensors of a few bytes, such as the loss, are there whatever the batch
+            assert getattr(one, name) == pytest.approx(getattr(other, name), abs=4.0), (one.name, name)
+    assert few.batch_bytes_per_sample == many.batch_bytes_per_sample
+
+
+def test_a_batch_may_be_a_dict_with_more_than_tensors():
+    def step(model, batch):
+        return {"loss": F.mse_loss(model(batch["x"]), batch["nested"][0]["y"]), "logits": batch["x"]}
+
+    batch = {"id": ["a", "b"], "x": torch.ones(2, 6), "nested": [{"y": torch.ones(2, 6, dtype=torch.float64).float()}]}
+    profile = profile_model(Net(step), batch)
+    assert profile.profiled_batch_size == 2
+    assert profile.batch_bytes_per_sample == 2 * 4 * 6
+
+
+def test_a_batch_may_be_an_object():
+    @dataclasses.dataclass
+    class Pair:
+        x: torch.Tensor
+        name: str = "pair"
+
+    class Graph:
+        def __init__(self):
+            self.x = torch.ones(3, 6)
+
+        def to(self, device):
+            return self
+
+    for batch, size in ((Pair(torch.ones(2, 6)), 2), (Graph(), 3)):
+        profile = profile_model(Net(lambda m, b: m(b.x).sum()), batch)
+        assert (profile.profiled_batch_size, profile.batch_bytes_per_sample) == (size, 24)
+
+
+def test_training_step_and_optimizers_may_be_given():
+    model = nn.Linear(6, 6)
+    profile = profile_model(
+        model,
+        [BATCH],
+        batch_size=2,
+        training_step=lambda batch: model(batch[0]).sum(),
+        configure_optimizers=lambda replica: [torch.optim.SGD(replica.parameters(), lr=0.1)],
+    )
+    assert [o.name for o in profile] == [""]
+    assert profile.profiled_batch_size == 2
+    assert profile.batch_bytes_per_sample == 4 * 6 * 4 / 2
+
+
+def test_nothing_is_changed_and_a_second_profile_is_equal():
+    model = Net()
+    model.a.bias.grad = torch.ones(6)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    rng = torch.get_rng_state()
+    first, second = profile_model(model, BATCH), profile_model(model, BATCH)
+    assert bytes_of(first) == bytes_of(second)
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert torch.equal(model.a.bias.grad, torch.ones(6))
+    assert model.a.weight.grad is None
+
+
+def test_modules_stay_in_the_mode_they_are_in():
+    modes = []
+    model = Net(lambda m, x: modes.append([m.training, m.norm.training]) or m(x).sum())
+    model.norm.eval()
+    profile_model(model, BATCH)
+    assert set(map(tuple, modes)) == {(True, False)}
+
+
+def test_configure_optimizers_draws_no_random_numbers_of_ours():
+    model = Net()
+    model.configure_optimizers = lambda: torch.rand(1) and torch.optim.SGD(model.parameters(), lr=0.1)
+    rng = torch.get_rng_state()
+    profile_model(model, BATCH)
+    assert torch.equal(torch.get_rng_state(), rng)
+
+
+def test_mixed_precision_gathers_and_reduces_half():
+    full = profile_model(Net(), BATCH)
+    half = profile_model(Net(), BATCH, compute_dtype=torch.bfloat16)
+    for one, other in zip(full, half, strict=True):
+        assert other.gathered_bytes == one.gathered_bytes // 2
+        assert other.gradient_bytes == one.gradient_bytes // 2
+        assert other.parameter_bytes == one.parameter_bytes
+        assert other.trainable_bytes == one.trainable_bytes
+        assert other.optimizer_bytes == one.optimizer_bytes
+
+
+def test_forward_runs_in_the_context_that_is_given():
+    dtypes = []
+    model = Net(lambda m, x: dtypes.append(m.a(x).dtype) or m(x).float().sum())
+    profile_model(model, BATCH, context=lambda: torch.autocast("cpu", torch.bfloat16))
+    assert set(dtypes) == {torch.bfloat16}
+
+
+def test_tied_weights_count_once():
+    model = Net(tied=True)
+    profile = profile_model(model, BATCH)
+    assert sum(o.parameter_bytes for o in profile) == sum(4 * p.numel() for p in model.parameters())
+    assert {o.name: o.parameter_bytes for o in profile} == {"a": 4 * 42, "norm": 4 * 12, "b": 0}
+    assert profile.fingerprint["b.weight"] == "float32[6, 6] tied to a.weight"
+
+
+def test_frozen_parameters_have_neither_gradient_nor_state():
+    model = Net()
+    model.a.requires_grad_(False)
+    a = next(iter(profile_model(model, BATCH)))
+    assert a.parameter_bytes == a.gathered_bytes == 4 * 42
+    assert a.num_trainable == a.trainable_bytes == a.gradient_bytes == a.optimizer_bytes == 0
+
+
+def test_a_module_called_twice_takes_twice_the_time():
+    profile = profile_model(Net(lambda m, x: m.a(m.a(x)).sum()), BATCH)
+    a = next(operator for operator in profile if operator.name == "a")
+    assert a.num_calls == 2
+    assert a.activation_bytes_per_sample == 4 * 6  # the second call's input
+
+
+def test_buffers_count():
+    model = Net()
+    model.register_buffer("table", torch.zeros(10))
+    model.register_buffer("cache", torch.zeros(10, dtype=torch.float16), persistent=False)
+    assert profile_model(model, BATCH).buffer_bytes == 60
+
+
+RETURN = r" Return the loss, a scalar tensor, or a dict with it under 'loss', from training_step\.$"
+
+
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [
+        (lambda m, x: None, r"^Expected training_step to return a loss on the profiling batch, got None\." + RETURN),
+        (lambda m, x: {"loss": None}, r"^Expected training_step to return a loss .*, got None\." + RETURN),
+        (lambda m, x: {"a": 1, "b": 2}, r"^Expected .* a dict with 'loss', got the keys \['a', 'b'\]\." + RETURN),
+        (lambda m, x: m(x), r"^Expected the loss to be a scalar .* got shape \[4, 6\], requires_grad=True\." + RETURN),
+        (
+            lambda m, x: m(x).sum().detach(),
+            r"^Expected the loss to be a scalar that depends on trainable parameters, got shape \[\],"
+            r" requires_grad=False\." + RETURN,
+        ),
+        (
+            lambda m, x: m(x).sum() * float("nan"),
+            r"^Expected a finite loss on the profiling batch, got nan\. Look for NaN in the first training batch",
+        ),
+        (lambda m, x: m(x).sum() * float("inf"), r"^Expected a finite loss on the profiling batch, got -?inf\."),
+    ],
+)
+def test_a_loss_that_cannot_be_used_is_refused(step, text):
+    model = Net(step)
+    with pytest.raises(ProfileError, match=text):
+        profile_model(model, BATCH)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_model_without_parameters_is_refused_before_it_runs():
+    model = nn.Identity()
+    with pytest.raises(ProfileError, match=r"^Expected Identity to have parameters to shard"):
+        profile_model(model, BATCH, training_step=lambda batch: pytest.fail("ran"))
+
+
+@pytest.mark.parametrize("batch", [["text"], torch.tensor(1.0), {}])
+def test_a_batch_of_unknown_size_is_refused(batch):
+    text = (
+        r"^Cannot tell how many samples the batch holds: found no tensor in \w+\. Pass batch_size to profile_model\.$"
+    )
+    with pytest.raises(ProfileError, match=text):
+        profile_model(Net(), batch)
+
+
+def test_what_configure_optimizers_returns_is_checked():
+    model = Net()
+    model.configure_optimizers = lambda: {"optimizer": None}
+    with pytest.raises(ProfileError, match=r"^Expected configure_optimizers to return an optimizer or a list of"):
+        profile_model(model, BATCH)

@@ -1,0 +1,195 @@
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adafactor, Adagrad, AdamW, Optimizer, RMSprop
+from torch.optim.lr_scheduler import StepLR
+
+from lightning_osdp.errors import ProfileError
+from lightning_osdp.profiler.optimizer import profile_optimizers
+
+CPU = torch.device("cpu")
+WEIGHT, BIAS = 4 * 48, 4 * 8
+"""Bytes of the float32 parameters of `model`'s first layer."""
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2))
+
+
+def profiled(*make, module=None):
+    module = module or model()
+    profile = profile_optimizers(module, lambda m: [one(m) for one in make], CPU)
+    return [profile.state_bytes.get(p) for p in module.parameters()], profile
+
+
+@pytest.mark.parametrize(
+    ("make", "states"),
+    [
+        (AdamW, 2),
+        (lambda p: AdamW(p, amsgrad=True), 3),
+        (lambda p: AdamW(p, fused=True), 2),
+        (lambda p: AdamW(p, foreach=True), 2),
+        (lambda p: SGD(p, lr=0.1), 0),
+        (lambda p: SGD(p, lr=0.1, momentum=0.9), 1),
+        (Adagrad, 1),
+        (RMSprop, 1),
+        (lambda p: RMSprop(p, momentum=0.9, centered=True), 3),
+        (Adafactor, 1),  # a shard is flat: nothing to factor
+        (torch.optim.NAdam, 2),
+        (torch.optim.Adadelta, 2),
+        (torch.optim.Rprop, 2),
+        (torch.optim.ASGD, 1),
+    ],
+)
+def test_state_bytes_are_those_of_as_many_copies_of_the_parameter(make, states):
+    found, profile = profiled(lambda m: make(m.parameters()))
+    assert found[:2] == [states * WEIGHT, states * BIAS]
+    assert profile.s_per_element > 0
+
+
+def test_state_is_scaled_up_from_a_sample_of_large_parameters():
+    found, _ = profiled(
+        lambda m: AdamW(m.parameters()), module=nn.Sequential(nn.Linear(3000, 3000), nn.Linear(3000, 7))
+    )
+    assert found == [2 * 4 * n for n in (9_000_000, 3000, 21_000, 7)]
+
+
+def test_state_has_the_dtype_that_the_optimizer_gives_it():
+    found, _ = profiled(lambda m: AdamW(m.parameters()), module=nn.Linear(6, 8).to(torch.bfloat16))
+    assert found == [2 * 2 * 48, 2 * 2 * 8]
+
+
+def test_lbfgs_runs_on_its_own_list_of_parameters():
+    found, _ = profiled(lambda m: torch.optim.LBFGS(m.parameters()))
+    assert found == [0, 0, 0, 0]  # it keeps nothing for gradients that are zero
+
+
+def test_frozen_parameters_have_no_state():
+    module = model()
+    module[0].requires_grad_(False)
+    found, _ = profiled(lambda m: AdamW(m.parameters()), module=module)
+    assert found == [0, 0, 2 * 4 * 16, 2 * 4 * 2]
+
+
+def test_only_frozen_parameters_take_no_time():
+    found, profile = profiled(lambda m: AdamW(m[0].parameters()), module=model().requires_grad_(False))
+    assert found == [0, 0, None, None]
+    assert (profile.s_per_element, profile.workspace_ratio) == (0.0, 0.0)
+
+
+def test_several_optimizers_and_groups():
+    def first(m):
+        return AdamW([{"params": [m[0].weight], "weight_decay": 0.1}, {"params": [m[0].bias], "amsgrad": True}])
+
+    found, profile = profiled(first, lambda m: SGD(m[1].parameters(), lr=0.1))
+    assert found == [2 * WEIGHT, 3 * BIAS, 0, 0]
+    assert profile.s_per_element > 0
+
+
+def test_groups_may_be_made_from_shapes_and_names():
+    def make(m):
+        decayed = [p for name, p in m.named_parameters() if p.dim() > 1 and name.endswith("weight")]
+        return SGD([{"params": decayed, "momentum": 0.9}], lr=0.1)
+
+    assert profiled(make)[0] == [WEIGHT, None, 4 * 16, None]
+
+
+def test_a_scheduler_on_the_optimizer_does_no_harm():
+    made = []
+
+    def make(m):
+        made.append(AdamW(m.parameters()))
+        made.append(StepLR(made[0], 1))
+        return made[0]
+
+    assert profiled(make)[0][:2] == [2 * WEIGHT, 2 * BIAS]
+    assert not made[0].state  # the step was the sample's, not the original's
+
+
+class WithAttributes(Optimizer):
+    """As people write them: options as attributes, values read with item(), which meta tensors do not have."""
+
+    def __init__(self, params, rate):
+        super().__init__(params, {})
+        self.rate = rate
+        self.everything = [p for group in self.param_groups for p in group["params"]]
+
+    def step(self, closure=None):
+        for p in self.everything:
+            if p.grad is not None and p.grad.abs().sum().item() < 1:
+                self.state[p].setdefault("history", [torch.zeros_like(p), torch.zeros_like(p)])
+                p.data.add_(p.grad, alpha=-self.rate)
+
+
+def test_an_optimizer_of_ones_own():
+    assert profiled(lambda m: WithAttributes(m.parameters(), 0.1))[0][:2] == [2 * WEIGHT, 2 * BIAS]
+
+
+class Broken(SGD):
+    def step(self, closure=None):
+        raise NotImplementedError("no step today")
+
+
+def test_an_optimizer_that_cannot_step_is_refused():
+    text = (
+        r"^Expected Broken to take a step on zero gradients of flat parameters, as FSDP gives them, so that its state"
+        r" can be measured, but it failed: NotImplementedError\('no step today'\)\. Pass plan= to skip profiling\.$"
+    )
+    with pytest.raises(ProfileError, match=text):
+        profiled(lambda m: Broken(m.parameters(), lr=0.1))
+
+
+def test_a_module_that_cannot_be_copied_is_refused():
+    module = model()
+    module.lock = threading.Lock()
+    text = (
+        r"^Expected Sequential to be copyable, so that configure_optimizers can be run on a copy, but copy\.deepcopy"
+        r" failed: TypeError\(.*Keep what cannot be copied \(locks, files, sockets\) out of the module"
+    )
+    with pytest.raises(ProfileError, match=text):
+        profiled(lambda m: SGD(m.parameters(), lr=0.1), module=module)
+
+
+def test_a_module_that_holds_results_of_earlier_steps_is_copied():
+    module = model()
+    module.outputs = [module(torch.ones(1, 6))]
+    assert profiled(lambda m: AdamW(m.parameters()), module=module)[0][0] == 2 * WEIGHT
+
+
+def test_the_users_module_is_untouched():
+    module = model()
+    before = [(p, p.detach().clone()) for p in module.parameters()]
+    seen = []
+    profile_optimizers(module, lambda m: seen.append(m) or [AdamW(m.parameters(), lr=1.0)], CPU)
+    for (parameter, value), now in zip(before, module.parameters(), strict=True):
+        assert now is parameter
+        assert torch.equal(now, value)
+        assert now.grad is None
+    assert seen[0] is not module
+    assert all(p.is_meta for p in seen[0].parameters())
+
+
+def test_ties_stay_ties_in_the_copy():
+    module = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False))
+    module[1].weight = module[0].weight
+    assert profiled(lambda m: AdamW(m.parameters()), module=module)[0] == [2 * 4 * 36]
+
+
+def test_workspace_of_sgd_and_adamw():
+    wide = nn.Linear(1000, 1000, bias=False)
+    plain = profiled(lambda m: SGD(m.parameters(), lr=0.1), module=wide)[1]
+    assert plain.workspace_ratio == 0  # p.add_(grad, alpha=-lr)
+    assert not plain.is_foreach
+    adamw = profiled(lambda m: AdamW(m.parameters()), module=wide)[1]
+    # sqrt(v), and the same divided by the bias correction
+    assert adamw.workspace_ratio == pytest.approx(2.0, abs=0.01)
+
+
+def test_workspace_of_foreach_is_that_of_all_parameters():
+    layers = nn.Sequential(*(nn.Linear(500, 500, bias=False) for _ in range(3)))
+    foreach = profiled(lambda m: AdamW(m.parameters(), foreach=True), module=layers)[1]
+    assert foreach.is_foreach
+    assert foreach.workspace_ratio == pytest.approx(1.0, abs=0.1)

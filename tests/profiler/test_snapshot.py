@@ -1,0 +1,193 @@
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
+
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+
+from lightning_osdp.profiler.snapshot import untouched
+
+
+class Everything(nn.Module):
+    """Holds one of each thing that a training step may change."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+        self.accuracy = torchmetrics.MeanSquaredError()
+        self.register_buffer("average", torch.zeros(4))
+        self.register_buffer("unset", None)
+        self.register_buffer("range", torch.arange(4).expand(3, 4))  # overlapping memory
+        self.steps, self.constant = 0, torch.ones(4)
+        self.outputs = {"train": [], "val": []}
+        self.recent, self.seen, self.named = deque([1], maxlen=2), {1}, OrderedDict(a=1)
+        self.counts, self.by_class = Counter(a=2), defaultdict(list, x=[1])
+        self.generator = torch.Generator().manual_seed(7)
+
+    def forward(self, x):
+        return self.body(x)
+
+    def change(self):
+        y = self(torch.randn(8, 4))
+        y.sum().backward()
+        self.accuracy(y.detach(), torch.zeros_like(y))
+        self.average.data.mul_(0.9).add_(1)
+        self.unset = torch.ones(2)
+        self.register_buffer("cache", torch.ones(3))
+        self.steps += 1
+        self.constant += 1
+        self.outputs["train"].append(y)
+        self.recent.append(2)
+        self.seen.add(2)
+        self.named["b"] = 2
+        self.counts["a"] += 1
+        self.by_class["x"].append(2)
+        self.by_class["y"].append(2)
+        self.created = y
+        torch.randn(3, generator=self.generator)
+        self.eval()
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Everything()
+
+
+def test_buffers_and_batch_norm_statistics_come_back(model):
+    buffers = dict(model.named_buffers())
+    before = {name: buffer.clone() for name, buffer in buffers.items()}
+    with untouched(model):
+        model.change()
+        assert model.body[1].num_batches_tracked == 1
+        assert not torch.equal(model.body[1].running_mean, before["body.1.running_mean"])
+    after = dict(model.named_buffers())
+    assert list(after) == list(before)
+    assert all(after[name] is buffers[name] and torch.equal(after[name], before[name]) for name in before)
+    assert model.unset is None
+    assert "cache" not in model.state_dict()
+    assert "cache" not in model._buffers
+
+
+def test_attributes_come_back_and_new_ones_vanish(model):
+    outputs = model.outputs
+    with untouched(model):
+        model.change()
+        assert hasattr(model, "created")
+    assert not hasattr(model, "created")
+    assert model.steps == 0
+    assert torch.equal(model.constant, torch.ones(4))
+    assert model.outputs is outputs
+    assert model.outputs == {"train": [], "val": []}
+    assert list(model.recent) == [1]
+    assert model.recent.maxlen == 2
+    assert (model.seen, model.named, model.counts) == ({1}, OrderedDict(a=1), Counter(a=2))
+    assert model.by_class == {"x": [1]}
+
+
+def test_metrics_come_back(model):
+    model.accuracy(torch.ones(2), torch.zeros(2))
+    before = model.accuracy.compute()
+    with untouched(model):
+        model.change()
+        model.accuracy.reset()
+    assert model.accuracy.update_count == 1
+    assert model.accuracy.compute() == before
+
+
+def test_training_flags_come_back(model):
+    model.body[1].eval()
+    with untouched(model):
+        model.change()
+    assert [module.training for module in (model, model.body, model.body[1])] == [True, True, False]
+
+
+def test_gradients_are_absent_inside_and_come_back(model):
+    gradient = torch.ones(4, 4)
+    model.body[0].weight.grad = gradient
+    with untouched(model):
+        assert model.body[0].weight.grad is None
+        model.change()
+    assert model.body[0].weight.grad is gradient
+    assert torch.equal(gradient, torch.ones(4, 4))
+    assert model.body[0].bias.grad is None
+
+
+def test_generators_come_back(model):
+    def draw():
+        return (
+            torch.rand(2).tolist(),
+            random.random(),
+            np.random.rand(),  # noqa: NPY002
+            torch.rand(2, generator=model.generator).tolist(),
+        )
+
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002
+    expected = draw()
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002
+    model.generator.manual_seed(7)
+    with untouched(model):
+        draw()
+        model.change()
+    assert draw() == expected
+
+
+def test_two_runs_draw_the_same_dropout(model):
+    x, results = torch.ones(8, 4), []
+    for _ in range(2):
+        with untouched(model):
+            results.append(model(x).detach())
+    assert torch.equal(*results)
+    assert (results[0] == 0).any()
+
+
+def test_weights_that_their_own_forward_renormalizes_come_back():
+    embedding = nn.Embedding(5, 4, max_norm=0.1)
+    before = embedding.weight.detach().clone()
+    with untouched(embedding):
+        embedding(torch.tensor([1, 2]))
+        assert not torch.equal(embedding.weight, before)
+    assert torch.equal(embedding.weight, before)
+
+
+def test_lists_that_hold_themselves_and_foreign_objects_are_left_alone():
+    model = nn.Linear(2, 2)
+    model.loop = []
+    model.loop.append(model.loop)
+    model.other, model.nan = object(), torch.tensor(float("nan"))
+    with untouched(model):
+        model.loop.clear()
+    assert model.loop[0] is model.loop
+    assert model.nan.isnan()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
+def test_sparse_meta_and_inference_tensors_are_left_alone():
+    model = nn.Linear(2, 2)
+    with torch.inference_mode():
+        model.fixed = torch.ones(2)
+    model.register_buffer("adjacency", torch.eye(2).to_sparse())
+    model.shape_only = torch.empty(2, device="meta")
+    adjacency = model.adjacency
+    with untouched(model):
+        model.adjacency = torch.eye(2)
+    assert model.adjacency is adjacency
+
+
+def test_everything_comes_back_after_an_error(model):
+    def fails_after_the_change():
+        with untouched(model):
+            model.change()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails_after_the_change()
+    assert model.steps == 0
+    assert model.training
+    assert model.body[1].num_batches_tracked == 0
