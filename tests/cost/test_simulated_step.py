@@ -1,0 +1,133 @@
+"""The closed form against a simulation that tracks which units are gathered, and knows nothing of prefixes."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_osdp.core.modes import DP, ZDP
+from lightning_osdp.core.units import partition
+from lightning_osdp.cost import Workload, peak_memory, step_memory
+from lightning_osdp.cost.moments import leaving_order
+
+
+@st.composite
+def steps(draw):
+    """A random module tree in forward order, and the rest of what `peak_memory` takes."""
+    names = [""]
+    for index in range(draw(st.integers(1, 7))):
+        names.append(f"{draw(st.sampled_from(names))}.{index}".strip("."))
+    num_bytes = st.integers(0, 500)
+    operators = [
+        {
+            "name": name,
+            "parameter_bytes": draw(num_bytes),
+            "frozen": draw(st.sampled_from([False, False, True])),
+            "activation_bytes_per_sample": draw(num_bytes),
+            "forward_workspace_bytes_per_sample": draw(num_bytes),
+            "backward_workspace_bytes_per_sample": draw(num_bytes),
+        }
+        for name in names[draw(st.integers(0, 1)) :]
+    ]
+    fields = {
+        f"loss_{what}_bytes_per_sample": draw(num_bytes)
+        for what in ("activation", "forward_workspace", "backward_workspace")
+    }
+    fields |= {
+        "optimizer_workspace_ratio": draw(st.sampled_from([0.0, 3.0])),
+        "optimizer_is_foreach": draw(st.booleans()),
+    }
+    arguments = {
+        "world_size": draw(st.sampled_from([1, 2, 4])),
+        "workload": Workload(micro_batch_size=draw(st.integers(1, 3)), num_micro_batches=draw(st.integers(1, 2))),
+        "backward_prefetch": draw(st.sampled_from(["pre", "post", "none"])),
+        "forward_prefetch": draw(st.booleans()),
+    }
+    return (
+        operators,
+        fields,
+        draw(st.sampled_from([0, 200])),
+        draw(st.lists(st.booleans(), min_size=8, max_size=8)),
+        arguments,
+    )
+
+
+@settings(deadline=None, max_examples=300)
+@given(step=steps())
+def test_the_peak_is_that_of_a_simulation_which_tracks_what_is_gathered(model, operator, step):
+    operators, fields, min_unit_bytes, kept, arguments = step
+    profile = model(*(operator(**made) for made in operators), **fields)
+    units = partition(profile, min_unit_bytes=min_unit_bytes)
+    modes = [DP if dp else ZDP for dp in kept[: len(units)]]
+    found = peak_memory(profile, units, modes, **arguments)
+    assert found.peak_bytes == pytest.approx(simulated_peak(profile, units, modes, **arguments), abs=1.0)
+    assert sum(found.parts.values()) == pytest.approx(found.peak_bytes, abs=len(found.parts) / 2 + 1)
+    assert all(num_bytes > 0 for num_bytes in found.parts.values())
+
+
+@settings(deadline=None, max_examples=100)
+@given(step=steps(), limit_bytes=st.integers(0, 12_000))
+def test_modes_fit_where_every_prefix_has_room(model, operator, step, limit_bytes):
+    operators, fields, min_unit_bytes, kept, arguments = step
+    profile = model(*(operator(**made) for made in operators), **fields)
+    units = partition(profile, min_unit_bytes=min_unit_bytes)
+    modes = [DP if dp else ZDP for dp in kept[: len(units)]]
+    memory = step_memory(profile, units, **arguments)
+    rooms = memory.room_bytes(limit_bytes)
+    fits = all(found <= room for found, room in zip(memory.kept_bytes(modes), rooms, strict=True))
+    assert fits == (memory.peak(modes).peak_bytes <= limit_bytes)
+    assert rooms == sorted(rooms)
+
+
+def simulated_peak(profile, units, modes, *, world_size, workload, backward_prefetch, forward_prefetch):
+    """Peak of a step in which FSDP's hooks gather and free units one by one: an oracle that knows no prefixes."""
+    samples, accumulates = workload.micro_batch_size, workload.num_micro_batches > 1
+    order = leaving_order(units)
+    root = next(u for u, unit in enumerate(units) if unit.is_root)
+    gathered, seen_bytes = {root}, []
+    state = {"fixed": profile.buffer_bytes + profile.batch_bytes_per_sample * samples, "saved": 0.0, "gradients": 0.0}
+    state["fixed"] += sum(unit.parameter_bytes + unit.optimizer_bytes for unit in units) / world_size
+    shard = [unit.parameter_bytes / world_size if unit.trainable_bytes else 0.0 for unit in units]
+    flat = [unit.gathered_bytes if unit.gradient_bytes else 0 for unit in units]
+    state["reduced"] = sum(shard)
+
+    def look(extra=0.0, also=()):
+        whole = sum(units[u].gathered_bytes for u in gathered | set(also)) if world_size > 1 else 0
+        seen_bytes.append(sum(state.values()) + whole + extra)
+
+    def before(unit):
+        return {order[order.index(unit) - 1]} - reduced if unit in order and order.index(unit) else set()
+
+    reduced = set()
+    for i, operator in enumerate(profile):
+        gathered |= {u for u in order if units[u].first == i}
+        state["saved"] += operator.activation_bytes_per_sample * samples
+        following = [u for u in order if units[u].first > i]
+        ahead = [min(following, key=lambda u: (units[u].first, u))] if forward_prefetch and following else []
+        look(operator.forward_workspace_bytes_per_sample * samples, ahead)
+        gathered -= {u for u in order if units[u].last == i and not modes[u].resident}
+    state["saved"] += profile.loss_activation_bytes_per_sample * samples
+    look(profile.loss_forward_workspace_bytes_per_sample * samples)
+    state["reduced"] *= accumulates
+    if backward_prefetch == "pre" and units[root].gathered_bytes and order:
+        gathered.add(order[-1])
+    look(profile.loss_backward_workspace_bytes_per_sample * samples)
+    state["saved"] -= profile.loss_activation_bytes_per_sample * samples
+    for i, operator in reversed(list(enumerate(profile))):
+        for u in [u for u in reversed(order) if units[u].last == i]:
+            gathered |= {u} | (before(u) if backward_prefetch == "pre" else set())
+        state["gradients"] += operator.gradient_bytes
+        look(operator.backward_workspace_bytes_per_sample * samples)
+        for u in [*(u for u in order if units[u].first == i), *([root] if i == 0 else [])]:
+            look(flat[u])
+            gathered.discard(u)
+            reduced.add(u)
+            state["gradients"] += flat[u] - units[u].gradient_bytes
+            gathered |= before(u) if backward_prefetch == "post" else set()
+            look(shard[u])
+            state["gradients"] -= flat[u] if world_size > 1 or accumulates else 0
+            state["reduced"] += 0 if accumulates or world_size == 1 else shard[u]
+        state["saved"] -= operator.activation_bytes_per_sample * samples
+    at_once = sum(shard) if profile.optimizer_is_foreach else max(shard)
+    state |= {"reduced": sum(shard), "gradients": 0.0}
+    look(profile.optimizer_workspace_ratio * at_once)
+    return max(seen_bytes)
