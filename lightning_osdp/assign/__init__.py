@@ -9,5 +9,6 @@ bounds every plan from below, and `repair` makes plans of the solutions that vio
 
 from lightning_osdp.assign.assign import Assignment, assign_modes
 from lightning_osdp.assign.setting import Setting
+from lightning_osdp.assign.share import share_units
 
-__all__ = ["Assignment", "Setting", "assign_modes"]
+__all__ = ["Assignment", "Setting", "assign_modes", "share_units"]

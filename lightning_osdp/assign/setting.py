@@ -57,11 +57,12 @@ class Setting:
     @cached_property
     def constant_s(self) -> float:
         """Seconds of a step that no mode changes and no unit owns: the rest of the model, and the optimizer."""
-        samples = self.workload.num_micro_batches * self.workload.micro_batch_size
-        trainable = sum(operator.num_trainable for operator in self.profile)
+        profile, workload = self.profile, self.workload
+        trainable = sum(operator.num_trainable for operator in profile)
         return (
-            samples * self.profile.other_s_per_sample
-            + self.profile.optimizer_s_per_element * trainable / self.cluster.world_size
+            workload.num_micro_batches
+            * (profile.other_fixed_s + workload.micro_batch_size * profile.other_s_per_sample)
+            + profile.optimizer_s_per_element * trainable / self.cluster.world_size
         )
 
     @cached_property

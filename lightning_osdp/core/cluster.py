@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,18 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
+class UnitOverhead:
+    """What the runtime takes for one unit and micro-batch beside its collectives: affine in its gathered bytes."""
+
+    fixed_s: float = 0.0
+    seconds_per_byte: float = 0.0
+
+    def seconds(self, gathered_bytes: float) -> float:
+        """Seconds of one unit and micro-batch."""
+        return self.fixed_s + self.seconds_per_byte * gathered_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cluster:
     """The ranks that train together, as seen from one of them."""
 
@@ -36,6 +49,8 @@ class Cluster:
     """N: number of data-parallel ranks."""
     all_gather: Link
     reduce_scatter: Link
+    unit_overhead: Mapping[str, UnitOverhead] = field(default_factory=dict)
+    """Name of a sharding mode -> what the runtime takes for a unit in it; empty where it was not measured."""
     num_nodes: int = 1
     backend: str = ""
     """Name of the process group's backend, for reports."""

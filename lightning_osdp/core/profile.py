@@ -38,6 +38,9 @@ class OperatorProfile:
     """State that the user's optimizer keeps for the trainable parameters."""
     forward_s_per_sample: float = 0.0
     backward_s_per_sample: float = 0.0
+    forward_fixed_s: float = 0.0
+    """Seconds of one micro-batch's forward that do not grow with it: time is affine in the micro-batch."""
+    backward_fixed_s: float = 0.0
     activation_bytes_per_sample: float = 0.0
     """Tensors saved for backward from this operator's first call until the next operator's, or the end of its own."""
     forward_workspace_bytes_per_sample: float = 0.0
@@ -53,6 +56,11 @@ class OperatorProfile:
         """Forward and backward seconds per sample: gamma of equation 2."""
         return self.forward_s_per_sample + self.backward_s_per_sample
 
+    @property
+    def compute_fixed_s(self) -> float:
+        """Forward and backward seconds of a micro-batch, whatever its size."""
+        return self.forward_fixed_s + self.backward_fixed_s
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
@@ -65,6 +73,8 @@ class ModelProfile:
     profiled_batch_size: int = 1
     other_s_per_sample: float = 0.0
     """Forward and backward seconds outside every operator: attention, activation functions, the loss."""
+    other_fixed_s: float = 0.0
+    """The same per micro-batch, whatever its size."""
     optimizer_s_per_element: float = 0.0
     """Seconds of the optimizer step per trainable element of the shard that this rank updates."""
     optimizer_is_foreach: bool = False

@@ -20,6 +20,8 @@ class SearchSpace:
     """Sharding modes that a unit may take: ``("ZDP",)`` is plain FSDP, ``("DP",)`` keeps all parameters gathered."""
     min_unit_bytes: int | None = None
     """Operators with fewer parameter bytes join their parent's unit; None: 64 KiB, or 1% of the model if less."""
+    share_units: bool = True
+    """Whether adjacent operators of one mode may share a unit where that is predicted to be faster and fits."""
 
     def __post_init__(self) -> None:
         unknown = [mode for mode in self.modes if mode not in MODES]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_osdp.core.profile import ModelProfile, OperatorProfile
@@ -71,6 +71,11 @@ class UnitProfile:
         """Forward and backward seconds per sample: gamma of equation 2."""
         return sum(operator.compute_s_per_sample for operator in self.operators)
 
+    @property
+    def compute_fixed_s(self) -> float:
+        """Forward and backward seconds of a micro-batch, whatever its size."""
+        return sum(operator.compute_fixed_s for operator in self.operators)
+
 
 SMALL_UNIT_BYTES = 64 * 1024
 SMALL_UNIT_FRACTION = 0.01
@@ -105,6 +110,34 @@ def partition(profile: ModelProfile, *, min_unit_bytes: int | None = None) -> tu
         above = next(ancestor for ancestor in _ancestors(name) if ancestor in members)
         if all(above in operator.enclosing for operator in members[name]):
             members[above] += members.pop(name)
+    return _units(profile, members)
+
+
+def merged(
+    profile: ModelProfile, units: Sequence[UnitProfile], names: Collection[str]
+) -> tuple[UnitProfile, ...] | None:
+    """The units with one at each named module in place of all units and parameters inside it; None where one cannot be.
+
+    A module cannot hold all parameters below it where some of them are also used outside its forward.
+
+    Args:
+        profile: the model.
+        units: its partition so far.
+        names: modules, none of them inside another.
+    """
+    wanted = set(names)
+    members: dict[str, list[OperatorProfile]] = {"": []}
+    for unit in units:
+        for operator in unit.operators:
+            above = next((name for name in (operator.name, *_ancestors(operator.name)) if name in wanted), None)
+            if above is not None and above not in operator.enclosing:
+                return None
+            members.setdefault(unit.name if above is None else above, []).append(operator)
+    return _units(profile, members)
+
+
+def _units(profile: ModelProfile, members: Mapping[str, Sequence[OperatorProfile]]) -> tuple[UnitProfile, ...]:
+    """Units by name, with the span of operators that run inside them; root first, then in forward order."""
     position = {operator.name: index for index, operator in enumerate(profile)}
     first: dict[str, int] = {"": 0}
     last: dict[str, int] = {"": 0}

@@ -17,6 +17,7 @@ from lightning_osdp.cost.compute import compute_cost
 from lightning_osdp.cost.cost import Cost, Workload
 from lightning_osdp.cost.model_states import model_states_cost
 from lightning_osdp.cost.moments import Moment
+from lightning_osdp.cost.overhead import overhead_cost
 from lightning_osdp.cost.peak_memory import (
     PeakMemory,
     StepMemory,
@@ -29,6 +30,7 @@ from lightning_osdp.cost.peak_memory import (
 TERMS: dict[str, Callable[..., Cost]] = {
     "communication": communication_cost,
     "compute": compute_cost,
+    "overhead": overhead_cost,
     "model_states": model_states_cost,
     "activations": activations_cost,
 }

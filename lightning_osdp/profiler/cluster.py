@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from functools import partial
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from lightning_osdp.core.cluster import Cluster, Link
 from lightning_osdp.profiler.memory import default_memory_limit_bytes
+from lightning_osdp.profiler.overhead import measure_unit_overhead
 from lightning_osdp.profiler.timing import synchronize
 
 _SIZES_BYTES = (16 * 1024, 256 * 1024, 2 * 1024**2, 8 * 1024**2)
@@ -18,7 +20,7 @@ _REPEATS = 5
 
 
 def measure_cluster(device: torch.device, *, num_nodes: int = 1, local_ranks: int = 1) -> Cluster:
-    """Links of the default process group, by timing all-gather and reduce-scatter. Call it on all ranks.
+    """Links of the default process group and what the runtime takes for a unit, both timed. Call it on all ranks.
 
     Args:
         device: where the tensors are, as in training.
@@ -37,7 +39,7 @@ def measure_cluster(device: torch.device, *, num_nodes: int = 1, local_ranks: in
     world_size = dist.get_world_size()
     least = torch.tensor(memory_bytes, device=device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    return Cluster(
+    cluster = Cluster(
         world_size=world_size,
         all_gather=_measure_link(device, world_size, _all_gather),
         reduce_scatter=_measure_link(device, world_size, _reduce_scatter),
@@ -45,6 +47,7 @@ def measure_cluster(device: torch.device, *, num_nodes: int = 1, local_ranks: in
         backend=dist.get_backend(),
         memory_bytes=int(least.item()),
     )
+    return dataclasses.replace(cluster, unit_overhead=measure_unit_overhead(cluster, device))
 
 
 def _all_gather(whole: torch.Tensor, shard: torch.Tensor) -> None:

@@ -62,14 +62,14 @@ def make_plan(
         backward_prefetch=backward_prefetch,
         forward_prefetch=forward_prefetch,
     )
-    sweep = Sweep(first, limit_bytes=memory_limit_bytes, search=search)
+    sweep = Sweep(first, limit_bytes=memory_limit_bytes, search=search, shares=search_space.share_units)
     if micro_batch_size == "scale":
         best = sweep.best(2**20 if max_micro_batch_size is None else max_micro_batch_size)
     else:
         best = sweep.candidate(micro_batch_size)
     if best is None:
         raise InfeasibleError(why_infeasible(first, sweep, memory_limit_bytes))
-    return _plan(best, memory_limit_bytes, search)
+    return _plan(best, memory_limit_bytes, search, all_zdp=sweep.all_zdp(best.setting.workload.micro_batch_size))
 
 
 def _check_options(
@@ -89,9 +89,8 @@ def _check_options(
         raise ConfigurationError(f"num_micro_batches must be at least 1, got {num_micro_batches!r}.")
 
 
-def _plan(best: Candidate, memory_limit_bytes: int, search: str) -> Plan:
+def _plan(best: Candidate, memory_limit_bytes: int, search: str, *, all_zdp: tuple[float, int]) -> Plan:
     setting, assignment = best.setting, best.assignment
-    all_zdp = setting.all_zdp_modes
     return Plan(
         fingerprint=dict(setting.profile.fingerprint),
         world_size=setting.cluster.world_size,
@@ -106,8 +105,8 @@ def _plan(best: Candidate, memory_limit_bytes: int, search: str) -> Plan:
         solver=search,
         backward_prefetch=setting.backward_prefetch,
         forward_prefetch=setting.forward_prefetch,
-        all_zdp_step_time_s=setting.step_time_s(all_zdp),
-        all_zdp_peak_bytes=setting.peak(all_zdp).peak_bytes,
+        all_zdp_step_time_s=all_zdp[0],
+        all_zdp_peak_bytes=all_zdp[1],
         notes=(assignment.note,) if assignment.note else (),
     )
 

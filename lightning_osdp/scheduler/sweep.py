@@ -20,7 +20,7 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lightning_osdp.assign import Assignment, Setting, assign_modes
+from lightning_osdp.assign import Assignment, Setting, assign_modes, share_units
 
 TOLERANCE = 1e-3
 """Fraction of samples/s by which some size may be better than the one that is chosen."""
@@ -50,8 +50,8 @@ def _samples_per_s(setting: Setting, step_time_s: float) -> float:
 class Sweep:
     """Micro-batch sizes with their best assignment, each searched once."""
 
-    def __init__(self, setting: Setting, *, limit_bytes: int, search: str) -> None:
-        self._setting, self._limit_bytes, self._search = setting, limit_bytes, search
+    def __init__(self, setting: Setting, *, limit_bytes: int, search: str, shares: bool) -> None:
+        self._setting, self._limit_bytes, self._search, self._shares = setting, limit_bytes, search, shares
         self._candidates: dict[int, Candidate] = {}
 
     def setting(self, micro_batch_size: int) -> Setting:
@@ -70,8 +70,20 @@ class Sweep:
         assignment = assign_modes(setting, limit_bytes=self._limit_bytes, search=self._search)
         if assignment is None:
             return None
+        if self._shares:
+            setting, modes = share_units(setting, assignment.modes, limit_bytes=self._limit_bytes)
+            step_time_s, peak = setting.step_time_s(modes), setting.peak(modes)
+            assignment = dataclasses.replace(assignment, modes=modes, step_time_s=step_time_s, peak=peak)
         self._candidates[micro_batch_size] = Candidate(setting=setting, assignment=assignment)
         return self._candidates[micro_batch_size]
+
+    def all_zdp(self, micro_batch_size: int) -> tuple[float, int]:
+        """Step time and peak of plain FSDP at this size, its units shared likewise, whatever memory that takes."""
+        setting = self.setting(micro_batch_size)
+        modes = setting.all_zdp_modes
+        if self._shares:
+            setting, modes = share_units(setting, modes, limit_bytes=math.inf)
+        return setting.step_time_s(modes), setting.peak(modes).peak_bytes
 
     def largest(self, most: int) -> int:
         """Largest size that fits, 0 if not even one sample does: doubling to the first that does not, then halving."""
@@ -108,5 +120,5 @@ class Sweep:
     def _most_samples_per_s(self, tried: int, end: int) -> float:
         """Samples/s that no size between these two exceeds: those of the last one at the bound of the first."""
         setting, below = self.setting(end - 1), self._candidates[tried]
-        more_s = setting.fastest_s - below.setting.fastest_s
-        return _samples_per_s(setting, below.assignment.bound_s + more_s)
+        more_s = setting.fastest_s - self.setting(tried).fastest_s
+        return _samples_per_s(setting, min(below.assignment.bound_s, below.assignment.step_time_s) + more_s)

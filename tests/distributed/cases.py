@@ -21,7 +21,7 @@ from lightning_osdp.core.modes import MODES
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload, peak_memory
 
-EVERYTHING = SearchSpace(min_unit_bytes=0)
+EVERYTHING = SearchSpace(min_unit_bytes=0, share_units=False)
 
 
 def plan_for(module, modes, *, world_size, micro_batch_size=BATCH_SIZE, num_micro_batches=1, space=EVERYTHING):
@@ -90,10 +90,13 @@ def largest_difference(found, expected):
     return max(float((found[key] - expected[key]).abs().max()) for key in expected)
 
 
-def equivalence(name, optimizer, dtype, modes, num_micro_batches=1, clip=None):
+def equivalence(name, optimizer, dtype, modes, num_micro_batches=1, clip=None, shares=False):
     """Differences of OSDP's weights after five steps from DDP's and from one process's (rank 0 only)."""
     world_size = dist.get_world_size()
-    plan = plan_for(build(name, optimizer, dtype), modes, world_size=world_size, num_micro_batches=num_micro_batches)
+    space = dataclasses.replace(EVERYTHING, share_units=shares)
+    plan = plan_for(
+        build(name, optimizer, dtype), modes, world_size=world_size, num_micro_batches=num_micro_batches, space=space
+    )
     options = {"accumulate_grad_batches": num_micro_batches, "gradient_clip_val": clip}
     osdp, _, fit = trained(OSDPStrategy(plan=plan), name, optimizer, dtype, **options)
     ddp, _, _ = trained(DDPStrategy(process_group_backend="gloo"), name, optimizer, dtype, **options)
@@ -106,7 +109,7 @@ def equivalence(name, optimizer, dtype, modes, num_micro_batches=1, clip=None):
         "plain": largest_difference(osdp, plain),
         "moved": largest_difference(plain, {key: start[key] for key in plain}),
         "modes": sorted({unit.modes[0] for unit in fit.strategy.plan.units if unit.name}),
-        "num_units": len(fit.strategy.plan.units),
+        "units": [unit.name for unit in fit.strategy.plan.units],
     }
 
 
@@ -114,7 +117,7 @@ def predicted_and_counted_peak(name, optimizer, modes, num_micro_batches=1, pref
     """Bytes of the closed form for a plan's units, and the peak that training steps were counted to take."""
     module, world_size = build(name, optimizer), dist.get_world_size()
     profile = profile_model(module, next(iter(module.loader(dist.get_rank(), world_size))))
-    space = SearchSpace(min_unit_bytes=1024)
+    space = SearchSpace(min_unit_bytes=1024, share_units=False)
     plan = plan_for(module, modes, world_size=world_size, num_micro_batches=num_micro_batches, space=space)
     predicted = peak_memory(
         profile,

@@ -16,7 +16,7 @@ TOLERANCES = [("adamw", "float64", 1e-9), ("sgd", "float32", 1e-6), ("adamw", "f
 def test_five_steps_equal_ddp_and_one_process(ranks, name, modes, optimizer, dtype, tolerance):
     found = ranks(2).run(equivalence, name=name, optimizer=optimizer, dtype=dtype, modes=modes)[0]
     assert found["modes"] == MODES[modes]
-    assert found["num_units"] > 4
+    assert len(found["units"]) > 4
     assert found["moved"] > 100 * tolerance
     assert found["ddp"] < tolerance
     assert found["plain"] < tolerance
@@ -41,3 +41,11 @@ def test_gradients_clipped_by_norm_equal_one_process(ranks, name):
     found = ranks(2).run(equivalence, name=name, optimizer="sgd", dtype="float64", modes="mixed", clip=0.05)[0]
     assert found["plain"] < 1e-7  # clip_grad_norm_ adds 1e-6 to the norm, as torch does
     assert found["ddp"] < 1e-7
+
+
+def test_blocks_that_share_a_unit_equal_ddp_and_one_process(ranks):
+    found = ranks(2).run(equivalence, name="gpt", optimizer="adamw", dtype="float64", modes="mixed", shares=True)[0]
+    assert found["units"] == ["", "tokens", "blocks.0", "blocks.1", "norm", "head"]
+    assert found["modes"] == ["DP", "ZDP"]
+    assert found["ddp"] < 1e-9
+    assert found["plain"] < 1e-9

@@ -1,0 +1,131 @@
+"""Adjacent units of one mode made one unit, where the module tree allows it, it saves time, and it still fits.
+
+A unit costs latency and overhead of its own in every micro-batch; one that wraps a whole block costs them once. It
+also gathers and reduces the whole block at once, so every step of the way is checked against the exact peak. What is
+never merged is a stack: a module with two equal modules of several units inside. Its units are what communication and
+computation overlap by, where they do.
+
+This is outside the space that the certified gap is about: it can only make a plan faster than that bound.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from lightning_osdp.assign.setting import Modes, Setting
+from lightning_osdp.core.modes import DP, ShardingMode
+from lightning_osdp.core.units import UnitProfile, merged
+
+_ROUNDING = 1e-9
+"""Fraction of the step time below which nothing is saved."""
+
+_LARGEST_SHARE = 0.5
+"""Fraction of the model's parameters that one shared unit may hold at most: two units are the least that a plan has."""
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A module whose units have one mode."""
+
+    name: str
+    mode: ShardingMode
+    key: tuple[object, ...]
+    """Equal for blocks that cost the same."""
+
+
+def share_units(setting: Setting, modes: Modes, *, limit_bytes: float) -> tuple[Setting, Modes]:
+    """The setting with blocks for units where that is faster, and its modes.
+
+    Blocks are tried from the innermost outwards, equal ones together: all of them, or as many of the last ones in
+    forward order as fit.
+
+    Args:
+        setting: with a partition into operators.
+        modes: one per unit, which fit.
+        limit_bytes: the most bytes that may live on one rank.
+    """
+    stacks = _stacks(setting)
+    for depth in sorted({name.count(".") for name in _modules(setting)}, reverse=True):
+        groups: dict[tuple[object, ...], list[_Block]] = {}
+        for name in _modules(setting):
+            if name.count(".") == depth and name not in stacks:
+                block = _block(setting, modes, name)
+                if block is not None:
+                    groups.setdefault(block.key, []).append(block)
+        for blocks in groups.values():
+            setting, modes = _share(setting, modes, blocks, limit_bytes)
+    return setting, modes
+
+
+def _share(setting: Setting, modes: Modes, blocks: Sequence[_Block], limit_bytes: float) -> tuple[Setting, Modes]:
+    """As many of the last blocks as fit, found by halving."""
+    before_s = setting.step_time_s(modes)
+    best, fits, fails = (setting, modes), 0, len(blocks) + 1
+    count = len(blocks)
+    while fails - fits > 1:
+        tried = _with(setting, modes, blocks[-count:])
+        if tried is not None and tried[0].step_time_s(tried[1]) >= before_s * (1 - _ROUNDING):
+            break
+        if tried is not None and tried[0].peak(tried[1]).peak_bytes <= limit_bytes:
+            best, fits = tried, count
+        else:
+            fails = count
+        count = (fits + fails) // 2
+    return best
+
+
+def _with(setting: Setting, modes: Modes, blocks: Sequence[_Block]) -> tuple[Setting, Modes] | None:
+    units = merged(setting.profile, setting.units, [block.name for block in blocks])
+    if units is None:
+        return None
+    by_name = {unit.name: mode for unit, mode in zip(setting.units, modes, strict=True)}
+    by_name |= {block.name: block.mode for block in blocks}
+    shared = dataclasses.replace(setting, units=units)
+    return shared, tuple(DP if unit.is_root else by_name[unit.name] for unit in units)
+
+
+def _modules(setting: Setting) -> dict[str, None]:
+    """Modules that enclose some operator, other than the root, in forward order."""
+    return dict.fromkeys(name for operator in setting.profile for name in operator.enclosing if name)
+
+
+def _inside(units: Collection[UnitProfile], name: str) -> list[int]:
+    return [index for index, unit in enumerate(units) if unit.name == name or unit.name.startswith(name + ".")]
+
+
+def _block(setting: Setting, modes: Modes, name: str) -> _Block | None:
+    """The block at this module; None where its units differ in mode, are one already, or hold too much together."""
+    inside = _inside(setting.units, name)
+    chosen = {modes[index] for index in inside}
+    num_bytes = sum(setting.units[index].gathered_bytes for index in inside)
+    if len(inside) < 2 or len(chosen) > 1 or num_bytes > _LARGEST_SHARE * _total_bytes(setting):
+        return None
+    mode = chosen.pop()
+    sizes = tuple((setting.units[index].gathered_bytes, setting.units[index].kind) for index in inside)
+    return _Block(name=name, mode=mode, key=(mode.name, sizes))
+
+
+def _total_bytes(setting: Setting) -> int:
+    return sum(unit.gathered_bytes for unit in setting.units)
+
+
+def _stacks(setting: Setting) -> set[str]:
+    """Modules with two equal modules inside that hold several units each, neither of them inside the other."""
+    structures: dict[tuple[object, ...], list[str]] = {}
+    for name in _modules(setting):
+        inside = _inside(setting.units, name)
+        if len(inside) > 1:
+            sizes = tuple((setting.units[index].gathered_bytes, setting.units[index].kind) for index in inside)
+            structures.setdefault(sizes, []).append(name)
+    found = set()
+    for names in structures.values():
+        apart = [name for name in names if not any(other != name and name.startswith(other + ".") for other in names)]
+        if len(apart) > 1:
+            found |= {module for module in _modules(setting) if len(_below(module, apart)) > 1}
+    return found
+
+
+def _below(module: str, names: Sequence[str]) -> list[str]:
+    return [name for name in names if name.startswith(module + ".")]

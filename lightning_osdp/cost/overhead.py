@@ -1,0 +1,19 @@
+"""Time that the runtime takes for a unit beside its collectives and its operators."""
+
+from __future__ import annotations
+
+from lightning_osdp.core.cluster import Cluster
+from lightning_osdp.core.modes import ShardingMode
+from lightning_osdp.core.units import UnitProfile
+from lightning_osdp.cost.cost import Cost, Workload
+
+
+def overhead_cost(unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload) -> Cost:
+    """Seconds of hooks, views and copies in one optimizer step, as measured on the cluster; none where it was not.
+
+    The paper has no such term. [Empirical, measured by `profiler.measure_unit_overhead` in every run.]
+    """
+    overhead = cluster.unit_overhead.get(mode.name)
+    if overhead is None or not unit.operators:
+        return Cost()
+    return Cost(time_s=workload.num_micro_batches * overhead.seconds(unit.gathered_bytes))
