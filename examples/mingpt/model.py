@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812 -- its usual name
+from torch.nn import functional as F
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ def measure_unit_overhead(cluster: Cluster, device: torch.device) -> Mapping[str
     """
     if cluster.world_size == 1:
         return {}
-    measured = {name: _measure_mode(name, cluster, device) for name in MODES}
+    with torch.random.fork_rng(devices=[]):  # layers are initialised on the CPU
+        measured = {name: _measure_mode(name, cluster, device) for name in MODES}
     # ZDP does all that DP does, and more: what says otherwise is noise, and would make plans shard for nothing.
     dp, zdp = measured["DP"], measured["ZDP"]
     return {
