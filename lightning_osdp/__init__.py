@@ -20,13 +20,16 @@ from lightning_osdp.errors import (
 from lightning_osdp.profiler import measure_cluster, profile_model
 from lightning_osdp.scheduler import make_plan
 from lightning_osdp.strategy import OSDPPrecision, OSDPStrategy
+from lightning_osdp.strategy.launcher import REGISTERED
 
-if OSDPStrategy.strategy_name not in StrategyRegistry:
-    StrategyRegistry.register(
-        OSDPStrategy.strategy_name,
-        OSDPStrategy,
-        description="Optimal Sharded Data Parallel: sharding decided per operator, under a memory limit",
-    )
+for _name, _start_method in REGISTERED.items():
+    if _name not in StrategyRegistry:
+        StrategyRegistry.register(
+            _name,
+            OSDPStrategy,
+            description=f"Optimal Sharded Data Parallel: sharded as far as memory demands; ranks by {_start_method!r}",
+            start_method=_start_method,
+        )
 
 __all__ = [
     "Cluster",

@@ -13,6 +13,7 @@ import torch
 from lightning.fabric.strategies.fsdp import _distributed_checkpoint_load, _is_sharded_checkpoint
 from lightning.fabric.utilities.load import _METADATA_FILENAME, _lazy_load, _materialize_tensors
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
@@ -25,6 +26,15 @@ def model_state(root: FullyShardedDataParallel, state_dict_type: str) -> dict[st
     """State dict under the unwrapped names: whole tensors on rank 0 ("full"), or each rank's shards ("sharded")."""
     with sharded_state(root) if state_dict_type == "sharded" else full_state(root, rank0_only=True):
         return root.state_dict()
+
+
+def whole_state(root: FullyShardedDataParallel, *, on_all_ranks: bool) -> dict[str, Any] | None:
+    """Whole state dict in memory of its own, on rank 0 or on all ranks; None on the others. All ranks must call it."""
+    with full_state(root, rank0_only=not on_all_ranks):
+        state = root.state_dict()
+    if root.rank != 0 and not on_all_ranks:
+        return None
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
 def optimizer_state(root: FullyShardedDataParallel, optimizer: Any, state_dict_type: str) -> dict[str, Any]:

@@ -1,20 +1,53 @@
-"""The training loader: one batch of it to profile on, and the same loader with another batch size."""
+"""The training loaders: one batch of them to profile on, and what becomes of them under the plan."""
 
 from __future__ import annotations
 
+import copy
 import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.data import _reinstantiate_wrapped_cls
-from lightning.pytorch.trainer.connectors.data_connector import _process_dataloader, _request_dataloader
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.trainer.connectors.data_connector import (
+    _process_dataloader,
+    _request_dataloader,
+    _resolve_overfit_batches,
+)
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.data import _get_dataloader_init_args_and_kwargs, extract_batch_size
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils.data import DataLoader
 
 from lightning_osdp.errors import ProfileError
+from lightning_osdp.strategy.once import Peeked, read_once_source, reading
+from lightning_osdp.strategy.rebuild import copy_of, loader_size, why_fixed, with_batch_size
+
+
+@dataclass(frozen=True)
+class LoaderChange:
+    """What becomes of each training loader.
+
+    Attributes:
+        batch_size: what to rebuild it with; None to keep its own.
+        peeked: sources that profiling read from, and that can be read only once.
+    """
+
+    batch_size: int | None = None
+    peeked: Sequence[Peeked] = ()
+
+    def __call__(self, loader: object) -> object:
+        """The loader to train on."""
+        if self.batch_size is not None and loader_size(loader) != self.batch_size:
+            loader = with_batch_size(loader, self.batch_size)
+        for peeked in self.peeked:
+            if peeked.source is loader or peeked.source is getattr(loader, "dataset", None):
+                return reading(loader, peeked)
+        return loader
 
 
 def training_loaders(trainer: pl.Trainer) -> CombinedLoader:
@@ -30,26 +63,66 @@ def training_loaders(trainer: pl.Trainer) -> CombinedLoader:
             " to Trainer.fit, or define train_dataloader in the LightningModule."
         )
     requested = _request_dataloader(source)
-    combined = requested if isinstance(requested, CombinedLoader) else CombinedLoader(requested, "max_size_cycle")
-    combined.flattened = [
-        _process_dataloader(trainer, TrainerFn.FITTING, RunningStage.TRAINING, loader) for loader in combined.flattened
-    ]
+    if isinstance(requested, CombinedLoader):
+        combined = copy.copy(requested)
+        if requested is source.instance:
+            # Lightning writes the loaders that it trains on into what it is given, which may be used again.
+            source.instance = copy.copy(requested)
+    else:
+        combined = CombinedLoader(requested, "max_size_cycle")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning warns when it makes its own
+        if trainer.overfit_batches > 0:  # type: ignore[attr-defined]  # set by a connector
+            _resolve_overfit_batches(combined, mode=RunningStage.TRAINING)
+        combined.flattened = [
+            _process_dataloader(trainer, TrainerFn.FITTING, RunningStage.TRAINING, loader)
+            for loader in combined.flattened
+        ]
     return combined
 
 
-def first_batch(loaders: CombinedLoader) -> Any:
-    """The first batch of the combined loader, as training would see it.
+def first_batch(loaders: CombinedLoader) -> tuple[Any, list[Peeked]]:
+    """The first batch of the combined loader as training would see it, and the sources that can only be read once.
+
+    Neither the loaders nor any random numbers are different afterwards.
 
     Raises:
         ProfileError: the loader is empty.
     """
-    with torch.random.fork_rng(devices=[]):
-        iterator = iter(loaders)
-        first = next(iterator, None)
-        loaders.reset()
+    peeked: dict[int, Peeked] = {}
+    copies = []
+    for loader in loaders.flattened:
+        source = read_once_source(loader)
+        if source is not None:
+            copies.append(reading(loader, peeked.setdefault(id(source), Peeked(source))))
+        else:
+            copies.append(copy_of(loader) if isinstance(loader, DataLoader) else loader)
+    combined = copy.copy(loaders)
+    combined.flattened = copies
+    with isolate_rng(include_cuda=False), _unchanged_generators(loaders.flattened):
+        first = next(iter(combined), None)
+        combined.reset()
+    for source in peeked.values():
+        source.stop_looking()
     if first is None:
         raise ProfileError("Expected at least one training batch to profile the model on, but the dataloader is empty.")
-    return first[0]
+    return first[0], list(peeked.values())
+
+
+@contextmanager
+def _unchanged_generators(loaders: Sequence[object]) -> Iterator[None]:
+    """Random number generators that loaders and samplers were given are as before in the end."""
+    generators = []
+    for loader in loaders:
+        sampler, batch_sampler = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+        holders = (loader, sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
+        generators += [holder.generator for holder in holders if hasattr(holder, "generator")]
+    states = [(g, g.get_state()) for g in generators if isinstance(g, torch.Generator)]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
 
 
 def samples_in(batch: Any) -> int:
@@ -60,41 +133,32 @@ def samples_in(batch: Any) -> int:
         return extract_batch_size(batch)
 
 
-def loader_size(loader: object) -> int | None:
-    """Micro-batch size of a loader, None where it does not say."""
-    size = getattr(loader, "batch_size", None)
-    if size is None:
-        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    return size if isinstance(size, int) else None
+def common_size(loaders: CombinedLoader) -> int | None:
+    """The batch size that all loaders have; None where they differ or one does not say."""
+    sizes = {loader_size(loader) for loader in loaders.flattened}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
-def dataset_length(loaders: CombinedLoader) -> int | None:
-    """Samples in the smallest dataset; None where one has no length."""
-    lengths = []
+def why_kept(loaders: CombinedLoader) -> str | None:
+    """Why these loaders cannot be given one new batch size; None if they can."""
     for loader in loaders.flattened:
-        dataset = getattr(loader, "dataset", None)
-        if dataset is None or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-            return None
-        lengths.append(len(dataset))
-    return min(lengths, default=None)
-
-
-def why_fixed(loader: object) -> str | None:
-    """Why this loader cannot be rebuilt with another batch size; None if it can."""
-    name = type(loader).__name__
-    if not isinstance(loader, DataLoader):
-        return f"{name} is not a torch DataLoader"
-    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
-        return f"{name} batches by a sampler of its own"
-    try:
-        with_batch_size(loader, loader.batch_size)
-    except Exception as error:
-        return f"{name} cannot be constructed again: {error}"
+        reason = why_fixed(loader)
+        if reason is not None:
+            return reason
+    sizes = [loader_size(loader) for loader in loaders.flattened]
+    if len(set(sizes)) > 1:
+        return f"there are {len(sizes)} with different batch sizes, {', '.join(map(str, sizes))}"
     return None
 
 
-def with_batch_size(loader: DataLoader[Any], batch_size: int) -> DataLoader[Any]:
-    """The same loader, sampler and all, with another batch size."""
-    args, kwargs = _get_dataloader_init_args_and_kwargs(loader, loader.sampler)
-    rebuilt: DataLoader[Any] = _reinstantiate_wrapped_cls(loader, *args, **{**kwargs, "batch_size": batch_size})
-    return rebuilt
+def samples_per_rank(loaders: CombinedLoader, *, world_size: int) -> int | None:
+    """Samples that a rank's sampler gives in an epoch, of the smallest dataset; None where one has no length."""
+    lengths = []
+    for loader in loaders.flattened:
+        length = sized_len(getattr(loader, "dataset", None))
+        if length is None:
+            return None
+        share = max(1, length // world_size)
+        drawn = sized_len(getattr(loader, "sampler", None))
+        lengths.append(share if drawn is None else max(1, min(share, drawn)))
+    return min(lengths, default=None)

@@ -6,9 +6,12 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
+from uuid import uuid4
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.fabric.strategies.fsdp import _move_torchmetrics_to_device, _setup_activation_checkpointing
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -16,24 +19,23 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_osdp.apply import apply_plan
-from lightning_osdp.callbacks import PredictionCheck
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.search_space import SearchSpace
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.profiler import fingerprint
-from lightning_osdp.report import plan_table, show
 from lightning_osdp.strategy import checkpoint
-from lightning_osdp.strategy.agreement import on_rank_zero
-from lightning_osdp.strategy.loaders import loader_size, why_fixed, with_batch_size
+from lightning_osdp.strategy.failure import FailureWatch, explain
+from lightning_osdp.strategy.launcher import GatheringLauncher, StartMethod, check_start_method, refuse_in_notebook
+from lightning_osdp.strategy.loaders import LoaderChange
 from lightning_osdp.strategy.options import Options, check_fsdp_kwargs, pop_prefetch
-from lightning_osdp.strategy.planning import plan_fit
+from lightning_osdp.strategy.planning import given_plan, plan_fit
 from lightning_osdp.strategy.precision import OSDPPrecision
-
-PLAN_FILENAME = "osdp_plan.json"
+from lightning_osdp.strategy.publish import publish
+from lightning_osdp.strategy.rebuild import FixedLoaderError
+from lightning_osdp.strategy.shutdown import settle_at_exit
 
 
 class OSDPStrategy(FSDPStrategy):
@@ -54,6 +56,8 @@ class OSDPStrategy(FSDPStrategy):
             A new size rebuilds the training loader only.
         search: ``"depth_first"`` (the paper's, exact), ``"greedy"`` (near-instant, certified gap) or ``"exhaustive"``.
         search_space: limits on what the plan may choose; None: everything.
+        start_method: ``"popen"`` runs the script once per rank; ``"spawn"``, ``"forkserver"`` and, for notebooks,
+            ``"fork"`` start workers, after which this process has the trained weights. Unused under torchrun.
         **fsdp_kwargs: arguments of Lightning's ``FSDPStrategy``.
 
     Raises:
@@ -71,6 +75,8 @@ class OSDPStrategy(FSDPStrategy):
         batch_size: int | Literal["auto", "keep", "scale"] = "auto",
         search: str = "depth_first",
         search_space: SearchSpace | None = None,
+        *,
+        start_method: StartMethod = "popen",
         **fsdp_kwargs: Any,
     ) -> None:
         check_fsdp_kwargs(fsdp_kwargs)
@@ -78,7 +84,12 @@ class OSDPStrategy(FSDPStrategy):
         self._options = Options.checked(
             memory_limit=memory_limit, plan=plan, batch_size=batch_size, search=search, search_space=search_space
         )
+        check_start_method(start_method)
+        self._start_method = start_method
         self._plan: Plan | None = None
+        self._change_loader = LoaderChange()
+        self._watch: FailureWatch | None = None
+        self._whole_state: dict[str, Any] | None = None
         self._root: FullyShardedDataParallel | None = None
         # What the plan decides is given here, so that LightningCLI does not offer it.
         super().__init__(
@@ -107,8 +118,25 @@ class OSDPStrategy(FSDPStrategy):
     # ------------------------------------------------------------------ setup
 
     @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        method = self._start_method
+        if method == "popen":
+            super()._configure_launcher()
+        elif self.cluster_environment.creates_processes_externally:
+            rank_zero_warn(f"OSDP: start_method={method!r} is ignored, the ranks have been started already.")
+        else:
+            self._launcher = GatheringLauncher(self, method)
+        if _IS_INTERACTIVE and self._launcher is not None and not self._launcher.is_interactive_compatible:
+            raise refuse_in_notebook(method)
+
+    @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        if dist.get_backend() == "gloo":
+            settle_at_exit()
+        if self.world_size > 1:
+            self._watch_failures(self.broadcast(uuid4().hex))
         if isinstance(self.precision_plugin, OSDPPrecision):
             self.precision_plugin.use_device(self.root_device)
 
@@ -126,15 +154,17 @@ class OSDPStrategy(FSDPStrategy):
                 " Go on with the Trainer that wrapped it, or build the model anew and load its checkpoint."
             )
         trainer = module.trainer
+        self._change_loader = LoaderChange()
         if self._options.plan is not None:
-            self._plan = self._given_plan(module)
+            self._plan, self._change_loader = given_plan(trainer, module, self._options)
         elif trainer.state.fn == TrainerFn.FITTING:
-            self._plan = plan_fit(trainer, module, self._options, prefetch=self._prefetch)
-        else:
+            self._plan, self._change_loader = plan_fit(trainer, module, self._options, prefetch=self._prefetch)
+        elif self._plan is None or self._plan.fingerprint != fingerprint(module):
+            self._plan = None
             rank_zero_info("OSDP: evaluating without a plan; the whole model is one unit. Pass plan= to shard it.")
         kwargs = {**self.kwargs, "mixed_precision": self.mixed_precision_config}
         if self._plan is not None:
-            self._publish(trainer, self._plan)
+            publish(trainer, self._plan)
             root = apply_plan(module, self._plan, device=self.root_device, **kwargs)
         else:
             root = FullyShardedDataParallel(module, device_id=self.root_device, **kwargs)
@@ -142,29 +172,33 @@ class OSDPStrategy(FSDPStrategy):
         _setup_activation_checkpointing(root, self._activation_checkpointing_kwargs)
         return root
 
-    def _given_plan(self, module: nn.Module) -> Plan:
-        given = self._options.plan
-        plan = given if isinstance(given, Plan) else on_rank_zero(lambda: Plan.load(str(given)))
-        plan.check_matches(fingerprint(module), world_size=self.world_size)
-        size = self._options.batch_size
-        if isinstance(size, int) and size != plan.micro_batch_size:
-            raise ConfigurationError(
-                f"Expected batch_size and plan to agree, got batch_size={size} and a plan for a micro-batch of"
-                f" {plan.micro_batch_size}. Leave batch_size out, or plan anew by leaving out plan."
-            )
-        return plan
+    # ------------------------------------------------------------------ end
 
-    def _publish(self, trainer: pl.Trainer, plan: Plan) -> None:
-        """Writes and prints the plan on rank 0, and has its predictions checked when fit ends."""
-        directory = Path(trainer.log_dir or trainer.default_root_dir)
-        if self.is_global_zero:
-            plan.save(directory / PLAN_FILENAME)
-            show(plan_table(plan))
-        rank_zero_info(f"OSDP: plan written to {directory / PLAN_FILENAME}")
-        if trainer.state.fn == TrainerFn.FITTING:
-            # First, so that its clock stops before other callbacks validate, log or save.
-            callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-            callbacks[:] = [PredictionCheck(plan), *(c for c in callbacks if not isinstance(c, PredictionCheck))]
+    def _watch_failures(self, run: str) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        self._watch = FailureWatch(store, run, rank=self.global_rank, world_size=self.world_size)
+        self._watch.start()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self._watch is not None:
+            explain(exception, self._watch.report(exception))
+
+    @override
+    def teardown(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+        is_wrapped = isinstance(self.model, FullyShardedDataParallel)
+        if is_wrapped and self.optimizers and isinstance(self._launcher, GatheringLauncher):
+            # The weights are about to move to the CPU, out of the process group's reach.
+            self._whole_state = checkpoint.whole_state(self._wrapped(), on_all_ranks=self.num_nodes > 1)
+        super().teardown()
+
+    def take_whole_state(self) -> dict[str, Any] | None:
+        """Weights as they were when fit ended, for the main process; the strategy forgets them."""
+        state, self._whole_state = self._whole_state, None
+        return state
 
     # ------------------------------------------------------------------ training
 
@@ -178,17 +212,14 @@ class OSDPStrategy(FSDPStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """The training loader with the plan's micro-batch; any other loader as it is."""
         trainer = None if self.lightning_module is None else self.lightning_module.trainer
-        if self._plan is None or self._options.batch_size == "keep" or trainer is None or not trainer.training:
+        if trainer is None or not trainer.training:
             return dataloader
-        planned = self._plan.micro_batch_size
-        if loader_size(dataloader) == planned:
+        try:
+            return self._change_loader(dataloader)
+        except FixedLoaderError as error:
+            size = self._change_loader.batch_size
+            rank_zero_warn(f"OSDP: the plan's micro-batch is {size}, but the loader keeps its own: {error}.")
             return dataloader
-        reason = why_fixed(dataloader)
-        if reason is not None:
-            rank_zero_warn(f"OSDP: the plan's micro-batch is {planned}, but the loader keeps its own: {reason}.")
-            return dataloader
-        assert isinstance(dataloader, DataLoader)
-        return with_batch_size(dataloader, planned)
 
     # ------------------------------------------------------------------ checkpoints
 

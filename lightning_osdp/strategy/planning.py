@@ -8,29 +8,35 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
 
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.profile import ModelProfile
-from lightning_osdp.errors import ProfileError
-from lightning_osdp.profiler import measure_cluster, profile_model
+from lightning_osdp.errors import ConfigurationError, ProfileError
+from lightning_osdp.profiler import fingerprint, measure_cluster, profile_model
 from lightning_osdp.scheduler import make_plan
 from lightning_osdp.strategy.agreement import on_all_ranks, on_rank_zero
 from lightning_osdp.strategy.loaders import (
-    dataset_length,
+    LoaderChange,
+    common_size,
     first_batch,
-    loader_size,
     samples_in,
+    samples_per_rank,
     training_loaders,
-    why_fixed,
+    why_kept,
 )
+from lightning_osdp.strategy.once import Peeked
 from lightning_osdp.strategy.options import Options, Prefetch
 from lightning_osdp.strategy.step import configured_optimizers, forget_loaders, muted, training_step
 
 
-def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, *, prefetch: Prefetch) -> Plan:
-    """The plan for this fit, the same on all ranks. Every rank profiles; rank 0 plans.
+def plan_fit(
+    trainer: pl.Trainer, module: pl.LightningModule, options: Options, *, prefetch: Prefetch
+) -> tuple[Plan, LoaderChange]:
+    """The plan for this fit, the same on all ranks, and what its loaders become. Every rank profiles; rank 0 plans.
 
     Raises:
         OSDPError: on all ranks, where any of them cannot profile or no plan fits.
@@ -39,11 +45,12 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
     assert isinstance(strategy, FSDPStrategy)
     cluster = measure_cluster(strategy.root_device, num_nodes=strategy.num_nodes, local_ranks=strategy.num_processes)
     rank_zero_info("OSDP: profiling the model on one batch of its training data")
-    loaders, batch, profile = on_all_ranks(lambda: _profile(trainer, module))
+    loaders, peeked, batch, profile = on_all_ranks(lambda: _profile(trainer, module))
     limit_bytes = options.memory_limit_bytes or cluster.memory_bytes
     assert limit_bytes is not None
-    micro_batch_size, most = _micro_batch(options, loaders, batch, world_size=strategy.world_size)
-    return on_rank_zero(
+    current = common_size(loaders) or samples_in(batch)
+    micro_batch_size, most = _micro_batch(options, loaders, current, world_size=strategy.world_size)
+    plan = on_rank_zero(
         lambda: make_plan(
             profile,
             cluster,
@@ -57,9 +64,39 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
             forward_prefetch=prefetch.forward,
         )
     )
+    size = None if plan.micro_batch_size == current else plan.micro_batch_size
+    return plan, LoaderChange(batch_size=size, peeked=peeked)
 
 
-def _profile(trainer: pl.Trainer, module: pl.LightningModule) -> tuple[CombinedLoader, Any, ModelProfile]:
+def given_plan(trainer: pl.Trainer, module: nn.Module, options: Options) -> tuple[Plan, LoaderChange]:
+    """The user's plan, which fits this model, and what the training loaders become.
+
+    Raises:
+        PlanMismatchError: it was made for another model or number of ranks.
+        ConfigurationError: it contradicts ``batch_size``.
+    """
+    given = options.plan
+    plan = given if isinstance(given, Plan) else on_rank_zero(lambda: Plan.load(str(given)))
+    plan.check_matches(fingerprint(module), world_size=trainer.world_size)
+    size = options.batch_size
+    if isinstance(size, int) and size != plan.micro_batch_size:
+        raise ConfigurationError(
+            f"Expected batch_size and plan to agree, got batch_size={size} and a plan for a micro-batch of"
+            f" {plan.micro_batch_size}. Leave batch_size out, or plan anew by leaving out plan."
+        )
+    if size == "keep" or trainer.state.fn != TrainerFn.FITTING or not trainer.fit_loop._data_source.is_defined():
+        return plan, LoaderChange()
+    loaders = training_loaders(trainer)
+    if common_size(loaders) == plan.micro_batch_size:
+        return plan, LoaderChange()
+    reason = why_kept(loaders)
+    if reason is not None:
+        rank_zero_warn(f"OSDP: the plan's micro-batch is {plan.micro_batch_size}, but loaders keep theirs: {reason}.")
+        return plan, LoaderChange()
+    return plan, LoaderChange(batch_size=plan.micro_batch_size)
+
+
+def _profile(trainer: pl.Trainer, module: pl.LightningModule) -> tuple[CombinedLoader, list[Peeked], Any, ModelProfile]:
     step = training_step(module)
     strategy = trainer.strategy
     on_meta = [name for name, tensor in module.named_parameters() if tensor.is_meta]
@@ -69,7 +106,7 @@ def _profile(trainer: pl.Trainer, module: pl.LightningModule) -> tuple[CombinedL
             " Create it on a real device in configure_model, or pass plan=."
         )
     loaders = training_loaders(trainer)
-    batch = first_batch(loaders)
+    batch, peeked = first_batch(loaders)
     batch = trainer.precision_plugin.convert_input(batch)
     batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
     batch = call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
@@ -93,7 +130,7 @@ def _profile(trainer: pl.Trainer, module: pl.LightningModule) -> tuple[CombinedL
         ) from error
     finally:
         forget_loaders(trainer)
-    return loaders, batch, profile
+    return loaders, peeked, batch, profile
 
 
 def _compute_dtype(strategy: Any) -> torch.dtype | None:
@@ -102,21 +139,16 @@ def _compute_dtype(strategy: Any) -> torch.dtype | None:
 
 
 def _micro_batch(
-    options: Options, loaders: CombinedLoader, batch: Any, *, world_size: int
+    options: Options, loaders: CombinedLoader, current: int, *, world_size: int
 ) -> tuple[int | Literal["scale"], int | None]:
     """The micro-batch to plan for, or ``"scale"``, and the largest allowed."""
-    sizes = {loader_size(loader) for loader in loaders.flattened}
-    configured = next(iter(sizes)) if len(sizes) == 1 and None not in sizes else None
-    current = configured or samples_in(batch)
     if options.batch_size in ("auto", "keep", current):
         return current, None
-    reason = next(filter(None, (why_fixed(loader) for loader in loaders.flattened)), None)
+    reason = why_kept(loaders)
     if reason is not None:
         rank_zero_warn(f"OSDP: batch_size={options.batch_size!r} is ignored, the loader keeps {current}: {reason}.")
         return current, None
-    length = dataset_length(loaders)
-    most = None if length is None else max(1, length // world_size)
     if options.batch_size == "scale":
-        return "scale", most
+        return "scale", samples_per_rank(loaders, world_size=world_size)
     assert isinstance(options.batch_size, int)
     return options.batch_size, None

@@ -109,4 +109,4 @@ def test_models_that_cannot_be_planned_are_refused_before_training(ranks):
 def test_a_loader_that_cannot_be_rebuilt_is_kept_with_the_reason(ranks):
     micro_batch_size, warnings = ranks(2).run(cases.plain_dataset_is_kept)[0]
     assert micro_batch_size == 3
-    assert any("batch_size=2 is ignored" in text and "a sampler of its own" in text for text in warnings)
+    assert any("batch_size=2 is ignored" in text and "a list, has no batch_size" in text for text in warnings)

@@ -1,6 +1,8 @@
-"""A user's script: two CPU ranks by Lightning's own launcher. Usage: script.py FOLDER"""
+"""A user's script: two CPU ranks under any launcher. See --help."""
 
+import argparse
 import sys
+from pathlib import Path
 
 import lightning as L
 import torch
@@ -10,20 +12,60 @@ import lightning_osdp  # noqa: F401 (registers "osdp")
 
 
 class Model(BoringModel):
+    """Fails, if asked to, on one rank in its third step; the other then waits in a collective."""
+
+    def __init__(self, fail_rank):
+        super().__init__()
+        self.fail_rank = fail_rank
+
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == self.fail_rank and batch_idx == 2 and self.trainer.state.fn == "fit":
+            raise ValueError("this rank has no loss")
+        return super().training_step(batch, batch_idx)
+
     def train_dataloader(self):
         return torch.utils.data.DataLoader(RandomDataset(32, 64), batch_size=4)
 
 
-if __name__ == "__main__":
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--strategy", default="osdp")
+    parser.add_argument("--fail-rank", type=int)
+    parser.add_argument("--caught", action="store_true", help="survive the error for as long as a user might")
+    options = parser.parse_args()
     trainer = L.Trainer(
-        strategy="osdp",
+        strategy=options.strategy,
         accelerator="cpu",
         devices=2,
         max_steps=8,
         limit_val_batches=1,
-        default_root_dir=sys.argv[1],
+        default_root_dir=options.folder,
         logger=False,
         enable_progress_bar=False,
     )
-    trainer.fit(Model())
+    model = Model(options.fail_rank)
+    start = model.layer.weight.detach().clone()
+    try:
+        trainer.fit(model)
+    except ValueError:
+        if not options.caught:
+            raise
+        import time
+
+        time.sleep(60)
+    if not torch.distributed.is_initialized():
+        report(trainer, model, start)
     sys.stdout.write(f"rank {trainer.global_rank} ended at step {trainer.global_step}\n")
+
+
+def report(trainer, model, start):
+    """What the process has that started workers."""
+    checkpoint = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=False)
+    same = all(torch.equal(checkpoint["state_dict"][name], value) for name, value in model.state_dict().items())
+    sys.stdout.write(f"whole weights as saved: {same}; moved: {not torch.equal(model.layer.weight, start)}\n")
+    sys.stdout.write(f"planned for {trainer.strategy.plan.world_size} ranks\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,6 @@
-"""Loaders: rebuilt with another batch size, or kept with a reason."""
+"""The batch that is profiled on: looking at it changes nothing. Loaders that were given: sizes, reasons, copies."""
+
+import random
 
 import pytest
 import torch
@@ -6,69 +8,143 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 from lightning_osdp.errors import ProfileError
-from lightning_osdp.strategy.loaders import dataset_length, first_batch, loader_size, why_fixed, with_batch_size
+from lightning_osdp.strategy.loaders import LoaderChange, common_size, first_batch, samples_per_rank, why_kept
+from lightning_osdp.strategy.once import Peeked
 
 DATA = TensorDataset(torch.arange(10.0))
+FOUR = TensorDataset(torch.arange(4.0))
 
 
-class Endless(IterableDataset):
+class Countless(IterableDataset):
     def __iter__(self):
         yield from torch.arange(3.0)
 
 
-class Stubborn(DataLoader):
-    """Its constructor's argument is no attribute, so nobody can call it again."""
-
-    def __init__(self, source):
-        super().__init__(source, batch_size=2)
+class Counted(Countless):
+    def __len__(self):
+        return 3
 
 
-def test_a_rebuilt_loader_differs_in_its_batch_size_only():
-    sampler = SequentialSampler(DATA)
-    loader = DataLoader(DATA, batch_size=2, sampler=sampler, drop_last=True, pin_memory=False)
-    rebuilt = with_batch_size(loader, 3)
-    assert loader_size(rebuilt) == 3
-    assert rebuilt.sampler is sampler
-    assert rebuilt.drop_last
-    assert [len(batch) for (batch,) in rebuilt] == [3, 3, 3]
-    assert loader_size(loader) == 2
+class Spent(IterableDataset):
+    """Always the same iterator: what was read of it is gone."""
+
+    def __init__(self):
+        self.rest = iter(torch.arange(10.0))
+
+    def __iter__(self):
+        return self.rest
 
 
-def test_an_iterable_dataset_can_be_rebuilt():
-    assert why_fixed(DataLoader(Endless(), batch_size=2)) is None
-    assert [len(batch) for batch in with_batch_size(DataLoader(Endless(), batch_size=2), 3)] == [3]
+class Rewound:
+    """An iterator that starts anew when asked for an iterator."""
+
+    def __iter__(self):
+        self.next = 0
+        return self
+
+    def __next__(self):
+        self.next += 1
+        if self.next > 3:
+            raise StopIteration
+        return torch.full((2,), self.next)
 
 
-@pytest.mark.parametrize(
-    ("loader", "reason"),
-    [
-        ([1, 2, 3], "list is not a torch DataLoader"),
-        (DataLoader(DATA, batch_sampler=[[0, 1], [2]]), "DataLoader batches by a sampler of its own"),
-        (DataLoader(DATA, batch_size=None), "DataLoader batches by a sampler of its own"),
-        (Stubborn(DATA), "Stubborn cannot be constructed again: "),
-    ],
-)
-def test_a_loader_that_cannot_be_rebuilt_says_why(loader, reason):
-    assert reason in why_fixed(loader)
+def combined(*loaders, mode="max_size_cycle"):
+    return CombinedLoader(loaders[0] if len(loaders) == 1 else list(loaders), mode)
 
 
 def test_sizes_and_lengths():
-    assert loader_size([1]) is None
-    assert loader_size(DataLoader(DATA, batch_size=4)) == 4
-    two = CombinedLoader([DataLoader(DATA), DataLoader(TensorDataset(torch.arange(4.0)))])
-    assert dataset_length(two) == 4
-    assert dataset_length(CombinedLoader(DataLoader(Endless()))) is None
-    assert dataset_length(CombinedLoader([[1, 2]])) is None
+    two = combined(DataLoader(DATA, batch_size=2), DataLoader(FOUR, batch_size=2))
+    assert common_size(two) == 2
+    assert samples_per_rank(two, world_size=1) == 4
+    assert samples_per_rank(two, world_size=2) == 2
+    few = DataLoader(DATA, sampler=SequentialSampler(range(3)))
+    assert samples_per_rank(combined(few), world_size=2) == 3
+    assert samples_per_rank(combined(DataLoader(Countless())), world_size=1) is None
+    assert samples_per_rank(combined(DataLoader(Counted())), world_size=1) == 3
+    assert samples_per_rank(combined([[1, 2]]), world_size=1) is None
 
 
-def test_the_first_batch_leaves_the_random_numbers_alone():
-    before = torch.random.get_rng_state()
-    batch = first_batch(CombinedLoader(DataLoader(DATA, batch_size=4, shuffle=True), "max_size_cycle"))
+def test_loaders_of_different_sizes_are_kept():
+    two = combined(DataLoader(DATA, batch_size=2), DataLoader(FOUR, batch_size=3))
+    assert common_size(two) is None
+    assert why_kept(two) == "there are 2 with different batch sizes, 2, 3"
+    assert why_kept(combined(DataLoader(DATA), range(3))) == "range is not a torch DataLoader"
+    assert why_kept(combined(DataLoader(DATA), DataLoader(FOUR))) is None
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_looking_leaves_loaders_and_random_numbers_alone(num_workers):
+    generator = torch.Generator().manual_seed(3)
+    loader = DataLoader(
+        DATA,
+        batch_size=4,
+        shuffle=True,
+        generator=generator,
+        num_workers=num_workers,
+        persistent_workers=num_workers > 0,
+    )
+    before = torch.random.get_rng_state(), generator.get_state(), random.getstate()
+    batch, peeked = first_batch(combined(loader))
     assert len(batch[0]) == 4
-    assert torch.equal(before, torch.random.get_rng_state())
+    assert not peeked
+    assert loader._iterator is None
+    assert torch.equal(before[0], torch.random.get_rng_state())
+    assert torch.equal(before[1], generator.get_state())
+    assert before[2] == random.getstate()
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size"])
+def test_looking_gives_what_training_would_see(mode):
+    loaders = {"a": DataLoader(DATA, batch_size=4), "b": DataLoader(FOUR, batch_size=3)}
+    batch, peeked = first_batch(CombinedLoader(loaders, mode))
+    assert batch["a"][0].tolist() == [0, 1, 2, 3]
+    assert batch["b"][0].tolist() == [0, 1, 2]
+    assert not peeked
+
+
+def test_an_iterator_is_handed_on_whole():
+    source = (torch.full((2,), number) for number in range(3))
+    batch, peeked = first_batch(combined(source))
+    assert batch.tolist() == [0, 0]
+    handed_on = LoaderChange(peeked=peeked)(source)
+    assert isinstance(handed_on, Peeked)
+    assert [batch.tolist() for batch in handed_on] == [[0, 0], [1, 1], [2, 2]]
+    assert list(handed_on) == []
+
+
+def test_an_iterator_that_may_start_anew_is_left_alone_with_a_warning():
+    source = Rewound()
+    with pytest.warns(UserWarning, match="reads the first batch of Rewound, whose __iter__ gives the same object"):
+        _, peeked = first_batch(combined(source))
+    assert LoaderChange(peeked=peeked)(source) is source
+    assert [batch.tolist() for batch in source] == [[1, 1], [2, 2], [3, 3]]
+
+
+def test_a_dataset_that_is_read_once_is_handed_on_whole():
+    loader = DataLoader(Spent(), batch_size=4)
+    batch, peeked = first_batch(combined(loader))
+    assert batch.tolist() == [0, 1, 2, 3]
+    for size, expected in [(None, [4, 4, 2]), (5, [5, 5])]:
+        loader = DataLoader(Spent(), batch_size=4)
+        _, peeked = first_batch(combined(loader))
+        handed_on = LoaderChange(batch_size=size, peeked=peeked)(loader)
+        batches = list(handed_on)
+        assert torch.cat(batches).tolist() == list(range(10))
+        assert [len(batch) for batch in batches] == expected
+        assert list(handed_on) == []
+        assert isinstance(loader.dataset, Spent)
+
+
+def test_what_stands_for_a_dataset_answers_for_it():
+    peeked = Peeked(Counted())
+    assert len(peeked) == 3
+    source = Spent()
+    assert Peeked(source).rest is source.rest
+    with pytest.raises(TypeError, match="has no len"):
+        len(Peeked(Countless()))
 
 
 def test_no_batch_at_all_is_an_error():
-    empty = CombinedLoader(DataLoader(TensorDataset(torch.empty(0))), "max_size_cycle")
     with pytest.raises(ProfileError, match="the dataloader is empty"):
-        first_batch(empty)
+        first_batch(combined(DataLoader(TensorDataset(torch.empty(0)))))

@@ -1,0 +1,125 @@
+"""The same loader with another batch size, wherever that can be had without guessing."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+from lightning.fabric.utilities.data import _reinstantiate_wrapped_cls
+from lightning.pytorch.utilities.data import _get_dataloader_init_args_and_kwargs
+from torch.utils.data import BatchSampler, DataLoader
+
+_LOADING = ("__iter__", "__len__", "_get_iterator", "_index_sampler", "_auto_collation")
+_BATCHING = ("__iter__", "__len__")
+
+
+class FixedLoaderError(Exception):
+    """This loader cannot be had with another batch size; the text says why."""
+
+
+def loader_size(loader: object) -> int | None:
+    """Micro-batch size of a loader, None where it does not say."""
+    size = getattr(loader, "batch_size", None)
+    if size is None:
+        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
+def why_fixed(loader: object) -> str | None:
+    """Why this loader cannot be rebuilt with another batch size; None if it can."""
+    try:
+        with_batch_size(loader, loader_size(loader) or 1)
+    except FixedLoaderError as error:
+        return str(error)
+    return None
+
+
+def with_batch_size(loader: object, batch_size: int) -> DataLoader[Any]:
+    """The same loader, sampler, workers and all, with another batch size; the given one is left alone.
+
+    A loader that iterates as PyTorch's does is copied, which keeps what its constructor was given and what was set
+    since. One with an iteration of its own is constructed again, as Lightning does to inject samplers.
+
+    Raises:
+        FixedLoaderError: it is no DataLoader, batches in a way of its own, or cannot be constructed again.
+    """
+    name = type(loader).__name__
+    if not isinstance(loader, DataLoader):
+        raise FixedLoaderError(f"{name} is not a torch DataLoader")
+    if loader.batch_sampler is None:
+        raise FixedLoaderError(f"{name} has batch_size=None, so its dataset makes the batches")
+    batch_sampler = _resized(loader.batch_sampler, batch_size)
+    if _inherits(type(loader), DataLoader, _LOADING):
+        sizes: dict[str, Any] = {"batch_sampler": batch_sampler}
+        if loader.batch_size is not None:  # else the batch sampler is the user's own
+            sizes["batch_size"] = batch_size
+        return copy_of(loader, **sizes)
+    try:
+        rebuilt = _constructed(loader, batch_sampler, batch_size)
+    except Exception as error:
+        raise FixedLoaderError(f"{name} has its own iteration and cannot be constructed again: {error}") from error
+    if loader_size(rebuilt) != batch_size:
+        raise FixedLoaderError(f"{name} keeps a batch size of its own, {loader_size(rebuilt)}")
+    return rebuilt
+
+
+def copy_of(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
+    """A shallow copy with other attributes, which DataLoader refuses to have set, and with no workers yet."""
+    copied = copy.copy(loader)
+    vars(copied).update(attributes, _iterator=None, _IterableDataset_len_called=None)
+    return copied
+
+
+def _resized(batch_sampler: Any, batch_size: int) -> Any:
+    """The batch sampler with another size: a copy if it batches as PyTorch's does, else constructed again."""
+    kind, name = type(batch_sampler), type(batch_sampler).__name__
+    if not isinstance(getattr(batch_sampler, "batch_size", None), int):
+        raise FixedLoaderError(f"its batch sampler, a {name}, has no batch_size")
+    if isinstance(batch_sampler, BatchSampler) and _inherits(kind, BatchSampler, _BATCHING):
+        resized = copy.copy(batch_sampler)
+        resized.batch_size = batch_size
+        return resized
+    try:
+        resized = kind(**_arguments(batch_sampler, batch_size))
+    except Exception as error:
+        raise FixedLoaderError(f"its batch sampler, a {name}, cannot be constructed again: {error}") from error
+    if resized.batch_size != batch_size:
+        raise FixedLoaderError(f"its batch sampler, a {name}, keeps a batch_size of its own, {resized.batch_size}")
+    return resized
+
+
+def _arguments(batch_sampler: Any, batch_size: int) -> dict[str, Any]:
+    """What to construct a batch sampler with: what Lightning saw it be given, or else what its attributes say."""
+    parameters = inspect.signature(type(batch_sampler)).parameters
+    if "batch_size" not in parameters:
+        raise TypeError("its constructor has no argument 'batch_size'")
+    attributes = vars(batch_sampler)
+    if "__pl_saved_args" in attributes:
+        given = dict(zip(attributes["__pl_saved_arg_names"], attributes["__pl_saved_args"], strict=True))
+        return {**given, **attributes["__pl_saved_kwargs"], "batch_size": batch_size}
+    arguments = {}
+    for parameter in parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        known = [key for key in (parameter.name, f"_{parameter.name}") if hasattr(batch_sampler, key)]
+        if not known:
+            raise TypeError(f"its argument {parameter.name!r} is no attribute")
+        arguments[parameter.name] = getattr(batch_sampler, known[0])
+    return {**arguments, "batch_size": batch_size}
+
+
+def _constructed(loader: DataLoader[Any], batch_sampler: Any, batch_size: int) -> DataLoader[Any]:
+    positional, given = _get_dataloader_init_args_and_kwargs(loader, loader.sampler)
+    names = getattr(loader, "__pl_saved_arg_names", ())
+    arguments = {**dict(zip(names, positional, strict=True)), **given}
+    if arguments.get("batch_sampler") is not None:
+        arguments["batch_sampler"] = batch_sampler
+    else:
+        arguments["batch_size"] = batch_size
+    rebuilt: DataLoader[Any] = _reinstantiate_wrapped_cls(loader, **arguments)
+    return rebuilt
+
+
+def _inherits(kind: type, base: type, names: tuple[str, ...]) -> bool:
+    return all(getattr(kind, name, None) is getattr(base, name, None) for name in names)
