@@ -43,6 +43,9 @@ class _Trace:
         self.total_saved = 0
         self.now = 0
         self.in_backward = False
+        # Gradients that may be alive, by the part that made them, and those that have been dropped since.
+        self.gradients: dict[Tensor, int] = {}
+        self.dropped: set[Tensor] = set()
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Books a tensor that lives until backward; also the hook on every tensor that autograd saves."""
@@ -73,16 +76,24 @@ class _Trace:
             part.forward_workspace_bytes = max(part.forward_workspace_bytes, beside)
             self.saved_before[self.now] = self.total_saved
         else:
-            parameters = self.operators[self.now].parameters if self.now < len(self.operators) else []
-            gradients = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
-            saved = self.saved_before[self.now]
-            beside = self.live.peak_bytes - self.static_bytes - saved - gradients
+            # The plan counts a gradient from the last operator that makes it on; one made before that is workspace.
+            alive = (p for p, made_in in self.gradients.items() if made_in >= self.now)
+            gradients = sum(p.numel() * p.element_size() for p in alive)
+            beside = self.live.peak_bytes - self.static_bytes - self.saved_before[self.now] - gradients
             part.backward_workspace_bytes = max(part.backward_workspace_bytes, beside)
+            self.gradients = {p: made_in for p, made_in in self.gradients.items() if p not in self.dropped}
         self.live.reset_peak()
 
     def enter(self, index: int) -> None:
         self.close_part()
         self.now = index
+        if self.in_backward and index < len(self.operators):
+            self.gradients.update((p, index) for p in self.operators[index].gradients if p not in self.dropped)
+
+    def drop(self, parameter: Tensor) -> None:
+        """Frees a gradient that is complete: the plan counts gradients itself, here they must not add up."""
+        parameter.grad = None
+        self.dropped.add(parameter)
 
 
 def trace_activations(
@@ -124,10 +135,6 @@ def trace_activations(
 def _hooks(trace: _Trace, parameters: Sequence[Tensor], last: str) -> Iterator[None]:
     calls_left = {index: operator.num_calls for index, operator in enumerate(trace.operators) if operator.name == last}
 
-    def drop(parameter: Tensor) -> None:
-        # The plan counts gradients itself: here they must not add up.
-        parameter.grad = None
-
     with ExitStack() as cleanup:
 
         def after(index: int, output: Any) -> None:
@@ -147,5 +154,5 @@ def _hooks(trace: _Trace, parameters: Sequence[Tensor], last: str) -> Iterator[N
             cleanup.callback(following.remove)
         for parameter in parameters:
             if parameter.requires_grad:
-                cleanup.callback(parameter.register_post_accumulate_grad_hook(drop).remove)
+                cleanup.callback(parameter.register_post_accumulate_grad_hook(trace.drop).remove)
         yield

@@ -124,7 +124,7 @@ def _assemble(
                 parameter_bytes=_bytes(operator.parameters),
                 gathered_bytes=_bytes(operator.parameters, compute_dtype),
                 trainable_bytes=_bytes(trainable),
-                gradient_bytes=_bytes(trainable, compute_dtype),
+                gradient_bytes=_bytes(operator.gradients, compute_dtype),
                 optimizer_bytes=sum(optimizers.state_bytes.get(p, 0) for p in trainable),
                 forward_s_per_sample=operator.num_calls * taken.forward_s / batch_size,
                 backward_s_per_sample=operator.num_calls * taken.backward_s / batch_size,

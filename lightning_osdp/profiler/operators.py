@@ -29,6 +29,8 @@ class Operator:
     module: nn.Module
     parameters: list[nn.Parameter]
     """Parameters that count here; a tied one counts at its first operator only."""
+    gradients: list[nn.Parameter]
+    """Parameters whose gradients its backward makes first; a tied one's at its last operator, where backward begins."""
     enclosing: tuple[str, ...]
     """See `OperatorProfile.enclosing`."""
     num_calls: int = 0
@@ -106,6 +108,7 @@ def find_operators(module: nn.Module, calls: Calls) -> list[Operator]:
                 name=name,
                 module=tree.modules[name],
                 parameters=[p for p in owners[name] if p not in counted],
+                gradients=[],
                 enclosing=enclosing[name],
                 num_calls=max(1, calls.num_calls[name]),
                 signature=first.signature if first else f"{name} is never called",
@@ -114,6 +117,9 @@ def find_operators(module: nn.Module, calls: Calls) -> list[Operator]:
             )
         )
         counted.update(owners[name])
+    for operator in reversed(operators):
+        operator.gradients = [p for p in owners[operator.name] if p.requires_grad and p in counted]
+        counted.difference_update(operator.gradients)
     _mark_leaves(operators, calls)
     return operators
 

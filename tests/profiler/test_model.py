@@ -165,6 +165,8 @@ def test_tied_weights_count_once():
     profile = profile_model(model, BATCH)
     assert sum(o.parameter_bytes for o in profile) == sum(4 * p.numel() for p in model.parameters())
     assert {o.name: o.parameter_bytes for o in profile} == {"a": 4 * 42, "norm": 4 * 12, "b": 0}
+    # backward makes the gradient first where forward used the weight last
+    assert {o.name: o.gradient_bytes for o in profile} == {"a": 4 * 6, "norm": 4 * 12, "b": 4 * 36}
     assert profile.fingerprint["b.weight"] == "float32[6, 6] tied to a.weight"
 
 
