@@ -29,12 +29,14 @@ def apply_plan(module: nn.Module, plan: Plan, *, device: torch.device, **fsdp_kw
         **fsdp_kwargs: further arguments of ``FullyShardedDataParallel``, such as ``mixed_precision``.
 
     Raises:
-        PlanMismatchError: a unit's module is not there, or its operators' parameters would end up in another unit.
-        ConfigurationError: the plan asks for what this version cannot execute.
+        PlanMismatchError: a unit's module is not there, its operators' parameters would end up in another unit, or
+            the model has parameters that the plan does not know.
+        ConfigurationError: the plan asks for what this version or FSDP cannot execute.
     """
     _check_executable(plan)
     modules = dict(module.named_modules())
     _check_units(plan, modules)
+    _check_parameters(plan, module)
     strategy = {modules[unit.name]: _STRATEGIES[unit.modes[0]] for unit in plan.units if unit.name}
 
     def policy(child: nn.Module) -> bool | dict[str, Any]:
@@ -87,6 +89,26 @@ def _check_units(plan: Plan, modules: dict[str, nn.Module]) -> None:
                     f"Expected operator {operator!r} inside unit {unit.name!r}, as the plan says, but FSDP would put"
                     f" its parameters into unit {holder!r}. Plan anew by leaving out `plan=`."
                 )
+
+
+def _check_parameters(plan: Plan, module: nn.Module) -> None:
+    holders = {operator: unit.name for unit in plan.units for operator in unit.operators}
+    first: dict[str, tuple[str, nn.Parameter]] = {}
+    for name, parameter in module.named_parameters():
+        operator = name.rpartition(".")[0]
+        if operator not in holders:
+            raise PlanMismatchError(
+                f"Expected the plan to say where every parameter goes, but no unit holds the operator of {name!r}."
+                " Plan anew by leaving out `plan=`."
+            )
+        unit = holders[operator]
+        other_name, other = first.setdefault(unit, (name, parameter))
+        if parameter.dtype != other.dtype:
+            raise ConfigurationError(
+                f"FSDP keeps the parameters of a unit in one tensor of one dtype, but unit {unit!r} would hold"
+                f" {other_name!r} ({other.dtype}) and {name!r} ({parameter.dtype}). Give them one dtype, or make a"
+                " module of those that differ and plan with search_space=SearchSpace(min_unit_bytes=0)."
+            )
 
 
 def _nearest(operator: str, wrapped: set[str]) -> str:

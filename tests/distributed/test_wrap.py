@@ -8,7 +8,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "profiler"))
 
 from entangled_models import MODELS
-from wrap_cases import gradients_differ_by
+from wrap_cases import gradients_differ_by, nested_units
+from wrapped_units import NESTED, NESTED_PARAMETERS
 
 pytestmark = pytest.mark.distributed
 
@@ -19,3 +20,9 @@ def test_gradients_equal_the_unwrapped_models(ranks, name, modes):
     for difference, units in ranks(2).run(gradients_differ_by, name=name, modes=modes):
         assert difference < 1e-6
         assert units[0] == ""
+
+
+def test_units_and_modes_are_exactly_the_plans(ranks):
+    for units, frozen_without_gradient in ranks(2).run(nested_units):
+        assert units == {name: (NESTED_PARAMETERS[name], mode) for name, (_, mode) in NESTED.items()}
+        assert frozen_without_gradient

@@ -2,14 +2,37 @@
 
 import sys
 from pathlib import Path
+from unittest import mock
 
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "profiler"))
 
 from wrapped import compare
+from wrapped_units import NESTED, Nested, plan, units_of
+
+from lightning_osdp.apply import apply_plan
+from lightning_osdp.profiler import cluster, measure_cluster
+
+CPU = torch.device("cpu")
 
 
 def gradients_differ_by(name, modes):
     """Largest difference of loss and gradients from the unwrapped model's, and the units' names."""
-    import torch.distributed as dist
-
     return compare(name, world_size=dist.get_world_size(), modes=modes)
+
+
+def nested_units():
+    """Units, their parameters and modes, after applying `NESTED`; gradients of what is frozen and what is not."""
+    root = apply_plan(Nested(), plan(NESTED, dist.get_world_size()), device=CPU)
+    root(torch.ones(4, 4)).sum().backward()
+    frozen = [p.grad is None for name, p in root.named_parameters() if "frozen" in name]
+    return units_of(root), all(frozen)
+
+
+def measured_cluster(available_bytes):
+    """measure_cluster where this rank may use its entry of ``available_bytes``."""
+    with mock.patch.object(cluster, "default_memory_limit_bytes", return_value=available_bytes[dist.get_rank()]):
+        return measure_cluster(CPU, num_nodes=1, local_ranks=2)

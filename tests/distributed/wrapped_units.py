@@ -1,0 +1,71 @@
+"""What FSDP made of a module, read back from its wrappers."""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+from lightning_osdp.core.plan import Plan, Unit
+
+MODES = {ShardingStrategy.FULL_SHARD: "ZDP", ShardingStrategy.SHARD_GRAD_OP: "DP", ShardingStrategy.NO_SHARD: "none"}
+
+
+class Nested(nn.Module):
+    """Parameters at three depths, a frozen layer, buffers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.gain = nn.Parameter(torch.ones(4))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.frozen(self.block(x)) * self.gain)
+
+
+def plan(units, world_size=1):
+    """A plan from {unit: (operators, mode)}; the root's mode is DP."""
+    return Plan(
+        fingerprint={},
+        world_size=world_size,
+        units=tuple(
+            Unit(name=name, operators=tuple(operators), kind="", modes=(mode,))
+            for name, (operators, mode) in units.items()
+        ),
+        memory_limit_bytes=2**30,
+        peak_bytes=0,
+        micro_batch_size=1,
+        num_micro_batches=1,
+        step_time_s=0.0,
+        samples_per_s=0.0,
+        gap=0.0,
+    )
+
+
+NESTED = {
+    "": ([""], "DP"),
+    "block": (["block.0"], "ZDP"),
+    "block.1": (["block.1.0", "block.1.1"], "DP"),
+    "frozen": (["frozen"], "ZDP"),
+    "head": (["head"], "DP"),
+}
+NESTED_PARAMETERS = {
+    "": ["gain"],
+    "block": ["block.0.weight", "block.0.bias"],
+    "block.1": ["block.1.0.weight", "block.1.0.bias", "block.1.1.weight", "block.1.1.bias"],
+    "frozen": ["frozen.weight", "frozen.bias"],
+    "head": ["head.weight", "head.bias"],
+}
+
+
+def units_of(root):
+    """Unit -> (names of the parameters that its flat tensor holds, mode)."""
+    found = {}
+    for path, module in root.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            name = path.replace("_fsdp_wrapped_module.", "").replace("_fsdp_wrapped_module", "").strip(".")
+            infos = module._handle.flat_param._fqns if module._handle is not None else []
+            held = [f"{name}.{fqn}".strip(".").replace("_fsdp_wrapped_module.", "") for fqn in infos]
+            found[name] = (held, MODES[module.sharding_strategy])
+    return found
