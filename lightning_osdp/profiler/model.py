@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_osdp.core.profile import ModelProfile, OperatorProfile
+from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.errors import ProfileError
-from lightning_osdp.profiler.activations import Activations, trace_activations
+from lightning_osdp.profiler.activations import trace_activations
+from lightning_osdp.profiler.affine import another_size, resized
+from lightning_osdp.profiler.assemble import Timing, assemble
 from lightning_osdp.profiler.calls import recorded_calls
-from lightning_osdp.profiler.operators import Operator, check_parameters, find_operators, fingerprint
-from lightning_osdp.profiler.optimizer import OptimizerProfile, profile_optimizers
+from lightning_osdp.profiler.operators import Operator, check_parameters, find_operators
+from lightning_osdp.profiler.optimizer import profile_optimizers
 from lightning_osdp.profiler.snapshot import untouched
 from lightning_osdp.profiler.tensors import tensors_in
-from lightning_osdp.profiler.timing import Seconds, time_operators, time_step
+from lightning_osdp.profiler.timing import time_operators, time_step
+
+_log = logging.getLogger(__name__)
 
 
 def profile_model(
@@ -57,9 +63,9 @@ def profile_model(
     if batch_size is None:
         batch_size = _first_dimension(batch)
 
-    def run_step() -> Any:
+    def run_step(of: Any = batch) -> Any:
         with context():
-            return training_step(batch)
+            return training_step(of)
 
     # Every run starts from the same state, random numbers included, and so takes the same path through the model.
     with _rehearsal(module), recorded_calls(module) as calls:
@@ -70,19 +76,16 @@ def profile_model(
     with _rehearsal(module):
         static = [*tensors_in([vars(m) for m in module.modules()]), *tensors_in(batch)]
         activations = trace_activations(module, operators, run_step, _loss_in, static, last=last)
-    device = next(module.parameters()).device
-    with _rehearsal(module):
-        seconds = time_operators(operators, device, run_step)
-    with _rehearsal(module):
-        step = time_step(module, device, lambda: _loss_in(run_step()))
+    first = _time(module, operators, run_step, batch_size)
+    second = _time_at_another_size(module, operators, run_step, batch, batch_size)
     with untouched(module):
+        device = next(module.parameters()).device
         optimizers = profile_optimizers(module, configure_optimizers or _plain_optimizers, device)
-    return _assemble(
+    return assemble(
         module,
         operators,
         activations=activations,
-        seconds=seconds,
-        step=step,
+        timings=[first, second] if second else [first],
         optimizers=optimizers,
         batch=batch,
         batch_size=batch_size,
@@ -96,63 +99,29 @@ def _rehearsal(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def _assemble(
-    module: nn.Module,
-    operators: Sequence[Operator],
-    *,
-    activations: Sequence[Activations],
-    seconds: Mapping[str, Seconds],
-    step: Seconds,
-    optimizers: OptimizerProfile,
-    batch: Any,
-    batch_size: int,
-    compute_dtype: torch.dtype | None,
-) -> ModelProfile:
-    profiles = []
-    *parts, loss = activations
-    for operator, part in zip(operators, parts, strict=True):
-        taken = seconds.get(operator.signature, Seconds()) if operator.is_leaf else Seconds()
-        trainable = [p for p in operator.parameters if p.requires_grad]
-        profiles.append(
-            OperatorProfile(
-                name=operator.name,
-                kind=type(operator.module).__name__,
-                enclosing=operator.enclosing,
-                num_calls=operator.num_calls,
-                signature=operator.signature,
-                num_trainable=sum(p.numel() for p in trainable),
-                parameter_bytes=_bytes(operator.parameters),
-                gathered_bytes=_bytes(operator.parameters, compute_dtype),
-                trainable_bytes=_bytes(trainable),
-                gradient_bytes=_bytes(operator.gradients, compute_dtype),
-                optimizer_bytes=sum(optimizers.state_bytes.get(p, 0) for p in trainable),
-                forward_s_per_sample=operator.num_calls * taken.forward_s / batch_size,
-                backward_s_per_sample=operator.num_calls * taken.backward_s / batch_size,
-                activation_bytes_per_sample=part.saved_bytes / batch_size,
-                forward_workspace_bytes_per_sample=part.forward_workspace_bytes / batch_size,
-                backward_workspace_bytes_per_sample=part.backward_workspace_bytes / batch_size,
-            )
-        )
-    in_operators = sum(profile.compute_s_per_sample for profile in profiles)
-    return ModelProfile(
-        operators=tuple(profiles),
-        fingerprint=fingerprint(module),
-        profiled_batch_size=batch_size,
-        # Replayed alone an operator may take longer than inside the step; the rest is never negative.
-        other_s_per_sample=max(0.0, step.total_s / batch_size - in_operators),
-        optimizer_s_per_element=optimizers.s_per_element,
-        optimizer_is_foreach=optimizers.is_foreach,
-        optimizer_workspace_ratio=optimizers.workspace_ratio,
-        loss_activation_bytes_per_sample=loss.saved_bytes / batch_size,
-        loss_forward_workspace_bytes_per_sample=loss.forward_workspace_bytes / batch_size,
-        loss_backward_workspace_bytes_per_sample=loss.backward_workspace_bytes / batch_size,
-        buffer_bytes=_bytes(list(module.buffers())),
-        batch_bytes_per_sample=_bytes(list(tensors_in(batch))) / batch_size,
-    )
+def _time(module: nn.Module, operators: Sequence[Operator], run_step: Callable[[], Any], size: int) -> Timing:
+    device = next(module.parameters()).device
+    with _rehearsal(module):
+        seconds = time_operators(operators, device, run_step)
+    with _rehearsal(module):
+        step = time_step(module, device, lambda: _loss_in(run_step()))
+    return Timing(size, seconds, step)
 
 
-def _bytes(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> int:
-    return sum(t.numel() * (dtype.itemsize if dtype and t.is_floating_point() else t.element_size()) for t in tensors)
+def _time_at_another_size(
+    module: nn.Module, operators: Sequence[Operator], run_step: Callable[[Any], Any], batch: Any, batch_size: int
+) -> Timing | None:
+    """The same for a second size; None, said in the log, where the batch or the model does not allow one."""
+    size = another_size(batch_size)
+    other = resized(batch, batch_size, size)
+    if other is None:
+        _log.warning("OSDP: no tensor of the batch has %d samples first: time is taken as proportional.", batch_size)
+        return None
+    try:
+        return _time(module, operators, partial(run_step, other), size)
+    except Exception as error:
+        _log.warning("OSDP: the model does not run on %d samples (%r): time is taken as proportional.", size, error)
+        return None
 
 
 def _loss_in(returned: Any) -> Tensor:

@@ -33,8 +33,8 @@ BATCH = torch.ones(4, 6)
 
 def bytes_of(profile):
     """All fields but times."""
-    found = [{k: v for k, v in vars(o).items() if not k.endswith("_s_per_sample")} for o in profile]
-    rest = {k: v for k, v in vars(profile).items() if not ("_s_" in k or k == "operators")}
+    found = [{k: v for k, v in vars(o).items() if not k.endswith(("_s_per_sample", "_fixed_s"))} for o in profile]
+    rest = {k: v for k, v in vars(profile).items() if not ("_s_" in k or k.endswith("_fixed_s") or k == "operators")}
     return found, rest
 
 
@@ -53,7 +53,7 @@ def test_a_plain_module_with_a_training_step():
     assert profile.profiled_batch_size == 4
     assert profile.batch_bytes_per_sample == 4 * 6
     assert profile.buffer_bytes == 0
-    assert all(o.forward_s_per_sample > 0 and o.backward_s_per_sample > 0 for o in profile)
+    assert all(o.compute_fixed_s + 4 * o.compute_s_per_sample > 0 for o in profile)
     assert profile.other_s_per_sample >= 0
     assert profile.optimizer_s_per_element > 0
 
@@ -241,3 +241,25 @@ def test_what_configure_optimizers_returns_is_checked():
     model.configure_optimizers = lambda: {"optimizer": None}
     with pytest.raises(ProfileError, match=r"^Expected configure_optimizers to return an optimizer or a list of"):
         profile_model(model, BATCH)
+
+
+class FixedSize(nn.Module):
+    """Runs on four samples only."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).view(4, 2).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_model_of_one_size_is_timed_at_that_size_and_says_so(caplog):
+    profile = profile_model(FixedSize(), torch.ones(4, 3))
+    assert profile.operators[0].compute_fixed_s == 0.0
+    assert profile.operators[0].compute_s_per_sample > 0
+    assert "the model does not run on 2 samples" in caplog.text
+    assert "time is taken as proportional" in caplog.text
