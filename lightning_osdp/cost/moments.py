@@ -10,7 +10,7 @@ and at position i, with A_i the tensors saved for backward by operators up to i 
     fwd(i)  = base + sum_u s_u + [P of units gathered by i and not freed: DP, or i inside the unit] + A_i + w_i
     loss    = base + sum_u s_u + [P of DP units] + A + workspace of the loss
     bwd(i)  = base + [P still gathered, as above] + [P of the unit prefetched] + S so far + S_u + sum s_v + A_i
-    rs(i)   = the same with P_u freed, one S_u and the new s_u
+    rs(i)   = the same with P_u freed, and the new s_u: gloo copies the S_u that it reduces
     opt     = base + sum_u s_u + temporaries of the optimizer
 
 `fwd` carries the last step's reduced gradients because Lightning zeroes them between forward and backward. `bwd`
@@ -208,12 +208,16 @@ class _Step:
     def reduce(self, unit: int, operator: str, *, prefetches: bool) -> None:
         """The end of a unit's backward: flatten its gradients, free its parameter, reduce, keep the shard."""
         flat, reduced = self.flat_gradient_bytes(unit), self.reduced_bytes(unit)
+        # autograd fills in zeros for the frozen parts of a flat parameter that is not all frozen
+        self.add("unsharded gradients", flat - self.units[unit].gradient_bytes)
         self.observe("backward", operator, "unsharded gradients", flat)
         self.add("gathered parameters", -self.gathered_bytes(unit))
-        self.add("unsharded gradients", flat - self.units[unit].gradient_bytes)
         if prefetches:
             self.gather_down_to(self.place[unit] - 1)
+        copied = flat if self.world_size > 1 else 0.0
+        self.add("unsharded gradients", copied)
         self.observe("reduce-scatter", operator, "reduced gradients", reduced)
+        self.add("unsharded gradients", -copied)
         if self.world_size > 1 or self.accumulates:
             self.add("unsharded gradients", -flat)
         if self.world_size > 1 and not self.accumulates:

@@ -19,6 +19,7 @@ def steps(draw):
     num_bytes = st.integers(0, 500)
     operators = [
         {
+            **draw(st.sampled_from([{}, {}, {"trainable_bytes": 1, "gradient_bytes": 1, "optimizer_bytes": 2}])),
             "name": name,
             "parameter_bytes": draw(num_bytes),
             "frozen": draw(st.sampled_from([False, False, True])),
@@ -118,12 +119,12 @@ def simulated_peak(profile, units, modes, *, world_size, workload, backward_pref
         state["gradients"] += operator.gradient_bytes
         look(operator.backward_workspace_bytes_per_sample * samples)
         for u in [*(u for u in order if units[u].first == i), *([root] if i == 0 else [])]:
+            state["gradients"] += flat[u] - units[u].gradient_bytes
             look(flat[u])
             gathered.discard(u)
             reduced.add(u)
-            state["gradients"] += flat[u] - units[u].gradient_bytes
             gathered |= before(u) if backward_prefetch == "post" else set()
-            look(shard[u])
+            look(shard[u] + (flat[u] if world_size > 1 else 0))
             state["gradients"] -= flat[u] if world_size > 1 or accumulates else 0
             state["reduced"] += 0 if accumulates or world_size == 1 else shard[u]
         state["saved"] -= operator.activation_bytes_per_sample * samples
