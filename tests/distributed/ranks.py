@@ -6,7 +6,7 @@ import socket
 import sys
 import time
 import traceback
-from multiprocessing import get_context
+from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection, wait
 
 _TIMEOUT_S = 240
@@ -83,6 +83,7 @@ def _serve(connection: Connection, rank, world_size, port):
         GLOO_SOCKET_IFNAME="lo",
         OMP_NUM_THREADS="1",
     )
+    current_process()._config["daemon"] = False  # a case's loaders may have workers
     import torch
     import torch.distributed as dist
 
