@@ -14,6 +14,8 @@ class Link:
     """alpha: seconds per ring step, whatever the message's size."""
     seconds_per_byte: float
     """beta: seconds per byte sent by one rank."""
+    fit_error: float = 0.0
+    """Largest relative difference between this line and the times that it was fitted to."""
 
     def ring_s(self, num_bytes: float, world_size: int) -> float:
         """Seconds of one ring all-gather or reduce-scatter: ``(N-1) alpha + (N-1)/N S beta``.

@@ -95,7 +95,7 @@ def _fastest_s(device: torch.device, run: Callable[[], None]) -> float:
 
 
 def fit_link(points: list[tuple[int, float]], world_size: int) -> Link:
-    """Alpha and beta that fit measured times with the least relative error.
+    """Alpha and beta that fit measured times with the least relative error, and the largest error that is left.
 
     Args:
         points: (bytes of the whole tensor, seconds) of each size.
@@ -117,4 +117,5 @@ def fit_link(points: list[tuple[int, float]], world_size: int) -> Link:
         alpha, beta = 0.0, b1 / bb
     elif beta < 0:
         alpha, beta = a1 / aa, 0.0
-    return Link(latency_s=alpha, seconds_per_byte=beta)
+    error = max(abs(row[0] * alpha + row[1] * beta - 1) for row in rows)
+    return Link(latency_s=alpha, seconds_per_byte=beta, fit_error=error)

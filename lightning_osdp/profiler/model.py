@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.errors import ProfileError
@@ -63,21 +64,24 @@ def profile_model(
     if batch_size is None:
         batch_size = _first_dimension(batch)
 
+    batch = _cast(batch, compute_dtype)
+
     def run_step(of: Any = batch) -> Any:
         with context():
             return training_step(of)
 
     # Every run starts from the same state, random numbers included, and so takes the same path through the model.
-    with _rehearsal(module), recorded_calls(module) as calls:
-        _check_loss(run_step())
-    operators = find_operators(module, calls)
-    called = {operator.name for operator in operators}
-    last = next((name for name in reversed(calls.ended) if name in called), "")
-    with _rehearsal(module):
-        static = [*tensors_in([vars(m) for m in module.modules()]), *tensors_in(batch)]
-        activations = trace_activations(module, operators, run_step, _loss_in, static, last=last)
-    first = _time(module, operators, run_step, batch_size)
-    second = _time_at_another_size(module, operators, run_step, batch, batch_size)
+    with _computing_in(module, compute_dtype):
+        with _rehearsal(module), recorded_calls(module) as calls:
+            _check_loss(run_step())
+        operators = find_operators(module, calls)
+        called = {operator.name for operator in operators}
+        last = next((name for name in reversed(calls.ended) if name in called), "")
+        with _rehearsal(module):
+            static = [*tensors_in([vars(m) for m in module.modules()]), *tensors_in(batch)]
+            activations = trace_activations(module, operators, run_step, _loss_in, static, last=last)
+        first = _time(module, operators, run_step, batch_size)
+        second = _time_at_another_size(module, operators, run_step, batch, batch_size)
     with untouched(module):
         device = next(module.parameters()).device
         optimizers = profile_optimizers(module, configure_optimizers or _plain_optimizers, device)
@@ -91,6 +95,26 @@ def profile_model(
         batch_size=batch_size,
         compute_dtype=compute_dtype,
     )
+
+
+def _cast(batch: Any, dtype: torch.dtype | None) -> Any:
+    """Floating-point inputs as FSDP's root casts them under mixed precision."""
+    if dtype is None:
+        return batch
+    return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch)
+
+
+@contextmanager
+def _computing_in(module: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Parameters are in the dtype that FSDP gathers them in, so that autocast makes no copies that training lacks."""
+    whole = {p: p.data for p in module.parameters() if dtype is not None and p.is_floating_point() and p.dtype != dtype}
+    try:
+        for parameter in whole:
+            parameter.data = parameter.data.to(dtype)
+        yield
+    finally:
+        for parameter, data in whole.items():
+            parameter.data = data
 
 
 @contextmanager

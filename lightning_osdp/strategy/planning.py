@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
+from lightning_osdp.core.duration import format_seconds
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.errors import ConfigurationError, ProfileError
@@ -44,6 +45,11 @@ def plan_fit(
     strategy = trainer.strategy
     assert isinstance(strategy, FSDPStrategy)
     cluster = measure_cluster(strategy.root_device, num_nodes=strategy.num_nodes, local_ranks=strategy.num_processes)
+    for name, link in (("all-gather", cluster.all_gather), ("reduce-scatter", cluster.reduce_scatter)):
+        rank_zero_info(
+            f"OSDP: {name} over {cluster.backend or 'one rank'}: {format_seconds(link.latency_s)} a step +"
+            f" {format_seconds(link.seconds_per_byte * 2**20)} a MiB, fitted within {link.fit_error:.0%}"
+        )
     rank_zero_info("OSDP: profiling the model on one batch of its training data")
     loaders, peeked, batch, profile = on_all_ranks(lambda: _profile(trainer, module))
     limit_bytes = options.memory_limit_bytes or cluster.memory_bytes

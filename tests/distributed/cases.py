@@ -133,3 +133,25 @@ def predicted_and_counted_peak(name, optimizer, modes, num_micro_batches=1, pref
     fit.fit(module, module.loader(dist.get_rank(), world_size))
     check = next(callback for callback in fit.callbacks if isinstance(callback, PredictionCheck))
     return predicted.peak_bytes, check.measured.peak_bytes, predicted.phase
+
+
+def trains_in(precision):
+    """Losses and peak of a plan made and run in this precision, and DDP's losses in bf16-mixed or full."""
+    space = SearchSpace(min_unit_bytes=1024, share_units=False)
+    strategy = OSDPStrategy(search_space=space)
+    module = build("wide_mlp", "sgd")
+    before = {name: p.dtype for name, p in module.named_parameters()}
+    fit = trainer(strategy, precision=precision, max_steps=8)
+    fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size()))
+    reference_module = build("wide_mlp", "sgd")
+    ddp = trainer(DDPStrategy(process_group_backend="gloo"), max_steps=8)
+    ddp.fit(reference_module, reference_module.loader(dist.get_rank(), dist.get_world_size()))
+    check = next(callback for callback in fit.callbacks if isinstance(callback, PredictionCheck))
+    return {
+        "losses": module.losses,
+        "ddp": reference_module.losses,
+        "predicted": strategy.plan.peak_bytes,
+        "counted": check.measured.peak_bytes,
+        "gathered_bytes": sum(unit.parameter_bytes for unit in strategy.plan.units),
+        "dtypes": (sorted({str(d) for d in before.values()}), sorted({str(p.dtype) for p in module.parameters()})),
+    }

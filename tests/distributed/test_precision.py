@@ -1,0 +1,22 @@
+"""Precisions: planned, trained, and close to full precision."""
+
+import pytest
+from cases import trains_in
+from models import WideMLP
+
+pytestmark = pytest.mark.distributed
+
+NUM_ELEMENTS = sum(p.numel() for p in WideMLP().parameters())
+
+
+@pytest.mark.parametrize(
+    ("precision", "bytes_per_element", "kept"),
+    [("32-true", 4, "float32"), ("bf16-mixed", 2, "float32"), ("bf16-true", 2, "bfloat16"), ("16-mixed", 2, "float32")],
+)
+def test_training_is_planned_and_close_to_full_precision(ranks, precision, bytes_per_element, kept):
+    found = ranks(2).run(trains_in, precision=precision)[0]
+    assert found["gathered_bytes"] == bytes_per_element * NUM_ELEMENTS
+    assert found["dtypes"][1] == [f"torch.{kept}"]
+    assert found["losses"] == pytest.approx(found["ddp"], rel=1e-6 if precision == "32-true" else 5e-2)
+    assert found["losses"] != [found["losses"][0]] * 8
+    assert found["predicted"] == pytest.approx(found["counted"], rel=2e-3 if precision == "32-true" else 0.1)
