@@ -5,6 +5,7 @@ from __future__ import annotations
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_osdp.apply import apply_plan
+from lightning_osdp.callbacks import PlanMonitor
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.profile import ModelProfile
@@ -42,6 +43,7 @@ __all__ = [
     "Plan",
     "PlanFormatError",
     "PlanMismatchError",
+    "PlanMonitor",
     "ProfileError",
     "SearchSpace",
     "apply_plan",

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_osdp.callbacks import PredictionCheck
+from lightning_osdp.callbacks import PlanMonitor
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.report import plan_table, show
 
@@ -25,4 +25,5 @@ def publish(trainer: pl.Trainer, plan: Plan) -> None:
     if trainer.state.fn == TrainerFn.FITTING:
         # First, so that its clock stops before other callbacks validate, log or save.
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        callbacks[:] = [PredictionCheck(plan), *(c for c in callbacks if not isinstance(c, PredictionCheck))]
+        monitors = [callback for callback in callbacks if isinstance(callback, PlanMonitor)] or [PlanMonitor()]
+        callbacks[:] = [*monitors, *(callback for callback in callbacks if not isinstance(callback, PlanMonitor))]

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import BATCH_SIZE, build
 
 from lightning_osdp import Cluster, OSDPPrecision, OSDPStrategy, SearchSpace, make_plan, profile_model
-from lightning_osdp.callbacks import PredictionCheck
+from lightning_osdp.callbacks import PlanMonitor
 from lightning_osdp.core.cluster import Link
 from lightning_osdp.core.modes import MODES
 from lightning_osdp.core.units import partition
@@ -131,7 +131,7 @@ def predicted_and_counted_peak(name, optimizer, modes, num_micro_batches=1, pref
     fit = trainer(strategy, accumulate_grad_batches=num_micro_batches)
     module = build(name, optimizer)
     fit.fit(module, module.loader(dist.get_rank(), world_size))
-    check = next(callback for callback in fit.callbacks if isinstance(callback, PredictionCheck))
+    check = next(callback for callback in fit.callbacks if isinstance(callback, PlanMonitor))
     return predicted.peak_bytes, check.measured.peak_bytes, predicted.phase
 
 

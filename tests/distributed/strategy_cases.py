@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_osdp import OSDPStrategy, SearchSpace
-from lightning_osdp.callbacks import PredictionCheck
+from lightning_osdp.callbacks import PlanMonitor
 from lightning_osdp.errors import OSDPError
 
 SPACE = SearchSpace(min_unit_bytes=1024)
@@ -57,7 +57,7 @@ def plans_itself():
     with contextlib.redirect_stdout(text):
         fit = fitted(OSDPStrategy(search_space=SPACE, memory_limit=limit), module, max_steps=8, default_root_dir=folder)
     plan = fit.strategy.plan
-    check = next(callback for callback in fit.callbacks if isinstance(callback, PredictionCheck))
+    check = next(callback for callback in fit.callbacks if isinstance(callback, PlanMonitor))
     return {
         "free_modes": {unit.modes[0] for unit in free.units if unit.name},
         "modes": {unit.modes[0] for unit in plan.units if unit.name},

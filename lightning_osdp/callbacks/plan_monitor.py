@@ -1,0 +1,190 @@
+"""Measures what the plan predicted while training goes on: step time, samples/s and peak memory."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from rich.console import RenderableType
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torchmetrics.aggregation import MeanMetric
+from typing_extensions import override
+
+from lightning_osdp.callbacks.peak import WARM_UP_STEPS, PeakCounter
+from lightning_osdp.callbacks.step_clock import StepClock
+from lightning_osdp.core.plan import Plan
+from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.report import comparison_table, show
+
+_KEPT_STEPS = 1000
+"""Latest steps that the medians of the final table are taken over."""
+_REFRESH_S = 1.0
+"""Seconds between two values in the progress bar where logging comes less often: each costs about a millisecond."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured on this rank; None where training was too short."""
+
+    step_time_s: float | None = None
+    samples_per_s: float | None = None
+    peak_bytes: int | None = None
+
+
+class PlanMonitor(pl.Callback):
+    """Logs measured step time, samples/s and peak memory, and prints them beside the plan's predictions in the end.
+
+    `OSDPStrategy` adds one by itself; give the Trainer another to choose the options. These are logged to all loggers
+    of the trainer every ``log_every_n_steps``, and those marked (*) are shown in the progress bar:
+
+    - ``osdp/step_time_s`` (*): seconds of one optimizer step without loading, validation and logging, as the mean of
+      all steps since it was logged last.
+    - ``osdp/samples_per_s`` (*): samples of all ranks in a second of these steps.
+    - ``osdp/peak_bytes``: peak of live bytes on rank 0, exact on CPU, the caching allocator's own peak on CUDA.
+    - ``osdp/step_time_ratio`` (*), ``osdp/peak_ratio`` (*): measured over predicted, if the plan has a prediction.
+
+    The first steps are left out, and on CPU those in which bytes are counted. Training never waits for a measurement,
+    and checkpoints hold nothing of it.
+
+    Args:
+        progress_bar: whether to show them in the progress bar.
+        logger: whether to log them.
+
+    Raises:
+        ConfigurationError: fit runs under a strategy without a plan.
+    """
+
+    def __init__(self, *, progress_bar: bool = True, logger: bool = True) -> None:
+        self._progress_bar, self._logger = progress_bar, logger
+        self._plan: Plan | None = None
+        self._latest: dict[str, float] = {}
+
+    def _reset(self, trainer: pl.Trainer) -> None:
+        device = trainer.strategy.root_device
+        self._clock, self._peak = StepClock(device), PeakCounter(device)
+        self._steps: deque[tuple[float, int]] = deque(maxlen=_KEPT_STEPS)
+        # Ranks end their steps together, so that none needs to ask the others.
+        self._mean_s, self._mean_samples = MeanMetric(sync_on_compute=False), MeanMetric(sync_on_compute=False)
+        self._world_size = trainer.world_size
+        self._num_steps, self._global_step = 0, trainer.global_step
+        self._shown_s = 0.0
+        self._latest = {}
+
+    @property
+    def latest(self) -> dict[str, float]:
+        """What was logged last, by name."""
+        return dict(self._latest)
+
+    @property
+    def measured(self) -> Measured:
+        """What has been measured so far in this fit: medians over the latest steps, and the peak."""
+        if self._plan is None:
+            return Measured()
+        step_time_s = median(seconds for seconds, _ in self._steps) if self._steps else None
+        samples = self._world_size * median(samples for _, samples in self._steps) if self._steps else 0
+        return Measured(
+            step_time_s=step_time_s,
+            samples_per_s=samples / step_time_s if step_time_s else None,
+            peak_bytes=self._peak.peak_bytes,
+        )
+
+    def comparison(self) -> RenderableType:
+        """Table of what was predicted beside what was measured on this rank."""
+        assert self._plan is not None
+        measured = self.measured
+        too_short = f"only {self._num_steps} optimizer steps"
+        return comparison_table(
+            self._plan,
+            step_time_s=measured.step_time_s,
+            samples_per_s=measured.samples_per_s,
+            peak_bytes=measured.peak_bytes,
+            reasons=dict.fromkeys(("step_time_s", "samples_per_s", "peak_bytes"), too_short),
+        )
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        plan = getattr(trainer.strategy, "plan", None)
+        if not isinstance(plan, Plan):
+            raise ConfigurationError(
+                f"Expected a strategy with a plan, whose predictions PlanMonitor checks, got"
+                f" {type(trainer.strategy).__name__}. Train with strategy='osdp', or without PlanMonitor."
+            )
+        self._plan = plan
+        self._reset(trainer)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._peak.start(trainer, batch, num_steps=self._num_steps)
+        self._clock.start()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._clock.stop(num_samples=_num_samples(batch))
+        self._peak.stop()
+        if trainer.global_step == self._global_step:
+            return  # gradients accumulate: the optimizer step is yet to come
+        self._global_step = trainer.global_step
+        is_slow = self._num_steps < WARM_UP_STEPS or self._peak.is_counting(self._num_steps)
+        self._clock.end_step(counts=not is_slow)
+        self._peak.end_step(num_steps=self._num_steps)
+        self._num_steps += 1
+        is_due = trainer._logger_connector.should_update_logs
+        if is_due or time.perf_counter() - self._shown_s > _REFRESH_S:
+            self._log(pl_module)
+            self._shown_s = time.perf_counter()
+        if is_due:
+            self._mean_s.reset()
+            self._mean_samples.reset()
+
+    def _take_finished(self, *, wait: bool = False) -> None:
+        finished = list(self._clock.finished(wait=wait))
+        if finished:
+            self._steps.extend(finished)
+            self._mean_s.update(torch.tensor([seconds for seconds, _ in finished]))
+            self._mean_samples.update(torch.tensor([samples for _, samples in finished]))
+
+    def _log(self, pl_module: pl.LightningModule) -> None:
+        assert self._plan is not None
+        self._take_finished()
+        if self._mean_s.update_called:
+            step_time_s = float(self._mean_s.compute())
+            self._latest["osdp/step_time_s"] = step_time_s
+            self._latest["osdp/samples_per_s"] = self._world_size * float(self._mean_samples.compute()) / step_time_s
+            if self._plan.step_time_s > 0:
+                self._latest["osdp/step_time_ratio"] = step_time_s / self._plan.step_time_s
+        if self._peak.peak_bytes is not None:
+            self._latest["osdp/peak_bytes"] = self._peak.peak_bytes
+            if self._plan.peak_bytes > 0:
+                self._latest["osdp/peak_ratio"] = self._peak.peak_bytes / self._plan.peak_bytes
+        for name, value in self._latest.items():
+            in_bar = self._progress_bar and name != "osdp/peak_bytes"
+            pl_module.log(name, value, on_step=True, on_epoch=False, prog_bar=in_bar, logger=self._logger)
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._plan is None:
+            return
+        self._take_finished(wait=True)
+        if trainer.is_global_zero:
+            show(self.comparison())
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if self._plan is not None:
+            self._peak.stop()
+
+
+def _num_samples(batch: Any) -> int:
+    """What Lightning takes for a batch's size: the first dimension of its first tensor."""
+    first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), None)
+    return 1 if first is None or first.dim() == 0 else len(first)

@@ -1,0 +1,105 @@
+"""The clock, with events of a made-up device whose time is set by hand."""
+
+import time
+
+import pytest
+import torch
+
+from lightning_osdp.callbacks.step_clock import StepClock
+
+
+class Device:
+    """Reaches what it was asked to do only when told so."""
+
+    def __init__(self):
+        self.recorded, self.num_passed, self.num_waits = [], 0, 0
+
+    def wait(self, _):
+        self.num_waits += 1
+        self.num_passed = len(self.recorded)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Events pass in order; the n-th one that is recorded is at n * n milliseconds."""
+    device = Device()
+
+    class Event:
+        def __init__(self, *, enable_timing):
+            assert enable_timing
+
+        def record(self, stream):
+            assert stream == "the current stream"
+            self.place = len(device.recorded)
+            device.recorded.append(self)
+
+        def query(self):
+            return self.place < device.num_passed
+
+        def elapsed_time(self, end):
+            assert self.query()
+            assert end.query()
+            return float(end.place**2 - self.place**2)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "the current stream")
+    monkeypatch.setattr(torch.cuda, "synchronize", device.wait)
+    return device
+
+
+def batch(clock, num_samples=4):
+    clock.start()
+    clock.stop(num_samples=num_samples)
+
+
+def test_steps_are_told_once_the_device_has_ended_them(device):
+    clock = StepClock(torch.device("cuda"))
+    for _ in range(3):
+        batch(clock)
+        clock.end_step()
+    assert list(clock.finished()) == []
+    device.num_passed = 3  # within the second step
+    assert list(clock.finished()) == [(0.001, 4)]
+    assert list(clock.finished()) == []
+    device.num_passed = 6
+    assert list(clock.finished()) == [(0.005, 4), (0.009, 4)]
+    assert device.num_waits == 0
+
+
+def test_waiting_is_for_the_end_only(device):
+    clock = StepClock(torch.device("cuda"))
+    batch(clock)
+    clock.end_step()
+    assert list(clock.finished(wait=True)) == [(0.001, 4)]
+    assert device.num_waits == 1
+
+
+def test_micro_batches_add_up_to_a_step(device):
+    clock = StepClock(torch.device("cuda"))
+    batch(clock, 4)
+    batch(clock, 3)
+    clock.end_step()
+    device.num_passed = 3  # the second micro-batch goes on
+    assert list(clock.finished()) == []
+    device.num_passed = 4
+    assert list(clock.finished()) == [(0.006, 7)]
+
+
+def test_steps_that_do_not_count_are_forgotten(device):
+    clock = StepClock(torch.device("cuda"))
+    batch(clock)
+    clock.end_step(counts=False)
+    batch(clock)
+    clock.end_step()
+    device.num_passed = 4
+    assert list(clock.finished()) == [(0.005, 4)]
+
+
+def test_on_cpu_a_batch_has_ended_when_it_returns(monkeypatch):
+    times = iter([10.0, 10.5, 20.0, 20.25])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(times))
+    clock = StepClock(torch.device("cpu"))
+    batch(clock)
+    batch(clock)
+    clock.end_step()
+    assert list(clock.finished(wait=True)) == [(0.75, 8)]
