@@ -146,7 +146,7 @@ def trains_in(precision):
     reference_module = build("wide_mlp", "sgd")
     ddp = trainer(DDPStrategy(process_group_backend="gloo"), max_steps=8)
     ddp.fit(reference_module, reference_module.loader(dist.get_rank(), dist.get_world_size()))
-    check = next(callback for callback in fit.callbacks if isinstance(callback, PredictionCheck))
+    check = next(callback for callback in fit.callbacks if isinstance(callback, PlanMonitor))
     return {
         "losses": module.losses,
         "ddp": reference_module.losses,
