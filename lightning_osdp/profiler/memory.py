@@ -11,8 +11,6 @@ import torch
 CUDA_HEADROOM = 0.1
 """Fraction of the free device memory that a default limit leaves alone: allocator rounding and fragmentation, and
 the communicator's buffers, which no plan counts. [Assumption, not a measurement.]"""
-CPU_HEADROOM = 0.1
-"""The same for the machine's available memory: interpreter, libraries and loader workers."""
 
 _MEMINFO = Path("/proc/meminfo")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -20,7 +18,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def default_memory_limit_bytes(device: torch.device, *, local_ranks: int) -> int:
-    """Bytes that one rank may use: what is free now less a headroom; on CPU the local ranks share the machine's.
+    """Bytes that one rank may use: what is free on the GPU less a headroom; its share of the machine's memory on CPU.
 
     Args:
         device: where the rank trains.
@@ -31,7 +29,7 @@ def default_memory_limit_bytes(device: torch.device, *, local_ranks: int) -> int
         # What this process has cached already is free to it.
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(free * (1 - CUDA_HEADROOM))
-    return int(available_host_bytes() * (1 - CPU_HEADROOM)) // local_ranks
+    return available_host_bytes() // local_ranks
 
 
 def available_host_bytes() -> int:

@@ -49,7 +49,7 @@ class OSDPStrategy(FSDPStrategy):
         memory_limit: bytes that tensors of one rank may take in every phase of a step, as an int or a text such as
             ``"8GiB"`` (2^30) or ``"500MB"`` (10^6): parameters, gathered copies, gradients, optimizer state,
             activations, buffers and the batch. None: what is free on the GPU, or the rank's share of the machine's
-            available memory on CPU, less a headroom.
+            available memory on CPU.
         plan: a `Plan`, or the path of one, that is used as it is; nothing is profiled then.
         batch_size: ``"auto"`` keeps the global batch that the user configured; ``"keep"`` leaves the loader alone for
             good; ``"scale"`` chooses the micro-batch with the best predicted samples/s; an int is that micro-batch.

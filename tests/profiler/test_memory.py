@@ -22,10 +22,10 @@ def machine(tmp_path, monkeypatch):
     return write
 
 
-def test_ranks_share_what_is_available_less_a_headroom(machine):
+def test_ranks_share_what_is_available(machine):
     assert memory.available_host_bytes() == 16 * GIB
-    assert default_memory_limit_bytes(CPU, local_ranks=1) == int(16 * GIB * 0.9)
-    assert default_memory_limit_bytes(CPU, local_ranks=4) == int(16 * GIB * 0.9) // 4
+    assert default_memory_limit_bytes(CPU, local_ranks=1) == 16 * GIB
+    assert default_memory_limit_bytes(CPU, local_ranks=4) == 4 * GIB
 
 
 def test_a_control_group_limits_it(machine):
