@@ -108,6 +108,7 @@ def test_the_public_names_are_these():
         "Plan",
         "PlanFormatError",
         "PlanMismatchError",
+        "PlanMonitor",
         "ProfileError",
         "SearchSpace",
         "apply_plan",

@@ -136,6 +136,12 @@ def merged(
     return _units(profile, members)
 
 
+def grouped(profile: ModelProfile, members: Mapping[str, Collection[str]]) -> tuple[UnitProfile, ...]:
+    """The units of these names, made of the operators of these names."""
+    operators = {operator.name: operator for operator in profile}
+    return _units(profile, {unit: [operators[name] for name in names] for unit, names in members.items()})
+
+
 def _units(profile: ModelProfile, members: Mapping[str, Sequence[OperatorProfile]]) -> tuple[UnitProfile, ...]:
     """Units by name, with the span of operators that run inside them; root first, then in forward order."""
     position = {operator.name: index for index, operator in enumerate(profile)}

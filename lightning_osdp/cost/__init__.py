@@ -26,6 +26,7 @@ from lightning_osdp.cost.peak_memory import (
     peak_memory,
     step_memory,
 )
+from lightning_osdp.cost.planned_memory import planned_memory
 
 TERMS: dict[str, Callable[..., Cost]] = {
     "communication": communication_cost,
@@ -55,6 +56,7 @@ __all__ = [
     "largest_transient_bytes",
     "memory_over_step",
     "peak_memory",
+    "planned_memory",
     "step_memory",
     "unit_cost",
 ]

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_osdp.core.profile import ModelProfile
+from lightning_osdp.core.progress import Progress, silent
 from lightning_osdp.errors import ProfileError
 from lightning_osdp.profiler.activations import trace_activations
 from lightning_osdp.profiler.affine import another_size, resized
@@ -37,6 +38,7 @@ def profile_model(
     configure_optimizers: Callable[[nn.Module], Sequence[Optimizer]] | None = None,
     compute_dtype: torch.dtype | None = None,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    progress: Progress = silent,
 ) -> ModelProfile:
     """Bytes and seconds of every operator of a model, from running its training step on one batch.
 
@@ -53,6 +55,7 @@ def profile_model(
             which must return an optimizer or a list of them.
         compute_dtype: dtype of gathered parameters under mixed precision; None: as they are.
         context: makes the context that forward runs in, such as autocast.
+        progress: called with each stage as it begins, and how far it has come.
 
     Raises:
         ProfileError: no loss, a loss without gradient or not finite, no parameters, or an optimizer that cannot be
@@ -70,6 +73,7 @@ def profile_model(
         with context():
             return training_step(of)
 
+    progress("tracing the model", "")
     # Every run starts from the same state, random numbers included, and so takes the same path through the model.
     with _computing_in(module, compute_dtype):
         with _rehearsal(module), recorded_calls(module) as calls:
@@ -80,8 +84,9 @@ def profile_model(
         with _rehearsal(module):
             static = [*tensors_in([vars(m) for m in module.modules()]), *tensors_in(batch)]
             activations = trace_activations(module, operators, run_step, _loss_in, static, last=last)
-        first = _time(module, operators, run_step, batch_size)
-        second = _time_at_another_size(module, operators, run_step, batch, batch_size)
+        first = _time(module, operators, run_step, batch_size, progress=progress)
+        second = _time_at_another_size(module, operators, run_step, batch, batch_size, progress=progress)
+    progress("profiling the optimizer", "")
     with untouched(module):
         device = next(module.parameters()).device
         optimizers = profile_optimizers(module, configure_optimizers or _plain_optimizers, device)
@@ -123,17 +128,27 @@ def _rehearsal(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def _time(module: nn.Module, operators: Sequence[Operator], run_step: Callable[[], Any], size: int) -> Timing:
+def _time(
+    module: nn.Module, operators: Sequence[Operator], run_step: Callable[[], Any], size: int, *, progress: Progress
+) -> Timing:
     device = next(module.parameters()).device
+    stage = f"timing {size} {'sample' if size == 1 else 'samples'}"
     with _rehearsal(module):
-        seconds = time_operators(operators, device, run_step)
+        seconds = time_operators(operators, device, run_step, stage=stage, progress=progress)
+    progress(stage, "whole step")
     with _rehearsal(module):
         step = time_step(module, device, lambda: _loss_in(run_step()))
     return Timing(size, seconds, step)
 
 
 def _time_at_another_size(
-    module: nn.Module, operators: Sequence[Operator], run_step: Callable[[Any], Any], batch: Any, batch_size: int
+    module: nn.Module,
+    operators: Sequence[Operator],
+    run_step: Callable[[Any], Any],
+    batch: Any,
+    batch_size: int,
+    *,
+    progress: Progress,
 ) -> Timing | None:
     """The same for a second size; None, said in the log, where the batch or the model does not allow one."""
     size = another_size(batch_size)
@@ -142,7 +157,7 @@ def _time_at_another_size(
         _log.warning("OSDP: no tensor of the batch has %d samples first: time is taken as proportional.", batch_size)
         return None
     try:
-        return _time(module, operators, partial(run_step, other), size)
+        return _time(module, operators, partial(run_step, other), size, progress=progress)
     except Exception as error:
         _log.warning("OSDP: the model does not run on %d samples (%r): time is taken as proportional.", size, error)
         return None

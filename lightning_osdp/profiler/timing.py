@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from lightning_osdp.core.progress import Progress, silent
 from lightning_osdp.profiler.calls import floating_tensors
 from lightning_osdp.profiler.operators import Operator
 
@@ -50,14 +51,20 @@ def time_step(module: nn.Module, device: torch.device, loss_of: Callable[[], Ten
 
 
 def time_operators(
-    operators: Sequence[Operator], device: torch.device, run_step: Callable[[], object]
+    operators: Sequence[Operator],
+    device: torch.device,
+    run_step: Callable[[], object],
+    *,
+    stage: str = "timing",
+    progress: Progress = silent,
 ) -> dict[str, Seconds]:
     """Seconds of each distinct operator by signature, from replaying it on the inputs that forward gives it.
 
     Only operators without others inside are replayed; the rest of the step is what `time_step` finds beyond them.
     """
     found: dict[str, Seconds] = {}
-    with _replays(operators, device, found):
+    num_distinct = len({operator.signature for operator in operators if operator.is_leaf})
+    with _replays(operators, device, found, lambda: progress(stage, f"operator {len(found) + 1} of {num_distinct}")):
         run_step()
     return found
 
@@ -87,7 +94,9 @@ def _timed(device: torch.device, forward: Callable[[], Any], backward: Callable[
 
 
 @contextmanager
-def _replays(operators: Sequence[Operator], device: torch.device, found: dict[str, Seconds]) -> Iterator[None]:
+def _replays(
+    operators: Sequence[Operator], device: torch.device, found: dict[str, Seconds], on_next: Callable[[], None]
+) -> Iterator[None]:
     with ExitStack() as stack:
         for operator in operators:
             if operator.is_leaf:
@@ -96,6 +105,7 @@ def _replays(operators: Sequence[Operator], device: torch.device, found: dict[st
                     m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], operator: Operator = operator
                 ) -> None:
                     if operator.signature not in found:
+                        on_next()
                         found[operator.signature] = _replay(operator, device, args, kwargs)
 
                 stack.callback(operator.module.register_forward_pre_hook(before, with_kwargs=True).remove)

@@ -8,6 +8,7 @@ from lightning_osdp.assign import Assignment, Setting
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plan import PREFETCH_CHOICES, Plan, Unit
 from lightning_osdp.core.profile import ModelProfile
+from lightning_osdp.core.progress import Progress, silent
 from lightning_osdp.core.search_space import SearchSpace
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload
@@ -29,6 +30,7 @@ def make_plan(
     search_space: SearchSpace | None = None,
     backward_prefetch: str = "pre",
     forward_prefetch: bool = False,
+    progress: Progress = silent,
 ) -> Plan:
     """The plan with the best predicted samples/s under the memory limit.
 
@@ -43,6 +45,7 @@ def make_plan(
         search_space: what may be chosen; None: everything.
         backward_prefetch: FSDP1's setting, ``pre``, ``post`` or ``none``; it decides how many units are gathered.
         forward_prefetch: FSDP1's setting.
+        progress: called with each micro-batch size that is tried, and the best samples/s so far.
 
     Raises:
         ConfigurationError: no such solver or prefetch setting, or a number of samples or micro-batches below 1.
@@ -62,7 +65,8 @@ def make_plan(
         backward_prefetch=backward_prefetch,
         forward_prefetch=forward_prefetch,
     )
-    sweep = Sweep(first, limit_bytes=memory_limit_bytes, search=search, shares=search_space.share_units)
+    shares = search_space.share_units
+    sweep = Sweep(first, limit_bytes=memory_limit_bytes, search=search, shares=shares, progress=progress)
     if micro_batch_size == "scale":
         best = sweep.best(2**20 if max_micro_batch_size is None else max_micro_batch_size)
     else:

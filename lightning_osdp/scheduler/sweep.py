@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lightning_osdp.assign import Assignment, Setting, assign_modes, share_units
+from lightning_osdp.core.duration import three_digits
+from lightning_osdp.core.progress import Progress, silent
 
 TOLERANCE = 1e-3
 """Fraction of samples/s by which some size may be better than the one that is chosen."""
@@ -50,8 +52,11 @@ def _samples_per_s(setting: Setting, step_time_s: float) -> float:
 class Sweep:
     """Micro-batch sizes with their best assignment, each searched once."""
 
-    def __init__(self, setting: Setting, *, limit_bytes: int, search: str, shares: bool) -> None:
+    def __init__(
+        self, setting: Setting, *, limit_bytes: int, search: str, shares: bool, progress: Progress = silent
+    ) -> None:
         self._setting, self._limit_bytes, self._search, self._shares = setting, limit_bytes, search, shares
+        self._progress = progress
         self._candidates: dict[int, Candidate] = {}
 
     def setting(self, micro_batch_size: int) -> Setting:
@@ -66,6 +71,8 @@ class Sweep:
 
     def candidate(self, micro_batch_size: int) -> Candidate | None:
         """Best assignment at this size; None if none fits."""
+        best = f", best {three_digits(self._best().samples_per_s)} samples/s so far" if self._candidates else ""
+        self._progress("searching", f"micro-batch {micro_batch_size}{best}")
         setting = self.setting(micro_batch_size)
         assignment = assign_modes(setting, limit_bytes=self._limit_bytes, search=self._search)
         if assignment is None:
@@ -102,7 +109,7 @@ class Sweep:
     def best(self, most: int) -> Candidate | None:
         """Best samples/s, to `TOLERANCE`; between equal ones the smallest size."""
         largest = self.largest(most)
-        for size in {1, largest} - {0}:
+        for size in sorted({1, largest} - {0}):
             self.candidate(size)
         while len(self._candidates) < MAX_SIZES:
             open_sizes = [pair for pair in pairwise(sorted(self._candidates)) if pair[1] - pair[0] > 1]

@@ -154,17 +154,18 @@ class OSDPStrategy(FSDPStrategy):
                 " Go on with the Trainer that wrapped it, or build the model anew and load its checkpoint."
             )
         trainer = module.trainer
-        self._change_loader = LoaderChange()
+        self._change_loader, profile = LoaderChange(), None
         if self._options.plan is not None:
             self._plan, self._change_loader = given_plan(trainer, module, self._options)
         elif trainer.state.fn == TrainerFn.FITTING:
-            self._plan, self._change_loader = plan_fit(trainer, module, self._options, prefetch=self._prefetch)
+            planned = plan_fit(trainer, module, self._options, prefetch=self._prefetch)
+            self._plan, self._change_loader, profile = planned
         elif self._plan is None or self._plan.fingerprint != fingerprint(module):
             self._plan = None
             rank_zero_info("OSDP: evaluating without a plan; the whole model is one unit. Pass plan= to shard it.")
         kwargs = {**self.kwargs, "mixed_precision": self.mixed_precision_config}
         if self._plan is not None:
-            publish(trainer, self._plan)
+            publish(trainer, self._plan, profile)
             root = apply_plan(module, self._plan, device=self.root_device, **kwargs)
         else:
             root = FullyShardedDataParallel(module, device_id=self.root_device, **kwargs)

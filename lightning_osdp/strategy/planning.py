@@ -13,9 +13,11 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
+from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.duration import format_seconds
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.profile import ModelProfile
+from lightning_osdp.core.progress import Progress
 from lightning_osdp.errors import ConfigurationError, ProfileError
 from lightning_osdp.profiler import fingerprint, measure_cluster, profile_model
 from lightning_osdp.scheduler import make_plan
@@ -31,31 +33,50 @@ from lightning_osdp.strategy.loaders import (
 )
 from lightning_osdp.strategy.once import Peeked
 from lightning_osdp.strategy.options import Options, Prefetch
+from lightning_osdp.strategy.progress import shown_progress
 from lightning_osdp.strategy.step import configured_optimizers, forget_loaders, muted, training_step
 
 
 def plan_fit(
     trainer: pl.Trainer, module: pl.LightningModule, options: Options, *, prefetch: Prefetch
-) -> tuple[Plan, LoaderChange]:
-    """The plan for this fit, the same on all ranks, and what its loaders become. Every rank profiles; rank 0 plans.
+) -> tuple[Plan, LoaderChange, ModelProfile]:
+    """The plan for this fit, the same on all ranks, what its loaders become, and this rank's profile of the model.
+
+    Every rank profiles; rank 0 plans.
 
     Raises:
         OSDPError: on all ranks, where any of them cannot profile or no plan fits.
     """
     strategy = trainer.strategy
     assert isinstance(strategy, FSDPStrategy)
-    cluster = measure_cluster(strategy.root_device, num_nodes=strategy.num_nodes, local_ranks=strategy.num_processes)
+    with shown_progress(is_global_zero=trainer.is_global_zero) as progress:
+        progress("measuring links and the overhead of a unit", "")
+        cluster = measure_cluster(
+            strategy.root_device, num_nodes=strategy.num_nodes, local_ranks=strategy.num_processes
+        )
     for name, link in (("all-gather", cluster.all_gather), ("reduce-scatter", cluster.reduce_scatter)):
         rank_zero_info(
             f"OSDP: {name} over {cluster.backend or 'one rank'}: {format_seconds(link.latency_s)} a step +"
             f" {format_seconds(link.seconds_per_byte * 2**20)} a MiB, fitted within {link.fit_error:.0%}"
         )
-    rank_zero_info("OSDP: profiling the model on one batch of its training data")
-    loaders, peeked, batch, profile = on_all_ranks(lambda: _profile(trainer, module))
+    with shown_progress(is_global_zero=trainer.is_global_zero) as progress:
+        return _planned(trainer, module, options, cluster, prefetch=prefetch, progress=progress)
+
+
+def _planned(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    options: Options,
+    cluster: Cluster,
+    *,
+    prefetch: Prefetch,
+    progress: Progress,
+) -> tuple[Plan, LoaderChange, ModelProfile]:
+    loaders, peeked, batch, profile = on_all_ranks(lambda: _profile(trainer, module, progress))
     limit_bytes = options.memory_limit_bytes or cluster.memory_bytes
     assert limit_bytes is not None
     current = common_size(loaders) or samples_in(batch)
-    micro_batch_size, most = _micro_batch(options, loaders, current, world_size=strategy.world_size)
+    micro_batch_size, most = _micro_batch(options, loaders, current, world_size=trainer.world_size)
     plan = on_rank_zero(
         lambda: make_plan(
             profile,
@@ -68,10 +89,11 @@ def plan_fit(
             search_space=options.search_space,
             backward_prefetch=prefetch.backward,
             forward_prefetch=prefetch.forward,
+            progress=progress,
         )
     )
     size = None if plan.micro_batch_size == current else plan.micro_batch_size
-    return plan, LoaderChange(batch_size=size, peeked=peeked)
+    return plan, LoaderChange(batch_size=size, peeked=peeked), profile
 
 
 def given_plan(trainer: pl.Trainer, module: nn.Module, options: Options) -> tuple[Plan, LoaderChange]:
@@ -102,7 +124,9 @@ def given_plan(trainer: pl.Trainer, module: nn.Module, options: Options) -> tupl
     return plan, LoaderChange(batch_size=plan.micro_batch_size)
 
 
-def _profile(trainer: pl.Trainer, module: pl.LightningModule) -> tuple[CombinedLoader, list[Peeked], Any, ModelProfile]:
+def _profile(
+    trainer: pl.Trainer, module: pl.LightningModule, progress: Progress
+) -> tuple[CombinedLoader, list[Peeked], Any, ModelProfile]:
     step = training_step(module)
     strategy = trainer.strategy
     on_meta = [name for name, tensor in module.named_parameters() if tensor.is_meta]
@@ -128,6 +152,7 @@ def _profile(trainer: pl.Trainer, module: pl.LightningModule) -> tuple[CombinedL
                 configure_optimizers=configured_optimizers(trainer),
                 compute_dtype=_compute_dtype(strategy),
                 context=trainer.precision_plugin.train_step_context,
+                progress=progress,
             )
     except torch.OutOfMemoryError as error:
         raise ProfileError(

@@ -10,18 +10,28 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_osdp.callbacks import PlanMonitor
 from lightning_osdp.core.plan import Plan
-from lightning_osdp.report import plan_table, show
+from lightning_osdp.core.profile import ModelProfile
+from lightning_osdp.cost import planned_memory
+from lightning_osdp.report import plan_table, save_picture, show
 
 PLAN_FILENAME = "osdp_plan.json"
 
 
-def publish(trainer: pl.Trainer, plan: Plan) -> None:
-    """Writes and prints the plan on rank 0, and has its predictions checked when fit ends."""
+def publish(trainer: pl.Trainer, plan: Plan, profile: ModelProfile | None) -> None:
+    """Writes, draws and prints the plan on rank 0, and has its predictions checked while it trains.
+
+    Args:
+        trainer: whose log directory gets the plan and its picture.
+        plan: the plan in use.
+        profile: of the model, from which memory over a step is drawn; None where a plan was given.
+    """
     path = Path(trainer.log_dir or trainer.default_root_dir) / PLAN_FILENAME
     if trainer.is_global_zero:
         plan.save(path)
+        memory = () if profile is None else planned_memory(plan, profile)
+        save_picture(plan, path.with_suffix(".svg"), memory=memory)
         show(plan_table(plan))
-    rank_zero_info(f"OSDP: plan written to {path}")
+    rank_zero_info(f"OSDP: plan written to {path}, and drawn beside it as {path.with_suffix('.svg').name}")
     if trainer.state.fn == TrainerFn.FITTING:
         # First, so that its clock stops before other callbacks validate, log or save.
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector

@@ -68,6 +68,7 @@ def plans_itself():
         "text": text.getvalue(),
         "losses": module.losses,
         "saved": json.loads((folder / "osdp_plan.json").read_text()),
+        "picture": (folder / "osdp_plan.svg").read_text(),
         "logged": dict(fit.callback_metrics),
     }
 

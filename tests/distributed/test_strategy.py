@@ -20,6 +20,7 @@ def test_plans_itself_under_a_limit_that_forces_a_mix(ranks):
     assert first["saved"]["world_size"] == 2
     assert {d["modes"][0] for d in first["saved"]["decisions"] if d["unit"]} == {"DP", "ZDP"}
     assert {name for name in first["logged"] if not name.startswith("osdp/")} == {"train_loss"}
+    assert "Memory of one rank over a step" in first["picture"]
     for said in ("OSDP plan", "keeping it would save", "more samples/s than all-ZDP", "predicted and measured"):
         assert said in first["text"]
     assert second["text"] == ""

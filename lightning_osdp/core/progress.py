@@ -1,0 +1,13 @@
+"""What a long computation is doing, told to whoever shows it to people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Progress = Callable[[str, str], None]
+"""Takes a stage and how far it has come: ``progress("timing 8 samples", "operator 3 of 12")``; the second may be empty.
+"""
+
+
+def silent(stage: str, detail: str) -> None:
+    """Shows nothing."""
