@@ -1,0 +1,1 @@
+"""A small hierarchical vision transformer that tells drawn shapes apart: operators of very different sizes."""
