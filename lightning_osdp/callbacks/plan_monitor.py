@@ -156,13 +156,13 @@ class PlanMonitor(pl.Callback):
     def _log(self, pl_module: pl.LightningModule) -> None:
         assert self._plan is not None
         self._take_finished()
-        if self._mean_s.update_called:
+        if self._mean_s.update_called:  # not in an interval in which no step was measured
             step_time_s = float(self._mean_s.compute())
             self._latest["osdp/step_time_s"] = step_time_s
             self._latest["osdp/samples_per_s"] = self._world_size * float(self._mean_samples.compute()) / step_time_s
             if self._plan.step_time_s > 0:
                 self._latest["osdp/step_time_ratio"] = step_time_s / self._plan.step_time_s
-        if self._peak.peak_bytes is not None:
+        if self._latest and self._peak.peak_bytes is not None:
             self._latest["osdp/peak_bytes"] = self._peak.peak_bytes
             if self._plan.peak_bytes > 0:
                 self._latest["osdp/peak_ratio"] = self._peak.peak_bytes / self._plan.peak_bytes
