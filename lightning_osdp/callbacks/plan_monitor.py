@@ -98,7 +98,7 @@ class PlanMonitor(pl.Callback):
         """Table of what was predicted beside what was measured on this rank."""
         assert self._plan is not None
         measured = self.measured
-        too_short = f"only {self._num_steps} optimizer steps"
+        too_short = f"only {self._num_steps} optimizer step{'' if self._num_steps == 1 else 's'}"
         return comparison_table(
             self._plan,
             step_time_s=measured.step_time_s,

@@ -78,18 +78,21 @@ class Sweep:
         if assignment is None:
             return None
         if self._shares:
-            setting, modes = share_units(setting, assignment.modes, limit_bytes=self._limit_bytes)
+            # Where memory is short, what keeping units saves may be less than what sharing them would have saved.
+            proposals = (assignment.modes, setting.least_memory_modes)
+            shared = [share_units(setting, modes, limit_bytes=self._limit_bytes) for modes in proposals]
+            setting, modes = min(shared, key=lambda each: each[0].step_time_s(each[1]))
             step_time_s, peak = setting.step_time_s(modes), setting.peak(modes)
             assignment = dataclasses.replace(assignment, modes=modes, step_time_s=step_time_s, peak=peak)
         self._candidates[micro_batch_size] = Candidate(setting=setting, assignment=assignment)
         return self._candidates[micro_batch_size]
 
     def all_zdp(self, micro_batch_size: int) -> tuple[float, int]:
-        """Step time and peak of plain FSDP at this size, its units shared likewise, whatever memory that takes."""
+        """Step time and peak of plain FSDP at this size, its units shared likewise, under the same limit."""
         setting = self.setting(micro_batch_size)
         modes = setting.all_zdp_modes
         if self._shares:
-            setting, modes = share_units(setting, modes, limit_bytes=math.inf)
+            setting, modes = share_units(setting, modes, limit_bytes=self._limit_bytes)
         return setting.step_time_s(modes), setting.peak(modes).peak_bytes
 
     def largest(self, most: int) -> int:
