@@ -37,6 +37,7 @@ def apply_plan(module: nn.Module, plan: Plan, *, device: torch.device, **fsdp_kw
     modules = dict(module.named_modules())
     _check_units(plan, modules)
     _check_parameters(plan, module)
+    _call_layers_in_evaluation(module)
     strategy = {modules[unit.name]: _STRATEGIES[unit.modes[0]] for unit in plan.units if unit.name}
 
     def policy(child: nn.Module) -> bool | dict[str, Any]:
@@ -55,6 +56,31 @@ def apply_plan(module: nn.Module, plan: Plan, *, device: torch.device, **fsdp_kw
             device_id=device,
             **{"use_orig_params": True, **fsdp_kwargs},
         )
+
+
+def forget_zeroed_gradients(module: nn.Module) -> None:
+    """Drops reduced gradients that ``optimizer.zero_grad()`` has set to None; call it before backward.
+
+    FSDP does so itself when backward reaches its root. Where a unit returns the loss itself, backward reaches that
+    unit first, which then takes the gradients of the step before for accumulated ones.
+    """
+    for unit in FullyShardedDataParallel.fsdp_modules(module):
+        if unit._handle is not None:
+            unit._handle._reset_flat_param_grad_info_if_needed()
+
+
+def _call_layers_in_evaluation(module: nn.Module) -> None:
+    """Keeps torch's encoder layers off their fast path, which reads weights of layers that may be units not gathered.
+
+    They take it in evaluation unless there are hooks.
+    """
+    for layer in module.modules():
+        if isinstance(layer, nn.TransformerEncoderLayer):
+            layer.register_forward_pre_hook(_no_change)
+
+
+def _no_change(*_: object) -> None:
+    """A hook that does nothing."""
 
 
 def _check_executable(plan: Plan) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_osdp.apply import apply_plan
+from lightning_osdp.apply import apply_plan, forget_zeroed_gradients
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.search_space import SearchSpace
 from lightning_osdp.errors import ConfigurationError
@@ -101,8 +101,6 @@ class OSDPStrategy(FSDPStrategy):
         """The plan in use; None before setup, and where a model is evaluated that no plan was made for."""
         return self._plan
 
-    # ------------------------------------------------------------------ precision
-
     @property
     @override
     def precision_plugin(self) -> FSDPPrecision:
@@ -173,8 +171,6 @@ class OSDPStrategy(FSDPStrategy):
         _setup_activation_checkpointing(root, self._activation_checkpointing_kwargs)
         return root
 
-    # ------------------------------------------------------------------ end
-
     def _watch_failures(self, run: str) -> None:
         store = dist.distributed_c10d._get_default_store()
         self._watch = FailureWatch(store, run, rank=self.global_rank, world_size=self.world_size)
@@ -202,6 +198,11 @@ class OSDPStrategy(FSDPStrategy):
         return state
 
     # ------------------------------------------------------------------ training
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        forget_zeroed_gradients(self._wrapped())
 
     @contextmanager
     @override

@@ -1,0 +1,64 @@
+"""Models of every family train under every kind of plan, their own ones included, as under DDP and in one process."""
+
+import pytest
+from family_cases import family
+from models import build
+
+from lightning_osdp import profile_model
+from lightning_osdp.core.units import partition
+
+pytestmark = pytest.mark.distributed
+
+FAMILIES = [
+    "ConvBatchNorm", "Adapters", "FrozenBias", "CalledTwice", "Tiny", "Containers", "EncoderDecoder", "CrossAttention",
+    "Recurrent", "ReturnsItsLoss",
+]  # fmt: skip
+
+
+def check(found, tolerance):
+    """BatchNorm's running statistics are DDP's, those of rank 0; one process is compared by its parameters."""
+    assert found["moved"] > 100 * tolerance
+    assert found["plain"] < tolerance
+    for name, plan in found["plans"].items():
+        assert plan["difference"] < tolerance, name
+        assert plan["loss"] < 100 * tolerance, name
+    mixed = found["plans"]["mixed"]
+    assert mixed["modes"] == {"DP", "ZDP"} or len(mixed["units"]) == 2  # the root and one more
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_plan_equals_ddp_and_one_process(ranks, name):
+    found = ranks(2).run(family, name=name, optimizer="adamw", dtype="float64")[0]
+    assert list(found["plans"]) == ["zdp", "dp", "mixed", "own", "own, little memory"]
+    check(found, 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "tolerance"),
+    [*((name, "sgd", 1e-6) for name in FAMILIES), ("ConvBatchNorm", "adamw", 1e-4), ("EncoderDecoder", "adamw", 1e-4)],
+)
+def test_a_mixed_plan_equals_ddp_in_float32(ranks, name, optimizer, tolerance):
+    options = {"given": ["mixed"], "own": False}
+    check(ranks(2).run(family, name=name, optimizer=optimizer, dtype="float32", **options)[0], tolerance)
+
+
+@pytest.mark.parametrize("name", ["Tiny", "CrossAttention"])
+def test_four_ranks_equal_ddp(ranks, name):
+    check(ranks(4).run(family, name=name, optimizer="adamw", dtype="float64", given=["mixed"], own=False)[0], 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "whole", "parts"),
+    [
+        # three modules that share a weight, far apart: it goes to the unit of the whole model
+        ("CrossAttention", {"decoder.0.key"}, {"encoder.0", "embedding", "output.1"}),
+        # attention reads its projection without calling it
+        ("EncoderDecoder", {"net.decoder.layers.0.multihead_attn"}, {"net.decoder.layers.0.multihead_attn.out_proj"}),
+    ],
+)
+def test_what_is_read_elsewhere_is_no_unit_of_its_own(name, whole, parts):
+    module = build(name)
+    profile = profile_model(module, next(iter(module.loader(0, 1))), training_step=module.loss)
+    units = {unit.name for unit in partition(profile, min_unit_bytes=0)}
+    assert whole <= units
+    assert not parts & units

@@ -1,0 +1,29 @@
+"""Hugging Face models with random weights train unchanged, as under DDP."""
+
+import importlib.util
+
+import pytest
+from family_cases import hf_family
+from test_model_families import check
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformers") is None,
+        reason="needs transformers: python -m pip install --group models",
+    ),
+]
+
+TIED = {
+    "GPT2": {"model.transformer.wte", "model.lm_head"},
+    "T5": {"model.shared", "model.encoder.embed_tokens", "model.decoder.embed_tokens", "model.lm_head"},
+}
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Llama", "T5", "Swin"])
+def test_every_plan_equals_ddp_and_one_process(ranks, name):
+    found = ranks(2).run(hf_family, name=name, optimizer="adamw", dtype="float64", given=["zdp", "mixed"])[0]
+    # Llama and T5 normalise in float32 whatever their parameters are.
+    check(found, 1e-9 if name in ("GPT2", "Swin") else 1e-6)
+    assert len(found["plans"]["mixed"]["units"]) > 10
+    assert not TIED.get(name, set()) & set(found["plans"]["mixed"]["units"])
