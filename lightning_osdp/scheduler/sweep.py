@@ -78,14 +78,23 @@ class Sweep:
         if assignment is None:
             return None
         if self._shares:
-            # Where memory is short, what keeping units saves may be less than what sharing them would have saved.
-            proposals = (assignment.modes, setting.least_memory_modes)
-            shared = [share_units(setting, modes, limit_bytes=self._limit_bytes) for modes in proposals]
-            setting, modes = min(shared, key=lambda each: each[0].step_time_s(each[1]))
-            step_time_s, peak = setting.step_time_s(modes), setting.peak(modes)
-            assignment = dataclasses.replace(assignment, modes=modes, step_time_s=step_time_s, peak=peak)
+            setting, assignment = self._share(setting, assignment)
         self._candidates[micro_batch_size] = Candidate(setting=setting, assignment=assignment)
         return self._candidates[micro_batch_size]
+
+    def _share(self, setting: Setting, assignment: Assignment) -> tuple[Setting, Assignment]:
+        """Units shared where that is faster, and modes chosen again for them; the bound stays that of the operators.
+
+        Where memory is short, what keeping units saves may be less than what sharing them would have saved: so units
+        are shared as if all were sharded, too.
+        """
+        found = [(setting, assignment)]
+        for modes in (assignment.modes, setting.least_memory_modes):
+            shared, _ = share_units(setting, modes, limit_bytes=self._limit_bytes)
+            again = assign_modes(shared, limit_bytes=self._limit_bytes, search=self._search)
+            if again is not None:
+                found.append((shared, dataclasses.replace(again, bound_s=assignment.bound_s)))
+        return min(found, key=lambda each: each[1].step_time_s)
 
     def all_zdp(self, micro_batch_size: int) -> tuple[float, int]:
         """Step time and peak of plain FSDP at this size, its units shared likewise, under the same limit."""
