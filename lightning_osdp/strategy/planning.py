@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
+from lightning_osdp.apply import materialize
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.duration import format_seconds
 from lightning_osdp.core.plan import Plan
@@ -103,6 +104,7 @@ def given_plan(trainer: pl.Trainer, module: nn.Module, options: Options) -> tupl
         PlanMismatchError: it was made for another model or number of ranks.
         ConfigurationError: it contradicts ``batch_size``.
     """
+    materialize(module, trainer.strategy.root_device)
     given = options.plan
     plan = given if isinstance(given, Plan) else on_rank_zero(lambda: Plan.load(str(given)))
     plan.check_matches(fingerprint(module), world_size=trainer.world_size)
@@ -129,12 +131,8 @@ def _profile(
 ) -> tuple[CombinedLoader, list[Peeked], Any, ModelProfile]:
     step = training_step(module)
     strategy = trainer.strategy
-    on_meta = [name for name, tensor in module.named_parameters() if tensor.is_meta]
-    if on_meta:
-        raise ProfileError(
-            f"Expected a model with real parameters to profile, but {on_meta[0]!r} is on the meta device."
-            " Create it on a real device in configure_model, or pass plan=."
-        )
+    _check_synchronised_batch_norm(module, strategy.root_device)
+    materialize(module, strategy.root_device)
     loaders = training_loaders(trainer)
     batch, peeked = first_batch(loaders)
     batch = trainer.precision_plugin.convert_input(batch)
@@ -162,6 +160,14 @@ def _profile(
     finally:
         forget_loaders(trainer)
     return loaders, peeked, batch, profile
+
+
+def _check_synchronised_batch_norm(module: nn.Module, device: torch.device) -> None:
+    if device.type == "cpu" and any(isinstance(child, nn.SyncBatchNorm) for child in module.modules()):
+        raise ConfigurationError(
+            "Expected a GPU for synchronised batch normalisation, got ranks on CPU, where torch.nn.SyncBatchNorm does"
+            " not run. Leave out sync_batchnorm=True, or train on GPUs."
+        )
 
 
 def _compute_dtype(strategy: Any) -> torch.dtype | None:

@@ -265,19 +265,68 @@ class NoOptimizer(WideMLP):
 
 
 class OnMeta(Base):
+    """Two tied layers, a normalisation with buffers and an unseeded start; ``scale`` cannot initialise itself."""
+
+    bad = False
+
     def configure_model(self):
+        if hasattr(self, "body"):
+            return
         with torch.device("meta"):
-            self.layer = nn.Linear(4, 4)
+            self.body = nn.Sequential(nn.Linear(7, 7), nn.BatchNorm1d(7), nn.Linear(7, 7))
+            self.body[2].weight = self.body[0].weight
+            if self.bad:
+                self.scale = nn.Parameter(torch.ones(1))
+        self.last = nn.Linear(7, 3)
+
+    def loss(self, batch):
+        return nn.functional.mse_loss(self.last(self.body(batch[0].float())), batch[1].float())
+
+    def dataset(self):
+        return build("odd_mlp").dataset()
+
+
+class OnMetaWithoutReset(OnMeta):
+    bad = True
+
+
+class Normalised(Base):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(7, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+
+
+def models_on_the_meta_device():
+    """Weights at the start and after training of a model that exists only from configure_model on."""
+    torch.manual_seed(dist.get_rank())
+    module = OnMeta()
+    torch.manual_seed(dist.get_rank())
+    fit = trainer(OSDPStrategy(search_space=SearchSpace(min_unit_bytes=0)))
+    fit.fit(module, OnMeta().loader(dist.get_rank(), dist.get_world_size()))
+    state = fit.strategy.lightning_module_state_dict()
+    given = OnMeta()
+    again = trainer(OSDPStrategy(plan=fit.strategy.plan))
+    again.fit(given, OnMeta().loader(dist.get_rank(), dist.get_world_size()))
+    return {
+        "tied": bool(state) and torch.equal(state["body.0.weight"], state["body.2.weight"]),
+        "finite": all(bool(torch.isfinite(value).all()) for value in state.values()),
+        "losses": module.losses,
+        "steps": (fit.global_step, again.global_step),
+    }
 
 
 def bad_models():
     """Error of each model that cannot be planned."""
     found = {}
-    for kind in (Manual, NoLoss, NotANumber, NoOptimizer, OnMeta):
+    for kind in (Manual, NoLoss, NotANumber, NoOptimizer, OnMetaWithoutReset):
         module = kind()
         loader = WideMLP().loader(dist.get_rank(), dist.get_world_size())
         fit = trainer(OSDPStrategy(search_space=SPACE))
         found[kind.__name__] = failure(lambda fit=fit, module=module, loader=loader: fit.fit(module, loader))
+    fit = trainer(OSDPStrategy(search_space=SPACE), sync_batchnorm=True)
+    found["sync_batchnorm"] = failure(
+        lambda fit=fit: fit.fit(Normalised(), WideMLP().loader(dist.get_rank(), dist.get_world_size()))
+    )
     fit = trainer(OSDPStrategy(search_space=SPACE))
     empty = DataLoader(TensorDataset(torch.empty(0, 256), torch.empty(0, 64)))
     found["empty"] = failure(lambda: fit.fit(WideMLP(), empty))

@@ -103,7 +103,8 @@ def test_models_that_cannot_be_planned_are_refused_before_training(ranks):
     assert "to return a loss on the profiling batch, got None" in found["NoLoss"][1]
     assert "Expected a finite loss on the profiling batch, got nan" in found["NotANumber"][1]
     assert "Expected configure_optimizers to return an optimizer, got None" in found["NoOptimizer"][1]
-    assert "'layer.weight' is on the meta device" in found["OnMeta"][1]
+    assert "reset_parameters(), which initialises it, but the model itself" in found["OnMetaWithoutReset"][1]
+    assert "Expected a GPU for synchronised batch normalisation" in found["sync_batchnorm"][1]
     assert "the dataloader is empty" in found["empty"][1]
 
 
@@ -111,3 +112,11 @@ def test_a_loader_that_cannot_be_rebuilt_is_kept_with_the_reason(ranks):
     micro_batch_size, warnings = ranks(2).run(cases.plain_dataset_is_kept)[0]
     assert micro_batch_size == 3
     assert any("batch_size=2 is ignored" in text and "a list, has no batch_size" in text for text in warnings)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_model_on_the_meta_device_starts_equal_on_all_ranks_and_trains(ranks, world_size):
+    found = ranks(world_size).run(cases.models_on_the_meta_device)
+    assert found[0]["tied"]
+    assert all(each["finite"] and each["steps"] == (5, 5) for each in found)
+    assert found[0]["losses"][-1] < found[0]["losses"][0]
