@@ -113,8 +113,6 @@ class OSDPStrategy(FSDPStrategy):
             precision_plugin = OSDPPrecision(precision_plugin.precision)
         FSDPStrategy.precision_plugin.fset(self, precision_plugin)  # type: ignore[attr-defined]
 
-    # ------------------------------------------------------------------ setup
-
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
@@ -143,6 +141,11 @@ class OSDPStrategy(FSDPStrategy):
         assert isinstance(model, pl.LightningModule)
         if self._root is None or self._root.module is not model:
             self._root = self._wrap(model)
+        elif self._plan is None and model.trainer.state.fn == TrainerFn.FITTING:
+            rank_zero_warn(
+                "OSDP: training without a plan, for this model was wrapped as one unit when evaluated before fit."
+                " To train under a plan, fit first, or fit a new model with a new Trainer."
+            )
         return self._root
 
     def _wrap(self, module: pl.LightningModule) -> FullyShardedDataParallel:
@@ -197,8 +200,6 @@ class OSDPStrategy(FSDPStrategy):
         state, self._whole_state = self._whole_state, None
         return state
 
-    # ------------------------------------------------------------------ training
-
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
@@ -222,8 +223,6 @@ class OSDPStrategy(FSDPStrategy):
             size = self._change_loader.batch_size
             rank_zero_warn(f"OSDP: the plan's micro-batch is {size}, but the loader keeps its own: {error}.")
             return dataloader
-
-    # ------------------------------------------------------------------ checkpoints
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

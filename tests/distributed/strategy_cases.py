@@ -345,3 +345,16 @@ def plain_dataset_is_kept():
         fit = trainer(OSDPStrategy(batch_size=2, search_space=SPACE))
         fit.fit(module, loader)
     return fit.strategy.plan.micro_batch_size, [str(w.message) for w in caught if "OSDP" in str(w.message)]
+
+
+def fits_after_validating():
+    """Warnings of a fit whose model was wrapped for evaluation before there was a plan."""
+    import warnings
+
+    module = GPT()
+    fit = trainer(OSDPStrategy(search_space=SPACE), limit_val_batches=1.0)
+    fit.validate(module, DataLoader(module.dataset(), batch_size=8), verbose=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size()))
+    return fit.global_step, [str(w.message) for w in caught if "OSDP" in str(w.message)]

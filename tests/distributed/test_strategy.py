@@ -120,3 +120,9 @@ def test_a_model_on_the_meta_device_starts_equal_on_all_ranks_and_trains(ranks, 
     assert found[0]["tied"]
     assert all(each["finite"] and each["steps"] == (5, 5) for each in found)
     assert found[0]["losses"][-1] < found[0]["losses"][0]
+
+
+def test_training_without_a_plan_after_validating_is_said(ranks):
+    steps, warnings = ranks(2).run(cases.fits_after_validating)[0]
+    assert steps == 5
+    assert any("training without a plan" in text for text in warnings)
