@@ -91,6 +91,8 @@ class Sweep:
         found = [(setting, assignment)]
         for modes in (assignment.modes, setting.least_memory_modes):
             shared, _ = share_units(setting, modes, limit_bytes=self._limit_bytes)
+            if shared is setting:
+                continue
             again = assign_modes(shared, limit_bytes=self._limit_bytes, search=self._search)
             if again is not None:
                 found.append((shared, dataclasses.replace(again, bound_s=assignment.bound_s)))
