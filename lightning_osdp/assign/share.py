@@ -47,9 +47,10 @@ def share_units(setting: Setting, modes: Modes, *, limit_bytes: float) -> tuple[
         limit_bytes: the most bytes that may live on one rank.
     """
     stacks = _stacks(setting)
-    for depth in sorted({name.count(".") for name in _modules(setting)}, reverse=True):
+    modules = _modules(setting)
+    for depth in sorted({name.count(".") for name in modules}, reverse=True):
         groups: dict[tuple[object, ...], list[_Block]] = {}
-        for name in _modules(setting):
+        for name in modules:
             if name.count(".") == depth and name not in stacks:
                 block = _block(setting, modes, name)
                 if block is not None:
@@ -103,8 +104,12 @@ def _block(setting: Setting, modes: Modes, name: str) -> _Block | None:
     if len(inside) < 2 or len(chosen) > 1 or num_bytes > _LARGEST_SHARE * _total_bytes(setting):
         return None
     mode = chosen.pop()
-    sizes = tuple((setting.units[index].gathered_bytes, setting.units[index].kind) for index in inside)
-    return _Block(name=name, mode=mode, key=(mode.name, sizes))
+    return _Block(name=name, mode=mode, key=(mode.name, _structure(setting, inside)))
+
+
+def _structure(setting: Setting, inside: Sequence[int]) -> tuple[object, ...]:
+    """Equal for modules that hold equal units."""
+    return tuple((setting.units[index].gathered_bytes, setting.units[index].kind) for index in inside)
 
 
 def _total_bytes(setting: Setting) -> int:
@@ -114,16 +119,16 @@ def _total_bytes(setting: Setting) -> int:
 def _stacks(setting: Setting) -> set[str]:
     """Modules with two equal modules inside that hold several units each, neither of them inside the other."""
     structures: dict[tuple[object, ...], list[str]] = {}
-    for name in _modules(setting):
+    modules = _modules(setting)
+    for name in modules:
         inside = _inside(setting.units, name)
         if len(inside) > 1:
-            sizes = tuple((setting.units[index].gathered_bytes, setting.units[index].kind) for index in inside)
-            structures.setdefault(sizes, []).append(name)
+            structures.setdefault(_structure(setting, inside), []).append(name)
     found = set()
     for names in structures.values():
         apart = [name for name in names if not any(other != name and name.startswith(other + ".") for other in names)]
         if len(apart) > 1:
-            found |= {module for module in _modules(setting) if len(_below(module, apart)) > 1}
+            found |= {module for module in modules if len(_below(module, apart)) > 1}
     return found
 
 
