@@ -11,6 +11,7 @@ This is outside the space that the certified gap is about: it can only make a pl
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -48,11 +49,13 @@ def share_units(setting: Setting, modes: Modes, *, limit_bytes: float) -> tuple[
     """
     stacks = _stacks(setting)
     modules = _modules(setting)
+    total_bytes = sum(unit.gathered_bytes for unit in setting.units)
     for depth in sorted({name.count(".") for name in modules}, reverse=True):
+        inside = _inside(setting.units)
         groups: dict[tuple[object, ...], list[_Block]] = {}
         for name in modules:
             if name.count(".") == depth and name not in stacks:
-                block = _block(setting, modes, name)
+                block = _block(setting, modes, name, inside.get(name, []), _LARGEST_SHARE * total_bytes)
                 if block is not None:
                     groups.setdefault(block.key, []).append(block)
         for blocks in groups.values():
@@ -92,16 +95,25 @@ def _modules(setting: Setting) -> dict[str, None]:
     return dict.fromkeys(name for operator in setting.profile for name in operator.enclosing if name)
 
 
-def _inside(units: Collection[UnitProfile], name: str) -> list[int]:
-    return [index for index, unit in enumerate(units) if unit.name == name or unit.name.startswith(name + ".")]
+def _inside(units: Collection[UnitProfile]) -> dict[str, list[int]]:
+    """For each module that has any: the units at it or below, in order."""
+    inside: dict[str, list[int]] = {}
+    for index, unit in enumerate(units):
+        for name in _upwards(unit.name):
+            inside.setdefault(name, []).append(index)
+    return inside
 
 
-def _block(setting: Setting, modes: Modes, name: str) -> _Block | None:
+def _upwards(name: str) -> list[str]:
+    """The module and those above it, without the root."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+
+
+def _block(setting: Setting, modes: Modes, name: str, inside: Sequence[int], most_bytes: float) -> _Block | None:
     """The block at this module; None where its units differ in mode, are one already, or hold too much together."""
-    inside = _inside(setting.units, name)
     chosen = {modes[index] for index in inside}
-    num_bytes = sum(setting.units[index].gathered_bytes for index in inside)
-    if len(inside) < 2 or len(chosen) > 1 or num_bytes > _LARGEST_SHARE * _total_bytes(setting):
+    if len(inside) < 2 or len(chosen) > 1 or sum(setting.units[i].gathered_bytes for i in inside) > most_bytes:
         return None
     mode = chosen.pop()
     return _Block(name=name, mode=mode, key=(mode.name, _structure(setting, inside)))
@@ -119,18 +131,14 @@ def _total_bytes(setting: Setting) -> int:
 def _stacks(setting: Setting) -> set[str]:
     """Modules with two equal modules inside that hold several units each, neither of them inside the other."""
     structures: dict[tuple[object, ...], list[str]] = {}
-    modules = _modules(setting)
-    for name in modules:
-        inside = _inside(setting.units, name)
-        if len(inside) > 1:
-            structures.setdefault(_structure(setting, inside), []).append(name)
+    inside = _inside(setting.units)
+    for name in _modules(setting):
+        if len(inside.get(name, [])) > 1:
+            structures.setdefault(_structure(setting, inside[name]), []).append(name)
     found = set()
     for names in structures.values():
-        apart = [name for name in names if not any(other != name and name.startswith(other + ".") for other in names)]
-        if len(apart) > 1:
-            found |= {module for module in modules if len(_below(module, apart)) > 1}
+        equal = set(names)
+        apart = [name for name in names if equal.isdisjoint(_upwards(name)[1:])]
+        held = Counter(module for name in apart for module in _upwards(name)[1:])
+        found |= {module for module, count in held.items() if count > 1}
     return found
-
-
-def _below(module: str, names: Sequence[str]) -> list[str]:
-    return [name for name in names if name.startswith(module + ".")]
