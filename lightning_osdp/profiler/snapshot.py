@@ -20,8 +20,8 @@ Restore = Callable[[], object]
 def untouched(module: nn.Module) -> Iterator[None]:
     """Restores, on exit, buffers, gradients, training flags, attributes and the random number generators.
 
-    Inside, there are no gradients. Tensors, generators and nested lists, dicts, sets and deques that a module holds
-    (counters, metric states, collected losses) get their contents back; other objects are not looked into.
+    Inside, there are no gradients. Tensors, generators and nested lists, tuples, dicts, sets and deques that a module
+    holds (counters, metric states, collected losses) get their contents back; other objects are not looked into.
     """
     seen: set[int] = {id(parameter) for parameter in module.parameters()}
     restores = [_restore(vars(m), seen) for m in module.modules()]
@@ -54,6 +54,8 @@ def _restore(value: Any, seen: set[int]) -> Restore:
         restore = _restore_container(value, list(value), list(value), value.extend, seen)
     elif isinstance(value, set):
         restore = _restore_container(value, set(value), [], value.update, seen)
+    elif isinstance(value, tuple):
+        restore = partial(_restore_all, [_restore(item, seen) for item in value])
     elif isinstance(value, dict):
         restore = _restore_container(value, dict(value), list(value.values()), value.update, seen)
     return restore
@@ -71,6 +73,11 @@ def _restore_container(
             restore_item()
 
     return restore
+
+
+def _restore_all(restores: list[Restore]) -> None:
+    for restore in restores:
+        restore()
 
 
 def _restore_values(tensor: Tensor) -> Restore:

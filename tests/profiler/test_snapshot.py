@@ -25,6 +25,7 @@ class Everything(nn.Module):
         self.recent, self.seen, self.named = deque([1], maxlen=2), {1}, OrderedDict(a=1)
         self.counts, self.by_class = Counter(a=2), defaultdict(list, x=[1])
         self.generator = torch.Generator().manual_seed(7)
+        self.state = (torch.zeros(2), [1])
 
     def forward(self, x):
         return self.body(x)
@@ -46,6 +47,8 @@ class Everything(nn.Module):
         self.by_class["x"].append(2)
         self.by_class["y"].append(2)
         self.created = y
+        self.state[0].add_(1)
+        self.state[1].append(2)
         torch.randn(3, generator=self.generator)
         self.eval()
 
@@ -85,6 +88,8 @@ def test_attributes_come_back_and_new_ones_vanish(model):
     assert model.recent.maxlen == 2
     assert (model.seen, model.named, model.counts) == ({1}, OrderedDict(a=1), Counter(a=2))
     assert model.by_class == {"x": [1]}
+    assert torch.equal(model.state[0], torch.zeros(2))
+    assert model.state[1] == [1]
 
 
 def test_metrics_come_back(model):
