@@ -29,3 +29,7 @@ class PlanFormatError(OSDPError, ValueError):
 
 class ProfileError(OSDPError):
     """The model cannot be profiled, and therefore cannot be planned; the text says why and what to do."""
+
+
+class UntraceableError(ProfileError):
+    """A training step cannot be run on fake tensors; the text says why, and its cause is attached."""

@@ -1,6 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_osdp.profiler import LiveBytes
 
@@ -90,6 +91,19 @@ def test_other_devices_and_layouts_do_not_count():
         kept = torch.empty(100, device="meta") + 1
         assert live.current_bytes == 0
     assert live.track([kept, torch.eye(3).to_sparse()]) == 0
+
+
+def test_fake_tensors_count_as_the_bytes_they_stand_for():
+    with FakeTensorMode(), LiveBytes("cpu") as live:
+        tensor = torch.empty(2**40, dtype=torch.float16)
+        view = tensor[:]
+        other = tensor + view
+        assert live.current_bytes == 2**42
+        del tensor, view
+        assert live.current_bytes == other.untyped_storage().nbytes()
+        other.untyped_storage().resize_(8)
+    assert live.current_bytes == 8
+    assert live.peak_bytes == 2**42
 
 
 def test_is_active_only_while_entered():

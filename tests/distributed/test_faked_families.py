@@ -1,0 +1,47 @@
+"""Steps of the models of this folder on fake tensors take the bytes that they take on real ones."""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import family_models
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "profiler"))
+
+from traced import PRECISIONS, real_and_fake
+
+HEADS = 4
+OF_THIS_FOLDER = ["gpt", "odd_mlp", "tied_gpt", "wide_mlp", "wide_gpt", *family_models.FAMILIES]
+ASKS_WHETHER_IT_IS_TRACED = {"GPT2", "Llama"}
+"""On real tensors they find their mask to be the causal one, which the kernel makes; on fake ones they cannot."""
+
+
+def compare(model, size, precision):
+    batch = next(iter(model.loader(0, 1)))
+    return real_and_fake(model, batch, size, lambda model, batch: model.loss(batch), precision)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", OF_THIS_FOLDER)
+def test_a_step_on_fakes_takes_the_same_bytes(name, precision):
+    for size in (None, 7):
+        real, fake = compare(family_models.MODELS[name](), size, precision)
+        assert real == fake
+
+
+@pytest.mark.skipif(
+    find_spec("transformers") is None, reason="needs transformers: python -m pip install --group models"
+)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", ["GPT2", "Llama", "T5", "Swin"])
+def test_models_of_transformers_take_the_same_bytes_but_for_masks(name, precision):
+    from hf_models import HF_MODELS, LENGTH
+
+    for size in (4, 7):
+        real, fake = compare(HF_MODELS[name](), size, precision)
+        if name in ASKS_WHETHER_IT_IS_TRACED:
+            masks_bytes = 4 * HEADS * size * LENGTH**2 * 4
+            assert all(0 <= f - r <= masks_bytes for r, f in zip(real, fake, strict=True))
+        else:
+            assert real == fake
