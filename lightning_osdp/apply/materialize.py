@@ -1,53 +1,213 @@
-"""Models that `configure_model` creates on the meta device: given real storage, and the same values on every rank."""
+"""Models on the meta device: storage and rank 0's values for one unit at a time, right before FSDP shards it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from typing_extensions import override
 
 from lightning_osdp.errors import ProfileError
 
 
-def materialize(module: nn.Module, device: torch.device) -> None:
-    """Gives meta parameters and buffers storage, initialises them, and copies rank 0's values to all ranks.
+def unit_initializer(module: nn.Module, device: torch.device) -> Callable[[nn.Module], None] | None:
+    """What FSDP may call as ``param_init_fn``; None where no rank has meta tensors. Call it on all ranks.
 
-    Ties stay ties. Modules without meta tensors keep what they have. Call it on all ranks.
+    A unit's tensors get storage, then the values that rank 0 has, or that ``reset_parameters`` of the modules that own
+    them makes there. Values that a rank has leave the module at once and come back with their unit.
+    Ties stay ties. What is initialised depends on rank 0's random state alone: neither on the units nor on the ranks.
 
     Args:
-        module: the unwrapped model; the whole of it must fit on the device.
+        module: the unwrapped model.
         device: where the storage is.
 
     Raises:
         ProfileError: a module that owns meta tensors has no ``reset_parameters`` to initialise them with.
     """
-    owners = [(name, child) for name, child in module.named_modules() if any(t.is_meta for _, t in _own(child))]
-    for name, child in owners:
-        if not callable(getattr(child, "reset_parameters", None)):
+    missing = [name for name, _, _, tensor in _tensors(module) if tensor.is_meta]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        is_meta = torch.tensor(float(bool(missing)), device=device)
+        dist.all_reduce(is_meta, dist.ReduceOp.MAX)
+        if not is_meta:
+            return None
+        names: list[Any] = [missing]
+        dist.broadcast_object_list(names, src=0)
+        missing = names[0]
+    elif not missing:
+        return None
+    return _UnitInitializer(module, device, set(missing))
+
+
+def materialize(module: nn.Module, device: torch.device) -> None:
+    """Does so for a whole model at once, which must fit on the device; nothing where no rank has meta tensors."""
+    initialize = unit_initializer(module, device)
+    if initialize is not None:
+        initialize(module)
+
+
+class _UnitInitializer:
+    """See `unit_initializer`.
+
+    Args:
+        module: the unwrapped model, which is on the meta device afterwards.
+        device: where the storage will be.
+        missing: names of the tensors that have no values on rank 0.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, missing: set[str]) -> None:
+        _check_resets(module, missing)
+        self._device = device
+        self._paths = {child: path for path, child in module.named_modules()}
+        seed = int(torch.randint(2**62, ()))
+        self._seeds = {child: seed + index for index, child in enumerate(module.modules())}
+        self._missing: set[Tensor] = set()
+        stand_ins: dict[Tensor, Tensor] = {}
+        for full_name, child, name, tensor in list(_tensors(module)):
+            stand_in = tensor
+            if not tensor.is_meta:
+                stand_in = stand_ins.setdefault(tensor, _empty(tensor, torch.device("meta")))
+                setattr(child, name, stand_in)
+            if full_name in missing:
+                self._missing.add(stand_in)
+        self._kept = {stand_in: tensor for tensor, stand_in in stand_ins.items()}
+        self._real: dict[Tensor, Tensor] = {}
+
+    def __call__(self, unit: nn.Module) -> None:
+        """Initialises a unit, given its module; FSDP's further calls for modules inside find nothing left to do."""
+        modules = list(_children_first(unit))
+        if not any(tensor.is_meta for child in modules for _, tensor in _own(child)):
+            return
+        generators = [self._device] if self._device.type == "cuda" else []
+        with torch.no_grad(), torch.random.fork_rng(generators), self._device, self._units_hidden(modules):
+            for child in modules:
+                self._initialize(child)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            for tensor in dict.fromkeys(tensor for child in modules for _, tensor in _own(child)):
+                _copy_from_rank_zero(tensor.detach())
+        # Units may share a buffer, and never a parameter.
+        self._real = {key: real for key, real in self._real.items() if not isinstance(real, nn.Parameter)}
+
+    def _initialize(self, module: nn.Module) -> None:
+        own = list(_own(module))
+        fresh = {tensor for _, tensor in own if tensor in self._missing and tensor not in self._real}
+        for name, tensor in own:
+            if tensor.is_meta:
+                setattr(module, name, self._with_storage(tensor))
+        if fresh:
+            known = [self._real[tensor] for _, tensor in own if tensor not in fresh]
+            values = [tensor.clone() for tensor in known]
+            torch.manual_seed(self._seeds[module])
+            _reset(module)()
+            for tensor, value in zip(known, values, strict=True):
+                tensor.copy_(value)
+
+    def _with_storage(self, tensor: Tensor) -> Tensor:
+        if tensor not in self._real:
+            real = self._kept.pop(tensor, None)
+            if real is None:
+                real = _empty(tensor, self._device)
+            else:
+                real.data = real.data.to(self._device)
+            self._real[tensor] = real
+        return self._real[tensor]
+
+    @contextmanager
+    def _units_hidden(self, modules: list[nn.Module]) -> Iterator[None]:
+        """Keeps ``reset_parameters`` away from what is sharded: it would fill the same values into every shard."""
+        units = [
+            (parent, name, child)
+            for parent in modules
+            for name, child in parent._modules.items()
+            if isinstance(child, FullyShardedDataParallel)
+        ]
+        for parent, name, unit in units:
+            parent._modules[name] = _Sharded(self._paths[unit.module])
+        try:
+            yield
+        finally:
+            for parent, name, unit in units:
+                parent._modules[name] = unit
+
+
+class _Sharded(nn.Module):
+    """Stands for a unit that is sharded already, and raises where anything looks into it."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.__dict__["path"] = path
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise ProfileError(
+            "Expected reset_parameters() of a module on the meta device to initialise what the module itself owns, but"
+            f" one asked for {name!r} of {self.path}, which is a unit of its own and sharded already. Let"
+            f" {self.path} initialise itself, or create the model with its values on rank 0."
+        )
+
+    @override
+    def apply(self, fn: object) -> NoReturn:
+        self.__getattr__("apply")
+
+    @override
+    def named_modules(self, *args: object, **kwargs: object) -> NoReturn:
+        self.__getattr__("modules")
+
+
+def _check_resets(module: nn.Module, missing: set[str]) -> None:
+    for full_name, child, name, _ in _tensors(module):
+        if full_name in missing and _reset(child) is None:
+            path = full_name.removesuffix(name).rstrip(".")
             raise ProfileError(
                 f"Expected every module on the meta device to have reset_parameters(), which initialises it, but"
-                f" {name or 'the model itself'} ({type(child).__name__}) has none. Write one, or create the module on a"
-                " real device in configure_model."
+                f" {path or 'the model itself'} ({type(child).__name__}) has none. Write one, or create the module on a"
+                " real device, on rank 0 at least."
             )
-    real: dict[Tensor, Tensor] = {}
-    for _, child in owners:
+
+
+def _reset(module: nn.Module) -> Any:
+    """The module's own initialisation, under the name that ``nn.MultiheadAttention`` gives it too; None without one."""
+    return getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+
+
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    """Modules of one unit in the order in which constructors initialise them, so that a parent has the last word."""
+    for child in module.children():
+        if not isinstance(child, FullyShardedDataParallel):
+            yield from _children_first(child)
+    yield module
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """Parameters and buffers, tied ones under every name: whole name, owner, name there, tensor."""
+    for path, child in module.named_modules():
         for name, tensor in _own(child):
-            if tensor.is_meta:
-                storage = torch.empty_like(tensor, device=device)
-                is_parameter = isinstance(tensor, nn.Parameter)
-                real.setdefault(tensor, nn.Parameter(storage, tensor.requires_grad) if is_parameter else storage)
-                (child._parameters if is_parameter else child._buffers)[name] = real[tensor]
-    with torch.no_grad():
-        for _, child in owners:
-            child.reset_parameters()
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            for tensor in real.values():
-                dist.broadcast(tensor, src=0)
+            yield f"{path}.{name}".lstrip("."), child, name, tensor
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers of the module itself, by name."""
     for tensors in (module._parameters, module._buffers):
         yield from ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
+
+
+def _empty(tensor: Tensor, device: torch.device) -> Tensor:
+    """One like it on a device: a parameter if it is one, with the attributes that users have set on it."""
+    empty = torch.empty_like(tensor, device=device)
+    if isinstance(tensor, nn.Parameter):
+        empty = nn.Parameter(empty, tensor.requires_grad)
+    empty.__dict__.update(tensor.__dict__)
+    return empty
+
+
+def _copy_from_rank_zero(tensor: Tensor) -> None:
+    """Broadcasts bytes, so of any dtype, and in memory order, so of any strides."""
+    if not tensor.numel():
+        return
+    flat = tensor.reshape(-1)
+    dist.broadcast(flat.view(torch.uint8), src=0)
+    if not tensor.is_contiguous() and dist.get_rank() > 0:
+        tensor.copy_(flat.view_as(tensor))

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
+from lightning_osdp.apply.materialize import unit_initializer
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError
 
@@ -22,16 +23,21 @@ def apply_plan(module: nn.Module, plan: Plan, *, device: torch.device, **fsdp_kw
 
     The module's children are replaced in place. Call it on all ranks of the default process group.
 
+    Where any rank has tensors on the meta device, all ranks start with rank 0's values: those that rank 0 has, and what
+    ``reset_parameters`` of the modules makes there of the others. Each unit gets storage only when it is to be sharded.
+
     Args:
         module: the unwrapped model that the plan was made for.
         plan: what to wrap how. The root unit stays gathered from forward to the end of backward whatever its mode.
         device: where the parameters go.
-        **fsdp_kwargs: further arguments of ``FullyShardedDataParallel``, such as ``mixed_precision``.
+        **fsdp_kwargs: further arguments of ``FullyShardedDataParallel``, such as ``mixed_precision``. With a
+            ``param_init_fn`` of the caller's, meta tensors are left to it.
 
     Raises:
         PlanMismatchError: a unit's module is not there, its operators' parameters would end up in another unit, or
             the model has parameters that the plan does not know.
         ConfigurationError: the plan asks for what this version or FSDP cannot execute.
+        ProfileError: a module on the meta device cannot initialise itself, or initialises another unit.
     """
     _check_executable(plan)
     modules = dict(module.named_modules())
@@ -43,19 +49,20 @@ def apply_plan(module: nn.Module, plan: Plan, *, device: torch.device, **fsdp_kw
     def policy(child: nn.Module) -> bool | dict[str, Any]:
         return {"sharding_strategy": strategy[child]} if child in strategy else False
 
-    with warnings.catch_warnings():
-        # With one rank there is nothing to shard; the plan's table says so in its own words.
-        warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`", UserWarning)
-        warnings.filterwarnings("ignore", "The `NO_SHARD` sharding strategy is deprecated", FutureWarning)
-        return FullyShardedDataParallel(
-            module,
-            sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
-            auto_wrap_policy=CustomPolicy(policy),
-            backward_prefetch=_PREFETCH[plan.backward_prefetch],
-            forward_prefetch=plan.forward_prefetch,
-            device_id=device,
-            **{"use_orig_params": True, **fsdp_kwargs},
-        )
+    return _wrapped(
+        module,
+        device,
+        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+        auto_wrap_policy=CustomPolicy(policy),
+        backward_prefetch=_PREFETCH[plan.backward_prefetch],
+        forward_prefetch=plan.forward_prefetch,
+        **fsdp_kwargs,
+    )
+
+
+def wrap_whole(module: nn.Module, *, device: torch.device, **fsdp_kwargs: Any) -> FullyShardedDataParallel:
+    """The module as one unit, where there is no plan; arguments, meta tensors and ranks as in `apply_plan`."""
+    return _wrapped(module, device, **fsdp_kwargs)
 
 
 def forget_zeroed_gradients(module: nn.Module) -> None:
@@ -67,6 +74,16 @@ def forget_zeroed_gradients(module: nn.Module) -> None:
     for unit in FullyShardedDataParallel.fsdp_modules(module):
         if unit._handle is not None:
             unit._handle._reset_flat_param_grad_info_if_needed()
+
+
+def _wrapped(module: nn.Module, device: torch.device, **fsdp_kwargs: Any) -> FullyShardedDataParallel:
+    if "param_init_fn" not in fsdp_kwargs:
+        fsdp_kwargs["param_init_fn"] = unit_initializer(module, device)
+    with warnings.catch_warnings():
+        # With one rank there is nothing to shard; the plan's table says so in its own words.
+        warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`", UserWarning)
+        warnings.filterwarnings("ignore", "The `NO_SHARD` sharding strategy is deprecated", FutureWarning)
+        return FullyShardedDataParallel(module, device_id=device, **{"use_orig_params": True, **fsdp_kwargs})
 
 
 def _call_layers_in_evaluation(module: nn.Module) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_osdp.apply import apply_plan, forget_zeroed_gradients
+from lightning_osdp.apply import apply_plan, forget_zeroed_gradients, wrap_whole
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.search_space import SearchSpace
 from lightning_osdp.errors import ConfigurationError
@@ -169,7 +169,7 @@ class OSDPStrategy(FSDPStrategy):
             publish(trainer, self._plan, profile)
             root = apply_plan(module, self._plan, device=self.root_device, **kwargs)
         else:
-            root = FullyShardedDataParallel(module, device_id=self.root_device, **kwargs)
+            root = wrap_whole(module, device=self.root_device, **kwargs)
         _move_torchmetrics_to_device(root, self.root_device)
         _setup_activation_checkpointing(root, self._activation_checkpointing_kwargs)
         return root

@@ -104,7 +104,6 @@ def given_plan(trainer: pl.Trainer, module: nn.Module, options: Options) -> tupl
         PlanMismatchError: it was made for another model or number of ranks.
         ConfigurationError: it contradicts ``batch_size``.
     """
-    materialize(module, trainer.strategy.root_device)
     given = options.plan
     plan = given if isinstance(given, Plan) else on_rank_zero(lambda: Plan.load(str(given)))
     plan.check_matches(fingerprint(module), world_size=trainer.world_size)

@@ -78,6 +78,20 @@ def test_further_arguments_reach_every_unit():
     assert not any(module.limit_all_gathers for module in FullyShardedDataParallel.fsdp_modules(root))
 
 
+def test_meta_tensors_are_left_to_an_initialisation_of_the_callers():
+    with torch.device("meta"):
+        model = Nested()
+
+    def ones(module):
+        if list(module.parameters(recurse=False)):
+            module.to_empty(device=CPU, recurse=False)
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                tensor.data.fill_(1)
+
+    root = apply_plan(model, plan(NESTED), device=CPU, param_init_fn=ones)
+    assert all(parameter.eq(1).all() for parameter in root.parameters())
+
+
 def test_a_missing_module_is_named():
     for units, missing in (({**NESTED, "tail": ([], "DP")}, "tail"), ({"": (["gone", ""], "DP")}, "gone")):
         unit = "tail" if missing == "tail" else ""
@@ -102,8 +116,10 @@ def test_a_parameter_that_the_plan_does_not_know_is_named():
         apply_plan(Nested(), plan(units), device=CPU)
 
 
-def test_a_unit_of_two_dtypes_is_refused_before_anything_is_wrapped():
-    model = Nested()
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_a_unit_of_two_dtypes_is_refused_before_anything_is_wrapped(where):
+    with torch.device(where):
+        model = Nested()
     model.block[1][1].double()
     text = (
         r"unit 'block\.1' would hold 'block\.1\.0\.weight' \(torch\.float32\) and 'block\.1\.1\.weight'"
@@ -112,6 +128,7 @@ def test_a_unit_of_two_dtypes_is_refused_before_anything_is_wrapped():
     with pytest.raises(ConfigurationError, match=text):
         apply_plan(model, plan(NESTED), device=CPU)
     assert not any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    assert {parameter.device.type for parameter in model.parameters()} == {where}
 
 
 @pytest.mark.parametrize(

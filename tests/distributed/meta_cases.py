@@ -1,0 +1,172 @@
+"""What the ranks run to check models whose tensors are on the meta device until they are wrapped."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from cases import trainer
+from meta_models import LAYERS, VOCABULARY, WIDTH, Evaluated, InitialisesAll, Net, Recurrent
+from wrapped_units import plan, units_of
+
+from lightning_osdp import OSDPStrategy
+from lightning_osdp.apply import apply_plan, full_state
+from lightning_osdp.errors import OSDPError
+from lightning_osdp.profiler import LiveBytes
+
+CPU = torch.device("cpu")
+
+
+def plan_of(module, *, modes=("ZDP", "DP"), blocks=True):
+    """Every block a unit, the modes in turn, or the whole model one."""
+    owners = [name for name, child in module.named_modules() if list(child.parameters(recurse=False))]
+    units = {"": ([name for name in owners if not (blocks and name.startswith("blocks."))], "DP")}
+    for index in range(LAYERS if blocks else 0):
+        name = f"blocks.{index}"
+        units[name] = ([o for o in owners if o.startswith(f"{name}.")], modes[index % len(modes)])
+    return plan(units, dist.get_world_size())
+
+
+def made(start, *, seed=0):
+    """The model with ``start`` "meta", "real", or "rank 0": real on rank 0 alone; ranks have seeds of their own."""
+    torch.manual_seed(seed + dist.get_rank())
+    is_meta = start == "meta" or (start == "rank 0" and dist.get_rank() > 0)
+    with torch.device("meta" if is_meta else "cpu"):
+        return Net()
+
+
+def values(root):
+    """Whole state dict in memory of its own on every rank, and the buffers that it leaves out."""
+    with full_state(root, rank0_only=False):
+        state = {name: value.clone() for name, value in root.state_dict().items()}
+    names = ((name.replace("_fsdp_wrapped_module.", ""), buffer) for name, buffer in root.named_buffers())
+    return state | {name: buffer.clone() for name, buffer in names}
+
+
+def wrapped(start, **options):
+    module = made(start)
+    return apply_plan(module, plan_of(module, **options), device=CPU)
+
+
+def memory_while_wrapping(start):
+    """Bytes on this rank: the most while wrapping, shards and buffers at the end, the largest unit, the whole model."""
+    module = made(start)
+    chosen = plan_of(module)
+    parameters = {name: p.numel() * p.element_size() for name, p in module.named_parameters()}
+    with LiveBytes("cpu") as live:
+        live.track([*module.parameters(), *module.buffers()])
+        root = apply_plan(module, chosen, device=CPU)
+    units = [sum(parameters[name] for name in held) for held, _ in units_of(root).values()]
+    return {
+        "peak": live.peak_bytes,
+        "end": live.current_bytes,
+        "unit": max(units),
+        "whole": sum(parameters.values()),
+    }
+
+
+def starts(start):
+    """What a model starts with: its values, whether they are those of rank 0 and of other units, ties, attributes."""
+    module = made(start)
+    expected = {name: value.clone() for name, value in module.state_dict().items()} if start == "rank 0" else {}
+    root = apply_plan(module, plan_of(module), device=CPU)
+    after = torch.get_rng_state()
+    found = values(root)
+    from_zero = [found]
+    dist.broadcast_object_list(from_zero, src=0)
+    other = values(wrapped(start, blocks=False))
+    net = root.module
+    is_rank_zeros = dist.get_rank() > 0 or all(torch.equal(found[name], expected[name]) for name in expected)
+    torch.manual_seed(dist.get_rank())
+    torch.randint(2**62, ())
+    return {
+        "equal": found.keys() == from_zero[0].keys() and all(torch.equal(found[n], v) for n, v in from_zero[0].items()),
+        "rank 0's": is_rank_zeros,
+        "any units": all(torch.equal(found[name], value) for name, value in other.items()),
+        "tied": net.head.weight is net.tokens.weight,
+        "shared": len({block.module.shared.offset.data_ptr() for block in net.blocks}),
+        "no_decay": all(hasattr(block.module.scale.gain, "no_decay") for block in net.blocks),
+        "ramp": found["blocks.3.scale.ramp"][:, 0].tolist() == list(range(0, 4 * WIDTH, 4)),
+        "std": (found["tokens.weight"].std().item(), found["blocks.0.scale.gain"].std().item()),
+        "one draw": torch.equal(after, torch.get_rng_state()),
+    }
+
+
+def trains(start, steps=4):
+    """Largest difference from the unwrapped model after some steps of AdamW in float64, all starting alike."""
+    module = made(start).double()
+    root = apply_plan(module, plan_of(module), device=CPU)
+    plain = made("real").double()
+    before = values(root)
+    plain.load_state_dict(before, strict=False)
+    plain.load_state_dict({name: before[name] for name, _ in plain.named_buffers()}, strict=False)
+    tokens = torch.randint(VOCABULARY, (steps, dist.get_world_size(), 3, 6), generator=torch.Generator().manual_seed(1))
+    ours, theirs = (torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (root, plain))
+    for step in range(steps):
+        for optimizer, loss in (
+            (ours, lambda batch: root(batch[dist.get_rank()])),
+            (theirs, lambda batch: plain(batch.flatten(0, 1))),
+        ):
+            optimizer.zero_grad()
+            loss(tokens[step]).backward()
+            optimizer.step()
+    found = values(root)
+    reached = plain.state_dict()
+    moved = max((reached[name] - before[name]).abs().max().item() for name in reached if "weight" in name)
+    return max((found[name] - value).abs().max().item() for name, value in reached.items() if value.numel()), moved
+
+
+def loads_a_checkpoint():
+    """Whether a model from meta tensors has exactly the weights of another one after loading its whole state."""
+    source = values(wrapped("real", modes=("DP",)))
+    sources = [source]
+    dist.broadcast_object_list(sources, src=0)
+    root = wrapped("meta")
+    differed = not torch.equal(values(root)["positions"], sources[0]["positions"])
+    with full_state(root, rank0_only=False):
+        persistent = root.state_dict().keys()
+        root.load_state_dict({name: sources[0][name] for name in persistent})
+    found = values(root)
+    return differed, all(torch.equal(found[name], sources[0][name]) for name in persistent)
+
+
+def initialises_other_units():
+    """The error of a root that initialises what is below it, on each rank."""
+    with torch.device("meta"):
+        module = InitialisesAll()
+    try:
+        apply_plan(module, plan_of(module), device=CPU)
+    except OSDPError as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def torch_modules():
+    """Finite gradients of layers from the meta device, and whether attention's own initialisation prevailed."""
+    with torch.device("meta"):
+        module = Recurrent()
+    owners = [name for name, child in module.named_modules() if list(child.parameters(recurse=False))]
+    units = {unit: ([name for name in owners if name.split(".")[0] == unit], "ZDP") for unit in ("lstm", "layer")}
+    root = apply_plan(module, plan({"": ([], "DP"), **units}, dist.get_world_size()), device=CPU)
+    zero = not values(root)["layer.self_attn.out_proj.bias"].any()
+    root(torch.randn(2, 3, 8)).sum().backward()
+    return zero, all(bool(p.grad.isfinite().all()) for p in root.parameters() if p.grad is not None)
+
+
+def evaluates_without_a_plan():
+    """Validation loss of the model as one unit, that of an unwrapped one with its weights, and whether ties stay."""
+    module = Evaluated()
+    torch.manual_seed(dist.get_rank())
+    fit = trainer(OSDPStrategy(), limit_val_batches=1.0)
+    data = module.dataset()
+    found = fit.validate(module, DataLoader(data, batch_size=len(data)), verbose=False)[0]["val_loss"]
+    state = values(fit.strategy.model)
+    plain = Evaluated()
+    plain.configure_model()
+    plain.to_empty(device=CPU)
+    plain.load_state_dict(state)
+    return found, float(plain.loss(data[:])), torch.equal(state["net.0.weight"], state["net.2.weight"])
