@@ -1,0 +1,44 @@
+"""Models of many kinds for measuring: none is downloaded, each has a few to tens of megabytes of parameters."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.families.base import OPTIMIZERS, Batch, Family
+from benchmarks.families.dense import OddMLP
+from benchmarks.families.text import Encoder, EncoderDecoder, LargeVocabulary, MinGPT, TiedGPT
+from benchmarks.families.vision import Convolutional, HierarchicalTransformer
+
+FAMILIES: dict[str, type[Family]] = {
+    "mingpt": MinGPT,
+    "encoder": Encoder,
+    "encoder_decoder": EncoderDecoder,
+    "hierarchical_vit": HierarchicalTransformer,
+    "convolutional": Convolutional,
+    "odd_mlp": OddMLP,
+    "tied": TiedGPT,
+    "large_vocabulary": LargeVocabulary,
+}
+"""Every family by name."""
+
+
+def build(name: str, *, optimizer: str = "adamw", seed: int = 0) -> Family:
+    """The named family with the weights of a seed, whatever was drawn before.
+
+    Args:
+        name: of `FAMILIES`.
+        optimizer: name of `OPTIMIZERS` that it trains with.
+        seed: of its weights.
+
+    Raises:
+        ValueError: there is no such family or optimizer.
+    """
+    for what, given, known in (("family", name, FAMILIES), ("optimizer", optimizer, OPTIMIZERS)):
+        if given not in known:
+            raise ValueError(f"Expected {what} to be one of {tuple(known)}, got {given!r}.")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return FAMILIES[name](optimizer)
+
+
+__all__ = ["FAMILIES", "OPTIMIZERS", "Batch", "Family", "build"]
