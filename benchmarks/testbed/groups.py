@@ -1,0 +1,54 @@
+"""One process as rank 0 of N: default process groups whose other ranks do not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend "fake"
+from torch._C._distributed_c10d import HashStore
+
+from benchmarks.testbed.simulated import SimulatedGroup, SimulatedLinks
+
+
+@contextmanager
+def fake_group(world_size: int) -> Iterator[None]:
+    """The ``fake`` backend of torch: collectives do nothing at once and allocate nothing.
+
+    Args:
+        world_size: N; this process is rank 0.
+    """
+    with _default_group("fake", world_size):
+        yield
+
+
+@contextmanager
+def simulated_group(world_size: int, links: SimulatedLinks | None = None) -> Iterator[SimulatedGroup]:
+    """Rank 0 of N over links that are *simulated*: a number measured on them must say so.
+
+    Args:
+        world_size: N; this process is rank 0.
+        links: how long collectives take and what they allocate; None: no time at all.
+    """
+    with _default_group("simulated", world_size, links or SimulatedLinks()):
+        group = dist.group.WORLD
+        assert isinstance(group, SimulatedGroup)
+        yield group
+
+
+def _make(common: Any, links: SimulatedLinks) -> SimulatedGroup:
+    return SimulatedGroup(common.group_rank, common.group_size, links)
+
+
+dist.Backend.register_backend("simulated", _make, extended_api=True, devices=["cpu", "cuda"])
+
+
+@contextmanager
+def _default_group(backend: str, world_size: int, options: Any = None) -> Iterator[None]:
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=world_size, pg_options=options)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
