@@ -44,7 +44,7 @@ class PeakCounter:
         if self.is_counting(num_steps):
             if self._live is None:
                 self._live = LiveBytes(self._device.type)
-                self._live.track(_living(trainer))
+                self._live.track(living_tensors(trainer))
             self._live.track(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
             self._live.__enter__()
         elif num_steps == WARM_UP_STEPS and self._device.type == "cuda" and not self._peaks_bytes:
@@ -65,7 +65,7 @@ class PeakCounter:
             self._peaks_bytes = [torch.cuda.max_memory_allocated(self._device)]
 
 
-def _living(trainer: pl.Trainer) -> Iterable[Tensor]:
+def living_tensors(trainer: pl.Trainer) -> Iterable[Tensor]:
     """Tensors that live between steps: shards, their gradients, optimizer state, buffers."""
     assert trainer.model is not None
     for parameter in trainer.model.parameters():

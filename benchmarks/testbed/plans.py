@@ -1,0 +1,56 @@
+"""Plans written down instead of searched: any units, any modes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from lightning_osdp.core.plan import Plan, Unit
+from lightning_osdp.profiler import fingerprint
+
+
+def plan_of(
+    module: nn.Module,
+    modes: Mapping[str, str],
+    *,
+    world_size: int,
+    micro_batch_size: int,
+    num_micro_batches: int = 1,
+    backward_prefetch: str = "pre",
+    forward_prefetch: bool = False,
+) -> Plan:
+    """A plan that predicts nothing, with one unit at each named module and the root around them.
+
+    Args:
+        module: the unwrapped model.
+        modes: qualified name of a module -> ``"ZDP"`` or ``"DP"``, in forward order; the root needs no entry.
+        world_size: N.
+        micro_batch_size: samples per rank and micro-batch.
+        num_micro_batches: per optimizer step.
+        backward_prefetch: ``"pre"``, ``"post"`` or ``"none"``.
+        forward_prefetch: FSDP1's option of this name.
+    """
+    held: dict[str, list[str]] = {"": [], **{name: [] for name in modes}}
+    for operator in dict.fromkeys(name.rpartition(".")[0] for name, _ in module.named_parameters()):
+        unit = operator
+        while unit not in held:
+            unit = unit.rpartition(".")[0]
+        held[unit].append(operator)
+    return Plan(
+        fingerprint=fingerprint(module),
+        world_size=world_size,
+        units=tuple(
+            Unit(name=unit, operators=tuple(operators), kind="", modes=(modes.get(unit, "DP"),))
+            for unit, operators in held.items()
+        ),
+        memory_limit_bytes=2**62,
+        peak_bytes=0,
+        micro_batch_size=micro_batch_size,
+        num_micro_batches=num_micro_batches,
+        step_time_s=0.0,
+        samples_per_s=0.0,
+        gap=0.0,
+        backward_prefetch=backward_prefetch,
+        forward_prefetch=forward_prefetch,
+    )
