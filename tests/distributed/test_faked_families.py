@@ -1,6 +1,7 @@
 """Steps of the models of this folder on fake tensors take the bytes that they take on real ones."""
 
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,7 +10,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "profiler"))
 
-from traced import PRECISIONS, real_and_fake
+from traced import CPU, PRECISIONS, real_and_fake
+
+from lightning_osdp.profiler.fake import faked
+from lightning_osdp.profiler.operation_cost import replayed_s, segment_seconds
+from lightning_osdp.profiler.operations import OperationRecorder
 
 HEADS = 4
 OF_THIS_FOLDER = ["gpt", "odd_mlp", "tied_gpt", "wide_mlp", "wide_gpt", *family_models.FAMILIES]
@@ -30,6 +35,17 @@ def test_a_step_on_fakes_takes_the_same_bytes(name, precision):
         assert real == fake
 
 
+def replay(model):
+    with faked(model, next(iter(model.loader(0, 1))), CPU) as batch, OperationRecorder() as recorder:
+        model.loss(batch).backward()
+    return segment_seconds(recorder.operations, partial(replayed_s, device=CPU))
+
+
+@pytest.mark.parametrize("name", OF_THIS_FOLDER)
+def test_every_operation_can_be_replayed(name):
+    assert replay(family_models.MODELS[name]())[0] > 0
+
+
 @pytest.mark.skipif(
     find_spec("transformers") is None, reason="needs transformers: python -m pip install --group models"
 )
@@ -45,3 +61,4 @@ def test_models_of_transformers_take_the_same_bytes_but_for_masks(name, precisio
             assert all(0 <= f - r <= masks_bytes for r, f in zip(real, fake, strict=True))
         else:
             assert real == fake
+    assert replay(HF_MODELS[name]())[0] > 0
