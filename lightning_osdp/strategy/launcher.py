@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -9,7 +10,12 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher, _WorkerOutput
+from lightning.fabric.strategies.launchers.multiprocessing import _disable_module_memory_sharing
+from lightning.pytorch.strategies.launchers.multiprocessing import (
+    _GlobalStateSnapshot,
+    _MultiProcessingLauncher,
+    _WorkerOutput,
+)
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -73,6 +79,13 @@ class GatheringLauncher(_MultiProcessingLauncher):
         super().__init__(strategy, start_method=start_method)
         self._gathers: GathersState = strategy  # type: ignore[assignment]  # OSDPStrategy, which imports this file
         self._names: list[str] = []
+        self._inherited: tuple[dict[str, str], _GlobalStateSnapshot] | None = None
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        if self._start_method == "forkserver":
+            self._inherited = dict(os.environ), _GlobalStateSnapshot.capture()
+        return super().launch(function, *args, trainer=trainer, **kwargs)
 
     @override
     def _wrapping_function(
@@ -85,6 +98,12 @@ class GatheringLauncher(_MultiProcessingLauncher):
         return_queue: Any,
         global_states: Any = None,
     ) -> None:
+        if self._inherited is not None:
+            # Spawned workers get this from Lightning. The server has the environment, seed included, of its start, and
+            # without copies all ranks would write to the same buffers.
+            environment, global_states = self._inherited
+            os.environ.update(environment)
+            args, kwargs = _disable_module_memory_sharing((args, kwargs))
         try:
             super()._wrapping_function(process_idx, trainer, function, args, kwargs, return_queue, global_states)
         except BaseException as error:

@@ -1,26 +1,35 @@
-"""A user's script: two CPU ranks under any launcher. See --help."""
+"""A user's script: CPU ranks under any launcher. See --help."""
 
 import argparse
 import sys
+from multiprocessing import forkserver
 from pathlib import Path
 
 import lightning as L
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from torch import nn
 
-import lightning_osdp  # noqa: F401 (registers "osdp")
+from lightning_osdp import OSDPStrategy
+
+STEPS, SEED = 8, 5
 
 
 class Model(BoringModel):
-    """Fails, if asked to, on one rank in its third step; the other then waits in a collective."""
+    """Fails, if asked to, on one rank in its third step; the others then wait in a collective."""
 
     def __init__(self, fail_rank):
         super().__init__()
+        self.norm = nn.BatchNorm1d(32)
         self.fail_rank = fail_rank
+
+    def forward(self, x):
+        return self.layer(self.norm(x))
 
     def training_step(self, batch, batch_idx):
         if self.global_rank == self.fail_rank and batch_idx == 2 and self.trainer.state.fn == "fit":
             raise ValueError("this rank has no loss")
+        self.log("seed", torch.initial_seed())
         return super().training_step(batch, batch_idx)
 
     def train_dataloader(self):
@@ -30,14 +39,22 @@ class Model(BoringModel):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--strategy", default="osdp")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--strategy", default="osdp")
+    how.add_argument("--start-method")
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--num-nodes", type=int, default=1)
     parser.add_argument("--fail-rank", type=int)
     options = parser.parse_args()
+    if options.start_method == "forkserver":
+        forkserver.ensure_running()  # before the seed is known
+    L.seed_everything(SEED, verbose=False)
     trainer = L.Trainer(
-        strategy=options.strategy,
+        strategy=OSDPStrategy(start_method=options.start_method) if options.start_method else options.strategy,
         accelerator="cpu",
-        devices=2,
-        max_steps=8,
+        devices=options.devices,
+        num_nodes=options.num_nodes,
+        max_steps=STEPS,
         limit_val_batches=1,
         default_root_dir=options.folder,
         logger=False,
@@ -57,6 +74,8 @@ def report(trainer, model, start):
     same = all(torch.equal(checkpoint["state_dict"][name], value) for name, value in model.state_dict().items())
     sys.stdout.write(f"whole weights as saved: {same}; moved: {not torch.equal(model.layer.weight, start)}\n")
     sys.stdout.write(f"planned for {trainer.strategy.plan.world_size} ranks\n")
+    seed = int(trainer.callback_metrics["seed"])
+    sys.stdout.write(f"{model.norm.num_batches_tracked} batches normalised, seeded with {seed}\n")
 
 
 if __name__ == "__main__":

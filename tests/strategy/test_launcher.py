@@ -1,4 +1,4 @@
-"""``Trainer(strategy=...)`` in a script of its own, as users start it: each way to start two ranks, and their end.
+"""``Trainer(strategy=...)`` in a script of its own, as users start it: each way to start ranks, and their end.
 
 Every run must end with exit code 0: gloo aborts one in ten at interpreter exit where nothing is done about it.
 ``benchmarks/exits.py`` runs it more often.
@@ -17,49 +17,85 @@ from lightning_osdp.strategy import osdp as strategy_module
 from lightning_osdp.strategy.launcher import GatheringLauncher
 
 SCRIPT = Path(__file__).with_name("script.py")
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+STEPS, SEED = 8, 5
+"""Of the script."""
+
+
+def start(*arguments):
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def ended(process):
+    """Exit code, stdout and stderr."""
+    try:
+        told = process.communicate(timeout=200)
+    finally:
+        process.kill()
+    return process.returncode, *told
 
 
 def run(*arguments):
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    return ended(start(*arguments))
+
+
+def torchrun(*arguments):
+    return ["-m", "torch.distributed.run", *arguments]
+
+
+def check_trained(folder, stdout, *, world_size):
+    """All ranks ended, after one plan."""
+    for rank in range(world_size):
+        assert f"rank {rank} ended at step {STEPS}" in stdout
+    assert stdout.count("OSDP plan") == 1
+    assert stdout.count("predicted and measured") == 1
+    plan = Plan.load(folder / "osdp_plan.json")
+    assert plan.world_size == world_size
+    assert {decision.operator for decision in plan.decisions} == {"layer", "norm"}
+    assert list(folder.rglob("*.ckpt"))
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("start", [[], TORCHRUN], ids=["subprocesses", "torchrun"])
-def test_a_script_trains_on_two_ranks(tmp_path, start):
-    ended = run(*start, SCRIPT, tmp_path)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "rank 0 ended at step 8" in ended.stdout
-    assert "rank 1 ended at step 8" in ended.stdout
-    assert ended.stdout.count("OSDP plan") == 1
-    assert ended.stdout.count("predicted and measured") == 1
-    plan = Plan.load(tmp_path / "osdp_plan.json")
-    assert plan.world_size == 2
-    assert [decision.operator for decision in plan.decisions] == ["layer"]
-    assert list(tmp_path.rglob("*.ckpt"))
+@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("is_torchrun", [False, True], ids=["subprocesses", "torchrun"])
+def test_a_script_trains_on_all_ranks(tmp_path, is_torchrun, world_size):
+    before = torchrun("--standalone", "--nproc-per-node", world_size) if is_torchrun else []
+    code, stdout, stderr = run(*before, SCRIPT, tmp_path, "--devices", world_size)
+    assert code == 0, stdout + stderr
+    check_trained(tmp_path, stdout, world_size=world_size)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("strategy", ["osdp_spawn", "osdp_notebook"])
-def test_workers_give_the_whole_trained_weights_and_the_plan_back(tmp_path, strategy):
-    ended = run(SCRIPT, tmp_path, "--strategy", strategy)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "whole weights as saved: True; moved: True" in ended.stdout
-    assert "planned for 2 ranks" in ended.stdout
-    assert ended.stdout.count("ended at step") == 1  # the workers' scripts do not go on
+@pytest.mark.parametrize(
+    ("how", "world_size"),
+    [
+        (("--strategy", "osdp_spawn"), 2),
+        (("--strategy", "osdp_notebook"), 2),
+        (("--start-method", "forkserver"), 2),
+    ],
+    ids=lambda value: value[1] if isinstance(value, tuple) else None,
+)
+def test_workers_give_the_whole_trained_weights_and_the_plan_back(tmp_path, how, world_size):
+    code, stdout, stderr = run(SCRIPT, tmp_path, "--devices", world_size, *how)
+    assert code == 0, stdout + stderr
+    assert "whole weights as saved: True; moved: True" in stdout
+    assert f"planned for {world_size} ranks" in stdout
+    assert stdout.count("ended at step") == 1  # the workers' scripts do not go on
+    assert f"{STEPS} batches normalised, seeded with {SEED}\n" in stdout  # no rank has written to another's buffers
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("strategy", "rank"), [("osdp", 0), ("osdp_notebook", 1)])
-def test_an_error_on_one_rank_ends_all_with_its_text(tmp_path, strategy, rank):
-    ended = run(SCRIPT, tmp_path, "--strategy", strategy, "--fail-rank", str(rank))
-    assert ended.returncode not in (0, None)
-    assert "ValueError: this rank has no loss" in ended.stderr
+@pytest.mark.parametrize(("strategy", "rank", "world_size"), [("osdp", 0, 2), ("osdp_notebook", 1, 2)])
+def test_an_error_on_one_rank_ends_all_with_its_text(tmp_path, strategy, rank, world_size):
+    code, stdout, stderr = run(
+        *(SCRIPT, tmp_path, "--devices", world_size, "--strategy", strategy, "--fail-rank", rank)
+    )
+    assert code not in (0, None)
+    assert "ValueError: this rank has no loss" in stderr
     if strategy == "osdp":  # workers have one voice, their parent's
-        assert f"Rank {rank} failed: ValueError: this rank has no loss" in ended.stderr
-    assert "ended at step" not in ended.stdout
+        assert f"Rank {rank} failed: ValueError: this rank has no loss" in stderr
+    assert "ended at step" not in stdout
 
 
 def test_each_way_has_a_name_as_with_ddp():
