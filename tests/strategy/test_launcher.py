@@ -5,6 +5,7 @@ Every run must end with exit code 0: gloo aborts one in ten at interpreter exit 
 """
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,22 @@ def torchrun(*arguments):
     return ["-m", "torch.distributed.run", *arguments]
 
 
+def on_two_nodes(*arguments):
+    """What became of two nodes of two ranks each, both on this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    meeting = ["--master-addr", "127.0.0.1", "--master-port", port]
+    nodes = [
+        start(
+            *torchrun("--nnodes", 2, "--node-rank", node, "--nproc-per-node", 2, *meeting),
+            *(SCRIPT, "--num-nodes", 2, *arguments),
+        )
+        for node in range(2)
+    ]
+    return [ended(node) for node in nodes]
+
+
 def check_trained(folder, stdout, *, world_size):
     """All ranks ended, after one plan."""
     for rank in range(world_size):
@@ -57,7 +74,7 @@ def check_trained(folder, stdout, *, world_size):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("world_size", [2])
+@pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("is_torchrun", [False, True], ids=["subprocesses", "torchrun"])
 def test_a_script_trains_on_all_ranks(tmp_path, is_torchrun, world_size):
     before = torchrun("--standalone", "--nproc-per-node", world_size) if is_torchrun else []
@@ -67,11 +84,21 @@ def test_a_script_trains_on_all_ranks(tmp_path, is_torchrun, world_size):
 
 
 @pytest.mark.distributed
+def test_two_nodes_train_under_one_plan(tmp_path):
+    (code, stdout, stderr), (other_code, other_stdout, other_stderr) = on_two_nodes(tmp_path)
+    assert (code, other_code) == (0, 0), stderr + other_stderr
+    check_trained(tmp_path, stdout + other_stdout, world_size=4)
+    assert "OSDP plan" in stdout
+
+
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("how", "world_size"),
     [
         (("--strategy", "osdp_spawn"), 2),
+        (("--strategy", "osdp_spawn"), 4),
         (("--strategy", "osdp_notebook"), 2),
+        (("--strategy", "osdp_notebook"), 4),
         (("--start-method", "forkserver"), 2),
     ],
     ids=lambda value: value[1] if isinstance(value, tuple) else None,
@@ -86,7 +113,7 @@ def test_workers_give_the_whole_trained_weights_and_the_plan_back(tmp_path, how,
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("strategy", "rank", "world_size"), [("osdp", 0, 2), ("osdp_notebook", 1, 2)])
+@pytest.mark.parametrize(("strategy", "rank", "world_size"), [("osdp", 0, 2), ("osdp_notebook", 3, 4)])
 def test_an_error_on_one_rank_ends_all_with_its_text(tmp_path, strategy, rank, world_size):
     code, stdout, stderr = run(
         *(SCRIPT, tmp_path, "--devices", world_size, "--strategy", strategy, "--fail-rank", rank)
@@ -96,6 +123,14 @@ def test_an_error_on_one_rank_ends_all_with_its_text(tmp_path, strategy, rank, w
     if strategy == "osdp":  # workers have one voice, their parent's
         assert f"Rank {rank} failed: ValueError: this rank has no loss" in stderr
     assert "ended at step" not in stdout
+
+
+@pytest.mark.distributed
+def test_an_error_on_one_node_ends_the_others_ranks_with_its_text(tmp_path):
+    for code, stdout, stderr in on_two_nodes(tmp_path, "--fail-rank", 3):
+        assert code not in (0, None)
+        assert "Rank 3 failed: ValueError: this rank has no loss" in stderr
+        assert "ended at step" not in stdout
 
 
 def test_each_way_has_a_name_as_with_ddp():
