@@ -4,6 +4,7 @@ import dataclasses
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import lightning as L
 import torch
@@ -20,17 +21,31 @@ from lightning_osdp.core.cluster import Link
 from lightning_osdp.core.modes import MODES
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload, peak_memory
+from lightning_osdp.strategy import planning
 
 EVERYTHING = SearchSpace(min_unit_bytes=0, share_units=False)
 
 
+def stated_cluster(world_size):
+    """Ranks whose links and memory are as stated here."""
+    link = Link(latency_s=1e-5, seconds_per_byte=1e-9)
+    return Cluster(world_size=world_size, all_gather=link, reduce_scatter=link, memory_bytes=2**34)
+
+
+def _stated(*_, **__):
+    return stated_cluster(dist.get_world_size())
+
+
+without_measuring = mock.patch.object(planning, "measure_cluster", new=_stated)
+"""For cases that plan but are not about links: measuring takes longer than all the rest, on four ranks seconds."""
+
+
 def plan_for(module, modes, *, world_size, micro_batch_size=BATCH_SIZE, num_micro_batches=1, space=EVERYTHING):
     """A plan of this module with "zdp", "dp" or "mixed" modes: every other unit DP."""
-    link = Link(latency_s=1e-5, seconds_per_byte=1e-9)
     batch = next(iter(module.loader(0, 1)))
     plan = make_plan(
         profile_model(module, batch),
-        Cluster(world_size=world_size, all_gather=link, reduce_scatter=link),
+        stated_cluster(world_size),
         memory_limit_bytes=2**40,
         micro_batch_size=micro_batch_size,
         num_micro_batches=num_micro_batches,
@@ -135,6 +150,7 @@ def predicted_and_counted_peak(name, optimizer, modes, num_micro_batches=1, pref
     return predicted.peak_bytes, check.measured.peak_bytes, predicted.phase
 
 
+@without_measuring
 def trains_in(precision):
     """Losses and peak of a plan made and run in this precision, and DDP's losses in bf16-mixed or full."""
     space = SearchSpace(min_unit_bytes=1024, share_units=False)

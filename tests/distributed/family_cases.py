@@ -2,31 +2,27 @@
 
 import sys
 from pathlib import Path
-from unittest import mock
 
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import family_models  # noqa: F401 (registers its models)
-from cases import EVERYTHING, largest_difference, plan_for, reference, trained
+from cases import EVERYTHING, largest_difference, plan_for, reference, trained, without_measuring
 from lightning.pytorch.strategies import DDPStrategy
 from models import build
 
-from lightning_osdp import Cluster, OSDPStrategy, SearchSpace
-from lightning_osdp.core.cluster import Link
-from lightning_osdp.strategy import planning
+from lightning_osdp import OSDPStrategy, SearchSpace
 
 STEPS = 3
 
 
+@without_measuring
 def family(name, optimizer, dtype, given=("zdp", "dp", "mixed"), own=True):
     """Per plan its distance from DDP after three steps, with its units and modes; DDP's from one process (rank 0)."""
 
     def run(strategy):
-        # How ranks are measured is tested elsewhere, and takes longer than all the rest.
-        with mock.patch.object(planning, "measure_cluster", return_value=_cluster()):
-            state, losses, fit = trained(strategy, name, optimizer, dtype, max_steps=STEPS)
+        state, losses, fit = trained(strategy, name, optimizer, dtype, max_steps=STEPS)
         return state, losses, fit.strategy
 
     def compared(strategy):
@@ -59,11 +55,6 @@ def family(name, optimizer, dtype, given=("zdp", "dp", "mixed"), own=True):
         "plain": largest_difference({k: ddp[k] for k in parameters}, {k: plain[k] for k in parameters}),
         "moved": largest_difference({k: plain[k] for k in parameters}, parameters),
     }
-
-
-def _cluster():
-    link = Link(latency_s=1e-5, seconds_per_byte=1e-9)
-    return Cluster(world_size=dist.get_world_size(), all_gather=link, reduce_scatter=link)
 
 
 def hf_family(**kwargs):

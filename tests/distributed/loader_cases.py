@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import largest_difference, trainer
+from cases import largest_difference, trainer, without_measuring
 from models import OddMLP
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
 
@@ -126,11 +126,13 @@ LIGHTNING_CANNOT = {"positional", "own"}
 """Lightning itself cannot give these its distributed sampler."""
 
 
+@without_measuring
 def fitted(strategy, kind, size, *, by_hand=False, **options):
     """Weights (rank 0), module and warnings after a fit; loaders are given to fit, or asked of the module."""
     L.seed_everything(11, verbose=False)
     module = Fed(kind, size)
-    options = {"use_distributed_sampler": kind not in LIGHTNING_CANNOT, "max_steps": 6, **options}
+    defaults = {"use_distributed_sampler": kind not in LIGHTNING_CANNOT, "max_steps": 6, "limit_val_batches": 2}
+    options = {**defaults, **options}
     given = LOADERS[kind](module.dataset(), size) if by_hand else None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -157,6 +159,7 @@ def equals_ddp(kind, asked=None, given=4, **options):
     }
 
 
+@without_measuring
 def attribute_writes():
     """Attributes of the user's own loaders before and after a fit that rebuilds them."""
     module = Fed("dict", 4)

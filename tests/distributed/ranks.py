@@ -1,6 +1,7 @@
 """Ranks that start once and run many cases: importing torch and Lightning costs each of them seconds."""
 
 import importlib.util
+import inspect
 import os
 import socket
 import sys
@@ -45,8 +46,9 @@ class RankPool:
 
     def outcomes(self, case, **kwargs):
         """Per rank, (True, result) or (False, the traceback's text)."""
+        path = inspect.unwrap(case).__code__.co_filename
         for connection in self._connections:
-            connection.send((case.__code__.co_filename, case.__name__, kwargs))
+            connection.send((path, case.__name__, kwargs))
         outcomes = [None] * self.world_size
         deadline = time.monotonic() + _TIMEOUT_S
         while None in outcomes:
