@@ -11,10 +11,11 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import largest_difference, plan_for, trainer
+from cases import largest_difference, plan_for, trainer, without_measuring
 from models import BATCH_SIZE, GPT, NUM_SAMPLES, Base, WideMLP, build
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -42,6 +43,7 @@ def failure(work):
     return None
 
 
+@without_measuring
 def fitted(strategy, module, **options):
     fit = trainer(strategy, **options)
     fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size()))
@@ -49,13 +51,16 @@ def fitted(strategy, module, **options):
 
 
 def plans_itself():
-    """Plans under a limit between what all-ZDP and all-DP need, trains, and reports."""
+    """Measures links, plans under a limit between what all-ZDP and all-DP need, trains, and reports."""
     free = fitted(OSDPStrategy(search_space=SPACE, memory_limit="1GiB"), WideMLP("sgd"), max_steps=1).strategy.plan
     limit = (free.peak_bytes + free.all_zdp_peak_bytes) // 2
     folder, text = shared_folder(), io.StringIO()
     module = WideMLP("sgd")
     with contextlib.redirect_stdout(text):
-        fit = fitted(OSDPStrategy(search_space=SPACE, memory_limit=limit), module, max_steps=8, default_root_dir=folder)
+        fit = trainer(OSDPStrategy(search_space=SPACE, memory_limit=limit), max_steps=8, default_root_dir=folder)
+        fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size()))
+    ddp = WideMLP("sgd")
+    fitted(DDPStrategy(process_group_backend="gloo"), ddp, max_steps=8)
     plan = fit.strategy.plan
     check = next(callback for callback in fit.callbacks if isinstance(callback, PlanMonitor))
     return {
@@ -66,7 +71,7 @@ def plans_itself():
         "counted": check.measured.peak_bytes,
         "step_time_s": check.measured.step_time_s,
         "text": text.getvalue(),
-        "losses": module.losses,
+        "losses": (module.losses, ddp.losses),
         "saved": json.loads((folder / "osdp_plan.json").read_text()),
         "picture": (folder / "osdp_plan.svg").read_text(),
         "logged": dict(fit.callback_metrics),
@@ -144,6 +149,7 @@ class Counting(WideMLP):
         return super().configure_optimizers()
 
 
+@without_measuring
 def batch_sizes(batch_size):
     """What training and validation see under this option."""
     module = Counting()
@@ -229,6 +235,7 @@ def checkpoints(state_dict_type):
     return result
 
 
+@without_measuring
 def validates_without_plan_and_after_fit():
     module = GPT()
     fit = trainer(OSDPStrategy(search_space=SPACE), limit_val_batches=1.0)
@@ -296,6 +303,7 @@ class Normalised(Base):
         self.layers = nn.Sequential(nn.Linear(7, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
 
 
+@without_measuring
 def models_on_the_meta_device():
     """Weights at the start and after training of a model that exists only from configure_model on."""
     torch.manual_seed(dist.get_rank())
@@ -315,6 +323,7 @@ def models_on_the_meta_device():
     }
 
 
+@without_measuring
 def bad_models():
     """Error of each model that cannot be planned."""
     found = {}
@@ -333,6 +342,7 @@ def bad_models():
     return found
 
 
+@without_measuring
 def plain_dataset_is_kept():
     """A loader that batches by itself is left alone, with the reason."""
     module = WideMLP()
@@ -347,6 +357,7 @@ def plain_dataset_is_kept():
     return fit.strategy.plan.micro_batch_size, [str(w.message) for w in caught if "OSDP" in str(w.message)]
 
 
+@without_measuring
 def fits_after_validating():
     """Warnings of a fit whose model was wrapped for evaluation before there was a plan."""
     import warnings

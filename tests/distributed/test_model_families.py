@@ -42,8 +42,8 @@ def test_a_mixed_plan_equals_ddp_in_float32(ranks, name, optimizer, tolerance):
     check(ranks(2).run(family, name=name, optimizer=optimizer, dtype="float32", **options)[0], tolerance)
 
 
-@pytest.mark.parametrize("name", ["Tiny", "CrossAttention"])
-def test_four_ranks_equal_ddp(ranks, name):
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_mixed_plan_equals_ddp_and_one_process_on_four_ranks(ranks, name):
     check(ranks(4).run(family, name=name, optimizer="adamw", dtype="float64", given=["mixed"], own=False)[0], 1e-9)
 
 

@@ -9,12 +9,13 @@ pytestmark = pytest.mark.distributed
 NUM_ELEMENTS = sum(p.numel() for p in WideMLP().parameters())
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize(
     ("precision", "bytes_per_element", "kept"),
     [("32-true", 4, "float32"), ("bf16-mixed", 2, "float32"), ("bf16-true", 2, "bfloat16"), ("16-mixed", 2, "float32")],
 )
-def test_training_is_planned_and_close_to_full_precision(ranks, precision, bytes_per_element, kept):
-    found = ranks(2).run(trains_in, precision=precision)[0]
+def test_training_is_planned_and_close_to_full_precision(ranks, precision, bytes_per_element, kept, world_size):
+    found = ranks(world_size).run(trains_in, precision=precision)[0]
     assert found["gathered_bytes"] == bytes_per_element * NUM_ELEMENTS
     assert found["dtypes"][1] == [f"torch.{kept}"]
     assert found["losses"] == pytest.approx(found["ddp"], rel=1e-6 if precision == "32-true" else 5e-2)

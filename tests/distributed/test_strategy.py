@@ -1,42 +1,50 @@
-"""Whole fits under the strategy on two ranks: what users get, and what they are told."""
+"""Whole fits under the strategy on two and four ranks: what users get, and what they are told."""
 
 import pytest
 import strategy_cases as cases
 
 pytestmark = pytest.mark.distributed
 
+both_sizes = pytest.mark.parametrize("world_size", [2, 4])
 
-def test_plans_itself_under_a_limit_that_forces_a_mix(ranks):
-    first, second = ranks(2).run(cases.plans_itself)
+
+@both_sizes
+def test_plans_itself_under_a_limit_that_forces_a_mix(ranks, world_size):
+    first, *others = ranks(world_size).run(cases.plans_itself)
     assert first["free_modes"] == {"DP"}
     assert first["modes"] == {"DP", "ZDP"}
-    assert first["plan"] == second["plan"]
+    assert [other["plan"] for other in others] == [first["plan"]] * (world_size - 1)
     assert first["plan"].peak_bytes <= first["limit"]
     assert first["counted"] <= first["limit"]
     assert first["counted"] == pytest.approx(first["plan"].peak_bytes, rel=2e-3)
     assert first["step_time_s"] > 0
-    assert first["losses"][-1] < first["losses"][0]
-    assert len(first["losses"]) == 8
-    assert first["saved"]["world_size"] == 2
+    ours, ddps = first["losses"]
+    assert len(ours) == 8
+    assert ours == pytest.approx(ddps, rel=1e-5)
+    assert first["saved"]["world_size"] == world_size
     assert {d["modes"][0] for d in first["saved"]["decisions"] if d["unit"]} == {"DP", "ZDP"}
     assert {name for name in first["logged"] if not name.startswith("osdp/")} == {"train_loss"}
     assert "Memory of one rank over a step" in first["picture"]
     for said in ("OSDP plan", "keeping it would save", "more samples/s than all-ZDP", "predicted and measured"):
         assert said in first["text"]
-    assert second["text"] == ""
+    assert {other["text"] for other in others} == {""}
 
 
-def test_profiling_leaves_no_trace_in_training(ranks):
-    for found in ranks(2).run(cases.leaves_no_trace):
+@both_sizes
+def test_profiling_leaves_no_trace_in_training(ranks, world_size):
+    for found in ranks(world_size).run(cases.leaves_no_trace):
         assert found["difference"] == 0.0
         assert found["num_calls"] == (5, 5)
         assert found["num_losses"] == (5, 5)
         assert found["equal_losses"]
 
 
-@pytest.mark.parametrize(("batch_size", "expected"), [("auto", 4), ("keep", 4), (10, 10), ("scale", 80)])
-def test_batch_size_rebuilds_the_training_loader_only(ranks, batch_size, expected):
-    found = ranks(2).run(cases.batch_sizes, batch_size=batch_size)[0]
+@pytest.mark.parametrize(
+    ("batch_size", "world_size", "expected"),
+    [("auto", 2, 4), ("keep", 2, 4), (10, 2, 10), ("scale", 2, 80), (10, 4, 10), ("scale", 4, 40)],
+)
+def test_batch_size_rebuilds_the_training_loader_only(ranks, batch_size, world_size, expected):
+    found = ranks(world_size).run(cases.batch_sizes, batch_size=batch_size)[0]
     assert found["planned"] == expected
     assert found["train"] == {expected}
     assert found["val"] == {5}
@@ -46,9 +54,10 @@ def test_batch_size_rebuilds_the_training_loader_only(ranks, batch_size, expecte
     assert found["stepping_batches"] == [found["steps"]]
 
 
-def test_no_feasible_plan_is_an_error_on_all_ranks(ranks):
-    first, second = ranks(2).run(cases.too_small)
-    assert first == second
+@both_sizes
+def test_no_feasible_plan_is_an_error_on_all_ranks(ranks, world_size):
+    first, *others = ranks(world_size).run(cases.too_small)
+    assert others == [first] * (world_size - 1)
     name, text = first
     assert name == "InfeasibleError"
     assert "the limit is 1.00 MiB per rank" in text
@@ -56,42 +65,48 @@ def test_no_feasible_plan_is_an_error_on_all_ranks(ranks):
     assert "Nearest remedy: " in text
 
 
-def test_a_rank_that_cannot_profile_stops_all_ranks_with_its_text(ranks):
-    first, second = ranks(2).run(cases.one_rank_fails)
+@both_sizes
+def test_a_rank_that_cannot_profile_stops_all_ranks_with_its_text(ranks, world_size):
+    first, failed, *others = ranks(world_size).run(cases.one_rank_fails)
+    assert failed == ("ValueError", "no loss on rank one")
     assert first == ("OSDPError", "Rank 1 failed, so every rank stops: ValueError: no loss on rank one")
-    assert second == ("ValueError", "no loss on rank one")
+    assert others == [first] * (world_size - 2)
 
 
-def test_given_plans_are_used_or_refused(ranks):
-    found = ranks(2).run(cases.given_plans)[0]
+@both_sizes
+def test_given_plans_are_used_or_refused(ranks, world_size):
+    found = ranks(world_size).run(cases.given_plans)[0]
     assert found["by_value"]
     assert found["by_path"]
     assert found["missing"][0] == "PlanFormatError"
     assert "none.json' but it cannot be read" in found["missing"][1].replace("',", "'")
     assert found["world_size"][0] == found["model"][0] == "PlanMismatchError"
-    assert "the plan is for 3 ranks, this run has 2" in found["world_size"][1]
+    assert f"the plan is for {world_size + 1} ranks, this run has {world_size}" in found["world_size"][1]
     assert "parameter 'layers.0.weight': planned float32[384, 256], found not there" in found["model"][1]
     assert found["batch_size"][0] == "ConfigurationError"
     assert "got batch_size=3 and a plan for a micro-batch of 4" in found["batch_size"][1]
 
 
+@both_sizes
 @pytest.mark.parametrize("state_dict_type", ["full", "sharded"])
-def test_training_resumed_under_another_plan_equals_the_uninterrupted_run(ranks, state_dict_type):
-    found = ranks(2).run(cases.checkpoints, state_dict_type=state_dict_type)[0]
+def test_training_resumed_under_another_plan_equals_the_uninterrupted_run(ranks, state_dict_type, world_size):
+    found = ranks(world_size).run(cases.checkpoints, state_dict_type=state_dict_type)[0]
     assert found["global_step"] == 6
     assert found["difference"] < 1e-6
     assert found.get("names", True)
 
 
-def test_validation_without_a_plan_and_after_fit(ranks):
-    first, expected, after_fit, last_in_fit = ranks(2).run(cases.validates_without_plan_and_after_fit)[0]
+@both_sizes
+def test_validation_without_a_plan_and_after_fit(ranks, world_size):
+    first, expected, after_fit, last_in_fit = ranks(world_size).run(cases.validates_without_plan_and_after_fit)[0]
     assert first == pytest.approx(expected, rel=1e-5)
     assert after_fit < expected
     assert after_fit == pytest.approx(last_in_fit, rel=1e-5)
 
 
-def test_models_that_cannot_be_planned_are_refused_before_training(ranks):
-    found = ranks(2).run(cases.bad_models)[0]
+@both_sizes
+def test_models_that_cannot_be_planned_are_refused_before_training(ranks, world_size):
+    found = ranks(world_size).run(cases.bad_models)[0]
     assert found["Manual"] == (
         "ConfigurationError",
         (
@@ -108,13 +123,14 @@ def test_models_that_cannot_be_planned_are_refused_before_training(ranks):
     assert "the dataloader is empty" in found["empty"][1]
 
 
-def test_a_loader_that_cannot_be_rebuilt_is_kept_with_the_reason(ranks):
-    micro_batch_size, warnings = ranks(2).run(cases.plain_dataset_is_kept)[0]
+@both_sizes
+def test_a_loader_that_cannot_be_rebuilt_is_kept_with_the_reason(ranks, world_size):
+    micro_batch_size, warnings = ranks(world_size).run(cases.plain_dataset_is_kept)[0]
     assert micro_batch_size == 3
     assert any("batch_size=2 is ignored" in text and "a list, has no batch_size" in text for text in warnings)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@both_sizes
 def test_a_model_on_the_meta_device_starts_equal_on_all_ranks_and_trains(ranks, world_size):
     found = ranks(world_size).run(cases.models_on_the_meta_device)
     assert found[0]["tied"]
@@ -122,7 +138,8 @@ def test_a_model_on_the_meta_device_starts_equal_on_all_ranks_and_trains(ranks, 
     assert found[0]["losses"][-1] < found[0]["losses"][0]
 
 
-def test_training_without_a_plan_after_validating_is_said(ranks):
-    steps, warnings = ranks(2).run(cases.fits_after_validating)[0]
+@both_sizes
+def test_training_without_a_plan_after_validating_is_said(ranks, world_size):
+    steps, warnings = ranks(world_size).run(cases.fits_after_validating)[0]
     assert steps == 5
     assert any("training without a plan" in text for text in warnings)

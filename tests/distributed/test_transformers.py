@@ -14,15 +14,17 @@ pytestmark = [
     ),
 ]
 
+MIXED = {"given": ["mixed"], "own": False}
 TIED = {
     "GPT2": {"model.transformer.wte", "model.lm_head"},
     "T5": {"model.shared", "model.encoder.embed_tokens", "model.decoder.embed_tokens", "model.lm_head"},
 }
 
 
+@pytest.mark.parametrize(("world_size", "options"), [(2, {"given": ["zdp", "mixed"]}), (4, MIXED)], ids=["2", "4"])
 @pytest.mark.parametrize("name", ["GPT2", "Llama", "T5", "Swin"])
-def test_every_plan_equals_ddp_and_one_process(ranks, name):
-    found = ranks(2).run(hf_family, name=name, optimizer="adamw", dtype="float64", given=["zdp", "mixed"])[0]
+def test_every_plan_equals_ddp_and_one_process(ranks, name, world_size, options):
+    found = ranks(world_size).run(hf_family, name=name, optimizer="adamw", dtype="float64", **options)[0]
     # Llama and T5 normalise in float32 whatever their parameters are.
     check(found, 1e-9 if name in ("GPT2", "Swin") else 1e-6)
     assert len(found["plans"]["mixed"]["units"]) > 10

@@ -9,10 +9,15 @@ STEP, SAMPLES, PEAK = "osdp/step_time_s", "osdp/samples_per_s", "osdp/peak_bytes
 RATIOS = {"osdp/step_time_ratio", "osdp/peak_ratio"}
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one micro-batch", "two micro-batches"])
+WATCHED = {"2": (2, 1), "2, two micro-batches": (2, 2), "4": (4, 1), "4, two micro-batches": (4, 2)}
+both_sizes = pytest.mark.parametrize("world_size", [2, 4])
+
+
+@pytest.fixture(scope="module", params=WATCHED.values(), ids=WATCHED)
 def watched(request, ranks):
     """What rank 0 found, and the batches of an optimizer step."""
-    return ranks(2).run(cases.watched, num_micro_batches=request.param)[0], request.param
+    world_size, num_micro_batches = request.param
+    return ranks(world_size).run(cases.watched, num_micro_batches=num_micro_batches)[0], num_micro_batches
 
 
 def test_the_monitor_the_logger_and_the_progress_bar_tell_the_same(watched):
@@ -48,13 +53,15 @@ def test_nothing_of_it_is_in_checkpoints(watched):
     assert not found["checkpoint_text"]
 
 
-def test_watching_changes_neither_weights_nor_losses_nor_random_numbers(ranks):
-    for found in ranks(2).run(cases.watching_changes_nothing):
+@both_sizes
+def test_watching_changes_neither_weights_nor_losses_nor_random_numbers(ranks, world_size):
+    for found in ranks(world_size).run(cases.watching_changes_nothing):
         assert found == {"difference": 0.0, "losses": True, "drawn": True, "is_used": True}
 
 
-def test_the_progress_bar_and_the_logger_can_be_left_out(ranks):
-    found = ranks(2).run(cases.configured)[0]
+@both_sizes
+def test_the_progress_bar_and_the_logger_can_be_left_out(ranks, world_size):
+    found = ranks(world_size).run(cases.configured)[0]
     in_bar, logged = found["progress_bar"]
     assert not any(name.startswith("osdp/") for name in in_bar)
     assert {STEP, SAMPLES, PEAK} | RATIOS <= {*logged}
@@ -63,9 +70,10 @@ def test_the_progress_bar_and_the_logger_can_be_left_out(ranks):
     assert not any(name.startswith("osdp/") for name in logged)
 
 
-def test_a_monitor_needs_a_plan(ranks):
+@both_sizes
+def test_a_monitor_needs_a_plan(ranks, world_size):
     expected = (
         "Expected a strategy with a plan, whose predictions PlanMonitor checks, got DDPStrategy."
         " Train with strategy='osdp', or without PlanMonitor."
     )
-    assert ranks(2).run(cases.without_a_plan) == [expected, expected]
+    assert ranks(world_size).run(cases.without_a_plan) == [expected] * world_size
