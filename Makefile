@@ -66,5 +66,5 @@ $(INSTALLED): pyproject.toml $(TORCH_WANTED)
 	touch $@
 
 $(INSTALLED_DEV): $(INSTALLED)
-	$(PIP) install --group test --group lint --group docs
+	$(PIP) install --group test --group lint --group docs --group models
 	touch $@
