@@ -117,7 +117,7 @@ class _StepCounter(pl.Callback):
             return
         if self._live is None:
             self._live = _PhaseBytes(trainer.strategy.root_device.type, keeps_curve=self._keeps_curve)
-            self._live.track(living_tensors(trainer))
+            self._live.track(living_tensors(trainer.model, trainer.optimizers))
         self._live.track(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
         self._running.enter_context(self._live)
         self._running.enter_context(_reduce_scatters_as_phase(self._live))

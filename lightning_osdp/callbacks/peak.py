@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -44,7 +44,7 @@ class PeakCounter:
         if self.is_counting(num_steps):
             if self._live is None:
                 self._live = LiveBytes(self._device.type)
-                self._live.track(living_tensors(trainer))
+                self._live.track(living_tensors(trainer.model, trainer.optimizers))
             self._live.track(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
             self._live.__enter__()
         elif num_steps == WARM_UP_STEPS and self._device.type == "cuda" and not self._peaks_bytes:
@@ -65,15 +65,20 @@ class PeakCounter:
             self._peaks_bytes = [torch.cuda.max_memory_allocated(self._device)]
 
 
-def living_tensors(trainer: pl.Trainer) -> Iterable[Tensor]:
-    """Tensors that live between steps: shards, their gradients, optimizer state, buffers."""
-    assert trainer.model is not None
-    for parameter in trainer.model.parameters():
+def living_tensors(model: nn.Module | None, optimizers: Iterable[Any]) -> Iterable[Tensor]:
+    """Tensors that live between steps: shards, their gradients, optimizer state, buffers.
+
+    Args:
+        model: the wrapped model.
+        optimizers: those that update it.
+    """
+    assert model is not None
+    for parameter in model.parameters():
         yield parameter.data
         if parameter.grad is not None:
             yield parameter.grad
-    yield from trainer.model.buffers()
-    for optimizer in trainer.optimizers:
+    yield from model.buffers()
+    for optimizer in optimizers:
         assert isinstance(optimizer, Optimizer)
         for state in optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))

@@ -1,0 +1,78 @@
+"""One optimizer step as Lightning takes it, without its Trainer: several models can then take turns in one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies.strategy import _ForwardRedirection
+from torch import Tensor
+
+from benchmarks.families import Family
+from lightning_osdp.apply import apply_plan, forget_zeroed_gradients
+from lightning_osdp.core.plan import Plan
+from lightning_osdp.strategy.precision import OSDPPrecision
+
+_CPU = torch.device("cpu")
+
+
+class Step:
+    """A model under a plan on this rank of the default process group, and what an optimizer step does with it.
+
+    Forward, zeroing and backward come in the order of Lightning's automatic optimization, and gradients are reduced in
+    every micro-batch, as `OSDPStrategy` does.
+
+    Args:
+        module: the model that the plan is for; it is wrapped in place.
+        plan: with the micro-batch and the number of micro-batches to train with.
+        precision: the Trainer's argument of this name.
+    """
+
+    def __init__(self, module: Family, plan: Plan, *, precision: Any = "32-true") -> None:
+        self._precision = OSDPPrecision(precision)
+        self._precision.use_device(_CPU)
+        self._module = module
+        self.root = apply_plan(module, plan, device=_CPU, mixed_precision=self._precision.mixed_precision_config)
+        self.optimizer = module.configure_optimizers()
+        self.batch = module.batch(plan.micro_batch_size)
+        self._num_micro_batches = plan.num_micro_batches
+        self._redirect = _ForwardRedirection()
+
+    def __call__(self) -> None:
+        """Takes one step."""
+        for index in range(self._num_micro_batches):
+            loss = self._forward(index) / self._num_micro_batches
+            if index == 0:
+                self.optimizer.zero_grad()
+            forget_zeroed_gradients(self.root)
+            loss.backward()
+        self.optimizer.step()
+
+    def _forward(self, index: int) -> Tensor:
+        # the root's forward calls training_step, so that FSDP's hooks are around all of it
+        with self._precision.train_step_context():
+            loss = self._redirect(self.root, self._module, "training_step", self.batch, index)
+        assert isinstance(loss, Tensor)
+        return loss
+
+
+def time_in_turns(steps: Mapping[str, Callable[[], None]], *, num_rounds: int) -> dict[str, list[float]]:
+    """Seconds of each step, taken A B C A B C: what slows the machine for a while slows all of them.
+
+    Ranks begin each step together. Call it on all ranks of the default process group.
+
+    Args:
+        steps: by name.
+        num_rounds: timed ones, after one to warm up.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(1 + num_rounds):
+        for name, step in steps.items():
+            dist.barrier()
+            start_s = time.perf_counter()
+            step()
+            seconds[name].append(time.perf_counter() - start_s)
+    return {name: found[1:] for name, found in seconds.items()}
