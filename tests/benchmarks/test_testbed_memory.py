@@ -15,9 +15,6 @@ from benchmarks.testbed.groups import fake_group, simulated_group
 from benchmarks.testbed.memory import PHASES, WARM_UP_STEPS, count_step
 from benchmarks.testbed.plans import plan_of
 from benchmarks.testbed.simulated import SimulatedLinks
-from benchmarks.testbed.step import Step, time_in_turns
-from lightning_osdp.callbacks.peak import living_tensors
-from lightning_osdp.profiler import LiveBytes
 
 
 def like_gloo(world_size):
@@ -75,29 +72,3 @@ def test_one_rank_reduces_nothing():
         found = count_step(Linears(), plan_for_linears("ZZZ", world_size=1))
     assert set(found.phases) == {"forward", "backward", "optimizer step"}
     assert round(found.phases["forward"] / LAYER_BYTES, 1) == 12.0  # nothing is sharded, nothing gathered
-
-
-@pytest.mark.parametrize(("precision", "num_micro_batches"), [("32-true", 1), ("bf16-mixed", 3)])
-def test_a_step_without_trainer_takes_what_lightnings_takes(precision, num_micro_batches):
-    def model_and_plan():
-        module = build("odd_mlp")
-        modes = {"layers.0": "DP", "layers.1": "ZDP", "layers.2": "DP"}
-        return module, plan_of(module, modes, world_size=3, micro_batch_size=4, num_micro_batches=num_micro_batches)
-
-    with fake_group(3):
-        trained = count_step(*model_and_plan(), precision=precision)
-        step = Step(*model_and_plan(), precision=precision)
-        step()
-        live = LiveBytes("cpu")
-        live.track([*living_tensors(step.root, [step.optimizer]), *step.batch])
-        with live:
-            step()
-    assert live.peak_bytes == pytest.approx(trained.peak_bytes, abs=100)  # losses
-
-
-def test_steps_are_timed_in_turns():
-    calls = []
-    with fake_group(2):
-        seconds = time_in_turns({name: lambda name=name: calls.append(name) for name in "AB"}, num_rounds=2)
-    assert calls == ["A", "B"] * 3
-    assert {name: len(found) for name, found in seconds.items()} == {"A": 2, "B": 2}
