@@ -34,11 +34,12 @@ def test_loaders_rebuilt_with_another_size_equal_ddp_at_that_size(ranks, kind, w
     assert not found[0]["warnings"]
 
 
+@both_sizes
 @pytest.mark.parametrize(
     ("kind", "asked"), [("seeded", None), ("seeded", 6), ("generator", None), ("spent", 6), ("workers", 6)]
 )
-def test_loaders_given_to_fit_are_as_profiling_found_them(ranks, kind, asked):
-    found = ranks(2).run(cases.equals_ddp, kind=kind, asked=asked, by_hand=True)
+def test_loaders_given_to_fit_are_as_profiling_found_them(ranks, kind, asked, world_size):
+    found = ranks(world_size).run(cases.equals_ddp, kind=kind, asked=asked, by_hand=True)
     check(found, planned=asked or 4)
 
 
