@@ -9,6 +9,7 @@ from lightning_osdp.callbacks import PlanMonitor
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.profile import ModelProfile
+from lightning_osdp.core.rates import DeviceRates
 from lightning_osdp.core.search_space import SearchSpace
 from lightning_osdp.errors import (
     ConfigurationError,
@@ -18,8 +19,9 @@ from lightning_osdp.errors import (
     PlanMismatchError,
     ProfileError,
 )
-from lightning_osdp.profiler import measure_cluster, profile_model
+from lightning_osdp.profiler import ComputePrecision, measure_cluster, profile_model
 from lightning_osdp.scheduler import make_plan
+from lightning_osdp.simulation import StepEstimate, simulate
 from lightning_osdp.strategy import OSDPPrecision, OSDPStrategy
 from lightning_osdp.strategy.launcher import REGISTERED
 
@@ -34,7 +36,9 @@ for _name, _start_method in REGISTERED.items():
 
 __all__ = [
     "Cluster",
+    "ComputePrecision",
     "ConfigurationError",
+    "DeviceRates",
     "InfeasibleError",
     "ModelProfile",
     "OSDPError",
@@ -46,8 +50,10 @@ __all__ = [
     "PlanMonitor",
     "ProfileError",
     "SearchSpace",
+    "StepEstimate",
     "apply_plan",
     "make_plan",
     "measure_cluster",
     "profile_model",
+    "simulate",
 ]

@@ -5,9 +5,35 @@ import dataclasses
 import pytest
 
 from lightning_osdp.assign import Setting
+from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.cluster import Cluster, Link
-from lightning_osdp.core.profile import ModelProfile, OperatorProfile
+from lightning_osdp.core.profile import ModelProfile, OperatorProfile, Segment
 from lightning_osdp.core.units import partition
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StatedOperator(OperatorProfile):
+    """An operator with the numbers of its segment, per sample."""
+
+    num_calls: int = 1
+    forward_s_per_sample: float = 0.0
+    backward_s_per_sample: float = 0.0
+    forward_fixed_s: float = 0.0
+    backward_fixed_s: float = 0.0
+    activation_bytes_per_sample: float = 0.0
+    forward_workspace_bytes_per_sample: float = 0.0
+    backward_workspace_bytes_per_sample: float = 0.0
+
+    @property
+    def segment(self):
+        return Segment(
+            operator=self.name,
+            forward_s=Affine(self.forward_fixed_s, self.forward_s_per_sample),
+            backward_s=Affine(self.backward_fixed_s, self.backward_s_per_sample),
+            saved_bytes=Affine(0.0, self.activation_bytes_per_sample),
+            forward_workspace_bytes=Affine(0.0, self.forward_workspace_bytes_per_sample),
+            backward_workspace_bytes=Affine(0.0, self.backward_workspace_bytes_per_sample),
+        )
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +44,7 @@ def operator():
         trainable = 0 if frozen else parameter_bytes
         path = name.split(".")
         above = [".".join(path[:length]) for length in range(len(path), 0, -1)] if name else []
-        defaults = OperatorProfile(
+        defaults = StatedOperator(
             name=name,
             kind="Linear",
             enclosing=(*above, ""),
@@ -38,11 +64,25 @@ def operator():
 def model(operator):
     """A model of operators; of a number, an operator of so many bytes named by its position."""
 
-    def build(*operators, **fields):
-        made = (
+    def build(*operators, batch_bytes_per_sample=0.0, **fields):
+        made = [
             operator(f"m{index}", given) if isinstance(given, int) else given for index, given in enumerate(operators)
+        ]
+        stated = {
+            name: fields.pop(f"loss_{name}_per_sample", 0.0)
+            for name in ("activation_bytes", "forward_workspace_bytes", "backward_workspace_bytes", "s")
+        }
+        loss = Segment(
+            forward_s=Affine(0.0, stated["s"]),
+            saved_bytes=Affine(0.0, stated["activation_bytes"]),
+            forward_workspace_bytes=Affine(0.0, stated["forward_workspace_bytes"]),
+            backward_workspace_bytes=Affine(0.0, stated["backward_workspace_bytes"]),
         )
-        return ModelProfile(operators=tuple(made), **fields)
+        segments = {one.name: one.segment for one in made} | {"": loss}
+        profile = ModelProfile.in_turn(made, segments, batch_bytes=Affine(0.0, batch_bytes_per_sample), **fields)
+        calls = {one.enclosing[0]: one.num_calls for one in made if one.num_calls > 1}
+        spans = {name: spans * calls.get(name, 1) for name, spans in profile.spans.items()}
+        return dataclasses.replace(profile, spans=spans)
 
     return build
 

@@ -11,7 +11,7 @@ from lightning_osdp.assign.nested import Price, improve
 from lightning_osdp.assign.repair import fill, repair
 from lightning_osdp.core.cluster import Cluster, Link
 from lightning_osdp.core.modes import DP, ZDP
-from lightning_osdp.cost import Workload, peak_memory
+from lightning_osdp.cost import Workload, step_memory
 from lightning_osdp.search import SOLVERS
 
 EXACT = [name for name in SOLVERS if name != "greedy"]
@@ -64,7 +64,7 @@ def every_assignment(found):
         "forward_prefetch": found.forward_prefetch,
     }
     return [
-        (peak_memory(found.profile, found.units, modes, **arguments).peak_bytes, found.step_time_s(modes))
+        (step_memory(found.profile, found.units, **arguments).peak(modes).peak_bytes, found.step_time_s(modes))
         for modes in itertools.product(*found.options)
     ]
 
@@ -128,8 +128,8 @@ def test_repaired_modes_fit_and_filled_ones_are_no_slower(setting, case, share):
     least, most = (found.peak(modes).peak_bytes for modes in (found.all_zdp_modes, (DP,) * len(found.units)))
     limit_bytes = int(least + share * (most - least))
     rooms = found.memory.room_bytes(limit_bytes)
-    repaired = repair(found, found.fastest_modes, rooms)
-    filled = fill(found, repaired, rooms)
+    repaired = repair(found.additive, found.additive.fastest_modes, rooms)
+    filled = fill(found.additive, repaired, rooms)
     assert found.peak(repaired).peak_bytes <= limit_bytes
     assert found.peak(filled).peak_bytes <= limit_bytes
     assert found.step_time_s(filled) <= found.step_time_s(repaired)
@@ -153,7 +153,7 @@ def test_the_nested_search_is_exact_or_its_bound_is_valid(setting, case, share, 
     best_s = min(time_s for peak_bytes, time_s in assignments if peak_bytes <= limit_bytes)
     rooms = found.memory.room_bytes(limit_bytes)
     known = [Price(min(k, len(found.memory.order)), price) for k, price in prices]
-    modes, bound_s = improve(found, found.all_zdp_modes, rooms, prices=known, max_states=max_states)
+    modes, bound_s = improve(found.additive, found.all_zdp_modes, rooms, prices=known, max_states=max_states)
     assert found.peak(modes).peak_bytes <= limit_bytes
     assert bound_s <= best_s * (1 + 1e-11)
     if max_states == 1000 and len(found.memory.order) <= 6:  # no more than 64 states

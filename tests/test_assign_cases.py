@@ -7,7 +7,9 @@ import time
 import pytest
 
 from lightning_osdp.assign import assign_modes
+from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.modes import DP, ZDP
+from lightning_osdp.core.profile import OptimizerProfile, Segment
 from lightning_osdp.cost import Workload
 from lightning_osdp.errors import ConfigurationError
 
@@ -25,7 +27,7 @@ def test_one_rank_has_nothing_to_choose(setting, cluster):
     found = setting(operators=chain([100, 200]), cluster=cluster(1), workload=Workload(micro_batch_size=1))
     least = found.peak(found.least_memory_modes).peak_bytes
     assigned = assign_modes(found, limit_bytes=least)
-    assert (assigned.gap, assigned.step_time_s) == (0.0, found.fastest_s)
+    assert (assigned.gap, assigned.step_time_s) == (0.0, found.additive.fastest_s)
     assert assign_modes(found, limit_bytes=least - 1) is None
 
 
@@ -114,11 +116,16 @@ def test_what_a_setting_says_of_plain_fsdp_does_not_depend_on_what_is_offered(se
 
 def test_what_no_unit_owns_is_part_of_every_step(setting, two_ranks):
     bare = setting(operators=chain([100]), **two_ranks)
-    profile = dataclasses.replace(bare.profile, other_s_per_sample=3.0, optimizer_s_per_element=0.5)
+    loss = Segment(forward_s=Affine(0.0, 1.0), backward_s=Affine(0.0, 2.0))
+    profile = dataclasses.replace(
+        bare.profile,
+        segments=(*bare.profile.segments[:-1], loss),
+        optimizer=OptimizerProfile(s_per_element=0.5),
+    )
     found = dataclasses.replace(bare, profile=profile, workload=Workload(micro_batch_size=2, num_micro_batches=5))
     # 10 samples at 3 s, and 25 elements on two ranks at 0.5 s
-    assert found.constant_s == 30 + 6.25
-    assert found.fastest_s == pytest.approx(36.25 + 5 * 1.0)
+    assert found.additive.constant_s == 30 + 6.25
+    assert found.additive.fastest_s == pytest.approx(36.25 + 5 * 1.0)
 
 
 def test_a_gap_without_a_bound_is_none(setting, cluster):

@@ -74,7 +74,7 @@ def test_the_planner_plans_without_torch_and_lightning():
             name="a", kind="Linear", enclosing=("a", ""), num_trainable=1000, optimizer_bytes=8000, **sizes
         )
         cluster = Cluster(world_size=2, all_gather=link, reduce_scatter=link)
-        plan = make_plan(ModelProfile(operators=(layer,)), cluster, memory_limit_bytes=10**6, micro_batch_size=1)
+        plan = make_plan(ModelProfile.in_turn([layer]), cluster, memory_limit_bytes=10**6, micro_batch_size=1)
         print(plan.decisions[0].modes)
         """
     )
@@ -99,7 +99,9 @@ def test_the_public_names_are_these():
     assert lightning_osdp.__all__ == sorted(lightning_osdp.__all__)
     assert lightning_osdp.__all__ == [
         "Cluster",
+        "ComputePrecision",
         "ConfigurationError",
+        "DeviceRates",
         "InfeasibleError",
         "ModelProfile",
         "OSDPError",
@@ -111,9 +113,11 @@ def test_the_public_names_are_these():
         "PlanMonitor",
         "ProfileError",
         "SearchSpace",
+        "StepEstimate",
         "apply_plan",
         "make_plan",
         "measure_cluster",
         "profile_model",
+        "simulate",
     ]
     assert all(hasattr(lightning_osdp, name) for name in lightning_osdp.__all__)

@@ -1,9 +1,11 @@
 """Plans: the choice of the micro-batch size, what a plan states, and what is said where there is none."""
 
+import dataclasses
 import itertools
 
 import pytest
 
+from lightning_osdp.core.cluster import UnitOverhead
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.search_space import SearchSpace
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
@@ -38,7 +40,7 @@ def test_no_more_samples_are_chosen_than_allowed(uneven, cluster, most, expected
 
 def test_a_model_that_saves_nothing_takes_as_much_as_is_allowed(model, cluster):
     # 0.5 s of communication however many samples: the most allowed is best
-    profile = model(100, other_s_per_sample=0.01)
+    profile = model(100, loss_s_per_sample=0.01)
     for most in (1, 777):
         found = plan(
             profile,
@@ -52,7 +54,7 @@ def test_a_model_that_saves_nothing_takes_as_much_as_is_allowed(model, cluster):
 
 def test_between_equal_sizes_the_smallest_is_chosen(model, cluster):
     found = plan(
-        model(100, other_s_per_sample=0.5),
+        model(100, loss_s_per_sample=0.5),
         cluster(1),
         memory_limit_bytes=10_000,
         micro_batch_size="scale",
@@ -115,14 +117,14 @@ def test_where_not_even_one_sample_fits_the_error_says_what_would_help(uneven, c
         " (in backward at 'large': parameter shards 52 B, optimizer state 103 B, reduced gradients 2 B,"
         " gathered parameters 100 B, unsharded gradients 200 B)."
         " Largest contributors: large (300 B), c (83 B), a (3 B)."
-        " Nearest remedy: raise memory_limit to 456 bytes, or use 4 ranks."
+        " Nearest remedy: raise memory_limit to '456 B', or use 4 ranks."
     )
     plan(uneven, cluster(2), micro_batch_size=1, memory_limit_bytes=456)
     plan(uneven, cluster(4), micro_batch_size=1, memory_limit_bytes=400)
 
 
 def test_more_ranks_are_no_remedy_for_what_is_not_sharded(uneven, cluster):
-    with pytest.raises(InfeasibleError, match=r"raise memory_limit to 456 bytes\.$"):
+    with pytest.raises(InfeasibleError, match=r"raise memory_limit to '456 B'\.$"):
         plan(uneven, cluster(2), micro_batch_size=1, memory_limit_bytes=300)  # one parameter and two gradients
 
 
@@ -134,7 +136,7 @@ def test_on_one_rank_the_error_speaks_of_one_rank_and_the_root_is_named(model, o
         "No plan fits: the limit is 10 B per rank, and a micro-batch of 1 on 1 rank needs at least 500 B"
         " (in backward: parameter shards 100 B, optimizer state 200 B, unsharded gradients 200 B)."
         " Largest contributors: the root unit (500 B)."
-        " Nearest remedy: raise memory_limit to 500 bytes."
+        " Nearest remedy: raise memory_limit to '500 B'."
     )
 
 
@@ -142,7 +144,11 @@ def test_on_one_rank_the_error_speaks_of_one_rank_and_the_root_is_named(model, o
     ("options", "text"),
     [
         ({"search": "magic"}, "search must be one of ('depth_first', 'greedy', 'exhaustive'), got 'magic'."),
-        ({"backward_prefetch": "both"}, "backward_prefetch must be one of ('pre', 'post', 'none'), got 'both'."),
+        (
+            {"backward_prefetch": "both"},
+            "backward_prefetch must be one of ('pre', 'post', 'none', 'auto'), got 'both'.",
+        ),
+        ({"cost_model": "guess"}, "cost_model must be one of ('simulate', 'paper'), got 'guess'."),
         ({"micro_batch_size": 0}, "micro_batch_size must be 'scale' or a number of samples, at least one, got 0."),
         ({"micro_batch_size": -3}, "micro_batch_size must be 'scale' or a number of samples, at least one, got -3."),
         (
@@ -161,6 +167,44 @@ def test_options_that_make_no_sense_are_refused(uneven, cluster, options, text):
     with pytest.raises(ConfigurationError) as caught:
         plan(uneven, cluster(2), **{"micro_batch_size": 1, **options})
     assert str(caught.value) == text
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("limit_bytes", [2000, 2100, 2300, 3000])
+def test_backward_prefetch_is_chosen_by_what_it_is_worth(model, operator, cluster, overlaps, limit_bytes):
+    fields = {"forward_s_per_sample": 0.5, "backward_s_per_sample": 1.0}
+    profile = model(*(operator(f"m{i}", 100, **fields) for i in range(8)))
+    ring = dataclasses.replace(cluster(2, seconds_per_byte=0.02), overlaps=overlaps)
+    options = {"micro_batch_size": 1, "memory_limit_bytes": limit_bytes}
+    chosen = plan(profile, ring, **options)
+    given = {each: plan(profile, ring, backward_prefetch=each, **options) for each in ("none", "post", "pre")}
+    assert chosen.step_time_s == min(each.step_time_s for each in given.values())
+    assert chosen.units == given[chosen.backward_prefetch].units
+    if not overlaps:
+        assert chosen.backward_prefetch == "none"
+        return
+    most = max(each.samples_per_s * (1 + each.gap) for each in given.values())
+    assert chosen.samples_per_s * (1 + chosen.gap) == pytest.approx(most, rel=1e-3)
+    # of equally fast ones the usual one
+    assert chosen.backward_prefetch == "pre"
+    assert (chosen.step_time_s < given["none"].step_time_s) == (limit_bytes < 3000)
+
+
+def test_the_paper_plans_with_sums(model, operator, cluster):
+    # m_ZDP = 4 * 100 / 2, m_DP = 100 + 3 * 100 / 2; a ring takes 1 s, computing 2 s
+    profile = model(
+        *(operator(f"m{i}", 100, forward_s_per_sample=2.0, activation_bytes_per_sample=7) for i in range(3))
+    )
+    overhead = dict.fromkeys(("ZDP", "DP"), UnitOverhead(fixed_s=100.0))
+    ring = dataclasses.replace(cluster(2, seconds_per_byte=0.02), overlaps=True, unit_overhead=overhead)
+    for limit_bytes, kept in [(621, 0), (670, 0), (671, 1), (721, 2), (10**6, 3)]:
+        found = plan(profile, ring, cost_model="paper", micro_batch_size=1, memory_limit_bytes=limit_bytes)
+        assert (found.cost_model, found.gap) == ("paper", 0.0)
+        assert found.peak_bytes == 600 + 21 + 50 * kept
+        assert found.step_time_s == pytest.approx(3 * (2 + 3) - kept)
+        assert [unit.modes for unit in found.units].count(("DP",)) == kept + 1  # and the root
+    with pytest.raises(InfeasibleError, match=r"needs at least 621 B \(in all phases: model states 600 B"):
+        plan(profile, ring, cost_model="paper", micro_batch_size=1, memory_limit_bytes=620)
 
 
 def test_a_profile_without_times_predicts_none(model, cluster):

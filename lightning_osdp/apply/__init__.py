@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from lightning_osdp.apply.materialize import materialize
+from lightning_osdp.apply.materialize import check_initializable
 from lightning_osdp.apply.state_dict import full_state, sharded_state
 from lightning_osdp.apply.wrap import apply_plan, forget_zeroed_gradients, wrap_whole
 
-__all__ = ["apply_plan", "forget_zeroed_gradients", "full_state", "materialize", "sharded_state", "wrap_whole"]
+__all__ = [
+    "apply_plan",
+    "check_initializable",
+    "forget_zeroed_gradients",
+    "full_state",
+    "sharded_state",
+    "wrap_whole",
+]

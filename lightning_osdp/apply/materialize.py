@@ -29,6 +29,20 @@ def unit_initializer(module: nn.Module, device: torch.device) -> Callable[[nn.Mo
     Raises:
         ProfileError: a module that owns meta tensors has no ``reset_parameters`` to initialise them with.
     """
+    missing = check_initializable(module, device)
+    return None if missing is None else _UnitInitializer(module, device, missing)
+
+
+def check_initializable(module: nn.Module, device: torch.device) -> set[str] | None:
+    """Names of the tensors that have no values on rank 0; None where no rank has meta tensors. Call it on all ranks.
+
+    Args:
+        module: the unwrapped model.
+        device: where the ranks compute.
+
+    Raises:
+        ProfileError: a module that owns such tensors has no ``reset_parameters`` to initialise them with.
+    """
     missing = [name for name, _, _, tensor in _tensors(module) if tensor.is_meta]
     if dist.is_initialized() and dist.get_world_size() > 1:
         is_meta = torch.tensor(float(bool(missing)), device=device)
@@ -40,14 +54,8 @@ def unit_initializer(module: nn.Module, device: torch.device) -> Callable[[nn.Mo
         missing = names[0]
     elif not missing:
         return None
-    return _UnitInitializer(module, device, set(missing))
-
-
-def materialize(module: nn.Module, device: torch.device) -> None:
-    """Does so for a whole model at once, which must fit on the device; nothing where no rank has meta tensors."""
-    initialize = unit_initializer(module, device)
-    if initialize is not None:
-        initialize(module)
+    _check_resets(module, set(missing))
+    return set(missing)
 
 
 class _UnitInitializer:
@@ -60,7 +68,6 @@ class _UnitInitializer:
     """
 
     def __init__(self, module: nn.Module, device: torch.device, missing: set[str]) -> None:
-        _check_resets(module, missing)
         self._device = device
         self._paths = {child: path for path, child in module.named_modules()}
         seed = int(torch.randint(2**62, ()))

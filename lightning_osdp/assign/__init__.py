@@ -7,8 +7,9 @@ The constraints are nested; the solvers of `search` take one. So `relaxation` so
 bounds every plan from below, and `repair` makes plans of the solutions that violate another one.
 """
 
-from lightning_osdp.assign.assign import Assignment, assign_modes
+from lightning_osdp.assign.additive import Modes
+from lightning_osdp.assign.assign import Assignment, assign_modes, bound_later_s
 from lightning_osdp.assign.setting import Setting
 from lightning_osdp.assign.share import share_units
 
-__all__ = ["Assignment", "Setting", "assign_modes", "share_units"]
+__all__ = ["Assignment", "Modes", "Setting", "assign_modes", "bound_later_s", "share_units"]

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
-from lightning_osdp.assign.setting import Modes, Setting
+from lightning_osdp.assign.additive import Additive, Modes
 from lightning_osdp.core.modes import ShardingMode
 
 _Path: TypeAlias = "tuple[ShardingMode, _Path] | None"
@@ -54,24 +54,24 @@ class Price(NamedTuple):
 
 
 def improve(
-    setting: Setting, modes: Modes, rooms: Sequence[float], *, prices: Sequence[Price], max_states: int
+    problem: Additive, modes: Modes, rooms: Sequence[float], *, prices: Sequence[Price], max_states: int
 ) -> tuple[Modes, float]:
     """The best modes, or the best found, and the seconds that no modes that fit can go below.
 
     Args:
-        setting: what is fixed.
+        problem: what is fixed.
         modes: a plan that fits.
         rooms: of `StepMemory.room_bytes`.
         prices: of the constraints that matter.
         max_states: about how many states to look at, those of all units together.
     """
-    memory = setting.memory
+    memory = problem.memory
     menus = [
-        [_Option(num_bytes * mode.resident, setting.costs[unit][mode].time_s, mode) for mode in setting.options[unit]]
+        [_Option(num_bytes * mode.resident, problem.times_s[unit][mode], mode) for mode in problem.options[unit]]
         for unit, num_bytes in zip(memory.order, memory.gathered_bytes, strict=True)
     ]
-    known_s = setting.step_time_s(modes)
-    ordered_s = sum(setting.costs[unit][modes[unit]].time_s for unit in memory.order)
+    known_s = problem.time_s(modes)
+    ordered_s = sum(problem.times_s[unit][modes[unit]] for unit in memory.order)
     rests = [_rests(menus, price, rooms) for price in (Price(0, 0.0), *prices)]
     width = max(1, max_states // max(1, len(menus)))
     states, bound_s = [_State(0.0, known_s - ordered_s, -math.inf, None)], known_s

@@ -6,44 +6,44 @@ import heapq
 from collections.abc import Sequence
 from itertools import accumulate
 
-from lightning_osdp.assign.setting import Modes, Setting
+from lightning_osdp.assign.additive import Additive, Modes
 
 
-def repair(setting: Setting, modes: Modes, rooms: Sequence[float]) -> Modes:
+def repair(problem: Additive, modes: Modes, rooms: Sequence[float]) -> Modes:
     """Moves units to their smallest option until everything fits, those first that save least time per byte.
 
     Going through the constraints in order, each is met before the next is looked at: O(n log n).
 
     Args:
-        setting: what is fixed.
+        problem: what is fixed.
         modes: one per unit.
         rooms: of `StepMemory.room_bytes`; every unit's smallest option must fit.
     """
-    repaired, memory = list(modes), setting.memory
+    repaired, memory = list(modes), problem.memory
     kept: list[tuple[float, int, float]] = []
     total = 0.0
     for k, (unit, num_bytes) in enumerate(zip(memory.order, memory.gathered_bytes, strict=True), start=1):
-        smallest = setting.options[unit][0]
+        smallest = problem.options[unit][0]
         if modes[unit].resident:
             total += num_bytes
             if not smallest.resident and num_bytes:
-                costs = setting.costs[unit]
-                heapq.heappush(kept, ((costs[smallest].time_s - costs[modes[unit]].time_s) / num_bytes, k, num_bytes))
+                times_s = problem.times_s[unit]
+                heapq.heappush(kept, ((times_s[smallest] - times_s[modes[unit]]) / num_bytes, k, num_bytes))
         while total > rooms[k]:
             _, place, freed = heapq.heappop(kept)
             total -= freed
-            repaired[memory.order[place - 1]] = setting.options[memory.order[place - 1]][0]
+            repaired[memory.order[place - 1]] = problem.options[memory.order[place - 1]][0]
     return tuple(repaired)
 
 
-def fill(setting: Setting, modes: Modes, rooms: Sequence[float]) -> Modes:
+def fill(problem: Additive, modes: Modes, rooms: Sequence[float]) -> Modes:
     """Moves units to faster options, most time per byte first, as long as everything fits."""
-    filled, memory = list(modes), setting.memory
+    filled, memory = list(modes), problem.memory
     upgrades = []
     for place, (unit, num_bytes) in enumerate(zip(memory.order, memory.gathered_bytes, strict=True)):
-        costs = setting.costs[unit]
-        for mode in setting.options[unit]:
-            saved_s = costs[modes[unit]].time_s - costs[mode].time_s
+        times_s = problem.times_s[unit]
+        for mode in problem.options[unit]:
+            saved_s = times_s[modes[unit]] - times_s[mode]
             extra = num_bytes * (mode.resident - modes[unit].resident)
             if saved_s > 0:
                 upgrades.append((saved_s / max(extra, 1.0), place, extra, mode))

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from lightning_osdp.assign.additive import Additive, Modes
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.modes import DP, MODES, ZDP, ShardingMode
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.cost import Cost, PeakMemory, StepMemory, Workload, step_memory, unit_cost
-
-Modes = tuple[ShardingMode, ...]
-"""One mode per unit."""
+from lightning_osdp.cost import (
+    PAPER_TIME_TERMS,
+    TERMS,
+    PeakMemory,
+    StepMemory,
+    Workload,
+    evaluation_peak,
+    optimizer_s,
+    paper_memory,
+    step_memory,
+    unit_cost,
+)
+from lightning_osdp.simulation import StepClock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +38,22 @@ class Setting:
     modes: tuple[str, ...] = tuple(MODES)
     backward_prefetch: str = "pre"
     forward_prefetch: bool = False
+    cost_model: str = "simulate"
+    """``simulate``: the step as FSDP1 runs it. ``paper``: the sums of equation 1."""
+
+    def at(self, micro_batch_size: int) -> Setting:
+        """The same with another micro-batch size."""
+        return replace(self, workload=replace(self.workload, micro_batch_size=micro_batch_size))
+
+    @property
+    def is_paper(self) -> bool:
+        """Whether the paper's sums are the cost."""
+        return self.cost_model == "paper"
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether there is communication that computing may hide: else the simulated time is a sum, too."""
+        return self.cluster.overlaps and self.cluster.world_size > 1 and not self.is_paper
 
     @cached_property
     def options(self) -> tuple[Modes, ...]:
@@ -35,16 +62,22 @@ class Setting:
         return tuple((DP,) if unit.is_root else offered for unit in self.units)
 
     @cached_property
-    def costs(self) -> tuple[Mapping[ShardingMode, Cost], ...]:
-        """Cost of each unit in every mode that there is, offered or not."""
+    def times_s(self) -> tuple[Mapping[ShardingMode, float], ...]:
+        """Seconds of each unit in every mode that there is, offered or not, if nothing overlaps."""
+        terms = PAPER_TIME_TERMS if self.is_paper else TERMS
         return tuple(
-            {mode: unit_cost(unit, mode, cluster=self.cluster, workload=self.workload) for mode in MODES.values()}
+            {
+                mode: unit_cost(unit, mode, cluster=self.cluster, workload=self.workload, terms=terms).time_s
+                for mode in MODES.values()
+            }
             for unit in self.units
         )
 
     @cached_property
     def memory(self) -> StepMemory:
         """Peak of one optimizer step for every choice of modes."""
+        if self.is_paper:
+            return paper_memory(self.profile, self.units, self.cluster, self.workload)
         return step_memory(
             self.profile,
             self.units,
@@ -52,31 +85,44 @@ class Setting:
             workload=self.workload,
             backward_prefetch=self.backward_prefetch,
             forward_prefetch=self.forward_prefetch,
+            reduce_scatter_copies=self.cluster.reduce_scatter_copies,
         )
 
     @cached_property
-    def constant_s(self) -> float:
-        """Seconds of a step that no mode changes and no unit owns: the rest of the model, and the optimizer."""
-        profile, workload = self.profile, self.workload
-        trainable = sum(operator.num_trainable for operator in profile)
-        return (
-            workload.num_micro_batches
-            * (profile.other_fixed_s + workload.micro_batch_size * profile.other_s_per_sample)
-            + profile.optimizer_s_per_element * trainable / self.cluster.world_size
+    def compute_s(self) -> float:
+        """Seconds of a step that its operators, the loss and the optimizer compute, whatever the units."""
+        samples, repeats = self.workload.micro_batch_size, self.workload.num_micro_batches
+        segments_s = sum((part.forward_s + part.backward_s).at(samples) for part in self.profile.segments)
+        return repeats * segments_s + self._optimizer_s
+
+    @property
+    def _optimizer_s(self) -> float:
+        """The paper has no such term."""
+        return 0.0 if self.is_paper else optimizer_s(self.profile, self.cluster)
+
+    @cached_property
+    def additive(self) -> Additive:
+        """The step if nothing overlaps; what no unit owns is the loss and the optimizer step."""
+        loss, workload = self.profile.loss, self.workload
+        loss_s = (loss.forward_s + loss.backward_s).at(workload.micro_batch_size)
+        return Additive(
+            options=self.options,
+            times_s=self.times_s,
+            constant_s=workload.num_micro_batches * loss_s + self._optimizer_s,
+            memory=self.memory,
         )
 
     @cached_property
-    def fastest_modes(self) -> Modes:
-        """The fastest option of every unit, as if memory were no concern."""
-        return tuple(
-            min(options, key=lambda mode: costs[mode].time_s)
-            for options, costs in zip(self.options, self.costs, strict=True)
+    def clock(self) -> StepClock:
+        """The simulator of its time."""
+        return StepClock(
+            self.profile,
+            self.units,
+            self.cluster,
+            self.workload,
+            backward_prefetch=self.backward_prefetch,
+            forward_prefetch=self.forward_prefetch,
         )
-
-    @cached_property
-    def fastest_s(self) -> float:
-        """Step time if memory were no concern."""
-        return self.step_time_s(self.fastest_modes)
 
     @property
     def least_memory_modes(self) -> Modes:
@@ -89,12 +135,23 @@ class Setting:
         return tuple(DP if unit.is_root else ZDP for unit in self.units)
 
     def saved_s(self, unit: int) -> float:
-        """Seconds per optimizer step that keeping this unit gathered saves over sharding it."""
-        return 0.0 if self.units[unit].is_root else self.costs[unit][ZDP].time_s - self.costs[unit][DP].time_s
+        """Seconds per optimizer step that keeping this unit gathered saves over sharding it, if nothing overlaps."""
+        return 0.0 if self.units[unit].is_root else self.times_s[unit][ZDP] - self.times_s[unit][DP]
 
     def step_time_s(self, modes: Sequence[ShardingMode]) -> float:
-        """Predicted seconds of one optimizer step: equation 1's sum, and what it leaves out."""
-        return self.constant_s + sum(costs[mode].time_s for costs, mode in zip(self.costs, modes, strict=True))
+        """Predicted seconds of one optimizer step: simulated, which is the sum where nothing overlaps."""
+        return self.clock.step(modes).time_s if self.overlaps else self.additive.time_s(modes)
+
+    def evaluation_peak_bytes(self, modes: Sequence[ShardingMode]) -> int:
+        """Predicted peak of an evaluation in batches of as many samples."""
+        peak = evaluation_peak(
+            self.profile,
+            self.units,
+            modes,
+            world_size=self.cluster.world_size,
+            num_samples=self.workload.micro_batch_size,
+        )
+        return math.ceil(peak)
 
     def peak(self, modes: Sequence[ShardingMode]) -> PeakMemory:
         """Predicted peak of one optimizer step."""

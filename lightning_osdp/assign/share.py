@@ -15,7 +15,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from lightning_osdp.assign.setting import Modes, Setting
+from lightning_osdp.assign.additive import Modes
+from lightning_osdp.assign.setting import Setting
 from lightning_osdp.core.modes import DP, ShardingMode
 from lightning_osdp.core.units import UnitProfile, merged
 
@@ -122,10 +123,6 @@ def _block(setting: Setting, modes: Modes, name: str, inside: Sequence[int], mos
 def _structure(setting: Setting, inside: Sequence[int]) -> tuple[object, ...]:
     """Equal for modules that hold equal units."""
     return tuple((setting.units[index].gathered_bytes, setting.units[index].kind) for index in inside)
-
-
-def _total_bytes(setting: Setting) -> int:
-    return sum(unit.gathered_bytes for unit in setting.units)
 
 
 def _stacks(setting: Setting) -> set[str]:

@@ -64,3 +64,18 @@ def format_bytes(num_bytes: float) -> str:
         return f"{size:.0f} B"
     decimals = 2 if abs(size) < 9.995 else 1 if abs(size) < 99.95 else 0
     return f"{size:.{decimals}f} {unit}"
+
+
+def format_at_least(num_bytes: int) -> str:
+    """The same rounded up: read by `parse_bytes`, it is no fewer bytes.
+
+    Example:
+        >>> format_at_least(1536), format_at_least(1537), format_at_least(2**30 + 1)
+        ('1.50 KiB', '1.51 KiB', '1.01 GiB')
+    """
+    text = format_bytes(num_bytes)
+    if parse_bytes(text) >= num_bytes:
+        return text
+    number, unit = text.split()
+    _, _, decimals = number.partition(".")
+    return f"{Decimal(number) + Decimal(1).scaleb(-len(decimals))} {unit}"

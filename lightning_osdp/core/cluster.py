@@ -56,5 +56,9 @@ class Cluster:
     num_nodes: int = 1
     backend: str = ""
     """Name of the process group's backend, for reports."""
+    overlaps: bool = False
+    """Whether collectives run beside computing; a backend that blocks (gloo) has one thing happen at a time."""
+    reduce_scatter_copies: bool = True
+    """Whether the backend copies what it reduces and scatters, as gloo does."""
     memory_bytes: int | None = None
     """Bytes that one rank may use where the user sets no limit; None if unknown."""

@@ -31,6 +31,10 @@ _KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
         "an object of texts",
         lambda value: isinstance(value, dict) and _are_texts([*value.values()]),
     ),
+    "Mapping[str, int]": (
+        "an object of whole numbers",
+        lambda value: isinstance(value, dict) and all(type(n) is int and _is_number(n) for n in value.values()),
+    ),
     "tuple[Unit, ...]": ("a list of units", lambda value: isinstance(value, tuple)),
 }
 """Annotation of a field -> what to call it, and whether a JSON value is one."""

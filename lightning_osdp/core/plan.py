@@ -16,6 +16,7 @@ SCHEMA_VERSION = 1
 SYNC_CHOICES = ("every", "last")
 ACTIVATION_CHOICES = ("keep", "recompute", "offload")
 PREFETCH_CHOICES = ("pre", "post", "none")
+COST_MODELS = ("simulate", "paper")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,7 @@ class Plan:
     """Root first, then in forward order. They fix the wrapping."""
     memory_limit_bytes: int
     peak_bytes: int
-    """Predicted peak of live bytes in one optimizer step."""
+    """Predicted peak of live bytes in one optimizer step, on the rank that holds most."""
     micro_batch_size: int
     """Samples per rank and micro-batch."""
     num_micro_batches: int
@@ -83,11 +84,21 @@ class Plan:
     gap: float
     """No plan in the search space is predicted to be faster by more than this fraction."""
     solver: str = ""
+    cost_model: str = "simulate"
+    """What predicted it: ``simulate``, a step as FSDP1 runs it, or ``paper``, the sums of its equation 1."""
     backward_prefetch: str = "pre"
     forward_prefetch: bool = False
     all_zdp_step_time_s: float = 0.0
     """Predicted seconds of one optimizer step with every unit ZDP (plain FSDP) at the same micro-batch."""
     all_zdp_peak_bytes: int = 0
+    peak_phase: str = ""
+    """Where the peak is: ``forward``, ``backward``, ``reduce-scatter`` or ``optimizer step``."""
+    peak_operator: str = ""
+    """Operator that runs at the peak; the empty string in the loss and in the optimizer step."""
+    peak_parts: Mapping[str, int] = field(default_factory=dict)
+    """What the peak consists of, in bytes."""
+    evaluation_peak_bytes: int = 0
+    """Predicted peak while the model is evaluated in batches of ``micro_batch_size`` samples per rank."""
     notes: tuple[str, ...] = ()
     schema_version: int = field(default=SCHEMA_VERSION)
 
@@ -109,7 +120,8 @@ class Plan:
     def to_json(self) -> str:
         """JSON text: the fields of this class, with `decisions` beside them for readers."""
         # asdict copies a dict but cannot copy other mappings, such as a MappingProxyType
-        document = dataclasses.asdict(dataclasses.replace(self, fingerprint=dict(self.fingerprint)))
+        plain = dataclasses.replace(self, fingerprint=dict(self.fingerprint), peak_parts=dict(self.peak_parts))
+        document = dataclasses.asdict(plain)
         document["decisions"] = [dataclasses.asdict(decision) for decision in self.decisions]
         ordered = {"schema_version": document.pop("schema_version"), **document}
         return json.dumps(ordered, indent=2) + "\n"
@@ -234,15 +246,15 @@ def _check_units(units: tuple[Unit, ...], source: str) -> None:
 def _check_numbers(plan: Plan, source: str) -> None:
     at_least = {"world_size": 1, "micro_batch_size": 1, "num_micro_batches": 1, "memory_limit_bytes": 1}
     at_least |= dict.fromkeys(("peak_bytes", "step_time_s", "samples_per_s", "gap"), 0)
-    at_least |= dict.fromkeys(("all_zdp_step_time_s", "all_zdp_peak_bytes"), 0)
+    at_least |= dict.fromkeys(("all_zdp_step_time_s", "all_zdp_peak_bytes", "evaluation_peak_bytes"), 0)
     for name, least in at_least.items():
         value = getattr(plan, name)
         if value < least:
             raise PlanFormatError(f"Expected {name!r} of {source} to be at least {least}, got {value!r}.")
-    if plan.backward_prefetch not in PREFETCH_CHOICES:
-        raise PlanFormatError(
-            f"Expected 'backward_prefetch' of {source} to be one of {PREFETCH_CHOICES}, got {plan.backward_prefetch!r}."
-        )
+    for name, choices in (("backward_prefetch", PREFETCH_CHOICES), ("cost_model", COST_MODELS)):
+        value = getattr(plan, name)
+        if value not in choices:
+            raise PlanFormatError(f"Expected {name!r} of {source} to be one of {choices}, got {value!r}.")
 
 
 __all__ = ["ACTIVATION_CHOICES", "DP", "SCHEMA_VERSION", "SYNC_CHOICES", "ZDP", "Decision", "Plan", "Unit"]

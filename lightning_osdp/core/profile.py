@@ -1,13 +1,55 @@
-"""What the planner knows of the model: bytes and seconds per operator.
+"""What the planner knows of the model: its operators, and the bytes and seconds of one micro-batch.
 
-An *operator* is a module that owns parameters. Bytes are of the whole, unsharded tensors; "per sample" is per sample
-of the micro-batch of one rank.
+An *operator* is a module that owns parameters. A *segment* is the part of forward from one call of an operator until
+the next call of any, with the part of backward that undoes it. Bytes of parameters are of the whole, unsharded
+tensors; what grows with the samples is `Affine` in those of one rank's micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_osdp.core.affine import ZERO, Affine
+
+Span = tuple[int, int]
+"""First and last segment of one call of a module, both included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterProfile:
+    """One parameter of an operator; a tied one at its first operator only."""
+
+    position: int
+    """In ``named_parameters()`` of the model: FSDP lays the parameters of a unit out in this order."""
+    num_elements: int
+    itemsize: int
+    """Bytes of an element at rest."""
+    gathered_itemsize: int
+    """Bytes of an element as gathered for computing, and of its unsharded gradient."""
+    is_trainable: bool = True
+    state_bytes_per_element: float = 0.0
+    """Optimizer state that is sharded with it."""
+    group: int = 0
+    """Number of its parameter group, counted over all optimizers."""
+    place: int = 0
+    """Where it stands in its group."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerProfile:
+    """The optimizer step."""
+
+    s_per_element: float = 0.0
+    """Seconds per trainable element of the shard that this rank updates."""
+    is_foreach: bool = False
+    """Whether the parameters of a group are updated at once, with temporaries of all of them alive together."""
+    temporaries: tuple[tuple[float, float], ...] = ()
+    """Where they are updated one by one: pairs (x, y), none of which is above another. At some moment of a turn, x
+    times the bytes of the parameter before and y times those of the present one live besides."""
+    foreach_temporaries: float = 0.0
+    """Where they are updated at once: bytes of temporaries over those of the group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,30 +78,41 @@ class OperatorProfile:
     """Unsharded gradients as backward produces them: of trainable parameters, in the dtype of computing."""
     optimizer_bytes: int
     """State that the user's optimizer keeps for the trainable parameters."""
-    forward_s_per_sample: float = 0.0
-    backward_s_per_sample: float = 0.0
-    forward_fixed_s: float = 0.0
-    """Seconds of one micro-batch's forward that do not grow with it: time is affine in the micro-batch."""
-    backward_fixed_s: float = 0.0
-    activation_bytes_per_sample: float = 0.0
-    """Tensors saved for backward from this operator's first call until the next operator's, or the end of its own."""
-    forward_workspace_bytes_per_sample: float = 0.0
-    """Most bytes of other live tensors while this operator's part of forward runs."""
-    backward_workspace_bytes_per_sample: float = 0.0
-    """The same for backward, the operator's own gradients apart."""
-    num_calls: int = 1
+    parameters: tuple[ParameterProfile, ...] = ()
+    """What the bytes are made of. Where they are left out, nothing is known of paddings and of what one rank gets."""
+    dtype: str = "float32"
+    """Of the parameters at rest: a unit holds one dtype only. Several are separated by commas."""
     signature: str = ""
-    """Equal operators (class, shapes, inputs) share one signature; it was measured once for all of them."""
+    """Equal operators (class, shapes, inputs) share one signature."""
+    stands_alone: bool = False
+    """Whether FSDP makes it a unit of its own whatever one asks for, as batch normalisation under mixed precision."""
 
     @property
-    def compute_s_per_sample(self) -> float:
-        """Forward and backward seconds per sample: gamma of equation 2."""
-        return self.forward_s_per_sample + self.backward_s_per_sample
+    def frozen_bytes(self) -> int:
+        """Frozen parameters as gathered."""
+        if not self.parameters:
+            return self.gathered_bytes if not self.trainable_bytes else self.parameter_bytes - self.trainable_bytes
+        return sum(p.num_elements * p.gathered_itemsize for p in self.parameters if not p.is_trainable)
 
-    @property
-    def compute_fixed_s(self) -> float:
-        """Forward and backward seconds of a micro-batch, whatever its size."""
-        return self.forward_fixed_s + self.backward_fixed_s
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Forward from one operator's call until the next one's, and its backward; the last segment is the loss."""
+
+    operator: str = ""
+    """Name of the operator whose call begins it; the empty string in the loss."""
+    forward_s: Affine = ZERO
+    backward_s: Affine = ZERO
+    saved_bytes: Affine = ZERO
+    """Tensors that it saves for backward."""
+    forward_workspace_bytes: Affine = ZERO
+    """Most bytes of other live tensors while its forward runs."""
+    backward_workspace_bytes: Affine = ZERO
+    """The same for its backward, the operator's own gradients apart."""
+    evaluation_bytes: Affine = ZERO
+    """Most bytes of live tensors beside parameters, buffers and batch while its forward runs without gradients."""
+    settled_bytes: Affine | None = None
+    """Live tensors, saved or not, once the operator's gradients are complete; None where it makes none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,33 +120,55 @@ class ModelProfile:
     """One model under one training step, with all that is needed to plan it for any number of ranks."""
 
     operators: tuple[OperatorProfile, ...]
-    """In forward order, each once."""
+    """In the order of their first calls, each once."""
+    segments: tuple[Segment, ...]
+    """In forward order; the last one is the loss."""
+    spans: Mapping[str, tuple[Span, ...]] = field(default_factory=dict)
+    """Module -> its calls, for every module but the root that may be a unit."""
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     """Parameter name -> shape, dtype, ``frozen`` and ``tied to`` marks: what a plan must match."""
     profiled_batch_size: int = 1
-    other_s_per_sample: float = 0.0
-    """Forward and backward seconds outside every operator: attention, activation functions, the loss."""
-    other_fixed_s: float = 0.0
-    """The same per micro-batch, whatever its size."""
-    optimizer_s_per_element: float = 0.0
-    """Seconds of the optimizer step per trainable element of the shard that this rank updates."""
-    optimizer_is_foreach: bool = False
-    """Whether the optimizer updates all parameters at once, with temporaries of all of them alive together."""
-    optimizer_workspace_ratio: float = 0.0
-    """Bytes of temporaries in the optimizer step over those of the parameters updated at once: all or the largest."""
-    loss_activation_bytes_per_sample: float = 0.0
-    """Tensors saved for backward after the last operator's call: by the loss."""
-    loss_forward_workspace_bytes_per_sample: float = 0.0
-    loss_backward_workspace_bytes_per_sample: float = 0.0
+    optimizer: OptimizerProfile = OptimizerProfile()
     buffer_bytes: int = 0
-    batch_bytes_per_sample: float = 0.0
+    batch_bytes: Affine = ZERO
+
+    @classmethod
+    def in_turn(
+        cls, operators: Sequence[OperatorProfile], segments: Mapping[str, Segment] | None = None, **fields: Any
+    ) -> ModelProfile:
+        """A model that calls each operator once, in this order: for those of which one has numbers only.
+
+        Args:
+            operators: in forward order.
+            segments: by operator, the loss under ``""``; none of them saves or takes anything by default.
+            **fields: of the profile.
+        """
+        known = segments or {}
+        called = [operator for operator in operators if operator.name]  # the root's call is all of forward
+        spans: dict[str, Span] = {}
+        for index, operator in enumerate(called):
+            for name in operator.enclosing[:-1]:
+                spans[name] = (spans.get(name, (index, index))[0], index)
+        return cls(
+            operators=tuple(operators),
+            segments=(
+                *(known.get(operator.name) or Segment(operator=operator.name) for operator in called),
+                known.get("", Segment()),
+            ),
+            spans={name: (span,) for name, span in spans.items()},
+            **fields,
+        )
 
     def __iter__(self) -> Iterator[OperatorProfile]:
         """Iterates over the operators in forward order."""
         return iter(self.operators)
 
     @property
-    def activation_bytes_per_sample(self) -> float:
-        """Bytes saved for backward by the whole model at the end of forward."""
-        saved = sum(operator.activation_bytes_per_sample for operator in self.operators)
-        return saved + self.loss_activation_bytes_per_sample
+    def loss(self) -> Segment:
+        """What runs after the last operator's call."""
+        return self.segments[-1]
+
+    @property
+    def saved_bytes(self) -> Affine:
+        """What the whole model has saved for backward at the end of forward."""
+        return sum((segment.saved_bytes for segment in self.segments), ZERO)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from lightning_osdp.core.profile import ModelProfile, OperatorProfile
+from lightning_osdp.core.affine import ZERO, Affine
+from lightning_osdp.core.profile import ModelProfile, OperatorProfile, ParameterProfile, Segment, Span
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class UnitProfile:
     """One candidate unit: the operators that it gathers together, as sums over them."""
 
     name: str
     """Qualified name of the module to wrap; the empty string is the root."""
     operators: tuple[OperatorProfile, ...]
-    first: int
-    """Position, in forward order of all operators, of the first operator that runs inside the wrapped module."""
-    last: int
-    """Position of the last one."""
+    segments: tuple[Segment, ...]
+    """Of these operators."""
+    calls: tuple[Span, ...]
+    """When forward runs the wrapped module, and so gathers the unit."""
 
     @property
     def is_root(self) -> bool:
@@ -31,54 +33,75 @@ class UnitProfile:
         return ", ".join(dict.fromkeys(operator.kind for operator in self.operators))
 
     @property
-    def num_calls(self) -> int:
-        """Times that forward calls the wrapped module, and so gathers the unit, as far as its operators tell."""
-        own = [operator.num_calls for operator in self.operators if operator.name == self.name]
-        return min(own or [operator.num_calls for operator in self.operators], default=1)
+    def first(self) -> int:
+        """The segment in which the wrapped module is called first."""
+        return self.calls[0][0]
 
     @property
+    def last(self) -> int:
+        """The segment in which its last call ends."""
+        return self.calls[-1][1]
+
+    @property
+    def dtype(self) -> str:
+        """Of the parameters at rest, several separated by commas."""
+        return ", ".join(dict.fromkeys(operator.dtype for operator in self.operators))
+
+    @cached_property
+    def parameters(self) -> tuple[ParameterProfile, ...]:
+        """As FSDP lays them out; none where an operator does not tell its own."""
+        if not all(operator.parameters or not operator.parameter_bytes for operator in self.operators):
+            return ()
+        every = (parameter for operator in self.operators for parameter in operator.parameters)
+        return tuple(sorted(every, key=lambda parameter: parameter.position))
+
+    @cached_property
     def parameter_bytes(self) -> int:
         """Parameters at rest, unsharded."""
         return sum(operator.parameter_bytes for operator in self.operators)
 
-    @property
+    @cached_property
     def gathered_bytes(self) -> int:
         """Parameters as gathered for computing."""
         return sum(operator.gathered_bytes for operator in self.operators)
 
-    @property
+    @cached_property
     def trainable_bytes(self) -> int:
         """Trainable parameters at rest, and their reduced gradients."""
         return sum(operator.trainable_bytes for operator in self.operators)
 
-    @property
+    @cached_property
     def gradient_bytes(self) -> int:
         """Unsharded gradients."""
         return sum(operator.gradient_bytes for operator in self.operators)
 
-    @property
+    @cached_property
+    def frozen_bytes(self) -> int:
+        """Frozen parameters as gathered."""
+        return sum(operator.frozen_bytes for operator in self.operators)
+
+    @cached_property
     def optimizer_bytes(self) -> int:
         """Optimizer state, unsharded."""
         return sum(operator.optimizer_bytes for operator in self.operators)
 
-    @property
-    def activation_bytes_per_sample(self) -> float:
+    @cached_property
+    def saved_bytes(self) -> Affine:
         """Tensors saved for backward."""
-        return sum(operator.activation_bytes_per_sample for operator in self.operators)
+        return sum((segment.saved_bytes for segment in self.segments), ZERO)
 
-    @property
-    def compute_s_per_sample(self) -> float:
-        """Forward and backward seconds per sample: gamma of equation 2."""
-        return sum(operator.compute_s_per_sample for operator in self.operators)
-
-    @property
-    def compute_fixed_s(self) -> float:
-        """Forward and backward seconds of a micro-batch, whatever its size."""
-        return sum(operator.compute_fixed_s for operator in self.operators)
+    @cached_property
+    def compute_s(self) -> Affine:
+        """Forward and backward seconds of a micro-batch."""
+        return sum((segment.forward_s + segment.backward_s for segment in self.segments), ZERO)
 
 
 SMALL_UNIT_BYTES = 64 * 1024
 SMALL_UNIT_FRACTION = 0.01
+
+
+_NEVER_CALLED: tuple[Span, ...] = ((0, 0),)
+"""Where a module stands that this batch does not run: FSDP never gathers it, nor does it matter to any plan."""
 
 
 def default_min_unit_bytes(profile: ModelProfile) -> int:
@@ -97,7 +120,7 @@ def partition(profile: ModelProfile, *, min_unit_bytes: int | None = None) -> tu
     Each operator gets a unit at the smallest module that encloses all uses of its parameters; operators with the
     same such module (tied ones) share it. A unit smaller than ``min_unit_bytes`` joins the nearest unit above it in
     the module tree -- which is where FSDP puts parameters that no unit of their own holds -- unless it is also used
-    outside that unit's forward, where its parameters would not be gathered.
+    outside that unit's forward, where its parameters would not be gathered, or has another dtype.
     """
     if min_unit_bytes is None:
         min_unit_bytes = default_min_unit_bytes(profile)
@@ -105,10 +128,12 @@ def partition(profile: ModelProfile, *, min_unit_bytes: int | None = None) -> tu
     for operator in profile:
         members.setdefault(operator.enclosing[0], []).append(operator)
     for name in sorted(members, key=_depth, reverse=True):
-        if name == "" or sum(operator.parameter_bytes for operator in members[name]) >= min_unit_bytes:
+        own_bytes = sum(operator.parameter_bytes for operator in members[name])
+        if name == "" or own_bytes >= min_unit_bytes or any(operator.stands_alone for operator in members[name]):
             continue
         above = next(ancestor for ancestor in _ancestors(name) if ancestor in members)
-        if all(above in operator.enclosing for operator in members[name]):
+        dtypes = {operator.dtype for operator in (*members[above], *members[name])}
+        if len(dtypes) == 1 and all(above in operator.enclosing for operator in members[name]):
             members[above] += members.pop(name)
     return _units(profile, members)
 
@@ -118,7 +143,8 @@ def merged(
 ) -> tuple[UnitProfile, ...] | None:
     """The units with one at each named module in place of all units and parameters inside it; None where one cannot be.
 
-    A module cannot hold all parameters below it where some of them are also used outside its forward.
+    A module cannot hold all parameters below it where some of them are also used outside its forward, or where they
+    differ in dtype: FSDP keeps a unit in one tensor.
 
     Args:
         profile: the model.
@@ -129,10 +155,13 @@ def merged(
     members: dict[str, list[OperatorProfile]] = {"": []}
     for unit in units:
         for operator in unit.operators:
-            above = next((name for name in (operator.name, *_ancestors(operator.name)) if name in wanted), None)
+            around = () if operator.stands_alone else (operator.name, *_ancestors(operator.name))
+            above = next((name for name in around if name in wanted), None)
             if above is not None and above not in operator.enclosing:
                 return None
             members.setdefault(unit.name if above is None else above, []).append(operator)
+    if any(len({operator.dtype for operator in members.get(name, ())}) > 1 for name in wanted):
+        return None
     return _units(profile, members)
 
 
@@ -143,24 +172,22 @@ def grouped(profile: ModelProfile, members: Mapping[str, Collection[str]]) -> tu
 
 
 def _units(profile: ModelProfile, members: Mapping[str, Sequence[OperatorProfile]]) -> tuple[UnitProfile, ...]:
-    """Units by name, with the span of operators that run inside them; root first, then in forward order."""
+    """Units by name, with what runs inside them; root first, then in forward order."""
     position = {operator.name: index for index, operator in enumerate(profile)}
-    first: dict[str, int] = {"": 0}
-    last: dict[str, int] = {"": 0}
-    for index, operator in enumerate(profile):
-        for name in operator.enclosing:
-            first.setdefault(name, index)
-            last[name] = index
+    segments: dict[str, list[Segment]] = {}
+    for segment in profile.segments[:-1]:  # the loss is of no unit, not even of an operator that is the root
+        segments.setdefault(segment.operator, []).append(segment)
+    whole = ((0, len(profile.segments) - 1),)
     units = (
         UnitProfile(
             name=name,
             operators=tuple(sorted(operators, key=lambda operator: position[operator.name])),
-            first=first[name],
-            last=last[name],
+            segments=tuple(part for operator in operators for part in segments.get(operator.name, ())),
+            calls=profile.spans.get(name, _NEVER_CALLED) if name else whole,
         )
         for name, operators in members.items()
     )
-    # of units that span the same operators the outer one comes first
+    # of units that span the same segments the outer one comes first
     return tuple(
         sorted(units, key=lambda unit: (not unit.is_root, unit.first, -unit.last, _depth(unit.name), unit.name))
     )

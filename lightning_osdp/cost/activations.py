@@ -11,4 +11,4 @@ from lightning_osdp.cost.cost import Cost, Workload
 def activations_cost(unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload) -> Cost:
     """Bytes saved for backward at the micro-batch in hand; the same in every mode."""
     del mode, cluster
-    return Cost(memory_bytes=unit.activation_bytes_per_sample * workload.micro_batch_size)
+    return Cost(memory_bytes=unit.saved_bytes.at(workload.micro_batch_size))

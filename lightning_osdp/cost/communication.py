@@ -21,8 +21,16 @@ def communication_cost(unit: UnitProfile, mode: ShardingMode, *, cluster: Cluste
     References:
         OSDP (Jiang et al. 2022), equation 2.
     """
-    gather_s = cluster.all_gather.ring_s(unit.gathered_bytes, cluster.world_size) if unit.gathered_bytes else 0.0
-    # FSDP1 reduces the gradient of the whole flat parameter, frozen parts included, once any of it is trainable.
-    reduce_s = cluster.reduce_scatter.ring_s(unit.gathered_bytes, cluster.world_size) if unit.gradient_bytes else 0.0
-    per_micro_batch = mode.num_all_gathers(unit.num_calls) * gather_s + mode.reduce_scatters * reduce_s
-    return Cost(time_s=workload.num_micro_batches * per_micro_batch)
+    gathers_s = mode.num_all_gathers(len(unit.calls)) * gather_s(unit, cluster)
+    reduces_s = mode.reduce_scatters * reduce_s(unit, cluster)
+    return Cost(time_s=workload.num_micro_batches * (gathers_s + reduces_s))
+
+
+def gather_s(unit: UnitProfile, cluster: Cluster) -> float:
+    """Seconds of one all-gather of a unit."""
+    return cluster.all_gather.ring_s(unit.gathered_bytes, cluster.world_size) if unit.gathered_bytes else 0.0
+
+
+def reduce_s(unit: UnitProfile, cluster: Cluster) -> float:
+    """Seconds of one reduce-scatter of its gradients: of the whole flat parameter once any of it is trainable."""
+    return cluster.reduce_scatter.ring_s(unit.gathered_bytes, cluster.world_size) if unit.gradient_bytes else 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.modes import ShardingMode
+from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.cost.cost import Cost, Workload
 
@@ -17,5 +18,10 @@ def compute_cost(unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, wor
         OSDP (Jiang et al. 2022), equation 2.
     """
     del mode, cluster
-    per_micro_batch = unit.compute_fixed_s + workload.micro_batch_size * unit.compute_s_per_sample
-    return Cost(time_s=workload.num_micro_batches * per_micro_batch)
+    return Cost(time_s=workload.num_micro_batches * unit.compute_s.at(workload.micro_batch_size))
+
+
+def optimizer_s(profile: ModelProfile, cluster: Cluster) -> float:
+    """Seconds of the optimizer step on this rank's shards."""
+    trainable = sum(operator.num_trainable for operator in profile)
+    return profile.optimizer.s_per_element * trainable / cluster.world_size

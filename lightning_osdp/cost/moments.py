@@ -1,27 +1,31 @@
-"""Bytes alive at each moment of one optimizer step under FSDP1: a running sum over forward and backward.
+"""Bytes alive at each moment of one optimizer step under FSDP1: a running sum over the events of `schedule`.
 
-Notation: units u with P_u gathered bytes, S_u unsharded gradient bytes, s_u reduced gradient shard; positions i are
-operators in forward order, and a unit spans the positions that run inside its module. Between optimizer steps lives
+Notation: units u with P_u gathered bytes, S_u unsharded gradient bytes, s_u reduced gradient shard; i are segments
+in forward order, the last of them the loss. Between optimizer steps lives
 
     base    = sum_u (parameters + optimizer state)_u / N  +  buffers  +  batch
 
-and at position i, with A_i the tensors saved for backward by operators up to i and w_i the workspace of operator i:
+and at segment i, with A_i the tensors saved for backward by segments up to i and w_i the workspace of segment i:
 
     fwd(i)  = base + sum_u s_u + [P of units gathered by i and not freed: DP, or i inside the unit] + A_i + w_i
     loss    = base + sum_u s_u + [P of DP units] + A + workspace of the loss
     bwd(i)  = base + [P still gathered, as above] + [P of the unit prefetched] + S so far + S_u + sum s_v + A_i
-    rs(i)   = the same with P_u freed, and the new s_u: gloo copies the S_u that it reduces
+    rs(i)   = the same with P_u freed, what the reduce-scatter returns, and the copy that gloo makes of S_u
     opt     = base + sum_u s_u + temporaries of the optimizer
 
 `fwd` carries the last step's reduced gradients because Lightning zeroes them between forward and backward. `bwd`
 counts S_u twice at the unit's first operator: per-parameter gradients and their flat concatenation live together for
-a moment. The root unit is gathered throughout, and its gradients stay unsharded to the end of backward.
+a moment. By then what the unit's backward had saved is gone, and the gradient that it hands on is there: `settled`
+bytes in place of A_i. Under mixed precision a gather holds the shard in the dtype of computing besides, and the result
+of a reduce-scatter is cast to the dtype at rest. The root unit is gathered throughout, and its gradients stay
+unsharded to the end of backward.
 
 Modes enter in one way only. Take the units in the order in which forward leaves them. Those that forward has left and
 backward has not come back to are the first k of them, for some k, and of these exactly the DP ones are gathered. So a
 step in which every unit is ZDP, with k noted at each moment, tells the peak of every choice of modes.
 
-A unit that forward calls again is counted as if its calls followed each other directly.
+A unit that forward calls again is taken there as gathered from its first call to its last: exact for what is kept and
+in backward; too much, between two calls of forward, for what is freed. `simulate` has it exactly.
 
 References:
     torch/distributed/fsdp/_runtime_utils.py (unshard, prefetch, reduce), _flat_param.py (padding, flat gradient);
@@ -30,17 +34,19 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.cost.cost import Workload
+from lightning_osdp.cost.layout import layout
+from lightning_osdp.cost.schedule import Event, micro_batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """Bytes alive at one moment of a step in which every unit but the root is ZDP."""
+    """Bytes alive at one moment of a step."""
 
     num_bytes: float
     phase: str
@@ -51,10 +57,8 @@ class Moment:
     """What the bytes consist of."""
 
 
-def leaving_order(units: Sequence[UnitProfile]) -> tuple[int, ...]:
-    """Positions of the units in the order in which forward leaves them, inner ones first; without the root."""
-    inner = [index for index, unit in enumerate(units) if not unit.is_root]
-    return tuple(sorted(inner, key=lambda index: (units[index].last, -index)))
+Observer = Callable[[float, Callable[[], Moment]], None]
+"""Takes the bytes of each moment, and what makes a `Moment` of it where that is wanted."""
 
 
 def largest_moments(
@@ -63,179 +67,191 @@ def largest_moments(
     *,
     world_size: int,
     workload: Workload,
-    backward_prefetch: str,
-    forward_prefetch: bool,
+    backward_prefetch: str = "pre",
+    forward_prefetch: bool = False,
+    reduce_scatter_copies: bool = True,
 ) -> dict[int, Moment]:
-    """By k, the largest moment at which the first k units of `leaving_order` are freed; none where nothing happens."""
-    step = _Step(profile, units, world_size=world_size, workload=workload)
-    step.run(backward_prefetch=backward_prefetch, forward_prefetch=forward_prefetch)
-    return step.moments
+    """By k, the largest moment of an all-ZDP step at which the first k units of `leaving_order` are freed.
+
+    There is none for a k at which nothing happens.
+    """
+    largest: dict[int, Moment] = {}
+    num_freed = 0
+
+    def keep_if_largest(num_bytes: float, moment: Callable[[], Moment]) -> None:
+        if num_freed not in largest or num_bytes > largest[num_freed].num_bytes:
+            largest[num_freed] = moment()
+
+    live = LiveParts(
+        profile,
+        units,
+        keep_if_largest,
+        world_size=world_size,
+        workload=workload,
+        reduce_scatter_copies=reduce_scatter_copies,
+    )
+    events = micro_batch(
+        units,
+        [((unit.first, unit.last),) for unit in units],
+        [False] * len(units),
+        num_segments=len(profile.segments),
+        backward_prefetch=backward_prefetch,
+        forward_prefetch=forward_prefetch,
+    )
+    for event in events:
+        is_root = event.kind in {"gather", "free"} and units[event.of].is_root
+        if event.kind == "free" and not live.is_in_backward and not is_root:
+            num_freed += 1
+        elif event.kind == "gather" and live.is_in_backward and not is_root:
+            num_freed -= 1
+        live.read(event)
+    live.update()
+    return largest
 
 
-def successive_moments(
-    profile: ModelProfile,
-    units: Sequence[UnitProfile],
-    *,
-    world_size: int,
-    workload: Workload,
-    backward_prefetch: str,
-    forward_prefetch: bool,
-) -> list[tuple[int, Moment]]:
-    """All moments in the order in which they come, each with its k."""
-    step = _Step(profile, units, world_size=world_size, workload=workload, keeps_all=True)
-    step.run(backward_prefetch=backward_prefetch, forward_prefetch=forward_prefetch)
-    return step.succession
-
-
-class _Step:
+class LiveParts:
     """What is alive, by what it is, while one step goes on."""
 
     def __init__(
         self,
         profile: ModelProfile,
         units: Sequence[UnitProfile],
+        observer: Observer,
         *,
         world_size: int,
         workload: Workload,
-        keeps_all: bool = False,
+        reduce_scatter_copies: bool,
+        rank: int | None = None,
     ) -> None:
-        self.profile, self.units, self.world_size = profile, units, world_size
+        self.profile, self.units, self.observer, self.world_size = profile, units, observer, world_size
         self.samples, self.accumulates = workload.micro_batch_size, workload.num_micro_batches > 1
-        self.order = leaving_order(units)
-        self.place = {unit: place for place, unit in enumerate(self.order)}
-        self.root = [index for index, unit in enumerate(units) if unit.is_root]
-        self.starts: list[list[int]] = [[] for _ in profile.operators]
-        self.ends: list[list[int]] = [[] for _ in profile.operators]
-        for index in self.order:
-            self.starts[units[index].first].append(index)
-            self.ends[units[index].last].append(index)
-        self.num_freed = 0
-        self.moments: dict[int, Moment] = {}
-        self.keeps_all = keeps_all  # a search has no use for them, and asks often
-        self.succession: list[tuple[int, Moment]] = []
+        self.copies = reduce_scatter_copies
+        self.is_in_backward = False
+        self.settled = 0.0  # bytes beyond the saved tensors while a unit's gradients are reduced
+        self.gradients = _gradients(profile, units)
+        self.layout = layout(tuple(units), profile.optimizer, world_size, rank)
+        self.sizes = self.layout.units
         self.parts = {
-            "parameter shards": sum(unit.parameter_bytes for unit in units) / world_size,
-            "optimizer state": sum(unit.optimizer_bytes for unit in units) / world_size,
+            "parameter shards": self.layout.shards,
+            "optimizer state": self.layout.optimizer_state,
             "buffers": float(profile.buffer_bytes),
-            "batch": profile.batch_bytes_per_sample * self.samples,
-            "reduced gradients": sum(map(self.reduced_bytes, range(len(units)))),
-            "gathered parameters": sum(map(self.gathered_bytes, self.root)),
+            "batch": profile.batch_bytes.at(self.samples),
+            "reduced gradients": sum(size.reduced for size in self.sizes),
+            "gathered parameters": 0.0,
             "unsharded gradients": 0.0,
             "activations": 0.0,
             "workspace": 0.0,
         }
+        self._readers = {
+            "gather": self._gather,
+            "free": self._free,
+            "forward": self._forward,
+            "backward": self._backward,
+            "flatten": self._flatten,
+            "reduce": self._reduce,
+            "release": self._release,
+        }
 
-    def run(self, *, backward_prefetch: str, forward_prefetch: bool) -> None:
-        """The whole step."""
-        self.forward(prefetches=forward_prefetch)
-        if not self.accumulates:
-            self.parts["reduced gradients"] = 0.0
-        self.backward(prefetch=backward_prefetch)
-        self.update()
+    def read(self, event: Event) -> None:
+        """What one event of `schedule.micro_batch` allocates and frees."""
+        reader = self._readers.get(event.kind)
+        if reader is not None:
+            reader(event.of)
 
-    def gathered_bytes(self, unit: int) -> float:
-        """P: nothing is gathered on one rank."""
-        return float(self.units[unit].gathered_bytes) if self.world_size > 1 else 0.0
-
-    def reduced_bytes(self, unit: int) -> float:
-        """s: the reduced gradient's shard, of the whole flat parameter once any of it is trainable."""
-        return self.units[unit].parameter_bytes / self.world_size if self.units[unit].trainable_bytes else 0.0
-
-    def flat_gradient_bytes(self, unit: int) -> float:
-        """S: the unsharded gradient of the flat parameter."""
-        return float(self.units[unit].gathered_bytes) if self.units[unit].gradient_bytes else 0.0
-
-    def add(self, part: str, num_bytes: float) -> None:
+    def _add(self, part: str, num_bytes: float) -> None:
         self.parts[part] += num_bytes
 
-    def observe(self, phase: str, operator: str, part: str, num_bytes: float) -> None:
-        """Notes the present moment, at which some bytes of one part live besides."""
-        total = sum(self.parts.values()) + num_bytes
-        known = self.moments.get(self.num_freed)
-        is_largest = known is None or total > known.num_bytes
-        if not is_largest and not self.keeps_all:
-            return
-        parts = {**self.parts, part: self.parts[part] + num_bytes}
-        moment = Moment(num_bytes=total, phase=phase, operator=operator, parts=parts)
-        if is_largest:
-            self.moments[self.num_freed] = moment
-        if self.keeps_all:
-            self.succession.append((self.num_freed, moment))
+    def _observe(self, phase: str, operator: str, part: str, num_bytes: float) -> None:
+        """Reports the present moment, at which some bytes of one part live besides."""
+        total = sum(self.parts.values()) + self.settled + num_bytes
 
-    def forward(self, *, prefetches: bool) -> None:
-        upcoming = _first_after(self.starts) if prefetches else [()] * len(self.starts)
-        for i, operator in enumerate(self.profile):
-            self.add("gathered parameters", sum(map(self.gathered_bytes, self.starts[i])))
-            self.add("activations", operator.activation_bytes_per_sample * self.samples)
-            prefetched = sum(map(self.gathered_bytes, upcoming[i]))
-            self.add("gathered parameters", prefetched)
-            self.observe(
-                "forward", operator.name, "workspace", operator.forward_workspace_bytes_per_sample * self.samples
-            )
-            self.add("gathered parameters", -prefetched - sum(map(self.gathered_bytes, self.ends[i])))
-            self.num_freed += len(self.ends[i])
-        self.add("activations", self.profile.loss_activation_bytes_per_sample * self.samples)
-        workspace = self.profile.loss_forward_workspace_bytes_per_sample * self.samples
-        self.observe("forward", "", "workspace", workspace)
+        def moment() -> Moment:
+            parts = {**self.parts, part: self.parts[part] + num_bytes}
+            parts["workspace" if self.settled > 0 else "activations"] += self.settled
+            return Moment(num_bytes=total, phase=phase, operator=operator, parts=parts)
 
-    def gather_down_to(self, place: int) -> None:
-        """Backward gathers what it has not yet, from the last unit of the order to the one at ``place``."""
-        while self.num_freed > max(place, 0):
-            self.num_freed -= 1
-            self.add("gathered parameters", self.gathered_bytes(self.order[self.num_freed]))
+        self.observer(total, moment)
 
-    def backward(self, *, prefetch: str) -> None:
-        if prefetch == "pre" and any(self.units[root].gathered_bytes for root in self.root):
-            # The root's backward begins with the loss; without parameters it has nothing to prefetch from.
-            self.gather_down_to(len(self.order) - 1)
-        workspace = self.profile.loss_backward_workspace_bytes_per_sample * self.samples
-        self.observe("backward", "", "workspace", workspace)
-        self.add("activations", -self.profile.loss_activation_bytes_per_sample * self.samples)
-        for i in range(len(self.profile.operators) - 1, -1, -1):
-            operator = self.profile.operators[i]
-            for unit in reversed(self.ends[i]):
-                self.gather_down_to(self.place[unit] - (prefetch == "pre"))
-            self.add("unsharded gradients", operator.gradient_bytes)
-            workspace = operator.backward_workspace_bytes_per_sample * self.samples
-            self.observe("backward", operator.name, "workspace", workspace)
-            for unit in sorted(self.starts[i], key=self.place.__getitem__):
-                self.reduce(unit, operator.name, prefetches=prefetch == "post")
-            if i == 0:
-                for unit in self.root:
-                    self.reduce(unit, operator.name, prefetches=False)
-            self.add("activations", -operator.activation_bytes_per_sample * self.samples)
+    def _gather(self, unit: int) -> None:
+        size = self.sizes[unit]
+        self._add("gathered parameters", size.gathered)
+        if size.cast_shard:
+            phase = "backward" if self.is_in_backward else "forward"
+            self._observe(phase, self._name(unit), "workspace", size.cast_shard)
 
-    def reduce(self, unit: int, operator: str, *, prefetches: bool) -> None:
-        """The end of a unit's backward: flatten its gradients, free its parameter, reduce, keep the shard."""
-        flat, reduced = self.flat_gradient_bytes(unit), self.reduced_bytes(unit)
-        # autograd fills in zeros for the frozen parts of a flat parameter that is not all frozen
-        self.add("unsharded gradients", flat - self.units[unit].gradient_bytes)
-        self.observe("backward", operator, "unsharded gradients", flat)
-        self.add("gathered parameters", -self.gathered_bytes(unit))
-        if prefetches:
-            self.gather_down_to(self.place[unit] - 1)
-        copied = flat if self.world_size > 1 else 0.0
-        self.add("unsharded gradients", copied)
-        self.observe("reduce-scatter", operator, "reduced gradients", reduced)
-        self.add("unsharded gradients", -copied)
-        if self.world_size > 1 or self.accumulates:
-            self.add("unsharded gradients", -flat)
-        if self.world_size > 1 and not self.accumulates:
-            self.add("reduced gradients", reduced)
+    def _free(self, unit: int) -> None:
+        self._add("gathered parameters", -self.sizes[unit].gathered)
+
+    def _forward(self, index: int) -> None:
+        segment = self.profile.segments[index]
+        self._add("activations", segment.saved_bytes.at(self.samples))
+        workspace = segment.forward_workspace_bytes.at(self.samples)
+        self._observe("forward", segment.operator, "workspace", workspace)
+        if index == len(self.profile.segments) - 1:
+            self.is_in_backward = True
+            if not self.accumulates:
+                self.parts["reduced gradients"] = 0.0  # Lightning zeroes them between forward and backward
+
+    def _backward(self, index: int) -> None:
+        segment = self.profile.segments[index]
+        self._add("unsharded gradients", self.gradients.get(index, 0))
+        workspace = segment.backward_workspace_bytes.at(self.samples)
+        self._observe("backward", segment.operator, "workspace", workspace)
+
+    def _release(self, index: int) -> None:
+        self._add("activations", -self.profile.segments[index].saved_bytes.at(self.samples))
+
+    def _flatten(self, unit: int) -> None:
+        """Per-parameter gradients and their flat concatenation live together."""
+        size = self.sizes[unit]
+        inside = self.profile.segments[self.units[unit].first : self.units[unit].last + 1]
+        settled = next((segment.settled_bytes for segment in inside if segment.settled_bytes is not None), None)
+        if settled is not None:
+            # what the unit's backward has left of saved tensors, and the gradient that it hands on
+            self.settled = settled.at(self.samples) - self.parts["activations"]
+        self._observe("backward", self._name(unit), "unsharded gradients", size.flat_gradient)
+        self._add("unsharded gradients", size.flat_gradient - size.gradients)
+
+    def _reduce(self, unit: int) -> None:
+        """The gradient is reduced, cast to the dtype at rest where that is another, and its shard is kept."""
+        size = self.sizes[unit]
+        flat, name, is_sharded = size.flat_gradient, self._name(unit), self.world_size > 1
+        is_cast = size.scattered != size.reduced
+        if is_sharded:
+            self._observe("reduce-scatter", name, "unsharded gradients", size.scattered + flat * self.copies)
+        if is_cast:
+            # on one rank the sum of micro-batches is cast down and up again
+            beside = size.reduced + (size.scattered if is_sharded else flat * self.accumulates)
+            self._observe("backward", name, "unsharded gradients", beside)
+        if is_sharded or is_cast or self.accumulates:
+            self._add("unsharded gradients", -flat)
+        if (is_sharded or is_cast) and not self.accumulates:
+            self._add("reduced gradients", size.reduced)
+        self.settled = 0.0
+
+    def _name(self, unit: int) -> str:
+        """The operator whose backward ends that of the unit."""
+        return self.profile.segments[self.units[unit].first].operator
 
     def update(self) -> None:
         """The optimizer step: all gradients are reduced, nothing is gathered."""
-        reduced = [self.reduced_bytes(unit) for unit in range(len(self.units))]
-        at_once = sum(reduced) if self.profile.optimizer_is_foreach else max(reduced, default=0.0)
-        self.parts |= {"reduced gradients": sum(reduced), "unsharded gradients": 0.0}
-        self.observe("optimizer step", "", "workspace", self.profile.optimizer_workspace_ratio * at_once)
+        self.parts |= {"reduced gradients": sum(size.reduced for size in self.sizes), "unsharded gradients": 0.0}
+        self._observe("optimizer step", "", "workspace", self.layout.optimizer_temporaries)
 
 
-def _first_after(units_at: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """For each position, the outermost unit at the next position that has any."""
-    following: list[Sequence[int]] = []
-    upcoming: Sequence[int] = ()
-    for units in reversed(units_at):
-        following.append(upcoming)
-        upcoming = (min(units),) if units else upcoming
-    return following[::-1]
+def _gradients(profile: ModelProfile, units: Sequence[UnitProfile]) -> dict[int, int]:
+    """Segment -> bytes of the gradients that its backward makes first.
+
+    Those of an operator come where backward reaches it; of one that is never called itself, where it reaches the
+    nearest module around; of the root's own parameters at the end. In a unit that is not all frozen, frozen parameters
+    have gradients, too: they are views of a flat parameter that requires one.
+    """
+    partly = {operator.name for unit in units if unit.gradient_bytes for operator in unit.operators}
+    last = {segment.operator: index for index, segment in enumerate(profile.segments[:-1])}
+    made: dict[int, int] = {}
+    for operator in profile:
+        around = (profile.spans[name][-1][1] for name in operator.enclosing if name in profile.spans)
+        index = last.get(operator.name, next(around, 0)) if operator.name else 0
+        frozen = operator.frozen_bytes if operator.name in partly else 0
+        made[index] = made.get(index, 0) + operator.gradient_bytes + frozen
+    return made

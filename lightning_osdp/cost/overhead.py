@@ -13,7 +13,10 @@ def overhead_cost(unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, wo
 
     The paper has no such term. [Empirical, measured by `profiler.measure_unit_overhead` in every run.]
     """
+    return Cost(time_s=workload.num_micro_batches * overhead_s(unit, mode, cluster))
+
+
+def overhead_s(unit: UnitProfile, mode: ShardingMode, cluster: Cluster) -> float:
+    """The same of one micro-batch."""
     overhead = cluster.unit_overhead.get(mode.name)
-    if overhead is None or not unit.operators:
-        return Cost()
-    return Cost(time_s=workload.num_micro_batches * overhead.seconds(unit.gathered_bytes))
+    return 0.0 if overhead is None or not unit.operators else overhead.seconds(unit.gathered_bytes)

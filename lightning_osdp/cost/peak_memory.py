@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.cost.cost import Workload
-from lightning_osdp.cost.moments import Moment, largest_moments, leaving_order, successive_moments
+from lightning_osdp.cost.layout import layout
+from lightning_osdp.cost.moments import Moment, largest_moments
+from lightning_osdp.cost.schedule import leaving_order
 
 ROUNDING_BYTES = 1e-3
 """What the rounding of sums may add to a peak, which is else rounded up to whole bytes."""
@@ -36,6 +38,17 @@ class PeakMemory:
     """Operator that runs at the peak; the empty string in the loss and in the optimizer step."""
     parts: Mapping[str, int] = field(default_factory=dict)
     """What the peak consists of, in bytes."""
+
+    @classmethod
+    def of(cls, moment: Moment, *, kept_bytes: float = 0.0) -> PeakMemory:
+        """The peak at this moment, with so many bytes of gathered parameters besides; whole bytes, rounded up."""
+        parts = {**moment.parts, "gathered parameters": moment.parts["gathered parameters"] + kept_bytes}
+        return cls(
+            peak_bytes=math.ceil(moment.num_bytes + kept_bytes - ROUNDING_BYTES),
+            phase=moment.phase,
+            operator=moment.operator,
+            parts={part: round(num_bytes) for part, num_bytes in parts.items() if round(num_bytes)},
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,14 +80,7 @@ class StepMemory:
         """The largest moment with these modes, one per unit."""
         kept = self.kept_bytes(modes)
         k = max(self.moments, key=lambda k: self.moments[k].num_bytes + kept[k])
-        moment = self.moments[k]
-        parts = {**moment.parts, "gathered parameters": moment.parts["gathered parameters"] + kept[k]}
-        return PeakMemory(
-            peak_bytes=math.ceil(moment.num_bytes + kept[k] - ROUNDING_BYTES),
-            phase=moment.phase,
-            operator=moment.operator,
-            parts={part: round(num_bytes) for part, num_bytes in parts.items() if round(num_bytes)},
-        )
+        return PeakMemory.of(self.moments[k], kept_bytes=kept[k])
 
 
 def step_memory(
@@ -85,6 +91,7 @@ def step_memory(
     workload: Workload,
     backward_prefetch: str = "pre",
     forward_prefetch: bool = False,
+    reduce_scatter_copies: bool = True,
 ) -> StepMemory:
     """Peak of one optimizer step on one rank, for any choice of modes.
 
@@ -95,11 +102,12 @@ def step_memory(
         workload: micro-batch size and number of micro-batches; gradients are reduced in each.
         backward_prefetch: FSDP1's ``BACKWARD_PRE`` ("pre"), ``BACKWARD_POST`` ("post") or None ("none").
         forward_prefetch: FSDP1's option of the same name.
+        reduce_scatter_copies: whether the backend copies what it reduces, as gloo does.
     """
-    order = leaving_order(units)
+    order, sizes = leaving_order(units), layout(tuple(units), profile.optimizer, world_size).units
     return StepMemory(
         order=order,
-        gathered_bytes=tuple(float(units[unit].gathered_bytes) if world_size > 1 else 0.0 for unit in order),
+        gathered_bytes=tuple(sizes[unit].gathered if world_size > 1 else 0.0 for unit in order),
         moments=largest_moments(
             profile,
             units,
@@ -107,80 +115,6 @@ def step_memory(
             workload=workload,
             backward_prefetch=backward_prefetch,
             forward_prefetch=forward_prefetch,
+            reduce_scatter_copies=reduce_scatter_copies,
         ),
     )
-
-
-def peak_memory(
-    profile: ModelProfile,
-    units: Sequence[UnitProfile],
-    modes: Sequence[ShardingMode],
-    *,
-    world_size: int,
-    workload: Workload,
-    backward_prefetch: str = "pre",
-    forward_prefetch: bool = False,
-) -> PeakMemory:
-    """Largest number of live bytes on one rank in one optimizer step, with one mode per unit.
-
-    The other arguments are those of `step_memory`.
-    """
-    memory = step_memory(
-        profile,
-        units,
-        world_size=world_size,
-        workload=workload,
-        backward_prefetch=backward_prefetch,
-        forward_prefetch=forward_prefetch,
-    )
-    return memory.peak(modes)
-
-
-def memory_over_step(
-    profile: ModelProfile,
-    units: Sequence[UnitProfile],
-    modes: Sequence[ShardingMode],
-    *,
-    world_size: int,
-    workload: Workload,
-    backward_prefetch: str = "pre",
-    forward_prefetch: bool = False,
-) -> tuple[Moment, ...]:
-    """All moments of one optimizer step in the order in which they come; the largest of them is `peak_memory`.
-
-    The arguments are those of `peak_memory`.
-    """
-    order = leaving_order(units)
-    # nothing is gathered on one rank, so nothing is kept
-    kept = [units[unit].gathered_bytes if world_size > 1 and modes[unit].resident else 0.0 for unit in order]
-    kept_bytes = [0.0, *accumulate(kept)]
-    moments = successive_moments(
-        profile,
-        units,
-        world_size=world_size,
-        workload=workload,
-        backward_prefetch=backward_prefetch,
-        forward_prefetch=forward_prefetch,
-    )
-    return tuple(_with_kept(moment, kept_bytes[k]) for k, moment in moments)
-
-
-def _with_kept(moment: Moment, num_bytes: float) -> Moment:
-    parts = {**moment.parts, "gathered parameters": moment.parts["gathered parameters"] + num_bytes}
-    return replace(moment, num_bytes=moment.num_bytes + num_bytes, parts=parts)
-
-
-def largest_transient_bytes(
-    profile: ModelProfile, units: Sequence[UnitProfile], *, world_size: int, workload: Workload
-) -> float:
-    """The search's additive budget leaves room for this: ``max_i (P_i + P_(i-1) + 2 S_i)`` plus the largest workspace.
-
-    It holds for every choice of modes, where the exact peak depends on all of them.
-    """
-    workspace = max((operator.backward_workspace_bytes_per_sample for operator in profile), default=0.0)
-    largest, previous = 0.0, 0.0
-    for unit in units:
-        gathered = float(unit.gathered_bytes) if world_size > 1 else 0.0
-        largest = max(largest, gathered + previous + 2 * unit.gradient_bytes)
-        previous = gathered
-    return largest + workspace * workload.micro_batch_size

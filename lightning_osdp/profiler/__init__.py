@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from lightning_osdp.profiler.cluster import measure_cluster
 from lightning_osdp.profiler.live_bytes import LiveBytes
-from lightning_osdp.profiler.memory import default_memory_limit_bytes
+from lightning_osdp.profiler.memory import CUDA_HEADROOM, default_memory_limit_bytes
 from lightning_osdp.profiler.model import profile_model
 from lightning_osdp.profiler.operators import fingerprint
+from lightning_osdp.profiler.precision import ComputePrecision
 
-__all__ = ["LiveBytes", "default_memory_limit_bytes", "fingerprint", "measure_cluster", "profile_model"]
+__all__ = [
+    "CUDA_HEADROOM",
+    "ComputePrecision",
+    "LiveBytes",
+    "default_memory_limit_bytes",
+    "fingerprint",
+    "measure_cluster",
+    "profile_model",
+]

@@ -1,51 +1,58 @@
-"""Bytes that forward saves for backward, and the workspace beside them, per operator, from one traced step."""
+"""Bytes that forward saves for backward, and what lives beside them, per segment, from one traced step."""
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_osdp.profiler.calls import floating_tensors
+from lightning_osdp.profiler.calls import Calls
 from lightning_osdp.profiler.live_bytes import LiveBytes
 from lightning_osdp.profiler.operators import Operator
+from lightning_osdp.profiler.segments import Position, followed
 from lightning_osdp.profiler.tensors import tensors_in
 
 
 @dataclass
 class Activations:
-    """Bytes of one operator's part of a step: from its call to the next operator's, and the same span in backward."""
+    """Bytes of one segment."""
 
     saved_bytes: int = 0
     forward_workspace_bytes: int = 0
-    """Most live bytes beside parameters, batch and everything saved so far, this part included."""
+    """Most live bytes beside parameters, batch and everything saved so far, this segment included."""
     backward_workspace_bytes: int = 0
-    """Most live bytes beside those and the operator's own gradients."""
+    """Most live bytes beside those and the gradients of parameters."""
+    evaluation_bytes: int = 0
+    """Most live bytes beside parameters and batch when forward runs without gradients."""
+    settled_bytes: int | None = None
+    """Live bytes beside parameters, batch and gradients of parameters when its last gradient is complete."""
 
 
 class _Trace:
-    """Follows one forward and backward, splitting time at the operators' calls and their outputs' gradients."""
+    """Follows one forward and backward through their segments."""
 
-    def __init__(self, live: LiveBytes, operators: Sequence[Operator], static: Sequence[Tensor]) -> None:
-        self.live, self.operators = live, operators
+    def __init__(self, live: LiveBytes, operators: Sequence[Operator], calls: Calls, static: Sequence[Tensor]) -> None:
+        self.live = live
         live.track(static)
         self.static_bytes = live.current_bytes
         self.excluded = {tensor.untyped_storage()._cdata for tensor in static if tensor.layout is torch.strided}
-        # One part per operator, and the loss: what runs after the last operator's call.
-        self.parts = [Activations() for _ in range(len(operators) + 1)]
+        self.position = Position(calls, self.close_part)
+        self.parts = [Activations() for _ in range(self.position.num_segments)]
         self.saved_before = [0] * len(self.parts)
         self.saved_in: dict[int, int] = {}
         self.total_saved = 0
-        self.now = 0
-        self.in_backward = False
-        # Gradients that may be alive, by the part that made them, and those that have been dropped since.
+        by_name = {operator.name: operator.gradients for operator in operators}
+        self.made_in = [by_name[name] for name in calls.sequence]
+        # Gradients that may be alive, by the segment that made them, and those that have been dropped.
         self.gradients: dict[Tensor, int] = {}
         self.dropped: set[Tensor] = set()
+        self.gone: set[Tensor] = set()  # dropped before the present segment
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Books a tensor that lives until backward; also the hook on every tensor that autograd saves."""
@@ -53,15 +60,15 @@ class _Trace:
             storage = tensor.untyped_storage()
             key = storage._cdata
             if key not in self.excluded and key not in self.saved_in:
-                self.saved_in[key] = self.now
-                self._book(self.now, storage.nbytes())
+                self.saved_in[key] = self.position.now
+                self._book(self.position.now, storage.nbytes())
                 weakref.finalize(storage, self._freed, key, storage.nbytes()).atexit = False
         return tensor.detach()
 
     def _freed(self, key: int, num_bytes: int) -> None:
         """A graph that the loss does not need was dropped in forward."""
         part = self.saved_in.pop(key)
-        if not self.in_backward:
+        if not self.position.in_backward:
             self._book(part, -num_bytes)
 
     def _book(self, part: int, num_bytes: int) -> None:
@@ -69,90 +76,98 @@ class _Trace:
         self.total_saved += num_bytes
 
     def close_part(self) -> None:
-        """Books the peak since the last call to the part that ran."""
-        part = self.parts[self.now]
-        if not self.in_backward:
+        """Books the peak since the last call to the segment that ran."""
+        now = self.position.now
+        part = self.parts[now]
+        if not self.position.in_backward:
             beside = self.live.peak_bytes - self.static_bytes - self.total_saved
             part.forward_workspace_bytes = max(part.forward_workspace_bytes, beside)
-            self.saved_before[self.now] = self.total_saved
+            self.saved_before[now] = self.total_saved
         else:
-            # The plan counts a gradient from the last operator that makes it on; one made before that is workspace.
-            alive = (p for p, made_in in self.gradients.items() if made_in >= self.now)
+            # The plan counts a gradient from the first segment that makes it on; one made before that is workspace.
+            made = self.made_in[now] if now < len(self.made_in) else []
+            for parameter in made:
+                if parameter not in self.gone:
+                    self.gradients.setdefault(parameter, now)
+            alive = (p for p, made_in in self.gradients.items() if made_in >= now)
             gradients = sum(p.numel() * p.element_size() for p in alive)
-            beside = self.live.peak_bytes - self.static_bytes - self.saved_before[self.now] - gradients
+            beside = self.live.peak_bytes - self.static_bytes - self.saved_before[now] - gradients
             part.backward_workspace_bytes = max(part.backward_workspace_bytes, beside)
-            self.gradients = {p: made_in for p, made_in in self.gradients.items() if p not in self.dropped}
+            self.gone = set(self.dropped)
+            self.gradients = {p: made_in for p, made_in in self.gradients.items() if p not in self.gone}
         self.live.reset_peak()
-
-    def enter(self, index: int) -> None:
-        self.close_part()
-        self.now = index
-        if self.in_backward and index < len(self.operators):
-            self.gradients.update((p, index) for p in self.operators[index].gradients if p not in self.dropped)
 
     def drop(self, parameter: Tensor) -> None:
         """Frees a gradient that is complete: the plan counts gradients itself, here they must not add up."""
         parameter.grad = None
         self.dropped.add(parameter)
+        now = self.position.now
+        waiting = (p for p, made_in in self.gradients.items() if made_in >= now and p not in self.dropped)
+        gradients = sum(p.numel() * p.element_size() for p in waiting)
+        self.parts[now].settled_bytes = self.live.current_bytes - self.static_bytes - gradients
 
 
 def trace_activations(
     module: nn.Module,
     operators: Sequence[Operator],
+    calls: Calls,
+    *,
     run_step: Callable[[], Any],
     loss_in: Callable[[Any], Tensor],
     static: Sequence[Tensor],
-    *,
-    last: str,
 ) -> list[Activations]:
-    """Saved and workspace bytes of each operator, and last of the loss, from one forward and backward.
+    """Saved and workspace bytes of each segment, from one forward and backward.
 
     Args:
         module: the whole model, on the device that it trains on, without gradients.
-        operators: in forward order.
+        operators: of the model.
+        calls: what its forward does.
         run_step: runs forward; what it returns stays alive until backward is over.
         loss_in: the loss (a scalar that requires a gradient) among what it returns.
         static: tensors that live throughout, beside the parameters: buffers and the batch.
-        last: name of the operator whose last call ends last; the loss follows.
     """
     parameters = list(module.parameters())
-    with LiveBytes(parameters[0].device.type) as live:
-        trace = _Trace(live, operators, [*parameters, *static])
-        with _hooks(trace, parameters, last):
-            with torch.autograd.graph.saved_tensors_hooks(trace.keep, lambda packed: packed):
-                returned = run_step()
-            trace.now = len(operators)
-            for tensor in tensors_in(returned):
-                trace.keep(tensor)
-            trace.close_part()
-            trace.in_backward = True
-            loss_in(returned).backward()
-            trace.close_part()
-    return trace.parts
-
-
-@contextmanager
-def _hooks(trace: _Trace, parameters: Sequence[Tensor], last: str) -> Iterator[None]:
-    calls_left = {index: operator.num_calls for index, operator in enumerate(trace.operators) if operator.name == last}
-
-    with ExitStack() as cleanup:
-
-        def after(index: int, output: Any) -> None:
-            if index in calls_left:
-                calls_left[index] -= 1
-                if calls_left[index] == 0:
-                    trace.enter(len(trace.operators))
-            tensor = next((t for t in floating_tensors(output) if t.requires_grad), None)
-            if tensor is not None:
-                # Removed at the end, for a module may return its parameter.
-                cleanup.callback(tensor.register_hook(lambda _: trace.enter(index)).remove)
-
-        for index, operator in enumerate(trace.operators):
-            before = operator.module.register_forward_pre_hook(lambda *_, index=index: trace.enter(index))
-            cleanup.callback(before.remove)
-            following = operator.module.register_forward_hook(lambda _, __, output, index=index: after(index, output))
-            cleanup.callback(following.remove)
+    with LiveBytes(parameters[0].device.type) as live, ExitStack() as cleanup:
+        trace = _Trace(live, operators, calls, [*parameters, *static])
+        cleanup.enter_context(followed(dict(module.named_modules()), trace.position, calls))
         for parameter in parameters:
             if parameter.requires_grad:
                 cleanup.callback(parameter.register_post_accumulate_grad_hook(trace.drop).remove)
-        yield
+        with torch.autograd.graph.saved_tensors_hooks(trace.keep, lambda packed: packed):
+            returned = run_step()
+        trace.position.enter(trace.position.num_segments - 1)
+        for tensor in tensors_in(returned):
+            trace.keep(tensor)
+        trace.position.start_backward()
+        loss_in(returned).backward()
+        trace.position.end()
+    return trace.parts
+
+
+def trace_evaluation(
+    module: nn.Module, calls: Calls, parts: Sequence[Activations], run_step: Callable[[], Any], static: Sequence[Tensor]
+) -> None:
+    """Adds what a forward without gradients takes to the segments' bytes; the arguments are those of above."""
+    parameters = list(module.parameters())
+    with LiveBytes(parameters[0].device.type) as live, torch.no_grad():
+        static_bytes = live.track([*parameters, *static])
+
+        def close_part() -> None:
+            part = parts[position.now]
+            part.evaluation_bytes = max(part.evaluation_bytes, live.peak_bytes - static_bytes)
+            live.reset_peak()
+
+        position = Position(calls, close_part)
+        with followed(dict(module.named_modules()), position, calls), warnings.catch_warnings():
+            # reentrant checkpointing expects to be trained
+            warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
+            run_step()
+        position.end()
+
+
+def evaluate_as_training(parts: Sequence[Activations]) -> None:
+    """Takes forward without gradients to need what the traced one needs, saved tensors included: never too little."""
+    saved_bytes = 0
+    for part in parts:
+        saved_bytes += part.saved_bytes
+        part.evaluation_bytes = saved_bytes + part.forward_workspace_bytes

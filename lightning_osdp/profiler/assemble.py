@@ -2,117 +2,155 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from lightning_osdp.core.profile import ModelProfile, OperatorProfile
+from lightning_osdp.core.affine import Affine
+from lightning_osdp.core.profile import (
+    ModelProfile,
+    OperatorProfile,
+    OptimizerProfile,
+    ParameterProfile,
+    Segment,
+)
 from lightning_osdp.profiler.activations import Activations
-from lightning_osdp.profiler.affine import Affine
 from lightning_osdp.profiler.operators import Operator, fingerprint
-from lightning_osdp.profiler.optimizer import OptimizerProfile
-from lightning_osdp.profiler.tensors import tensors_in
+from lightning_osdp.profiler.optimizer import OptimizedParameter
+from lightning_osdp.profiler.precision import ComputePrecision
 from lightning_osdp.profiler.timing import Seconds
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds of one micro-batch of this size."""
-
-    size: int
-    operators: Mapping[str, Seconds]
-    """By signature."""
-    step: Seconds
+from lightning_osdp.profiler.trace import Trace
 
 
 def assemble(
     module: nn.Module,
     operators: Sequence[Operator],
+    trace: Trace,
     *,
-    activations: Sequence[Activations],
-    timings: Sequence[Timing],
-    optimizers: OptimizerProfile,
-    batch: Any,
+    seconds: Mapping[int, Seconds],
+    optimizer: OptimizerProfile,
+    optimized: Mapping[nn.Parameter, OptimizedParameter],
+    batch_bytes: int,
     batch_size: int,
-    compute_dtype: torch.dtype | None,
+    precision: ComputePrecision,
 ) -> ModelProfile:
     """The profile of a model from its parts.
 
     Args:
         module: the model.
         operators: in forward order.
-        activations: of each operator, and last of the loss.
-        timings: of the profiled batch, and of another size where that could be measured.
-        optimizers: their state and step.
-        batch: the profiled batch.
+        trace: what its step does.
+        seconds: of micro-batches of the profiled size, and of another one where that could be run.
+        optimizer: its step.
+        optimized: what the optimizers make of each parameter.
+        batch_bytes: of the profiled batch.
         batch_size: its samples.
-        compute_dtype: dtype of gathered parameters under mixed precision; None: as they are.
+        precision: dtypes of computing.
     """
-    profiles = []
-    *parts, loss = activations
-    for operator, part in zip(operators, parts, strict=True):
-        taken = [
-            (timing.size, timing.operators.get(operator.signature, Seconds()) if operator.is_leaf else Seconds())
-            for timing in timings
-        ]
-        forward = _affine([(size, operator.num_calls * seconds.forward_s) for size, seconds in taken])
-        backward = _affine([(size, operator.num_calls * seconds.backward_s) for size, seconds in taken])
-        trainable = [p for p in operator.parameters if p.requires_grad]
-        profiles.append(
-            OperatorProfile(
-                name=operator.name,
-                kind=type(operator.module).__name__,
-                enclosing=operator.enclosing,
-                num_calls=operator.num_calls,
-                signature=operator.signature,
-                num_trainable=sum(p.numel() for p in trainable),
-                parameter_bytes=_bytes(operator.parameters),
-                gathered_bytes=_bytes(operator.parameters, compute_dtype),
-                trainable_bytes=_bytes(trainable),
-                gradient_bytes=_bytes(operator.gradients, compute_dtype),
-                optimizer_bytes=sum(optimizers.state_bytes.get(p, 0) for p in trainable),
-                forward_s_per_sample=forward.per_sample_s,
-                backward_s_per_sample=backward.per_sample_s,
-                forward_fixed_s=forward.fixed_s,
-                backward_fixed_s=backward.fixed_s,
-                activation_bytes_per_sample=part.saved_bytes / batch_size,
-                forward_workspace_bytes_per_sample=part.forward_workspace_bytes / batch_size,
-                backward_workspace_bytes_per_sample=part.backward_workspace_bytes / batch_size,
-            )
-        )
-    # Replayed alone an operator may take longer than inside the step; the rest is never negative.
-    other = _affine([(timing.size, max(0.0, timing.step.total_s - _in(operators, timing))) for timing in timings])
+    positions = {parameter: index for index, parameter in enumerate(module.parameters())}
+    names = {operator.name for operator in operators if operator.name}
+    around = {name for operator in operators for name in operator.enclosing if name}
     return ModelProfile(
-        operators=tuple(profiles),
+        operators=tuple(_operator(operator, positions, optimized, precision) for operator in operators),
+        segments=_segments(operators, trace, seconds),
+        spans={name: tuple(spans) for name, spans in trace.calls.spans.items() if name in names | around},
         fingerprint=fingerprint(module),
         profiled_batch_size=batch_size,
-        other_s_per_sample=other.per_sample_s,
-        other_fixed_s=other.fixed_s,
-        optimizer_s_per_element=optimizers.s_per_element,
-        optimizer_is_foreach=optimizers.is_foreach,
-        optimizer_workspace_ratio=optimizers.workspace_ratio,
-        loss_activation_bytes_per_sample=loss.saved_bytes / batch_size,
-        loss_forward_workspace_bytes_per_sample=loss.forward_workspace_bytes / batch_size,
-        loss_backward_workspace_bytes_per_sample=loss.backward_workspace_bytes / batch_size,
-        buffer_bytes=_bytes(list(module.buffers())),
-        batch_bytes_per_sample=_bytes(list(tensors_in(batch))) / batch_size,
+        optimizer=optimizer,
+        buffer_bytes=sum(
+            _bytes(list(child.buffers(recurse=False)), precision.dtype_of(child)) for child in module.modules()
+        ),
+        batch_bytes=Affine.proportional(batch_size, batch_bytes),
     )
 
 
-def _affine(seconds: Sequence[tuple[int, float]]) -> Affine:
-    """Time over the micro-batch from one or two measured (size, seconds), the first of them exact."""
-    (size, exactly), *others = seconds
+def _operator(
+    operator: Operator,
+    positions: Mapping[nn.Parameter, int],
+    optimized: Mapping[nn.Parameter, OptimizedParameter],
+    precision: ComputePrecision,
+) -> OperatorProfile:
+    compute_dtype = precision.dtype_of(operator.module)
+    trainable = [p for p in operator.parameters if p.requires_grad]
+    return OperatorProfile(
+        name=operator.name,
+        kind=type(operator.module).__name__,
+        enclosing=operator.enclosing,
+        signature=operator.signature,
+        stands_alone=precision.is_exempt(operator.module),
+        num_trainable=sum(p.numel() for p in trainable),
+        parameter_bytes=_bytes(operator.parameters),
+        gathered_bytes=_bytes(operator.parameters, compute_dtype),
+        trainable_bytes=_bytes(trainable),
+        gradient_bytes=_bytes(operator.gradients, compute_dtype),
+        optimizer_bytes=sum(optimized[p].state_bytes for p in trainable if p in optimized),
+        parameters=tuple(_parameter(p, positions[p], optimized.get(p), compute_dtype) for p in operator.parameters),
+        dtype=", ".join(dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in operator.parameters)),
+    )
+
+
+def _parameter(
+    parameter: nn.Parameter, position: int, optimized: OptimizedParameter | None, compute_dtype: torch.dtype | None
+) -> ParameterProfile:
+    return ParameterProfile(
+        position=position,
+        num_elements=parameter.numel(),
+        itemsize=parameter.element_size(),
+        gathered_itemsize=_itemsize(parameter, compute_dtype),
+        is_trainable=parameter.requires_grad,
+        state_bytes_per_element=optimized.state_bytes / max(1, parameter.numel()) if optimized else 0.0,
+        group=optimized.group if optimized else 0,
+        place=optimized.place if optimized else 0,
+    )
+
+
+def _segments(operators: Sequence[Operator], trace: Trace, seconds: Mapping[int, Seconds]) -> tuple[Segment, ...]:
+    """Seconds are the mean over segments that are alike: equal operators, followed by equal ones, saving as much."""
+    names = [*trace.calls.sequence, ""]
+    signatures = {operator.name: operator.signature for operator in operators if operator.name}
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for index, name in enumerate(names):
+        following = names[index + 1] if index + 1 < len(names) else ""
+        saved = tuple(parts[index].saved_bytes for parts in trace.activations.values())
+        alike.setdefault((signatures.get(name), signatures.get(following), saved), []).append(index)
+    group_of = {index: group for group in alike.values() for index in group}
+
+    def mean_s(index: int, of: Callable[[Seconds], Sequence[float]]) -> Affine:
+        group = group_of[index]
+        return _affine({size: sum(of(each)[i] for i in group) / len(group) for size, each in seconds.items()})
+
+    def num_bytes(index: int, of: Callable[[Activations], int]) -> Affine:
+        return _affine({size: of(parts[index]) for size, parts in trace.activations.items()})
+
+    def settled_bytes(index: int) -> Affine | None:
+        makes_gradients = all(parts[index].settled_bytes is not None for parts in trace.activations.values())
+        return num_bytes(index, lambda part: part.settled_bytes or 0) if makes_gradients else None
+
+    return tuple(
+        Segment(
+            operator=name,
+            forward_s=mean_s(index, lambda each: each.forward_s),
+            backward_s=mean_s(index, lambda each: each.backward_s),
+            saved_bytes=num_bytes(index, lambda part: part.saved_bytes),
+            forward_workspace_bytes=num_bytes(index, lambda part: part.forward_workspace_bytes),
+            backward_workspace_bytes=num_bytes(index, lambda part: part.backward_workspace_bytes),
+            evaluation_bytes=num_bytes(index, lambda part: part.evaluation_bytes),
+            settled_bytes=settled_bytes(index),
+        )
+        for index, name in enumerate(names)
+    )
+
+
+def _affine(values: Mapping[int, float]) -> Affine:
+    """A line over the micro-batch through the values at one or two sizes, exact at the first."""
+    (size, exactly), *others = values.items()
     return Affine.through(size, exactly, *others[0]) if others else Affine.proportional(size, exactly)
 
 
-def _in(operators: Sequence[Operator], timing: Timing) -> float:
-    """Seconds of all operators together."""
-    leaves = [operator for operator in operators if operator.is_leaf]
-    return sum(o.num_calls * timing.operators.get(o.signature, Seconds()).total_s for o in leaves)
+def _itemsize(tensor: Tensor, dtype: torch.dtype | None) -> int:
+    return dtype.itemsize if dtype and tensor.is_floating_point() else tensor.element_size()
 
 
 def _bytes(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> int:
-    return sum(t.numel() * (dtype.itemsize if dtype and t.is_floating_point() else t.element_size()) for t in tensors)
+    return sum(t.numel() * _itemsize(t, dtype) for t in tensors)

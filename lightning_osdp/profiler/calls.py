@@ -1,8 +1,7 @@
-"""What one forward does: which module runs inside which, where each parameter is read, and the inputs' shapes."""
+"""What one forward does: which module runs inside which and when, where each parameter is read, the inputs' shapes."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -13,55 +12,55 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_osdp.core.profile import Span
+
 Stack = tuple[str, ...]
 """Names of the modules that are running, innermost first, always ending with the root ``""``."""
 
 
-@dataclass(frozen=True)
-class FirstCall:
-    """How a module was called the first time."""
-
-    signature: str
-    """Equal for modules that cost the same: class, configuration, parameters, inputs."""
-    grad_inputs: list[bool]
-    """For each floating-point tensor among the inputs, whether it requires a gradient."""
-    with_grad: bool
-    """False under ``torch.no_grad``."""
-
-
 @dataclass
 class Calls:
-    """One forward by module name; the order of ``first`` is that of the first calls."""
+    """One forward by names; the order of ``signatures`` is that of the first calls."""
 
-    first: dict[str, FirstCall] = field(default_factory=dict)
+    signatures: dict[str, str] = field(default_factory=dict)
+    """Module -> equal for modules that cost the same: class, configuration, parameters, inputs of the first call."""
     stacks: dict[str, set[Stack]] = field(default_factory=dict)
     """What was running at a module's calls, itself included."""
-    num_calls: Counter[str] = field(default_factory=Counter)
-    reads: dict[nn.Parameter, set[Stack]] = field(default_factory=dict)
-    """What was running when an operation took a parameter: also where its owner was never called."""
-    ended: dict[str, None] = field(default_factory=dict)
-    """Modules in the order in which their last calls ended."""
+    reads: dict[str, set[Stack]] = field(default_factory=dict)
+    """Parameter -> what was running when an operation took it: also where its owner was never called."""
+    sequence: list[str] = field(default_factory=list)
+    """Modules that own parameters, once for each of their calls, in order: each call begins a segment."""
+    spans: dict[str, list[Span]] = field(default_factory=dict)
+    """Module -> the segments of each of its calls."""
+    last: str = ""
+    """The module that owns parameters whose call ended last."""
 
 
 @contextmanager
 def recorded_calls(module: nn.Module) -> Iterator[Calls]:
     """Records every module call and every read of a parameter while it is active."""
     calls, stack = Calls(), [""]
+    entered: list[int] = []
+    owners = {name for name, child in module.named_modules() if any(p is not None for p in child._parameters.values())}
 
     def enter(name: str, child: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stack.append(name)
-        if name not in calls.first:
-            grad_inputs = [tensor.requires_grad for tensor in floating_tensors((args, kwargs))]
-            calls.first[name] = FirstCall(_signature(child, (args, kwargs)), grad_inputs, torch.is_grad_enabled())
+        entered.append(len(calls.sequence))
+        if name in owners:
+            calls.sequence.append(name)
+        if name not in calls.signatures:
+            calls.signatures[name] = _signature(child, (args, kwargs))
         calls.stacks.setdefault(name, set()).add(tuple(reversed(stack)))
-        calls.num_calls[name] += 1
 
     def leave() -> None:
-        name = stack.pop()
-        calls.ended.pop(name, None)
-        calls.ended[name] = None
+        name, first = stack.pop(), entered.pop()
+        last = max(0, len(calls.sequence) - 1)
+        # a call in which no operator runs lies within a segment
+        calls.spans.setdefault(name, []).append((min(first, last), last))
+        if name in owners:
+            calls.last = name
 
-    def read(parameter: nn.Parameter) -> None:
+    def read(parameter: str) -> None:
         calls.reads.setdefault(parameter, set()).add(tuple(reversed(stack)))
 
     with ExitStack() as cleanup:
@@ -83,12 +82,12 @@ def recorded_calls(module: nn.Module) -> Iterator[Calls]:
 class _Reads(TorchDispatchMode):
     """Reports every operation that takes a parameter's memory; asking for its shape or dtype is none."""
 
-    def __init__(self, module: nn.Module, report: Callable[[nn.Parameter], None]) -> None:
+    def __init__(self, module: nn.Module, report: Callable[[str], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._report = report
-        self._by_storage: dict[int, list[nn.Parameter]] = {}
-        for parameter in module.parameters():
-            self._by_storage.setdefault(_storage(parameter), []).append(parameter)
+        self._by_storage: dict[int, list[str]] = {}
+        for name, parameter in module.named_parameters():
+            self._by_storage.setdefault(_storage(parameter), []).append(name)
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_osdp.core.cluster import Cluster, Link
+from lightning_osdp.profiler.backend import copies_in_reduce_scatter, overlaps_computing
 from lightning_osdp.profiler.memory import default_memory_limit_bytes
 from lightning_osdp.profiler.overhead import measure_unit_overhead
 from lightning_osdp.profiler.timing import synchronize
@@ -30,24 +31,27 @@ def measure_cluster(device: torch.device, *, num_nodes: int = 1, local_ranks: in
     Returns:
         The same values on every rank. With one rank, or no process group, links that cost nothing.
     """
-    memory_bytes = default_memory_limit_bytes(device, local_ranks=local_ranks)
     free = Link(latency_s=0.0, seconds_per_byte=0.0)
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        memory_bytes = default_memory_limit_bytes(device, local_ranks=local_ranks)
         return Cluster(
             world_size=1, all_gather=free, reduce_scatter=free, num_nodes=num_nodes, memory_bytes=memory_bytes
         )
     world_size = dist.get_world_size()
-    least = torch.tensor(memory_bytes, device=device)
-    dist.all_reduce(least, op=dist.ReduceOp.MIN)
     cluster = Cluster(
         world_size=world_size,
         all_gather=_measure_link(device, world_size, _all_gather),
         reduce_scatter=_measure_link(device, world_size, _reduce_scatter),
         num_nodes=num_nodes,
         backend=dist.get_backend(),
-        memory_bytes=int(least.item()),
+        overlaps=overlaps_computing(device, _all_gather),
+        reduce_scatter_copies=copies_in_reduce_scatter(device, _reduce_scatter),
     )
-    return dataclasses.replace(cluster, unit_overhead=measure_unit_overhead(cluster, device))
+    unit_overhead = measure_unit_overhead(cluster, device)
+    # Last, when the communicator has the buffers that it keeps.
+    least = torch.tensor(default_memory_limit_bytes(device, local_ranks=local_ranks), device=device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return dataclasses.replace(cluster, unit_overhead=unit_overhead, memory_bytes=int(least.item()))
 
 
 def _all_gather(whole: torch.Tensor, shard: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ from lightning_osdp.profiler.tensors import tensors_in
 
 
 @contextmanager
-def faked(module: nn.Module, batch: Any, device: torch.device) -> Iterator[Any]:
+def faked(module: nn.Module, batch: Any, device: torch.device, *, assumes_ones: bool = False) -> Iterator[Any]:
     """Fake tensors in place of the module's parameters, buffers and other tensors, with gradients on.
 
     Fake tensors have shape, strides, dtype and device, and no values. Operations on them take the same path through
@@ -36,6 +36,7 @@ def faked(module: nn.Module, batch: Any, device: torch.device) -> Iterator[Any]:
         batch: one batch for it, real or on the meta device; it is not touched.
         device: where the model trains: fakes of tensors on the meta device are there, all others where the real
             ones are.
+        assumes_ones: whether a value that the step reads is taken as one, which may lead it down another path.
 
     Yields:
         The batch, copied with fakes for its tensors. `resized` gives it another number of samples.
@@ -65,7 +66,7 @@ def faked(module: nn.Module, batch: Any, device: torch.device) -> Iterator[Any]:
             fake_batch = copy.deepcopy(batch, {id(tensor): stand_ins.of(tensor) for tensor in tensors_in(batch)})
             for child in module.modules():
                 stand_ins.put_into(vars(child))
-            with mode, AsAllocated(), torch.enable_grad():
+            with mode, AsAllocated(assumes_ones=assumes_ones), torch.enable_grad():
                 yield fake_batch
         except OSDPError:
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 aten = torch.ops.aten
+_log = logging.getLogger(__name__)
 
 
 class AsAllocated(TorchDispatchMode):
@@ -19,18 +21,31 @@ class AsAllocated(TorchDispatchMode):
 
     To be entered inside a ``FakeTensorMode``. Each rule was found by comparing fake with real results, with torch 2.13
     on CPU.
+
+    Args:
+        assumes_ones: whether a value that is read (``.item()``) is one, where it else cannot be.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, assumes_ones: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._assumes_ones = assumes_ones
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Runs the operation and corrects its result."""
+        if self._assumes_ones and func is aten._local_scalar_dense.default:
+            _log.info("OSDP: the training step reads a value, which a fake tensor does not have; it is taken as 1.")
+            return _one(args[0].dtype)
         result = func(*args, **(kwargs or {}))
         rule = _RULES.get(func)
         return result if rule is None else rule(result, *args)
+
+
+def _one(dtype: torch.dtype) -> complex | float | int | bool:
+    """As ``.item()`` of a one of this dtype."""
+    with unset_fake_temporarily():
+        return torch.ones((), dtype=dtype).item()
 
 
 def _keeps_all_elements(result: Tensor, input: Tensor, target: Tensor, *_: Any) -> Tensor:  # noqa: A002
@@ -60,7 +75,8 @@ def _with_workspace(result: Any, *args: Any) -> Any:
     with unset_fake_temporarily():
         real = tree_map_only(Tensor, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), args)
         workspace = aten.mkldnn_rnn_layer(*real)[-1]
-    return *result[:-1], torch.empty(workspace.shape, dtype=workspace.dtype)
+    # without gradients there is none
+    return *result[:-1], None if workspace is None else torch.empty(workspace.shape, dtype=workspace.dtype)
 
 
 def _contiguous_input_gradient(result: Any, *_: Any) -> Any:

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 CUDA_HEADROOM = 0.1
-"""Fraction of the free device memory that a default limit leaves alone: allocator rounding and fragmentation, and
-the communicator's buffers, which no plan counts. [Assumption, not a measurement.]"""
+"""Fraction of the free device memory that a default limit leaves alone, for what no plan counts: rounding and
+fragmentation of the caching allocator. [Assumption, not a measurement.]"""
 
 _MEMINFO = Path("/proc/meminfo")
 _OWN_CGROUPS = Path("/proc/self/cgroup")

@@ -11,7 +11,7 @@ below that module in the tree and in no unit of their own. So a module can be th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
@@ -33,14 +33,7 @@ class Operator:
     """Parameters whose gradients its backward makes first; a tied one's at its last operator, where backward begins."""
     enclosing: tuple[str, ...]
     """See `OperatorProfile.enclosing`."""
-    num_calls: int = 0
     signature: str = ""
-    grad_inputs: list[bool] = field(default_factory=list)
-    """For each floating-point tensor among the inputs of the first call, whether it requires a gradient."""
-    with_grad: bool = True
-    """Whether the first call was recorded for backward."""
-    is_leaf: bool = True
-    """Whether it can be timed alone: called, with no operator inside that could be a unit of its own."""
 
 
 def fingerprint(module: nn.Module) -> dict[str, str]:
@@ -98,11 +91,10 @@ def find_operators(module: nn.Module, calls: Calls) -> list[Operator]:
     tree = _Tree(module)
     owners = {name: ps for name, child in tree.modules.items() if (ps := _own_parameters(child))}
     enclosing = _enclosing(tree, owners, calls)
-    rank = {name: index for index, name in enumerate(["", *calls.first])}
+    rank = {name: index for index, name in enumerate(["", *calls.signatures])}
     operators: list[Operator] = []
     counted: set[nn.Parameter] = set()
     for name in sorted(owners, key=lambda name: rank[next(n for n in (name, *enclosing[name]) if n in rank)]):
-        first = calls.first.get(name)
         operators.append(
             Operator(
                 name=name,
@@ -110,17 +102,13 @@ def find_operators(module: nn.Module, calls: Calls) -> list[Operator]:
                 parameters=[p for p in owners[name] if p not in counted],
                 gradients=[],
                 enclosing=enclosing[name],
-                num_calls=max(1, calls.num_calls[name]),
-                signature=first.signature if first else f"{name} is never called",
-                grad_inputs=first.grad_inputs if first else [],
-                with_grad=first is None or first.with_grad,
+                signature=calls.signatures.get(name, f"{name} is never called"),
             )
         )
         counted.update(owners[name])
     for operator in reversed(operators):
         operator.gradients = [p for p in owners[operator.name] if p.requires_grad and p in counted]
         counted.difference_update(operator.gradients)
-    _mark_leaves(operators, calls)
     return operators
 
 
@@ -129,6 +117,7 @@ class _Tree:
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = dict(module.named_modules())
+        self.parameter_names = {parameter: name for name, parameter in module.named_parameters()}
         self._names = {child: name for name, child in self.modules.items()}
         self._paths: dict[str, list[list[str]]] = {}
         registered: dict[nn.Module, set[tuple[str, str]]] = {}
@@ -172,7 +161,8 @@ def _enclosing(tree: _Tree, owners: Mapping[str, list[nn.Parameter]], calls: Cal
             users.setdefault(parameter, []).append(name)
     found = {name: tree.dominators(name) for name in owners}
     for name in owners:
-        stacks = _stacks(name, owners[name], calls, above=found[name])
+        names = [tree.parameter_names[parameter] for parameter in owners[name]]
+        stacks = _stacks(name, names, calls, above=found[name])
         found[name] = [n for n in found[name] if n not in tree.unwrappable and all(n in stack for stack in stacks)]
     before = None
     while found != before:  # what one tie or capture rules out may rule out more
@@ -188,7 +178,7 @@ def _enclosing(tree: _Tree, owners: Mapping[str, list[nn.Parameter]], calls: Cal
     return {name: (*above, "") for name, above in found.items()}
 
 
-def _stacks(name: str, parameters: Iterable[nn.Parameter], calls: Calls, *, above: list[str]) -> set[tuple[str, ...]]:
+def _stacks(name: str, parameters: Iterable[str], calls: Calls, *, above: list[str]) -> set[tuple[str, ...]]:
     """What runs while the parameters are needed: at their reads and at the calls of the module that owns them."""
     stacks = {stack for parameter in parameters for stack in calls.reads.get(parameter, ())}
     stacks |= calls.stacks.get(name, set())
@@ -197,20 +187,3 @@ def _stacks(name: str, parameters: Iterable[nn.Parameter], calls: Calls, *, abov
     # Neither read nor called on this batch: as its surroundings, should another batch need it.
     nearest = next((n for n in above if n in calls.stacks), None)
     return {("",)} if nearest is None else calls.stacks[nearest]
-
-
-def _mark_leaves(operators: list[Operator], calls: Calls) -> None:
-    lowest = {operator.name: operator.enclosing[0] for operator in operators}
-    inside: dict[str, set[str]] = {}
-    for name in lowest:
-        for stack in calls.stacks.get(name, ()):
-            for outer in stack:
-                inside.setdefault(outer, set()).add(name)
-    leaves = {
-        name
-        for name in lowest
-        if name in calls.stacks and all(lowest[other] == name for other in inside[name] - {name})
-    }
-    for operator in operators:
-        around = {outer for stack in calls.stacks.get(operator.name, ()) for outer in stack} - {operator.name}
-        operator.is_leaf = operator.name in leaves and not around & leaves

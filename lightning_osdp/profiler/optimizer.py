@@ -5,15 +5,16 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.errors import ProfileError
-from lightning_osdp.profiler.live_bytes import LiveBytes
+from lightning_osdp.profiler.temporaries import foreach_ratio, front, turn_pairs, two_sizes
 from lightning_osdp.profiler.tensors import tensors_in
 from lightning_osdp.profiler.timing import synchronize
 
@@ -25,21 +26,21 @@ _REPEATS = 3
 
 
 @dataclass(frozen=True)
-class OptimizerProfile:
-    """The optimizers of one model."""
+class OptimizedParameter:
+    """What the optimizers make of one parameter."""
 
-    state_bytes: Mapping[nn.Parameter, int] = field(default_factory=dict)
-    """State tensors by parameter; scalars such as a step counter are not sharded and do not count."""
-    s_per_element: float = 0.0
-    is_foreach: bool = False
-    workspace_ratio: float = 0.0
-    """Bytes of temporaries over those of the parameters that are updated at once: all (foreach) or the largest."""
+    state_bytes: int
+    """Of tensors; scalars such as a step counter are not sharded and do not count."""
+    group: int
+    """Number of its parameter group, counted over all optimizers; the last one that holds it."""
+    place: int
+    """Where it stands in the group."""
 
 
 def profile_optimizers(
     module: nn.Module, configure: Callable[[nn.Module], Sequence[Optimizer]], device: torch.device
-) -> OptimizerProfile:
-    """State bytes per parameter and seconds per element of the optimizers that ``configure`` makes.
+) -> tuple[OptimizerProfile, Mapping[nn.Parameter, OptimizedParameter]]:
+    """The step of the optimizers that ``configure`` makes, and what they make of each parameter.
 
     Args:
         module: the model; it is not touched: ``configure`` sees a copy whose parameters are on the meta device.
@@ -53,21 +54,42 @@ def profile_optimizers(
         p: nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad) for p in module.parameters()
     }
     optimizers = list(configure(_copied(module, twins)))
-    samples = [_Sample(optimizer, device) for optimizer in optimizers]
-    state_bytes: dict[nn.Parameter, int] = {}
-    for original, twin in twins.items():
-        kept = [sample.state_bytes(twin) for sample in samples if twin in sample.parameters]
-        if kept:
-            state_bytes[original] = sum(kept)
+    samples = [_Sample(optimizer, device, _sampled) for optimizer in optimizers]
+    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+    places = {
+        parameter: (number, place)
+        for number, parameters in enumerate(groups)
+        for place, parameter in enumerate(parameters)
+    }
+    optimized = {
+        original: OptimizedParameter(
+            sum(sample.state_bytes(twin) for sample in samples if twin in sample.parameters), *places[twin]
+        )
+        for original, twin in twins.items()
+        if twin in places
+    }
     # Each optimizer's seconds per element, weighted by the elements that it updates.
     sizes = [sum(p.numel() for p in sample.parameters if p.requires_grad) for sample in samples]
     total_s = sum(sample.s_per_element() * size for sample, size in zip(samples, sizes, strict=True))
     elements = sum({p: p.numel() for sample in samples for p in sample.parameters if p.requires_grad}.values())
+    s_per_element = total_s / elements if elements else 0.0
+    return _step(optimizers, samples, device, s_per_element=s_per_element), optimized
+
+
+def _step(
+    optimizers: Sequence[Optimizer], samples: Sequence[_Sample], device: torch.device, *, s_per_element: float
+) -> OptimizerProfile:
+    """The step with its temporaries."""
+    probes = [_Sample(optimizer, device, two_sizes) for optimizer in optimizers]
+    is_foreach = any(sample.is_foreach for sample in samples)
+    ratio, pairs = 0.0, set()
+    for probe in probes:
+        if probe.updated and is_foreach:
+            ratio = max(ratio, foreach_ratio(probe.optimizer, probe.updated))
+        elif probe.updated:
+            pairs |= turn_pairs(probe.optimizer, probe.updated)
     return OptimizerProfile(
-        state_bytes=state_bytes,
-        s_per_element=total_s / elements if elements else 0.0,
-        is_foreach=any(sample.is_foreach for sample in samples),
-        workspace_ratio=max((sample.workspace_ratio() for sample in samples), default=0.0),
+        s_per_element=s_per_element, is_foreach=is_foreach, temporaries=front(pairs), foreach_temporaries=ratio
     )
 
 
@@ -89,13 +111,17 @@ def _copied(module: nn.Module, twins: Mapping[nn.Parameter, nn.Parameter]) -> nn
 class _Sample:
     """The same optimizer, options and all, over some elements of each parameter, after one step."""
 
-    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        device: torch.device,
+        num_elements: Callable[[Sequence[Sequence[Tensor]]], Sequence[int]],
+    ) -> None:
         self.device = device
-        room = _SAMPLE_ELEMENTS
         self.parameters: dict[Tensor, nn.Parameter] = {}
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            elements = min(parameter.numel(), max(room, _LEAST_ELEMENTS))
-            room -= elements if parameter.requires_grad else 0
+        groups = [group["params"] for group in optimizer.param_groups]
+        every = [parameter for group in groups for parameter in group]
+        for parameter, elements in zip(every, num_elements(groups), strict=True):
             # A shard under FSDP is flat, whatever the parameter's shape: no factored state.
             twin = nn.Parameter(torch.zeros(elements, dtype=parameter.dtype, device=device), parameter.requires_grad)
             twin.grad = torch.zeros_like(twin) if parameter.requires_grad else None
@@ -145,16 +171,14 @@ class _Sample:
             seconds.append(time.perf_counter() - start)
         return min(seconds) / sum(p.numel() for p in self.updated)
 
-    def workspace_ratio(self) -> float:
-        """Bytes of a step's temporaries over those of the parameters that it updates at once."""
-        if not self.updated:
-            return 0.0
-        with LiveBytes(self.device.type) as live:
-            kept_bytes = live.track([*self.updated, *(p.grad for p in self.updated if p.grad is not None)])
-            kept_bytes += live.track(tensors_in(list(self.optimizer.state.values())))
-            self.optimizer.step(_no_loss)
-        sizes = [p.numel() * p.element_size() for p in self.updated]
-        return (live.peak_bytes - kept_bytes) / (sum(sizes) if self.is_foreach else max(sizes))
+
+def _sampled(groups: Sequence[Sequence[Tensor]]) -> list[int]:
+    """Elements of each parameter on which time is measured."""
+    room, sizes = _SAMPLE_ELEMENTS, []
+    for parameter in (parameter for group in groups for parameter in group):
+        sizes.append(min(parameter.numel(), max(room, _LEAST_ELEMENTS)))
+        room -= sizes[-1] if parameter.requires_grad else 0
+    return sizes
 
 
 def _replica(optimizer: Optimizer, parameters: Mapping[Tensor, nn.Parameter], device: torch.device) -> Optimizer:

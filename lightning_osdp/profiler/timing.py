@@ -1,37 +1,35 @@
-"""Seconds of operators and of the whole forward and backward, on the device that trains."""
+"""Seconds of each segment of a step, on the device that trains."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from lightning_osdp.core.progress import Progress, silent
-from lightning_osdp.profiler.calls import floating_tensors
-from lightning_osdp.profiler.operators import Operator
+from lightning_osdp.profiler.calls import Calls
+from lightning_osdp.profiler.loss import check_finite
+from lightning_osdp.profiler.segments import Position, followed
 
-_REPEATS = 3
-_REPEAT_BUDGET_S = 1.5
+_REPEATS = 5
+_REPEAT_BUDGET_S = 3.0
 """What takes longer than this all together is not repeated further."""
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Forward and backward of one micro-batch."""
+    """Of each segment, the loss last."""
 
-    forward_s: float = 0.0
-    backward_s: float = 0.0
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
 
     @property
     def total_s(self) -> float:
-        """Both."""
-        return self.forward_s + self.backward_s
+        """Of the whole micro-batch."""
+        return sum(self.forward_s) + sum(self.backward_s)
 
 
 def synchronize(device: torch.device) -> None:
@@ -40,100 +38,93 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def time_step(module: nn.Module, device: torch.device, loss_of: Callable[[], Tensor]) -> Seconds:
-    """Fastest of a few whole forwards and backwards of one micro-batch, after one to warm up."""
-
-    def step() -> Seconds:
-        module.zero_grad()  # gradients that are there already would be added to
-        return _timed(device, loss_of, lambda loss: loss.backward())
-
-    return _fastest(step)
-
-
-def time_operators(
-    operators: Sequence[Operator],
+def time_step(
+    module: nn.Module,
+    calls: Calls,
     device: torch.device,
-    run_step: Callable[[], object],
+    loss_of: Callable[[], Tensor],
     *,
     stage: str = "timing",
     progress: Progress = silent,
-) -> dict[str, Seconds]:
-    """Seconds of each distinct operator by signature, from replaying it on the inputs that forward gives it.
+) -> Seconds:
+    """Segments of the fastest of a few forwards and backwards, after one to warm up.
 
-    Only operators without others inside are replayed; the rest of the step is what `time_step` finds beyond them.
+    The total is that of the fastest run; each segment has the share of its own fastest run in the sum of those.
+
+    Args:
+        module: the model, on the device.
+        calls: what its forward does.
+        device: waited for.
+        loss_of: runs forward and returns the loss.
+        stage: of the progress.
+        progress: called with each run as it begins.
+
+    Raises:
+        ProfileError: the loss is not finite.
     """
-    found: dict[str, Seconds] = {}
-    num_distinct = len({operator.signature for operator in operators if operator.is_leaf})
-    with _replays(operators, device, found, lambda: progress(stage, f"operator {len(found) + 1} of {num_distinct}")):
-        run_step()
-    return found
-
-
-def _fastest(measure: Callable[[], Seconds]) -> Seconds:
+    modules = dict(module.named_modules())
+    runs: list[Seconds] = []
     start = time.perf_counter()
-    measure()
-    best: Seconds | None = None
-    for _ in range(_REPEATS):
-        seconds = measure()
-        best = seconds if best is None or seconds.total_s < best.total_s else best
-        if time.perf_counter() - start > _REPEAT_BUDGET_S:
+    for repeat in range(_REPEATS + 1):
+        progress(stage, f"run {repeat + 1} of {_REPEATS + 1}")
+        module.zero_grad()  # gradients that are there already would be added to
+        stopwatch = _Stopwatch(device)
+        position = Position(calls, lambda: stopwatch.mark(position))  # noqa: B023 (called in this turn only)
+        with followed(modules, position, calls):
+            stopwatch.start()
+            loss = loss_of()
+            position.start_backward()
+            loss.backward()
+            position.end()
+        check_finite(loss)
+        runs.append(stopwatch.seconds(position.num_segments))
+        if len(runs) > 1 and time.perf_counter() - start > _REPEAT_BUDGET_S:
             break
-    assert best is not None
-    return best
+    return _fastest(runs[1:])
 
 
-def _timed(device: torch.device, forward: Callable[[], Any], backward: Callable[[Any], object]) -> Seconds:
-    synchronize(device)
-    start = time.perf_counter()
-    output = forward()
-    synchronize(device)
-    middle = time.perf_counter()
-    backward(output)
-    synchronize(device)
-    return Seconds(middle - start, time.perf_counter() - middle)
+def _fastest(runs: Sequence[Seconds]) -> Seconds:
+    forward_s = [min(values) for values in zip(*(run.forward_s for run in runs), strict=True)]
+    backward_s = [min(values) for values in zip(*(run.backward_s for run in runs), strict=True)]
+    scale = min(run.total_s for run in runs) / (sum(forward_s) + sum(backward_s))
+    return Seconds(tuple(s * scale for s in forward_s), tuple(s * scale for s in backward_s))
 
 
-@contextmanager
-def _replays(
-    operators: Sequence[Operator], device: torch.device, found: dict[str, Seconds], on_next: Callable[[], None]
-) -> Iterator[None]:
-    with ExitStack() as stack:
-        for operator in operators:
-            if operator.is_leaf:
+class _Stopwatch:
+    """When the device is through with each segment: the host's clock on CPU, events in the stream on CUDA."""
 
-                def before(
-                    m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], operator: Operator = operator
-                ) -> None:
-                    if operator.signature not in found:
-                        on_next()
-                        found[operator.signature] = _replay(operator, device, args, kwargs)
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[tuple[bool, int, float | torch.cuda.Event]] = []
+        self._start: float | torch.cuda.Event = 0.0
 
-                stack.callback(operator.module.register_forward_pre_hook(before, with_kwargs=True).remove)
-        yield
+    def start(self) -> None:
+        synchronize(self._device)
+        self._start = self._now()
+
+    def mark(self, position: Position) -> None:
+        self._marks.append((position.in_backward, position.now, self._now()))
+
+    def _now(self) -> float | torch.cuda.Event:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, num_segments: int) -> Seconds:
+        synchronize(self._device)
+        forward_s, backward_s = [0.0] * num_segments, [0.0] * num_segments
+        before = self._start
+        for in_backward, segment, mark in self._marks:
+            (backward_s if in_backward else forward_s)[segment] += _between_s(before, mark)
+            before = mark
+        return Seconds(tuple(forward_s), tuple(backward_s))
 
 
-def _replay(operator: Operator, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seconds:
-    """Fastest of a few calls on copies of the inputs, which the operator may write to."""
-    requires_grad = iter(operator.grad_inputs)
-
-    def leaf(tensor: Tensor) -> Tensor:
-        copy = tensor.detach().clone()
-        return copy.requires_grad_(next(requires_grad, False)) if copy.is_floating_point() else copy
-
-    leaves = tree_map_only(Tensor, leaf, (args, kwargs))
-    parameters = [p for p in operator.module.parameters() if p.requires_grad]
-    wanted = [t for t in floating_tensors(leaves) if t.requires_grad] + parameters
-
-    def backward(output: Any) -> None:
-        outputs = [t for t in floating_tensors(output) if t.requires_grad]
-        if outputs and wanted:
-            torch.autograd.grad(outputs, wanted, [torch.ones_like(t) for t in outputs], allow_unused=True)
-
-    def measure() -> Seconds:
-        args, kwargs = tree_map_only(Tensor, torch.clone, leaves)
-        return _timed(device, lambda: operator.module.forward(*args, **kwargs), backward)
-
-    # Hooks of our own, for those of a checkpointed block around would recompute it.
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-    with torch.set_grad_enabled(operator.with_grad), hooks:
-        return _fastest(measure)
+def _between_s(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+    if isinstance(start, torch.cuda.Event):
+        assert isinstance(end, torch.cuda.Event)
+        return float(start.elapsed_time(end)) / 1e3
+    assert isinstance(end, float)
+    return end - start

@@ -40,7 +40,7 @@ def draw_plan(plan: Plan, *, memory: Sequence[Moment] = ()) -> str:
 
     Args:
         plan: what to draw.
-        memory: what is predicted to live at each moment of a step, see `memory_over_step`; without it the plan's peak
+        memory: what is predicted to live at each moment of a step, see `StepEstimate`; without it the plan's peak
             is drawn as a bar.
     """
     units = [unit for unit in plan.units if unit.parameter_bytes > 0]

@@ -118,6 +118,11 @@ def summarise(plan: Plan) -> list[tuple[str, str]]:
     else:
         lines = dict.fromkeys(("step time", "samples/s"), NOT_PREDICTED)
         lines["peak memory"] = f"{NOT_PREDICTED}; the limit is {limit}"
+    if plan.peak_phase:
+        lines["peak is in"] = _where(plan)
+    if plan.evaluation_peak_bytes:
+        batch = _count(plan.micro_batch_size, "sample")
+        lines["evaluation"] = f"{format_bytes(plan.evaluation_peak_bytes)} predicted per rank, {batch} at once"
     lines["gap"] = _gap(plan)
     lines["solver"] = plan.solver or "none: the plan was not searched"
     lines["gain"] = _gain(plan)
@@ -126,6 +131,14 @@ def summarise(plan: Plan) -> list[tuple[str, str]]:
         f" x {_count(plan.world_size, 'rank')} = {_count(samples, 'sample')} per optimizer step"
     )
     return [*lines.items(), *(("note", note) for note in plan.notes)]
+
+
+def _where(plan: Plan) -> str:
+    """Phase and operator of the peak, and its parts, largest first."""
+    phase = plan.peak_phase
+    where = phase if phase == "optimizer step" else f"{phase} of {plan.peak_operator or 'the loss'}"
+    parts = sorted(plan.peak_parts.items(), key=lambda part: part[1], reverse=True)
+    return f"{where}: " + ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in parts)
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import dataclasses
 
 from lightning_osdp.assign import Setting
-from lightning_osdp.core.byte_size import format_bytes
+from lightning_osdp.core.byte_size import format_at_least, format_bytes
 from lightning_osdp.scheduler.sweep import Sweep
 
 
-def why_infeasible(setting: Setting, sweep: Sweep, limit_bytes: int) -> str:
+def why_infeasible(sweep: Sweep, micro_batch_size: int, limit_bytes: int) -> str:
     """The text of `InfeasibleError`: the limit, the least bytes of any plan, the largest contributors, a remedy."""
+    setting = sweep.smallest(micro_batch_size)
     peak = setting.peak(setting.least_memory_modes)
     workload, ranks = setting.workload, setting.cluster.world_size
     samples = workload.micro_batch_size
     sizes = {
         unit.name or "the root unit": unit.gathered_bytes
         + (unit.parameter_bytes + unit.trainable_bytes + unit.optimizer_bytes) / ranks
-        + unit.activation_bytes_per_sample * samples
+        + unit.saved_bytes.at(samples)
         for unit in setting.units
     }
     largest = sorted(sizes.items(), key=lambda item: item[1], reverse=True)[:3]
@@ -28,7 +29,7 @@ def why_infeasible(setting: Setting, sweep: Sweep, limit_bytes: int) -> str:
     if fits:
         remedy = f"a micro-batch of {fits} fits: OSDPStrategy(batch_size={fits}), or batch_size='scale'"
     else:
-        remedy = f"raise memory_limit to {peak.peak_bytes} bytes" + _more_ranks(setting, limit_bytes)
+        remedy = f"raise memory_limit to {format_at_least(peak.peak_bytes)!r}" + _more_ranks(setting, limit_bytes)
     return (
         f"No plan fits: the limit is {format_bytes(limit_bytes)} per rank, and a micro-batch of {samples} on {ranks}"
         f" {'rank' if ranks == 1 else 'ranks'} needs at least {format_bytes(peak.peak_bytes)} ({where}: {parts})."

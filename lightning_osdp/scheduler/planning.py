@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal
 
 from lightning_osdp.assign import Assignment, Setting
 from lightning_osdp.core.cluster import Cluster
-from lightning_osdp.core.plan import PREFETCH_CHOICES, Plan, Unit
+from lightning_osdp.core.plan import COST_MODELS, PREFETCH_CHOICES, Plan, Unit
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.progress import Progress, silent
 from lightning_osdp.core.search_space import SearchSpace
@@ -28,8 +29,9 @@ def make_plan(
     num_micro_batches: int = 1,
     search: str = "depth_first",
     search_space: SearchSpace | None = None,
-    backward_prefetch: str = "pre",
+    backward_prefetch: str = "auto",
     forward_prefetch: bool = False,
+    cost_model: str = "simulate",
     progress: Progress = silent,
 ) -> Plan:
     """The plan with the best predicted samples/s under the memory limit.
@@ -43,15 +45,19 @@ def make_plan(
         num_micro_batches: micro-batches per optimizer step (gradient accumulation).
         search: name of a solver: ``depth_first``, ``greedy`` or ``exhaustive``.
         search_space: what may be chosen; None: everything.
-        backward_prefetch: FSDP1's setting, ``pre``, ``post`` or ``none``; it decides how many units are gathered.
+        backward_prefetch: FSDP1's setting, ``pre``, ``post`` or ``none``: it decides when units are gathered, and how
+            many at once. ``auto``: what is fastest.
         forward_prefetch: FSDP1's setting.
+        cost_model: what plans are judged by: ``simulate``, a step as FSDP1 runs it, or ``paper``, the sums of equation
+            1 over operators.
         progress: called with each micro-batch size that is tried, and the best samples/s so far.
 
     Raises:
         ConfigurationError: no such solver or prefetch setting, or a number of samples or micro-batches below 1.
         InfeasibleError: no plan fits; the text says what would.
     """
-    _check_options(search, backward_prefetch, micro_batch_size, max_micro_batch_size, num_micro_batches)
+    _check_choices(search, backward_prefetch, cost_model)
+    _check_numbers(micro_batch_size, max_micro_batch_size, num_micro_batches)
     search_space = search_space or SearchSpace()
     first = Setting(
         profile=profile,
@@ -62,27 +68,47 @@ def make_plan(
             num_micro_batches=num_micro_batches,
         ),
         modes=search_space.modes,
-        backward_prefetch=backward_prefetch,
         forward_prefetch=forward_prefetch,
+        cost_model=cost_model,
     )
-    shares = search_space.share_units
-    sweep = Sweep(first, limit_bytes=memory_limit_bytes, search=search, shares=shares, progress=progress)
+    sweep = Sweep(
+        [dataclasses.replace(first, backward_prefetch=each) for each in _prefetches(first, backward_prefetch)],
+        limit_bytes=memory_limit_bytes,
+        search=search,
+        shares=search_space.share_units,
+        progress=progress,
+    )
     if micro_batch_size == "scale":
         best = sweep.best(2**20 if max_micro_batch_size is None else max_micro_batch_size)
     else:
         best = sweep.candidate(micro_batch_size)
     if best is None:
-        raise InfeasibleError(why_infeasible(first, sweep, memory_limit_bytes))
-    return _plan(best, memory_limit_bytes, search, all_zdp=sweep.all_zdp(best.setting.workload.micro_batch_size))
+        raise InfeasibleError(why_infeasible(sweep, first.workload.micro_batch_size, memory_limit_bytes))
+    return _plan(best, sweep, memory_limit_bytes, search)
 
 
-def _check_options(
-    search: str, backward_prefetch: str, micro_batch_size: object, most: int | None, num_micro_batches: int
-) -> None:
+def _prefetches(setting: Setting, wanted: str) -> tuple[str, ...]:
+    """Settings of backward prefetch that may be best, the one first that is preferred where they are equally fast.
+
+    Where nothing overlaps, all take the same time, and none takes the least memory. Where something does, a gather
+    after a unit's backward runs as early as one before it, as the host is ahead of the device, and holds one unit less.
+    """
+    if wanted != "auto":
+        return (wanted,)
+    return ("pre", "post", "none") if setting.overlaps else ("none",)
+
+
+def _check_choices(search: str, backward_prefetch: str, cost_model: str) -> None:
     if search not in SOLVERS:
         raise ConfigurationError(f"search must be one of {tuple(SOLVERS)}, got {search!r}.")
-    if backward_prefetch not in PREFETCH_CHOICES:
-        raise ConfigurationError(f"backward_prefetch must be one of {PREFETCH_CHOICES}, got {backward_prefetch!r}.")
+    choices = (*PREFETCH_CHOICES, "auto")
+    if backward_prefetch not in choices:
+        raise ConfigurationError(f"backward_prefetch must be one of {choices}, got {backward_prefetch!r}.")
+    if cost_model not in COST_MODELS:
+        raise ConfigurationError(f"cost_model must be one of {COST_MODELS}, got {cost_model!r}.")
+
+
+def _check_numbers(micro_batch_size: object, most: int | None, num_micro_batches: int) -> None:
     if micro_batch_size != "scale" and not (isinstance(micro_batch_size, int) and micro_batch_size >= 1):
         raise ConfigurationError(
             f"micro_batch_size must be 'scale' or a number of samples, at least one, got {micro_batch_size!r}."
@@ -93,8 +119,10 @@ def _check_options(
         raise ConfigurationError(f"num_micro_batches must be at least 1, got {num_micro_batches!r}.")
 
 
-def _plan(best: Candidate, memory_limit_bytes: int, search: str, *, all_zdp: tuple[float, int]) -> Plan:
+def _plan(best: Candidate, sweep: Sweep, memory_limit_bytes: int, search: str) -> Plan:
     setting, assignment = best.setting, best.assignment
+    all_zdp_step_time_s, all_zdp_peak_bytes = sweep.all_zdp(best)
+    predicts = assignment.step_time_s > 0
     return Plan(
         fingerprint=dict(setting.profile.fingerprint),
         world_size=setting.cluster.world_size,
@@ -104,13 +132,18 @@ def _plan(best: Candidate, memory_limit_bytes: int, search: str, *, all_zdp: tup
         micro_batch_size=setting.workload.micro_batch_size,
         num_micro_batches=setting.workload.num_micro_batches,
         step_time_s=assignment.step_time_s,
-        samples_per_s=best.samples_per_s if assignment.step_time_s > 0 else 0.0,
-        gap=assignment.gap,
+        samples_per_s=best.samples_per_s if predicts else 0.0,
+        gap=max(0.0, sweep.most_samples_per_s / best.samples_per_s - 1) if predicts else 0.0,
         solver=search,
+        cost_model=setting.cost_model,
         backward_prefetch=setting.backward_prefetch,
         forward_prefetch=setting.forward_prefetch,
-        all_zdp_step_time_s=all_zdp[0],
-        all_zdp_peak_bytes=all_zdp[1],
+        all_zdp_step_time_s=all_zdp_step_time_s,
+        all_zdp_peak_bytes=all_zdp_peak_bytes,
+        peak_phase=assignment.peak.phase,
+        peak_operator=assignment.peak.operator,
+        peak_parts=dict(assignment.peak.parts),
+        evaluation_peak_bytes=setting.evaluation_peak_bytes(assignment.modes),
         notes=(assignment.note,) if assignment.note else (),
     )
 
@@ -123,7 +156,7 @@ def _units(setting: Setting, assignment: Assignment) -> tuple[Unit, ...]:
             kind=unit.kind,
             modes=(mode.name,),
             parameter_bytes=unit.gathered_bytes,
-            time_s=setting.costs[index][mode].time_s,
+            time_s=setting.times_s[index][mode],
             keep_saves_s=setting.saved_s(index),
             keep_costs_bytes=0 if unit.is_root else unit.gathered_bytes,
         )

@@ -1,12 +1,14 @@
 """The sweep over micro-batch sizes: bracketed, and refined where a bound leaves a better one possible.
 
-Step times are linear in b but for the communication, which the best modes never make cheaper at a larger b, where
-less memory is left for it. So a bound at one size bounds all larger ones:
+A larger size leaves less memory, so whatever fits there fits at a smaller one. A bound at one size therefore bounds all
+larger ones (`assign.bound_later_s`). Where nothing overlaps, step times grow by what there is more to compute:
 
-    time_s(b)  >=  bound_s(b') + (fastest_s(b) - fastest_s(b'))      for b > b'       (fastest_s: memory no concern)
+    time_s(b)  >=  bound_s(b') + (compute_s(b) - compute_s(b'))      for b > b'
 
 Samples/s are no unimodal function of b, since they drop wherever another unit has to be sharded; what this bound
 leaves open between two sizes is tried, until no size can be better by more than `TOLERANCE`.
+
+At each size all settings compete: prefetch settings, and units of an operator or of a block.
 
 References:
     OSDP (Jiang et al. 2022), equation 1 and algorithm 1. Deviation: the paper tries b = 1, 2, 3, ... up to the first
@@ -15,12 +17,12 @@ References:
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lightning_osdp.assign import Assignment, Setting, assign_modes, share_units
+from lightning_osdp.assign import Assignment, Setting, assign_modes, bound_later_s, share_units
 from lightning_osdp.core.duration import three_digits
 from lightning_osdp.core.progress import Progress, silent
 
@@ -37,11 +39,24 @@ class Candidate:
 
     setting: Setting
     assignment: Assignment
+    bounds: tuple[tuple[Setting, float], ...]
+    """All settings that were tried, each with the seconds that no modes of it go below."""
 
     @property
     def samples_per_s(self) -> float:
         """Equation 1's objective: samples of all ranks over the step time."""
         return _samples_per_s(self.setting, self.assignment.step_time_s)
+
+    @property
+    def most_samples_per_s(self) -> float:
+        """What no modes exceed at this size."""
+        return max(_samples_per_s(setting, bound_s) for setting, bound_s in self.bounds)
+
+    def most_later(self, micro_batch_size: int) -> float:
+        """What no modes exceed at any larger size up to this one."""
+        size = micro_batch_size
+        later = ((setting.at(size), bound_later_s(setting, s, micro_batch_size=size)) for setting, s in self.bounds)
+        return max(_samples_per_s(setting, bound_s) for setting, bound_s in later)
 
 
 def _samples_per_s(setting: Setting, step_time_s: float) -> float:
@@ -50,57 +65,82 @@ def _samples_per_s(setting: Setting, step_time_s: float) -> float:
 
 
 class Sweep:
-    """Micro-batch sizes with their best assignment, each searched once."""
+    """Micro-batch sizes with their best assignment, each searched once.
+
+    Args:
+        settings: that compete; of equally fast ones the first is chosen.
+        limit_bytes: the most bytes that may live on one rank.
+        search: name of a solver in ``search.SOLVERS``.
+        shares: whether units of blocks compete, too.
+        progress: called with each size that is tried.
+    """
 
     def __init__(
-        self, setting: Setting, *, limit_bytes: int, search: str, shares: bool, progress: Progress = silent
+        self,
+        settings: Sequence[Setting],
+        *,
+        limit_bytes: int,
+        search: str,
+        shares: bool,
+        progress: Progress = silent,
     ) -> None:
-        self._setting, self._limit_bytes, self._search, self._shares = setting, limit_bytes, search, shares
+        self._settings, self._limit_bytes, self._search, self._shares = settings, limit_bytes, search, shares
         self._progress = progress
         self._candidates: dict[int, Candidate] = {}
+        self._open: dict[tuple[int, int], float] = {}
 
-    def setting(self, micro_batch_size: int) -> Setting:
-        """The same with another size."""
-        workload = dataclasses.replace(self._setting.workload, micro_batch_size=micro_batch_size)
-        return dataclasses.replace(self._setting, workload=workload)
+    def smallest(self, micro_batch_size: int) -> Setting:
+        """The setting that needs the fewest bytes at this size."""
+        settings = [setting.at(micro_batch_size) for setting in self._settings]
+        return min(settings, key=lambda setting: setting.peak(setting.least_memory_modes).peak_bytes)
 
     def fits(self, micro_batch_size: int) -> bool:
         """Whether any assignment does."""
-        setting = self.setting(micro_batch_size)
+        setting = self.smallest(micro_batch_size)
         return setting.peak(setting.least_memory_modes).peak_bytes <= self._limit_bytes
 
     def candidate(self, micro_batch_size: int) -> Candidate | None:
         """Best assignment at this size; None if none fits."""
         best = f", best {three_digits(self._best().samples_per_s)} samples/s so far" if self._candidates else ""
         self._progress("searching", f"micro-batch {micro_batch_size}{best}")
-        setting = self.setting(micro_batch_size)
-        assignment = assign_modes(setting, limit_bytes=self._limit_bytes, search=self._search)
-        if assignment is None:
+        found: list[tuple[Setting, Assignment]] = []
+        for setting in self._settings:
+            found += self._assigned(setting.at(micro_batch_size), found)
+        if not found:
             return None
-        if self._shares:
-            setting, assignment = self._share(setting, assignment)
-        self._candidates[micro_batch_size] = Candidate(setting=setting, assignment=assignment)
+        setting, assignment = min(found, key=lambda each: each[1].step_time_s)
+        self._candidates[micro_batch_size] = Candidate(
+            setting=setting,
+            assignment=assignment,
+            bounds=tuple((setting, assignment.bound_s) for setting, assignment in found),
+        )
         return self._candidates[micro_batch_size]
 
-    def _share(self, setting: Setting, assignment: Assignment) -> tuple[Setting, Assignment]:
-        """Units shared where that is faster, and modes chosen again for them; the bound stays that of the operators.
+    def _assigned(
+        self, setting: Setting, before: Sequence[tuple[Setting, Assignment]]
+    ) -> list[tuple[Setting, Assignment]]:
+        """The best modes of a setting, and of those that its units shared make of it where that is faster.
 
         Where memory is short, what keeping units saves may be less than what sharing them would have saved: so units
         are shared as if all were sharded, too.
         """
+        worth_s = min((assignment.step_time_s for _, assignment in before), default=math.inf)
+        assignment = assign_modes(setting, limit_bytes=self._limit_bytes, search=self._search, worth_s=worth_s)
+        if assignment is None:
+            return []
         found = [(setting, assignment)]
-        for modes in (assignment.modes, setting.least_memory_modes):
+        for modes in (assignment.modes, setting.least_memory_modes) if self._shares else ():
             shared, _ = share_units(setting, modes, limit_bytes=self._limit_bytes)
-            if shared is setting:
-                continue
-            again = assign_modes(shared, limit_bytes=self._limit_bytes, search=self._search)
-            if again is not None:
-                found.append((shared, dataclasses.replace(again, bound_s=assignment.bound_s)))
-        return min(found, key=lambda each: each[1].step_time_s)
+            if shared is not setting and all(shared.units != other.units for other, _ in found):
+                worth_s = min(worth_s, *(each.step_time_s for _, each in found))
+                again = assign_modes(shared, limit_bytes=self._limit_bytes, search=self._search, worth_s=worth_s)
+                found += [] if again is None else [(shared, again)]
+        return found
 
-    def all_zdp(self, micro_batch_size: int) -> tuple[float, int]:
-        """Step time and peak of plain FSDP at this size, its units shared likewise, under the same limit."""
-        setting = self.setting(micro_batch_size)
+    def all_zdp(self, candidate: Candidate) -> tuple[float, int]:
+        """Step time and peak of plain FSDP like this candidate, its units shared likewise, under the same limit."""
+        prefetch, size = candidate.setting.backward_prefetch, candidate.setting.workload.micro_batch_size
+        setting = next(each.at(size) for each in self._settings if each.backward_prefetch == prefetch)
         modes = setting.all_zdp_modes
         if self._shares:
             setting, modes = share_units(setting, modes, limit_bytes=self._limit_bytes)
@@ -126,20 +166,27 @@ class Sweep:
         for size in sorted({1, largest} - {0}):
             self.candidate(size)
         while len(self._candidates) < MAX_SIZES:
-            open_sizes = [pair for pair in pairwise(sorted(self._candidates)) if pair[1] - pair[0] > 1]
-            promising = max(open_sizes, key=lambda pair: self._most_samples_per_s(*pair), default=None)
-            if promising is None or self._most_samples_per_s(*promising) <= self._best().samples_per_s * (
-                1 + TOLERANCE
-            ):
+            promising = max(self._open_sizes(), key=self._most_between, default=None)
+            if promising is None or self._most_between(promising) <= self._best().samples_per_s * (1 + TOLERANCE):
                 break
             self.candidate(sum(promising) // 2)
         return self._best() if self._candidates else None
 
+    @property
+    def most_samples_per_s(self) -> float:
+        """What no plan exceeds at any size that was tried, or lies between two of them."""
+        tried = [candidate.most_samples_per_s for candidate in self._candidates.values()]
+        return max([*tried, *map(self._most_between, self._open_sizes())])
+
     def _best(self) -> Candidate:
         return self._candidates[max(self._candidates, key=lambda size: (self._candidates[size].samples_per_s, -size))]
 
-    def _most_samples_per_s(self, tried: int, end: int) -> float:
+    def _open_sizes(self) -> list[tuple[int, int]]:
+        """Sizes that were tried, with others between them."""
+        return [pair for pair in pairwise(sorted(self._candidates)) if pair[1] - pair[0] > 1]
+
+    def _most_between(self, pair: tuple[int, int]) -> float:
         """Samples/s that no size between these two exceeds: those of the last one at the bound of the first."""
-        setting, below = self.setting(end - 1), self._candidates[tried]
-        more_s = setting.fastest_s - self.setting(tried).fastest_s
-        return _samples_per_s(setting, min(below.assignment.bound_s, below.assignment.step_time_s) + more_s)
+        if pair not in self._open:
+            self._open[pair] = self._candidates[pair[0]].most_later(pair[1] - 1)
+        return self._open[pair]

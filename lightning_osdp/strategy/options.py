@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.fsdp import BackwardPrefetch
 
 from lightning_osdp.core.byte_size import parse_bytes
-from lightning_osdp.core.plan import Plan
+from lightning_osdp.core.plan import COST_MODELS, Plan
 from lightning_osdp.core.search_space import SearchSpace
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.search import SOLVERS
@@ -37,6 +37,7 @@ class Options:
     batch_size: int | str
     search: str
     search_space: SearchSpace
+    cost_model: str
 
     @classmethod
     def checked(
@@ -47,6 +48,7 @@ class Options:
         batch_size: int | str,
         search: str,
         search_space: SearchSpace | None,
+        cost_model: str,
     ) -> Options:
         """Options from the strategy's arguments.
 
@@ -55,6 +57,8 @@ class Options:
         """
         if search not in SOLVERS:
             raise ConfigurationError(f"search must be one of {tuple(SOLVERS)}, got {search!r}.")
+        if cost_model not in COST_MODELS:
+            raise ConfigurationError(f"cost_model must be one of {COST_MODELS}, got {cost_model!r}.")
         is_size = isinstance(batch_size, int) and not isinstance(batch_size, bool) and batch_size >= 1
         if not is_size and batch_size not in BATCH_SIZES:
             raise ConfigurationError(f"batch_size must be one of {BATCH_SIZES} or at least 1, got {batch_size!r}.")
@@ -66,6 +70,7 @@ class Options:
             batch_size=batch_size,
             search=search,
             search_space=search_space or SearchSpace(),
+            cost_model=cost_model,
         )
 
 
@@ -73,7 +78,7 @@ class Options:
 class Prefetch:
     """FSDP1's prefetch settings, which decide how many units are gathered at once."""
 
-    backward: str = "pre"
+    backward: str = "auto"
     forward: bool = False
 
 
@@ -95,9 +100,9 @@ def check_fsdp_kwargs(fsdp_kwargs: dict[str, Any]) -> None:
 
 
 def pop_prefetch(fsdp_kwargs: dict[str, Any]) -> Prefetch:
-    """Takes FSDP1's prefetch settings out of its arguments: they belong to the plan."""
-    backward = fsdp_kwargs.pop("backward_prefetch", BackwardPrefetch.BACKWARD_PRE)
-    names = {BackwardPrefetch.BACKWARD_PRE: "pre", BackwardPrefetch.BACKWARD_POST: "post", None: "none"}
+    """Takes FSDP1's prefetch settings out of its arguments: they belong to the plan, which chooses what is not said."""
+    backward = fsdp_kwargs.pop("backward_prefetch", "auto")
+    names = {BackwardPrefetch.BACKWARD_PRE: "pre", BackwardPrefetch.BACKWARD_POST: "post", None: "none", "auto": "auto"}
     if backward not in names:
         raise ConfigurationError(f"backward_prefetch must be a BackwardPrefetch or None, got {backward!r}.")
     return Prefetch(backward=names[backward], forward=bool(fsdp_kwargs.pop("forward_prefetch", False)))

@@ -56,6 +56,7 @@ class OSDPStrategy(FSDPStrategy):
             A new size rebuilds the training loader only.
         search: ``"depth_first"`` (the paper's, exact), ``"greedy"`` (near-instant, certified gap) or ``"exhaustive"``.
         search_space: limits on what the plan may choose; None: everything.
+        cost_model: ``"simulate"`` (a step as FSDP1 runs it) or ``"paper"`` (the sums of equation 1).
         start_method: ``"popen"`` runs the script once per rank; ``"spawn"``, ``"forkserver"`` and, for notebooks,
             ``"fork"`` start workers, after which this process has the trained weights. Unused under torchrun.
         **fsdp_kwargs: arguments of Lightning's ``FSDPStrategy``.
@@ -76,13 +77,19 @@ class OSDPStrategy(FSDPStrategy):
         search: str = "depth_first",
         search_space: SearchSpace | None = None,
         *,
+        cost_model: str = "simulate",
         start_method: StartMethod = "popen",
         **fsdp_kwargs: Any,
     ) -> None:
         check_fsdp_kwargs(fsdp_kwargs)
         self._prefetch = pop_prefetch(fsdp_kwargs)
         self._options = Options.checked(
-            memory_limit=memory_limit, plan=plan, batch_size=batch_size, search=search, search_space=search_space
+            memory_limit=memory_limit,
+            plan=plan,
+            batch_size=batch_size,
+            search=search,
+            search_space=search_space,
+            cost_model=cost_model,
         )
         check_start_method(start_method)
         self._start_method = start_method

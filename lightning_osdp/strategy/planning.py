@@ -13,15 +13,17 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lightning_osdp.apply import materialize
+from lightning_osdp.apply import check_initializable
+from lightning_osdp.core.byte_size import format_bytes
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.duration import format_seconds
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.progress import Progress
 from lightning_osdp.errors import ConfigurationError, ProfileError
-from lightning_osdp.profiler import fingerprint, measure_cluster, profile_model
+from lightning_osdp.profiler import CUDA_HEADROOM, ComputePrecision, fingerprint, measure_cluster, profile_model
 from lightning_osdp.scheduler import make_plan
+from lightning_osdp.simulation import StepEstimate, simulate
 from lightning_osdp.strategy.agreement import on_all_ranks, on_rank_zero
 from lightning_osdp.strategy.loaders import (
     LoaderChange,
@@ -40,8 +42,8 @@ from lightning_osdp.strategy.step import configured_optimizers, forget_loaders, 
 
 def plan_fit(
     trainer: pl.Trainer, module: pl.LightningModule, options: Options, *, prefetch: Prefetch
-) -> tuple[Plan, LoaderChange, ModelProfile]:
-    """The plan for this fit, the same on all ranks, what its loaders become, and this rank's profile of the model.
+) -> tuple[Plan, LoaderChange, StepEstimate]:
+    """The plan for this fit, the same on all ranks, what its loaders become, and what a step is predicted to take.
 
     Every rank profiles; rank 0 plans.
 
@@ -72,10 +74,14 @@ def _planned(
     *,
     prefetch: Prefetch,
     progress: Progress,
-) -> tuple[Plan, LoaderChange, ModelProfile]:
+) -> tuple[Plan, LoaderChange, StepEstimate]:
     loaders, peeked, batch, profile = on_all_ranks(lambda: _profile(trainer, module, progress))
     limit_bytes = options.memory_limit_bytes or cluster.memory_bytes
     assert limit_bytes is not None
+    if options.memory_limit_bytes is None:
+        rank_zero_info(
+            f"OSDP: memory_limit is {format_bytes(limit_bytes)}, {_why_so_much(trainer.strategy.root_device)}"
+        )
     current = common_size(loaders) or samples_in(batch)
     micro_batch_size, most = _micro_batch(options, loaders, current, world_size=trainer.world_size)
     plan = on_rank_zero(
@@ -88,13 +94,21 @@ def _planned(
             num_micro_batches=trainer.accumulate_grad_batches,
             search=options.search,
             search_space=options.search_space,
+            cost_model=options.cost_model,
             backward_prefetch=prefetch.backward,
             forward_prefetch=prefetch.forward,
             progress=progress,
         )
     )
     size = None if plan.micro_batch_size == current else plan.micro_batch_size
-    return plan, LoaderChange(batch_size=size, peeked=peeked), profile
+    return plan, LoaderChange(batch_size=size, peeked=peeked), simulate(plan, profile, cluster)
+
+
+def _why_so_much(device: torch.device) -> str:
+    if device.type == "cuda":
+        headroom = f"less {CUDA_HEADROOM:.0%} (an assumption) for rounding and fragmentation of its allocator"
+        return f"what is free on the GPU {headroom}, which no plan counts"
+    return "the rank's share of the memory that this machine has free"
 
 
 def given_plan(trainer: pl.Trainer, module: nn.Module, options: Options) -> tuple[Plan, LoaderChange]:
@@ -131,14 +145,14 @@ def _profile(
     step = training_step(module)
     strategy = trainer.strategy
     _check_synchronised_batch_norm(module, strategy.root_device)
-    materialize(module, strategy.root_device)
+    check_initializable(module, strategy.root_device)
     loaders = training_loaders(trainer)
     batch, peeked = first_batch(loaders)
     batch = trainer.precision_plugin.convert_input(batch)
     batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
     batch = call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
     try:
-        if strategy.root_device.type != "cpu":
+        if not any(parameter.is_meta for parameter in module.parameters()):
             module.to(strategy.root_device)
         with muted(trainer, module):
             profile = profile_model(
@@ -147,8 +161,9 @@ def _profile(
                 batch_size=samples_in(batch),
                 training_step=step,
                 configure_optimizers=configured_optimizers(trainer),
-                compute_dtype=_compute_dtype(strategy),
+                precision=_precision(strategy),
                 context=trainer.precision_plugin.train_step_context,
+                device=strategy.root_device,
                 progress=progress,
             )
     except torch.OutOfMemoryError as error:
@@ -169,9 +184,11 @@ def _check_synchronised_batch_norm(module: nn.Module, device: torch.device) -> N
         )
 
 
-def _compute_dtype(strategy: Any) -> torch.dtype | None:
+def _precision(strategy: Any) -> ComputePrecision:
     config = strategy.mixed_precision_config
-    return None if config is None else config.param_dtype
+    return (
+        ComputePrecision(config.param_dtype, tuple(config._module_classes_to_ignore)) if config else ComputePrecision()
+    )
 
 
 def _micro_batch(

@@ -10,25 +10,24 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_osdp.callbacks import PlanMonitor
 from lightning_osdp.core.plan import Plan
-from lightning_osdp.core.profile import ModelProfile
-from lightning_osdp.cost import planned_memory
 from lightning_osdp.report import plan_table, save_picture, show
+from lightning_osdp.simulation import StepEstimate
 
 PLAN_FILENAME = "osdp_plan.json"
 
 
-def publish(trainer: pl.Trainer, plan: Plan, profile: ModelProfile | None) -> None:
+def publish(trainer: pl.Trainer, plan: Plan, estimate: StepEstimate | None) -> None:
     """Writes, draws and prints the plan on rank 0, and has its predictions checked while it trains.
 
     Args:
         trainer: whose log directory gets the plan and its picture.
         plan: the plan in use.
-        profile: of the model, from which memory over a step is drawn; None where a plan was given.
+        estimate: what a step was predicted to take; None where a plan was given.
     """
     path = Path(trainer.log_dir or trainer.default_root_dir) / PLAN_FILENAME
     if trainer.is_global_zero:
         plan.save(path)
-        memory = () if profile is None else planned_memory(plan, profile)
+        memory = [] if estimate is None else [moment for _, moment in estimate.moments]
         save_picture(plan, path.with_suffix(".svg"), memory=memory)
         show(plan_table(plan))
     rank_zero_info(f"OSDP: plan written to {path}, and drawn beside it as {path.with_suffix('.svg').name}")

@@ -6,9 +6,10 @@ import math
 import pytest
 
 from lightning_osdp.assign import Setting, share_units
+from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.cluster import Cluster, Link, UnitOverhead
 from lightning_osdp.core.modes import DP, ZDP
-from lightning_osdp.core.profile import ModelProfile, OperatorProfile
+from lightning_osdp.core.profile import ModelProfile, OperatorProfile, Segment
 from lightning_osdp.core.units import merged, partition
 from lightning_osdp.cost import Workload
 
@@ -37,7 +38,7 @@ def operator(name, num_bytes=4000, **changes):
 
 
 def setting(operators, *, link=LINK, overhead=None, min_unit_bytes=0):
-    profile = ModelProfile(operators=tuple(operators))
+    profile = ModelProfile.in_turn(operators)
     return Setting(
         profile=profile,
         units=partition(profile, min_unit_bytes=min_unit_bytes),
@@ -70,7 +71,7 @@ def test_equal_modes_in_a_block_share_its_unit_and_stacks_stay_apart(mode):
 
 def test_every_operator_stays_in_exactly_one_unit():
     given = setting(blocks())
-    shared, _ = share_units(given, given.fastest_modes, limit_bytes=math.inf)
+    shared, _ = share_units(given, given.additive.fastest_modes, limit_bytes=math.inf)
     found = [operator.name for unit in shared.units for operator in unit.operators]
     assert sorted(found) == sorted(operator.name for operator in given.profile)
 
@@ -88,10 +89,11 @@ def test_a_block_of_two_modes_shares_only_where_they_agree():
 
 def test_nothing_is_shared_that_saves_no_time():
     given = setting(blocks(), link=FREE)
-    assert share_units(given, given.fastest_modes, limit_bytes=math.inf) == (given, given.fastest_modes)
+    fastest = given.additive.fastest_modes
+    assert share_units(given, fastest, limit_bytes=math.inf) == (given, fastest)
     overhead = dict.fromkeys(("ZDP", "DP"), UnitOverhead(fixed_s=1e-3))
     costly = setting(blocks(), link=FREE, overhead=overhead)
-    assert len(share_units(costly, costly.fastest_modes, limit_bytes=math.inf)[0].units) == 7
+    assert len(share_units(costly, costly.additive.fastest_modes, limit_bytes=math.inf)[0].units) == 7
 
 
 def test_only_the_last_blocks_share_where_memory_is_short():
@@ -113,7 +115,7 @@ def test_small_operators_join_the_shared_unit_of_their_block():
     parts = [operator(f"blocks.{i}.norm", 16) for i in range(4)]
     given = setting([*blocks(), *parts], min_unit_bytes=100)
     assert {operator.name for operator in given.units[0].operators} == {f"blocks.{i}.norm" for i in range(4)}
-    shared, _ = share_units(given, given.fastest_modes, limit_bytes=math.inf)
+    shared, _ = share_units(given, given.additive.fastest_modes, limit_bytes=math.inf)
     assert shared.units[0].operators == ()
 
 
@@ -122,7 +124,7 @@ def test_a_module_cannot_share_parameters_that_are_used_outside_it():
     operators[1] = dataclasses.replace(operators[1], enclosing=("blocks.0.attention.qkv", ""))
     given = setting(operators)
     assert merged(given.profile, given.units, ["blocks.0.attention"]) is None
-    shared, _ = share_units(given, given.fastest_modes, limit_bytes=math.inf)
+    shared, _ = share_units(given, given.additive.fastest_modes, limit_bytes=math.inf)
     assert names(shared) == [
         "",
         "tokens",
@@ -136,5 +138,21 @@ def test_a_module_cannot_share_parameters_that_are_used_outside_it():
 
 def test_no_unit_holds_more_than_half_of_the_model():
     given = setting([operator("body.a"), operator("body.b"), operator("head")])
-    shared, _ = share_units(given, given.fastest_modes, limit_bytes=math.inf)
+    shared, _ = share_units(given, given.additive.fastest_modes, limit_bytes=math.inf)
     assert names(shared) == ["", "body.a", "body.b", "head"]
+
+
+def test_where_communication_overlaps_sharing_is_judged_by_the_simulated_step():
+    given = setting(blocks())
+    busy = {o.name: Segment(operator=o.name, forward_s=Affine(0.1), backward_s=Affine(0.1)) for o in given.profile}
+    profile = ModelProfile.in_turn(given.profile.operators, busy)
+    blocking = dataclasses.replace(given, profile=profile, units=partition(profile, min_unit_bytes=0))
+    overlapping = dataclasses.replace(blocking, cluster=dataclasses.replace(blocking.cluster, overlaps=True))
+    modes = given.all_zdp_modes
+    # all latency but that of the ends is hidden behind computing: nothing to save by sharing, and units to lose
+    assert share_units(overlapping, modes, limit_bytes=math.inf)[0] is overlapping
+    assert len(share_units(blocking, modes, limit_bytes=math.inf)[0].units) < len(given.units)
+    overhead = dict.fromkeys(("ZDP", "DP"), UnitOverhead(fixed_s=1e-3))
+    costly = dataclasses.replace(overlapping, cluster=dataclasses.replace(overlapping.cluster, unit_overhead=overhead))
+    shared, shared_modes = share_units(costly, modes, limit_bytes=math.inf)
+    assert shared.step_time_s(shared_modes) < costly.step_time_s(modes)

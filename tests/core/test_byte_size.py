@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_osdp.core.byte_size import format_bytes, parse_bytes
+from lightning_osdp.core.byte_size import format_at_least, format_bytes, parse_bytes
 from lightning_osdp.errors import ConfigurationError, OSDPError
 
 
@@ -108,3 +108,9 @@ def test_bytes_are_shown_in_three_digits(num_bytes, text):
 @given(st.integers(1, 2**50))
 def test_what_is_shown_reads_back_within_its_last_digit(num_bytes):
     assert parse_bytes(format_bytes(num_bytes)) == pytest.approx(num_bytes, rel=0.006)
+
+
+@given(st.integers(1, 2**60) | st.integers(-5, 5).map(lambda more: 2**40 - 2**29 + more) | st.integers(1000, 1030))
+def test_a_text_that_is_rounded_up_is_read_as_no_fewer_bytes_and_hardly_more(num_bytes):
+    read = parse_bytes(format_at_least(num_bytes))
+    assert num_bytes <= read <= num_bytes * 1.011 + 1

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lightning_osdp.core.modes import MODES
 from lightning_osdp.core.plan import (
     ACTIVATION_CHOICES,
+    COST_MODELS,
     PREFETCH_CHOICES,
     SCHEMA_VERSION,
     SYNC_CHOICES,
@@ -121,6 +122,7 @@ def plans(draw: st.DrawFn) -> Plan:
         samples_per_s=draw(TIMES),
         gap=draw(TIMES),
         solver=draw(NAMES),
+        cost_model=draw(st.sampled_from(COST_MODELS)),
         backward_prefetch=draw(st.sampled_from(PREFETCH_CHOICES)),
         forward_prefetch=draw(st.booleans()),
         all_zdp_step_time_s=draw(TIMES),
@@ -172,7 +174,8 @@ def test_a_fingerprint_may_be_any_mapping():
 
 
 def test_decisions_may_be_left_out_and_defaults_too():
-    minimal = edited(decisions=..., solver=..., backward_prefetch=..., notes=..., all_zdp_step_time_s=...)
+    left_out = ("decisions", "solver", "cost_model", "backward_prefetch", "notes", "all_zdp_step_time_s")
+    minimal = edited(**dict.fromkeys(left_out, ...))
     plan = Plan.from_json(minimal)
     assert plan == dataclasses.replace(PLAN, solver="", all_zdp_step_time_s=0.0)
 
@@ -363,6 +366,13 @@ def test_an_unknown_prefetch_is_refused():
     refused(
         edited(backward_prefetch="before"),
         "Expected 'backward_prefetch' of the plan to be one of ('pre', 'post', 'none'), got 'before'.",
+    )
+
+
+def test_an_unknown_cost_model_is_refused():
+    refused(
+        edited(cost_model="guess"),
+        "Expected 'cost_model' of the plan to be one of ('simulate', 'paper'), got 'guess'.",
     )
 
 

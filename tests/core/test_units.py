@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_osdp.core.units import default_min_unit_bytes, partition
+from lightning_osdp.core.units import default_min_unit_bytes, merged, partition
 
 
 def contents(units):
@@ -15,7 +15,7 @@ def contents(units):
 def test_every_operator_is_a_unit_if_it_is_large_enough(model):
     units = partition(model(100, 200, 300), min_unit_bytes=100)
     assert contents(units) == {"": (), "m0": ("m0",), "m1": ("m1",), "m2": ("m2",)}
-    assert [(unit.first, unit.last) for unit in units] == [(0, 2), (0, 0), (1, 1), (2, 2)]
+    assert [(unit.first, unit.last) for unit in units] == [(0, 3), (0, 0), (1, 1), (2, 2)]
 
 
 def test_small_operators_join_the_nearest_unit_above(model, operator):
@@ -50,7 +50,7 @@ def test_tied_operators_share_the_unit_that_encloses_both(model, operator):
     profile = model(operator("lm.wte", 400, **tied), operator("lm.fc", 300), operator("lm.head", 0, **tied))
     units = partition(profile, min_unit_bytes=1)
     assert contents(units) == {"": (), "lm": ("lm.wte", "lm.head"), "lm.fc": ("lm.fc",)}
-    assert [(unit.name, unit.first, unit.last) for unit in units] == [("", 0, 2), ("lm", 0, 2), ("lm.fc", 1, 1)]
+    assert [(unit.name, unit.first, unit.last) for unit in units] == [("", 0, 3), ("lm", 0, 2), ("lm.fc", 1, 1)]
 
 
 def test_tied_operators_that_only_the_root_encloses_are_the_roots(model, operator):
@@ -67,7 +67,7 @@ def test_a_container_with_parameters_spans_what_runs_inside_it(model, operator):
     profile = model(operator("a", 100), operator("block", 100), operator("block.fc", 100), operator("z", 100))
     units = partition(profile, min_unit_bytes=0)
     assert [(unit.name, unit.first, unit.last) for unit in units] == [
-        ("", 0, 3),
+        ("", 0, 4),
         ("a", 0, 0),
         ("block", 1, 2),
         ("block.fc", 2, 2),
@@ -88,14 +88,7 @@ def test_of_units_that_span_the_same_operators_the_outer_one_comes_first(model, 
 
 def test_a_model_without_operators_is_a_root_without_parameters(model):
     (root,) = partition(model())
-    assert (root.name, root.operators, root.first, root.last, root.parameter_bytes, root.num_calls) == (
-        "",
-        (),
-        0,
-        0,
-        0,
-        1,
-    )
+    assert (root.name, root.operators, root.calls, root.parameter_bytes) == ("", (), ((0, 0),), 0)
 
 
 @pytest.mark.parametrize(
@@ -128,18 +121,20 @@ def test_a_unit_adds_its_operators_up(model, operator):
     _, unit = partition(profile, min_unit_bytes=21)
     assert (unit.parameter_bytes, unit.gathered_bytes, unit.gradient_bytes) == (120, 70, 50)
     assert (unit.trainable_bytes, unit.optimizer_bytes) == (100, 200)
-    assert (unit.compute_s_per_sample, unit.activation_bytes_per_sample) == (3.5, 7.0)
+    assert (unit.compute_s.at(1), unit.saved_bytes.at(1)) == (3.5, 7.0)
     assert unit.kind == "Linear, LayerNorm"
     assert not unit.is_root
 
 
 def test_a_unit_is_called_as_often_as_the_module_that_it_wraps(model, operator):
-    own = model(operator("block", 100, num_calls=2), operator("block.ln", 1, num_calls=6))
-    assert partition(own, min_unit_bytes=2)[1].num_calls == 2
-    # a container that is no operator: each of its calls calls every operator at least once
-    inside = {"enclosing": ("block", "")}
-    tied = model(operator("block.a", 100, num_calls=3, **inside), operator("block.b", 0, num_calls=2, **inside))
-    assert partition(tied, min_unit_bytes=2)[1].num_calls == 2
+    profile = model(operator("block", 100, num_calls=2), operator("block.ln", 1))
+    assert partition(profile, min_unit_bytes=2)[1].calls == ((0, 1), (0, 1))
+
+
+def test_a_unit_holds_one_dtype(model, operator):
+    profile = model(operator("a", 100), operator("a.ln", 1, dtype="bfloat16"), operator("a.b", 1))
+    assert contents(partition(profile, min_unit_bytes=2)) == {"": (), "a": ("a", "a.b"), "a.ln": ("a.ln",)}
+    assert merged(profile, partition(profile, min_unit_bytes=0), ["a"]) is None
 
 
 @st.composite
@@ -175,7 +170,9 @@ def test_every_operator_is_in_one_unit_where_fsdp_puts_it(model, operator, tree,
         for held in unit.operators:
             assert unit.name in held.enclosing
             assert unit.name == next(n for n in _at_and_above(held.name) if n in names)
-            assert unit.first <= profile.operators.index(held) <= unit.last
+            if held.name:
+                position = [segment.operator for segment in profile.segments[:-1]].index(held.name)
+                assert unit.first <= position <= unit.last
 
 
 def _at_and_above(name):

@@ -25,7 +25,7 @@ OPERATOR = OperatorProfile(
     gradient_bytes=10**6,
     optimizer_bytes=0,
 )
-ROOT, UNIT = partition(ModelProfile(operators=(OPERATOR,)), min_unit_bytes=0)
+ROOT, UNIT = partition(ModelProfile.in_turn([OPERATOR]), min_unit_bytes=0)
 
 
 @pytest.mark.parametrize(("mode", "seconds"), [(ZDP, 2e-3 + 1e-9 * 10**6), (DP, 1e-3)])

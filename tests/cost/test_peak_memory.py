@@ -9,9 +9,10 @@ bytes each in them and 5 in the loss. So, whatever the modes:
 import pytest
 
 from lightning_osdp.core.modes import DP, ZDP
+from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.core.units import partition
-from lightning_osdp.cost import Workload, largest_transient_bytes, peak_memory, step_memory
-from lightning_osdp.cost.moments import leaving_order
+from lightning_osdp.cost import Workload, step_memory
+from lightning_osdp.cost.schedule import leaving_order
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def peak(profile, modes, *, world_size=2, samples=2, num_micro_batches=1, **pref
     units = partition(profile, min_unit_bytes=0)
     workload = Workload(micro_batch_size=samples, num_micro_batches=num_micro_batches)
     chosen = [DP, *({"D": DP, "Z": ZDP}[letter] for letter in modes)]
-    return peak_memory(profile, units, chosen, world_size=world_size, workload=workload, **prefetch)
+    return step_memory(profile, units, world_size=world_size, workload=workload, **prefetch).peak(chosen)
 
 
 def seen(found):
@@ -124,10 +125,10 @@ def test_one_rank_gathers_nothing_and_keeps_its_gradients(three):
 
 def test_the_optimizer_takes_temporaries_of_one_tensor_or_of_all(three):
     # 360+120 + 20 * 60 for the largest shard, 20 * 120 for all
-    one = peak(three(optimizer_workspace_ratio=20.0), "DDD")
+    one = peak(three(optimizer=OptimizerProfile(temporaries=((0.0, 20.0),))), "DDD")
     assert seen(one) == (480 + 1200, "optimizer step", "")
     assert one.parts == {"parameter shards": 120, "optimizer state": 240, "reduced gradients": 120, "workspace": 1200}
-    every = peak(three(optimizer_workspace_ratio=20.0, optimizer_is_foreach=True), "ZZZ")
+    every = peak(three(optimizer=OptimizerProfile(is_foreach=True, foreach_temporaries=20.0)), "ZZZ")
     assert seen(every) == (480 + 2400, "optimizer step", "")
 
 
@@ -175,8 +176,8 @@ def test_the_root_is_always_gathered(model, operator):
 
 
 def test_gradients_of_the_root_stay_unsharded_to_the_end(model, operator):
-    # the same with the root's operator last: its 40 bytes of gradient live at bwd(m1) = 840 + 40
-    profile = model(operator("m0", 80), operator("m1", 120), operator("", 40))
+    # the same with an operator of the root unit last: its 40 bytes of gradient live at bwd(m1) = 840 + 40
+    profile = model(operator("m0", 80), operator("m1", 120), operator("norm", 40, enclosing=("",)))
     assert seen(peak(profile, "ZZ", samples=1)) == (880, "backward", "m1")
 
 
@@ -229,18 +230,3 @@ def test_rooms_are_what_the_first_units_may_keep(three):
     # at a limit of 1000: 240, 80, 280, 390 bytes, and no first units may keep more than the first k > them
     assert [round(room) for room in memory.room_bytes(1000)] == [80, 80, 280, 390]
     assert memory.kept_bytes([DP, DP, ZDP, DP]) == [0, 40, 40, 160]
-
-
-def test_the_largest_transient_is_two_units_and_two_gradients(three, model, operator):
-    # P_i + P_(i-1) + 2 S_i: 40+80, 80+40+160, 120+80+240 = 440; and the largest workspace of two samples
-    profile = three(fields={1: {"backward_workspace_bytes_per_sample": 50}})
-    units = partition(profile, min_unit_bytes=0)
-    assert largest_transient_bytes(profile, units, world_size=2, workload=Workload(micro_batch_size=2)) == 440 + 100
-    # one rank gathers nothing
-    assert largest_transient_bytes(profile, units, world_size=1, workload=Workload(micro_batch_size=2)) == 240 + 100
-    frozen = model(operator("a", 100, frozen=True), operator("b", 10))
-    found = largest_transient_bytes(
-        frozen, partition(frozen, min_unit_bytes=0), world_size=2, workload=Workload(micro_batch_size=1)
-    )
-    assert found == 10 + 100 + 20
-    assert largest_transient_bytes(model(), (), world_size=2, workload=Workload(micro_batch_size=1)) == 0

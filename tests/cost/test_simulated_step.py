@@ -5,14 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_osdp.core.modes import DP, ZDP
+from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.core.units import partition
-from lightning_osdp.cost import Workload, peak_memory, step_memory
-from lightning_osdp.cost.moments import leaving_order
+from lightning_osdp.cost import Workload, step_memory
+from lightning_osdp.cost.schedule import leaving_order
 
 
 @st.composite
 def steps(draw):
-    """A random module tree in forward order, and the rest of what `peak_memory` takes."""
+    """A random module tree in forward order, and the rest of what `step_memory` takes."""
     names = [""]
     for index in range(draw(st.integers(1, 7))):
         names.append(f"{draw(st.sampled_from(names))}.{index}".strip("."))
@@ -33,10 +34,9 @@ def steps(draw):
         f"loss_{what}_bytes_per_sample": draw(num_bytes)
         for what in ("activation", "forward_workspace", "backward_workspace")
     }
-    fields |= {
-        "optimizer_workspace_ratio": draw(st.sampled_from([0.0, 3.0])),
-        "optimizer_is_foreach": draw(st.booleans()),
-    }
+    fields["optimizer"] = OptimizerProfile(
+        is_foreach=draw(st.booleans()), temporaries=((0.0, draw(st.sampled_from([0.0, 3.0]))),), foreach_temporaries=2.0
+    )
     arguments = {
         "world_size": draw(st.sampled_from([1, 2, 4])),
         "workload": Workload(micro_batch_size=draw(st.integers(1, 3)), num_micro_batches=draw(st.integers(1, 2))),
@@ -59,7 +59,7 @@ def test_the_peak_is_that_of_a_simulation_which_tracks_what_is_gathered(model, o
     profile = model(*(operator(**made) for made in operators), **fields)
     units = partition(profile, min_unit_bytes=min_unit_bytes)
     modes = [DP if dp else ZDP for dp in kept[: len(units)]]
-    found = peak_memory(profile, units, modes, **arguments)
+    found = step_memory(profile, units, **arguments).peak(modes)
     assert found.peak_bytes == pytest.approx(simulated_peak(profile, units, modes, **arguments), abs=1.0)
     assert sum(found.parts.values()) == pytest.approx(found.peak_bytes, abs=len(found.parts) / 2 + 1)
     assert all(num_bytes > 0 for num_bytes in found.parts.values())
@@ -85,7 +85,7 @@ def simulated_peak(profile, units, modes, *, world_size, workload, backward_pref
     order = leaving_order(units)
     root = next(u for u, unit in enumerate(units) if unit.is_root)
     gathered, seen_bytes = {root}, []
-    state = {"fixed": profile.buffer_bytes + profile.batch_bytes_per_sample * samples, "saved": 0.0, "gradients": 0.0}
+    state = {"fixed": profile.buffer_bytes + profile.batch_bytes.at(samples), "saved": 0.0, "gradients": 0.0}
     state["fixed"] += sum(unit.parameter_bytes + unit.optimizer_bytes for unit in units) / world_size
     shard = [unit.parameter_bytes / world_size if unit.trainable_bytes else 0.0 for unit in units]
     flat = [unit.gathered_bytes if unit.gradient_bytes else 0 for unit in units]
@@ -98,28 +98,31 @@ def simulated_peak(profile, units, modes, *, world_size, workload, backward_pref
     def before(unit):
         return {order[order.index(unit) - 1]} - reduced if unit in order and order.index(unit) else set()
 
+    # frozen parameters have gradients where others of their unit do
+    made = {operator.name: operator.gathered_bytes for u in units if u.gradient_bytes for operator in u.operators}
     reduced = set()
-    for i, operator in enumerate(profile):
+    for i, segment in enumerate(profile.segments[:-1]):
         gathered |= {u for u in order if units[u].first == i}
-        state["saved"] += operator.activation_bytes_per_sample * samples
+        state["saved"] += segment.saved_bytes.at(samples)
         following = [u for u in order if units[u].first > i]
         ahead = [min(following, key=lambda u: (units[u].first, u))] if forward_prefetch and following else []
-        look(operator.forward_workspace_bytes_per_sample * samples, ahead)
+        look(segment.forward_workspace_bytes.at(samples), ahead)
         gathered -= {u for u in order if units[u].last == i and not modes[u].resident}
-    state["saved"] += profile.loss_activation_bytes_per_sample * samples
-    look(profile.loss_forward_workspace_bytes_per_sample * samples)
+    state["saved"] += profile.loss.saved_bytes.at(samples)
+    look(profile.loss.forward_workspace_bytes.at(samples))
     state["reduced"] *= accumulates
     if backward_prefetch == "pre" and units[root].gathered_bytes and order:
         gathered.add(order[-1])
-    look(profile.loss_backward_workspace_bytes_per_sample * samples)
-    state["saved"] -= profile.loss_activation_bytes_per_sample * samples
-    for i, operator in reversed(list(enumerate(profile))):
+    look(profile.loss.backward_workspace_bytes.at(samples))
+    state["saved"] -= profile.loss.saved_bytes.at(samples)
+    for i, segment in reversed(list(enumerate(profile.segments[:-1]))):
         for u in [u for u in reversed(order) if units[u].last == i]:
             gathered |= {u} | (before(u) if backward_prefetch == "pre" else set())
-        state["gradients"] += operator.gradient_bytes
-        look(operator.backward_workspace_bytes_per_sample * samples)
+        made_here = {segment.operator, ""} if i == 0 else {segment.operator}
+        state["gradients"] += sum(made.get(name, 0) for name in made_here)
+        look(segment.backward_workspace_bytes.at(samples))
         for u in [*(u for u in order if units[u].first == i), *([root] if i == 0 else [])]:
-            state["gradients"] += flat[u] - units[u].gradient_bytes
+            state["gradients"] += flat[u] - sum(made.get(operator.name, 0) for operator in units[u].operators)
             look(flat[u])
             gathered.discard(u)
             reduced.add(u)
@@ -127,8 +130,9 @@ def simulated_peak(profile, units, modes, *, world_size, workload, backward_pref
             look(shard[u] + (flat[u] if world_size > 1 else 0))
             state["gradients"] -= flat[u] if world_size > 1 or accumulates else 0
             state["reduced"] += 0 if accumulates or world_size == 1 else shard[u]
-        state["saved"] -= operator.activation_bytes_per_sample * samples
-    at_once = sum(shard) if profile.optimizer_is_foreach else max(shard)
+        state["saved"] -= segment.saved_bytes.at(samples)
     state |= {"reduced": sum(shard), "gradients": 0.0}
-    look(profile.optimizer_workspace_ratio * at_once)
+    updated = [unit.trainable_bytes / world_size for unit in units]
+    ((_, ratio),) = profile.optimizer.temporaries
+    look(2.0 * sum(updated) if profile.optimizer.is_foreach else ratio * max(updated))
     return max(seen_bytes)

@@ -18,9 +18,7 @@ from models import BATCH_SIZE, build
 from lightning_osdp import Cluster, OSDPPrecision, OSDPStrategy, SearchSpace, make_plan, profile_model
 from lightning_osdp.callbacks import PlanMonitor
 from lightning_osdp.core.cluster import Link
-from lightning_osdp.core.modes import MODES
-from lightning_osdp.core.units import partition
-from lightning_osdp.cost import Workload, peak_memory
+from lightning_osdp.simulation import simulate
 from lightning_osdp.strategy import planning
 
 EVERYTHING = SearchSpace(min_unit_bytes=0, share_units=False)
@@ -129,20 +127,14 @@ def equivalence(name, optimizer, dtype, modes, num_micro_batches=1, clip=None, s
 
 
 def predicted_and_counted_peak(name, optimizer, modes, num_micro_batches=1, prefetch="pre"):
-    """Bytes of the closed form for a plan's units, and the peak that training steps were counted to take."""
+    """Bytes that the simulator says a plan takes, and the peak that training steps were counted to take."""
     module, world_size = build(name, optimizer), dist.get_world_size()
     profile = profile_model(module, next(iter(module.loader(dist.get_rank(), world_size))))
     space = SearchSpace(min_unit_bytes=1024, share_units=False)
     plan = plan_for(module, modes, world_size=world_size, num_micro_batches=num_micro_batches, space=space)
-    predicted = peak_memory(
-        profile,
-        partition(profile, min_unit_bytes=space.min_unit_bytes),
-        [MODES[unit.modes[0]] for unit in plan.units],
-        world_size=world_size,
-        workload=Workload(micro_batch_size=BATCH_SIZE, num_micro_batches=num_micro_batches),
-        backward_prefetch=prefetch,
-    )
-    strategy = OSDPStrategy(plan=dataclasses.replace(plan, backward_prefetch=prefetch))
+    plan = dataclasses.replace(plan, backward_prefetch=prefetch)
+    predicted = simulate(plan, profile, stated_cluster(world_size)).peak
+    strategy = OSDPStrategy(plan=plan)
     fit = trainer(strategy, accumulate_grad_batches=num_micro_batches)
     module = build(name, optimizer)
     fit.fit(module, module.loader(dist.get_rank(), world_size))
@@ -150,7 +142,6 @@ def predicted_and_counted_peak(name, optimizer, modes, num_micro_batches=1, pref
     return predicted.peak_bytes, check.measured.peak_bytes, predicted.phase
 
 
-@without_measuring
 def trains_in(precision):
     """Losses and peak of a plan made and run in this precision, and DDP's losses in bf16-mixed or full."""
     space = SearchSpace(min_unit_bytes=1024, share_units=False)

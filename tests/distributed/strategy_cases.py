@@ -329,7 +329,7 @@ def bad_models():
     found = {}
     for kind in (Manual, NoLoss, NotANumber, NoOptimizer, OnMetaWithoutReset):
         module = kind()
-        loader = WideMLP().loader(dist.get_rank(), dist.get_world_size())
+        loader = module.loader(dist.get_rank(), dist.get_world_size())
         fit = trainer(OSDPStrategy(search_space=SPACE))
         found[kind.__name__] = failure(lambda fit=fit, module=module, loader=loader: fit.fit(module, loader))
     fit = trainer(OSDPStrategy(search_space=SPACE), sync_batchnorm=True)

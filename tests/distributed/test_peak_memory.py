@@ -1,4 +1,4 @@
-"""The closed form of the peak against a count of live storages in real training steps."""
+"""The simulated peak against a count of live storages in real training steps."""
 
 import pytest
 from cases import predicted_and_counted_peak
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.distributed
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 @pytest.mark.parametrize("modes", ["zdp", "dp", "mixed"])
 @pytest.mark.parametrize("name", ["wide_mlp", "wide_gpt"])
-def test_peak_of_a_step_is_what_the_closed_form_says(ranks, name, modes, num_micro_batches, prefetch):
+def test_peak_of_a_step_is_what_was_predicted(ranks, name, modes, num_micro_batches, prefetch):
     predicted, counted, _ = ranks(2).run(
         predicted_and_counted_peak,
         name=name,

@@ -6,7 +6,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_osdp.core.affine import Affine
 from lightning_osdp.profiler import profile_model
+
+LOSS = 4
+"""Bytes of the loss itself."""
 
 
 class Steps(nn.Module):
@@ -27,14 +31,18 @@ class Steps(nn.Module):
 
 def profiled(step, batch_size=2, width=8, **modules):
     torch.manual_seed(0)
-    profile = profile_model(Steps(step, **modules), torch.randn(batch_size, width))
-    return {operator.name: operator for operator in profile}, profile
+    return profile_model(Steps(step, **modules), torch.randn(batch_size, width))
 
 
 def saved(step, **modules):
-    operators, profile = profiled(step, **modules)
-    found = {name: operator.activation_bytes_per_sample for name, operator in operators.items()}
-    return found, profile.loss_activation_bytes_per_sample
+    """Bytes per sample of the operators, their calls together, and of the loss."""
+    profile = profiled(step, **modules)
+    found = dict.fromkeys((segment.operator for segment in profile.segments[:-1]), 0.0)
+    for segment in profile.segments[:-1]:
+        found[segment.operator] += segment.saved_bytes.per_sample
+        assert segment.saved_bytes.fixed == 0
+    assert profile.loss.saved_bytes.fixed in (0, LOSS)
+    return found, profile.loss.saved_bytes.per_sample
 
 
 def test_a_linear_saves_its_input_and_relu_its_output():
@@ -72,11 +80,11 @@ def test_bytes_per_sample_do_not_depend_on_the_batch(batch_size):
     def step(m, x):
         return F.gelu(m.b(F.gelu(m.a(x)))).mean()
 
-    _, one = profiled(step, batch_size=4, a=nn.Linear(8, 16), b=nn.Linear(16, 4))
-    _, other = profiled(step, batch_size=batch_size, a=nn.Linear(8, 16), b=nn.Linear(16, 4))
-    for a, b in zip(one, other, strict=True):
-        assert a.activation_bytes_per_sample == b.activation_bytes_per_sample
-    assert one.batch_bytes_per_sample == other.batch_bytes_per_sample == 4 * 8
+    one = profiled(step, batch_size=4, a=nn.Linear(8, 16), b=nn.Linear(16, 4))
+    other = profiled(step, batch_size=batch_size, a=nn.Linear(8, 16), b=nn.Linear(16, 4))
+    for a, b in zip(one.segments, other.segments, strict=True):
+        assert a.saved_bytes == b.saved_bytes
+    assert one.batch_bytes.per_sample == other.batch_bytes.per_sample == 4 * 8
 
 
 def test_a_checkpointed_block_saves_its_input_only():
@@ -85,12 +93,11 @@ def test_a_checkpointed_block_saves_its_input_only():
     def run(m, x):
         return m.c(torch.tanh(m.b(torch.tanh(x))))
 
-    loss = 4 / 2
-    _, kept = profiled(lambda m, x: run(m, m.a(x)).sum(), **block)
-    assert kept.activation_bytes_per_sample == 4 * (8 + 64) + loss
+    kept = profiled(lambda m, x: run(m, m.a(x)).sum(), **block)
+    assert kept.saved_bytes == Affine(LOSS, 4 * (8 + 64))
     for reentrant in (False, True):
-        _, recomputed = profiled(lambda m, x, r=reentrant: checkpoint(run, m, m.a(x), use_reentrant=r).sum(), **block)
-        assert recomputed.activation_bytes_per_sample == 4 * 8 + loss
+        recomputed = profiled(lambda m, x, r=reentrant: checkpoint(run, m, m.a(x), use_reentrant=r).sum(), **block)
+        assert recomputed.saved_bytes == Affine(LOSS, 4 * 8)
 
 
 def test_recomputing_is_workspace_of_backward():
@@ -99,8 +106,10 @@ def test_recomputing_is_workspace_of_backward():
     def run(m, x):
         return m.c(torch.tanh(m.b(x)))
 
-    operators, _ = profiled(lambda m, x: checkpoint(run, m, m.a(x), use_reentrant=False).sum(), **block)
-    assert max(operator.backward_workspace_bytes_per_sample for operator in operators.values()) >= 4 * 64
+    recomputed = profiled(lambda m, x: checkpoint(run, m, m.a(x), use_reentrant=False).sum(), **block)
+    assert max(segment.backward_workspace_bytes.per_sample for segment in recomputed.segments) >= 4 * 64
+    for segment in recomputed.segments:  # what is recomputed lives while gradients are reduced, and is no deficit
+        assert segment.settled_bytes is None or segment.settled_bytes.at(2) >= LOSS
 
 
 def test_parameters_buffers_and_the_batch_are_no_activations():
@@ -114,9 +123,9 @@ def test_parameters_buffers_and_the_batch_are_no_activations():
         def forward(self, x):
             return x * self.weight * self.mask * self.constant
 
-    found, loss = saved(lambda m, x: m.scaled(x).sum(), scaled=Scaled())
-    assert found == {"scaled": 4 * 8 * 0}  # weight's gradient needs the batch, x's none
-    assert loss == 4 / 2  # the loss itself
+    profile = profiled(lambda m, x: m.scaled(x).sum(), scaled=Scaled())
+    assert profile.segments[0].saved_bytes == Affine()  # weight's gradient needs the batch, x's none
+    assert profile.loss.saved_bytes == Affine(LOSS)
 
 
 def test_a_tensor_saved_twice_counts_once():
@@ -153,14 +162,88 @@ def test_sparse_tensors_do_not_stop_it():
 def test_the_loss_begins_after_the_last_call_of_a_module_called_twice():
     found, loss = saved(lambda m, x: m.a(m.b(m.a(x))).tanh().sum(), a=nn.Linear(8, 8), b=nn.Linear(8, 8))
     assert found == {"a": 4 * 8, "b": 4 * 8}
-    assert loss == 4 * 8 + 4 / 2  # tanh's output and the loss itself
+    assert loss == 4 * 8  # tanh's output
+
+
+def test_each_call_of_a_module_has_its_own_bytes():
+    profile = profiled(lambda m, x: m.a(m.b(m.a(x))).sum(), a=nn.Linear(8, 8), b=nn.Linear(8, 8))
+    assert profile.spans == {"a": ((0, 0), (2, 2)), "b": ((1, 1),)}
+    assert [segment.operator for segment in profile.segments] == ["a", "b", "a", ""]
+    # the first call saves the batch, which does not count
+    assert [segment.saved_bytes.per_sample for segment in profile.segments] == [0, 4 * 8, 4 * 8, 0]
+    assert profile.loss.saved_bytes.fixed == LOSS
+
+
+def test_what_a_parametrization_saves_is_there_whatever_the_batch():
+    weighted = nn.utils.parametrizations.weight_norm(nn.Linear(8, 16))
+    profile = profiled(lambda m, x: m.b(m.a(x)).sum(), a=nn.Linear(8, 8), b=weighted)
+    assert [segment.operator for segment in profile.segments] == ["a", "b", "b.parametrizations.weight", ""]
+    # the weight that it makes, one norm for each of its rows, and the layer's input
+    assert profile.segments[2].saved_bytes == Affine(4 * (8 * 16 + 16), 4 * 8)
 
 
 def test_workspace_of_a_linear_by_hand():
-    operators, _ = profiled(
+    profile = profiled(
         lambda m, x: m.b(m.a(x)).sum(), batch_size=4, a=nn.Linear(8, 32, bias=False), b=nn.Linear(32, 16, bias=False)
     )
+    b = profile.segments[1]
     # forward: b's output lives beside a's, which is saved
-    assert operators["b"].forward_workspace_bytes_per_sample == 4 * 16
+    assert b.forward_workspace_bytes == Affine(0, 4 * 16)
     # backward of b: the gradient of its input, its own being an expanded one; that of its weight is counted elsewhere
-    assert 4 * 32 <= operators["b"].backward_workspace_bytes_per_sample <= 4 * (32 + 16) + 4
+    assert 4 * 32 <= b.backward_workspace_bytes.per_sample <= 4 * (32 + 16)
+    # once its weight's gradient is there: its input has gone or its gradient is to come, and the loss with its gradient
+    assert b.settled_bytes.at(4) == pytest.approx(4 * 4 * 32, abs=2 * LOSS)
+
+
+def test_a_gradient_that_waits_for_the_rest_of_it_is_no_workspace():
+    wide = nn.Linear(8, 8, bias=False)
+    profile = profiled(lambda m, x: m.a(m.b(m.a(x))).sum(), a=wide, b=nn.Linear(8, 8, bias=False))
+    weight = 4 * 8 * 8
+    b, again = profile.segments[1], profile.segments[2]
+    assert b.backward_workspace_bytes.at(2) < weight  # a's lives, from its last call on
+    assert again.backward_workspace_bytes.at(2) < weight
+    assert profile.segments[0].backward_workspace_bytes.at(2) >= weight  # what is added to it
+
+
+class Gained(nn.Module):
+    """An operator around others, which works on what they return."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 64), nn.Linear(64, 8)
+        self.gain = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return self.two(F.relu(self.one(x))) * self.gain
+
+
+def test_what_an_operator_saves_after_the_ones_inside_it_is_no_workspace_of_its_backward():
+    profile = profiled(lambda m, x: m.block(m.first(x)).sum(), first=nn.Linear(8, 8), block=Gained())
+    assert [segment.operator for segment in profile.segments] == ["first", "block", "block.one", "block.two", ""]
+    assert [segment.saved_bytes.per_sample for segment in profile.segments] == [0, 0, 4 * (8 + 64), 4 * 8, 0]
+    # backward begins in the segment that ended the block, with all of it saved; nothing is left for the block's own
+    assert profile.segments[1].backward_workspace_bytes == Affine()
+    assert profile.segments[3].backward_workspace_bytes.per_sample <= 4 * (64 + 8 + 8)
+
+
+def test_evaluation_keeps_nothing_for_backward():
+    profile = profiled(
+        lambda m, x: m.b(torch.tanh(m.a(x))).sum(), batch_size=4, a=nn.Linear(8, 32), b=nn.Linear(32, 16)
+    )
+    # a's output and what tanh makes of it; then that and b's output
+    assert [segment.evaluation_bytes for segment in profile.segments[:-1]] == [
+        Affine(0, 4 * (32 + 32)),
+        Affine(0, 4 * (32 + 16)),
+    ]
+
+
+def test_a_step_that_needs_gradients_is_taken_to_be_evaluated_as_it_is_trained():
+    def step(m, x):
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(m.a(x).sum(), x, create_graph=True)
+        return slope.pow(2).sum()
+
+    profile = profiled(step, a=nn.Linear(8, 16))
+    a, loss = profile.segments
+    assert a.evaluation_bytes.at(2) == a.saved_bytes.at(2) + a.forward_workspace_bytes.at(2) > 0
+    assert loss.evaluation_bytes.at(2) == profile.saved_bytes.at(2) + loss.forward_workspace_bytes.at(2)

@@ -4,9 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_osdp.core.affine import Affine
 from lightning_osdp.errors import ProfileError
-from lightning_osdp.profiler import profile_model
+from lightning_osdp.profiler import ComputePrecision, profile_model
 
 
 class Net(nn.Module):
@@ -32,43 +34,71 @@ BATCH = torch.ones(4, 6)
 
 
 def bytes_of(profile):
-    """All fields but times."""
-    found = [{k: v for k, v in vars(o).items() if not k.endswith(("_s_per_sample", "_fixed_s"))} for o in profile]
-    rest = {k: v for k, v in vars(profile).items() if not ("_s_" in k or k.endswith("_fixed_s") or k == "operators")}
-    return found, rest
+    """The profile without times."""
+    return dataclasses.replace(
+        profile,
+        segments=tuple(dataclasses.replace(s, forward_s=Affine(), backward_s=Affine()) for s in profile.segments),
+        optimizer=dataclasses.replace(profile.optimizer, s_per_element=0.0),
+    )
+
+
+def segment_of(profile, name):
+    """The segment of an operator that is called once."""
+    (segment,) = (segment for segment in profile.segments if segment.operator == name)
+    return segment
 
 
 def test_a_plain_module_with_a_training_step():
     profile = profile_model(Net(), BATCH)
-    assert [(o.name, o.kind, o.num_calls) for o in profile] == [
-        ("a", "Linear", 1),
-        ("norm", "LayerNorm", 1),
-        ("b", "Linear", 1),
+    assert [(o.name, o.kind, o.dtype) for o in profile] == [
+        ("a", "Linear", "float32"),
+        ("norm", "LayerNorm", "float32"),
+        ("b", "Linear", "float32"),
     ]
+    assert [segment.operator for segment in profile.segments] == ["a", "norm", "b", ""]
+    assert profile.spans == {"a": ((0, 0),), "norm": ((1, 1),), "b": ((2, 2),)}
     a, _, b = profile
     assert (a.parameter_bytes, a.num_trainable) == (4 * 42, 42)
     assert a.gathered_bytes == a.trainable_bytes == a.gradient_bytes == 4 * 42
     assert a.optimizer_bytes == 2 * 4 * 42
     assert b.parameter_bytes == 4 * 36
     assert profile.profiled_batch_size == 4
-    assert profile.batch_bytes_per_sample == 4 * 6
+    assert profile.batch_bytes == Affine(per_sample=4 * 6)
     assert profile.buffer_bytes == 0
-    assert all(o.compute_fixed_s + 4 * o.compute_s_per_sample > 0 for o in profile)
-    assert profile.other_s_per_sample >= 0
-    assert profile.optimizer_s_per_element > 0
+    assert all(segment.forward_s.at(4) > 0 and segment.backward_s.at(4) > 0 for segment in profile.segments)
+    assert profile.optimizer.s_per_element > 0
+    assert profile.optimizer.temporaries == ((1, 2),)
 
 
-def test_bytes_per_sample_do_not_depend_on_the_batch():
+def test_parameters_are_laid_out_as_named_parameters_has_them():
+    model = Net(lambda m, x: m.a(m.norm(m.b(x))).sum())
+    model.norm.bias.requires_grad_(False)
+    profile = profile_model(model, BATCH, precision=ComputePrecision(torch.bfloat16))
+    found = {operator.name: operator.parameters for operator in profile}
+    assert [p.position for p in found["b"] + found["norm"] + found["a"]] == [4, 2, 3, 0, 1]
+    weight, bias = found["norm"]
+    assert (weight.num_elements, weight.itemsize, weight.gathered_itemsize, weight.is_trainable) == (6, 4, 2, True)
+    assert (weight.state_bytes_per_element, bias.state_bytes_per_element) == (8, 0)
+    assert not bias.is_trainable
+    # all in AdamW's one group
+    assert [(p.group, p.place) for p in found["a"] + found["norm"] + found["b"]] == [(0, i) for i in range(5)]
+
+
+def test_operators_tell_the_dtypes_of_their_parameters():
+    model = Net(lambda m, x: m.b(m.norm(m.a(x.bfloat16()).float())).sum())
+    model.a.bfloat16()
+    model.norm.register_parameter("extra", nn.Parameter(torch.ones(1, dtype=torch.float64)))
+    dtypes = {operator.name: operator.dtype for operator in profile_model(model, BATCH)}
+    assert dtypes == {"a": "bfloat16", "norm": "float32, float64", "b": "float32"}
+
+
+def test_bytes_do_not_depend_on_the_batch():
     few, many = (profile_model(Net(), torch.ones(size, 6)) for size in (2, 8))
-    for one, other in zip(few, many, strict=True):
-        for name in (
-            "activation_bytes_per_sample",
-            "forward_workspace_bytes_per_sample",
-            "backward_workspace_bytes_per_sample",
-        ):
-            # tensors of a few bytes, such as the loss, are there whatever the batch
-            assert getattr(one, name) == pytest.approx(getattr(other, name), abs=4.0), (one.name, name)
-    assert few.batch_bytes_per_sample == many.batch_bytes_per_sample
+    for one, other in zip(few.segments, many.segments, strict=True):
+        assert (one.operator, one.saved_bytes) == (other.operator, other.saved_bytes)
+        for name in ("forward_workspace_bytes", "backward_workspace_bytes"):
+            assert getattr(one, name).at(5) == pytest.approx(getattr(other, name).at(5), abs=4.0), (one.operator, name)
+    assert few.batch_bytes == many.batch_bytes
 
 
 def test_a_batch_may_be_a_dict_with_more_than_tensors():
@@ -78,7 +108,7 @@ def test_a_batch_may_be_a_dict_with_more_than_tensors():
     batch = {"id": ["a", "b"], "x": torch.ones(2, 6), "nested": [{"y": torch.ones(2, 6, dtype=torch.float64).float()}]}
     profile = profile_model(Net(step), batch)
     assert profile.profiled_batch_size == 2
-    assert profile.batch_bytes_per_sample == 2 * 4 * 6
+    assert profile.batch_bytes.per_sample == 2 * 4 * 6
 
 
 def test_a_batch_may_be_an_object():
@@ -96,7 +126,7 @@ def test_a_batch_may_be_an_object():
 
     for batch, size in ((Pair(torch.ones(2, 6)), 2), (Graph(), 3)):
         profile = profile_model(Net(lambda m, b: m(b.x).sum()), batch)
-        assert (profile.profiled_batch_size, profile.batch_bytes_per_sample) == (size, 24)
+        assert (profile.profiled_batch_size, profile.batch_bytes.per_sample) == (size, 24)
 
 
 def test_training_step_and_optimizers_may_be_given():
@@ -110,7 +140,8 @@ def test_training_step_and_optimizers_may_be_given():
     )
     assert [o.name for o in profile] == [""]
     assert profile.profiled_batch_size == 2
-    assert profile.batch_bytes_per_sample == 4 * 6 * 4 / 2
+    assert profile.batch_bytes.per_sample == 4 * 6 * 4 / 2
+    assert [segment.operator for segment in profile.segments] == [""]  # nothing is called but the root
 
 
 def test_nothing_is_changed_and_a_second_profile_is_equal():
@@ -144,7 +175,7 @@ def test_configure_optimizers_draws_no_random_numbers_of_ours():
 
 def test_mixed_precision_gathers_and_reduces_half():
     full = profile_model(Net(), BATCH)
-    half = profile_model(Net(), BATCH, compute_dtype=torch.bfloat16)
+    half = profile_model(Net(), BATCH, precision=ComputePrecision(torch.bfloat16))
     for one, other in zip(full, half, strict=True):
         assert other.gathered_bytes == one.gathered_bytes // 2
         assert other.gradient_bytes == one.gradient_bytes // 2
@@ -178,11 +209,29 @@ def test_frozen_parameters_have_neither_gradient_nor_state():
     assert a.num_trainable == a.trainable_bytes == a.gradient_bytes == a.optimizer_bytes == 0
 
 
-def test_a_module_called_twice_takes_twice_the_time():
-    profile = profile_model(Net(lambda m, x: m.a(m.a(x)).sum()), BATCH)
-    a = next(operator for operator in profile if operator.name == "a")
-    assert a.num_calls == 2
-    assert a.activation_bytes_per_sample == 4 * 6  # the second call's input
+def test_a_module_called_twice_has_two_segments():
+    profile = profile_model(Net(lambda m, x: m.a(m.b(m.a(x))).sum()), BATCH)
+    assert [operator.name for operator in profile] == ["norm", "a", "b"]  # what never runs stands with the root
+    assert [segment.operator for segment in profile.segments] == ["a", "b", "a", ""]
+    assert profile.spans == {"a": ((0, 0), (2, 2)), "b": ((1, 1),)}
+    # the batch does not count; the loss itself does
+    assert [segment.saved_bytes.at(4) for segment in profile.segments] == [0, 4 * 4 * 6, 4 * 4 * 6, 4]
+    assert all(segment.backward_s.at(4) > 0 for segment in profile.segments)
+
+
+def test_blocks_span_their_operators():
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)) for _ in range(2))
+    model = Net(lambda m, x: m.blocks[1](m.blocks[0](m.a(x))).sum())
+    model.blocks = blocks
+    profile = profile_model(model, BATCH)
+    assert {name: span for name, span in profile.spans.items() if name.count(".") == 1} == {
+        "blocks.0": ((1, 2),),
+        "blocks.1": ((3, 4),),
+    }
+    assert "blocks.0.1" not in profile.spans  # no unit can be there
+    # equal segments are taken to cost the same
+    first, second = segment_of(profile, "blocks.0.0"), segment_of(profile, "blocks.1.0")
+    assert (first.forward_s, first.backward_s) == (second.forward_s, second.backward_s)
 
 
 def test_buffers_count():
@@ -259,7 +308,27 @@ class FixedSize(nn.Module):
 
 def test_a_model_of_one_size_is_timed_at_that_size_and_says_so(caplog):
     profile = profile_model(FixedSize(), torch.ones(4, 3))
-    assert profile.operators[0].compute_fixed_s == 0.0
-    assert profile.operators[0].compute_s_per_sample > 0
-    assert "the model does not run on 2 samples" in caplog.text
-    assert "time is taken as proportional" in caplog.text
+    for segment in profile.segments:
+        assert segment.forward_s.fixed == segment.backward_s.fixed == segment.saved_bytes.fixed == 0.0
+    assert profile.segments[0].forward_s.per_sample > 0
+    assert "the model does not run on 2 samples (shape '[4, 2]' is invalid" in caplog.text
+    assert "bytes and time are taken as proportional" in caplog.text
+
+
+def test_a_batch_that_cannot_be_resized_is_profiled_as_it_is_and_says_so(caplog):
+    profile = profile_model(Net(), BATCH, batch_size=3)
+    assert profile.segments[0].forward_s.fixed == 0.0
+    assert "the model does not run on 1 samples (no tensor of the batch has 3 samples first)" in caplog.text
+
+
+def test_a_step_that_does_not_fit_unsharded_is_timed_operation_by_operation(caplog):
+    class TooLarge(Net):
+        def training_step(self, batch, batch_idx):
+            if not isinstance(next(self.parameters()), FakeTensor):
+                raise torch.OutOfMemoryError("no room")
+            return super().training_step(batch, batch_idx)
+
+    with caplog.at_level("INFO"):
+        profile = profile_model(TooLarge(), BATCH)
+    assert sum(segment.forward_s.at(4) for segment in profile.segments) > 0
+    assert "so operations are timed alone: no room" in caplog.text

@@ -38,7 +38,6 @@ def test_operators_come_in_the_order_of_their_first_call():
     net = Net(lambda n, x: n.a(n.c(n.b(n.c(x)))), a=linear(), b=linear(), c=linear())
     found = operators_of(net, X)
     assert list(found) == ["c", "b", "a"]
-    assert [operator.num_calls for operator in found.values()] == [2, 1, 1]
 
 
 def test_modules_without_parameters_are_no_operators():
@@ -65,8 +64,6 @@ def test_parameters_of_a_container_run_within_it():
     assert list(found) == ["inner", "inner.lin"]
     assert found["inner"].enclosing == ("inner", "")
     assert [p.shape for p in found["inner"].parameters] == [(4,)]
-    assert not found["inner"].is_leaf
-    assert found["inner.lin"].is_leaf
 
 
 def test_parameters_of_the_root_come_first():
@@ -79,7 +76,6 @@ def test_a_parameter_list_belongs_to_the_module_that_reads_it():
     reader = Net(lambda n, x: n.lin(x) + n.values[0], lin=linear(), values=nn.ParameterList([torch.ones(4)]))
     found = operators_of(Net(lambda n, x: n.reader(x), reader=reader), X)
     assert found["reader.values"].enclosing == ("reader", "")
-    assert not found["reader.values"].is_leaf
     assert "never called" in found["reader.values"].signature
 
 
@@ -119,15 +115,12 @@ def test_attentions_out_proj_runs_within_attention():
 
     found = operators_of(Attend(), X)
     assert found["attention.out_proj"].enclosing == ("attention", "")
-    assert found["attention"].is_leaf
-    assert not found["attention.out_proj"].is_leaf
 
 
 def test_a_parametrization_belongs_to_its_module():
     net = nn.Sequential(nn.utils.parametrizations.weight_norm(linear()))
     found = operators_of(net, X)
     assert [operator.enclosing for operator in found.values()] == [("0", ""), ("0", "")]
-    assert [operator.is_leaf for operator in found.values()] == [True, False]
 
 
 def test_the_same_module_under_two_names_has_one_of_them():
@@ -136,7 +129,6 @@ def test_the_same_module_under_two_names_has_one_of_them():
     found = operators_of(net, X)
     assert list(found) == ["one.0", "one.1"]
     assert found["one.0"].enclosing == ("",)  # FSDP would wrap it at one place only
-    assert found["one.0"].num_calls == 2
 
 
 def test_an_alias_of_a_list_of_modules_changes_nothing():
@@ -203,7 +195,6 @@ def test_signatures_differ_without_gradients():
     model = nn.Sequential(linear())
     with torch.no_grad():
         without = operators_of(model, X)["0"]
-    assert not without.with_grad
     assert without.signature != operators_of(model, X)["0"].signature
 
 
@@ -211,10 +202,3 @@ def test_equal_blocks_have_equal_signatures():
     blocks = nn.Sequential(*(nn.Sequential(nn.LayerNorm(4), linear()) for _ in range(3)))
     found = operators_of(blocks, X.clone().requires_grad_())
     assert len({operator.signature for operator in found.values()}) == 2
-
-
-def test_recording_leaves_no_hooks_even_after_an_error():
-    net = Net(lambda n, x: n.lin(x) / {}["missing"], lin=linear())
-    with pytest.raises(KeyError), recorded_calls(net):
-        net(X)
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())

@@ -8,6 +8,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from lightning_osdp.errors import ProfileError
 from lightning_osdp.profiler.optimizer import profile_optimizers
+from lightning_osdp.profiler.temporaries import front
 
 CPU = torch.device("cpu")
 WEIGHT, BIAS = 4 * 48, 4 * 8
@@ -21,8 +22,8 @@ def model():
 
 def profiled(*make, module=None):
     module = module or model()
-    profile = profile_optimizers(module, lambda m: [one(m) for one in make], CPU)
-    return [profile.state_bytes.get(p) for p in module.parameters()], profile
+    profile, optimized = profile_optimizers(module, lambda m: [one(m) for one in make], CPU)
+    return [optimized[p].state_bytes if p in optimized else None for p in module.parameters()], profile
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_frozen_parameters_have_no_state():
 def test_only_frozen_parameters_take_no_time():
     found, profile = profiled(lambda m: AdamW(m[0].parameters()), module=model().requires_grad_(False))
     assert found == [0, 0, None, None]
-    assert (profile.s_per_element, profile.workspace_ratio) == (0.0, 0.0)
+    assert (profile.s_per_element, profile.temporaries, profile.foreach_temporaries) == (0.0, (), 0.0)
 
 
 def test_several_optimizers_and_groups():
@@ -178,18 +179,84 @@ def test_ties_stay_ties_in_the_copy():
     assert profiled(lambda m: AdamW(m.parameters()), module=module)[0] == [2 * 4 * 36]
 
 
-def test_workspace_of_sgd_and_adamw():
-    wide = nn.Linear(1000, 1000, bias=False)
-    plain = profiled(lambda m: SGD(m.parameters(), lr=0.1), module=wide)[1]
-    assert plain.workspace_ratio == 0  # p.add_(grad, alpha=-lr)
-    assert not plain.is_foreach
-    adamw = profiled(lambda m: AdamW(m.parameters()), module=wide)[1]
-    # sqrt(v), and the same divided by the bias correction
-    assert adamw.workspace_ratio == pytest.approx(2.0, abs=0.01)
+def test_every_parameter_has_a_group_and_a_place_in_it():
+    module = model()
+
+    def first(m):
+        return AdamW([{"params": [m[1].bias]}, {"params": [m[0].bias, m[0].weight]}])
+
+    _, optimized = profile_optimizers(module, lambda m: [first(m), SGD([m[1].weight], lr=0.1)], CPU)
+    places = [(optimized[p].group, optimized[p].place) for p in module.parameters()]
+    assert places == [(1, 1), (1, 0), (2, 0), (0, 0)]
 
 
-def test_workspace_of_foreach_is_that_of_all_parameters():
-    layers = nn.Sequential(*(nn.Linear(500, 500, bias=False) for _ in range(3)))
-    foreach = profiled(lambda m: AdamW(m.parameters(), foreach=True), module=layers)[1]
-    assert foreach.is_foreach
-    assert foreach.workspace_ratio == pytest.approx(1.0, abs=0.1)
+@pytest.mark.parametrize(
+    ("make", "temporaries"),
+    [
+        (lambda p: SGD(p, lr=0.1), ()),  # p.add_(grad, alpha=-lr)
+        (lambda p: SGD(p, lr=0.1, momentum=0.9), ()),
+        (lambda p: SGD(p, lr=0.1, weight_decay=0.1), ((0, 1),)),  # grad + decay * p, freed before the next turn
+        (lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True), ((0, 1),)),
+        (lambda p: SGD(p, lr=0.1, maximize=True), ((1, 1),)),  # -grad, until the next one takes its name
+        (lambda p: AdamW(p, fused=True), ()),
+        (AdamW, ((1, 2),)),  # sqrt(v), and the same divided by the bias correction, which the next turn finds alive
+        (lambda p: AdamW(p, amsgrad=True), ((1, 2),)),
+        (RMSprop, ((1, 1),)),
+        (Adagrad, ((1, 1),)),
+        (torch.optim.RAdam, ((0, 5), (1, 1))),  # from its sixth step on
+    ],
+)
+def test_temporaries_by_turn(make, temporaries):
+    profile = profiled(lambda m: make(m.parameters()))[1]
+    assert profile.temporaries == temporaries
+    assert not profile.is_foreach
+
+
+def test_nothing_is_left_from_another_group():
+    def alone(m):
+        return AdamW([{"params": [parameter]} for parameter in m.parameters()])
+
+    assert profiled(alone)[1].temporaries == ((0, 2),)
+
+
+def test_temporaries_of_several_groups_and_optimizers_are_those_that_no_other_is_above():
+    def two(m):
+        return [{"params": m[0].parameters(), "weight_decay": 0.1}, {"params": m[1].parameters(), "maximize": True}]
+
+    assert profiled(lambda m: SGD(two(m), lr=0.1))[1].temporaries == ((1, 1),)
+    adam, sgd = lambda m: AdamW(m[0].parameters()), lambda m: SGD(m[1].parameters(), lr=0.1, maximize=True)
+    assert profiled(adam, sgd)[1].temporaries == ((1, 2),)
+    assert front({(0.0, 0.0), (2.0, 0.0), (1.0, 0.0), (0.0, 1.0)}) == ((0.0, 1.0), (2.0, 0.0))
+
+
+def test_temporaries_in_half_precision_are_multiples_of_the_parameter_too():
+    assert profiled(lambda m: AdamW(m.parameters()), module=model().bfloat16())[1].temporaries == ((1, 2),)
+
+
+@pytest.mark.parametrize(
+    ("make", "ratio"),
+    [
+        (lambda p: AdamW(p, foreach=True), 1.0),
+        (lambda p: SGD(p, lr=0.1, foreach=True), 0.0),
+        (lambda p: SGD(p, lr=0.1, weight_decay=0.1, foreach=True), 1.0),
+    ],
+)
+def test_temporaries_of_foreach_are_in_proportion_to_the_group(make, ratio):
+    profile = profiled(lambda m: make(m.parameters()))[1]
+    assert profile.is_foreach
+    assert profile.foreach_temporaries == pytest.approx(ratio, abs=1e-3)
+    assert profile.temporaries == ()
+
+
+def test_the_time_sample_is_no_larger_for_many_groups(monkeypatch):
+    monkeypatch.setattr("lightning_osdp.profiler.optimizer._SAMPLE_ELEMENTS", 100)
+    sizes = []
+
+    class Spy(SGD):
+        def step(self, closure=None):
+            sizes.append(sum(p.numel() for group in self.param_groups for p in group["params"]))
+            return super().step(closure)
+
+    layers = nn.Sequential(*(nn.Linear(20, 20, bias=False) for _ in range(4)))
+    profiled(lambda m: Spy([{"params": layer.parameters()} for layer in m], lr=0.1), module=layers)
+    assert sizes[0] == 100 + 3 * 64

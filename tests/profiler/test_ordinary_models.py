@@ -22,10 +22,11 @@ def one_rank():
 
 def measured(profile):
     """What a second profile must repeat exactly: everything but times."""
-    return [
-        {k: v for k, v in vars(operator).items() if not k.endswith(("_s_per_sample", "_fixed_s"))}
-        for operator in profile
-    ], profile.loss_activation_bytes_per_sample
+    memory = [
+        {name: value for name, value in vars(segment).items() if not name.endswith("_s")}
+        for segment in profile.segments
+    ]
+    return profile.operators, memory, profile.spans
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -58,7 +59,23 @@ def test_every_parameter_counts_once(name):
     )
     assert sum(operator.num_trainable for operator in profile) == sum(p.numel() for p in parameters if p.requires_grad)
     assert all(operator.enclosing[-1] == "" for operator in profile)
-    assert profile.activation_bytes_per_sample > 0
+    positions = [parameter.position for operator in profile for parameter in operator.parameters]
+    assert sorted(positions) == list(range(len(parameters)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_calls_lie_within_forward(name):
+    model = MODELS[name]()
+    profile = profile_model(model, model.batch())
+    names = {operator.name for operator in profile} - {""}
+    assert profile.loss.operator == ""
+    assert {segment.operator for segment in profile.segments[:-1]} <= names
+    assert names & set(profile.spans) == {segment.operator for segment in profile.segments[:-1]}
+    for module, spans in profile.spans.items():
+        assert module in names | {above for operator in profile for above in operator.enclosing}
+        assert all(0 <= first <= last < len(profile.segments) - 1 for first, last in spans)
+        assert list(spans) == sorted(spans)
+    assert profile.saved_bytes.at(profile.profiled_batch_size) > 0
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,47 +1,30 @@
 """Structure only: how long things take is the machine's business."""
 
+import pytest
 import torch
 from torch import nn
 
+from lightning_osdp.errors import ProfileError
+from lightning_osdp.profiler import timing
 from lightning_osdp.profiler.calls import recorded_calls
-from lightning_osdp.profiler.operators import find_operators
-from lightning_osdp.profiler.timing import Seconds, time_operators, time_step
+from lightning_osdp.profiler.timing import Seconds, time_step
 
 CPU = torch.device("cpu")
 
 
-def timed(model, run):
+def timed(model, run, **options):
     with recorded_calls(model) as calls:
         run()
-    operators = find_operators(model, calls)
-    return operators, time_operators(operators, CPU, run)
+    return calls, time_step(model, calls, CPU, run, **options)
 
 
-def test_every_leaf_is_timed_once_by_signature():
+def test_every_segment_is_timed():
     model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)) for _ in range(3)))
-    x = torch.ones(2, 4, requires_grad=True)
-    calls = []
-    model[0][1].register_forward_pre_hook(lambda *_: calls.append(1))
-    operators, found = timed(model, lambda: model(x))
-    assert set(found) == {operator.signature for operator in operators}
-    assert len(found) == 2
-    assert all(seconds.forward_s >= 0 and seconds.backward_s >= 0 for seconds in found.values())
-    assert len(calls) == 2  # replays call forward itself, past the hooks
-    assert x.grad is None
-
-
-def test_containers_are_not_timed():
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gain, self.lin = nn.Parameter(torch.ones(4)), nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.lin(x) * self.gain
-
-    model = nn.Sequential(Scaled())
-    operators, found = timed(model, lambda: model(torch.ones(2, 4)))
-    assert [operator.name for operator in operators if operator.signature in found] == ["0.lin"]
+    calls, seconds = timed(model, lambda: model(torch.ones(2, 4)).sum())
+    assert len(seconds.forward_s) == len(seconds.backward_s) == len(calls.sequence) + 1 == 7
+    assert all(s > 0 for s in (*seconds.forward_s, *seconds.backward_s))
+    assert seconds.total_s == pytest.approx(sum(seconds.forward_s) + sum(seconds.backward_s))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 class Odd(nn.Module):
@@ -57,7 +40,7 @@ class Odd(nn.Module):
         return {"out": (self.dropout(x) * scale, tokens), "mask": mask}
 
 
-def test_odd_operators_are_replayed_on_copies_of_their_inputs():
+def test_odd_operators_run_as_they_are_and_once_a_run():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -67,28 +50,31 @@ def test_odd_operators_are_replayed_on_copies_of_their_inputs():
             y = self.lin(x)
             before = y.detach().clone()
             found = self.odd(torch.tensor([0, 3]), mask=None, scale=2, x=y)
-            assert torch.equal(y, before + self.odd.table[torch.tensor([0, 3])])  # written to once, not once a replay
-            return found["out"][0]
+            assert torch.equal(y, before + self.odd.table[torch.tensor([0, 3])])  # written to once
+            return found["out"][0].sum()
 
-    model = Model()
-    operators, found = timed(model, lambda: model(torch.ones(2, 4)))
-    assert set(found) == {operator.signature for operator in operators}
-    assert model.odd.table.grad is None
+    model, runs = Model(), []
+    _, seconds = timed(model, lambda: runs.append(1) or model(torch.ones(2, 4)))
+    assert len(seconds.forward_s) == 3
+    assert model.odd.calls == len(runs)
 
 
-def test_an_operator_without_gradients_is_replayed_without():
-    model, grad_modes = nn.Linear(4, 4), []
+def test_an_operator_without_gradients_takes_no_backward():
+    model = nn.Linear(4, 4)
+    model.inner = nn.Linear(4, 4)
+    grad_modes = []
+    model.inner.register_forward_hook(lambda *_: grad_modes.append(torch.is_grad_enabled()))
 
     def run():
         with torch.no_grad():
-            model.inner(torch.ones(2, 4))
+            x = model.inner(torch.ones(2, 4))
+        return model(x).sum()
 
-    model.inner = nn.Linear(4, 4)
-    model.inner.register_forward_hook(lambda *_: None)
-    forward = model.inner.forward
-    model.inner.forward = lambda x: grad_modes.append(torch.is_grad_enabled()) or forward(x)
-    _, found = timed(model, run)
-    assert len(found) == 1
+    _, seconds = timed(model, run)
+    assert len(seconds.forward_s) == 2  # the root's own call begins none
+    assert seconds.forward_s[0] > 0
+    assert seconds.backward_s[0] == 0
+    assert grad_modes
     assert not any(grad_modes)
 
 
@@ -101,17 +87,42 @@ def test_an_operator_that_returns_no_gradient_is_timed():
         def forward(self, x):
             return torch.cdist(x, self.codes).argmin(1)
 
-    model = nn.Sequential(Nearest())
-    _, found = timed(model, lambda: model(torch.ones(2, 4)))
-    assert len(found) == 1
+    model = nn.ModuleDict({"nearest": Nearest(), "table": nn.Embedding(5, 4)})
+    _, seconds = timed(model, lambda: model["table"](model["nearest"](torch.ones(2, 4))).sum())
+    assert all(s > 0 for s in seconds.forward_s)
+    assert [s > 0 for s in seconds.backward_s] == [False, True, True]
 
 
-def test_the_whole_step_is_timed_on_fresh_gradients():
+def test_the_step_is_timed_on_fresh_gradients():
     model = nn.Linear(4, 4)
-    seconds = time_step(model, CPU, lambda: model(torch.ones(2, 4)).sum())
-    assert seconds.total_s == seconds.forward_s + seconds.backward_s >= 0
+    timed(model, lambda: model(torch.ones(2, 4)).sum())
     assert torch.equal(model.bias.grad, torch.full((4,), 2.0))
 
 
-def test_seconds_add_up():
-    assert Seconds(1.0, 2.0).total_s == 3.0
+def test_a_step_that_takes_long_is_repeated_once_after_it_has_warmed_up(monkeypatch):
+    model, runs, told = nn.Linear(4, 4), [], []
+    monkeypatch.setattr(timing, "_REPEAT_BUDGET_S", 0.0)
+
+    def run():
+        runs.append(1)
+        return model(torch.ones(2, 4)).sum()
+
+    timed(model, run, stage="timing", progress=lambda stage, detail: told.append((stage, detail)))
+    assert len(runs) == 3  # one of them to record
+    assert told == [("timing", "run 1 of 6"), ("timing", "run 2 of 6")]
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_loss_that_is_not_finite_is_refused(value):
+    model = nn.Linear(4, 4)
+    with pytest.raises(ProfileError, match=rf"^Expected a finite loss on the profiling batch, got -?{value}\."):
+        timed(model, lambda: model(torch.ones(2, 4)).sum() * float(value))
+
+
+def test_the_total_is_that_of_the_fastest_run():
+    runs = [Seconds((1.0, 3.0), (2.0, 4.0)), Seconds((2.0, 2.0), (1.0, 7.0))]
+    seconds = timing._fastest(runs)
+    assert seconds.total_s == pytest.approx(10.0)
+    # shares of 1 + 2 + 1 + 4
+    assert seconds.forward_s == pytest.approx((1.25, 2.5))
+    assert seconds.backward_s == pytest.approx((1.25, 5.0))

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 
 from lightning_osdp.profiler import LiveBytes
-from lightning_osdp.profiler.affine import resized
 from lightning_osdp.profiler.fake import faked
+from lightning_osdp.profiler.resize import resized
 from lightning_osdp.profiler.snapshot import untouched
 from lightning_osdp.profiler.tensors import tensors_in
 

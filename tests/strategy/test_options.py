@@ -12,6 +12,7 @@ from lightning_osdp.strategy.options import Options, Prefetch, check_fsdp_kwargs
 
 def options(**given):
     defaults = {"memory_limit": None, "plan": None, "batch_size": "auto", "search": "greedy", "search_space": None}
+    defaults["cost_model"] = "simulate"
     return Options.checked(**{**defaults, **given})
 
 
@@ -33,6 +34,7 @@ def test_options_reach_the_planner_in_its_units(tmp_path):
     [
         ({"memory_limit": "lots"}, "such as '8GiB' or '500MB', got 'lots'"),
         ({"memory_limit": -1}, "at least one byte, got -1"),
+        ({"cost_model": "guess"}, "cost_model must be one of ('simulate', 'paper'), got 'guess'"),
         ({"batch_size": "big"}, "batch_size must be one of ('auto', 'keep', 'scale') or at least 1, got 'big'"),
         ({"batch_size": 0}, "or at least 1, got 0"),
         ({"batch_size": True}, "or at least 1, got True"),
@@ -77,7 +79,7 @@ def test_other_arguments_reach_fsdp():
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, Prefetch("pre", forward=False)),
+        ({}, Prefetch("auto", forward=False)),
         ({"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, Prefetch("post", forward=False)),
         ({"backward_prefetch": None, "forward_prefetch": True}, Prefetch("none", forward=True)),
     ],

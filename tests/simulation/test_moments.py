@@ -6,20 +6,23 @@ import pytest
 
 from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.units import partition
-from lightning_osdp.cost import Workload, memory_over_step, peak_memory
+from lightning_osdp.cost import Workload, step_memory
+from lightning_osdp.simulation import simulate_step
 
 
-def over_step(model, modes, **options):
+def over_step(model, cluster, modes, *, world_size=2, **options):
     profile = model(40, 80, 120)
     chosen = [DP, *({"D": DP, "Z": ZDP}[letter] for letter in modes)]
-    given = (profile, partition(profile, min_unit_bytes=0), chosen)
-    options = {"world_size": 2, "workload": Workload(micro_batch_size=2), **options}
-    return memory_over_step(*given, **options), peak_memory(*given, **options)
+    units, workload = partition(profile, min_unit_bytes=0), Workload(micro_batch_size=2)
+    estimate = simulate_step(profile, units, chosen, cluster(world_size), workload, **options)
+    closed_form = step_memory(profile, units, world_size=world_size, workload=workload, **options).peak(chosen)
+    assert estimate.peak.peak_bytes == closed_form.peak_bytes
+    return [moment for _, moment in estimate.moments], closed_form
 
 
 # base 120 + 240 = 360, s = 20, 40, 60; no activations
-def test_moments_come_in_order(model):
-    moments, _ = over_step(model, "ZDZ", backward_prefetch="none")
+def test_moments_come_in_order(model, cluster):
+    moments, _ = over_step(model, cluster, "ZDZ", backward_prefetch="none")
     assert [(m.phase, m.operator, m.num_bytes) for m in moments] == [
         ("forward", "m0", 480 + 40),
         ("forward", "m1", 480 + 80),
@@ -46,8 +49,8 @@ def test_moments_come_in_order(model):
 @pytest.mark.parametrize("modes", [*map("".join, product("ZD", repeat=3))])
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("prefetch", [{}, {"backward_prefetch": "post"}, {"forward_prefetch": True}])
-def test_the_largest_moment_is_the_peak(model, modes, world_size, prefetch):
-    moments, peak = over_step(model, modes, world_size=world_size, **prefetch)
+def test_the_largest_moment_is_the_peak(model, cluster, modes, world_size, prefetch):
+    moments, peak = over_step(model, cluster, modes, world_size=world_size, **prefetch)
     largest = max(moment.num_bytes for moment in moments)
     assert largest == pytest.approx(peak.peak_bytes)
     assert (peak.phase, peak.operator) in [(m.phase, m.operator) for m in moments if m.num_bytes == largest]

@@ -1,0 +1,164 @@
+"""Modes where communication overlaps computing: from additive solutions by local search, accepted by simulation only.
+
+The least communication that fits is nearly the least time where the links are busiest, and where computing is, nearly
+any modes will do. In between it matters where communication falls: units for which computing waits are kept, alone or
+in place of others, and of equal units the first or evenly spread ones are tried in place of the last ones. In the end
+units that are kept for nothing are freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from lightning_osdp.assign.additive import Additive, Modes
+from lightning_osdp.assign.paths import Path, Paths
+from lightning_osdp.assign.repair import fill
+from lightning_osdp.assign.setting import Setting
+from lightning_osdp.assign.solve import Solved, solve
+
+MAX_PATHS = 4
+"""Paths that are bounded, one after the other: those that take longest in the modes found so far."""
+
+MAX_SIMULATED_UNITS = 100_000
+"""Units in all steps that the local search simulates: about half a second."""
+
+MAX_STALLED = 8
+"""Units for which computing waits longest, among which a move is looked for."""
+
+MAX_FREED = 32
+"""Groups of units that are freed to see whether they are kept for nothing, each time."""
+
+MAX_EXCHANGED = 8
+"""Units, the nearest ones, that each of them may take the place of."""
+
+ENOUGH = 1e-3
+"""A gap that is as good as none: it ends the search."""
+
+ROUNDING = 1e-9
+"""Fraction of the step time below which nothing is saved."""
+
+
+def solve_overlapped(setting: Setting, rooms: Sequence[float], *, search: str, worth_s: float) -> Solved:
+    """The fastest modes found, with a bound on all of them.
+
+    Args:
+        setting: with a cluster that overlaps.
+        rooms: of `StepMemory.room_bytes`; every unit's smallest option must fit.
+        search: name of a solver in ``search.SOLVERS``.
+        worth_s: step time that the modes must be below to be of use; where they cannot, they are not improved.
+    """
+    found = _Found(setting, rooms)
+    found.offer(_solve(setting.additive, rooms, search).modes)
+    bound_s = _bound_s(setting, rooms, found, search)
+    while bound_s < worth_s:
+        _free(found)
+        if found.time_s <= bound_s * (1 + ENOUGH) or not _move(found):
+            break
+    return Solved(modes=found.modes, time_s=found.time_s, bound_s=min(bound_s, found.time_s))
+
+
+def _solve(problem: Additive, rooms: Sequence[float], search: str) -> Solved:
+    """To `ENOUGH`: for many different units the near-instant solver does."""
+    solved = solve(problem, rooms, search="greedy")
+    if solved.time_s > solved.bound_s * (1 + ENOUGH):
+        solved = solve(problem, rooms, search=search, tolerance=ENOUGH)
+    return solved
+
+
+def _bound_s(setting: Setting, rooms: Sequence[float], found: _Found, search: str) -> float:
+    """The largest bound of a few paths; the modes that make them short are offered, too."""
+    paths, tried, bound_s = Paths(setting), set[Path](), 0.0
+    latest = found.modes
+    while len(tried) < MAX_PATHS:
+        path = next((each for each in map(paths.longest, (found.modes, latest)) if each not in tried), None)
+        if path is None:
+            break
+        tried.add(path)
+        solved = _solve(paths.at(path), rooms, search)
+        bound_s, latest = max(bound_s, solved.bound_s), solved.modes
+        found.offer(latest)
+    return bound_s
+
+
+class _Found:
+    """The best modes so far, and how many more may be simulated."""
+
+    def __init__(self, setting: Setting, rooms: Sequence[float]) -> None:
+        self.setting, self.rooms, self.problem = setting, rooms, setting.additive
+        self.modes: Modes = setting.least_memory_modes
+        self.time_s, self.stalls_s = setting.clock.step(self.modes)
+        self.num_left = MAX_SIMULATED_UNITS // len(setting.units)
+
+    def offer(self, modes: Modes, *, slack: float = -ROUNDING) -> bool:
+        """Takes modes that fit if they are faster, or slower by no more than a fraction; returns whether they were."""
+        self.num_left -= 1
+        step = self.setting.clock.step(modes)
+        is_taken = step.time_s < self.time_s * (1 + slack)
+        if is_taken:
+            self.modes, (self.time_s, self.stalls_s) = modes, step
+        return is_taken
+
+    def improve(self, moves: Iterable[Modes]) -> bool:
+        """Takes the first of these that fits and is faster; returns whether there was one."""
+        return any(self.num_left > 0 and self.fits(modes) and self.offer(modes) for modes in moves)
+
+    def fits(self, modes: Modes) -> bool:
+        """Whether every constraint holds."""
+        kept = self.problem.memory.kept_bytes(modes)
+        return all(num_bytes <= room for num_bytes, room in zip(kept, self.rooms, strict=True))
+
+    def with_mode(self, units: Iterable[int], option: int) -> Modes:
+        """The best modes with the first (0) or last (-1) option for some units."""
+        modes = list(self.modes)
+        for unit in units:
+            modes[unit] = self.problem.options[unit][option]
+        return tuple(modes)
+
+
+def _move(found: _Found) -> bool:
+    """One step of the local search; whether there is one."""
+    return found.improve(_relieved(found)) or found.improve(_replaced(found))
+
+
+def _relieved(found: _Found) -> Iterator[Modes]:
+    """Units for which computing waits, or those gathered just before, are kept: as well, or in place of another one."""
+    options, modes, order = found.problem.options, found.modes, found.problem.memory.order
+    places = [place for place, unit in enumerate(order) if found.stalls_s.get(unit, 0.0) > 0]
+    places.sort(key=lambda place: -found.stalls_s[order[place]])
+    near = dict.fromkeys(each for place in places[:MAX_STALLED] for each in (place, place + 1) if each < len(order))
+    freed = [place for place in near if modes[order[place]] is not options[order[place]][-1]]
+    for place in freed:
+        yield found.with_mode([order[place]], -1)
+    kept = [place for place, unit in enumerate(order) if modes[unit] is not options[unit][0]]
+    for place in freed:
+        exchanged = list(found.with_mode([order[place]], -1))
+        for _, other in sorted((abs(other - place), order[other]) for other in kept)[:MAX_EXCHANGED]:
+            yield (*exchanged[:other], options[other][0], *exchanged[other + 1 :])
+
+
+def _replaced(found: _Found) -> Iterator[Modes]:
+    """All that there is room for; then, of equal units, the first ones or as many in even distances, not the last."""
+    problem, modes = found.problem, found.modes
+    yield fill(problem, modes, found.rooms)
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for unit, num_bytes in zip(problem.memory.order, problem.memory.gathered_bytes, strict=True):
+        groups.setdefault((num_bytes, *problem.times_s[unit].values()), []).append(unit)
+    for units in groups.values():
+        count = sum(modes[unit] is not problem.options[unit][0] for unit in units)
+        if 0 < count < len(units):
+            for chosen in (units[:count], [units[index * len(units) // count] for index in range(count)]):
+                replaced = list(found.with_mode(units, 0))
+                for unit in chosen:
+                    replaced[unit] = problem.options[unit][-1]
+                yield tuple(replaced)
+
+
+def _free(found: _Found) -> None:
+    """Frees what is kept for nothing: everything, or one half and then the other, and so on."""
+    kept = [unit for unit, options in enumerate(found.problem.options) if found.modes[unit] is not options[0]]
+    chunks, num_left = [kept] if kept else [], found.num_left - MAX_FREED
+    while chunks and found.num_left > max(0, num_left):
+        chunk = chunks.pop()
+        if not found.offer(found.with_mode(chunk, 0), slack=ROUNDING) and len(chunk) > 1:
+            middle = len(chunk) // 2
+            chunks += [chunk[middle:], chunk[:middle]]

@@ -1,0 +1,176 @@
+"""Seconds that no modes go below where communication overlaps computing.
+
+Whatever the modes, one thing is computed at a time and one collective runs at a time. A reduce-scatter comes after all
+that was computed before it, and collectives that were issued after it run after it. So for every reduce-scatter c
+
+    T(x)  >=  K ( computing before c  +  c and all collectives issued after it ) + optimizer
+
+where computing includes the gathers that it has to begin with, and the runtime's overhead. One more of these *paths*
+has no computing, it is the sum of all collectives; the last one is all computing and one reduce-scatter. Before c a
+path may make *detours*: backward of a unit that was freed waits for its gather, which waits for the reduce-scatter v
+issued before, so that v and the gather take the place of what is computed meanwhile.
+
+Modes enter a path as a sum over units: which gathers of freed units are on it, and the overhead. So the least seconds
+of a path under the limit are those of the nested knapsack that is solved where nothing overlaps, and its bound on them
+is a bound on the step. What is computed does not depend on modes, so there is little to be had from weighing several
+paths (a Lagrangian): the largest of their bounds is taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from lightning_osdp.assign.additive import Additive
+from lightning_osdp.assign.setting import Setting
+from lightning_osdp.core.modes import ZDP, ShardingMode
+
+_FILLER = 1e-9
+"""Weight of a detour to a unit that is kept: it costs nothing now, and something in modes that free the unit."""
+
+
+class _Detour(NamedTuple):
+    """From a reduce-scatter by way of a gather to what needs it."""
+
+    unit: int
+    leaves: int
+    """Number of the reduce-scatter, from 1."""
+    returns: int
+    """Number of the first one after it is over."""
+    more_s: float
+    """Seconds beyond what is computed meanwhile."""
+
+
+class Path(NamedTuple):
+    """One path through a micro-batch."""
+
+    turn: int
+    """Number of the reduce-scatter c; 0: collectives from the beginning."""
+    detours: tuple[_Detour, ...]
+
+
+class Paths:
+    """All of them for one setting.
+
+    Args:
+        setting: with a cluster that overlaps.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting, self._clock = setting, setting.clock
+        self._gather_s = self._clock.durations[ZDP].gather_s
+        each = zip(*(durations.overhead_s for durations in self._clock.durations.values()), strict=True)
+        self._most_overhead_s = [max(overheads_s) for overheads_s in each]
+        self._flattened: dict[int, int] = {}  # unit -> number of its reduce-scatter
+        self._regathers: list[tuple[int, int]] = []  # units if freed, with the number of reduce-scatters before
+        self._detours: dict[int, list[_Detour]] = {}  # by where they return
+        self._walk()
+
+    def _walk(self) -> None:
+        """What may be on a path, from the events of a micro-batch."""
+        durations = self._clock.durations[ZDP]
+        computed_s = gathered_s = 0.0
+        ready_s: dict[int, float] = {}
+        regathered: dict[int, int] = {}
+        before_s, busy_s, reduces_s, overhead_s = [0.0], [0.0], [0.0], 0.0
+        for (kind, of), is_of_freed in self._clock.events:
+            if kind == "gather" and is_of_freed:
+                regathered[of] = len(reduces_s) - 1
+                self._regathers.append((of, regathered[of]))
+            elif kind == "gather":
+                gathered_s += self._gather_s[of]
+                ready_s[of] = gathered_s
+            elif kind == "await":
+                computed_s = max(computed_s, ready_s[of])
+                leaves = regathered.pop(of, 0)
+                more_s = reduces_s[leaves] + self._gather_s[of] - (computed_s + overhead_s - busy_s[leaves])
+                if leaves and more_s > 0:
+                    found = _Detour(of, leaves, len(reduces_s), more_s)
+                    self._detours.setdefault(found.returns, []).append(found)
+            elif kind == "forward":
+                computed_s += durations.forward_s[of]
+            elif kind == "backward":
+                computed_s += durations.backward_s[of]
+            elif kind == "flatten":
+                self._flattened[of] = len(reduces_s)
+                overhead_s += self._most_overhead_s[of]
+            elif kind == "reduce":
+                before_s.append(computed_s)
+                busy_s.append(computed_s + overhead_s)
+                reduces_s.append(durations.reduce_s[of])
+        before_s[0] = gathered_s
+        after_s = list(accumulate(reversed(reduces_s)))[::-1]
+        self._constants_s = [before + after for before, after in zip(before_s, after_s, strict=True)]
+
+    def longest(self, modes: Sequence[ShardingMode]) -> Path:
+        """The path that takes longest with these modes, one per unit."""
+        detours_s: list[float] = [0.0]
+        taken: list[_Detour | None] = [None]
+        for turn in range(1, len(self._constants_s)):
+            best_s, best = detours_s[-1], None
+            for detour in self._detours.get(turn, ()):
+                weight = _FILLER if modes[detour.unit].resident else 1.0
+                total_s = detours_s[detour.leaves] + detour.more_s * weight
+                if total_s > best_s:
+                    best_s, best = total_s, detour
+            detours_s.append(best_s)
+            taken.append(best)
+        overhead_s = {unit: self._clock.durations[modes[unit]].overhead_s[unit] for unit in self._flattened}
+        direct_s = self._direct_s(overhead_s, [not mode.resident for mode in modes])
+        turn = max(range(len(direct_s)), key=lambda turn: direct_s[turn] + detours_s[turn])
+        return Path(turn, _chosen(taken, turn))
+
+    def least_s(self) -> float:
+        """Seconds of a step that no modes go below, as if memory were no concern."""
+        options, durations = self._setting.options, self._clock.durations
+        overhead_s = {unit: min(durations[mode].overhead_s[unit] for mode in options[unit]) for unit in self._flattened}
+        is_freed = [not any(mode.resident for mode in each) for each in options]
+        longest_s = max(self._direct_s(overhead_s, is_freed))
+        return self._clock.num_micro_batches * longest_s + self._clock.optimizer_s
+
+    def _direct_s(self, overhead_s: Mapping[int, float], is_freed: Sequence[bool]) -> list[float]:
+        """For each turn, the seconds of a micro-batch's path without detours."""
+        more_s = [0.0] * (len(self._constants_s) + 1)
+        for unit, turn in self._flattened.items():
+            more_s[turn] += overhead_s[unit]
+        for unit, before in self._regathers:
+            if is_freed[unit]:
+                more_s[0] += self._gather_s[unit]
+                more_s[before + 1] -= self._gather_s[unit]
+        return [constant_s + own_s for constant_s, own_s in zip(self._constants_s, accumulate(more_s), strict=False)]
+
+    def at(self, path: Path) -> Additive:
+        """The seconds of one path."""
+        repeats, durations = self._clock.num_micro_batches, self._clock.durations
+        freed_s = dict.fromkeys(range(len(self._setting.units)), 0.0)
+        for unit, before in self._regathers:
+            if before >= path.turn:
+                freed_s[unit] += self._gather_s[unit]
+        for detour in path.detours:
+            freed_s[detour.unit] += detour.more_s
+        times_s = [
+            {
+                mode: repeats
+                * (
+                    (durations[mode].overhead_s[unit] if self._flattened[unit] <= path.turn else 0.0)
+                    + (0.0 if mode.resident else freed_s[unit])
+                )
+                for mode in options
+            }
+            for unit, options in enumerate(self._setting.options)
+        ]
+        constant_s = repeats * self._constants_s[path.turn] + self._clock.optimizer_s
+        return dataclasses.replace(self._setting.additive, times_s=times_s, constant_s=constant_s)
+
+
+def _chosen(taken: Sequence[_Detour | None], turn: int) -> tuple[_Detour, ...]:
+    """Detours before this turn."""
+    chosen = []
+    while turn > 0:
+        detour = taken[turn]
+        if detour is not None:
+            chosen.append(detour)
+        turn = turn - 1 if detour is None else detour.leaves
+    return tuple(chosen)

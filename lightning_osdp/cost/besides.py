@@ -1,0 +1,95 @@
+"""Peaks outside the training step: while the model is evaluated, and while a checkpoint is saved.
+
+Both happen between training steps, with parameter shards, optimizer state and buffers alive. [Empirical: derived from,
+and within 0.5% of, counts of live storages on two gloo ranks in three precisions.]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_osdp.core.modes import ShardingMode
+from lightning_osdp.core.profile import ModelProfile
+from lightning_osdp.core.units import UnitProfile
+from lightning_osdp.cost.layout import UnitBytes, layout
+
+
+def evaluation_peak(
+    profile: ModelProfile,
+    units: Sequence[UnitProfile],
+    modes: Sequence[ShardingMode],
+    *,
+    world_size: int,
+    num_samples: int,
+) -> float:
+    """Most bytes alive on one rank while the model runs forward without gradients.
+
+        base + [P of the root and of all DP units] + max_i ( [P of ZDP units that run] + e_i )
+
+    Without a backward to free it, a DP unit stays gathered after its first forward. Lightning has zeroed the gradients.
+
+    Args:
+        profile: the model; e_i is measured on its training step.
+        units: partition of its operators.
+        modes: one per unit.
+        world_size: N.
+        num_samples: of one evaluation batch.
+    """
+    sizes = layout(tuple(units), profile.optimizer, world_size).units
+    stays = [world_size > 1 and (unit.is_root or mode.resident) for unit, mode in zip(units, modes, strict=True)]
+    running = [0.0] * len(profile.segments)
+    gathering = [0.0] * len(profile.segments)
+    for unit, size, is_kept in zip(units, sizes, stays, strict=True):
+        for first, last in unit.calls:
+            gathering[first] = max(gathering[first], size.cast_shard)
+            for segment in range(first, last + 1) if not is_kept else ():
+                running[segment] += size.gathered
+    kept = sum(size.gathered for size, is_kept in zip(sizes, stays, strict=True) if is_kept)
+    transient = (
+        whole + max(segment.evaluation_bytes.at(num_samples), cast)
+        for segment, whole, cast in zip(profile.segments, running, gathering, strict=True)
+    )
+    return _between_steps(profile, units, world_size) + profile.batch_bytes.at(num_samples) + kept + max(transient)
+
+
+def saving_peak(
+    profile: ModelProfile,
+    units: Sequence[UnitProfile],
+    modes: Sequence[ShardingMode],
+    *,
+    world_size: int,
+    is_sharded: bool,
+    goes_to_host: bool,
+) -> float:
+    """Most bytes alive on rank 0 while a checkpoint of model and optimizer is made; a bound.
+
+    State dicts of the model and of its optimizer live together: of all parameters in a full checkpoint, of this rank's
+    in a sharded one. Units are gathered one after the other, beside what an evaluation before has left gathered.
+
+    Args:
+        profile: the model.
+        units: partition of its operators.
+        modes: one per unit.
+        world_size: N.
+        is_sharded: ``state_dict_type="sharded"``.
+        goes_to_host: whether state dicts leave the device, as Lightning has it on GPUs.
+    """
+    sizes = layout(tuple(units), profile.optimizer, world_size).units
+    whole = sum(unit.parameter_bytes + unit.optimizer_bytes for unit in units)
+    states = 0.0 if goes_to_host else whole / world_size if is_sharded else float(whole)
+    gathered = [_at_rest(size, world_size) for size in sizes]
+    left = sum(
+        num_bytes for unit, mode, num_bytes in zip(units, modes, gathered, strict=True) if unit.is_root or mode.resident
+    )
+    one = max((num_bytes + size.shard for num_bytes, size in zip(gathered, sizes, strict=True)), default=0.0)
+    return _between_steps(profile, units, world_size) + left + one + states
+
+
+def _between_steps(profile: ModelProfile, units: Sequence[UnitProfile], world_size: int) -> float:
+    found = layout(tuple(units), profile.optimizer, world_size)
+    return found.shards + found.optimizer_state + profile.buffer_bytes
+
+
+def _at_rest(size: UnitBytes, world_size: int) -> float:
+    """The whole unit in the dtype at rest, in which state dicts gather it."""
+    return size.shard * world_size if world_size > 1 else 0.0

@@ -1,0 +1,61 @@
+"""The paper's own cost model: seconds and bytes add up over operators, nothing overlaps, nothing else counts.
+
+Seconds are equation 2: collectives and computing, without the runtime's overhead and the optimizer step. Bytes are
+those of model states and saved tensors at the end of forward:
+
+    memory(x) = sum_u ( m_ZDP,u  +  x_u (m_DP,u - m_ZDP,u) )        x_u = 1 where unit u is DP
+
+So the peak has one moment, at which all units are freed but those that are kept.
+
+References:
+    OSDP (Jiang et al. 2022), equations 1 and 2, appendix B. Its "others", temporaries of one operator, are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_osdp.core.cluster import Cluster
+from lightning_osdp.core.modes import DP, ZDP
+from lightning_osdp.core.profile import ModelProfile
+from lightning_osdp.core.units import UnitProfile
+from lightning_osdp.cost.cost import Workload
+from lightning_osdp.cost.model_states import model_states_cost
+from lightning_osdp.cost.moments import Moment
+from lightning_osdp.cost.peak_memory import StepMemory
+from lightning_osdp.cost.schedule import leaving_order
+
+TIME_TERMS = ("communication", "compute")
+"""Terms of `cost.TERMS` whose seconds the paper adds up."""
+
+
+def paper_memory(
+    profile: ModelProfile, units: Sequence[UnitProfile], cluster: Cluster, workload: Workload
+) -> StepMemory:
+    """Bytes as the paper adds them up, for any choice of modes; the root unit is DP in all of them.
+
+    Args:
+        profile: the model.
+        units: partition of its operators.
+        cluster: the ranks.
+        workload: micro-batch size.
+    """
+    sharded, whole = (
+        [model_states_cost(unit, mode, cluster=cluster, workload=workload).memory_bytes for unit in units]
+        for mode in (ZDP, DP)
+    )
+    order = leaving_order(units)
+    states = sum(whole[index] if unit.is_root else sharded[index] for index, unit in enumerate(units))
+    saved = profile.saved_bytes.at(workload.micro_batch_size)
+    moment = Moment(
+        num_bytes=states + saved,
+        phase="all phases",
+        operator="",
+        parts={"model states": states, "activations": saved, "gathered parameters": 0.0},
+    )
+    return StepMemory(
+        order=order,
+        # in half precision the gathered parameters may be smaller than the shard at rest
+        gathered_bytes=tuple(max(0.0, whole[unit] - sharded[unit]) for unit in order),
+        moments={len(order): moment},
+    )

@@ -1,0 +1,171 @@
+"""What FSDP1 does in one micro-batch, in the order in which the host issues it: the one account of its rules.
+
+Memory (`moments`) and time (`simulation`) are two readings of the same events.
+
+- Forward gathers a unit at each call of its module and frees it after, unless its mode keeps it. The root is gathered
+  first and never freed in forward.
+- Backward gathers what was freed when it reaches a unit's output, and frees it and reduces its gradients once it is
+  through with the unit's first call. The root comes last.
+- ``BACKWARD_PRE`` ("pre") gathers the next unit before a unit's backward runs, ``BACKWARD_POST`` ("post") after it and
+  before its gradients are reduced; "next" is the one that forward left before. ``forward_prefetch`` gathers the next
+  unit of forward before a unit runs.
+
+References:
+    torch/distributed/fsdp/_runtime_utils.py (``_pre_forward_unshard``, ``_post_forward_reshard``,
+    ``_pre_backward_hook``, ``_post_backward_hook``, ``_prefetch_handle``), _exec_order_utils.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from lightning_osdp.core.profile import Span
+from lightning_osdp.core.units import UnitProfile
+
+Kind = Literal["gather", "await", "forward", "free", "backward", "flatten", "reduce", "release"]
+"""``await``: what follows needs the gathered unit. ``flatten``: a unit's gradients are made one tensor, before the unit
+is freed. ``release``: what a segment had saved is gone."""
+
+
+class Event(NamedTuple):
+    """One thing that the host has done."""
+
+    kind: Kind
+    of: int
+    """The segment that is run (``forward``, ``backward``, ``release``), else the unit."""
+
+
+def leaving_order(units: Sequence[UnitProfile]) -> tuple[int, ...]:
+    """Units in the order in which forward leaves them for good, inner ones first; without the root."""
+    inner = [index for index, unit in enumerate(units) if not unit.is_root]
+    return tuple(sorted(inner, key=lambda index: (units[index].last, -index)))
+
+
+def micro_batch(
+    units: Sequence[UnitProfile],
+    calls: Sequence[Sequence[Span]],
+    is_kept: Sequence[bool],
+    *,
+    num_segments: int,
+    backward_prefetch: str,
+    forward_prefetch: bool,
+) -> list[Event]:
+    """Events of forward, loss and backward.
+
+    Args:
+        units: root first, if any, then in forward order.
+        calls: of each unit.
+        is_kept: whether a unit stays gathered from its first call in forward to the end of its backward.
+        num_segments: of the model, the loss included.
+        backward_prefetch: ``pre``, ``post`` or ``none``.
+        forward_prefetch: FSDP1's option.
+    """
+    host = _Host(units, calls, is_kept, num_segments)
+    host.forward(prefetches=forward_prefetch)
+    host.backward(prefetch=backward_prefetch)
+    return host.events
+
+
+class _Host:
+    """The host's state: which units it has gathered."""
+
+    def __init__(
+        self,
+        units: Sequence[UnitProfile],
+        calls: Sequence[Sequence[Span]],
+        is_kept: Sequence[bool],
+        num_segments: int,
+    ) -> None:
+        self.is_kept, self.num_segments = is_kept, num_segments
+        self.order = leaving_order(units)
+        self.place = {unit: place for place, unit in enumerate(self.order)}
+        self.root = [index for index, unit in enumerate(units) if unit.is_root]
+        self.root_gathers = any(units[root].gathered_bytes for root in self.root)
+        self.starts: list[list[int]] = [[] for _ in range(num_segments)]
+        self.ends: list[list[int]] = [[] for _ in range(num_segments)]
+        self.begins: list[list[int]] = [[] for _ in range(num_segments)]  # only of first calls
+        for unit in self.order:
+            for first, last in calls[unit]:
+                self.starts[first].append(unit)
+                self.ends[last].append(unit)
+            self.begins[calls[unit][0][0]].append(unit)
+        self.events: list[Event] = []
+        self.gathered: set[int] = set()
+        self.reached: set[int] = set()  # by backward: FSDP prefetches none of them again
+
+    def note(self, kind: Kind, of: int) -> None:
+        self.events.append(Event(kind, of))
+
+    def gather(self, unit: int) -> None:
+        if unit not in self.gathered:
+            self.gathered.add(unit)
+            self.note("gather", unit)
+
+    def need(self, unit: int) -> None:
+        self.gather(unit)
+        self.note("await", unit)
+
+    def free(self, unit: int) -> None:
+        self.gathered.discard(unit)
+        self.note("free", unit)
+
+    def forward(self, *, prefetches: bool) -> None:
+        upcoming = _first_after(self.starts)
+        for unit in self.root:
+            self.need(unit)
+        for segment in range(self.num_segments):
+            called: set[int] = set()  # a module may be called twice in one segment
+            for unit in sorted(self.starts[segment]):
+                if unit in called and not self.is_kept[unit]:
+                    self.free(unit)
+                called.add(unit)
+                self.need(unit)
+            if prefetches:
+                for unit in upcoming[segment]:
+                    self.gather(unit)
+            self.note("forward", segment)
+            for unit in sorted(set(self.ends[segment]), key=self.place.__getitem__):
+                if not self.is_kept[unit]:
+                    self.free(unit)
+
+    def gather_before(self, place: int) -> None:
+        """The prefetch of backward."""
+        if place > 0 and self.order[place - 1] not in self.reached:
+            self.gather(self.order[place - 1])
+
+    def backward(self, *, prefetch: str) -> None:
+        is_pre, is_post = prefetch == "pre", prefetch == "post"
+        if is_pre and self.root_gathers:
+            # The root's backward begins with the loss; without parameters it has nothing to prefetch from.
+            self.gather_before(len(self.order))
+        for segment in range(self.num_segments - 1, -1, -1):
+            for unit in sorted(set(self.ends[segment]), key=self.place.__getitem__, reverse=True):
+                self.reached.add(unit)
+                self.need(unit)
+                if is_pre:
+                    self.gather_before(self.place[unit])
+            self.note("backward", segment)
+            for unit in sorted(self.begins[segment], key=self.place.__getitem__):
+                self.reduce(unit, prefetches=is_post)
+            if segment == 0:
+                for unit in self.root:
+                    self.reduce(unit, prefetches=False)
+            self.note("release", segment)
+
+    def reduce(self, unit: int, *, prefetches: bool) -> None:
+        self.note("flatten", unit)
+        self.free(unit)
+        if prefetches:
+            self.gather_before(self.place[unit])
+        self.note("reduce", unit)
+
+
+def _first_after(units_at: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    """For each segment, the outermost unit at the next segment that has any."""
+    following: list[Sequence[int]] = []
+    upcoming: Sequence[int] = ()
+    for units in reversed(units_at):
+        following.append(upcoming)
+        upcoming = (min(units),) if units else upcoming
+    return following[::-1]

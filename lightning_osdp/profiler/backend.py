@@ -1,0 +1,97 @@
+"""What the process group's backend does besides moving bytes: found by trying, not assumed from its name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from lightning_osdp.profiler.live_bytes import LiveBytes
+from lightning_osdp.profiler.timing import synchronize
+
+Collective = Callable[[torch.Tensor, torch.Tensor], None]
+"""Takes the whole tensor and this rank's shard."""
+
+_NUM_BYTES = 4 * 1024**2
+_WIDTH = 2048
+_REPEATS = 5
+
+
+def copies_in_reduce_scatter(device: torch.device, reduce_scatter: Collective) -> bool:
+    """Whether a reduce-scatter holds a copy of what it reduces, as gloo's does. Call it on all ranks."""
+    whole, shard = _tensors(device)
+    if device.type == "cuda":
+        reduce_scatter(whole, shard)  # the communicator's own buffers come with its first collective
+        synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        reduce_scatter(whole, shard)
+        synchronize(device)
+        beside = torch.cuda.max_memory_allocated(device) - before
+    else:
+        with LiveBytes(device.type) as live:
+            kept = live.track([whole, shard])
+            reduce_scatter(whole, shard)
+        beside = live.peak_bytes - kept
+    return _any(beside >= whole.nbytes, device)
+
+
+def overlaps_computing(device: torch.device, all_gather: Collective) -> bool:
+    """Whether computing goes on during an all-gather that is issued as FSDP1 issues it. Call it on all ranks.
+
+    FSDP1 gathers in a stream of its own. Where a device has no streams, as the CPU, the host waits for each collective
+    before it goes on: there is nothing to measure.
+    """
+    if device.type == "cpu":
+        return False
+    whole, shard = _tensors(device)
+    matrix = torch.randn(_WIDTH, _WIDTH, device=device)
+    stream = torch.cuda.Stream(device)
+
+    def gather() -> None:
+        with torch.cuda.stream(stream):
+            all_gather(whole, shard)
+
+    gather_s = _fastest_s(device, gather)
+    once_s = _fastest_s(device, lambda: matrix @ matrix)
+    repeats = torch.tensor(max(1, round(gather_s / once_s)), device=device)
+    dist.broadcast(repeats, src=0)  # all ranks compute for as long
+    num_repeats = int(repeats.item())
+
+    def compute() -> None:
+        for _ in range(num_repeats):
+            matrix @ matrix
+
+    def both() -> None:
+        gather()
+        compute()
+
+    compute_s, both_s = _fastest_s(device, compute), _fastest_s(device, both)
+    # half of the shorter one hidden
+    return not _any(both_s > max(gather_s, compute_s) + 0.5 * min(gather_s, compute_s), device)
+
+
+def _tensors(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    elements = _NUM_BYTES // 4 // dist.get_world_size()
+    return torch.zeros(elements * dist.get_world_size(), device=device), torch.zeros(elements, device=device)
+
+
+def _fastest_s(device: torch.device, run: Callable[[], object]) -> float:
+    best = float("inf")
+    for _ in range(_REPEATS + 1):
+        dist.barrier()
+        synchronize(device)
+        start = time.perf_counter()
+        run()
+        synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _any(value: bool, device: torch.device) -> bool:
+    """Whether it holds on any rank."""
+    held = torch.tensor(int(value), device=device)
+    dist.all_reduce(held, op=dist.ReduceOp.MAX)
+    return bool(held.item())

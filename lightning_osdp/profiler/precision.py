@@ -1,0 +1,82 @@
+"""The dtypes in which FSDP1 has a model compute under mixed precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+
+@dataclass(frozen=True)
+class ComputePrecision:
+    """What FSDP's ``MixedPrecision`` says of parameters, buffers and inputs."""
+
+    dtype: torch.dtype | None = None
+    """Of gathered parameters, of floating-point buffers and inputs; None: as they are."""
+    exempt: tuple[type[nn.Module], ...] = ()
+    """Modules that compute in float32 all the same, each a unit of its own: ``_module_classes_to_ignore``."""
+
+    def is_exempt(self, module: nn.Module) -> bool:
+        """Whether it computes in float32 while others do not."""
+        return self.dtype is not None and isinstance(module, self.exempt)
+
+    def dtype_of(self, module: nn.Module) -> torch.dtype | None:
+        """In which the module's own tensors are while it computes; None: as they are."""
+        return None if self.is_exempt(module) else self.dtype
+
+    def cast(self, batch: Any) -> Any:
+        """Floating-point inputs as FSDP's root casts them."""
+        dtype = self.dtype
+        return batch if dtype is None else tree_map_only(Tensor, lambda tensor: _cast(tensor, dtype), batch)
+
+    @contextmanager
+    def applied(self, module: nn.Module) -> Iterator[None]:
+        """Has the model compute so; autocast then makes no copies that training lacks.
+
+        References:
+            torch/distributed/fsdp/_common_utils.py (``_override_module_mixed_precision``).
+        """
+        whole: dict[Tensor, Tensor] = {}
+        with ExitStack() as cleanup:
+            for child in module.modules() if self.dtype is not None else ():
+                if self.is_exempt(child):
+                    cleanup.enter_context(_in_float32(child))
+                    continue
+                for tensor in (*child.parameters(recurse=False), *child.buffers(recurse=False)):
+                    whole.setdefault(tensor, tensor.data)
+            try:
+                for tensor, data in whole.items():
+                    tensor.data = self.cast(data)
+                yield
+            finally:
+                for tensor, data in whole.items():
+                    tensor.data = data
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+@contextmanager
+def _in_float32(module: nn.Module) -> Iterator[None]:
+    """Casts floating-point inputs to float32, and what is returned back to the dtype of the last one."""
+    before: list[torch.dtype] = []
+
+    def enter(_: nn.Module, args: Any) -> Any:
+        before[:] = [tensor.dtype for tensor in args if isinstance(tensor, Tensor) and tensor.is_floating_point()]
+        return tree_map_only(Tensor, lambda tensor: _cast(tensor, torch.float32), args)
+
+    def leave(_: nn.Module, __: Any, output: Any) -> Any:
+        return tree_map_only(Tensor, lambda tensor: _cast(tensor, before[-1]), output) if before else output
+
+    hooks = module.register_forward_pre_hook(enter), module.register_forward_hook(leave)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,90 @@
+"""One step followed at two micro-batch sizes: its calls and its bytes, on fake tensors where the model allows it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_osdp.errors import ProfileError, UntraceableError
+from lightning_osdp.profiler.activations import Activations, evaluate_as_training, trace_activations, trace_evaluation
+from lightning_osdp.profiler.calls import Calls, recorded_calls
+from lightning_osdp.profiler.loss import check_loss, loss_in
+from lightning_osdp.profiler.operators import find_operators
+from lightning_osdp.profiler.rehearsal import Rehearsal, Step
+from lightning_osdp.profiler.resize import another_size
+from lightning_osdp.profiler.tensors import tensors_in
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a step does."""
+
+    calls: Calls
+    activations: Mapping[int, Sequence[Activations]]
+    """By micro-batch size, of each segment; the profiled size is first."""
+
+
+def trace_step(step: Step) -> Trace:
+    """Follows a step, with the profiled number of samples and with another.
+
+    Raises:
+        ProfileError: there is no loss; or parameters are on the meta device and the step needs their values.
+    """
+    try:
+        return _trace(step, step.on_fake_tensors)
+    except UntraceableError as error:
+        if step.is_meta:
+            raise ProfileError(
+                "Expected a model on the meta device to run one training step without the values of its parameters,"
+                f" but it does not: {error.__cause__!r}. Let training_step read no values, or create the model on a"
+                " real device."
+            ) from error
+        _log.info("OSDP: the step is traced on real tensors, for on fake ones it fails: %r", error.__cause__)
+    return _trace(step, step.on_real_tensors)
+
+
+def _trace(step: Step, rehearsal: Callable[[int], Rehearsal]) -> Trace:
+    with rehearsal(step.batch_size) as (run, _), recorded_calls(step.module) as calls:
+        check_loss(run())
+    activations = {step.batch_size: _activations(step.module, calls, rehearsal, step.batch_size)}
+    other = another_size(step.batch_size)
+    try:
+        activations[other] = _activations(step.module, calls, rehearsal, other)
+    except Exception as error:  # a model may be made for one size only
+        _log.warning(
+            "OSDP: the model does not run on %d samples (%s): bytes and time are taken as proportional.",
+            other,
+            _cause(error),
+        )
+    return Trace(calls, activations)
+
+
+def _cause(error: Exception) -> BaseException | None:
+    return error.__cause__ if isinstance(error, UntraceableError) else error
+
+
+def _activations(
+    module: nn.Module, calls: Calls, rehearsal: Callable[[int], Rehearsal], size: int
+) -> list[Activations]:
+    with rehearsal(size) as (run, batch):
+        operators = find_operators(module, calls)
+        static = _static(module, batch)
+        parts = trace_activations(module, operators, calls, run_step=run, loss_in=loss_in, static=static)
+    try:
+        with rehearsal(size) as (run, batch):
+            trace_evaluation(module, calls, parts, run, _static(module, batch))
+    except Exception as error:  # a training step may need gradients, as for a penalty on them
+        _log.info("OSDP: without gradients the step does not run (%s): evaluation is taken as training.", _cause(error))
+        evaluate_as_training(parts)
+    return parts
+
+
+def _static(module: nn.Module, batch: Any) -> list[Tensor]:
+    """Tensors that live throughout, beside the parameters."""
+    return [*tensors_in([vars(m) for m in module.modules()]), *tensors_in(batch)]

@@ -1,0 +1,166 @@
+"""One optimizer step under FSDP1, event by event: its time, its memory, and where both go."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lightning_osdp.core.cluster import Cluster
+from lightning_osdp.core.modes import ShardingMode
+from lightning_osdp.core.profile import ModelProfile
+from lightning_osdp.core.units import UnitProfile
+from lightning_osdp.cost import (
+    Moment,
+    PeakMemory,
+    Workload,
+    evaluation_peak,
+    gather_s,
+    optimizer_s,
+    overhead_s,
+    reduce_s,
+)
+from lightning_osdp.cost.moments import LiveParts
+from lightning_osdp.cost.schedule import Event, micro_batch
+from lightning_osdp.simulation.timeline import MOST_SIMULATED, Durations, Interval, Timeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEstimate:
+    """What one optimizer step is predicted to take on one rank."""
+
+    time_s: float
+    compute_s: float
+    """Forward, backward and the optimizer step of all micro-batches."""
+    communication_s: float
+    """Collectives, hidden behind computing or not."""
+    overhead_s: float
+    """What the runtime takes for its units."""
+    peak: PeakMemory
+    """The largest moment: bytes, phase, operator, and what the bytes consist of."""
+    evaluation_bytes: int = 0
+    """Peak of an evaluation with batches of as many samples, see `cost.evaluation_peak`."""
+    moments: tuple[tuple[float, Moment], ...] = ()
+    """Memory over time: seconds from the start of the last micro-batch, and what is alive then."""
+    intervals: tuple[Interval, ...] = ()
+    """What computing and the communicator do, and when, in the micro-batches that were gone through."""
+
+    @property
+    def exposed_communication_s(self) -> float:
+        """Seconds in which computing waits for collectives."""
+        return max(0.0, self.time_s - self.compute_s - self.overhead_s)
+
+
+def simulate_step(
+    profile: ModelProfile,
+    units: Sequence[UnitProfile],
+    modes: Sequence[ShardingMode],
+    cluster: Cluster,
+    workload: Workload,
+    *,
+    backward_prefetch: str = "pre",
+    forward_prefetch: bool = False,
+    rank: int | None = None,
+) -> StepEstimate:
+    """Goes through one optimizer step.
+
+    Args:
+        profile: the model.
+        units: partition of its operators.
+        modes: one per unit.
+        cluster: ranks, links, and whether collectives overlap computing.
+        workload: micro-batch size and number of micro-batches; gradients are reduced in each.
+        backward_prefetch: FSDP1's ``BACKWARD_PRE`` ("pre"), ``BACKWARD_POST`` ("post") or None ("none").
+        forward_prefetch: FSDP1's option of the same name.
+        rank: whose memory; None: of the rank that holds most.
+    """
+    events = events_of(
+        profile,
+        units,
+        modes,
+        cluster.world_size,
+        backward_prefetch=backward_prefetch,
+        forward_prefetch=forward_prefetch,
+    )
+    durations = durations_of(profile, units, modes, cluster, workload)
+    timeline = Timeline(durations, overlaps=cluster.overlaps, keeps_intervals=True)
+    moments: list[tuple[float, Moment]] = []
+
+    def note(_: float, moment: Callable[[], Moment]) -> None:
+        moments.append((timeline.now_s - timeline.ends_s[-1], moment()))
+
+    live = LiveParts(
+        profile,
+        units,
+        note,
+        world_size=cluster.world_size,
+        workload=workload,
+        reduce_scatter_copies=cluster.reduce_scatter_copies,
+        rank=rank,
+    )
+    repeats = workload.num_micro_batches
+    num_simulated = min(MOST_SIMULATED, repeats)
+    for index in range(num_simulated - 1):
+        timeline.read_all(events, index)
+    for event in events:
+        timeline.read(event, num_simulated - 1)
+        live.read(event)
+    live.update()
+    timeline.end_backward()
+    update_s = optimizer_s(profile, cluster)
+    return StepEstimate(
+        time_s=timeline.total_s(repeats) + update_s,
+        compute_s=repeats * (sum(durations.forward_s) + sum(durations.backward_s)) + update_s,
+        communication_s=repeats * _communication_s(events, durations),
+        overhead_s=repeats * sum(durations.overhead_s),
+        peak=PeakMemory.of(max((moment for _, moment in moments), key=lambda moment: moment.num_bytes)),
+        evaluation_bytes=math.ceil(
+            evaluation_peak(profile, units, modes, world_size=cluster.world_size, num_samples=workload.micro_batch_size)
+        ),
+        moments=tuple(moments),
+        intervals=tuple(timeline.intervals),
+    )
+
+
+def events_of(
+    profile: ModelProfile,
+    units: Sequence[UnitProfile],
+    modes: Sequence[ShardingMode],
+    world_size: int,
+    *,
+    backward_prefetch: str,
+    forward_prefetch: bool,
+) -> list[Event]:
+    """Events of one micro-batch; on one rank no mode keeps anything."""
+    return micro_batch(
+        units,
+        [unit.calls for unit in units],
+        [mode.resident and world_size > 1 for mode in modes],
+        num_segments=len(profile.segments),
+        backward_prefetch=backward_prefetch,
+        forward_prefetch=forward_prefetch,
+    )
+
+
+def durations_of(
+    profile: ModelProfile,
+    units: Sequence[UnitProfile],
+    modes: Sequence[ShardingMode],
+    cluster: Cluster,
+    workload: Workload,
+) -> Durations:
+    """Seconds of each event of one micro-batch."""
+    samples = workload.micro_batch_size
+    return Durations(
+        forward_s=[segment.forward_s.at(samples) for segment in profile.segments],
+        backward_s=[segment.backward_s.at(samples) for segment in profile.segments],
+        gather_s=[gather_s(unit, cluster) for unit in units],
+        reduce_s=[reduce_s(unit, cluster) for unit in units],
+        overhead_s=[overhead_s(unit, mode, cluster) for unit, mode in zip(units, modes, strict=True)],
+    )
+
+
+def _communication_s(events: Sequence[Event], durations: Durations) -> float:
+    """Seconds of all collectives of a micro-batch."""
+    seconds = {"gather": durations.gather_s, "reduce": durations.reduce_s}
+    return sum(seconds[event.kind][event.of] for event in events if event.kind in seconds)

@@ -1,0 +1,136 @@
+"""When each event of a step happens: two resources, computing and the communicator, each first in, first out.
+
+The host issues events ahead of the device. A backend that blocks (gloo) has one resource for everything: time is the
+sum. Where communication overlaps computing, a gather begins as soon as the communicator is free and
+
+- the limiter lets it: FSDP1 waits with a gather while two freed units' memory may still be in use;
+- computing waits for the gathers that it needs (AWAIT);
+- a reduce-scatter waits for the backward that made its gradients, and the end of backward for all of them.
+
+References:
+    torch/distributed/fsdp/_limiter_utils.py (two in flight), _runtime_utils.py (streams, and
+    ``_post_backward_final_callback``); collectives of one process group share one stream of NCCL.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from lightning_osdp.cost.schedule import Event
+
+GATHERS_IN_FLIGHT = 2
+"""``_FreeEventQueue._max_num_inflight_all_gathers``."""
+
+MOST_SIMULATED = 3
+"""Micro-batches that are gone through one by one: first, steady, last. Further ones are like the steady one."""
+
+COMPUTE, COMMUNICATION = "compute", "communication"
+
+
+class Interval(NamedTuple):
+    """What a resource does from when to when, in seconds from the start of the step."""
+
+    resource: str
+    event: Event
+    micro_batch: int
+    start_s: float
+    end_s: float
+
+
+class Durations(NamedTuple):
+    """Seconds of every event: by segment, and by unit."""
+
+    forward_s: Sequence[float]
+    backward_s: Sequence[float]
+    gather_s: Sequence[float]
+    reduce_s: Sequence[float]
+    overhead_s: Sequence[float]
+    """What the runtime takes for a unit in a micro-batch; it is charged where gradients are flattened."""
+
+
+class Timeline:
+    """Reads events in the order in which the host issues them.
+
+    Args:
+        durations: seconds of every event.
+        overlaps: whether collectives run beside computing.
+        keeps_intervals: whether to note them, for a picture.
+    """
+
+    def __init__(self, durations: Durations, *, overlaps: bool, keeps_intervals: bool = False) -> None:
+        self.durations, self.overlaps = durations, overlaps
+        self.compute_s = self.communicator_s = 0.0
+        self.keeps_intervals = keeps_intervals
+        self.intervals: list[Interval] = []
+        self.ends_s = [0.0]
+        """When the micro-batches so far were done."""
+        self.stalls_s: dict[int, float] = {}
+        """Unit -> seconds for which computing waited for its latest gather: that of backward, once that is over."""
+        self._ready_s: dict[int, float] = {}
+        self._freed_s: deque[float] = deque()
+
+    @property
+    def now_s(self) -> float:
+        """When everything issued so far is done."""
+        return max(self.compute_s, self.communicator_s)
+
+    def read(self, event: Event, micro_batch: int = 0) -> None:
+        """One more event."""
+        kind, of = event
+        durations = self.durations
+        if kind == "gather":
+            may_start_s = 0.0
+            if len(self._freed_s) >= GATHERS_IN_FLIGHT:
+                may_start_s = self._freed_s.popleft()
+            self._ready_s[of] = self._communicate(event, micro_batch, durations.gather_s[of], may_start_s)
+        elif kind == "await":
+            start_s = self.compute_s
+            self.compute_s = max(start_s, self._ready_s.get(of, 0.0))
+            self.stalls_s[of] = self.compute_s - start_s
+        elif kind == "forward":
+            self._compute(event, micro_batch, durations.forward_s[of])
+        elif kind == "backward":
+            self._compute(event, micro_batch, durations.backward_s[of])
+        elif kind == "flatten":
+            self._compute(event, micro_batch, durations.overhead_s[of])
+        elif kind == "free":
+            self._freed_s.append(self.compute_s)
+        elif kind == "reduce":
+            self._communicate(event, micro_batch, durations.reduce_s[of], self.compute_s)
+
+    def read_all(self, events: Iterable[Event], micro_batch: int = 0) -> None:
+        """All events of a micro-batch."""
+        for event in events:
+            self.read(event, micro_batch)
+        self.end_backward()
+
+    def end_backward(self) -> None:
+        """Computing goes on when all gradients are reduced."""
+        self.compute_s = self.communicator_s = self.now_s
+        self.ends_s.append(self.now_s)
+
+    def total_s(self, num_micro_batches: int) -> float:
+        """Seconds of so many micro-batches, of which at most `MOST_SIMULATED` were gone through."""
+        num_more = num_micro_batches - (len(self.ends_s) - 1)
+        return self.now_s + (num_more * (self.ends_s[-2] - self.ends_s[-3]) if num_more else 0.0)
+
+    def _compute(self, event: Event, micro_batch: int, seconds: float) -> None:
+        start_s = self.compute_s
+        self.compute_s += seconds
+        if not self.overlaps:
+            self.communicator_s = self.compute_s
+        self._keep(COMPUTE, event, micro_batch, start_s, self.compute_s)
+
+    def _communicate(self, event: Event, micro_batch: int, seconds: float, may_start_s: float) -> float:
+        start_s = max(self.communicator_s, may_start_s)
+        self.communicator_s = start_s + seconds
+        if not self.overlaps:
+            self.compute_s = self.communicator_s
+        self._keep(COMMUNICATION, event, micro_batch, start_s, self.communicator_s)
+        return self.communicator_s
+
+    def _keep(self, resource: str, event: Event, micro_batch: int, start_s: float, end_s: float) -> None:
+        if self.keeps_intervals and end_s > start_s:
+            self.intervals.append(Interval(resource, event, micro_batch, start_s, end_s))

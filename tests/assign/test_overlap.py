@@ -1,0 +1,184 @@
+"""Modes where communication overlaps computing: against brute force, and cases worked out by hand."""
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_osdp.assign import Setting, assign_modes, bound_later_s
+from lightning_osdp.assign.paths import Paths
+from lightning_osdp.core.cluster import Cluster, Link, UnitOverhead
+from lightning_osdp.core.modes import DP, ZDP
+from lightning_osdp.core.units import partition
+from lightning_osdp.cost import Workload
+
+
+@st.composite
+def overlapped(draw, most=7):
+    """Fields of operators, and the rest of a `Setting` whose links are about as busy as its device."""
+    names = [""]
+    for index in range(draw(st.integers(1, most))):
+        names.append(f"{draw(st.sampled_from(['', *names]))}.{index}".strip("."))
+    operators = [
+        {
+            "name": name,
+            "parameter_bytes": draw(st.sampled_from([100, 100, 300, 37])),
+            "frozen": draw(st.sampled_from([False, False, False, True])),
+            "num_calls": draw(st.sampled_from([1, 1, 1, 2])),
+            "forward_s_per_sample": draw(st.sampled_from([0.0, 0.5, 1.0, 2.0])),
+            "backward_s_per_sample": draw(st.sampled_from([0.0, 1.0, 2.0, 4.0])),
+            "backward_fixed_s": draw(st.sampled_from([0.0, 1.0])),
+            "activation_bytes_per_sample": draw(st.sampled_from([0, 50, 200])),
+            "backward_workspace_bytes_per_sample": draw(st.sampled_from([0, 100])),
+        }
+        for name in names[1:]
+    ]
+    link = st.builds(Link, latency_s=st.sampled_from([0.0, 0.3]), seconds_per_byte=st.sampled_from([0.002, 0.01, 0.03]))
+    overhead = st.builds(UnitOverhead, fixed_s=st.sampled_from([0.0, 0.2, 0.5]))
+    cluster = Cluster(
+        world_size=draw(st.sampled_from([2, 3, 8])),
+        all_gather=draw(link),
+        reduce_scatter=draw(link),
+        unit_overhead=draw(st.fixed_dictionaries({"ZDP": overhead, "DP": overhead}) | st.just({})),
+        overlaps=True,
+    )
+    return operators, {
+        "cluster": cluster,
+        "workload": Workload(micro_batch_size=draw(st.integers(1, 3)), num_micro_batches=draw(st.integers(1, 5))),
+        "backward_prefetch": draw(st.sampled_from(["pre", "post", "none"])),
+        "forward_prefetch": draw(st.booleans()),
+    }
+
+
+def made(model, operator, case):
+    operators, fields = case
+    profile = model(*(operator(**fields) for fields in operators), loss_activation_bytes_per_sample=30)
+    return Setting(profile=profile, units=partition(profile, min_unit_bytes=0), **fields)
+
+
+def fitting(found, share):
+    """A limit this share of the way from the least peak to the largest, and the step times of all that fit."""
+    every = {modes: found.peak(modes).peak_bytes for modes in itertools.product(*found.options)}
+    limit_bytes = int(min(every.values()) + share * (max(every.values()) - min(every.values())))
+    return limit_bytes, {modes: found.step_time_s(modes) for modes, peak in every.items() if peak <= limit_bytes}
+
+
+SHARES = st.sampled_from([0.0, 0.2, 0.5, 0.8, 1.0])
+
+
+@settings(deadline=None, max_examples=150)
+@given(case=overlapped(), share=SHARES)
+def test_modes_fit_and_no_modes_that_fit_are_faster_than_the_bound(model, operator, case, share):
+    found = made(model, operator, case)
+    limit_bytes, times_s = fitting(found, share)
+    assigned = assign_modes(found, limit_bytes=limit_bytes)
+    best_s = min(times_s.values())
+    assert assigned.peak.peak_bytes <= limit_bytes
+    assert assigned.step_time_s == times_s[assigned.modes]
+    assert assigned.bound_s <= best_s * (1 + 1e-9)
+    assert best_s <= assigned.step_time_s <= times_s[found.least_memory_modes]
+    assert assign_modes(found, limit_bytes=limit_bytes) == assigned
+
+
+@settings(deadline=None, max_examples=150)
+@given(case=overlapped())
+def test_every_path_is_a_bound_on_all_modes_and_the_least_one_too(model, operator, case):
+    found = made(model, operator, case)
+    paths = Paths(found)
+    every = list(itertools.product(*found.options))
+    for modes in every[:: max(1, len(every) // 8)]:
+        path = paths.at(paths.longest(modes))
+        assert all(path.time_s(others) <= found.step_time_s(others) * (1 + 1e-9) for others in every)
+        assert paths.least_s() <= found.step_time_s(modes) * (1 + 1e-9)
+
+
+@settings(deadline=None, max_examples=60)
+@given(case=overlapped(most=5), share=SHARES, more=st.integers(1, 9), overlaps=st.booleans())
+def test_a_bound_holds_for_larger_micro_batches(model, operator, case, share, more, overlaps):
+    found = made(model, operator, case)
+    found = dataclasses.replace(found, cluster=dataclasses.replace(found.cluster, overlaps=overlaps))
+    limit_bytes, times_s = fitting(found, share)
+    size = found.workload.micro_batch_size + more
+    later = found.at(size)
+    bound_s = bound_later_s(found, min(times_s.values()), micro_batch_size=size)
+    assert bound_s >= min(times_s.values())
+    for modes in itertools.product(*later.options):
+        if later.peak(modes).peak_bytes <= limit_bytes:
+            assert bound_s <= later.step_time_s(modes) * (1 + 1e-9)
+
+
+@pytest.fixture
+def chain(model, operator, cluster):
+    """Eight equal operators; a ring takes 1 s, forward ``forward_s`` and backward twice that."""
+
+    def build(forward_s, **fields):
+        operators = (
+            operator(f"m{i}", 100, forward_s_per_sample=forward_s, backward_s_per_sample=2 * forward_s)
+            for i in range(8)
+        )
+        profile = model(*operators)
+        return Setting(
+            profile=profile,
+            units=partition(profile, min_unit_bytes=0),
+            cluster=dataclasses.replace(cluster(2, seconds_per_byte=0.02), overlaps=True),
+            workload=Workload(micro_batch_size=1),
+            **fields,
+        )
+
+    return build
+
+
+def test_nothing_is_kept_where_computing_hides_everything(chain):
+    found = chain(3.0)
+    assigned = assign_modes(found, limit_bytes=10**6)
+    assert assigned.modes == (DP, *[ZDP] * 8)
+    # 8 (3 + 6), the first gather and the last reduce-scatter
+    assert (assigned.step_time_s, assigned.gap) == (74.0, 0.0)
+
+
+def test_everything_is_kept_where_collectives_take_longest(chain):
+    found = chain(0.1)
+    assigned = assign_modes(found, limit_bytes=10**6)
+    # 16 collectives, between which the last forward and backward are computed
+    assert assigned.step_time_s == pytest.approx(16.0 + 0.3)
+    assert assigned.gap == pytest.approx(0.0, abs=1e-9)
+    assert sum(mode is ZDP for mode in assigned.modes) == 0
+
+
+def test_as_many_are_kept_as_fit_where_collectives_take_longest(chain):
+    found = chain(0.1)
+    least, most = (found.peak(modes).peak_bytes for modes in (found.all_zdp_modes, (DP,) * 9))
+    times_s = [assign_modes(found, limit_bytes=limit).step_time_s for limit in range(least, most + 1, 100)]
+    assert times_s == sorted(times_s, reverse=True)
+    assert times_s[0] > times_s[-1] + 3.0
+
+
+def test_where_no_plan_below_the_wanted_time_is_possible_modes_are_not_improved(chain):
+    found = chain(3.0)
+    assigned = assign_modes(found, limit_bytes=10**6, worth_s=70.0)
+    assert (assigned.step_time_s, assigned.bound_s) == (74.0, 74.0)
+    with_overhead = dataclasses.replace(
+        found,
+        cluster=dataclasses.replace(
+            found.cluster, unit_overhead={"ZDP": UnitOverhead(fixed_s=1.0), "DP": UnitOverhead(fixed_s=0.0)}
+        ),
+    )
+    assert assign_modes(with_overhead, limit_bytes=10**6, worth_s=math.inf).modes == (DP,) * 9
+
+
+@pytest.mark.parametrize("forward_s", [0.3, 0.5, 1.0])
+def test_a_gather_after_backward_is_as_early_and_holds_one_unit_less(chain, forward_s):
+    before, after, late = (chain(forward_s, backward_prefetch=each) for each in ("pre", "post", "none"))
+    modes = before.all_zdp_modes
+    assert before.step_time_s(modes) == after.step_time_s(modes) < late.step_time_s(modes)
+    assert before.peak(modes).peak_bytes > after.peak(modes).peak_bytes >= late.peak(modes).peak_bytes
+
+
+def test_one_rank_has_nothing_to_overlap(chain):
+    alone = chain(1.0)
+    alone = dataclasses.replace(alone, cluster=dataclasses.replace(alone.cluster, world_size=1))
+    assert not alone.overlaps
+    assert assign_modes(alone, limit_bytes=10**6).gap == 0.0

@@ -1,0 +1,60 @@
+"""Evaluation and saving, worked out by hand.
+
+Three units of P = 40, 80, 120 bytes under Adam on two ranks: shards 120, Adam 240, whole states 240 + 480.
+"""
+
+import dataclasses
+
+import pytest
+
+from lightning_osdp.core.affine import Affine
+from lightning_osdp.core.modes import DP, ZDP
+from lightning_osdp.core.units import partition
+from lightning_osdp.cost import evaluation_peak, saving_peak
+
+
+@pytest.fixture
+def three(model):
+    profile = model(40, 80, 120, batch_bytes_per_sample=1.0)
+    segments = [
+        dataclasses.replace(segment, evaluation_bytes=Affine(0.0, size))
+        for segment, size in zip(profile.segments, (5.0, 10.0, 2.0, 1.0), strict=True)
+    ]
+    return dataclasses.replace(profile, segments=tuple(segments))
+
+
+def given(profile, modes):
+    return profile, partition(profile, min_unit_bytes=0), [DP, *({"D": DP, "Z": ZDP}[letter] for letter in modes)]
+
+
+@pytest.mark.parametrize(
+    ("modes", "expected"),
+    [
+        ("ZZZ", 362 + 120 + 4),  # P_2 while it runs; at m1 80 + 20
+        ("DDD", 362 + 240 + 20),  # all of them, and the largest e_i
+        ("DZZ", 362 + 40 + 120 + 4),
+        ("ZZD", 362 + 120 + 80 + 20),  # P_2 stays from the batch before
+    ],
+)
+def test_evaluation_keeps_what_is_dp_and_gathers_the_rest(three, modes, expected):
+    # two samples: base 120 + 240 + 2 of the batch
+    assert evaluation_peak(*given(three, modes), world_size=2, num_samples=2) == expected
+
+
+def test_one_rank_gathers_nothing_in_evaluation(three):
+    assert evaluation_peak(*given(three, "DDD"), world_size=1, num_samples=2) == 240 + 480 + 2 + 20
+
+
+@pytest.mark.parametrize(
+    ("options", "modes", "expected"),
+    [
+        # between steps 360, the largest unit and a shard of it 120 + 60
+        ({"is_sharded": False, "goes_to_host": False}, "ZZZ", 360 + 180 + 720),
+        ({"is_sharded": True, "goes_to_host": False}, "ZZZ", 360 + 180 + 360),
+        ({"is_sharded": False, "goes_to_host": True}, "ZZZ", 360 + 180),
+        # what an evaluation has left gathered
+        ({"is_sharded": False, "goes_to_host": True}, "DDZ", 360 + 180 + 120),
+    ],
+)
+def test_saving_holds_state_dicts_where_they_stay_on_the_device(three, options, modes, expected):
+    assert saving_peak(*given(three, modes), world_size=2, **options) == expected

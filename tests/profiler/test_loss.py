@@ -1,0 +1,38 @@
+import pytest
+import torch
+
+from lightning_osdp.errors import ProfileError
+from lightning_osdp.profiler.loss import check_finite, check_loss, loss_in
+
+LOSS = torch.ones(2, requires_grad=True).sum()
+
+
+def test_the_loss_may_be_returned_alone_or_in_a_mapping():
+    assert loss_in(LOSS) is LOSS
+    assert loss_in({"logits": 1, "loss": LOSS}) is LOSS
+
+
+@pytest.mark.parametrize("returned", [LOSS, {"loss": LOSS, "more": None}, LOSS.reshape(1), LOSS * float("nan")])
+def test_a_scalar_with_a_gradient_is_one_whatever_its_value(returned):
+    check_loss(returned)
+
+
+@pytest.mark.parametrize(
+    ("returned", "text"),
+    [
+        (None, r"^Expected training_step to return a loss on the profiling batch, got None\."),
+        ({"a": LOSS}, r"^Expected training_step to return a dict with 'loss', got the keys \['a'\]\."),
+        (torch.ones(2, requires_grad=True), r"^Expected the loss to be a scalar .* shape \[2\], requires_grad=True\."),
+        (LOSS.detach(), r"^Expected the loss to be a scalar .* got shape \[\], requires_grad=False\."),
+    ],
+)
+def test_anything_else_is_refused(returned, text):
+    with pytest.raises(ProfileError, match=text):
+        check_loss(returned)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_a_loss_that_is_not_finite_is_refused(value):
+    check_finite(LOSS)
+    with pytest.raises(ProfileError, match=rf"^Expected a finite loss on the profiling batch, got {value}\."):
+        check_finite(LOSS * float(value))

@@ -1,0 +1,145 @@
+"""The simulated step where nothing overlaps is the additive one and its memory the closed form; one clock for both."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_osdp.assign import Setting
+from lightning_osdp.core.affine import Affine
+from lightning_osdp.core.cluster import Cluster, Link, UnitOverhead
+from lightning_osdp.core.modes import DP, ZDP
+from lightning_osdp.core.profile import OptimizerProfile, Segment
+from lightning_osdp.core.units import partition
+from lightning_osdp.cost import Workload
+from lightning_osdp.simulation import simulate_step
+
+SECONDS = st.sampled_from([0.0, 0.5, 1.0, 3.0])
+LINKS = st.builds(Link, latency_s=st.sampled_from([0.0, 0.2]), seconds_per_byte=st.sampled_from([0.0, 0.01]))
+
+
+@st.composite
+def trees(draw, most=7):
+    """Operators of a random module tree in forward order, and the fields of a profile."""
+    names = [""]
+    for index in range(draw(st.integers(1, most))):
+        names.append(f"{draw(st.sampled_from(names))}.{index}".strip("."))
+    num_bytes = st.integers(0, 500)
+    operators = [
+        {
+            "name": name,
+            "parameter_bytes": draw(num_bytes),
+            "frozen": draw(st.sampled_from([False, False, True])),
+            "num_calls": draw(st.sampled_from([1, 1, 1, 2])),
+            "forward_s_per_sample": draw(SECONDS),
+            "backward_fixed_s": draw(SECONDS),
+            "activation_bytes_per_sample": draw(num_bytes),
+            "forward_workspace_bytes_per_sample": draw(num_bytes),
+            "backward_workspace_bytes_per_sample": draw(num_bytes),
+        }
+        for name in names[draw(st.integers(0, 1)) :]
+    ]
+    return operators, {
+        "loss_s_per_sample": draw(SECONDS),
+        "loss_activation_bytes_per_sample": draw(num_bytes),
+        "optimizer": OptimizerProfile(s_per_element=draw(SECONDS), foreach_temporaries=2.0, is_foreach=True),
+    }
+
+
+@st.composite
+def surroundings(draw, **fixed):
+    """The rest of a `Setting`, and a list to draw modes from."""
+    overhead = st.builds(UnitOverhead, fixed_s=SECONDS, seconds_per_byte=st.sampled_from([0.0, 0.001]))
+    cluster = {
+        "world_size": draw(st.sampled_from([1, 2, 3, 8])),
+        "all_gather": draw(LINKS),
+        "reduce_scatter": draw(LINKS),
+        "unit_overhead": draw(st.fixed_dictionaries({"ZDP": overhead, "DP": overhead}) | st.just({})),
+        "reduce_scatter_copies": draw(st.booleans()),
+        "overlaps": draw(st.booleans()),
+    }
+    return {
+        "cluster": Cluster(**cluster | fixed),
+        "workload": Workload(micro_batch_size=draw(st.integers(1, 3)), num_micro_batches=draw(st.integers(1, 5))),
+        "backward_prefetch": draw(st.sampled_from(["pre", "post", "none"])),
+        "forward_prefetch": draw(st.booleans()),
+    }
+
+
+def simulated(found, modes):
+    return simulate_step(
+        found.profile,
+        found.units,
+        modes,
+        found.cluster,
+        found.workload,
+        backward_prefetch=found.backward_prefetch,
+        forward_prefetch=found.forward_prefetch,
+    )
+
+
+def again(profile, turns):
+    """The model with some of its operators, which are in no other, called again after all of them."""
+    flat = [segment.operator for segment in profile.segments[:-1] if "." not in segment.operator]
+    called = [flat[turn % len(flat)] for turn in turns if flat]
+    spans = dict(profile.spans)
+    segments = list(profile.segments[:-1])
+    for name in called:
+        spans[name] = (*spans[name], (len(segments), len(segments)))
+        segments.append(Segment(operator=name, forward_s=Affine(0.5, 1.0), saved_bytes=Affine(0.0, 30.0)))
+    return dataclasses.replace(profile, segments=(*segments, profile.loss), spans=spans)
+
+
+KEPT = st.lists(st.booleans(), min_size=9, max_size=9)
+
+
+@settings(deadline=None, max_examples=200)
+@given(tree=trees(), around=surroundings(overlaps=False), kept=KEPT, turns=st.lists(st.integers(0, 6), max_size=3))
+def test_where_nothing_overlaps_time_is_the_sum_and_memory_the_closed_form(model, operator, tree, around, kept, turns):
+    operators, fields = tree
+    profile = again(model(*(operator(**made) for made in operators), **fields), turns)
+    found = Setting(profile=profile, units=partition(profile, min_unit_bytes=0), **around)
+    modes = [DP if unit.is_root or is_kept else ZDP for unit, is_kept in zip(found.units, kept, strict=False)]
+    estimate = simulated(found, modes)
+    assert estimate.time_s == pytest.approx(found.additive.time_s(modes))
+    assert found.step_time_s(modes) == found.additive.time_s(modes)
+    assert estimate.exposed_communication_s == pytest.approx(estimate.communication_s, abs=1e-9)
+    if all(len(unit.calls) == 1 for unit in found.units):
+        assert estimate.peak.peak_bytes == found.peak(modes).peak_bytes
+    else:
+        assert estimate.peak.peak_bytes <= found.peak(modes).peak_bytes
+
+
+@settings(deadline=None, max_examples=200)
+@given(tree=trees(), around=surroundings(), kept=KEPT, turns=st.lists(st.integers(0, 6), max_size=3))
+def test_the_clock_shows_the_time_of_the_simulated_step(model, operator, tree, around, kept, turns):
+    operators, fields = tree
+    profile = again(model(*(operator(**made) for made in operators), **fields), turns)
+    found = Setting(profile=profile, units=partition(profile, min_unit_bytes=0), **around)
+    modes = [DP if unit.is_root or is_kept else ZDP for unit, is_kept in zip(found.units, kept, strict=False)]
+    step, estimate = found.clock.step(modes), simulated(found, modes)
+    assert step.time_s == estimate.time_s
+    assert found.step_time_s(modes) == pytest.approx(estimate.time_s)
+    if found.cluster.overlaps:
+        assert estimate.time_s <= found.additive.time_s(modes) * (1 + 1e-12)
+        assert estimate.time_s >= max(estimate.compute_s, estimate.communication_s) * (1 - 1e-12)
+
+
+def test_computing_stalls_before_units_that_are_gathered_late(model, operator, cluster):
+    # a ring takes 1 s; 6 s of forward and 6 s of backward, the first gather and the last reduce-scatter besides
+    profile = model(*(operator(f"m{i}", 100, forward_s_per_sample=2.0, backward_fixed_s=2.0) for i in range(3)))
+    found = Setting(
+        profile=profile,
+        units=partition(profile, min_unit_bytes=0),
+        cluster=dataclasses.replace(cluster(2, seconds_per_byte=0.02), overlaps=True),
+        workload=Workload(micro_batch_size=1),
+        backward_prefetch="none",
+    )
+    # what is freed is gathered after the reduce-scatter before it; the last unit's gather is hidden by its forward
+    freed, kept = (found.clock.step((DP, mode, mode, mode)) for mode in (ZDP, DP))
+    assert (freed.time_s, freed.stalls_s) == (18.0, {0: 0.0, 1: 2.0, 2: 2.0, 3: 0.0})
+    assert (kept.time_s, kept.stalls_s) == (14.0, {0: 0.0, 1: 0.0, 2: 0.0, 3: 0.0})
+    assert found.clock.step((DP, DP, ZDP, ZDP)).time_s == 16.0
+    hidden = dataclasses.replace(found, backward_prefetch="pre").clock.step((DP, ZDP, ZDP, ZDP))
+    assert (hidden.time_s, set(hidden.stalls_s.values())) == (14.0, {0.0})
