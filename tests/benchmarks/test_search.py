@@ -3,6 +3,7 @@ import json
 import pytest
 
 from benchmarks import search
+from benchmarks.plans import PlanRow
 from benchmarks.problems import equation_2, paper_groups, random_groups, sliced_groups, with_budget
 from lightning_osdp.search import SOLVERS
 
@@ -11,7 +12,7 @@ from lightning_osdp.search import SOLVERS
 def result(tmp_path, capsys):
     """What a run at a tiny size writes, with what it prints under the key "printed"."""
     output = tmp_path / "results" / "search.json"
-    search.main(output=output, sizes=[10], shares=[0.5], seeds=[0], num_runs=1)
+    search.main(output=output, sizes=[10], shares=[0.5], seeds=[0], num_runs=1, blocks=[2], num_small=3)
     return {**json.loads(output.read_text()), "printed": capsys.readouterr().out}
 
 
@@ -59,11 +60,44 @@ def test_targets_take_the_worst_row():
             ("48 blocks x 2", "depth_first", 0.5),
         ]
     ]
-    assert [(target.measured, target.is_met) for target in search.targets(rows)] == [
+    plans = [
+        PlanRow(
+            problem=f"modes, {kind} units",
+            num_operators=10,
+            overlaps=overlaps,
+            median_s=1.0,
+            slowest_s=1.0,
+            largest_gap=gap,
+            num_problems=1,
+        )
+        for kind, overlaps, gap in [("equal", True, 0.01), ("equal", True, 0.06), ("random", True, 1.0)]
+    ]
+    assert [(target.measured, target.is_met) for target in search.targets(rows, plans)] == [
         (0.2, False),
         (0.0002, True),
         (0.5, True),
+        (0.06, False),
     ]
+
+
+def test_plans_are_made_with_and_without_overlap(result):
+    assert [(row["problem"], row["num_operators"], row["overlaps"]) for row in result["plans"]] == [
+        ("modes, equal units", 10, False),
+        ("modes, random units", 10, False),
+        ("modes, equal units", 10, True),
+        ("modes, random units", 10, True),
+        ("plan, 2 blocks", 15, False),
+        ("plan, 2 blocks", 15, True),
+    ]
+    assert all(0 <= row["largest_gap"] < 1 and row["median_s"] <= row["slowest_s"] for row in result["plans"])
+
+
+def test_small_models_are_compared_with_the_best_of_all_modes(result):
+    small = result["small"]
+    assert (small["num_problems"], small["num_violated"]) == (3, 0)
+    assert 0 <= small["num_best"] <= 3
+    assert -1e-9 <= small["largest_distance"] <= small["largest_gap"] + 1e-9
+    assert "3 small models end with the best modes" in result["printed"]
 
 
 @pytest.mark.parametrize("build", [random_groups, sliced_groups])

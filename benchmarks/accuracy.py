@@ -1,0 +1,69 @@
+"""What is predicted against what is measured: peak memory, step time, and what planning costs.
+
+.. code-block:: bash
+
+    python benchmarks/accuracy.py --sections [memory,gloo]
+
+Every case is written to the results file as soon as it is measured: a run that was killed goes on where it was.
+Sections that are not run are kept. Cases are seeded: two runs count the same bytes.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Literal
+
+from jsonargparse import auto_cli
+from rich.console import Console
+
+# run as a script, Python looks for modules beside this file only
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.measures import gloo, memory, planning, step_time
+from benchmarks.measures.section import Results
+
+RESULT = Path(__file__).parent / "results" / "accuracy.json"
+PICTURES = Path(__file__).resolve().parents[1] / "docs" / "_static"
+SECTIONS = {"memory": memory.section, "gloo": gloo.section, "planning": planning.section, "time": step_time.section}
+
+
+def main(
+    sections: list[Literal["memory", "gloo", "planning", "time"]] = ["memory", "gloo", "planning", "time"],  # noqa: B006 -- a list shows its default on the command line
+    output: Path = RESULT,
+    pictures: Path | None = PICTURES,
+    num_cases: int = 20,
+    fresh: bool = False,
+) -> None:
+    """Measures sections, prints their tables and targets, writes JSON and draws pictures of memory.
+
+    Args:
+        sections: What to measure.
+        output: JSON file; cases that it has already are not measured again.
+        pictures: Folder of the pictures, which need matplotlib; null for none.
+        num_cases: Random cases of each family; some sections take fewer.
+        fresh: Whether to measure again what the file has of these sections.
+    """
+    console = Console() if sys.stdout.isatty() else Console(width=160)
+    results = Results(output)
+    for name in sections:
+        if fresh:
+            results.forget(name)
+        section = SECTIONS[name](num_cases)
+        rows = results.rows(section, lambda line: console.print(line, style="dim", soft_wrap=True))
+        console.print(section.table(rows))
+        for line in (*section.misses(rows), *section.targets(rows)):
+            console.print(str(line), soft_wrap=True)
+    console.print(f"Written to {output}")
+    if pictures is not None:
+        from benchmarks.pictures import draw_peaks, draw_step
+
+        measured_on = {"rank 0 of N alone": "memory", "real ranks, gloo": "gloo"}
+        draw_peaks(
+            {where: results.stored(name) for where, name in measured_on.items()}, pictures / "accuracy_memory.svg"
+        )
+        draw_step(pictures / "memory_over_step.svg")
+
+
+if __name__ == "__main__":
+    auto_cli(main)

@@ -1,0 +1,92 @@
+"""Parts of a benchmark whose cases are measured one by one and kept in one JSON file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from rich.table import Table
+
+from benchmarks.machine import machine
+from benchmarks.target import Target
+
+Row: TypeAlias = dict[str, Any]
+"""What was found of one case, as JSON can write it; the case itself is under ``"case"``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """One question, asked of many cases."""
+
+    name: str
+    cases: Sequence[Any]
+    """Dataclasses of numbers and names."""
+    measure: Callable[[Any], dict[str, Any]]
+    table: Callable[[Sequence[Row]], Table]
+    targets: Callable[[Sequence[Row]], list[Target]]
+    misses: Callable[[Sequence[Row]], list[str]]
+    """What to say of each row that misses a target."""
+
+
+class Results:
+    """A JSON file of sections. Each row is written as soon as it is there: a run that was killed goes on.
+
+    Args:
+        path: of the file; sections that it has already are kept.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._sections: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+
+    def forget(self, name: str) -> None:
+        """Drops the rows of a section, so that they are measured anew."""
+        self._sections.pop(name, None)
+
+    def stored(self, name: str) -> list[Row]:
+        """Rows of a section that the file has; none where it was not measured."""
+        rows: list[Row] = self._sections.get(name, {}).get("rows", [])
+        return rows
+
+    def rows(self, section: Section, progress: Callable[[str], None]) -> list[Row]:
+        """Rows of all cases of a section, in their order; measures those that the file does not have.
+
+        Args:
+            section: whose rows.
+            progress: called with a line before each case that is measured.
+        """
+        known = self.stored(section.name)
+        rows: list[Row] = []
+        for index, case in enumerate(section.cases):
+            found = next((row for row in known if row["case"] == asdict(case)), None)
+            if found is None:
+                progress(f"{section.name} {index + 1} of {len(section.cases)}: {case}")
+                found = {"case": asdict(case), **section.measure(case)}
+                known = [*known, found]
+                self._write(section.name, known)
+            rows.append(found)
+        if rows != known:  # others are of cases that are no longer asked for
+            self._write(section.name, rows)
+        return rows
+
+    def _write(self, name: str, rows: Sequence[Row]) -> None:
+        date = datetime.now(tz=timezone.utc).date().isoformat()
+        self._sections[name] = {"date": date, "machine": machine(), "rows": list(rows)}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self._path.with_suffix(".part")
+        unfinished.write_text(_as_text(self._sections))
+        unfinished.replace(self._path)
+
+
+def _as_text(sections: dict[str, Any]) -> str:
+    """JSON with one line per row."""
+    texts = []
+    for name, section in sections.items():
+        rows = ",\n".join(f"    {json.dumps(row)}" for row in section["rows"])
+        head = f'{json.dumps(name)}: {{\n  "date": {json.dumps(section["date"])},\n'
+        texts.append(f'{head}  "machine": {json.dumps(section["machine"])},\n  "rows": [\n{rows}\n  ]\n}}')
+    return "{\n" + ",\n".join(texts) + "\n}\n"

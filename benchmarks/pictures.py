@@ -1,0 +1,112 @@
+"""Pictures of predicted and measured memory; they need matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.families import build
+from benchmarks.measures.memory import Case, predict
+from benchmarks.measures.peaks import TOO_HIGH, TOO_LOW
+from benchmarks.measures.section import Row
+from benchmarks.testbed.groups import fake_group
+from benchmarks.testbed.memory import count_step
+
+MB = 1e6
+SHOWN = Case(
+    family="mingpt",
+    modes="mix",
+    world_size=8,
+    micro_batch_size=8,
+    optimizer="adamw",
+    num_micro_batches=1,
+    precision="32-true",
+    backward_prefetch="pre",
+    min_unit_bytes=65536,
+    seed=0,
+)
+"""Whose memory is drawn over a step: most memory of a training under AdamW is not its states."""
+_BLUE, _ORANGE, _GREY = "#0072B2", "#D55E00", "#666666"
+_Point = tuple[str, float]
+"""Phase and bytes."""
+
+
+def draw_peaks(rows: dict[str, Sequence[Row]], path: Path) -> None:
+    """Predicted against measured peaks of all cases, and their errors.
+
+    Args:
+        rows: by what they were measured on.
+        path: SVG to write.
+    """
+    figure = Figure(figsize=(6.4, 7.2), layout="constrained")
+    peaks, errors = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    for (name, found), colour, marker in zip(rows.items(), (_BLUE, _ORANGE), "ox", strict=False):
+        measured = [max(row["counted"].values()) / MB for row in found]
+        predicted = [max(row["predicted"].values()) / MB for row in found]
+        peaks.plot(measured, predicted, marker, color=colour, markersize=4, alpha=0.7, label=f"{name} ({len(found)})")
+        errors.plot(measured, [100 * row["error"] for row in found], marker, color=colour, markersize=4, alpha=0.7)
+    all_measured = [max(row["counted"].values()) / MB for found in rows.values() for row in found]
+    ends = [min(all_measured) / 1.2, max(all_measured) * 1.2]
+    peaks.plot(ends, ends, color=_GREY, linewidth=0.8)
+    peaks.fill_between(ends, [x * (1 - TOO_HIGH) for x in ends], [x * (1 + TOO_HIGH) for x in ends], color="#DDDDDD")
+    peaks.set(xscale="log", yscale="log", ylabel="predicted peak (MB)", title="Peak memory of one step")
+    peaks.legend()
+    for limit in (-100 * TOO_LOW, 100 * TOO_HIGH):
+        errors.axhline(limit, color=_GREY, linestyle="--", linewidth=0.8)
+    errors.set(xscale="log", xlabel="measured peak (MB)", ylabel="error (%)")
+    _save(figure, path)
+
+
+def draw_step(path: Path) -> None:
+    """Memory over one step of `SHOWN`: every change that is counted, and every moment that is predicted."""
+    estimate, plan = predict(SHOWN)
+    module = build(SHOWN.family, optimizer=SHOWN.optimizer)
+    with fake_group(SHOWN.world_size):
+        counted = count_step(module, plan, precision=SHOWN.precision, keeps_curve=True).curve
+    predicted = [(moment.phase, moment.num_bytes) for _, moment in estimate.moments]
+    figure = Figure(figsize=(8.0, 4.0), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(*_placed(counted), color=_ORANGE, linewidth=0.7, label="counted, after every change")
+    axes.plot(*_placed(predicted), "v", color=_BLUE, markersize=3, label="predicted, largest of each moment")
+    _name_phases(axes, counted)
+    axes.set(ylabel="live bytes of one rank (MB)", ylim=(0, None))
+    axes.set_title(f"One step of {SHOWN.family} on rank 0 of {SHOWN.world_size}, ZDP and DP mixed")
+    axes.legend(loc="upper right")
+    _save(figure, path)
+
+
+def _placed(points: Sequence[_Point]) -> tuple[list[float], list[float]]:
+    """Places for points that share no clock: backward has one unit for each reduce-scatter, evenly divided."""
+    num_reduced, pieces = 0, list[int]()
+    for phase, _ in points:
+        pieces.append({"forward": -1, "optimizer step": -2}.get(phase, num_reduced))
+        num_reduced += phase == "reduce-scatter"
+    # forward takes half as long as backward, the optimizer step an eighth
+    starts = {-1: -num_reduced / 2, -2: num_reduced + 1.0}
+    widths = {-1: num_reduced / 2, -2: num_reduced / 8}
+    x: list[float] = []
+    for piece, group in groupby(pieces):
+        num = len(list(group))
+        x += [starts.get(piece, piece) + widths.get(piece, 1.0) * (place + 0.5) / num for place in range(num)]
+    return x, [num_bytes / MB for _, num_bytes in points]
+
+
+def _name_phases(axes: Axes, points: Sequence[_Point]) -> None:
+    """Forward, backward with its reduce-scatters, and the optimizer step."""
+    num_reduced = sum(phase == "reduce-scatter" for phase, _ in points)
+    for start in (0, num_reduced + 1):
+        axes.axvline(start, color=_GREY, linewidth=0.8, linestyle="--")
+    middles = [-num_reduced / 4, (num_reduced + 1) / 2, num_reduced * 17 / 16 + 1]
+    axes.set_xticks(middles, ["forward", "backward", "update"])
+    axes.tick_params(axis="x", length=0)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with mpl.rc_context({"svg.hashsalt": "lightning-osdp"}):  # the same picture is the same file
+        figure.savefig(path, metadata={"Date": None})

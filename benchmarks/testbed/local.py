@@ -1,0 +1,68 @@
+"""Ranks that are processes of this machine, with gloo between them; they start once and run many functions."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from datetime import timedelta
+from functools import cache
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_TIMEOUT = timedelta(seconds=300)
+"""After so long in one collective a rank gives up: another has failed."""
+
+
+@cache
+def local_ranks(num_ranks: int) -> LocalRanks:
+    """Ranks of this number; always the same, for importing torch and Lightning takes each of them seconds."""
+    return LocalRanks(num_ranks)
+
+
+class LocalRanks:
+    """Processes with one thread each; they end with this one.
+
+    Args:
+        num_ranks: how many.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._ranks = [
+            ProcessPoolExecutor(1, get_context("spawn"), initializer=_join, initargs=(rank, num_ranks, port))
+            for rank in range(num_ranks)
+        ]
+
+    def run(self, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
+        """Calls a function on all ranks.
+
+        Args:
+            function: at the top level of a module.
+            **kwargs: what can be pickled.
+
+        Returns:
+            What it returned on each rank.
+        """
+        futures = [rank.submit(function, **kwargs) for rank in self._ranks]
+        for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+            future.result()  # raises what a rank has raised
+        return [future.result() for future in futures]
+
+
+def _join(rank: int, num_ranks: int, port: int) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=_TIMEOUT)
