@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.modes import ShardingMode
@@ -19,6 +19,7 @@ from lightning_osdp.cost import (
     optimizer_s,
     overhead_s,
     reduce_s,
+    saving_peak,
 )
 from lightning_osdp.cost.moments import LiveParts
 from lightning_osdp.cost.schedule import Event, micro_batch
@@ -40,6 +41,9 @@ class StepEstimate:
     """The largest moment: bytes, phase, operator, and what the bytes consist of."""
     evaluation_bytes: int = 0
     """Peak of an evaluation with batches of as many samples, see `cost.evaluation_peak`."""
+    saving_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Bound on rank 0's peak while a ``full`` or a ``sharded`` checkpoint is made and state dicts stay on the device,
+    as they do on CPU; see `cost.saving_peak`."""
     moments: tuple[tuple[float, Moment], ...] = ()
     """Memory over time: seconds from the start of the last micro-batch, and what is alive then."""
     intervals: tuple[Interval, ...] = ()
@@ -117,6 +121,19 @@ def simulate_step(
         evaluation_bytes=math.ceil(
             evaluation_peak(profile, units, modes, world_size=cluster.world_size, num_samples=workload.micro_batch_size)
         ),
+        saving_bytes={
+            kind: math.ceil(
+                saving_peak(
+                    profile,
+                    units,
+                    modes,
+                    world_size=cluster.world_size,
+                    is_sharded=kind == "sharded",
+                    goes_to_host=False,
+                )
+            )
+            for kind in ("full", "sharded")
+        },
         moments=tuple(moments),
         intervals=tuple(timeline.intervals),
     )
