@@ -15,7 +15,7 @@ from benchmarks.measures.memory import Case, predict
 from benchmarks.measures.peaks import TOO_HIGH, TOO_LOW
 from benchmarks.measures.section import Row
 from benchmarks.testbed.groups import fake_group
-from benchmarks.testbed.memory import count_step
+from benchmarks.testbed.memory import Change, count_step
 
 MB = 1e6
 SHOWN = Case(
@@ -32,8 +32,7 @@ SHOWN = Case(
 )
 """Whose memory is drawn over a step: most memory of a training under AdamW is not its states."""
 _BLUE, _ORANGE, _GREY = "#0072B2", "#D55E00", "#666666"
-_Point = tuple[str, float]
-"""Phase and bytes."""
+_Piece = tuple[str, str]
 
 
 def draw_peaks(rows: dict[str, Sequence[Row]], path: Path) -> None:
@@ -68,41 +67,52 @@ def draw_step(path: Path) -> None:
     module = build(SHOWN.family, optimizer=SHOWN.optimizer)
     with fake_group(SHOWN.world_size):
         counted = count_step(module, plan, precision=SHOWN.precision, keeps_curve=True).curve
-    predicted = [(moment.phase, moment.num_bytes) for _, moment in estimate.moments]
+    predicted = [Change(moment.phase, moment.operator, round(moment.num_bytes)) for _, moment in estimate.moments]
+    pieces = list(dict.fromkeys(_pieces(counted)))
     figure = Figure(figsize=(8.0, 4.0), layout="constrained")
     axes = figure.subplots()
-    axes.plot(*_placed(counted), color=_ORANGE, linewidth=0.7, label="counted, after every change")
-    axes.plot(*_placed(predicted), "v", color=_BLUE, markersize=3, label="predicted, largest of each moment")
-    _name_phases(axes, counted)
+    axes.plot(*_placed(counted, pieces), color=_ORANGE, linewidth=0.7, label="counted, after every change")
+    axes.plot(*_placed(predicted, pieces), "v", color=_BLUE, markersize=3, label="predicted, largest of each moment")
+    _name_phases(axes, [phase for phase, _ in pieces])
     axes.set(ylabel="live bytes of one rank (MB)", ylim=(0, None))
     axes.set_title(f"One step of {SHOWN.family} on rank 0 of {SHOWN.world_size}, ZDP and DP mixed")
-    axes.legend(loc="upper right")
+    axes.legend(loc="lower center")
     _save(figure, path)
 
 
-def _placed(points: Sequence[_Point]) -> tuple[list[float], list[float]]:
-    """Places for points that share no clock: backward has one unit for each reduce-scatter, evenly divided."""
-    num_reduced, pieces = 0, list[int]()
-    for phase, _ in points:
-        pieces.append({"forward": -1, "optimizer step": -2}.get(phase, num_reduced))
-        num_reduced += phase == "reduce-scatter"
-    # forward takes half as long as backward, the optimizer step an eighth
-    starts = {-1: -num_reduced / 2, -2: num_reduced + 1.0}
-    widths = {-1: num_reduced / 2, -2: num_reduced / 8}
+def _pieces(points: Sequence[Change]) -> list[_Piece]:
+    """What the curves have in common: operators in forward, reduce-scatters in backward."""
+    pieces: list[_Piece] = []
+    num_reduced = 0
+    for point in points:
+        if point.phase == "forward":
+            # the loss is no operator: it is told from the last one in what is predicted only
+            pieces.append((point.phase, point.operator) if point.operator or not pieces else pieces[-1])
+        elif point.phase == "optimizer step":
+            pieces.append((point.phase, ""))
+        else:
+            pieces.append(("backward", str(num_reduced)))
+            num_reduced += point.phase == "reduce-scatter"
+    return pieces
+
+
+def _placed(points: Sequence[Change], pieces: Sequence[_Piece]) -> tuple[list[float], list[float]]:
+    """Places for points that share no clock: every piece takes as much room, evenly divided."""
     x: list[float] = []
-    for piece, group in groupby(pieces):
+    for piece, group in groupby(_pieces(points)):
         num = len(list(group))
-        x += [starts.get(piece, piece) + widths.get(piece, 1.0) * (place + 0.5) / num for place in range(num)]
-    return x, [num_bytes / MB for _, num_bytes in points]
+        x += [pieces.index(piece) + (index + 0.5) / num for index in range(num)]
+    return x, [point.num_bytes / MB for point in points]
 
 
-def _name_phases(axes: Axes, points: Sequence[_Point]) -> None:
-    """Forward, backward with its reduce-scatters, and the optimizer step."""
-    num_reduced = sum(phase == "reduce-scatter" for phase, _ in points)
-    for start in (0, num_reduced + 1):
-        axes.axvline(start, color=_GREY, linewidth=0.8, linestyle="--")
-    middles = [-num_reduced / 4, (num_reduced + 1) / 2, num_reduced * 17 / 16 + 1]
-    axes.set_xticks(middles, ["forward", "backward", "update"])
+def _name_phases(axes: Axes, phases: Sequence[str]) -> None:
+    """Below the axis, with a line between them."""
+    ticks = {}
+    for phase in dict.fromkeys(phases):
+        first, num = phases.index(phase), phases.count(phase)
+        ticks[phase] = first + num / 2
+        axes.axvline(first, color=_GREY, linewidth=0.8, linestyle="--")
+    axes.set_xticks(list(ticks.values()), list(ticks))
     axes.tick_params(axis="x", length=0)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any
+from functools import partial, wraps
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -29,14 +29,23 @@ _REDUCE_SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")
 """Names in torch.distributed, the second before torch 2.13."""
 
 
+class Change(NamedTuple):
+    """Live bytes of one rank, and when."""
+
+    phase: str
+    operator: str
+    """Of the plan's operators that whose forward began last; none before the first and outside forward."""
+    num_bytes: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepBytes:
     """Live bytes of one rank in one optimizer step."""
 
     phases: Mapping[str, int]
     """Peak by name of the phase; those that did not happen, such as a reduce-scatter on one rank, are not there."""
-    curve: tuple[tuple[str, int], ...] = ()
-    """(phase, bytes) after every change of the bytes, if it was asked for."""
+    curve: tuple[Change, ...] = ()
+    """What was alive after every change of it, if that was asked for."""
 
     @property
     def peak_bytes(self) -> int:
@@ -58,7 +67,11 @@ def count_step(
         keeps_curve: whether to return the bytes over the last counted step.
     """
     counter = _StepCounter(keeps_curve=keeps_curve)
-    train(module, plan, num_steps=WARM_UP_STEPS + num_steps, precision=precision, callbacks=[counter])
+    with ExitStack() as hooks:
+        for name in {operator for unit in plan.units for operator in unit.operators if keeps_curve and operator}:
+            enter = module.get_submodule(name).register_forward_pre_hook(partial(counter.enter_operator, name))
+            hooks.callback(enter.remove)
+        train(module, plan, num_steps=WARM_UP_STEPS + num_steps, precision=precision, callbacks=[counter])
     phases = {
         phase: min(step.phases[phase] for step in counter.steps) for phase in PHASES if phase in counter.steps[0].phases
     }
@@ -71,11 +84,12 @@ class _PhaseBytes(LiveBytes):
     def __init__(self, device_type: str, *, keeps_curve: bool) -> None:
         super().__init__(device_type)
         self._phase, self._phases, self._keeps_curve = PHASES[0], dict[str, int](), keeps_curve
-        self._curve: list[tuple[str, int]] = []
+        self._curve: list[Change] = []
+        self.operator = ""
 
     def enter(self, phase: str) -> str:
         """A phase begins; returns the one that ends."""
-        ended, self._phase = self._phase, phase
+        ended, self._phase, self.operator = self._phase, phase, ""
         self._phases[phase] = max(self._phases.get(phase, 0), self.current_bytes)
         return ended
 
@@ -97,7 +111,7 @@ class _PhaseBytes(LiveBytes):
         if self.is_active:
             self._phases[self._phase] = max(self._phases.get(self._phase, 0), self.current_bytes)
             if self._keeps_curve:
-                self._curve.append((self._phase, self.current_bytes))
+                self._curve.append(Change(self._phase, self.operator, self.current_bytes))
 
 
 class _StepCounter(pl.Callback):
@@ -108,6 +122,11 @@ class _StepCounter(pl.Callback):
         self._keeps_curve = keeps_curve
         self._live: _PhaseBytes | None = None
         self._running = ExitStack()
+
+    def enter_operator(self, name: str, *_: Any) -> None:
+        """Hook before the forward of an operator."""
+        if self._live is not None:
+            self._live.operator = name
 
     @override
     def on_train_batch_start(

@@ -63,8 +63,12 @@ def test_all_steps_after_the_first_are_alike():
 def test_the_curve_is_that_of_the_phases():
     with fake_group(2):
         found = count_step(Linears(), plan_for_linears("ZDZ", world_size=2), keeps_curve=True)
-    assert list(dict.fromkeys(phase for phase, _ in found.curve)) == list(PHASES)
-    assert {phase: max(b for name, b in found.curve if name == phase) for phase in PHASES} == found.phases
+    assert list(dict.fromkeys(change.phase for change in found.curve)) == list(PHASES)
+    most = {phase: max(change.num_bytes for change in found.curve if change.phase == phase) for phase in PHASES}
+    assert most == found.phases
+    in_forward = dict.fromkeys(change.operator for change in found.curve if change.phase == "forward")
+    assert list(in_forward) == ["", "layers.0", "layers.1", "layers.2"]
+    assert {change.operator for change in found.curve if change.phase != "forward"} == {""}
 
 
 def test_one_rank_reduces_nothing():
