@@ -1,4 +1,4 @@
-"""What is predicted against what is measured: peak memory, step time, and what planning costs.
+"""What is predicted against what is measured: peak memory, whether a plan fits, step time, and what planning costs.
 
 .. code-block:: bash
 
@@ -20,16 +20,23 @@ from rich.console import Console
 # run as a script, Python looks for modules beside this file only
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measures import gloo, memory, planning, step_time
+from benchmarks.measures import fits, gloo, memory, planning, step_time
 from benchmarks.measures.section import Results
 
 RESULT = Path(__file__).parent / "results" / "accuracy.json"
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "_static"
-SECTIONS = {"memory": memory.section, "gloo": gloo.section, "planning": planning.section, "time": step_time.section}
+Name = Literal["memory", "gloo", "fits", "planning", "time"]
+SECTIONS = {
+    "memory": memory.section,
+    "gloo": gloo.section,
+    "fits": fits.section,
+    "planning": planning.section,
+    "time": step_time.section,
+}
 
 
 def main(
-    sections: list[Literal["memory", "gloo", "planning", "time"]] = ["memory", "gloo", "planning", "time"],  # noqa: B006 -- a list shows its default on the command line
+    sections: list[Name] = ["memory", "gloo", "fits", "planning", "time"],  # noqa: B006 -- a list shows its default
     output: Path = RESULT,
     pictures: Path | None = PICTURES,
     num_cases: int = 20,

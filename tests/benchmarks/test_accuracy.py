@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import accuracy
 from benchmarks.families import FAMILIES
-from benchmarks.measures import gloo, memory, peaks, planning
+from benchmarks.measures import fits, gloo, memory, peaks, planning
 from benchmarks.measures.section import Results, Section
 from benchmarks.testbed.memory import PHASES
 
@@ -107,6 +107,17 @@ def test_targets_take_the_worst_row_in_either_direction():
 def test_a_miss_is_told_with_its_phases():
     rows = [row(0.019, seed=1), row(0.03, seed=2)]
     assert peaks.misses(rows) == ["+3.00%: family tied, seed 2: forward +3.00%, backward +10.00%"]
+
+
+def test_fits_names_what_was_decided_wrongly():
+    lived, died = {"lived": True, "reason": ""}, {"lived": False, "reason": "no memory"}
+    rows = [
+        {"case": {"seed": 1}, "predicted_bytes": 1, "above": lived, "below": died},
+        {"case": {"seed": 2}, "predicted_bytes": 1, "above": died, "below": lived},
+    ]
+    assert fits.misses(rows) == ["died 5% above: seed 2: no memory", "lived 5% below: seed 2"]
+    assert [target.is_met for target in fits.targets(rows)] == [False]
+    assert [target.is_met for target in fits.targets(rows[:1])] == [True]
 
 
 def test_planning_compares_the_fastest_runs(monkeypatch):
