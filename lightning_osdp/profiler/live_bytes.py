@@ -37,12 +37,11 @@ class LiveBytes(TorchDispatchMode):
         self.peak_bytes = 0
         self.device_type = device_type
         self._sizes: dict[int, int] = {}
-        self._replaced_resizes: list[Callable[..., Any]] = []
 
     @property
     def is_active(self) -> bool:
         """Whether it is counting: entered and not left."""
-        return bool(self._replaced_resizes)
+        return self in _counting
 
     def track(self, tensors: Iterable[Tensor]) -> int:
         """Counts tensors that exist already; returns the bytes that this added."""
@@ -73,23 +72,22 @@ class LiveBytes(TorchDispatchMode):
         self.current_bytes -= self._sizes.pop(key, 0)
 
     def __enter__(self) -> LiveBytes:
-        resize = torch.UntypedStorage.resize_
-
-        def counted_resize(storage: torch.UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)
-            if storage._cdata in self._sizes:
-                self._set(storage._cdata, storage.nbytes())
-            return result
-
-        # FSDP1 frees and allocates gathered parameters by resizing their storage, past the dispatcher.
-        self._replaced_resizes.append(resize)
-        torch.UntypedStorage.resize_ = counted_resize  # type: ignore[method-assign, assignment]
+        if not _counting:
+            # FSDP1 frees and allocates gathered parameters by resizing their storage, past the dispatcher.
+            torch.UntypedStorage.resize_ = _counted_resize  # type: ignore[method-assign, assignment]
+        _counting.append(self)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        torch.UntypedStorage.resize_ = self._replaced_resizes.pop()  # type: ignore[method-assign]
+        _counting.remove(self)
+        if not _counting:
+            torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self._sizes:
+            self._set(storage._cdata, storage.nbytes())
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -100,3 +98,15 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self._count(leaf)
         return result
+
+
+_resize = torch.UntypedStorage.resize_
+_counting: list[LiveBytes] = []
+"""Those that are entered, in any order: one may be left before another that was entered after it."""
+
+
+def _counted_resize(storage: torch.UntypedStorage, size: int) -> Any:
+    result = _resize(storage, size)
+    for live in dict.fromkeys(_counting):
+        live._resized(storage)
+    return result

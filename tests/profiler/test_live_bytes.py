@@ -151,3 +151,14 @@ def test_an_error_inside_leaves_no_trace():
         1 / 0  # noqa: B018
     assert not live.is_active
     assert torch.UntypedStorage.resize_ is RESIZE
+
+
+def test_one_may_be_left_before_another_that_was_entered_after_it():
+    outer, inner = LiveBytes("cpu"), LiveBytes("cpu")
+    outer.__enter__()
+    inner.__enter__()
+    outer.__exit__(None, None, None)
+    assert inner.is_active
+    assert not outer.is_active
+    inner.__exit__(None, None, None)
+    assert torch.UntypedStorage.resize_ is RESIZE
