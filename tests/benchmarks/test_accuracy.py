@@ -134,6 +134,7 @@ def test_planning_compares_the_fastest_runs(monkeypatch):
         (2e9, True),
         (pytest.approx(0.15), False),
         (0.0, True),
+        (0.0, True),
     ]
 
 
