@@ -107,6 +107,8 @@ class Segment:
     """Tensors that it saves for backward."""
     forward_workspace_bytes: Affine = ZERO
     """Most bytes of other live tensors while its forward runs."""
+    handed_bytes: Affine = ZERO
+    """Bytes of other live tensors when its forward has run: what the next one begins with."""
     backward_workspace_bytes: Affine = ZERO
     """The same for its backward, the operator's own gradients apart."""
     evaluation_bytes: Affine = ZERO

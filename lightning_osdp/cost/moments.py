@@ -16,9 +16,9 @@ and at segment i, with A_i the tensors saved for backward by segments up to i an
 `fwd` carries the last step's reduced gradients because Lightning zeroes them between forward and backward. `bwd`
 counts S_u twice at the unit's first operator: per-parameter gradients and their flat concatenation live together for
 a moment. By then what the unit's backward had saved is gone, and the gradient that it hands on is there: `settled`
-bytes in place of A_i. Under mixed precision a gather holds the shard in the dtype of computing besides, and the result
-of a reduce-scatter is cast to the dtype at rest. The root unit is gathered throughout, and its gradients stay
-unsharded to the end of backward.
+bytes in place of A_i. Under mixed precision a gather holds the shard in the dtype of computing besides, in forward
+with what one segment hands on to the next, and the result of a reduce-scatter is cast to the dtype at rest. The root
+unit is gathered throughout, and its gradients stay unsharded to the end of backward.
 
 Modes enter in one way only. Take the units in the order in which forward leaves them. Those that forward has left and
 backward has not come back to are the first k of them, for some k, and of these exactly the DP ones are gathered. So a
@@ -127,6 +127,7 @@ class LiveParts:
         self.samples, self.accumulates = workload.micro_batch_size, workload.num_micro_batches > 1
         self.copies = reduce_scatter_copies
         self.is_in_backward = False
+        self.handed = 0.0  # bytes beyond the saved tensors where one segment of forward follows another
         self.settled = 0.0  # bytes beyond the saved tensors while a unit's gradients are reduced
         self.gradients = _gradients(profile, units)
         self.layout = layout(tuple(units), profile.optimizer, world_size, rank)
@@ -177,7 +178,7 @@ class LiveParts:
         self._add("gathered parameters", size.gathered)
         if size.cast_shard:
             phase = "backward" if self.is_in_backward else "forward"
-            self._observe(phase, self._name(unit), "workspace", size.cast_shard)
+            self._observe(phase, self._name(unit), "workspace", size.cast_shard + self.handed)
 
     def _free(self, unit: int) -> None:
         self._add("gathered parameters", -self.sizes[unit].gathered)
@@ -187,8 +188,9 @@ class LiveParts:
         self._add("activations", segment.saved_bytes.at(self.samples))
         workspace = segment.forward_workspace_bytes.at(self.samples)
         self._observe("forward", segment.operator, "workspace", workspace)
+        self.handed = segment.handed_bytes.at(self.samples)
         if index == len(self.profile.segments) - 1:
-            self.is_in_backward = True
+            self.is_in_backward, self.handed = True, 0.0
             if not self.accumulates:
                 self.parts["reduced gradients"] = 0.0  # Lightning zeroes them between forward and backward
 

@@ -26,6 +26,8 @@ class Activations:
     saved_bytes: int = 0
     forward_workspace_bytes: int = 0
     """Most live bytes beside parameters, batch and everything saved so far, this segment included."""
+    handed_bytes: int = 0
+    """The same where it ends: what it hands on and nothing has saved yet."""
     backward_workspace_bytes: int = 0
     """Most live bytes beside those and the gradients of parameters."""
     evaluation_bytes: int = 0
@@ -82,6 +84,7 @@ class _Trace:
         if not self.position.in_backward:
             beside = self.live.peak_bytes - self.static_bytes - self.total_saved
             part.forward_workspace_bytes = max(part.forward_workspace_bytes, beside)
+            part.handed_bytes = self.live.current_bytes - self.static_bytes - self.total_saved
             self.saved_before[now] = self.total_saved
         else:
             # The plan counts a gradient from the first segment that makes it on; one made before that is workspace.

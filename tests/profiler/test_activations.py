@@ -53,6 +53,17 @@ def test_a_linear_saves_its_input_and_relu_its_output():
     assert found == {"a": 4 * 16, "b": 4 * 32, "c": 0}
 
 
+def test_what_nothing_has_saved_yet_is_handed_on():
+    def step(m, x):
+        return m.b(F.gelu(m.a(x))).sum()
+
+    first, second, _ = profiled(step, a=nn.Linear(8, 16), b=nn.Linear(16, 4)).segments
+    # gelu saves its input, and b will save what it returns
+    assert (first.saved_bytes, first.handed_bytes) == (Affine(0.0, 4 * 16), Affine(0.0, 4 * 16))
+    # sum saves nothing
+    assert (second.saved_bytes, second.handed_bytes) == (Affine(0.0, 4 * 16), Affine(0.0, 4 * 4))
+
+
 def test_layer_norm_saves_its_input_mean_and_deviation():
     found, _ = saved(lambda m, x: m.b(m.norm(m.a(x))).sum(), a=nn.Linear(8, 8), norm=nn.LayerNorm(8), b=nn.Linear(8, 8))
     assert found == {"a": 0, "norm": 4 * (8 + 1 + 1), "b": 4 * 8}

@@ -1,10 +1,13 @@
 """Every moment of a step, in order; how large each is, `test_peak_memory` works out."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
+from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.modes import DP, ZDP
+from lightning_osdp.core.profile import ParameterProfile
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload, step_memory
 from lightning_osdp.simulation import simulate_step
@@ -44,6 +47,33 @@ def test_moments_come_in_order(model, cluster):
         ("optimizer step", "", 480),
     ]
     assert all(sum(m.parts.values()) == pytest.approx(m.num_bytes) for m in moments)
+
+
+def test_a_gather_that_casts_its_shard_finds_what_was_handed_on(model, operator, cluster):
+    halves = [
+        operator(
+            f"m{i}",
+            160,
+            gathered_bytes=80,
+            gradient_bytes=80,
+            parameters=(ParameterProfile(position=i, num_elements=40, itemsize=4, gathered_itemsize=2),),
+        )
+        for i in range(2)
+    ]
+    profile = model(*halves)
+    first, *others = profile.segments
+    profile = replace(profile, segments=(replace(first, handed_bytes=Affine(0.0, 7.0)), *others))
+    units = partition(profile, min_unit_bytes=0)
+    estimate = simulate_step(profile, units, [DP, ZDP, ZDP], cluster(2), Workload(micro_batch_size=2))
+    forward = [(m.operator, m.num_bytes) for _, m in estimate.moments if m.phase == "forward"]
+    base = 160 + 160  # shards and reduced gradients
+    assert forward == [
+        ("m0", base + 80 + 40),
+        ("m0", base + 80),
+        ("m1", base + 80 + 40 + 2 * 7),
+        ("m1", base + 80),
+        ("", base),
+    ]
 
 
 @pytest.mark.parametrize("modes", [*map("".join, product("ZD", repeat=3))])
