@@ -12,7 +12,7 @@ from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from torch import Tensor
 
 from benchmarks.families import Family, build
-from lightning_osdp.apply import apply_plan, forget_zeroed_gradients
+from lightning_osdp.apply import apply_plan, forget_zeroed_gradients, units_reduced_last, without_reducing
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.strategy.precision import OSDPPrecision
 
@@ -22,8 +22,8 @@ _CPU = torch.device("cpu")
 class Step:
     """A model under a plan on this rank of the default process group, and what an optimizer step does with it.
 
-    Forward, zeroing and backward come in the order of Lightning's automatic optimization, and gradients are reduced in
-    every micro-batch, as `OSDPStrategy` does.
+    Forward, zeroing and backward come in the order of Lightning's automatic optimization, and gradients are reduced
+    when the plan says, as `OSDPStrategy` does.
 
     Args:
         module: the model that the plan is for; it is wrapped in place.
@@ -39,17 +39,24 @@ class Step:
         self.optimizer = module.configure_optimizers()
         self.batch = module.batch(plan.micro_batch_size)
         self._num_micro_batches = plan.num_micro_batches
+        self._reduced_last = units_reduced_last(self.root, plan)
         self._redirect = _ForwardRedirection()
 
     def __call__(self) -> None:
         """Takes one step."""
-        for index in range(self._num_micro_batches):
-            loss = self._forward(index) / self._num_micro_batches
-            if index == 0:
-                self.optimizer.zero_grad()
-            forget_zeroed_gradients(self.root)
-            loss.backward()
+        last = self._num_micro_batches - 1
+        for index in range(last):
+            with without_reducing(self._reduced_last):
+                self._backward(index)
+        self._backward(last)
         self.optimizer.step()
+
+    def _backward(self, index: int) -> None:
+        loss = self._forward(index) / self._num_micro_batches
+        if index == 0:
+            self.optimizer.zero_grad()
+        forget_zeroed_gradients(self.root)
+        loss.backward()
 
     def _forward(self, index: int) -> Tensor:
         # the root's forward calls training_step, so that FSDP's hooks are around all of it

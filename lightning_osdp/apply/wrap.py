@@ -102,17 +102,20 @@ def _no_change(*_: object) -> None:
 
 def _check_executable(plan: Plan) -> None:
     for unit in plan.units:
+        if unit.name == "" and unit.sync != "every":
+            raise ConfigurationError(
+                f"Expected the root unit to reduce its gradients in every micro-batch, got sync={unit.sync!r}: backward"
+                " waits for the others' gradients only if the root reduces its own. Set it to 'every'."
+            )
         what = None
         if unit.num_slices > 1:
             what = f"{unit.num_slices} slices"
-        elif unit.sync != "every":
-            what = f"sync={unit.sync!r}"
         elif unit.activations != "keep":
             what = f"activations={unit.activations!r}"
         if what:
             raise ConfigurationError(
-                f"Expected a plan that this version can execute (one slice, sync='every', activations='keep'), but unit"
-                f" {unit.name!r} asks for {what}. Plan anew, or use the version of lightning_osdp that wrote the plan."
+                f"Expected a plan that this version can execute (one slice, activations='keep'), but unit {unit.name!r}"
+                f" asks for {what}. Plan anew, or use the version of lightning_osdp that wrote the plan."
             )
 
 

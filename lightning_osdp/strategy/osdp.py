@@ -21,7 +21,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_osdp.apply import apply_plan, forget_zeroed_gradients, wrap_whole
+from lightning_osdp.apply import (
+    apply_plan,
+    forget_zeroed_gradients,
+    units_reduced_last,
+    without_reducing,
+    wrap_whole,
+)
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.search_space import SearchSpace
 from lightning_osdp.errors import ConfigurationError
@@ -98,6 +104,7 @@ class OSDPStrategy(FSDPStrategy):
         self._watch: FailureWatch | None = None
         self._whole_state: dict[str, Any] | None = None
         self._root: FullyShardedDataParallel | None = None
+        self._reduced_last: tuple[FullyShardedDataParallel, ...] = ()
         # What the plan decides is given here, so that LightningCLI does not offer it.
         super().__init__(
             cpu_offload=None, auto_wrap_policy=None, sharding_strategy="FULL_SHARD", device_mesh=None, **fsdp_kwargs
@@ -175,6 +182,7 @@ class OSDPStrategy(FSDPStrategy):
         if self._plan is not None:
             publish(trainer, self._plan, profile)
             root = apply_plan(module, self._plan, device=self.root_device, **kwargs)
+            self._reduced_last = units_reduced_last(root, self._plan)
         else:
             root = wrap_whole(module, device=self.root_device, **kwargs)
         _move_torchmetrics_to_device(root, self.root_device)
@@ -215,8 +223,9 @@ class OSDPStrategy(FSDPStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Reduces gradients in every micro-batch, as the plan's units say: Lightning would keep them whole."""
-        yield
+        """Reduces gradients in every micro-batch but of units with ``sync="last"``: Lightning would keep all whole."""
+        with without_reducing(self._reduced_last):
+            yield
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

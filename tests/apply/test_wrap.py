@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import tempfile
 
@@ -8,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel
 from wrapped_units import NESTED, NESTED_PARAMETERS, Nested, plan, units_of
 
-from lightning_osdp.apply import apply_plan
+from lightning_osdp.apply import apply_plan, units_reduced_last, without_reducing
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError
 
 CPU = torch.device("cpu")
@@ -135,7 +136,6 @@ def test_a_unit_of_two_dtypes_is_refused_before_anything_is_wrapped(where):
     ("options", "what"),
     [
         ({"modes": ("ZDP", "DP")}, "2 slices"),
-        ({"sync": "last"}, "sync='last'"),
         ({"activations": "recompute"}, "activations='recompute'"),
         ({"activations": "offload"}, "activations='offload'"),
     ],
@@ -144,8 +144,32 @@ def test_what_cannot_be_executed_yet_is_refused(options, what):
     good = plan(NESTED)
     bad = dataclasses.replace(good, units=(*good.units[:-1], dataclasses.replace(good.units[-1], **options)))
     text = (
-        r"^Expected a plan that this version can execute \(one slice, sync='every', activations='keep'\), but unit"
-        rf" 'head' asks for {what}\. Plan anew, or use the version of lightning_osdp that wrote the plan\.$"
+        r"^Expected a plan that this version can execute \(one slice, activations='keep'\), but unit 'head'"
+        rf" asks for {what}\. Plan anew, or use the version of lightning_osdp that wrote the plan\.$"
     )
     with pytest.raises(ConfigurationError, match=text):
         apply_plan(Nested(), bad, device=CPU)
+
+
+def test_a_root_that_does_not_reduce_in_every_micro_batch_is_refused():
+    good = plan(NESTED)
+    bad = dataclasses.replace(good, units=(dataclasses.replace(good.units[0], sync="last"), *good.units[1:]))
+    with pytest.raises(
+        ConfigurationError, match=r"^Expected the root unit to reduce .*, got sync='last': .*'every'\.$"
+    ):
+        apply_plan(Nested(), bad, device=CPU)
+
+
+def test_units_reduced_last_add_up_whole_gradients_until_one_micro_batch_reduces():
+    made = plan(NESTED)
+    units = [dataclasses.replace(unit, sync="last" if unit.name == "block.1" else "every") for unit in made.units]
+    last = dataclasses.replace(made, units=tuple(units))
+    root = apply_plan(Nested(), last, device=CPU)
+    found = units_reduced_last(root, last)
+    assert [unit is root.module.block[1] for unit in found] == [True]
+    units = FullyShardedDataParallel.fsdp_modules(root)
+    with contextlib.suppress(RuntimeError), without_reducing(found):
+        before = [unit._sync_gradients for unit in units]
+        raise RuntimeError
+    assert before.count(False) == 1
+    assert all(unit._sync_gradients for unit in units)
