@@ -33,3 +33,7 @@ class ProfileError(OSDPError):
 
 class UntraceableError(ProfileError):
     """A training step cannot be run on fake tensors; the text says why, and its cause is attached."""
+
+
+class ShardedParameterError(OSDPError, RuntimeError):
+    """The values of a whole parameter are read on a rank that has a shard of it; the text says where to read them."""

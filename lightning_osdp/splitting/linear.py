@@ -1,0 +1,36 @@
+"""`nn.Linear` in slices along its input features."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_osdp.splitting.features import cut_features
+from lightning_osdp.splitting.module import SplitModule
+
+
+class SplitLinear(SplitModule):
+    """y = x_1 W_1^T + x_2 W_2^T + ... + b (OSDP, section 3.3), added up in one output."""
+
+    cuts_along: ClassVar[Mapping[str, int]] = {"weight": 1}
+    features = "in_features"
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """Output of the whole operator.
+
+        Args:
+            x: (*, in_features), any float dtype; autocast holds for the slices as it does for a Linear.
+
+        Returns:
+            (*, out_features).
+        """
+        total: Tensor | None = None
+        for part, features in zip(self.slices, cut_features(x, self.sizes), strict=True):
+            # In place: products save their inputs for backward, not their results. No name holds on to a partial one.
+            total = part(features) if total is None else total.add_(part(features))
+        assert total is not None
+        return total

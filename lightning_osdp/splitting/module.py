@@ -1,0 +1,204 @@
+"""`SplitModule`: an operator in slices that keeps its identity, its attributes, its hooks and its state dict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self, override
+
+from lightning_osdp.core.slices import slice_sizes
+from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.splitting.pieces import Cut
+from lightning_osdp.splitting.sharded import ShardedParameter
+
+_BOOKKEEPING = frozenset(vars(nn.Module()))
+
+
+class SplitModule(nn.Module):
+    """An operator whose parameters are cut along its features, in ``slices.0``, ``slices.1`` and so on.
+
+    The module that is split becomes one by changing its class: whoever holds it goes on holding it. Parameters that
+    are not cut live in the last slice, so that ``named_parameters`` keeps its order. State dicts are those of the whole
+    operator; ``module.weight`` gives the whole parameter, or where it is sharded something that has its shape and dtype
+    and raises where values are needed.
+
+    A kind of operator declares its own subclass and says in ``forward`` how the slices work together.
+    """
+
+    cuts_along: ClassVar[Mapping[str, int]]
+    """Parameter that is cut -> its dimension of the features."""
+    features: ClassVar[str]
+    """Attribute with the number of features, which the slices have too, with their own."""
+    slices: nn.ModuleList
+    _whole_type: type[nn.Module]
+    _whole_shapes: dict[str, tuple[int, ...] | None]
+    """Parameter -> its shape; None for one that is left out."""
+
+    @classmethod
+    def accepts(cls, module: nn.Module) -> bool:
+        """Whether a module of the whole class can be split as it is configured."""
+        return True
+
+    @classmethod
+    def of(cls, module: nn.Module, num_slices: int) -> Self:
+        """Splits a module in place, and returns it.
+
+        Args:
+            module: of the class that this splits, on any device. Its parameters are copied.
+            num_slices: from 1 to the number of features.
+
+        Raises:
+            ConfigurationError: there are fewer features than slices.
+        """
+        sizes = slice_sizes(getattr(module, cls.features), num_slices)
+        parameters = dict(module._parameters)
+        shapes = {name: None if p is None else tuple(p.shape) for name, p in parameters.items()}
+        slices = nn.ModuleList(cls._slice_of(module, size) for size in sizes)
+        slices.training = module.training
+        module._parameters.clear()
+        whole_type, module.__class__ = type(module), cls
+        assert isinstance(module, cls)
+        module.slices, module._whole_type, module._whole_shapes = slices, whole_type, shapes
+        module.fill(parameters)
+        return module
+
+    def whole(self) -> nn.Module:
+        """Undoes `of` in place, and returns the module.
+
+        Raises:
+            ConfigurationError: the slices are sharded.
+        """
+        parameters = {name: self._parameter(name) for name in self._whole_shapes}
+        if any(isinstance(parameter, ShardedParameter) for parameter in parameters.values()):
+            raise ConfigurationError("Expected slices that are not wrapped yet, but they are sharded over ranks.")
+        pieces = {name: getattr(self._holders(name)[0], name) for name in parameters}
+        module: nn.Module = self
+        module.__class__ = self._whole_type
+        for name, value in parameters.items():
+            module._parameters[name] = None if value is None else _parameter(value.detach(), pieces[name])
+        del module._modules["slices"], module.__dict__["_whole_type"], module.__dict__["_whole_shapes"]
+        return module
+
+    def fill(self, parameters: Mapping[str, nn.Parameter | None]) -> None:
+        """Gives the slices copies of their parts of whole parameters, as new parameters."""
+        for cut in self.cuts():
+            whole = parameters[cut.whole]
+            assert whole is not None
+            for holder, piece in zip(self._holders(cut.whole), cut.cut(whole.detach()), strict=True):
+                holder._parameters[cut.whole] = _parameter(piece, whole)
+
+    def cuts(self, prefix: str = "") -> Iterator[Cut]:
+        """How the parameters lie in the slices, in their order.
+
+        Args:
+            prefix: the module's qualified name with a dot behind it.
+        """
+        last = len(self.slices) - 1
+        for name, shape in self._whole_shapes.items():
+            if shape is None:
+                continue
+            is_cut = name in self.cuts_along
+            dim = self.cuts_along[name] if is_cut else 0
+            yield Cut(
+                whole=f"{prefix}{name}",
+                pieces=tuple(f"{prefix}slices.{index}.{name}" for index in (range(last + 1) if is_cut else [last])),
+                dim=dim,
+                sizes=self.sizes if is_cut else (shape[dim],),
+                shape=shape,
+            )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Features of each slice."""
+        return slice_sizes(getattr(self, self.features), len(self.slices))
+
+    @classmethod
+    def _slice_of(cls, module: nn.Module, size: int) -> nn.Module:
+        """A module of the same class and configuration with fewer features, and no parameters yet."""
+        kind = cls._slice_type(type(module))
+        part = kind.__new__(kind)
+        nn.Module.__init__(part)
+        part.__dict__.update({name: value for name, value in vars(module).items() if name not in _BOOKKEEPING})
+        part._parameters.update(dict.fromkeys(module._parameters))
+        part.training = module.training
+        setattr(part, cls.features, size)
+        return part
+
+    @classmethod
+    def _slice_type(cls, whole_type: type[nn.Module]) -> type[nn.Module]:
+        return whole_type
+
+    def _holders(self, name: str) -> list[nn.Module]:
+        """The slices that hold a parameter, or a part of it."""
+        slices = list(self.slices)
+        return slices if name in self.cuts_along else slices[-1:]
+
+    def _parameter(self, name: str) -> Tensor | None:
+        cut = next((cut for cut in self.cuts() if cut.whole == name), None)
+        if cut is None:
+            return None
+        pieces = [getattr(holder, name) for holder in self._holders(name)]
+        for piece, shape in zip(pieces, cut.piece_shapes, strict=True):
+            # FSDP shows what it holds of a parameter as one dimension, or frees the storage.
+            if piece.shape != shape or piece.untyped_storage().nbytes() < piece.numel() * piece.element_size():
+                return ShardedParameter(cut.shape, piece, name)
+        return cut.join(pieces)
+
+    @override
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__.get("_whole_shapes", ()):
+            return self._parameter(name)
+        return super().__getattr__(name)
+
+    @override
+    def state_dict(  # type: ignore[override]
+        self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """As of the whole operator: its names and shapes."""
+        state: dict[str, Any] = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        for cut in self.cuts(prefix):
+            # Where one rank is to have the whole state, FSDP has removed the entries on the others.
+            if all(piece in state for piece in cut.pieces):
+                state[cut.whole] = cut.join([state.pop(piece) for piece in cut.pieces])
+        return state
+
+    @override
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        for cut in self.cuts(prefix):
+            whole = state_dict.pop(cut.whole, None)
+            if whole is None:
+                continue
+            if tuple(whole.shape) == cut.shape:
+                state_dict.update(zip(cut.pieces, cut.cut(whole), strict=True))
+            else:
+                error_msgs.append(
+                    f"size mismatch for {cut.whole}: copying a param with shape {tuple(whole.shape)} from checkpoint,"
+                    f" the shape in current model is {cut.shape}."
+                )
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    @override
+    def extra_repr(self) -> str:
+        return f"{self._whole_type.__name__} of {getattr(self, self.features)} features in {len(self.slices)} slices"
+
+
+def _parameter(values: Tensor, like: Tensor) -> nn.Parameter:
+    """A parameter with a copy of the values, and all that users have set on another one."""
+    copied = torch.empty(values.shape, dtype=values.dtype, device=values.device).copy_(values)
+    parameter = nn.Parameter(copied, requires_grad=like.requires_grad)
+    parameter.__dict__.update(like.__dict__)
+    return parameter
