@@ -12,7 +12,7 @@ from lightning_osdp.profiler import fingerprint
 
 def plan_of(
     module: nn.Module,
-    modes: Mapping[str, str],
+    modes: Mapping[str, str | tuple[str, ...]],
     *,
     world_size: int,
     micro_batch_size: int,
@@ -24,7 +24,8 @@ def plan_of(
 
     Args:
         module: the unwrapped model.
-        modes: qualified name of a module -> ``"ZDP"`` or ``"DP"``, in forward order; the root needs no entry.
+        modes: qualified name of a module -> ``"ZDP"`` or ``"DP"``, or the modes of its slices, in forward order; the
+            root needs no entry.
         world_size: N.
         micro_batch_size: samples per rank and micro-batch.
         num_micro_batches: per optimizer step.
@@ -41,7 +42,7 @@ def plan_of(
         fingerprint=fingerprint(module),
         world_size=world_size,
         units=tuple(
-            Unit(name=unit, operators=tuple(operators), kind="", modes=(modes.get(unit, "DP"),))
+            Unit(name=unit, operators=tuple(operators), kind="", modes=_of_slices(modes.get(unit, "DP")))
             for unit, operators in held.items()
         ),
         memory_limit_bytes=2**62,
@@ -54,3 +55,7 @@ def plan_of(
         backward_prefetch=backward_prefetch,
         forward_prefetch=forward_prefetch,
     )
+
+
+def _of_slices(modes: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (modes,) if isinstance(modes, str) else modes

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -13,9 +14,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from typing_extensions import override
 
 from lightning_osdp.errors import ProfileError
+from lightning_osdp.splitting import SplitModule, split
 
 
-def unit_initializer(module: nn.Module, device: torch.device) -> Callable[[nn.Module], None] | None:
+def unit_initializer(module: nn.Module, device: torch.device) -> UnitInitializer | None:
     """What FSDP may call as ``param_init_fn``; None where no rank has meta tensors. Call it on all ranks.
 
     A unit's tensors get storage, then the values that rank 0 has, or that ``reset_parameters`` of the modules that own
@@ -23,14 +25,14 @@ def unit_initializer(module: nn.Module, device: torch.device) -> Callable[[nn.Mo
     Ties stay ties. What is initialised depends on rank 0's random state alone: neither on the units nor on the ranks.
 
     Args:
-        module: the unwrapped model.
+        module: the unwrapped model, not split yet.
         device: where the storage is.
 
     Raises:
         ProfileError: a module that owns meta tensors has no ``reset_parameters`` to initialise them with.
     """
     missing = check_initializable(module, device)
-    return None if missing is None else _UnitInitializer(module, device, missing)
+    return None if missing is None else UnitInitializer(module, device, missing)
 
 
 def check_initializable(module: nn.Module, device: torch.device) -> set[str] | None:
@@ -58,7 +60,7 @@ def check_initializable(module: nn.Module, device: torch.device) -> set[str] | N
     return set(missing)
 
 
-class _UnitInitializer:
+class UnitInitializer:
     """See `unit_initializer`.
 
     Args:
@@ -83,9 +85,31 @@ class _UnitInitializer:
                 self._missing.add(stand_in)
         self._kept = {stand_in: tensor for tensor, stand_in in stand_ins.items()}
         self._real: dict[Tensor, Tensor] = {}
+        self._wholes: dict[nn.Module, tuple[nn.Module, SplitModule]] = {}
+
+    def split(self, operator: nn.Module, num_slices: int) -> SplitModule:
+        """Splits an operator of the model in place; its slices will be parts of what the whole one would be."""
+        whole = copy.copy(operator)
+        whole._parameters = dict(operator._parameters)
+        self._seeds[whole] = self._seeds[operator]
+        module = split(operator, num_slices)
+        for index, part in enumerate(module.slices):
+            self._paths[part] = f"{self._paths[module]}.slices.{index}"
+            self._wholes[part] = whole, module
+        return module
 
     def __call__(self, unit: nn.Module) -> None:
-        """Initialises a unit, given its module; FSDP's further calls for modules inside find nothing left to do."""
+        """Initialises a unit, given its module; FSDP's further calls for modules inside find nothing left to do.
+
+        With one slice of an operator come the others.
+        """
+        if unit in self._wholes:
+            whole, module = self._wholes[unit]
+            self(whole)
+            module.fill(whole._parameters)
+            for part in module.slices:
+                self._wholes.pop(part.module if isinstance(part, FullyShardedDataParallel) else part)
+            return
         modules = list(_children_first(unit))
         if not any(tensor.is_meta for child in modules for _, tensor in _own(child)):
             return

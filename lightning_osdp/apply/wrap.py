@@ -10,9 +10,10 @@ from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from lightning_osdp.apply.materialize import unit_initializer
+from lightning_osdp.apply.materialize import UnitInitializer, unit_initializer
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError
+from lightning_osdp.splitting import split, splittable
 
 _STRATEGIES = {"ZDP": ShardingStrategy.FULL_SHARD, "DP": ShardingStrategy.SHARD_GRAD_OP}
 _PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
@@ -21,7 +22,8 @@ _PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACK
 def apply_plan(module: nn.Module, plan: Plan, *, device: torch.device, **fsdp_kwargs: Any) -> FullyShardedDataParallel:
     """The module as an FSDP root whose units and modes are those of the plan.
 
-    The module's children are replaced in place. Call it on all ranks of the default process group.
+    The module's children are replaced in place, and operators with several slices are split (see
+    `lightning_osdp.splitting`). Call it on all ranks of the default process group.
 
     Where any rank has tensors on the meta device, all ranks start with rank 0's values: those that rank 0 has, and what
     ``reset_parameters`` of the modules makes there of the others. Each unit gets storage only when it is to be sharded.
@@ -34,8 +36,8 @@ def apply_plan(module: nn.Module, plan: Plan, *, device: torch.device, **fsdp_kw
             ``param_init_fn`` of the caller's, meta tensors are left to it.
 
     Raises:
-        PlanMismatchError: a unit's module is not there, its operators' parameters would end up in another unit, or
-            the model has parameters that the plan does not know.
+        PlanMismatchError: a unit's module is not there or cannot be split, its operators' parameters would end up in
+            another unit, or the model has parameters that the plan does not know.
         ConfigurationError: the plan asks for what this version or FSDP cannot execute.
         ProfileError: a module on the meta device cannot initialise itself, or initialises another unit.
     """
@@ -43,8 +45,15 @@ def apply_plan(module: nn.Module, plan: Plan, *, device: torch.device, **fsdp_kw
     modules = dict(module.named_modules())
     _check_units(plan, modules)
     _check_parameters(plan, module)
+    _check_slices(plan, module)
     _call_layers_in_evaluation(module)
-    strategy = {modules[unit.name]: _STRATEGIES[unit.modes[0]] for unit in plan.units if unit.name}
+    if "param_init_fn" not in fsdp_kwargs:
+        fsdp_kwargs["param_init_fn"] = unit_initializer(module, device)
+    strategy: dict[nn.Module, ShardingStrategy] = {}
+    for unit in plan.units:
+        if unit.name:
+            wrapped = _slices(modules[unit.name], unit.num_slices, fsdp_kwargs["param_init_fn"])
+            strategy.update(zip(wrapped, (_STRATEGIES[mode] for mode in unit.modes), strict=True))
 
     def policy(child: nn.Module) -> bool | dict[str, Any]:
         return {"sharding_strategy": strategy[child]} if child in strategy else False
@@ -86,6 +95,20 @@ def _wrapped(module: nn.Module, device: torch.device, **fsdp_kwargs: Any) -> Ful
         return FullyShardedDataParallel(module, device_id=device, **{"use_orig_params": True, **fsdp_kwargs})
 
 
+def _slices(operator: nn.Module, num_slices: int, initializer: object) -> list[nn.Module]:
+    """The modules to wrap for a unit: its own, or the slices that it is split into."""
+    if num_slices == 1:
+        return [operator]
+    if isinstance(initializer, UnitInitializer):
+        return list(initializer.split(operator, num_slices).slices)
+    if initializer is not None and any(parameter.is_meta for parameter in operator.parameters()):
+        raise ConfigurationError(
+            f"Expected no param_init_fn where {type(operator).__name__} on the meta device is split into {num_slices}"
+            " slices: it would initialise each slice as an operator of its own. Leave param_init_fn out."
+        )
+    return list(split(operator, num_slices).slices)
+
+
 def _call_layers_in_evaluation(module: nn.Module) -> None:
     """Keeps torch's encoder layers off their fast path, which reads weights of layers that may be units not gathered.
 
@@ -107,15 +130,11 @@ def _check_executable(plan: Plan) -> None:
                 f"Expected the root unit to reduce its gradients in every micro-batch, got sync={unit.sync!r}: backward"
                 " waits for the others' gradients only if the root reduces its own. Set it to 'every'."
             )
-        what = None
-        if unit.num_slices > 1:
-            what = f"{unit.num_slices} slices"
-        elif unit.activations != "keep":
-            what = f"activations={unit.activations!r}"
-        if what:
+        if unit.activations != "keep":
             raise ConfigurationError(
-                f"Expected a plan that this version can execute (one slice, activations='keep'), but unit {unit.name!r}"
-                f" asks for {what}. Plan anew, or use the version of lightning_osdp that wrote the plan."
+                f"Expected a plan that this version can execute (activations='keep'), but unit {unit.name!r} asks for"
+                f" activations={unit.activations!r}. Plan anew, or use the version of lightning_osdp that wrote the"
+                " plan."
             )
 
 
@@ -135,6 +154,29 @@ def _check_units(plan: Plan, modules: dict[str, nn.Module]) -> None:
                     f"Expected operator {operator!r} inside unit {unit.name!r}, as the plan says, but FSDP would put"
                     f" its parameters into unit {holder!r}. Plan anew by leaving out `plan=`."
                 )
+
+
+def _check_slices(plan: Plan, module: nn.Module) -> None:
+    split_units = [unit for unit in plan.units if unit.num_slices > 1]
+    features = splittable(module) if split_units else {}
+    for unit in split_units:
+        if unit.operators != (unit.name,):
+            raise ConfigurationError(
+                f"Expected a unit with {unit.num_slices} slices to be one operator, wrapped itself, but unit"
+                f" {unit.name!r} holds {list(unit.operators)}. Give it one slice, or each operator a unit of its own."
+            )
+        if unit.name not in features:
+            raise PlanMismatchError(
+                f"Expected operator {unit.name!r} to be one that can be split into {unit.num_slices} slices, but this"
+                f" {type(module.get_submodule(unit.name)).__name__} cannot: it is of a class without a splitter,"
+                " changed, shares a parameter, or is not called by the module around it. Plan anew by leaving out"
+                " `plan=`."
+            )
+        if unit.num_slices > features[unit.name]:
+            raise PlanMismatchError(
+                f"Expected operator {unit.name!r} to have a feature for each of its {unit.num_slices} slices, but it"
+                f" has {features[unit.name]}. Plan anew by leaving out `plan=`."
+            )
 
 
 def _check_parameters(plan: Plan, module: nn.Module) -> None:
