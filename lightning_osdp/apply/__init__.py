@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning_osdp.apply.accumulate import units_reduced_last, without_reducing
 from lightning_osdp.apply.materialize import check_initializable
+from lightning_osdp.apply.optimizer_state import load_state, named_state, numbered
 from lightning_osdp.apply.state_dict import full_state, sharded_state
 from lightning_osdp.apply.wrap import apply_plan, forget_zeroed_gradients, wrap_whole
 
@@ -12,6 +13,9 @@ __all__ = [
     "check_initializable",
     "forget_zeroed_gradients",
     "full_state",
+    "load_state",
+    "named_state",
+    "numbered",
     "sharded_state",
     "units_reduced_last",
     "without_reducing",

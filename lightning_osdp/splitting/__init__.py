@@ -3,6 +3,20 @@
 from __future__ import annotations
 
 from lightning_osdp.splitting.module import SplitModule
+from lightning_osdp.splitting.pieces import sharded_like
 from lightning_osdp.splitting.splitters import SPLITTERS, cut_dims, num_features, split, splittable
+from lightning_osdp.splitting.states import cut_states, cuts_of, join_names, join_states
 
-__all__ = ["SPLITTERS", "SplitModule", "cut_dims", "num_features", "split", "splittable"]
+__all__ = [
+    "SPLITTERS",
+    "SplitModule",
+    "cut_dims",
+    "cut_states",
+    "cuts_of",
+    "join_names",
+    "join_states",
+    "num_features",
+    "sharded_like",
+    "split",
+    "splittable",
+]

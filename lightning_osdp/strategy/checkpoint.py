@@ -5,7 +5,7 @@ Lightning's own helpers gather with ``offload_to_cpu=True``, which reads freed m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,16 @@ from lightning.fabric.strategies.fsdp import _distributed_checkpoint_load, _is_s
 from lightning.fabric.utilities.load import _METADATA_FILENAME, _lazy_load, _materialize_tensors
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
-from lightning_osdp.apply import full_state, sharded_state
+from lightning_osdp.apply import full_state, load_state, named_state, numbered, sharded_state
+from lightning_osdp.splitting import sharded_like
 
 
 def model_state(root: FullyShardedDataParallel, state_dict_type: str) -> dict[str, Any]:
@@ -43,12 +47,10 @@ def optimizer_state(root: FullyShardedDataParallel, optimizer: Any, state_dict_t
         optimizer = optimizer._optimizer
     if state_dict_type == "sharded":
         with sharded_state(root):
-            return FullyShardedDataParallel.optim_state_dict(root, optimizer)
+            return named_state(root, optimizer)
     with full_state(root, rank0_only=True):
-        state = FullyShardedDataParallel.optim_state_dict(root, optimizer)
-    if root.rank == 0:
-        state = FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, root)
-    return state
+        state = named_state(root, optimizer)
+    return numbered(state) if root.rank == 0 else state
 
 
 def load(
@@ -94,16 +96,35 @@ def _load_sharded(
         _distributed_checkpoint_load(state, path)
         root.load_state_dict(state["model"], strict=strict)
         for index, optimizer in enumerate(optimizers):
-            key = f"optimizer_{index}"
-            loaded = load_sharded_optimizer_state_dict(
-                model_state_dict=state["model"], optimizer_key=key, storage_reader=FileSystemReader(path)
-            )
-            flat = FullyShardedDataParallel.optim_state_dict_to_load(
-                model=root, optim=optimizer, optim_state_dict=loaded[key]
-            )
-            optimizer.load_state_dict(flat)
+            load_state(root, optimizer, _read_sharded(path, f"optimizer_{index}", state["model"]))
     metadata: dict[str, Any] = torch.load(path / _METADATA_FILENAME, weights_only=weights_only)
     return metadata
+
+
+def _read_sharded(path: Path, optimizer: str, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+    """State of an optimizer by name, sharded as the parameters are."""
+    metadata = FileSystemReader(path).read_metadata()
+    places = metadata.planner_data
+    entries: dict[str, Any] = {}
+    for key, stored in metadata.state_dict_metadata.items():
+        if places[key][0] != optimizer:
+            continue
+        if isinstance(stored, TensorStorageMetadata):
+            entries[key] = _empty(stored, parameters.get(places[key][2]) if len(places[key]) > 2 else None)
+        else:
+            entries[key] = "read in its place"
+    _distributed_checkpoint_load(entries, path)
+    # Nothing is written for a state without entries, such as that of SGD without momentum.
+    return {"state": {}, **unflatten_state_dict(entries, places)[optimizer]}
+
+
+def _empty(stored: TensorStorageMetadata, parameter: Tensor | None) -> Tensor:
+    """Memory to read an entry into: shards like the parameter's, or all of what has another shape."""
+    dtype = stored.properties.dtype
+    if not isinstance(parameter, ShardedTensor) or parameter.shape != stored.size:
+        return torch.empty(stored.size, dtype=dtype)
+    local = [Shard(torch.empty_like(shard.tensor, dtype=dtype), shard.metadata) for shard in parameter.local_shards()]
+    return sharded_like(parameter, local, parameter.metadata().shards_metadata, stored.size, dtype)
 
 
 def _load_full(
@@ -122,11 +143,5 @@ def _load_full(
                 f" {len(states)}. Configure as many as were saved, or load the weights alone."
             )
         for optimizer, state in zip(optimizers, states, strict=True):
-            named = state
-            if isinstance(next(iter(state["state"]), None), int):
-                named = FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, root)
-            flat = FullyShardedDataParallel.optim_state_dict_to_load(
-                model=root, optim=optimizer, optim_state_dict=named
-            )
-            optimizer.load_state_dict(flat)
+            load_state(root, optimizer, state)
     return checkpoint

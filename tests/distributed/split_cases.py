@@ -1,0 +1,190 @@
+"""Split operators in training and in checkpoints, as the ranks run them."""
+
+import sys
+from pathlib import Path
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import clean_tensor_name
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from cases import largest_difference, trainer
+from split_models import KINDS, SplitNet, split_plan
+
+from lightning_osdp import OSDPPrecision, OSDPStrategy
+from lightning_osdp.errors import OSDPError
+
+
+def fitted(strategy, module, **options):
+    fit = trainer(strategy, **options)
+    fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size()))
+    return {name: value.detach().clone() for name, value in fit.strategy.lightning_module_state_dict().items()}
+
+
+def differences(cases):
+    """Largest differences of weights after five steps from DDP's, by case: a kind, a dtype, an optimizer, options."""
+    found = []
+    for kind, dtype, optimizer, is_checkpointed, options in cases:
+        num_micro_batches = options.get("accumulate_grad_batches", 1)
+        plugins = [OSDPPrecision("64-true")] if dtype == "float64" else None
+        modules = [SplitNet(optimizer, is_checkpointed=is_checkpointed).to(getattr(torch, dtype)) for _ in range(2)]
+        plan = split_plan(kind, modules[0], dist.get_world_size(), num_micro_batches=num_micro_batches)
+        split = fitted(OSDPStrategy(plan=plan, batch_size="keep"), modules[0], plugins=plugins, **options)
+        precision = "64-true" if dtype == "float64" else "32-true"
+        ddp = fitted(DDPStrategy(process_group_backend="gloo"), modules[1], precision=precision, **options)
+        moved = largest_difference(
+            ddp, SplitNet(is_checkpointed=is_checkpointed).to(getattr(torch, dtype)).state_dict()
+        )
+        found.append((largest_difference(split, ddp) if dist.get_rank() == 0 else 0.0, moved))
+    return found
+
+
+def losses_in_bf16():
+    """Of five steps, split and whole."""
+    losses = []
+    for kind in ("four", "whole"):
+        module = SplitNet("sgd")
+        strategy = OSDPStrategy(plan=split_plan(kind, module, dist.get_world_size()), batch_size="keep")
+        fitted(strategy, module, precision="bf16-mixed")
+        losses.append(module.losses)
+    return losses
+
+
+class AtStart(L.Callback):
+    """Calls something when everything is restored and nothing is trained."""
+
+    def __init__(self, call):
+        self.call = call
+
+    def on_train_start(self, trainer, pl_module):
+        self.call(trainer)
+
+
+def differing(trainer, expected):
+    """What of the model and the optimizer is not bit for bit as in a plain checkpoint (rank 0)."""
+    state = trainer.strategy.lightning_module_state_dict()
+    optimizer = trainer.strategy.optimizer_state(trainer.optimizers[0])
+    return [] if dist.get_rank() else unequal({"state_dict": state, "optimizer_states": [optimizer]}, expected)
+
+
+def unequal(found, expected):
+    """Names of entries that differ from a plain checkpoint's."""
+    wrong = []
+    if list(found["state_dict"]) != list(expected["state_dict"]):
+        wrong.append("names")
+    wrong += [n for n, v in expected["state_dict"].items() if not torch.equal(found["state_dict"][n], v)]
+    (a,), (b,) = found["optimizer_states"], expected["optimizer_states"]
+    if a["param_groups"] != b["param_groups"] or list(a["state"]) != list(b["state"]):
+        wrong.append(f"groups: {a['param_groups']} {list(a['state'])} for {b['param_groups']} {list(b['state'])}")
+    for number, fields in b["state"].items():
+        same = set(a["state"][number]) == set(fields)
+        if not same or not all(torch.equal(a["state"][number][name], value) for name, value in fields.items()):
+            wrong.append(f"state {number}")
+    return wrong
+
+
+def _fit(kind, call, *, optimizer="adamw", **options):
+    module = SplitNet(optimizer)
+    fit = trainer(
+        OSDPStrategy(plan=split_plan(kind, module, dist.get_world_size()), batch_size="keep"),
+        callbacks=[AtStart(call)],
+        max_steps=4,
+    )
+    fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size()), **options)
+    return fit
+
+
+def save_plain(folder):
+    """Three steps on a single device, saved."""
+    module = SplitNet()
+    fit = trainer("auto", max_steps=3)
+    fit.fit(module, module.loader(0, 1))
+    fit.save_checkpoint(Path(folder) / "plain.ckpt")
+
+
+def resaved(folder):
+    """Resumes from the plain checkpoint in slices of all kinds, and saves full and sharded ones; what differs then."""
+    plain, world_size, wrong = torch.load(Path(folder) / "plain.ckpt", weights_only=False), dist.get_world_size(), {}
+    for kind in KINDS:
+
+        def save(trainer, kind=kind):
+            wrong[kind] = differing(trainer, plain)
+            trainer.save_checkpoint(Path(folder) / f"{world_size}-{kind}.ckpt")
+            trainer.strategy._state_dict_type = "sharded"
+            trainer.save_checkpoint(Path(folder) / f"{world_size}-{kind}")
+            trainer.strategy._state_dict_type = "full"
+
+        _fit(kind, save, ckpt_path=Path(folder) / "plain.ckpt")
+        if dist.get_rank() == 0:
+            saved = torch.load(Path(folder) / f"{world_size}-{kind}.ckpt", weights_only=False)
+            wrong[f"{kind} saved"] = unequal(saved, plain)
+    return wrong
+
+
+def reloaded(folder):
+    """Loads every sharded checkpoint of a folder into slices of all kinds; what differs from the plain one then."""
+    plain, wrong = torch.load(Path(folder) / "plain.ckpt", weights_only=False), {}
+    for kind in KINDS:
+
+        def load(trainer, kind=kind):
+            for path in sorted(path for path in Path(folder).iterdir() if path.is_dir()):
+                with torch.no_grad():
+                    for parameter in trainer.model.parameters():
+                        parameter.fill_(7.0)
+                trainer.optimizers[0].state.clear()
+                trainer.strategy.load_checkpoint(path, weights_only=False)
+                wrong[f"{path.name} as {kind}"] = differing(trainer, plain)
+
+        _fit(kind, load)
+    return wrong
+
+
+def without_state(folder):
+    """Saves and loads SGD that has no state; the learning rate that comes back, and a refused number of parameters."""
+    rates, refused = [], []
+    for kind in ("full", "sharded"):
+        path = Path(folder) / f"sgd-{kind}"
+
+        def change(trainer, kind=kind, path=path):
+            trainer.strategy._state_dict_type = kind
+            trainer.optimizers[0].param_groups[0]["lr"] = 0.25
+            trainer.save_checkpoint(path)
+            trainer.optimizers[0].param_groups[0]["lr"] = 0.5
+            trainer.strategy.load_checkpoint(path, weights_only=False)
+            rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+        _fit("four", change, optimizer="plain_sgd")
+
+    def load(trainer):
+        optimizer = trainer.optimizers[0]
+        optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"][1:]
+        try:
+            trainer.strategy.load_checkpoint(Path(folder) / "sgd-full", weights_only=False)
+        except OSDPError as error:
+            refused.append(str(error))
+
+    _fit("four", load, optimizer="plain_sgd")
+    return rates, refused
+
+
+def reads_weights():
+    """What ``module.weight`` gives after fit: its shape, the error, and the whole one within summon_full_params."""
+    module = SplitNet()
+    fit = trainer(OSDPStrategy(plan=split_plan("four", module, dist.get_world_size()), batch_size="keep"), max_steps=1)
+    fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size()))
+    weight = module.head.weight
+    try:
+        weight.sum()
+    except OSDPError as error:
+        text = str(error)
+    with FullyShardedDataParallel.summon_full_params(fit.strategy.model):
+        whole = module.head.weight.detach().clone()
+    state = fit.strategy.lightning_module_state_dict()
+    names = [clean_tensor_name(name) for name, _ in module.named_parameters()]
+    names = [name for name in names if "head" in name or "up.slices.3" in name]
+    same = dist.get_rank() != 0 or torch.equal(whole, state["head.weight"])
+    return tuple(weight.shape), text, same, names

@@ -1,0 +1,71 @@
+"""A model of all kinds of operators that can be split, with sizes that nothing divides and the usual decay groups."""
+
+import torch
+import torch.nn.functional as F
+from models import NUM_SAMPLES, Base
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.data import TensorDataset
+from transposed import Conv1D
+
+from benchmarks.testbed.plans import plan_of
+
+VOCABULARY, WIDTH, INNER = 19, 14, 23
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, INNER), Conv1D(WIDTH, INNER)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class SplitNet(Base):
+    def __init__(self, optimizer="adamw", *, is_checkpointed=False):
+        super().__init__(optimizer)
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        if is_checkpointed:
+            self.blocks[1] = checkpoint_wrapper(self.blocks[1])
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def loss(self, batch):
+        x = self.tokens(batch[0])
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.frozen(x)).flatten(0, 1), batch[1].flatten())
+
+    def dataset(self):
+        generator = torch.Generator().manual_seed(1)
+        tokens = torch.randint(0, VOCABULARY, (NUM_SAMPLES, 6), generator=generator)
+        return TensorDataset(tokens, (tokens * 3 + 1) % VOCABULARY)
+
+    def configure_optimizers(self):
+        """Biases and norms without weight decay and first, so not in the model's order; frozen parameters are in it."""
+        names = dict(self.named_parameters())
+        plain = [name for name in names if name.endswith("bias") or ".norm." in name]
+        groups = [
+            {"params": [names[name] for name in plain], "weight_decay": 0.0},
+            {"params": [p for name, p in names.items() if name not in plain], "weight_decay": 0.1},
+        ]
+        if self.optimizer_name == "adamw":
+            return torch.optim.AdamW(groups, lr=1e-2)
+        return torch.optim.SGD(groups, lr=0.05, momentum=0.9 if self.optimizer_name == "sgd" else 0.0)
+
+
+KINDS = {"four": 4, "three": 3, "whole": 1}
+"""Slices of each operator."""
+
+
+def split_plan(kind, module, world_size, **options):
+    """Slices of both modes in each operator; the blocks' norms are in the root."""
+    slices = KINDS[kind]
+    operators = [name for name, child in module.named_modules() if isinstance(child, nn.Linear | nn.Embedding | Conv1D)]
+    pattern = ("ZDP", "DP", "ZDP", "ZDP")
+    modes = {name: pattern[index % 2 :][:slices] for index, name in enumerate(operators)}
+    modes = {name: (*chosen, *("DP",) * (slices - len(chosen))) for name, chosen in modes.items()}
+    return plan_of(module, modes, world_size=world_size, micro_batch_size=4, **options)

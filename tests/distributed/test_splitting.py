@@ -1,0 +1,63 @@
+"""Operators in slices on several ranks: training, checkpoints of any kind into any other, whole parameters."""
+
+import pytest
+import split_cases as cases
+
+pytestmark = pytest.mark.distributed
+
+DDP_CASES = [
+    (("four", "float64", "adamw", False, {"gradient_clip_val": 0.05}), 1e-9),
+    (("three", "float64", "adamw", True, {"accumulate_grad_batches": 2}), 1e-9),
+    (("four", "float32", "sgd", True, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}), 1e-6),
+    (("three", "float32", "adamw", False, {}), 1e-4),
+]
+
+
+@pytest.mark.parametrize(("world_size", "chosen"), [(2, DDP_CASES), (4, DDP_CASES[1:3])])
+def test_training_in_slices_equals_ddp(ranks, world_size, chosen):
+    found = ranks(world_size).run(cases.differences, cases=[case for case, _ in chosen])[0]
+    for (difference, moved), (case, tolerance) in zip(found, chosen, strict=True):
+        assert difference < tolerance, case
+        assert moved > 0.01, case
+
+
+def test_in_bf16_slices_train_like_the_whole_operators(ranks):
+    split, whole = ranks(2).run(cases.losses_in_bf16)[0]
+    assert split == pytest.approx(whole, rel=2e-2)
+    assert split != whole
+
+
+def test_checkpoints_of_any_slices_load_into_any_others(ranks, tmp_path):
+    ranks(1).run(cases.save_plain, folder=str(tmp_path))
+    for world_size in (1, 2, 4):
+        found = ranks(world_size).run(cases.resaved, folder=str(tmp_path))[0]
+        assert found == {name: [] for kind in cases.KINDS for name in (kind, f"{kind} saved")}
+    names = [f"{world_size}-{kind}" for world_size in (1, 2, 4) for kind in cases.KINDS]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == sorted(names)
+    for world_size in (1, 2, 4):
+        found = ranks(world_size).run(cases.reloaded, folder=str(tmp_path))[0]
+        assert found == {f"{name} as {kind}": [] for name in names for kind in cases.KINDS}
+
+
+def test_an_optimizer_without_state_is_saved_and_loaded(ranks, tmp_path):
+    for rates, refused in ranks(2).run(cases.without_state, folder=str(tmp_path)):
+        assert rates == [0.25, 0.25]
+        assert len(refused) == 1
+        assert (
+            "Expected a checkpoint whose optimizer has [8, 7] parameters in its groups, as configured, got [9, 7]."
+            in refused[0]
+        )
+
+
+def test_whole_parameters_are_read_where_they_are(ranks):
+    for shape, text, same, names in ranks(2).run(cases.reads_weights):
+        assert shape == (19, 14)
+        assert "Expected the whole 'weight' of a split operator" in text
+        assert same
+        assert names == [
+            "blocks.0.up.slices.3.weight",
+            "blocks.0.up.slices.3.bias",
+            "blocks.1.up.slices.3.weight",
+            "blocks.1.up.slices.3.bias",
+            *(f"head.slices.{index}.weight" for index in range(4)),
+        ]
