@@ -13,7 +13,7 @@ from lightning_osdp.splitting.module import SplitModule
 
 
 class SplitLinear(SplitModule):
-    """y = x_1 W_1^T + x_2 W_2^T + ... + b (OSDP, section 3.3), added up in one output."""
+    """y = x_1 W_1^T + x_2 W_2^T + ... + b: OSDP's operator splitting, added up in one output."""
 
     cuts_along: ClassVar[Mapping[str, int]] = {"weight": 1}
     features = "in_features"

@@ -7,6 +7,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 
@@ -187,4 +188,7 @@ def reads_weights():
     names = [clean_tensor_name(name) for name, _ in module.named_parameters()]
     names = [name for name in names if "head" in name or "up.slices.3" in name]
     same = dist.get_rank() != 0 or torch.equal(whole, state["head.weight"])
-    return tuple(weight.shape), text, same, names
+    linears = {path for path, child in module.named_modules() if isinstance(child, nn.Linear)}
+    paths = {path.rpartition(".")[0] for path, _ in module.named_parameters() if path.endswith("weight")}
+    decayed = {clean_tensor_name(f"{path}.weight") for path in linears & paths}
+    return tuple(weight.shape), text, same, names, decayed

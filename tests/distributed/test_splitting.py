@@ -50,7 +50,7 @@ def test_an_optimizer_without_state_is_saved_and_loaded(ranks, tmp_path):
 
 
 def test_whole_parameters_are_read_where_they_are(ranks):
-    for shape, text, same, names in ranks(2).run(cases.reads_weights):
+    for shape, text, same, names, decayed in ranks(2).run(cases.reads_weights):
         assert shape == (19, 14)
         assert "Expected the whole 'weight' of a split operator" in text
         assert same
@@ -61,3 +61,5 @@ def test_whole_parameters_are_read_where_they_are(ranks):
             "blocks.1.up.slices.3.bias",
             *(f"head.slices.{index}.weight" for index in range(4)),
         ]
+        operators = ("blocks.0.up", "blocks.1.up", "frozen", "head")
+        assert decayed == {f"{name}.slices.{index}.weight" for name in operators for index in range(4)}
