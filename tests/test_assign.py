@@ -22,8 +22,9 @@ def settings_to_plan(draw):
     """Profile fields and the rest of a `Setting`: up to nine units, some of them equal, some in containers."""
     num_bytes = st.integers(0, 400)
     sizes = draw(st.lists(st.integers(1, 500), min_size=1, max_size=3))
+    num_micro_batches = draw(st.sampled_from([1, 1, 2, 3]))
     names = [""]
-    for index in range(draw(st.integers(0, 8))):
+    for index in range(draw(st.integers(0, 8 if num_micro_batches == 1 else 3))):  # four modes each, not two
         names.append(f"{draw(st.sampled_from(names))}.{index}".strip("."))
     operators = [
         {
@@ -48,7 +49,7 @@ def settings_to_plan(draw):
         "cluster": Cluster(
             world_size=draw(st.sampled_from([1, 2, 3, 8])), all_gather=draw(link), reduce_scatter=draw(link)
         ),
-        "workload": Workload(micro_batch_size=draw(st.integers(1, 3)), num_micro_batches=draw(st.integers(1, 2))),
+        "workload": Workload(micro_batch_size=draw(st.integers(1, 3)), num_micro_batches=num_micro_batches),
         "backward_prefetch": draw(st.sampled_from(["pre", "post", "none"])),
         "forward_prefetch": draw(st.booleans()),
         "modes": draw(st.sampled_from([("ZDP", "DP"), ("ZDP", "DP"), ("ZDP",), ("DP",)])),

@@ -122,7 +122,8 @@ def test_what_no_unit_owns_is_part_of_every_step(setting, two_ranks):
         segments=(*bare.profile.segments[:-1], loss),
         optimizer=OptimizerProfile(s_per_element=0.5),
     )
-    found = dataclasses.replace(bare, profile=profile, workload=Workload(micro_batch_size=2, num_micro_batches=5))
+    workload = Workload(micro_batch_size=2, num_micro_batches=5)
+    found = dataclasses.replace(bare, profile=profile, workload=workload, sync=("every",))
     # 10 samples at 3 s, and 25 elements on two ranks at 0.5 s
     assert found.additive.constant_s == 30 + 6.25
     assert found.additive.fastest_s == pytest.approx(36.25 + 5 * 1.0)

@@ -149,13 +149,13 @@ def test_on_one_rank_the_error_speaks_of_one_rank_and_the_root_is_named(model, o
             "backward_prefetch must be one of ('pre', 'post', 'none', 'auto'), got 'both'.",
         ),
         ({"cost_model": "guess"}, "cost_model must be one of ('simulate', 'paper'), got 'guess'."),
-        ({"micro_batch_size": 0}, "micro_batch_size must be 'scale' or a number of samples, at least one, got 0."),
-        ({"micro_batch_size": -3}, "micro_batch_size must be 'scale' or a number of samples, at least one, got -3."),
+        ({"micro_batch_size": 0}, "micro_batch_size must be 'scale', 'auto' or a number of samples, at least one, got 0."),
+        ({"micro_batch_size": -3}, "micro_batch_size must be 'scale', 'auto' or a number of samples, at least one, got -3."),
         (
             {"micro_batch_size": "big"},
-            "micro_batch_size must be 'scale' or a number of samples, at least one, got 'big'.",
+            "micro_batch_size must be 'scale', 'auto' or a number of samples, at least one, got 'big'.",
         ),
-        ({"micro_batch_size": 1.5}, "micro_batch_size must be 'scale' or a number of samples, at least one, got 1.5."),
+        ({"micro_batch_size": 1.5}, "micro_batch_size must be 'scale', 'auto' or a number of samples, at least one, got 1.5."),
         (
             {"micro_batch_size": "scale", "max_micro_batch_size": 0},
             "max_micro_batch_size must be None or at least 1, got 0.",
@@ -215,7 +215,10 @@ def test_a_profile_without_times_predicts_none(model, cluster):
 
 def test_accumulating_multiplies_the_work_and_keeps_gradients(uneven, cluster):
     ring = cluster(2, seconds_per_byte=0.01)
-    one, three = (plan(uneven, ring, micro_batch_size=1, num_micro_batches=number) for number in (1, 3))
+    space = SearchSpace(sync=("every",))
+    one, three = (
+        plan(uneven, ring, micro_batch_size=1, num_micro_batches=number, search_space=space) for number in (1, 3)
+    )
     assert three.step_time_s == pytest.approx(3 * one.step_time_s)
     assert three.samples_per_s == pytest.approx(one.samples_per_s)
     assert (one.peak_bytes, three.peak_bytes) == (456, 506)  # and the other micro-batches' 50 bytes of the large one

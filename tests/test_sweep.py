@@ -143,7 +143,7 @@ def test_what_a_plan_states_agrees_with_itself(model, operator, cluster, case, n
         memory_limit_bytes=10**6,
         micro_batch_size=size,
         num_micro_batches=number,
-        search_space=SearchSpace(modes=("ZDP",), min_unit_bytes=100),
+        search_space=SearchSpace(modes=("ZDP",), sync=("every",), min_unit_bytes=100),
         backward_prefetch="post",
         forward_prefetch=True,
     )

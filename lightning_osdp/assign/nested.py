@@ -1,11 +1,12 @@
 """The nested knapsack itself: dynamic programming over the units in the order in which forward leaves them.
 
-A state says what the first j units keep and take. Of two states of the same j, one that keeps no less and takes no
-less time than the other leads to nothing better, for every later constraint is on a sum that contains these units.
-A state is dropped, too, where a Lagrangian bound is no better than a plan in hand: with a price p on the k-th
-constraint, for j < k,
+A state says what the first j units hold and take: the bytes that count under the j-th constraint, and the least room
+that the constraints so far have left, which what a unit holds from one micro-batch to the next takes from all of them.
+Of two states of the same j, one that holds no less, leaves no more room and takes no less time than the other leads to
+nothing better. A state is dropped, too, where a Lagrangian bound is no better than a plan in hand: with a price p on
+the k-th constraint, for j < k,
 
-    time_s + p * (kept - room_k) + sum over j < u <= k of min (time_s + p * bytes) + sum over u > k of min time_s
+    time_s + p * (held - room_k) + sum over u > j of min (time_s + p * bytes of u that count under it)
 
 Exact, to a relative 1e-12, while no more states than the width are left at any j. Beyond that the most promising ones
 go on, and the least bound of the others is what is certified.
@@ -21,24 +22,28 @@ References:
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from operator import itemgetter
+from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 from lightning_osdp.assign.additive import Additive, Modes
 from lightning_osdp.core.modes import ShardingMode
+from lightning_osdp.cost import Held
 
 _Path: TypeAlias = "tuple[ShardingMode, _Path] | None"
 
 
 class _Option(NamedTuple):
-    kept_bytes: float
+    held: Held
     time_s: float
     mode: ShardingMode
 
 
 class _State(NamedTuple):
-    kept_bytes: float
+    held_bytes: float
+    left_bytes: float
+    """Room under the constraints so far; infinite where nothing to come takes any of it."""
     time_s: float
     bound_s: float
     """Seconds that nothing below it can be faster than."""
@@ -67,22 +72,24 @@ def improve(
     """
     memory = problem.memory
     menus = [
-        [_Option(num_bytes * mode.resident, problem.times_s[unit][mode], mode) for mode in problem.options[unit]]
-        for unit, num_bytes in zip(memory.order, memory.gathered_bytes, strict=True)
+        [_Option(memory.held(place, mode), problem.times_s[unit][mode], mode) for mode in problem.options[unit]]
+        for place, unit in enumerate(memory.order)
     ]
     known_s = problem.time_s(modes)
     ordered_s = sum(problem.times_s[unit][modes[unit]] for unit in memory.order)
     rests = [_rests(menus, price, rooms) for price in (Price(0, 0.0), *prices)]
     width = max(1, max_states // max(1, len(menus)))
-    states, bound_s = [_State(0.0, known_s - ordered_s, -math.inf, None)], known_s
+    any_stays = any(option.held.window_bytes for menu in menus for option in menu)
+    first = _State(0.0, rooms[0] if any_stays else math.inf, known_s - ordered_s, -math.inf, None)
+    states, bound_s = [first], known_s
     for j, menu in enumerate(menus, start=1):
         extended = _extended(states, menu, rooms[j], [rest[j] for rest in rests], cut_s=known_s * (1 - 1e-12))
         states = _undominated(extended)
         if len(states) > width:
-            states.sort(key=itemgetter(2))
+            states.sort(key=attrgetter("bound_s"))
             bound_s = min(bound_s, states[width].bound_s)
             del states[width:]
-    best = min(states, key=itemgetter(1), default=None)
+    best = min(states, key=attrgetter("time_s"), default=None)
     if best is None:
         return modes, bound_s
     found, path = list(modes), best.path
@@ -93,15 +100,19 @@ def improve(
 
 
 def _rests(menus: Sequence[Sequence[_Option]], price: Price, rooms: Sequence[float]) -> list[tuple[float, float]]:
-    """For each j: the price of what is kept by then, and the bound's share of all that comes after."""
-    rest_s, rests = 0.0, []
+    """For each j: the price of what is held by then, and the bound's share of all that comes after."""
+    num_units, s_per_byte = price
+    after_s, free_s = -s_per_byte * rooms[num_units], 0.0
+    rests = []
     for j in range(len(menus), -1, -1):
-        s_per_byte = price.s_per_byte if j < price.num_units else 0.0
-        if j == price.num_units - 1:
-            rest_s -= s_per_byte * rooms[price.num_units]
         if j < len(menus):
-            rest_s += min(option.time_s + s_per_byte * option.kept_bytes for option in menus[j])
-        rests.append((s_per_byte, rest_s))
+            free_s += min(option.time_s for option in menus[j])
+            after_s += min(
+                option.time_s
+                + s_per_byte * (option.held.window_bytes + (option.held.prefix_bytes if j < num_units else 0.0))
+                for option in menus[j]
+            )
+        rests.append((s_per_byte, after_s) if j < num_units else (0.0, free_s))
     return rests[::-1]
 
 
@@ -115,22 +126,32 @@ def _extended(
 ) -> list[_State]:
     """All that fits and may be faster than ``cut_s``, with one more unit."""
     extended = []
-    for kept_bytes, before_s, _, path in states:
-        for option_bytes, option_s, mode in menu:
-            total_bytes, time_s = kept_bytes + option_bytes, before_s + option_s
-            if total_bytes > room_bytes:
+    for held_bytes, before_bytes, before_s, _, path in states:
+        for (prefix_bytes, window_bytes), option_s, mode in menu:
+            total_bytes, time_s = held_bytes + prefix_bytes + window_bytes, before_s + option_s
+            left_bytes = before_bytes - window_bytes
+            if total_bytes > room_bytes or left_bytes < 0:
                 continue
             bound_s = max(time_s + price * total_bytes + rest_s for price, rest_s in rests)
             if bound_s < cut_s:
-                extended.append(_State(total_bytes, time_s, bound_s, (mode, path)))
+                if left_bytes != math.inf:
+                    left_bytes = min(left_bytes, room_bytes - total_bytes)
+                extended.append(_State(total_bytes, left_bytes, time_s, bound_s, (mode, path)))
     return extended
 
 
 def _undominated(states: list[_State]) -> list[_State]:
-    states.sort(key=itemgetter(0, 1))
-    kept, least_s = [], math.inf
+    """Those that no other one holds as little, leaves as much room and is as fast as."""
+    states.sort(key=lambda state: (state.held_bytes, -state.left_bytes, state.time_s))
+    kept = []
+    lefts: list[float] = []  # of those so far, rising, with
+    times_s: list[float] = []  # their times, which rise as well: less room is worth having only if it is faster
     for state in states:
-        if state.time_s < least_s:
-            kept.append(state)
-            least_s = state.time_s
+        place = bisect_left(lefts, state.left_bytes)
+        if place < len(lefts) and times_s[place] <= state.time_s:
+            continue
+        kept.append(state)
+        end = bisect_right(lefts, state.left_bytes)
+        begin = bisect_left(times_s, state.time_s, 0, end)
+        lefts[begin:end], times_s[begin:end] = [state.left_bytes], [state.time_s]
     return kept

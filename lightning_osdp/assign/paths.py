@@ -10,22 +10,24 @@ has no computing, it is the sum of all collectives; the last one is all computin
 path may make *detours*: backward of a unit that was freed waits for its gather, which waits for the reduce-scatter v
 issued before, so that v and the gather take the place of what is computed meanwhile.
 
-Modes enter a path as a sum over units: which gathers of freed units are on it, and the overhead. So the least seconds
-of a path under the limit are those of the nested knapsack that is solved where nothing overlaps, and its bound on them
-is a bound on the step. What is computed does not depend on modes, so there is little to be had from weighing several
+Modes enter a path as a sum over units: which of their collectives are on it, and the overhead. So the least seconds of a
+path under the limit are those of the nested knapsack that is solved where nothing overlaps, and its bound on them is a
+bound on the step. Where units may leave their reduce-scatters to the last micro-batch, the order above holds there
+alone: a path then has gathers after c in that one only, no detours, and waits for no gathers before c. What is computed does not depend on modes, so there is little to be had from weighing several
 paths (a Lagrangian): the largest of their bounds is taken.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 from lightning_osdp.assign.additive import Additive
 from lightning_osdp.assign.setting import Setting
-from lightning_osdp.core.modes import ZDP, ShardingMode
+from lightning_osdp.core.modes import MODES, ZDP, ShardingMode
 
 _FILLER = 1e-9
 """Weight of a detour to a unit that is kept: it costs nothing now, and something in modes that free the unit."""
@@ -61,9 +63,13 @@ class Paths:
     def __init__(self, setting: Setting) -> None:
         self._setting, self._clock = setting, setting.clock
         self._gather_s = self._clock.durations[ZDP].gather_s
-        each = zip(*(durations.overhead_s for durations in self._clock.durations.values()), strict=True)
-        self._most_overhead_s = [max(overheads_s) for overheads_s in each]
+        self._reduce_s = self._clock.durations[ZDP].reduce_s
+        self._most_overhead_s = [
+            max(self._clock.overhead_s(unit, mode) for mode in MODES.values()) for unit in range(len(setting.units))
+        ]
+        self._may_accumulate = any(mode.sync == "last" for options in setting.options for mode in options)
         self._flattened: dict[int, int] = {}  # unit -> number of its reduce-scatter
+        self._gathered: list[int] = []  # units that are gathered whatever their mode
         self._regathers: list[tuple[int, int]] = []  # units if freed, with the number of reduce-scatters before
         self._detours: dict[int, list[_Detour]] = {}  # by where they return
         self._walk()
@@ -75,14 +81,15 @@ class Paths:
         ready_s: dict[int, float] = {}
         regathered: dict[int, int] = {}
         before_s, busy_s, reduces_s, overhead_s = [0.0], [0.0], [0.0], 0.0
-        for (kind, of), is_of_freed in self._clock.events:
-            if kind == "gather" and is_of_freed:
+        for (kind, of), event_class in self._clock.events:
+            if kind == "gather" and event_class == "freed":
                 regathered[of] = len(reduces_s) - 1
                 self._regathers.append((of, regathered[of]))
             elif kind == "gather":
+                self._gathered.append(of)
                 gathered_s += self._gather_s[of]
                 ready_s[of] = gathered_s
-            elif kind == "await":
+            elif kind == "await" and not self._may_accumulate:
                 computed_s = max(computed_s, ready_s[of])
                 leaves = regathered.pop(of, 0)
                 more_s = reduces_s[leaves] + self._gather_s[of] - (computed_s + overhead_s - busy_s[leaves])
@@ -100,9 +107,8 @@ class Paths:
                 before_s.append(computed_s)
                 busy_s.append(computed_s + overhead_s)
                 reduces_s.append(durations.reduce_s[of])
-        before_s[0] = gathered_s
-        after_s = list(accumulate(reversed(reduces_s)))[::-1]
-        self._constants_s = [before + after for before, after in zip(before_s, after_s, strict=True)]
+        self._constants_s = before_s
+        """Seconds of a micro-batch before each reduce-scatter, whatever the modes; 0: none."""
 
     def longest(self, modes: Sequence[ShardingMode]) -> Path:
         """The path that takes longest with these modes, one per unit."""
@@ -117,50 +123,71 @@ class Paths:
                     best_s, best = total_s, detour
             detours_s.append(best_s)
             taken.append(best)
-        overhead_s = {unit: self._clock.durations[modes[unit]].overhead_s[unit] for unit in self._flattened}
-        direct_s = self._direct_s(overhead_s, [not mode.resident for mode in modes])
-        turn = max(range(len(direct_s)), key=lambda turn: direct_s[turn] + detours_s[turn])
+        direct_s, repeats = self._direct_s([(mode,) for mode in modes]), self._clock.num_micro_batches
+        turn = max(range(len(direct_s)), key=lambda turn: direct_s[turn] + repeats * detours_s[turn])
         return Path(turn, _chosen(taken, turn))
 
     def least_s(self) -> float:
         """Seconds of a step that no modes go below, as if memory were no concern."""
-        options, durations = self._setting.options, self._clock.durations
-        overhead_s = {unit: min(durations[mode].overhead_s[unit] for mode in options[unit]) for unit in self._flattened}
-        is_freed = [not any(mode.resident for mode in each) for each in options]
-        longest_s = max(self._direct_s(overhead_s, is_freed))
-        return self._clock.num_micro_batches * longest_s + self._clock.optimizer_s
+        return max(self._direct_s(self._setting.options)) + self._clock.optimizer_s
 
-    def _direct_s(self, overhead_s: Mapping[int, float], is_freed: Sequence[bool]) -> list[float]:
-        """For each turn, the seconds of a micro-batch's path without detours."""
+    def _direct_s(self, options: Sequence[Sequence[ShardingMode]]) -> list[float]:
+        """For each turn, the seconds of a step's path without detours: of each unit the least of its options."""
+        repeats = self._clock.num_micro_batches
         more_s = [0.0] * (len(self._constants_s) + 1)
         for unit, turn in self._flattened.items():
-            more_s[turn] += overhead_s[unit]
+            more_s[turn] += repeats * min(self._clock.overhead_s(unit, mode) for mode in options[unit])
+            reduces_s = self._reduce_s[unit] * min(mode.num_reduce_scatters(repeats) for mode in options[unit])
+            more_s[0] += reduces_s
+            more_s[turn + 1] -= reduces_s
+        for unit in self._gathered:
+            gathers_s = self._gather_s[unit] * min(self._num_gathers(mode) for mode in options[unit])
+            more_s[0] += gathers_s
+            more_s[1] -= gathers_s
         for unit, before in self._regathers:
-            if is_freed[unit]:
-                more_s[0] += self._gather_s[unit]
-                more_s[before + 1] -= self._gather_s[unit]
-        return [constant_s + own_s for constant_s, own_s in zip(self._constants_s, accumulate(more_s), strict=False)]
+            if not any(mode.resident for mode in options[unit]):
+                more_s[0] += repeats * self._gather_s[unit]
+                more_s[1] -= (repeats - self._num_ordered) * self._gather_s[unit]
+                more_s[before + 1] -= self._num_ordered * self._gather_s[unit]
+        return [
+            repeats * constant_s + own_s
+            for constant_s, own_s in zip(self._constants_s, accumulate(more_s), strict=False)
+        ]
+
+    def _num_gathers(self, mode: ShardingMode) -> int:
+        """How often a step gathers a unit that is not there, whether or not forward frees it."""
+        return 1 if mode.resident and mode.sync == "last" else self._clock.num_micro_batches
+
+    @property
+    def _num_ordered(self) -> int:
+        """Micro-batches of a step in which a gather comes after every reduce-scatter that was issued before it.
+
+        Where units may leave theirs to the last micro-batch, a gather of another one need not have waited for anything.
+        """
+        return 1 if self._may_accumulate else self._clock.num_micro_batches
 
     def at(self, path: Path) -> Additive:
         """The seconds of one path."""
-        repeats, durations = self._clock.num_micro_batches, self._clock.durations
+        repeats = self._clock.num_micro_batches
         freed_s = dict.fromkeys(range(len(self._setting.units)), 0.0)
         for unit, before in self._regathers:
             if before >= path.turn:
-                freed_s[unit] += self._gather_s[unit]
+                freed_s[unit] += (self._num_ordered if path.turn else repeats) * self._gather_s[unit]
         for detour in path.detours:
-            freed_s[detour.unit] += detour.more_s
-        times_s = [
-            {
-                mode: repeats
-                * (
-                    (durations[mode].overhead_s[unit] if self._flattened[unit] <= path.turn else 0.0)
+            freed_s[detour.unit] += repeats * detour.more_s
+        gathered = Counter(self._gathered if path.turn == 0 else ())
+        times_s = []
+        for unit, options in enumerate(self._setting.options):
+            turn, reduce_s = self._flattened[unit], self._reduce_s[unit]
+            times_s.append(
+                {
+                    mode: (repeats * self._clock.overhead_s(unit, mode) if turn <= path.turn else 0.0)
+                    + (mode.num_reduce_scatters(repeats) * reduce_s if turn >= path.turn else 0.0)
+                    + gathered[unit] * self._num_gathers(mode) * self._gather_s[unit]
                     + (0.0 if mode.resident else freed_s[unit])
-                )
-                for mode in options
-            }
-            for unit, options in enumerate(self._setting.options)
-        ]
+                    for mode in options
+                }
+            )
         constant_s = repeats * self._constants_s[path.turn] + self._clock.optimizer_s
         return dataclasses.replace(self._setting.additive, times_s=times_s, constant_s=constant_s)
 

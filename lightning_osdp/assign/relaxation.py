@@ -33,24 +33,27 @@ class Knapsack:
 
 
 def prefix_knapsack(problem: Additive, num_units: int, room_bytes: float) -> Knapsack:
-    """Only the first units that forward leaves are limited, and only together: a relaxation.
+    """Bytes are limited only where the first units that forward leaves are freed: a relaxation.
 
     Args:
         problem: all constraints, of which one is kept.
         num_units: k of `StepMemory`.
-        room_bytes: bytes that the first k units may keep.
+        room_bytes: bytes that units may hold then.
     """
     memory = problem.memory
-    gathered_bytes = dict(zip(memory.order[:num_units], memory.gathered_bytes, strict=False))
+    places: dict[int, int] = {unit: place for place, unit in enumerate(memory.order)}
     others = sorted(set(range(len(problem.options))) - set(memory.order))
     members: dict[_Key, list[int]] = {}
     choices: dict[_Key, tuple[Choice, ...]] = {}
     least_bytes = 0.0
     for unit in (*others, *memory.order):
-        options, num_bytes = problem.options[unit], gathered_bytes.get(unit, 0.0)
-        smallest, fastest_s = options[0].resident, min(problem.times_s[unit][mode] for mode in options)
-        least_bytes += smallest * num_bytes
-        beyond = [(problem.times_s[unit][mode] - fastest_s, (mode.resident - smallest) * num_bytes) for mode in options]
+        options, times_s = problem.options[unit], problem.times_s[unit]
+        held = [memory.held_at(num_units, places.get(unit), mode) for mode in options]
+        smallest, fastest_s = held[0], min(times_s[mode] for mode in options)
+        least_bytes += smallest
+        beyond = [
+            (times_s[mode] - fastest_s, num_bytes - smallest) for mode, num_bytes in zip(options, held, strict=True)
+        ]
         # Equal units differ by the rounding of sums: in the ninth digit of a time, in a thousandth of a byte.
         key = tuple((float(f"{time_s:.9g}"), round(num_bytes, 3)) for time_s, num_bytes in beyond)
         members.setdefault(key, []).append(unit)

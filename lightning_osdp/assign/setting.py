@@ -9,7 +9,7 @@ from functools import cached_property
 
 from lightning_osdp.assign.additive import Additive, Modes
 from lightning_osdp.core.cluster import Cluster
-from lightning_osdp.core.modes import DP, MODES, ZDP, ShardingMode
+from lightning_osdp.core.modes import ALL_MODES, DP, MODES, SYNC_CHOICES, ZDP, ShardingMode
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.cost import (
@@ -24,7 +24,7 @@ from lightning_osdp.cost import (
     step_memory,
     unit_cost,
 )
-from lightning_osdp.simulation import StepClock
+from lightning_osdp.simulation import StepClock, simulate_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +36,17 @@ class Setting:
     cluster: Cluster
     workload: Workload
     modes: tuple[str, ...] = tuple(MODES)
+    sync: tuple[str, ...] = SYNC_CHOICES
+    """Which micro-batches may reduce a unit's gradients; with one micro-batch there is nothing to choose."""
     backward_prefetch: str = "pre"
     forward_prefetch: bool = False
     cost_model: str = "simulate"
     """``simulate``: the step as FSDP1 runs it. ``paper``: the sums of equation 1."""
 
-    def at(self, micro_batch_size: int) -> Setting:
-        """The same with another micro-batch size."""
-        return replace(self, workload=replace(self.workload, micro_batch_size=micro_batch_size))
+    def at(self, micro_batch_size: int, num_micro_batches: int | None = None) -> Setting:
+        """The same with another micro-batch size, and another number of them."""
+        repeats = self.workload.num_micro_batches if num_micro_batches is None else num_micro_batches
+        return replace(self, workload=Workload(micro_batch_size=micro_batch_size, num_micro_batches=repeats))
 
     @property
     def is_paper(self) -> bool:
@@ -57,8 +60,10 @@ class Setting:
 
     @cached_property
     def options(self) -> tuple[Modes, ...]:
-        """Modes that each unit may take, least memory first; the root stays gathered whatever its mode."""
-        offered = tuple(mode for name, mode in MODES.items() if name in self.modes)
+        """Modes that each unit may take, the one with the least memory first; the root stays gathered in any mode."""
+        accumulates = self.workload.num_micro_batches > 1 and self.cluster.world_size > 1
+        sync = self.sync if accumulates else SYNC_CHOICES[:1]
+        offered = tuple(mode for mode in ALL_MODES if mode.name in self.modes and mode.sync in sync)
         return tuple((DP,) if unit.is_root else offered for unit in self.units)
 
     @cached_property
@@ -68,9 +73,9 @@ class Setting:
         return tuple(
             {
                 mode: unit_cost(unit, mode, cluster=self.cluster, workload=self.workload, terms=terms).time_s
-                for mode in MODES.values()
+                for mode in dict.fromkeys((*MODES.values(), *options))
             }
-            for unit in self.units
+            for unit, options in zip(self.units, self.options, strict=True)
         )
 
     @cached_property
@@ -138,6 +143,19 @@ class Setting:
         """Seconds per optimizer step that keeping this unit gathered saves over sharding it, if nothing overlaps."""
         return 0.0 if self.units[unit].is_root else self.times_s[unit][ZDP] - self.times_s[unit][DP]
 
+    def accumulating_saves_s(self, unit: int, mode: ShardingMode) -> float:
+        """Seconds per optimizer step that reducing this unit's gradients in the last micro-batch only saves."""
+        every, last = (replace(mode, sync=sync) for sync in SYNC_CHOICES)
+        times_s = self.times_s[unit]
+        return times_s[every] - times_s[last] if last in times_s else 0.0
+
+    def accumulating_costs_bytes(self, unit: int, mode: ShardingMode) -> int:
+        """Bytes that it holds for that from one micro-batch to the next."""
+        last = replace(mode, sync="last")
+        if last not in self.options[unit]:
+            return 0
+        return math.ceil(self.memory.held(self.memory.order.index(unit), last).window_bytes)
+
     def step_time_s(self, modes: Sequence[ShardingMode]) -> float:
         """Predicted seconds of one optimizer step: simulated, which is the sum where nothing overlaps."""
         return self.clock.step(modes).time_s if self.overlaps else self.additive.time_s(modes)
@@ -154,5 +172,19 @@ class Setting:
         return math.ceil(peak)
 
     def peak(self, modes: Sequence[ShardingMode]) -> PeakMemory:
-        """Predicted peak of one optimizer step."""
+        """Predicted peak of one optimizer step, or a bound on it where gradients are accumulated: see `StepMemory`."""
         return self.memory.peak(modes)
+
+    def exact_peak(self, modes: Sequence[ShardingMode]) -> PeakMemory:
+        """Predicted peak of one optimizer step."""
+        if self.is_paper or all(mode.sync == "every" for mode in modes):
+            return self.peak(modes)
+        return simulate_step(
+            self.profile,
+            self.units,
+            modes,
+            self.cluster,
+            self.workload,
+            backward_prefetch=self.backward_prefetch,
+            forward_prefetch=self.forward_prefetch,
+        ).peak

@@ -117,7 +117,7 @@ def _block(setting: Setting, modes: Modes, name: str, inside: Sequence[int], mos
     if len(inside) < 2 or len(chosen) > 1 or sum(setting.units[i].gathered_bytes for i in inside) > most_bytes:
         return None
     mode = chosen.pop()
-    return _Block(name=name, mode=mode, key=(mode.name, _structure(setting, inside)))
+    return _Block(name=name, mode=mode, key=(mode, _structure(setting, inside)))
 
 
 def _structure(setting: Setting, inside: Sequence[int]) -> tuple[object, ...]:

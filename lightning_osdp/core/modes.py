@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class ShardingMode:
-    """How one unit's parameters are treated within a micro-batch (OSDP, figure 1).
+    """How one unit's parameters and gradients are treated within an optimizer step (OSDP, figure 1).
 
     In every mode parameters, reduced gradients and optimizer state are sharded *between* optimizer steps; modes
-    differ in how long the gathered parameter lives and in the collectives that this takes.
+    differ in how long the gathered parameter and the unsharded gradient live, and in the collectives that this takes.
     """
 
     name: str
@@ -18,16 +18,23 @@ class ShardingMode:
     """Whether the gathered parameter stays whole from the unit's forward to the end of its backward."""
     backward_all_gathers: int
     """All-gathers of the unit's parameters in one backward."""
-    reduce_scatters: int = 1
-    """Reduce-scatters of the unit's gradients per synchronised micro-batch."""
+    sync: str = "every"
+    """Which micro-batches reduce gradients: ``every`` or ``last``. Where only the last one does, the unsharded gradient
+    lives from the first one on, and so does the gathered parameter of a resident unit."""
 
-    def num_all_gathers(self, num_calls: int = 1) -> int:
-        """All-gathers per micro-batch of a unit that forward calls ``num_calls`` times.
+    def num_all_gathers(self, num_calls: int = 1, num_micro_batches: int = 1) -> int:
+        """All-gathers per optimizer step of a unit that forward calls ``num_calls`` times.
 
         A unit that frees its parameter after forward gathers it again at every call; backward gathers it once,
         because FSDP1 reshards only after the last of the gradients (``_runtime_utils._post_backward_hook``).
         """
-        return (1 if self.resident else num_calls) + self.backward_all_gathers
+        if self.resident and self.sync == "last":
+            return 1
+        return num_micro_batches * ((1 if self.resident else num_calls) + self.backward_all_gathers)
+
+    def num_reduce_scatters(self, num_micro_batches: int = 1) -> int:
+        """Reduce-scatters of the unit's gradients per optimizer step."""
+        return 1 if self.sync == "last" else num_micro_batches
 
 
 ZDP = ShardingMode("ZDP", resident=False, backward_all_gathers=1)
@@ -38,3 +45,8 @@ DP = ShardingMode("DP", resident=True, backward_all_gathers=0)
 
 MODES = {mode.name: mode for mode in (ZDP, DP)}
 """Every mode by name, in the order in which it is offered to the search: least memory first."""
+
+SYNC_CHOICES = ("every", "last")
+
+ALL_MODES = tuple(replace(mode, sync=sync) for sync in SYNC_CHOICES for mode in MODES.values())
+"""Every mode with every choice of micro-batches that reduce: the first of those offered takes the least memory."""

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_osdp.core.document import read_dataclass, shown
-from lightning_osdp.core.modes import DP, MODES, ZDP
+from lightning_osdp.core.modes import DP, MODES, SYNC_CHOICES, ZDP
 from lightning_osdp.errors import PlanFormatError, PlanMismatchError
 
 SCHEMA_VERSION = 1
-SYNC_CHOICES = ("every", "last")
 ACTIVATION_CHOICES = ("keep", "recompute", "offload")
 PREFETCH_CHOICES = ("pre", "post", "none")
 COST_MODELS = ("simulate", "paper")
@@ -42,6 +41,10 @@ class Unit:
     """Predicted seconds per optimizer step that keeping every slice gathered (DP) saves over sharding it (ZDP)."""
     keep_costs_bytes: int = 0
     """Bytes that stay allocated from forward to backward if every slice is kept gathered."""
+    accumulate_saves_s: float = 0.0
+    """Predicted seconds per optimizer step that reducing gradients in the last micro-batch only saves, modes as here."""
+    accumulate_costs_bytes: int = 0
+    """Bytes that stay allocated from one micro-batch to the next for that."""
 
     @property
     def num_slices(self) -> int:
@@ -231,7 +234,7 @@ def _check_units(units: tuple[Unit, ...], source: str) -> None:
         for what, value, choices in checks:
             if value not in choices:
                 raise PlanFormatError(f"Expected {what} of {where} to be one of {choices}, got {value!r}.")
-        for name in ("parameter_bytes", "time_s", "keep_costs_bytes"):
+        for name in ("parameter_bytes", "time_s", "keep_costs_bytes", "accumulate_costs_bytes"):
             if getattr(unit, name) < 0:
                 raise PlanFormatError(f"Expected {name!r} of {where} to be at least 0, got {getattr(unit, name)!r}.")
         repeated = seen_operators.intersection(unit.operators) | ({unit.name} & seen_units)

@@ -21,11 +21,7 @@ from lightning_osdp.cost.moments import Moment
 from lightning_osdp.cost.overhead import overhead_cost, overhead_s
 from lightning_osdp.cost.paper import TIME_TERMS as PAPER_TIME_TERMS
 from lightning_osdp.cost.paper import paper_memory
-from lightning_osdp.cost.peak_memory import (
-    PeakMemory,
-    StepMemory,
-    step_memory,
-)
+from lightning_osdp.cost.peak_memory import Held, PeakMemory, StepMemory, step_memory
 
 TERMS: dict[str, Callable[..., Cost]] = {
     "communication": communication_cost,
@@ -51,6 +47,7 @@ __all__ = [
     "PAPER_TIME_TERMS",
     "TERMS",
     "Cost",
+    "Held",
     "Moment",
     "PeakMemory",
     "StepMemory",

@@ -11,19 +11,21 @@ from lightning_osdp.cost.cost import Cost, Workload
 def communication_cost(unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload) -> Cost:
     """Seconds of all-gathers and reduce-scatters in one optimizer step.
 
-    Equation 2, with alpha and beta of each collective apart, per micro-batch (gradients are reduced in each):
+    Equation 2, with alpha and beta of each collective apart, for each of K micro-batches that reduces gradients:
 
         t_ZDP = 2 AG(S) + RS(S) = 3 (N-1) alpha + 3 (N-1)/N S beta    where both collectives cost the same
         t_DP  = 1 AG(S) + RS(S) = 2 (N-1) alpha + 2 (N-1)/N S beta
+
+    Where only the last one reduces them, a step takes 2 K AG(S) + RS(S) of a ZDP unit and AG(S) + RS(S) of a DP one.
 
     Frozen parameters have no gradient: a unit without trainable parameters reduces nothing.
 
     References:
         OSDP (Jiang et al. 2022), equation 2.
     """
-    gathers_s = mode.num_all_gathers(len(unit.calls)) * gather_s(unit, cluster)
-    reduces_s = mode.reduce_scatters * reduce_s(unit, cluster)
-    return Cost(time_s=workload.num_micro_batches * (gathers_s + reduces_s))
+    repeats = workload.num_micro_batches
+    gathers_s = mode.num_all_gathers(len(unit.calls), repeats) * gather_s(unit, cluster)
+    return Cost(time_s=gathers_s + mode.num_reduce_scatters(repeats) * reduce_s(unit, cluster))
 
 
 def gather_s(unit: UnitProfile, cluster: Cluster) -> float:

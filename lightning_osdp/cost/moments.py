@@ -20,6 +20,10 @@ bytes in place of A_i. Under mixed precision a gather holds the shard in the dty
 with what one segment hands on to the next, and the result of a reduce-scatter is cast to the dtype at rest. The root
 unit is gathered throughout, and its gradients stay unsharded to the end of backward.
 
+With several micro-batches reduced gradients live from the first one's backward on, and each further reduce-scatter adds
+to them. A unit that reduces its gradients in the last one only has them whole instead, S_u bytes, which backward adds
+to; the reduce-scatter of the last one frees them.
+
 Modes enter in one way only. Take the units in the order in which forward leaves them. Those that forward has left and
 backward has not come back to are the first k of them, for some k, and of these exactly the DP ones are gathered. So a
 step in which every unit is ZDP, with k noted at each moment, tells the peak of every choice of modes.
@@ -41,7 +45,7 @@ from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.cost.cost import Workload
 from lightning_osdp.cost.layout import layout
-from lightning_osdp.cost.schedule import Event, micro_batch
+from lightning_osdp.cost.schedule import Event, micro_batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +74,12 @@ def largest_moments(
     backward_prefetch: str = "pre",
     forward_prefetch: bool = False,
     reduce_scatter_copies: bool = True,
-) -> dict[int, Moment]:
-    """By k, the largest moment of an all-ZDP step at which the first k units of `leaving_order` are freed.
+) -> tuple[dict[int, Moment], Moment]:
+    """Of a step in which every unit is ZDP and reduces its gradients in each micro-batch.
 
-    There is none for a k at which nothing happens.
+    Returns:
+        By k, the largest moment at which the first k units of `leaving_order` are freed; there is none for a k at which
+        nothing happens. And the optimizer step.
     """
     largest: dict[int, Moment] = {}
     num_freed = 0
@@ -90,23 +96,28 @@ def largest_moments(
         workload=workload,
         reduce_scatter_copies=reduce_scatter_copies,
     )
-    events = micro_batch(
+    simulated = micro_batches(
         units,
         [((unit.first, unit.last),) for unit in units],
         [False] * len(units),
+        [False] * len(units),
+        num_micro_batches=workload.num_micro_batches,
         num_segments=len(profile.segments),
         backward_prefetch=backward_prefetch,
         forward_prefetch=forward_prefetch,
     )
-    for event in events:
-        is_root = event.kind in {"gather", "free"} and units[event.of].is_root
-        if event.kind == "free" and not live.is_in_backward and not is_root:
-            num_freed += 1
-        elif event.kind == "gather" and live.is_in_backward and not is_root:
-            num_freed -= 1
-        live.read(event)
+    for events in simulated:
+        live.begin_micro_batch()
+        for event in events:
+            is_root = event.kind in {"gather", "free"} and units[event.of].is_root
+            if event.kind == "free" and not live.is_in_backward and not is_root:
+                num_freed += 1
+            elif event.kind == "gather" and live.is_in_backward and not is_root:
+                num_freed -= 1
+            live.read(event)
+    num_freed = -1
     live.update()
-    return largest
+    return largest, largest.pop(-1)
 
 
 class LiveParts:
@@ -124,7 +135,7 @@ class LiveParts:
         rank: int | None = None,
     ) -> None:
         self.profile, self.units, self.observer, self.world_size = profile, units, observer, world_size
-        self.samples, self.accumulates = workload.micro_batch_size, workload.num_micro_batches > 1
+        self.samples, self.repeats = workload.micro_batch_size, workload.num_micro_batches
         self.copies = reduce_scatter_copies
         self.is_in_backward = False
         self.handed = 0.0  # bytes beyond the saved tensors where one segment of forward follows another
@@ -132,6 +143,8 @@ class LiveParts:
         self.gradients = _gradients(profile, units)
         self.layout = layout(tuple(units), profile.optimizer, world_size, rank)
         self.sizes = self.layout.units
+        self.accumulated: set[int] = set()  # units whose gradients are whole
+        self.reduced: set[int] = set()  # units whose gradients this step has reduced
         self.parts = {
             "parameter shards": self.layout.shards,
             "optimizer state": self.layout.optimizer_state,
@@ -140,6 +153,7 @@ class LiveParts:
             "reduced gradients": sum(size.reduced for size in self.sizes),
             "gathered parameters": 0.0,
             "unsharded gradients": 0.0,
+            "accumulated gradients": 0.0,
             "activations": 0.0,
             "workspace": 0.0,
         }
@@ -147,14 +161,20 @@ class LiveParts:
             "gather": self._gather,
             "free": self._free,
             "forward": self._forward,
+            "zero": self._zero,
             "backward": self._backward,
             "flatten": self._flatten,
+            "accumulate": self._accumulate,
             "reduce": self._reduce,
             "release": self._release,
         }
 
+    def begin_micro_batch(self) -> None:
+        """Forward comes."""
+        self.is_in_backward = False
+
     def read(self, event: Event) -> None:
-        """What one event of `schedule.micro_batch` allocates and frees."""
+        """What one event of `schedule.micro_batches` allocates and frees."""
         reader = self._readers.get(event.kind)
         if reader is not None:
             reader(event.of)
@@ -188,11 +208,12 @@ class LiveParts:
         self._add("activations", segment.saved_bytes.at(self.samples))
         workspace = segment.forward_workspace_bytes.at(self.samples)
         self._observe("forward", segment.operator, "workspace", workspace)
-        self.handed = segment.handed_bytes.at(self.samples)
-        if index == len(self.profile.segments) - 1:
-            self.is_in_backward, self.handed = True, 0.0
-            if not self.accumulates:
-                self.parts["reduced gradients"] = 0.0  # Lightning zeroes them between forward and backward
+        self.is_in_backward = index == len(self.profile.segments) - 1
+        self.handed = 0.0 if self.is_in_backward else segment.handed_bytes.at(self.samples)
+
+    def _zero(self, _: int) -> None:
+        """Lightning drops reduced gradients between the first forward and its backward."""
+        self.parts["reduced gradients"] = 0.0
 
     def _backward(self, index: int) -> None:
         segment = self.profile.segments[index]
@@ -214,8 +235,20 @@ class LiveParts:
         self._observe("backward", self._name(unit), "unsharded gradients", size.flat_gradient)
         self._add("unsharded gradients", size.flat_gradient - size.gradients)
 
+    def _accumulate(self, unit: int) -> None:
+        """The gradient is left whole, or is gone once it is added to the one that is there."""
+        flat = self.sizes[unit].flat_gradient
+        self._add("unsharded gradients", -flat)
+        if unit not in self.accumulated:
+            self.accumulated.add(unit)
+            self._add("accumulated gradients", flat)
+        self.settled = 0.0
+
     def _reduce(self, unit: int) -> None:
-        """The gradient is reduced, cast to the dtype at rest where that is another, and its shard is kept."""
+        """The gradient is reduced, cast to the dtype at rest where that is another, and its shard is kept.
+
+        Where gradients were accumulated, it is their sum that is reduced; the last micro-batch's own one still lives.
+        """
         size = self.sizes[unit]
         flat, name, is_sharded = size.flat_gradient, self._name(unit), self.world_size > 1
         is_cast = size.scattered != size.reduced
@@ -223,11 +256,14 @@ class LiveParts:
             self._observe("reduce-scatter", name, "unsharded gradients", size.scattered + flat * self.copies)
         if is_cast:
             # on one rank the sum of micro-batches is cast down and up again
-            beside = size.reduced + (size.scattered if is_sharded else flat * self.accumulates)
+            beside = size.reduced + (size.scattered if is_sharded else flat * (self.repeats > 1))
             self._observe("backward", name, "unsharded gradients", beside)
-        if is_sharded or is_cast or self.accumulates:
-            self._add("unsharded gradients", -flat)
-        if (is_sharded or is_cast) and not self.accumulates:
+        self._add("unsharded gradients", -flat)
+        if unit in self.accumulated:
+            self.accumulated.remove(unit)
+            self._add("accumulated gradients", -flat)
+        if unit not in self.reduced:
+            self.reduced.add(unit)
             self._add("reduced gradients", size.reduced)
         self.settled = 0.0
 

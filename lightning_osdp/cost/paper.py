@@ -51,11 +51,14 @@ def paper_memory(
         num_bytes=states + saved,
         phase="all phases",
         operator="",
-        parts={"model states": states, "activations": saved, "gathered parameters": 0.0},
+        parts={"model states": states, "activations": saved},
     )
     return StepMemory(
         order=order,
         # in half precision the gathered parameters may be smaller than the shard at rest
         gathered_bytes=tuple(max(0.0, whole[unit] - sharded[unit]) for unit in order),
+        whole_bytes=tuple(
+            max(0.0, units[unit].gradient_bytes - units[unit].trainable_bytes / cluster.world_size) for unit in order
+        ),
         moments={len(order): moment},
     )

@@ -6,6 +6,14 @@ bytes, and floor_k the largest moment of an all-ZDP step at which the first k un
     peak(x) = max_k ( floor_k + sum over the first k units of x_u P_u )
 
 "At most the limit" is therefore a family of knapsack constraints, one per k, each on a prefix of the next one's units.
+
+With several micro-batches, y_u = 1 where unit u reduces its gradients in the last one only: from the first one on it has
+S_u whole gradient bytes in place of s_u reduced ones and, if it is DP, P_u gathered bytes. These count at every k:
+
+    peak(x, y) = max_k ( floor_k + sum over the first k units of x_u (1 - y_u) P_u + sum over all of y_u (S_u - s_u + x_u P_u) )
+
+A bound: where there are two micro-batches only, or where it is a reduce-scatter that takes most, some of these are not
+alive at the same time as the rest. `simulation.simulate_step` has it exactly.
 """
 
 from __future__ import annotations
@@ -14,6 +22,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
 from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.profile import ModelProfile
@@ -40,15 +49,26 @@ class PeakMemory:
     """What the peak consists of, in bytes."""
 
     @classmethod
-    def of(cls, moment: Moment, *, kept_bytes: float = 0.0) -> PeakMemory:
-        """The peak at this moment, with so many bytes of gathered parameters besides; whole bytes, rounded up."""
-        parts = {**moment.parts, "gathered parameters": moment.parts["gathered parameters"] + kept_bytes}
+    def of(cls, moment: Moment, *, besides: Mapping[str, float] | None = None) -> PeakMemory:
+        """The peak at this moment, with so many bytes of other things alive; whole bytes, rounded up."""
+        parts = dict(moment.parts)
+        for part, num_bytes in (besides or {}).items():
+            parts[part] = parts.get(part, 0.0) + num_bytes
         return cls(
-            peak_bytes=math.ceil(moment.num_bytes + kept_bytes - ROUNDING_BYTES),
+            peak_bytes=math.ceil(moment.num_bytes + sum((besides or {}).values()) - ROUNDING_BYTES),
             phase=moment.phase,
             operator=moment.operator,
             parts={part: round(num_bytes) for part, num_bytes in parts.items() if round(num_bytes)},
         )
+
+
+class Held(NamedTuple):
+    """Bytes that a unit holds beyond those of one that is ZDP and reduces its gradients in every micro-batch."""
+
+    prefix_bytes: float
+    """From where forward has left it to where backward comes back to it."""
+    window_bytes: float
+    """From one micro-batch to the next, all the time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,18 +79,36 @@ class StepMemory:
     """Units other than the root, as positions among all units, in the order in which forward leaves them."""
     gathered_bytes: tuple[float, ...]
     """P of each unit in that order: what it takes to keep it while ZDP would free it."""
+    whole_bytes: tuple[float, ...]
+    """S - s of each: what it takes to have its gradients whole from one micro-batch to the next."""
     moments: Mapping[int, Moment]
     """k -> the largest moment at which exactly the first k of them are freed; none where nothing happens then."""
+    update: Moment | None = None
+    """The optimizer step, of which no mode changes anything; None: there is no such moment."""
+
+    def held(self, place: int, mode: ShardingMode) -> Held:
+        """What the unit at this place of `order` holds in a mode."""
+        gathered = self.gathered_bytes[place] if mode.resident else 0.0
+        if mode.sync == "every":
+            return Held(gathered, 0.0)
+        return Held(0.0, gathered + self.whole_bytes[place])
+
+    def held_at(self, num_freed: int, place: int | None, mode: ShardingMode) -> float:
+        """Bytes of one unit when the first ``num_freed`` are freed; the root (place None) holds none."""
+        if place is None:
+            return 0.0
+        held = self.held(place, mode)
+        return held.window_bytes + (held.prefix_bytes if place < num_freed else 0.0)
 
     def kept_bytes(self, modes: Sequence[ShardingMode]) -> list[float]:
-        """For k = 0, 1, ...: bytes that the first k units keep with these modes, one per unit."""
-        each = zip(self.order, self.gathered_bytes, strict=True)
-        return [0.0, *accumulate(num_bytes if modes[unit].resident else 0.0 for unit, num_bytes in each)]
+        """For k = 0, 1, ...: bytes that units hold with these modes, one per unit, when the first k are freed."""
+        held = [self.held(place, modes[unit]) for place, unit in enumerate(self.order)]
+        return list(accumulate((each.prefix_bytes for each in held), initial=sum(each.window_bytes for each in held)))
 
     def room_bytes(self, limit_bytes: int) -> list[float]:
-        """For k = 0, 1, ...: bytes that the first k units may keep; never falling with k, for their sums never do.
+        """For k = 0, 1, ...: bytes that units may hold; never falling with k, for what they hold never does.
 
-        Modes fit where ``kept_bytes(modes)[k] <= room_bytes(limit_bytes)[k]`` for every k.
+        Modes fit where ``kept_bytes(modes)[k] <= room_bytes(limit_bytes)[k]`` for every k, and the optimizer step does.
         """
         rooms = {k: limit_bytes + ROUNDING_BYTES - moment.num_bytes for k, moment in self.moments.items()}
         falling = [rooms.get(k, math.inf) for k in range(len(self.order), -1, -1)]
@@ -80,7 +118,15 @@ class StepMemory:
         """The largest moment with these modes, one per unit."""
         kept = self.kept_bytes(modes)
         k = max(self.moments, key=lambda k: self.moments[k].num_bytes + kept[k])
-        return PeakMemory.of(self.moments[k], kept_bytes=kept[k])
+        if self.update is not None and self.update.num_bytes >= self.moments[k].num_bytes + kept[k]:
+            return PeakMemory.of(self.update)
+        whole = sum(
+            num_bytes
+            for unit, num_bytes in zip(self.order, self.whole_bytes, strict=True)
+            if modes[unit].sync == "last"
+        )
+        besides = {"gathered parameters": kept[k] - whole, "accumulated gradients": whole}
+        return PeakMemory.of(self.moments[k], besides=besides)
 
 
 def step_memory(
@@ -99,22 +145,25 @@ def step_memory(
         profile: the model.
         units: partition of its operators.
         world_size: N. With one rank FSDP1 does not shard, and nothing is gathered.
-        workload: micro-batch size and number of micro-batches; gradients are reduced in each.
+        workload: micro-batch size and number of micro-batches.
         backward_prefetch: FSDP1's ``BACKWARD_PRE`` ("pre"), ``BACKWARD_POST`` ("post") or None ("none").
         forward_prefetch: FSDP1's option of the same name.
         reduce_scatter_copies: whether the backend copies what it reduces, as gloo does.
     """
     order, sizes = leaving_order(units), layout(tuple(units), profile.optimizer, world_size).units
+    moments, update = largest_moments(
+        profile,
+        units,
+        world_size=world_size,
+        workload=workload,
+        backward_prefetch=backward_prefetch,
+        forward_prefetch=forward_prefetch,
+        reduce_scatter_copies=reduce_scatter_copies,
+    )
     return StepMemory(
         order=order,
         gathered_bytes=tuple(sizes[unit].gathered if world_size > 1 else 0.0 for unit in order),
-        moments=largest_moments(
-            profile,
-            units,
-            world_size=world_size,
-            workload=workload,
-            backward_prefetch=backward_prefetch,
-            forward_prefetch=forward_prefetch,
-            reduce_scatter_copies=reduce_scatter_copies,
-        ),
+        whole_bytes=tuple(sizes[unit].flat_gradient - sizes[unit].reduced for unit in order),
+        moments=moments,
+        update=update,
     )

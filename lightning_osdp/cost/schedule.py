@@ -1,4 +1,4 @@
-"""What FSDP1 does in one micro-batch, in the order in which the host issues it: the one account of its rules.
+"""What FSDP1 does in one optimizer step, in the order in which the host issues it: the one account of its rules.
 
 Memory (`moments`) and time (`simulation`) are two readings of the same events.
 
@@ -9,6 +9,8 @@ Memory (`moments`) and time (`simulation`) are two readings of the same events.
 - ``BACKWARD_PRE`` ("pre") gathers the next unit before a unit's backward runs, ``BACKWARD_POST`` ("post") after it and
   before its gradients are reduced; "next" is the one that forward left before. ``forward_prefetch`` gathers the next
   unit of forward before a unit runs.
+- A unit that accumulates is in ``no_sync`` until the last micro-batch: its gradients stay whole and are not reduced,
+  and where its mode keeps it gathered it stays so to the end of the last backward.
 
 References:
     torch/distributed/fsdp/_runtime_utils.py (``_pre_forward_unshard``, ``_post_forward_reshard``,
@@ -23,9 +25,13 @@ from typing import Literal, NamedTuple
 from lightning_osdp.core.profile import Span
 from lightning_osdp.core.units import UnitProfile
 
-Kind = Literal["gather", "await", "forward", "free", "backward", "flatten", "reduce", "release"]
-"""``await``: what follows needs the gathered unit. ``flatten``: a unit's gradients are made one tensor, before the unit
-is freed. ``release``: what a segment had saved is gone."""
+Kind = Literal["gather", "await", "forward", "free", "zero", "backward", "flatten", "accumulate", "reduce", "release"]
+"""``await``: what follows needs the gathered unit. ``zero``: Lightning drops the gradients of the step before, between
+the first forward and its backward. ``flatten``: a unit's gradients are made one tensor, before the unit is freed.
+``accumulate``: they are left whole for the next micro-batch. ``release``: what a segment had saved is gone."""
+
+MOST_SIMULATED = 3
+"""Micro-batches that are gone through one by one: first, steady, last. Further ones are like the steady one."""
 
 
 class Event(NamedTuple):
@@ -42,29 +48,38 @@ def leaving_order(units: Sequence[UnitProfile]) -> tuple[int, ...]:
     return tuple(sorted(inner, key=lambda index: (units[index].last, -index)))
 
 
-def micro_batch(
+def micro_batches(
     units: Sequence[UnitProfile],
     calls: Sequence[Sequence[Span]],
     is_kept: Sequence[bool],
+    accumulates: Sequence[bool],
     *,
+    num_micro_batches: int = 1,
     num_segments: int,
     backward_prefetch: str,
     forward_prefetch: bool,
-) -> list[Event]:
-    """Events of forward, loss and backward.
+) -> list[list[Event]]:
+    """Events of forward, loss and backward in the first, a steady and the last micro-batch, as many as there are.
 
     Args:
         units: root first, if any, then in forward order.
         calls: of each unit.
         is_kept: whether a unit stays gathered from its first call in forward to the end of its backward.
+        accumulates: whether only the last micro-batch reduces a unit's gradients.
+        num_micro_batches: of an optimizer step.
         num_segments: of the model, the loss included.
         backward_prefetch: ``pre``, ``post`` or ``none``.
         forward_prefetch: FSDP1's option.
     """
-    host = _Host(units, calls, is_kept, num_segments)
-    host.forward(prefetches=forward_prefetch)
-    host.backward(prefetch=backward_prefetch)
-    return host.events
+    host = _Host(units, calls, is_kept, accumulates, num_segments)
+    found = []
+    num_simulated = min(MOST_SIMULATED, num_micro_batches)
+    for index in range(num_simulated):
+        host.begin(is_first=index == 0, is_last=index == num_simulated - 1)
+        host.forward(prefetches=forward_prefetch)
+        host.backward(prefetch=backward_prefetch)
+        found.append(host.events)
+    return found
 
 
 class _Host:
@@ -75,9 +90,10 @@ class _Host:
         units: Sequence[UnitProfile],
         calls: Sequence[Sequence[Span]],
         is_kept: Sequence[bool],
+        accumulates: Sequence[bool],
         num_segments: int,
     ) -> None:
-        self.is_kept, self.num_segments = is_kept, num_segments
+        self.is_kept, self.accumulates, self.num_segments = is_kept, accumulates, num_segments
         self.order = leaving_order(units)
         self.place = {unit: place for place, unit in enumerate(self.order)}
         self.root = [index for index, unit in enumerate(units) if unit.is_root]
@@ -90,8 +106,13 @@ class _Host:
                 self.starts[first].append(unit)
                 self.ends[last].append(unit)
             self.begins[calls[unit][0][0]].append(unit)
-        self.events: list[Event] = []
         self.gathered: set[int] = set()
+        self.begin(is_first=True, is_last=True)
+
+    def begin(self, *, is_first: bool, is_last: bool) -> None:
+        """A micro-batch."""
+        self.is_first, self.is_last = is_first, is_last
+        self.events: list[Event] = []
         self.reached: set[int] = set()  # by backward: FSDP prefetches none of them again
 
     def note(self, kind: Kind, of: int) -> None:
@@ -128,6 +149,8 @@ class _Host:
             for unit in sorted(set(self.ends[segment]), key=self.place.__getitem__):
                 if not self.is_kept[unit]:
                     self.free(unit)
+        if self.is_first:
+            self.note("zero", 0)
 
     def gather_before(self, place: int) -> None:
         """The prefetch of backward."""
@@ -154,11 +177,13 @@ class _Host:
             self.note("release", segment)
 
     def reduce(self, unit: int, *, prefetches: bool) -> None:
+        accumulates = self.accumulates[unit] and not self.is_last
         self.note("flatten", unit)
-        self.free(unit)
+        if not (accumulates and self.is_kept[unit]):
+            self.free(unit)
         if prefetches:
             self.gather_before(self.place[unit])
-        self.note("reduce", unit)
+        self.note("accumulate" if accumulates else "reduce", unit)
 
 
 def _first_after(units_at: Sequence[Sequence[int]]) -> list[Sequence[int]]:

@@ -50,7 +50,7 @@ def _measure_mode(name: str, cluster: Cluster, device: torch.device) -> UnitOver
         num_bytes = 4 * width * width
         seconds = _per_unit_s(name, width, device)
         gathers = MODES[name].num_all_gathers() * cluster.all_gather.ring_s(num_bytes, cluster.world_size)
-        reduces = MODES[name].reduce_scatters * cluster.reduce_scatter.ring_s(num_bytes, cluster.world_size)
+        reduces = MODES[name].num_reduce_scatters() * cluster.reduce_scatter.ring_s(num_bytes, cluster.world_size)
         points.append((num_bytes, max(0.0, seconds - gathers - reduces)))
     (small, small_s), (large, large_s) = points
     slope = max(0.0, (large_s - small_s) / (large - small))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 from lightning_osdp.assign import Assignment, Setting
@@ -24,9 +25,11 @@ def make_plan(
     cluster: Cluster,
     *,
     memory_limit_bytes: int,
-    micro_batch_size: int | Literal["scale"],
+    micro_batch_size: int | Literal["scale", "auto"],
     max_micro_batch_size: int | None = None,
     num_micro_batches: int = 1,
+    samples_per_step: int | None = None,
+    micro_batch_sizes: Sequence[int] | None = None,
     search: str = "depth_first",
     search_space: SearchSpace | None = None,
     backward_prefetch: str = "auto",
@@ -40,9 +43,12 @@ def make_plan(
         profile: the model, see `profile_model`.
         cluster: ranks and links, see `measure_cluster`.
         memory_limit_bytes: most bytes of live tensors on one rank, in every phase of a step.
-        micro_batch_size: samples per rank and micro-batch, or ``"scale"`` to sweep it.
+        micro_batch_size: samples per rank and micro-batch; ``"scale"`` to sweep it; ``"auto"`` to sweep it with the
+            number of micro-batches, so that a rank has ``samples_per_step`` in every optimizer step.
         max_micro_batch_size: largest size that ``"scale"`` may choose; None: as far as memory allows, at most 2^20.
-        num_micro_batches: micro-batches per optimizer step (gradient accumulation).
+        num_micro_batches: micro-batches per optimizer step (gradient accumulation), unless ``"auto"`` chooses them.
+        samples_per_step: samples per rank and optimizer step, for ``"auto"``.
+        micro_batch_sizes: divisors of it that ``"auto"`` may choose, the preferred one first; None: all.
         search: name of a solver: ``depth_first``, ``greedy`` or ``exhaustive``.
         search_space: what may be chosen; None: everything.
         backward_prefetch: FSDP1's setting, ``pre``, ``post`` or ``none``: it decides when units are gathered, and how
@@ -53,21 +59,21 @@ def make_plan(
         progress: called with each micro-batch size that is tried, and the best samples/s so far.
 
     Raises:
-        ConfigurationError: no such solver or prefetch setting, or a number of samples or micro-batches below 1.
+        ConfigurationError: no such solver or prefetch setting, a number of samples or micro-batches below 1, or sizes
+            that do not divide the samples of a step.
         InfeasibleError: no plan fits; the text says what would.
     """
     _check_choices(search, backward_prefetch, cost_model)
     _check_numbers(micro_batch_size, max_micro_batch_size, num_micro_batches)
     search_space = search_space or SearchSpace()
+    sizes = _sizes(micro_batch_size, samples_per_step, micro_batch_sizes)
     first = Setting(
         profile=profile,
         units=partition(profile, min_unit_bytes=search_space.min_unit_bytes),
         cluster=cluster,
-        workload=Workload(
-            micro_batch_size=1 if micro_batch_size == "scale" else micro_batch_size,
-            num_micro_batches=num_micro_batches,
-        ),
+        workload=Workload(micro_batch_size=sizes[0], num_micro_batches=num_micro_batches),
         modes=search_space.modes,
+        sync=search_space.sync,
         forward_prefetch=forward_prefetch,
         cost_model=cost_model,
     )
@@ -76,15 +82,37 @@ def make_plan(
         limit_bytes=memory_limit_bytes,
         search=search,
         shares=search_space.share_units,
+        samples_per_step=samples_per_step if micro_batch_size == "auto" else None,
         progress=progress,
     )
     if micro_batch_size == "scale":
         best = sweep.best(2**20 if max_micro_batch_size is None else max_micro_batch_size)
     else:
-        best = sweep.candidate(micro_batch_size)
+        best = sweep.best_of(sizes)
     if best is None:
-        raise InfeasibleError(why_infeasible(sweep, first.workload.micro_batch_size, memory_limit_bytes))
+        raise InfeasibleError(why_infeasible(sweep, min(sizes), memory_limit_bytes))
     return _plan(best, sweep, memory_limit_bytes, search)
+
+
+def _sizes(
+    micro_batch_size: int | Literal["scale", "auto"], samples_per_step: int | None, allowed: Sequence[int] | None
+) -> Sequence[int]:
+    """Micro-batch sizes to try, or to begin with."""
+    if micro_batch_size == "scale":
+        return (1,)
+    if micro_batch_size != "auto":
+        return (micro_batch_size,)
+    if samples_per_step is None or samples_per_step < 1:
+        raise ConfigurationError(
+            f"micro_batch_size='auto' needs samples_per_step, a number of samples, at least one, got {samples_per_step!r}."
+        )
+    sizes = range(1, samples_per_step + 1) if allowed is None else allowed
+    divisors = [size for size in sizes if size >= 1 and samples_per_step % size == 0]
+    if not divisors or (allowed is not None and len(divisors) < len(allowed)):
+        raise ConfigurationError(
+            f"micro_batch_sizes must be divisors of samples_per_step={samples_per_step}, at least one, got {allowed!r}."
+        )
+    return divisors
 
 
 def _prefetches(setting: Setting, wanted: str) -> tuple[str, ...]:
@@ -109,9 +137,10 @@ def _check_choices(search: str, backward_prefetch: str, cost_model: str) -> None
 
 
 def _check_numbers(micro_batch_size: object, most: int | None, num_micro_batches: int) -> None:
-    if micro_batch_size != "scale" and not (isinstance(micro_batch_size, int) and micro_batch_size >= 1):
+    is_size = isinstance(micro_batch_size, int) and micro_batch_size >= 1
+    if not is_size and micro_batch_size not in ("scale", "auto"):
         raise ConfigurationError(
-            f"micro_batch_size must be 'scale' or a number of samples, at least one, got {micro_batch_size!r}."
+            f"micro_batch_size must be 'scale', 'auto' or a number of samples, at least one, got {micro_batch_size!r}."
         )
     if most is not None and most < 1:
         raise ConfigurationError(f"max_micro_batch_size must be None or at least 1, got {most!r}.")
@@ -122,13 +151,14 @@ def _check_numbers(micro_batch_size: object, most: int | None, num_micro_batches
 def _plan(best: Candidate, sweep: Sweep, memory_limit_bytes: int, search: str) -> Plan:
     setting, assignment = best.setting, best.assignment
     all_zdp_step_time_s, all_zdp_peak_bytes = sweep.all_zdp(best)
+    peak = setting.exact_peak(assignment.modes)
     predicts = assignment.step_time_s > 0
     return Plan(
         fingerprint=dict(setting.profile.fingerprint),
         world_size=setting.cluster.world_size,
         units=_units(setting, assignment),
         memory_limit_bytes=memory_limit_bytes,
-        peak_bytes=assignment.peak.peak_bytes,
+        peak_bytes=peak.peak_bytes,
         micro_batch_size=setting.workload.micro_batch_size,
         num_micro_batches=setting.workload.num_micro_batches,
         step_time_s=assignment.step_time_s,
@@ -140,9 +170,9 @@ def _plan(best: Candidate, sweep: Sweep, memory_limit_bytes: int, search: str) -
         forward_prefetch=setting.forward_prefetch,
         all_zdp_step_time_s=all_zdp_step_time_s,
         all_zdp_peak_bytes=all_zdp_peak_bytes,
-        peak_phase=assignment.peak.phase,
-        peak_operator=assignment.peak.operator,
-        peak_parts=dict(assignment.peak.parts),
+        peak_phase=peak.phase,
+        peak_operator=peak.operator,
+        peak_parts=dict(peak.parts),
         evaluation_peak_bytes=setting.evaluation_peak_bytes(assignment.modes),
         notes=(assignment.note,) if assignment.note else (),
     )
@@ -155,10 +185,13 @@ def _units(setting: Setting, assignment: Assignment) -> tuple[Unit, ...]:
             operators=tuple(operator.name for operator in unit.operators),
             kind=unit.kind,
             modes=(mode.name,),
+            sync=mode.sync,
             parameter_bytes=unit.gathered_bytes,
             time_s=setting.times_s[index][mode],
             keep_saves_s=setting.saved_s(index),
             keep_costs_bytes=0 if unit.is_root else unit.gathered_bytes,
+            accumulate_saves_s=setting.accumulating_saves_s(index, mode),
+            accumulate_costs_bytes=setting.accumulating_costs_bytes(index, mode),
         )
         for index, (unit, mode) in enumerate(zip(setting.units, assignment.modes, strict=True))
     )

@@ -8,6 +8,8 @@ larger ones (`assign.bound_later_s`). Where nothing overlaps, step times grow by
 Samples/s are no unimodal function of b, since they drop wherever another unit has to be sharded; what this bound
 leaves open between two sizes is tried, until no size can be better by more than `TOLERANCE`.
 
+Where the samples of a step are given, the sizes are those that make them up in whole micro-batches, and all are tried.
+
 At each size all settings compete: prefetch settings, and units of an operator or of a block.
 
 References:
@@ -29,6 +31,9 @@ from lightning_osdp.core.progress import Progress, silent
 TOLERANCE = 1e-3
 """Fraction of samples/s by which some size may be better than the one that is chosen."""
 
+WORTH_CHANGING = 0.01
+"""Fraction of samples/s for which another size takes the place of the one that is there: about what is predicted best."""
+
 MAX_SIZES = 64
 """Sizes that a sweep assigns modes for; past them the best of those is chosen."""
 
@@ -46,6 +51,15 @@ class Candidate:
     def samples_per_s(self) -> float:
         """Equation 1's objective: samples of all ranks over the step time."""
         return _samples_per_s(self.setting, self.assignment.step_time_s)
+
+    def best_of(self, sizes: Sequence[int]) -> Candidate | None:
+        """The first of these sizes, unless another one is better by more than `WORTH_CHANGING`."""
+        found = [candidate for candidate in map(self.candidate, sizes) if candidate is not None]
+        if not found:
+            return None
+        best = self._best()
+        is_worth_it = best.samples_per_s > found[0].samples_per_s * (1 + WORTH_CHANGING)
+        return best if is_worth_it or found[0].setting.workload.micro_batch_size != sizes[0] else found[0]
 
     @property
     def most_samples_per_s(self) -> float:
@@ -72,6 +86,8 @@ class Sweep:
         limit_bytes: the most bytes that may live on one rank.
         search: name of a solver in ``search.SOLVERS``.
         shares: whether units of blocks compete, too.
+        samples_per_step: samples of a rank and optimizer step that every size makes up, in so many micro-batches as that
+            takes; None: the number of micro-batches is that of the settings.
         progress: called with each size that is tried.
     """
 
@@ -82,16 +98,22 @@ class Sweep:
         limit_bytes: int,
         search: str,
         shares: bool,
+        samples_per_step: int | None = None,
         progress: Progress = silent,
     ) -> None:
+        self._samples_per_step = samples_per_step
         self._settings, self._limit_bytes, self._search, self._shares = settings, limit_bytes, search, shares
         self._progress = progress
         self._candidates: dict[int, Candidate] = {}
         self._open: dict[tuple[int, int], float] = {}
 
+    def _at(self, setting: Setting, micro_batch_size: int) -> Setting:
+        samples = self._samples_per_step
+        return setting.at(micro_batch_size, None if samples is None else samples // micro_batch_size)
+
     def smallest(self, micro_batch_size: int) -> Setting:
         """The setting that needs the fewest bytes at this size."""
-        settings = [setting.at(micro_batch_size) for setting in self._settings]
+        settings = [self._at(setting, micro_batch_size) for setting in self._settings]
         return min(settings, key=lambda setting: setting.peak(setting.least_memory_modes).peak_bytes)
 
     def fits(self, micro_batch_size: int) -> bool:
@@ -105,7 +127,7 @@ class Sweep:
         self._progress("searching", f"micro-batch {micro_batch_size}{best}")
         found: list[tuple[Setting, Assignment]] = []
         for setting in self._settings:
-            found += self._assigned(setting.at(micro_batch_size), found)
+            found += self._assigned(self._at(setting, micro_batch_size), found)
         if not found:
             return None
         setting, assignment = min(found, key=lambda each: each[1].step_time_s)
@@ -140,7 +162,7 @@ class Sweep:
     def all_zdp(self, candidate: Candidate) -> tuple[float, int]:
         """Step time and peak of plain FSDP like this candidate, its units shared likewise, under the same limit."""
         prefetch, size = candidate.setting.backward_prefetch, candidate.setting.workload.micro_batch_size
-        setting = next(each.at(size) for each in self._settings if each.backward_prefetch == prefetch)
+        setting = next(self._at(each, size) for each in self._settings if each.backward_prefetch == prefetch)
         modes = setting.all_zdp_modes
         if self._shares:
             setting, modes = share_units(setting, modes, limit_bytes=self._limit_bytes)
@@ -172,6 +194,15 @@ class Sweep:
             self.candidate(sum(promising) // 2)
         return self._best() if self._candidates else None
 
+    def best_of(self, sizes: Sequence[int]) -> Candidate | None:
+        """The first of these sizes, unless another one is better by more than `WORTH_CHANGING`."""
+        found = [candidate for candidate in map(self.candidate, sizes) if candidate is not None]
+        if not found:
+            return None
+        best = self._best()
+        is_worth_it = best.samples_per_s > found[0].samples_per_s * (1 + WORTH_CHANGING)
+        return best if is_worth_it or found[0].setting.workload.micro_batch_size != sizes[0] else found[0]
+
     @property
     def most_samples_per_s(self) -> float:
         """What no plan exceeds at any size that was tried, or lies between two of them."""
@@ -182,7 +213,9 @@ class Sweep:
         return self._candidates[max(self._candidates, key=lambda size: (self._candidates[size].samples_per_s, -size))]
 
     def _open_sizes(self) -> list[tuple[int, int]]:
-        """Sizes that were tried, with others between them."""
+        """Sizes that were tried, with others between them that may be chosen."""
+        if self._samples_per_step is not None:
+            return []
         return [pair for pair in pairwise(sorted(self._candidates)) if pair[1] - pair[0] > 1]
 
     def _most_between(self, pair: tuple[int, int]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 from lightning_osdp.core.cluster import Cluster
@@ -10,9 +11,9 @@ from lightning_osdp.core.modes import DP, MODES, ZDP, ShardingMode
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.cost import Workload, optimizer_s
-from lightning_osdp.cost.schedule import Event
+from lightning_osdp.cost.schedule import MOST_SIMULATED, Event
 from lightning_osdp.simulation.step import durations_of, events_of
-from lightning_osdp.simulation.timeline import MOST_SIMULATED, Durations, Timeline
+from lightning_osdp.simulation.timeline import Durations, Timeline
 
 
 class Step(NamedTuple):
@@ -52,7 +53,7 @@ class StepClock:
         self.durations: dict[ShardingMode, Durations] = {
             mode: durations_of(profile, units, [mode] * len(units), cluster, workload) for mode in MODES.values()
         }
-        freed, kept = (
+        (freed,), (kept,) = (
             events_of(
                 profile,
                 units,
@@ -63,28 +64,47 @@ class StepClock:
             )
             for mode in (ZDP, DP)
         )
-        self.events = _marked(freed, kept)
-        """Events of a micro-batch, each with whether only a unit that is freed has it."""
+        self.events = _classed(freed, kept)
+        """Events of a micro-batch in which every unit is freed, each with its class: see `_absent`."""
 
     def step(self, modes: Sequence[ShardingMode]) -> Step:
         """One optimizer step with these modes, one per unit."""
-        is_kept = [mode.resident for mode in modes]
-        events = [event for event, is_of_freed in self.events if not (is_of_freed and is_kept[event.of])]
-        overhead_s = [self.durations[mode].overhead_s[unit] for unit, mode in enumerate(modes)]
+        overhead_s = [self.overhead_s(unit, mode) for unit, mode in enumerate(modes)]
         timeline = Timeline(self.durations[ZDP]._replace(overhead_s=overhead_s), overlaps=self.cluster.overlaps)
-        for _ in range(min(MOST_SIMULATED, self.num_micro_batches)):
-            timeline.read_all(events)
+        num_simulated = min(MOST_SIMULATED, self.num_micro_batches)
+        for index in range(num_simulated):
+            absent = [_absent(mode, is_first=index == 0, is_last=index == num_simulated - 1) for mode in modes]
+            timeline.read_all(event for event, kind in self.events if kind is None or kind not in absent[event.of])
         return Step(timeline.total_s(self.num_micro_batches) + self.optimizer_s, timeline.stalls_s)
 
+    def overhead_s(self, unit: int, mode: ShardingMode) -> float:
+        """Seconds that the runtime takes for a unit in a micro-batch."""
+        return self.durations[MODES[mode.name]].overhead_s[unit]
 
-def _marked(freed: Sequence[Event], kept: Sequence[Event]) -> list[tuple[Event, bool]]:
-    """Events of freed units, with whether kept ones lack them: these are the others, in the same order."""
+
+@cache
+def _absent(mode: ShardingMode, *, is_first: bool, is_last: bool) -> frozenset[str]:
+    """Classes of events that a unit in this mode does without in such a micro-batch.
+
+    ``freed``: those of a unit that is freed in forward, alone; ``gather``, ``free`` and ``reduce``: those of all units.
+    """
+    classes = {"freed"} if mode.resident else set()
+    if mode.sync == "last" and not is_last:
+        classes |= {"reduce", "free"} if mode.resident else {"reduce"}
+    if mode.sync == "last" and mode.resident and not is_first:
+        classes.add("gather")
+    return frozenset(classes)
+
+
+def _classed(freed: Sequence[Event], kept: Sequence[Event]) -> list[tuple[Event, str | None]]:
+    """Events of freed units; those of kept ones are some of these, in the same order."""
     left = iter(kept)
     expected = next(left, None)
-    marked = []
+    classed: list[tuple[Event, str | None]] = []
     for event in freed:
-        is_common = event == expected
-        marked.append((event, not is_common))
-        if is_common:
+        if event == expected:
+            classed.append((event, event.kind if event.kind in {"gather", "free", "reduce"} else None))
             expected = next(left, None)
-    return marked
+        else:
+            classed.append((event, "freed"))
+    return classed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.modes import MODES, ShardingMode
 from lightning_osdp.core.plan import Plan
@@ -49,6 +51,6 @@ def planned_units(plan: Plan, profile: ModelProfile) -> tuple[tuple[UnitProfile,
                 f"Expected units of one slice, got {unit.num_slices} slices in unit {unit.name!r}: they cannot be"
                 " simulated yet. Simulate a plan without slices."
             )
-    modes = {unit.name: MODES[unit.modes[0]] for unit in plan.units}
+    modes = {unit.name: replace(MODES[unit.modes[0]], sync=unit.sync) for unit in plan.units}
     units = grouped(profile, {unit.name: unit.operators for unit in plan.units})
     return units, tuple(modes[unit.name] for unit in units)

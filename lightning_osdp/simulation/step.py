@@ -22,8 +22,8 @@ from lightning_osdp.cost import (
     saving_peak,
 )
 from lightning_osdp.cost.moments import LiveParts
-from lightning_osdp.cost.schedule import Event, micro_batch
-from lightning_osdp.simulation.timeline import MOST_SIMULATED, Durations, Interval, Timeline
+from lightning_osdp.cost.schedule import Event, micro_batches
+from lightning_osdp.simulation.timeline import Durations, Interval, Timeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,8 @@ class StepEstimate:
     """Bound on rank 0's peak while a ``full`` or a ``sharded`` checkpoint is made and state dicts stay on the device,
     as they do on CPU; see `cost.saving_peak`."""
     moments: tuple[tuple[float, Moment], ...] = ()
-    """Memory over time: seconds from the start of the last micro-batch, and what is alive then."""
+    """Memory over time: seconds from the start of the step, and what is alive then, in the micro-batches that were gone
+    through: the first, a steady and the last one."""
     intervals: tuple[Interval, ...] = ()
     """What computing and the communicator do, and when, in the micro-batches that were gone through."""
 
@@ -73,16 +74,18 @@ def simulate_step(
         units: partition of its operators.
         modes: one per unit.
         cluster: ranks, links, and whether collectives overlap computing.
-        workload: micro-batch size and number of micro-batches; gradients are reduced in each.
+        workload: micro-batch size and number of micro-batches.
         backward_prefetch: FSDP1's ``BACKWARD_PRE`` ("pre"), ``BACKWARD_POST`` ("post") or None ("none").
         forward_prefetch: FSDP1's option of the same name.
         rank: whose memory; None: of the rank that holds most.
     """
-    events = events_of(
+    repeats = workload.num_micro_batches
+    simulated = events_of(
         profile,
         units,
         modes,
         cluster.world_size,
+        num_micro_batches=repeats,
         backward_prefetch=backward_prefetch,
         forward_prefetch=forward_prefetch,
     )
@@ -91,7 +94,7 @@ def simulate_step(
     moments: list[tuple[float, Moment]] = []
 
     def note(_: float, moment: Callable[[], Moment]) -> None:
-        moments.append((timeline.now_s - timeline.ends_s[-1], moment()))
+        moments.append((timeline.now_s, moment()))
 
     live = LiveParts(
         profile,
@@ -102,20 +105,18 @@ def simulate_step(
         reduce_scatter_copies=cluster.reduce_scatter_copies,
         rank=rank,
     )
-    repeats = workload.num_micro_batches
-    num_simulated = min(MOST_SIMULATED, repeats)
-    for index in range(num_simulated - 1):
-        timeline.read_all(events, index)
-    for event in events:
-        timeline.read(event, num_simulated - 1)
-        live.read(event)
+    for index, events in enumerate(simulated):
+        live.begin_micro_batch()
+        for event in events:
+            timeline.read(event, index)
+            live.read(event)
+        timeline.end_backward()
     live.update()
-    timeline.end_backward()
     update_s = optimizer_s(profile, cluster)
     return StepEstimate(
         time_s=timeline.total_s(repeats) + update_s,
         compute_s=repeats * (sum(durations.forward_s) + sum(durations.backward_s)) + update_s,
-        communication_s=repeats * _communication_s(events, durations),
+        communication_s=_communication_s(simulated, durations, repeats),
         overhead_s=repeats * sum(durations.overhead_s),
         peak=PeakMemory.of(max((moment for _, moment in moments), key=lambda moment: moment.num_bytes)),
         evaluation_bytes=math.ceil(
@@ -145,14 +146,17 @@ def events_of(
     modes: Sequence[ShardingMode],
     world_size: int,
     *,
+    num_micro_batches: int = 1,
     backward_prefetch: str,
     forward_prefetch: bool,
-) -> list[Event]:
-    """Events of one micro-batch; on one rank no mode keeps anything."""
-    return micro_batch(
+) -> list[list[Event]]:
+    """Events of the micro-batches that are gone through; on one rank no mode keeps anything."""
+    return micro_batches(
         units,
         [unit.calls for unit in units],
         [mode.resident and world_size > 1 for mode in modes],
+        [mode.sync == "last" and world_size > 1 for mode in modes],
+        num_micro_batches=num_micro_batches,
         num_segments=len(profile.segments),
         backward_prefetch=backward_prefetch,
         forward_prefetch=forward_prefetch,
@@ -177,7 +181,9 @@ def durations_of(
     )
 
 
-def _communication_s(events: Sequence[Event], durations: Durations) -> float:
-    """Seconds of all collectives of a micro-batch."""
+def _communication_s(simulated: Sequence[Sequence[Event]], durations: Durations, num_micro_batches: int) -> float:
+    """Seconds of all collectives of a step."""
     seconds = {"gather": durations.gather_s, "reduce": durations.reduce_s}
-    return sum(seconds[event.kind][event.of] for event in events if event.kind in seconds)
+    each_s = [sum(seconds[kind][of] for kind, of in events if kind in seconds) for events in simulated]
+    num_more = num_micro_batches - len(each_s)
+    return sum(each_s) + (num_more * each_s[1] if num_more else 0.0)

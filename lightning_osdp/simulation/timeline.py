@@ -18,13 +18,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from lightning_osdp.cost.schedule import Event
+from lightning_osdp.cost.schedule import MOST_SIMULATED, Event
 
 GATHERS_IN_FLIGHT = 2
 """``_FreeEventQueue._max_num_inflight_all_gathers``."""
-
-MOST_SIMULATED = 3
-"""Micro-batches that are gone through one by one: first, steady, last. Further ones are like the steady one."""
 
 COMPUTE, COMMUNICATION = "compute", "communication"
 

@@ -32,8 +32,8 @@ def test_a_step_of_eight_ranks_costs_what_equation_2_says():
     # S = 400 MB at 10 GB/s, alpha = 20 us, N = 8: 3 * 7 * 20 us + 3 * 7/8 * 40 ms, and two thirds of it
     link = Link(latency_s=20e-6, seconds_per_byte=1 / 10e9)
     ring_s = link.ring_s(400e6, 8)
-    assert (ZDP.num_all_gathers() + ZDP.reduce_scatters) * ring_s == pytest.approx(0.42e-3 + 105e-3)
-    assert (DP.num_all_gathers() + DP.reduce_scatters) * ring_s == pytest.approx(0.28e-3 + 70e-3)
+    assert (ZDP.num_all_gathers() + ZDP.num_reduce_scatters()) * ring_s == pytest.approx(0.42e-3 + 105e-3)
+    assert (DP.num_all_gathers() + DP.num_reduce_scatters()) * ring_s == pytest.approx(0.28e-3 + 70e-3)
 
 
 @settings(deadline=None)

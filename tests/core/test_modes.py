@@ -8,11 +8,11 @@ from lightning_osdp.core.modes import DP, MODES, ZDP
 
 
 def test_zdp_gathers_in_forward_and_again_in_backward():
-    assert (ZDP.num_all_gathers(), ZDP.reduce_scatters, ZDP.resident) == (2, 1, False)
+    assert (ZDP.num_all_gathers(), ZDP.num_reduce_scatters(), ZDP.resident) == (2, 1, False)
 
 
 def test_dp_gathers_once_and_stays_resident():
-    assert (DP.num_all_gathers(), DP.reduce_scatters, DP.resident) == (1, 1, True)
+    assert (DP.num_all_gathers(), DP.num_reduce_scatters(), DP.resident) == (1, 1, True)
 
 
 def test_a_unit_that_forward_calls_again_is_gathered_again_only_if_it_was_freed():
@@ -27,7 +27,7 @@ def test_modes_are_found_by_their_names_least_memory_first():
 @pytest.mark.parametrize("num_calls", [1, 2, 5])
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_every_mode_reduces_its_gradient_and_pays_for_what_it_frees(mode, num_calls):
-    assert mode.reduce_scatters == 1
+    assert mode.num_reduce_scatters() == 1
     assert mode.num_all_gathers(num_calls) == (1 if mode.resident else num_calls + 1)
 
 
