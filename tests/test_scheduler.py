@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 
@@ -149,18 +150,35 @@ def test_on_one_rank_the_error_speaks_of_one_rank_and_the_root_is_named(model, o
             "backward_prefetch must be one of ('pre', 'post', 'none', 'auto'), got 'both'.",
         ),
         ({"cost_model": "guess"}, "cost_model must be one of ('simulate', 'paper'), got 'guess'."),
-        ({"micro_batch_size": 0}, "micro_batch_size must be 'scale', 'auto' or a number of samples, at least one, got 0."),
-        ({"micro_batch_size": -3}, "micro_batch_size must be 'scale', 'auto' or a number of samples, at least one, got -3."),
+        (
+            {"micro_batch_size": 0},
+            "micro_batch_size must be 'scale', 'auto' or a number of samples, at least one, got 0.",
+        ),
+        (
+            {"micro_batch_size": -3},
+            "micro_batch_size must be 'scale', 'auto' or a number of samples, at least one, got -3.",
+        ),
         (
             {"micro_batch_size": "big"},
             "micro_batch_size must be 'scale', 'auto' or a number of samples, at least one, got 'big'.",
         ),
-        ({"micro_batch_size": 1.5}, "micro_batch_size must be 'scale', 'auto' or a number of samples, at least one, got 1.5."),
+        (
+            {"micro_batch_size": 1.5},
+            "micro_batch_size must be 'scale', 'auto' or a number of samples, at least one, got 1.5.",
+        ),
         (
             {"micro_batch_size": "scale", "max_micro_batch_size": 0},
             "max_micro_batch_size must be None or at least 1, got 0.",
         ),
         ({"num_micro_batches": 0}, "num_micro_batches must be at least 1, got 0."),
+        (
+            {"micro_batch_size": "auto"},
+            "micro_batch_size='auto' needs samples_per_step, a number of samples, at least one, got None.",
+        ),
+        (
+            {"micro_batch_size": "auto", "samples_per_step": 6, "micro_batch_sizes": (2, 4)},
+            "micro_batch_sizes must be divisors of samples_per_step=6, at least one, got (2, 4).",
+        ),
     ],
 )
 def test_options_that_make_no_sense_are_refused(uneven, cluster, options, text):
@@ -222,6 +240,70 @@ def test_accumulating_multiplies_the_work_and_keeps_gradients(uneven, cluster):
     assert three.step_time_s == pytest.approx(3 * one.step_time_s)
     assert three.samples_per_s == pytest.approx(one.samples_per_s)
     assert (one.peak_bytes, three.peak_bytes) == (456, 506)  # and the other micro-batches' 50 bytes of the large one
+
+
+def test_where_there_is_room_gradients_are_reduced_once_a_step(uneven, cluster):
+    ring = cluster(2, seconds_per_byte=0.01)
+    every, last = (
+        plan(
+            uneven,
+            ring,
+            micro_batch_size=1,
+            num_micro_batches=3,
+            memory_limit_bytes=10**4,
+            search_space=SearchSpace(min_unit_bytes=0, share_units=False, sync=sync),
+        )
+        for sync in (("every",), ("every", "last"))
+    )
+    assert {unit.sync for unit in every.units} == {"every"}
+    assert {(unit.modes, unit.sync) for unit in last.units if unit.name} == {(("DP",), "last")}
+    # one ring of each kind in place of three: half of what a unit holds is sent in each
+    rings_s = sum(0.01 / 2 * unit.parameter_bytes for unit in last.units if unit.name)
+    assert every.step_time_s - last.step_time_s == pytest.approx(2 * 2 * rings_s)
+    for unit in last.units[1:]:
+        assert unit.accumulate_costs_bytes == math.ceil(1.5 * unit.parameter_bytes)  # gathered, and S - S / 2
+        assert unit.accumulate_saves_s == pytest.approx(2 * 2 * 0.01 / 2 * unit.parameter_bytes)
+
+
+def test_with_less_room_some_units_accumulate(uneven, cluster):
+    ring = cluster(2, seconds_per_byte=0.01)
+    limits = range(510, 700, 10)
+    found = [
+        plan(uneven, ring, micro_batch_size=1, num_micro_batches=3, memory_limit_bytes=limit_bytes)
+        for limit_bytes in limits
+    ]
+    assert all(each.peak_bytes <= limit_bytes for each, limit_bytes in zip(found, limits, strict=True))
+    assert len({tuple((unit.modes, unit.sync) for unit in each.units) for each in found}) > 2
+    assert found[-1].step_time_s < found[0].step_time_s
+
+
+def test_samples_of_a_step_are_divided_as_is_fastest(uneven, cluster):
+    ring = cluster(2, seconds_per_byte=0.01)
+    much = {"memory_limit_bytes": 10**4, "search_space": SearchSpace(sync=("every",))}
+    auto = plan(uneven, ring, micro_batch_size="auto", samples_per_step=6, **much)
+    each = {
+        size: plan(uneven, ring, micro_batch_size=size, num_micro_batches=6 // size, **much).step_time_s
+        for size in (1, 2, 3, 6)
+    }
+    assert (auto.micro_batch_size, auto.num_micro_batches) == (6, 1)
+    assert auto.step_time_s == min(each.values())
+    assert auto.gap == 0.0
+
+
+def test_the_micro_batch_that_is_there_stays_unless_another_one_is_worth_it(uneven, cluster):
+    idle = cluster(2, seconds_per_byte=0.0)  # nothing is saved by fewer micro-batches
+    found = plan(uneven, idle, micro_batch_size="auto", samples_per_step=6, micro_batch_sizes=(2, 1, 6))
+    assert (found.micro_batch_size, found.num_micro_batches) == (2, 3)
+
+
+def test_what_does_not_fit_in_one_micro_batch_is_divided(uneven, cluster):
+    ring = cluster(2, seconds_per_byte=0.01)
+    limit_bytes = plan(uneven, ring, micro_batch_size=2, num_micro_batches=3).peak_bytes
+    found = plan(uneven, ring, micro_batch_size="auto", samples_per_step=6, memory_limit_bytes=limit_bytes)
+    assert found.micro_batch_size * found.num_micro_batches == 6
+    assert found.peak_bytes <= limit_bytes
+    with pytest.raises(InfeasibleError, match="a micro-batch of 1 on 2 ranks needs at least"):
+        plan(uneven, ring, micro_batch_size="auto", samples_per_step=6, memory_limit_bytes=10)
 
 
 def test_plans_do_not_depend_on_the_solver_where_all_are_exact(uneven, cluster):

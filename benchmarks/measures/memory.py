@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from benchmarks.testbed.groups import fake_group
 from benchmarks.testbed.memory import count_step
 from lightning_osdp import Plan, profile_model
 from lightning_osdp.core.cluster import Cluster, Link
-from lightning_osdp.core.modes import MODES
+from lightning_osdp.core.modes import DP, SYNC_CHOICES, ZDP, ShardingMode
 from lightning_osdp.core.plan import Unit
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.rates import DeviceRates
@@ -46,6 +46,8 @@ class Case:
     family: str
     modes: str
     """``zdp``, ``dp``, or ``mix`` for modes that are drawn."""
+    sync: str = "every"
+    """Which micro-batches reduce gradients: ``every``, ``last``, or ``mix``, drawn per unit."""
     world_size: int
     micro_batch_size: int
     optimizer: str
@@ -63,6 +65,7 @@ def draw_cases(family: str, count: int, *, seed: int = 0) -> list[Case]:
         Case(
             family=family,
             modes=draw.choice(("zdp", "dp", "mix", "mix")),
+            sync=random.Random(f"{family} {seed} {index} sync").choice(("every", "last", "mix", "mix")),
             world_size=draw.choice(WORLD_SIZES),
             micro_batch_size=draw.choice(MICRO_BATCHES),
             optimizer=draw.choice(OPTIMIZERS),
@@ -126,7 +129,7 @@ def predict(case: Case, *, rank: int = 0, reduce_scatter_copies: bool = False) -
     estimate = simulate_step(
         profile,
         units,
-        [MODES[mode] for mode in modes],
+        modes,
         cluster,
         Workload(micro_batch_size=case.micro_batch_size, num_micro_batches=case.num_micro_batches),
         backward_prefetch=case.backward_prefetch,
@@ -156,13 +159,19 @@ def phases(estimate: StepEstimate) -> dict[str, int]:
     return found
 
 
-def _modes(case: Case, units: Sequence[UnitProfile]) -> list[str]:
+def _modes(case: Case, units: Sequence[UnitProfile]) -> list[ShardingMode]:
     draw = random.Random(f"{case.family} {case.seed} modes")
-    choices = {"zdp": ("ZDP",), "dp": ("DP",), "mix": ("ZDP", "DP")}[case.modes]
-    return ["DP" if unit.is_root else draw.choice(choices) for unit in units]
+    choices = {"zdp": (ZDP,), "dp": (DP,), "mix": (ZDP, DP)}[case.modes]
+    modes = [DP if unit.is_root else draw.choice(choices) for unit in units]
+    syncs = SYNC_CHOICES if case.sync == "mix" else (case.sync,)
+    can_wait = case.num_micro_batches > 1 and case.world_size > 1
+    return [
+        replace(mode, sync=draw.choice(syncs)) if can_wait and not unit.is_root else mode
+        for unit, mode in zip(units, modes, strict=True)
+    ]
 
 
-def _plan(profile: ModelProfile, units: Sequence[UnitProfile], modes: Sequence[str], case: Case) -> Plan:
+def _plan(profile: ModelProfile, units: Sequence[UnitProfile], modes: Sequence[ShardingMode], case: Case) -> Plan:
     return Plan(
         fingerprint=profile.fingerprint,
         world_size=case.world_size,
@@ -171,7 +180,8 @@ def _plan(profile: ModelProfile, units: Sequence[UnitProfile], modes: Sequence[s
                 name=unit.name,
                 operators=tuple(operator.name for operator in unit.operators),
                 kind=unit.kind,
-                modes=(mode,),
+                modes=(mode.name,),
+                sync=mode.sync,
             )
             for unit, mode in zip(units, modes, strict=True)
         ),

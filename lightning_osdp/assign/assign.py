@@ -10,6 +10,7 @@ from lightning_osdp.assign.overlap import solve_overlapped
 from lightning_osdp.assign.paths import Paths
 from lightning_osdp.assign.setting import Setting
 from lightning_osdp.assign.solve import solve
+from lightning_osdp.assign.spare import fill_spare
 from lightning_osdp.cost import PeakMemory
 
 
@@ -21,7 +22,7 @@ class Assignment:
     step_time_s: float
     peak: PeakMemory
     bound_s: float
-    """No assignment that fits has a smaller step time."""
+    """No assignment that fits by the closed form of `StepMemory` has a smaller step time."""
     note: str = ""
 
     @property
@@ -48,10 +49,11 @@ def assign_modes(
         solved = solve_overlapped(setting, rooms, search=search, worth_s=worth_s)
     else:
         solved = solve(setting.additive, rooms, search=search)
+    modes = fill_spare(setting, solved.modes, rooms, limit_bytes=limit_bytes)
     return Assignment(
-        modes=solved.modes,
-        step_time_s=solved.time_s,
-        peak=setting.peak(solved.modes),
+        modes=modes,
+        step_time_s=solved.time_s if modes == solved.modes else setting.step_time_s(modes),
+        peak=setting.exact_peak(modes),
         bound_s=solved.bound_s,
         note=solved.note,
     )

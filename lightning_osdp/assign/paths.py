@@ -10,11 +10,12 @@ has no computing, it is the sum of all collectives; the last one is all computin
 path may make *detours*: backward of a unit that was freed waits for its gather, which waits for the reduce-scatter v
 issued before, so that v and the gather take the place of what is computed meanwhile.
 
-Modes enter a path as a sum over units: which of their collectives are on it, and the overhead. So the least seconds of a
-path under the limit are those of the nested knapsack that is solved where nothing overlaps, and its bound on them is a
-bound on the step. Where units may leave their reduce-scatters to the last micro-batch, the order above holds there
-alone: a path then has gathers after c in that one only, no detours, and waits for no gathers before c. What is computed does not depend on modes, so there is little to be had from weighing several
-paths (a Lagrangian): the largest of their bounds is taken.
+Modes enter a path as a sum over units: which of their collectives are on it, and the overhead. So the least seconds of
+a path under the limit are those of the nested knapsack that is solved where nothing overlaps, and its bound on them is
+a bound on the step. Where units may leave their reduce-scatters to the last micro-batch, the order above holds there
+alone: a path then has gathers after c in that one only, no detours, and waits for no gathers before c. What is computed
+does not depend on modes, so there is little to be had from weighing several paths (a Lagrangian): the largest of their
+bounds is taken.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Unit:
     keep_costs_bytes: int = 0
     """Bytes that stay allocated from forward to backward if every slice is kept gathered."""
     accumulate_saves_s: float = 0.0
-    """Predicted seconds per optimizer step that reducing gradients in the last micro-batch only saves, modes as here."""
+    """Predicted seconds per optimizer step that reducing gradients in the last micro-batch only saves."""
     accumulate_costs_bytes: int = 0
     """Bytes that stay allocated from one micro-batch to the next for that."""
 

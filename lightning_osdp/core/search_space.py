@@ -13,7 +13,8 @@ class SearchSpace:
     """Limits on the decisions of a plan.
 
     Raises:
-        ConfigurationError: a mode or a choice of micro-batches that does not exist, none at all, or a negative number of bytes.
+        ConfigurationError: a mode or a choice of micro-batches that does not exist, none at all, or a negative number
+            of bytes.
     """
 
     modes: tuple[str, ...] = tuple(MODES)
@@ -28,9 +29,7 @@ class SearchSpace:
     def __post_init__(self) -> None:
         for name, given, choices in (("modes", self.modes, tuple(MODES)), ("sync", self.sync, SYNC_CHOICES)):
             if not given or any(each not in choices for each in given):
-                raise ConfigurationError(
-                    f"SearchSpace({name}=...) must name at least one of {choices}, got {given!r}."
-                )
+                raise ConfigurationError(f"SearchSpace({name}=...) must name at least one of {choices}, got {given!r}.")
         if self.min_unit_bytes is not None and self.min_unit_bytes < 0:
             raise ConfigurationError(
                 f"SearchSpace(min_unit_bytes=...) must be None or at least 0, got {self.min_unit_bytes!r}."

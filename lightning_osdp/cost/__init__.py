@@ -16,8 +16,8 @@ from lightning_osdp.cost.besides import evaluation_peak, saving_peak
 from lightning_osdp.cost.communication import communication_cost, gather_s, reduce_s
 from lightning_osdp.cost.compute import compute_cost, optimizer_s
 from lightning_osdp.cost.cost import Cost, Workload
+from lightning_osdp.cost.live_parts import Moment
 from lightning_osdp.cost.model_states import model_states_cost
-from lightning_osdp.cost.moments import Moment
 from lightning_osdp.cost.overhead import overhead_cost, overhead_s
 from lightning_osdp.cost.paper import TIME_TERMS as PAPER_TIME_TERMS
 from lightning_osdp.cost.paper import paper_memory

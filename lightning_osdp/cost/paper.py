@@ -20,8 +20,8 @@ from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.cost.cost import Workload
+from lightning_osdp.cost.live_parts import Moment
 from lightning_osdp.cost.model_states import model_states_cost
-from lightning_osdp.cost.moments import Moment
 from lightning_osdp.cost.peak_memory import StepMemory
 from lightning_osdp.cost.schedule import leaving_order
 

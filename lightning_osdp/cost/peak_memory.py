@@ -7,13 +7,15 @@ bytes, and floor_k the largest moment of an all-ZDP step at which the first k un
 
 "At most the limit" is therefore a family of knapsack constraints, one per k, each on a prefix of the next one's units.
 
-With several micro-batches, y_u = 1 where unit u reduces its gradients in the last one only: from the first one on it has
-S_u whole gradient bytes in place of s_u reduced ones and, if it is DP, P_u gathered bytes. These count at every k:
+With several micro-batches, y_u = 1 where unit u reduces its gradients in the last one only: from the first one on it
+has S_u whole gradient bytes in place of s_u reduced ones and, if it is DP, P_u gathered bytes. These count at every k:
 
-    peak(x, y) = max_k ( floor_k + sum over the first k units of x_u (1 - y_u) P_u + sum over all of y_u (S_u - s_u + x_u P_u) )
+    peak(x, y) = max_k ( floor_k + sum over the first k units of x_u (1 - y_u) P_u
+                                 + sum over all units of y_u (S_u - s_u + x_u P_u) )
 
-A bound: where there are two micro-batches only, or where it is a reduce-scatter that takes most, some of these are not
-alive at the same time as the rest. `simulation.simulate_step` has it exactly.
+A bound, for not all of these are alive at the same time as the rest: floor_k has P_u of the units that run then, kept
+or not; the first micro-batch has not made all gradients yet, and the last one has reduced some.
+`simulation.simulate_step` has it exactly.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.cost.cost import Workload
 from lightning_osdp.cost.layout import layout
-from lightning_osdp.cost.moments import Moment, largest_moments
+from lightning_osdp.cost.live_parts import Moment
+from lightning_osdp.cost.moments import largest_moments
 from lightning_osdp.cost.schedule import leaving_order
 
 ROUNDING_BYTES = 1e-3

@@ -104,7 +104,8 @@ def _sizes(
         return (micro_batch_size,)
     if samples_per_step is None or samples_per_step < 1:
         raise ConfigurationError(
-            f"micro_batch_size='auto' needs samples_per_step, a number of samples, at least one, got {samples_per_step!r}."
+            "micro_batch_size='auto' needs samples_per_step, a number of samples, at least one, got"
+            f" {samples_per_step!r}."
         )
     sizes = range(1, samples_per_step + 1) if allowed is None else allowed
     divisors = [size for size in sizes if size >= 1 and samples_per_step % size == 0]
@@ -151,14 +152,13 @@ def _check_numbers(micro_batch_size: object, most: int | None, num_micro_batches
 def _plan(best: Candidate, sweep: Sweep, memory_limit_bytes: int, search: str) -> Plan:
     setting, assignment = best.setting, best.assignment
     all_zdp_step_time_s, all_zdp_peak_bytes = sweep.all_zdp(best)
-    peak = setting.exact_peak(assignment.modes)
     predicts = assignment.step_time_s > 0
     return Plan(
         fingerprint=dict(setting.profile.fingerprint),
         world_size=setting.cluster.world_size,
         units=_units(setting, assignment),
         memory_limit_bytes=memory_limit_bytes,
-        peak_bytes=peak.peak_bytes,
+        peak_bytes=assignment.peak.peak_bytes,
         micro_batch_size=setting.workload.micro_batch_size,
         num_micro_batches=setting.workload.num_micro_batches,
         step_time_s=assignment.step_time_s,
@@ -170,9 +170,9 @@ def _plan(best: Candidate, sweep: Sweep, memory_limit_bytes: int, search: str) -
         forward_prefetch=setting.forward_prefetch,
         all_zdp_step_time_s=all_zdp_step_time_s,
         all_zdp_peak_bytes=all_zdp_peak_bytes,
-        peak_phase=peak.phase,
-        peak_operator=peak.operator,
-        peak_parts=dict(peak.parts),
+        peak_phase=assignment.peak.phase,
+        peak_operator=assignment.peak.operator,
+        peak_parts=dict(assignment.peak.parts),
         evaluation_peak_bytes=setting.evaluation_peak_bytes(assignment.modes),
         notes=(assignment.note,) if assignment.note else (),
     )

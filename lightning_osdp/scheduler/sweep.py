@@ -32,7 +32,7 @@ TOLERANCE = 1e-3
 """Fraction of samples/s by which some size may be better than the one that is chosen."""
 
 WORTH_CHANGING = 0.01
-"""Fraction of samples/s for which another size takes the place of the one that is there: about what is predicted best."""
+"""Fraction of samples/s for which another size takes the place of the one that is there."""
 
 MAX_SIZES = 64
 """Sizes that a sweep assigns modes for; past them the best of those is chosen."""
@@ -51,15 +51,6 @@ class Candidate:
     def samples_per_s(self) -> float:
         """Equation 1's objective: samples of all ranks over the step time."""
         return _samples_per_s(self.setting, self.assignment.step_time_s)
-
-    def best_of(self, sizes: Sequence[int]) -> Candidate | None:
-        """The first of these sizes, unless another one is better by more than `WORTH_CHANGING`."""
-        found = [candidate for candidate in map(self.candidate, sizes) if candidate is not None]
-        if not found:
-            return None
-        best = self._best()
-        is_worth_it = best.samples_per_s > found[0].samples_per_s * (1 + WORTH_CHANGING)
-        return best if is_worth_it or found[0].setting.workload.micro_batch_size != sizes[0] else found[0]
 
     @property
     def most_samples_per_s(self) -> float:
@@ -86,8 +77,8 @@ class Sweep:
         limit_bytes: the most bytes that may live on one rank.
         search: name of a solver in ``search.SOLVERS``.
         shares: whether units of blocks compete, too.
-        samples_per_step: samples of a rank and optimizer step that every size makes up, in so many micro-batches as that
-            takes; None: the number of micro-batches is that of the settings.
+        samples_per_step: samples of a rank and optimizer step that every size makes up, in as many micro-batches as
+            that takes; None: the number of micro-batches is that of the settings.
         progress: called with each size that is tried.
     """
 

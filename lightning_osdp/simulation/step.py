@@ -21,7 +21,7 @@ from lightning_osdp.cost import (
     reduce_s,
     saving_peak,
 )
-from lightning_osdp.cost.moments import LiveParts
+from lightning_osdp.cost.live_parts import LiveParts
 from lightning_osdp.cost.schedule import Event, micro_batches
 from lightning_osdp.simulation.timeline import Durations, Interval, Timeline
 

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from lightning_osdp.cost.schedule import MOST_SIMULATED, Event
+from lightning_osdp.cost.schedule import Event
 
 GATHERS_IN_FLIGHT = 2
 """``_FreeEventQueue._max_num_inflight_all_gathers``."""

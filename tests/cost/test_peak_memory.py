@@ -6,13 +6,17 @@ bytes each in them and 5 in the loss. So, whatever the modes:
     base = 120 (shards) + 240 (Adam) = 360        s = 20, 40, 60 reduced        A_i = 20, 60, 120, and 130 with the loss
 """
 
+from dataclasses import replace
+
 import pytest
 
+from lightning_osdp.core.cluster import Cluster, Link
 from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload, step_memory
 from lightning_osdp.cost.schedule import leaving_order
+from lightning_osdp.simulation import simulate_step
 
 
 @pytest.fixture
@@ -109,6 +113,46 @@ def test_accumulating_keeps_the_reduced_gradients_through_backward(three):
     # bwd(2) 920 + 120
     assert seen(peak(three(), "ZZZ", num_micro_batches=2)) == (1040, "backward", "m2")
     assert seen(peak(three(), "DDD", num_micro_batches=5)) == (1080, "backward", "m2")
+
+
+def accumulating(three, modes, *, num_micro_batches, **options):
+    """Exact peak and closed form on two ranks with modes such as "DzD": capitals reduce in every micro-batch."""
+    profile = three()
+    units = partition(profile, min_unit_bytes=0)
+    letters = {"D": DP, "Z": ZDP, "d": replace(DP, sync="last"), "z": replace(ZDP, sync="last")}
+    chosen = [DP, *(letters[letter] for letter in modes)]
+    workload = Workload(micro_batch_size=2, num_micro_batches=num_micro_batches)
+    ring = Link(latency_s=0.0, seconds_per_byte=0.0)
+    cluster = Cluster(world_size=2, all_gather=ring, reduce_scatter=ring)
+    exact = simulate_step(profile, units, chosen, cluster, workload, **options).peak
+    bound = step_memory(profile, units, world_size=2, workload=workload, **options).peak(chosen)
+    return exact, bound
+
+
+# at bwd(2) of a steady micro-batch the others' gradients are whole, too, and what was kept is still gathered
+@pytest.mark.parametrize(
+    ("modes", "expected"),
+    [
+        ("ZZZ", 920 + 120),  # 120 reduced
+        ("ZZz", 920 + 60 + 120),  # S_2 in place of s_2
+        ("zzz", 920 + 240),
+        ("DDd", 960 + 60 + 120),  # P_2 and P_1 are gathered anyway
+        ("ddd", 960 + 240),
+        ("dZZ", 920 + 40 + 40 + 100),  # P_0, S_0
+    ],
+)
+@pytest.mark.parametrize("num_micro_batches", [3, 5])
+def test_a_unit_that_accumulates_holds_its_gradient_whole(three, modes, expected, num_micro_batches):
+    exact, bound = accumulating(three, modes, num_micro_batches=num_micro_batches)
+    assert (exact.peak_bytes, exact.phase, exact.operator) == (expected, "backward", "m2")
+    twice = 80 + 120 if "d" in modes else 0  # what runs at the peak is counted as gathered, and as held
+    assert expected <= bound.peak_bytes <= expected + twice
+
+
+def test_with_two_micro_batches_the_second_begins_with_all_gradients_whole(three):
+    exact, bound = accumulating(three, "zzz", num_micro_batches=2)
+    assert exact.peak_bytes == bound.peak_bytes == 920 + 240
+    assert exact.parts["accumulated gradients"] == 240
 
 
 def test_more_samples_save_more(three):

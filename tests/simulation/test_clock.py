@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from lightning_osdp.assign import Setting
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.cluster import Cluster, Link, UnitOverhead
-from lightning_osdp.core.modes import DP, ZDP
+from lightning_osdp.core.modes import ALL_MODES, DP, MODES, ZDP
 from lightning_osdp.core.profile import OptimizerProfile, Segment
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload
 from lightning_osdp.simulation import simulate_step
+from lightning_osdp.simulation.step import events_of
 
 SECONDS = st.sampled_from([0.0, 0.5, 1.0, 3.0])
 LINKS = st.builds(Link, latency_s=st.sampled_from([0.0, 0.2]), seconds_per_byte=st.sampled_from([0.0, 0.01]))
@@ -91,39 +92,78 @@ def again(profile, turns):
     return dataclasses.replace(profile, segments=(*segments, profile.loss), spans=spans)
 
 
-KEPT = st.lists(st.booleans(), min_size=9, max_size=9)
+CHOICES = st.lists(st.sampled_from(ALL_MODES), min_size=9, max_size=9)
+
+
+def chosen(found, choices):
+    """These modes as far as the units have the choice."""
+    waits = found.workload.num_micro_batches > 1 and found.cluster.world_size > 1
+    return [
+        DP if unit.is_root else mode if waits else MODES[mode.name]
+        for unit, mode in zip(found.units, choices, strict=False)
+    ]
 
 
 @settings(deadline=None, max_examples=200)
-@given(tree=trees(), around=surroundings(overlaps=False), kept=KEPT, turns=st.lists(st.integers(0, 6), max_size=3))
-def test_where_nothing_overlaps_time_is_the_sum_and_memory_the_closed_form(model, operator, tree, around, kept, turns):
+@given(
+    tree=trees(), around=surroundings(overlaps=False), choices=CHOICES, turns=st.lists(st.integers(0, 6), max_size=3)
+)
+def test_where_nothing_overlaps_time_is_the_sum_and_memory_the_closed_form(
+    model, operator, tree, around, choices, turns
+):
     operators, fields = tree
     profile = again(model(*(operator(**made) for made in operators), **fields), turns)
     found = Setting(profile=profile, units=partition(profile, min_unit_bytes=0), **around)
-    modes = [DP if unit.is_root or is_kept else ZDP for unit, is_kept in zip(found.units, kept, strict=False)]
+    modes = chosen(found, choices)
     estimate = simulated(found, modes)
     assert estimate.time_s == pytest.approx(found.additive.time_s(modes))
     assert found.step_time_s(modes) == found.additive.time_s(modes)
     assert estimate.exposed_communication_s == pytest.approx(estimate.communication_s, abs=1e-9)
-    if all(len(unit.calls) == 1 for unit in found.units):
+    if all(len(unit.calls) == 1 for unit in found.units) and all(mode.sync == "every" for mode in modes):
         assert estimate.peak.peak_bytes == found.peak(modes).peak_bytes
     else:
         assert estimate.peak.peak_bytes <= found.peak(modes).peak_bytes
 
 
 @settings(deadline=None, max_examples=200)
-@given(tree=trees(), around=surroundings(), kept=KEPT, turns=st.lists(st.integers(0, 6), max_size=3))
-def test_the_clock_shows_the_time_of_the_simulated_step(model, operator, tree, around, kept, turns):
+@given(tree=trees(), around=surroundings(), choices=CHOICES, turns=st.lists(st.integers(0, 6), max_size=3))
+def test_the_clock_shows_the_time_of_the_simulated_step(model, operator, tree, around, choices, turns):
     operators, fields = tree
     profile = again(model(*(operator(**made) for made in operators), **fields), turns)
     found = Setting(profile=profile, units=partition(profile, min_unit_bytes=0), **around)
-    modes = [DP if unit.is_root or is_kept else ZDP for unit, is_kept in zip(found.units, kept, strict=False)]
+    modes = chosen(found, choices)
     step, estimate = found.clock.step(modes), simulated(found, modes)
     assert step.time_s == estimate.time_s
     assert found.step_time_s(modes) == pytest.approx(estimate.time_s)
     if found.cluster.overlaps:
         assert estimate.time_s <= found.additive.time_s(modes) * (1 + 1e-12)
         assert estimate.time_s >= max(estimate.compute_s, estimate.communication_s) * (1 - 1e-12)
+
+
+@settings(deadline=None, max_examples=100)
+@given(tree=trees(), around=surroundings(), choices=CHOICES)
+def test_collectives_of_a_step_are_those_of_its_modes(model, operator, tree, around, choices):
+    operators, fields = tree
+    profile = model(*(operator(**made) for made in operators), **fields)
+    found = Setting(profile=profile, units=partition(profile, min_unit_bytes=0), **around)
+    modes, repeats = chosen(found, choices), found.workload.num_micro_batches
+    events = [
+        (event.kind, event.of)
+        for micro_batch in events_of(
+            profile,
+            found.units,
+            modes,
+            max(2, found.cluster.world_size),
+            num_micro_batches=min(3, repeats),
+            backward_prefetch=found.backward_prefetch,
+            forward_prefetch=found.forward_prefetch,
+        )
+        for event in micro_batch
+    ]
+    for index, (unit, mode) in enumerate(zip(found.units, modes, strict=True)):
+        if not unit.is_root:
+            assert events.count(("gather", index)) == mode.num_all_gathers(len(unit.calls), min(3, repeats))
+        assert events.count(("reduce", index)) == mode.num_reduce_scatters(min(3, repeats))
 
 
 def test_computing_stalls_before_units_that_are_gathered_late(model, operator, cluster):
