@@ -33,7 +33,8 @@ class Activations:
     evaluation_bytes: int = 0
     """Most live bytes beside parameters and batch when forward runs without gradients."""
     settled_bytes: int | None = None
-    """Live bytes beside parameters, batch and gradients of parameters when its last gradient is complete."""
+    """Live bytes beside parameters, batch and gradients of parameters when its last gradient is complete, less what it
+    and the segments before it have saved: may be negative, and is the same however many segments there are before."""
 
 
 class _Trace:
@@ -107,7 +108,8 @@ class _Trace:
         now = self.position.now
         waiting = (p for p, made_in in self.gradients.items() if made_in >= now and p not in self.dropped)
         gradients = sum(p.numel() * p.element_size() for p in waiting)
-        self.parts[now].settled_bytes = self.live.current_bytes - self.static_bytes - gradients
+        saved = sum(part.saved_bytes for part in self.parts[: now + 1])
+        self.parts[now].settled_bytes = self.live.current_bytes - self.static_bytes - saved - gradients
 
 
 def trace_activations(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -123,9 +124,12 @@ def _segments(operators: Sequence[Operator], trace: Trace, seconds: Mapping[int,
     def num_bytes(index: int, of: Callable[[Activations], int]) -> Affine:
         return _affine({size: of(parts[index]) for size, parts in trace.activations.items()})
 
+    saved_until = {size: [*accumulate(part.saved_bytes for part in parts)] for size, parts in trace.activations.items()}
+
     def settled_bytes(index: int) -> Affine | None:
-        makes_gradients = all(parts[index].settled_bytes is not None for parts in trace.activations.values())
-        return num_bytes(index, lambda part: part.settled_bytes or 0) if makes_gradients else None
+        beside = {size: parts[index].settled_bytes for size, parts in trace.activations.items()}
+        known = {size: saved_until[size][index] + settled for size, settled in beside.items() if settled is not None}
+        return _affine(known) if len(known) == len(beside) else None
 
     return tuple(
         Segment(

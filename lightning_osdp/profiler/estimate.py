@@ -9,11 +9,11 @@ import torch
 from typing_extensions import override
 
 from lightning_osdp.core.rates import DeviceRates
-from lightning_osdp.profiler.calls import Calls
 from lightning_osdp.profiler.loss import loss_in
 from lightning_osdp.profiler.operation_cost import replayed_s, roofline_s, segment_seconds
 from lightning_osdp.profiler.operations import Operation, OperationRecorder
 from lightning_osdp.profiler.rehearsal import Step
+from lightning_osdp.profiler.repeated import ShortModel
 from lightning_osdp.profiler.segments import Position, followed
 from lightning_osdp.profiler.timing import Seconds
 
@@ -26,27 +26,29 @@ def seconds_on(device: torch.device, rates: DeviceRates | None) -> Callable[[Ope
     return partial(roofline_s, flops_per_s=flops_per_s, bytes_per_s=rates.bytes_per_s)
 
 
-def estimate_step(step: Step, calls: Calls, size: int, seconds_of: Callable[[Operation], float]) -> Seconds:
+def estimate_step(step: Step, short: ShortModel, size: int, seconds_of: Callable[[Operation], float]) -> Seconds:
     """Segments of a micro-batch as the sums of their operations, each distinct one of which is asked for once.
 
     Never more is alive than the operands of one operation.
 
     Args:
         step: of a model, real or on the meta device.
-        calls: what its forward does.
+        short: what stands for it.
         size: samples of the micro-batch.
         seconds_of: seconds of one operation.
     """
-    position = Position(calls, lambda: None)
-    modules = dict(step.module.named_modules())
-    with step.on_fake_tensors(size) as (run, _), _Placed(position) as recorder, followed(modules, position, calls):
-        loss = loss_in(run())
-        position.start_backward()
-        loss.backward()
+    position = Position(short.calls, lambda: None)
+    with short.applied():
+        modules = dict(step.module.named_modules())
+        following = followed(modules, position, short.calls)
+        with step.on_fake_tensors(size) as (run, _), _Placed(position) as recorder, following:
+            loss = loss_in(run())
+            position.start_backward()
+            loss.backward()
     seconds, num = segment_seconds(recorder.operations, seconds_of), position.num_segments
     return Seconds(
-        forward_s=tuple(seconds.get(index, 0.0) for index in range(num)),
-        backward_s=tuple(seconds.get(num + index, 0.0) for index in range(num)),
+        forward_s=tuple(short.unfolded([seconds.get(index, 0.0) for index in range(num)])),
+        backward_s=tuple(short.unfolded([seconds.get(num + index, 0.0) for index in range(num)])),
     )
 
 

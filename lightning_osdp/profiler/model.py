@@ -120,7 +120,7 @@ def _seconds(step: Step, trace: Trace, rates: DeviceRates | None, progress: Prog
                 found[size] = seconds
             else:
                 progress(stage, "operation by operation")
-                found[size] = estimate_step(step, trace.calls, size, seconds_of)
+                found[size] = estimate_step(step, trace.short, size, seconds_of)
         except Exception as error:
             if not found:
                 raise

@@ -12,9 +12,12 @@ from torch import Tensor, nn
 from lightning_osdp.errors import ProfileError, UntraceableError
 from lightning_osdp.profiler.activations import Activations, evaluate_as_training, trace_activations, trace_evaluation
 from lightning_osdp.profiler.calls import Calls, recorded_calls
+from lightning_osdp.profiler.forward import Forward, recorded_forward
 from lightning_osdp.profiler.loss import check_loss, loss_in
+from lightning_osdp.profiler.operation_log import NeedsSavedError
 from lightning_osdp.profiler.operators import find_operators
 from lightning_osdp.profiler.rehearsal import Rehearsal, Step
+from lightning_osdp.profiler.repeated import ShortModel, blocks_of, short_model
 from lightning_osdp.profiler.resize import another_size
 from lightning_osdp.profiler.tensors import tensors_in
 
@@ -26,6 +29,8 @@ class Trace:
     """What a step does."""
 
     calls: Calls
+    short: ShortModel
+    """What stands for the model on fake tensors."""
     activations: Mapping[int, Sequence[Activations]]
     """By micro-batch size, of each segment; the profiled size is first."""
 
@@ -37,7 +42,7 @@ def trace_step(step: Step) -> Trace:
         ProfileError: there is no loss; or parameters are on the meta device and the step needs their values.
     """
     try:
-        return _trace(step, step.on_fake_tensors)
+        return _trace_short(step) or _trace(step, step.on_fake_tensors)
     except UntraceableError as error:
         if step.is_meta:
             raise ProfileError(
@@ -49,9 +54,38 @@ def trace_step(step: Step) -> Trace:
     return _trace(step, step.on_real_tensors)
 
 
+def _trace_short(step: Step) -> Trace | None:
+    """By a model of fewer blocks; None where there is none that stands for this one."""
+    module, size = step.module, step.batch_size
+
+    def record() -> Forward:
+        with step.on_fake_tensors(size) as (run, batch), recorded_forward(module, batch, blocks_of(module)) as forward:
+            check_loss(run())
+        return forward
+
+    if not blocks_of(module):
+        return None
+    try:
+        full = record()
+    except UntraceableError as error:
+        if isinstance(error.__cause__, NeedsSavedError):
+            return None
+        raise
+    short = short_model(module, full, record)
+    with short.applied():
+        activations = _both_sizes(step, short.calls, step.on_fake_tensors)
+    if not all(short.agrees(parts) for parts in activations.values()):
+        return None
+    return Trace(full.calls, short, {size: short.unfolded(parts) for size, parts in activations.items()})
+
+
 def _trace(step: Step, rehearsal: Callable[[int], Rehearsal]) -> Trace:
     with rehearsal(step.batch_size) as (run, _), recorded_calls(step.module) as calls:
         check_loss(run())
+    return Trace(calls, ShortModel(calls), _both_sizes(step, calls, rehearsal))
+
+
+def _both_sizes(step: Step, calls: Calls, rehearsal: Callable[[int], Rehearsal]) -> dict[int, list[Activations]]:
     activations = {step.batch_size: _activations(step.module, calls, rehearsal, step.batch_size)}
     other = another_size(step.batch_size)
     try:
@@ -62,7 +96,7 @@ def _trace(step: Step, rehearsal: Callable[[int], Rehearsal]) -> Trace:
             other,
             _cause(error),
         )
-    return Trace(calls, activations)
+    return activations
 
 
 def _cause(error: Exception) -> BaseException | None:

@@ -11,8 +11,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "profiler"))
 
+from both_traces import both, deepened
 from traced import CPU, PRECISIONS, real_and_fake
 
+from benchmarks.families import FAMILIES as BENCHMARKED
+from benchmarks.families import build
 from lightning_osdp.profiler.fake import faked
 from lightning_osdp.profiler.operation_cost import replayed_s, segment_seconds
 from lightning_osdp.profiler.operations import OperationRecorder
@@ -21,6 +24,11 @@ HEADS = 4
 ROUNDING = 0 if torch.__version__ >= (2, 13) else 0.01
 """The rules for fakes were compared with 2.13; in 2.6 a few bytes of backward's workspace differ under bf16-mixed."""
 OF_THIS_FOLDER = ["gpt", "odd_mlp", "tied_gpt", "wide_mlp", "wide_gpt", *family_models.FAMILIES]
+DEEP = {
+    "gpt": True, "Adapters": True, "CrossAttention": True, "EncoderDecoder": True, "ConvBatchNorm": False,
+    "hierarchical_vit": False, "tied": True,
+}  # fmt: skip
+"""Whether blocks are left out where it has ten of each kind."""
 ASKS_WHETHER_IT_IS_TRACED = {"GPT2", "Llama"}
 """On real tensors they find their mask to be the causal one, which the kernel makes; on fake ones they cannot."""
 
@@ -36,6 +44,16 @@ def test_a_step_on_fakes_takes_the_same_bytes(name, precision):
     for size in (None, 7):
         real, fake = compare(family_models.MODELS[name](), size, precision)
         assert fake == pytest.approx(real, rel=ROUNDING)
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_a_deep_model_is_traced_by_fewer_blocks_to_the_same_end(name):
+    of_benchmarks = name in BENCHMARKED
+    model = deepened(build(name) if of_benchmarks else family_models.MODELS[name]())
+    batch = model.batch(4) if of_benchmarks else next(iter(model.loader(0, 1)))
+    is_short, short, whole = both(model, batch, len(batch[0]), model.loss)
+    assert is_short == DEEP[name]
+    assert short == whole
 
 
 def replay(model):
