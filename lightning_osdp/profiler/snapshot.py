@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 Restore = Callable[[], object]
+_KEPT = (dict, list, tuple, set, deque, Tensor, torch.Generator)
 
 
 @contextmanager
@@ -23,9 +24,10 @@ def untouched(module: nn.Module) -> Iterator[None]:
     Inside, there are no gradients. Tensors, generators and nested lists, tuples, dicts, sets and deques that a module
     holds (counters, metric states, collected losses) get their contents back; other objects are not looked into.
     """
-    seen: set[int] = {id(parameter) for parameter in module.parameters()}
-    restores = [_restore(vars(m), seen) for m in module.modules()]
-    restores += [_restore_values(p) for m in module.modules() for p in _renormalized(m)]
+    snapshot = _Snapshot(left_out=module.parameters())
+    for child in module.modules():
+        snapshot.keep(vars(child))
+    restores = [snapshot.restore, *(_restore_values(p) for m in module.modules() for p in _renormalized(m))]
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
@@ -40,44 +42,43 @@ def untouched(module: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def _restore(value: Any, seen: set[int]) -> Restore:
-    """What puts an object's contents back, however deep they lie in containers."""
-    if id(value) in seen:
-        return _nothing
-    seen.add(id(value))
-    restore: Restore = _nothing
-    if isinstance(value, Tensor):
-        restore = _restore_values(value)
-    elif isinstance(value, torch.Generator):
-        restore = partial(value.set_state, value.get_state())
-    elif isinstance(value, (list, deque)):
-        restore = _restore_container(value, list(value), list(value), value.extend, seen)
-    elif isinstance(value, set):
-        restore = _restore_container(value, set(value), [], value.update, seen)
-    elif isinstance(value, tuple):
-        restore = partial(_restore_all, [_restore(item, seen) for item in value])
-    elif isinstance(value, dict):
-        restore = _restore_container(value, dict(value), list(value.values()), value.update, seen)
-    return restore
+class _Snapshot:
+    """Contents of objects, however deep they lie in containers; kept flat, for a model has many."""
 
+    def __init__(self, left_out: Iterable[Tensor]) -> None:
+        self._seen = {id(tensor) for tensor in left_out}
+        self._containers: list[tuple[Any, Any]] = []
+        self._others: list[Restore] = []
 
-def _restore_container(
-    container: Any, kept: Any, items: list[Any], refill: Callable[[Any], object], seen: set[int]
-) -> Restore:
-    inner = [restore for restore in (_restore(item, seen) for item in items) if restore is not _nothing]
+    def keep(self, value: Any) -> None:
+        """Notes what the object holds now."""
+        waiting = [value]
+        while waiting:
+            value = waiting.pop()
+            if not isinstance(value, _KEPT) or id(value) in self._seen:
+                continue
+            self._seen.add(id(value))
+            if isinstance(value, Tensor):
+                self._others.append(_restore_values(value))
+            elif isinstance(value, torch.Generator):
+                self._others.append(partial(value.set_state, value.get_state()))
+            else:
+                kept = dict(value) if isinstance(value, dict) else tuple(value)
+                self._containers.append((value, kept))
+                waiting.extend(kept.values() if isinstance(kept, dict) else kept)
 
-    def restore() -> None:
-        container.clear()
-        refill(kept)
-        for restore_item in inner:
-            restore_item()
-
-    return restore
-
-
-def _restore_all(restores: list[Restore]) -> None:
-    for restore in restores:
-        restore()
+    def restore(self) -> None:
+        """Puts it back."""
+        for container, kept in self._containers:
+            if isinstance(container, tuple):
+                continue
+            container.clear()
+            if isinstance(container, (list, deque)):
+                container.extend(kept)
+            else:
+                container.update(kept)
+        for restore in self._others:
+            restore()
 
 
 def _restore_values(tensor: Tensor) -> Restore:
