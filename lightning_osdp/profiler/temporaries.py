@@ -15,6 +15,9 @@ _SMALL, _BIG = 1024, 128 * 1024
 _NUM_STEPS = 8
 """Steps that are looked at: RAdam, for one, takes more from its sixth step on."""
 
+_NUM_TURNS = 3
+"""Those of the small, of the big and of the one after it, which may find what the big one has left."""
+
 Pair = tuple[float, float]
 """(x, y) as in `OptimizerProfile.temporaries`."""
 
@@ -30,7 +33,13 @@ def two_sizes(groups: Sequence[Sequence[Tensor]]) -> list[int]:
 
 
 def turn_pairs(optimizer: Optimizer, updated: Sequence[Tensor]) -> set[Pair]:
-    """Pairs of every moment of a step over parameters of `two_sizes`, to the quarter: masks are of bytes."""
+    """Pairs of every moment of a step over parameters of `two_sizes`, to the quarter: masks are of bytes.
+
+    From then on the optimizer updates only the first few parameters of each group: later ones tell nothing more.
+    """
+    for group in optimizer.param_groups:
+        trainable = [p for p in group["params"] if p.requires_grad]
+        group["params"][:] = trainable[:_NUM_TURNS] or group["params"]
     itemsize = max(parameter.element_size() for parameter in updated)
     pairs = set()
     for num_bytes in _temporary_bytes(optimizer, updated):
