@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_osdp.profiler.cluster import measure_cluster
+from lightning_osdp.profiler.halves import why_not_mean
 from lightning_osdp.profiler.live_bytes import LiveBytes
 from lightning_osdp.profiler.memory import CUDA_HEADROOM, default_memory_limit_bytes
 from lightning_osdp.profiler.model import profile_model
@@ -17,4 +18,5 @@ __all__ = [
     "fingerprint",
     "measure_cluster",
     "profile_model",
+    "why_not_mean",
 ]

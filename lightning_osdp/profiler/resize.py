@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,15 @@ def resized(batch: Any, batch_size: int, new_size: int) -> Any | None:
     Returns:
         None where no tensor has that dimension, so that the batch cannot be resized.
     """
+    return samples_of(batch, batch_size, [index % batch_size for index in range(new_size)])
+
+
+def samples_of(batch: Any, batch_size: int, samples: Sequence[int]) -> Any | None:
+    """The batch with these of its samples, in every tensor whose first dimension is the batch size.
+
+    Returns:
+        None where no tensor has that dimension.
+    """
     found = False
 
     def resize(tensor: Tensor) -> Tensor:
@@ -27,7 +37,7 @@ def resized(batch: Any, batch_size: int, new_size: int) -> Any | None:
         if tensor.dim() == 0 or tensor.shape[0] != batch_size:
             return tensor
         found = True
-        return tensor[torch.arange(new_size, device=tensor.device) % batch_size]
+        return tensor[torch.tensor(samples, device=tensor.device)]
 
     changed = tree_map_only(Tensor, resize, batch)
     return changed if found else None
