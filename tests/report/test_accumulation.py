@@ -1,0 +1,82 @@
+"""The sentence on accumulation, and the bytes that it counts."""
+
+import dataclasses
+
+import pytest
+
+from lightning_osdp.core.plan import Plan, Unit
+from lightning_osdp.report.accumulation import tell_accumulation, whole_gradient_bytes, wire_bytes
+
+MIB = 2**20
+
+
+def plan(*units, size=4, number=8, world_size=4):
+    """Of (mode, sync) or (modes, sync), each unit of one MiB, after a root without parameters."""
+    made = [Unit(name="", operators=(), kind="", modes=("DP",))]
+    for index, (modes, sync) in enumerate(units):
+        each = (modes,) if isinstance(modes, str) else modes
+        made.append(Unit(name=f"{index}", operators=(), kind="", modes=each, sync=sync, parameter_bytes=MIB))
+    return Plan(
+        fingerprint={},
+        world_size=world_size,
+        units=tuple(made),
+        memory_limit_bytes=MIB,
+        peak_bytes=0,
+        micro_batch_size=size,
+        num_micro_batches=number,
+        step_time_s=0.0,
+        samples_per_s=0.0,
+        gap=0.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("unit", "collectives"),
+    [
+        (("ZDP", "every"), 24),
+        (("ZDP", "last"), 17),
+        (("DP", "every"), 16),
+        (("DP", "last"), 2),
+        ((("ZDP", "DP"), "every"), 20),
+        ((("ZDP", "DP"), "last"), (17 + 2) / 2),
+    ],
+)
+def test_bytes_on_the_wire_are_those_of_the_collectives(unit, collectives):
+    assert wire_bytes(plan(unit)) == collectives * MIB * 3 / 4
+    assert wire_bytes(plan(unit, unit)) == 2 * wire_bytes(plan(unit))
+    assert wire_bytes(plan(unit, world_size=1)) == 0
+
+
+def test_the_root_is_always_gathered_once():
+    sharded = plan(("ZDP", "every"))
+    root = dataclasses.replace(sharded.units[0], modes=("ZDP",), parameter_bytes=MIB)
+    assert wire_bytes(dataclasses.replace(sharded, units=(root,))) == 16 * MIB * 3 / 4
+
+
+def test_gradients_are_kept_whole_between_micro_batches_only():
+    units = [("ZDP", "last"), ("DP", "last"), ("DP", "every")]
+    assert whole_gradient_bytes(plan(*units)) == 2 * MIB
+    assert whole_gradient_bytes(plan(*units, number=1)) == 0
+
+
+@pytest.mark.parametrize(
+    ("chosen", "text"),
+    [
+        (plan(("ZDP", "every"), ("DP", "every")), ""),
+        (plan(("ZDP", "every"), ("DP", "every"), size=8, number=4), "b 4 -> 8, K 8 -> 4, 2x fewer bytes on the wire"),
+        (plan(("ZDP", "every"), ("DP", "last")), "+1.00 MiB gradients kept whole, 1.5x fewer bytes on the wire"),
+        (
+            plan(("DP", "last"), ("DP", "last"), size=8, number=4),
+            "b 4 -> 8, K 8 -> 4, +2.00 MiB gradients kept whole, 10x fewer bytes on the wire",
+        ),
+        (plan(("ZDP", "every"), ("DP", "every"), size=2, number=16), "b 4 -> 2, K 8 -> 16, 2x more bytes on the wire"),
+        (plan(("DP", "last"), ("DP", "last"), size=32, number=1), "b 4 -> 32, K 8 -> 1, 10x fewer bytes on the wire"),
+    ],
+)
+def test_the_sentence_says_what_differs(chosen, text):
+    assert tell_accumulation(chosen, plan(("ZDP", "every"), ("DP", "every"))) == text
+
+
+def test_one_rank_sends_nothing_and_says_nothing_of_it():
+    before, after = (plan(("DP", "every"), size=size, number=8 // size, world_size=1) for size in (2, 4))
+    assert tell_accumulation(after, before) == "b 2 -> 4, K 4 -> 2"
