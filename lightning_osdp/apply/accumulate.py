@@ -8,14 +8,18 @@ from contextlib import contextmanager
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_osdp.core.plan import Plan
-from lightning_osdp.splitting import SplitModule
 
 
 def units_reduced_last(root: FullyShardedDataParallel, plan: Plan) -> tuple[FullyShardedDataParallel, ...]:
     """Units of a wrapped model whose gradients the plan reduces in the last micro-batch only."""
-    found = (root.module.get_submodule(unit.name) for unit in plan.units if unit.sync == "last")
-    units = (unit for module in found for unit in (module.slices if isinstance(module, SplitModule) else (module,)))
-    return tuple(unit for unit in units if isinstance(unit, FullyShardedDataParallel))
+    modules = [root.module.get_submodule(unit.name) for unit in plan.units if unit.sync == "last"]
+    # of a split operator, its slices are units
+    return tuple(
+        unit
+        for module in modules
+        for unit in ([module] if isinstance(module, FullyShardedDataParallel) else module.modules())
+        if isinstance(unit, FullyShardedDataParallel)
+    )
 
 
 @contextmanager

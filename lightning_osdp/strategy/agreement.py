@@ -19,11 +19,7 @@ def on_all_ranks(work: Callable[[], T]) -> T:
         OSDPError: on ranks where it succeeded, with the text of the first rank where it did not.
     """
     result, failure = _attempt(work)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        texts: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(texts, None if failure is None else f"{type(failure).__name__}: {failure}")
-    else:
-        texts = [None]
+    texts = from_all_ranks(None if failure is None else f"{type(failure).__name__}: {failure}")
     if failure is not None:
         raise failure
     failed = next((rank for rank, text in enumerate(texts) if text is not None), None)
@@ -45,6 +41,15 @@ def on_rank_zero(work: Callable[[], T]) -> T:
     if isinstance(outcome[0], _Failed):
         raise outcome[0].error
     return outcome[0]  # type: ignore[return-value]
+
+
+def from_all_ranks(value: T) -> list[T]:
+    """What each rank gives, by rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 class _Nothing:

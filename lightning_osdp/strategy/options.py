@@ -38,6 +38,8 @@ class Options:
     search: str
     search_space: SearchSpace
     cost_model: str
+    global_batch_size: int | None
+    accumulate_in_fp32: bool
 
     @classmethod
     def checked(
@@ -49,6 +51,8 @@ class Options:
         search: str,
         search_space: SearchSpace | None,
         cost_model: str,
+        global_batch_size: int | None,
+        accumulate_in_fp32: bool,
     ) -> Options:
         """Options from the strategy's arguments.
 
@@ -62,6 +66,7 @@ class Options:
         is_size = isinstance(batch_size, int) and not isinstance(batch_size, bool) and batch_size >= 1
         if not is_size and batch_size not in BATCH_SIZES:
             raise ConfigurationError(f"batch_size must be one of {BATCH_SIZES} or at least 1, got {batch_size!r}.")
+        _check_global_batch_size(global_batch_size, batch_size)
         if plan is not None and not isinstance(plan, (Plan, str, Path)):
             raise ConfigurationError(f"plan must be a Plan or the path of one, got {plan!r}.")
         return cls(
@@ -71,6 +76,20 @@ class Options:
             search=search,
             search_space=search_space or SearchSpace(),
             cost_model=cost_model,
+            global_batch_size=global_batch_size,
+            accumulate_in_fp32=accumulate_in_fp32,
+        )
+
+
+def _check_global_batch_size(global_batch_size: object, batch_size: object) -> None:
+    if global_batch_size is None:
+        return
+    if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int) or global_batch_size < 1:
+        raise ConfigurationError(f"global_batch_size must be None or at least 1, got {global_batch_size!r}.")
+    if batch_size == "scale":
+        raise ConfigurationError(
+            "Expected batch_size='auto' or a micro-batch with global_batch_size, got batch_size='scale', which chooses"
+            " the global batch. Leave out one of the two."
         )
 
 

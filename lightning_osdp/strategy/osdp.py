@@ -15,7 +15,7 @@ from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
@@ -30,17 +30,14 @@ from lightning_osdp.apply import (
 )
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.search_space import SearchSpace
-from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.profiler import fingerprint
 from lightning_osdp.strategy import checkpoint
+from lightning_osdp.strategy.choice import chosen
+from lightning_osdp.strategy.division import Division
 from lightning_osdp.strategy.failure import FailureWatch, explain
 from lightning_osdp.strategy.launcher import GatheringLauncher, StartMethod, check_start_method, refuse_in_notebook
-from lightning_osdp.strategy.loaders import LoaderChange
 from lightning_osdp.strategy.options import Options, check_fsdp_kwargs, pop_prefetch
-from lightning_osdp.strategy.planning import given_plan, plan_fit
 from lightning_osdp.strategy.precision import OSDPPrecision
 from lightning_osdp.strategy.publish import publish
-from lightning_osdp.strategy.rebuild import FixedLoaderError
 from lightning_osdp.strategy.shutdown import settle_at_exit
 
 
@@ -57,11 +54,15 @@ class OSDPStrategy(FSDPStrategy):
             activations, buffers and the batch. None: what is free on the GPU, or the rank's share of the machine's
             available memory on CPU.
         plan: a `Plan`, or the path of one, that is used as it is; nothing is profiled then.
-        batch_size: ``"auto"`` keeps the global batch that the user configured; ``"keep"`` leaves the loader alone for
-            good; ``"scale"`` chooses the micro-batch with the best predicted samples/s; an int is that micro-batch.
-            A new size rebuilds the training loader only.
+        batch_size: ``"auto"`` keeps exactly the global batch that the user configured and may divide it into other
+            micro-batches; ``"keep"`` leaves the loader alone; ``"scale"`` chooses the micro-batch with the best
+            predicted samples/s; an int is that micro-batch. A new size rebuilds the training loader only.
         search: ``"depth_first"`` (the paper's, exact), ``"greedy"`` (near-instant, certified gap) or ``"exhaustive"``.
         search_space: limits on what the plan may choose; None: everything.
+        global_batch_size: samples of all ranks in an optimizer step; None: those that loaders and
+            ``accumulate_grad_batches`` make. Not with ``batch_size="scale"``.
+        accumulate_in_fp32: whether gradients add up in float32 under mixed precision, too: each micro-batch then
+            reduces them.
         cost_model: ``"simulate"`` (a step as FSDP1 runs it) or ``"paper"`` (the sums of equation 1).
         start_method: ``"popen"`` runs the script once per rank; ``"spawn"``, ``"forkserver"`` and, for notebooks,
             ``"fork"`` start workers, after which this process has the trained weights. Unused under torchrun.
@@ -83,6 +84,8 @@ class OSDPStrategy(FSDPStrategy):
         search: str = "depth_first",
         search_space: SearchSpace | None = None,
         *,
+        global_batch_size: int | None = None,
+        accumulate_in_fp32: bool = False,
         cost_model: str = "simulate",
         start_method: StartMethod = "popen",
         **fsdp_kwargs: Any,
@@ -96,11 +99,13 @@ class OSDPStrategy(FSDPStrategy):
             search=search,
             search_space=search_space,
             cost_model=cost_model,
+            global_batch_size=global_batch_size,
+            accumulate_in_fp32=accumulate_in_fp32,
         )
         check_start_method(start_method)
         self._start_method = start_method
         self._plan: Plan | None = None
-        self._change_loader = LoaderChange()
+        self._division = Division()
         self._watch: FailureWatch | None = None
         self._whole_state: dict[str, Any] | None = None
         self._root: FullyShardedDataParallel | None = None
@@ -160,31 +165,20 @@ class OSDPStrategy(FSDPStrategy):
                 "OSDP: training without a plan, for this model was wrapped as one unit when evaluated before fit."
                 " To train under a plan, fit first, or fit a new model with a new Trainer."
             )
+        if model.trainer.state.fn == TrainerFn.FITTING:
+            self._division.begin(model.trainer)
         return self._root
 
     def _wrap(self, module: pl.LightningModule) -> FullyShardedDataParallel:
-        if any(isinstance(child, FullyShardedDataParallel) for child in module.modules()):
-            raise ConfigurationError(
-                "Expected a model without FSDP wrappers, so that it can be wrapped as planned, but it has some already."
-                " Go on with the Trainer that wrapped it, or build the model anew and load its checkpoint."
-            )
-        trainer = module.trainer
-        self._change_loader, profile = LoaderChange(), None
-        if self._options.plan is not None:
-            self._plan, self._change_loader = given_plan(trainer, module, self._options)
-        elif trainer.state.fn == TrainerFn.FITTING:
-            planned = plan_fit(trainer, module, self._options, prefetch=self._prefetch)
-            self._plan, self._change_loader, profile = planned
-        elif self._plan is None or self._plan.fingerprint != fingerprint(module):
-            self._plan = None
-            rank_zero_info("OSDP: evaluating without a plan; the whole model is one unit. Pass plan= to shard it.")
+        found = chosen(module, self._options, prefetch=self._prefetch, known=self._plan)
+        self._plan, self._division, estimate = found
         kwargs = {**self.kwargs, "mixed_precision": self.mixed_precision_config}
         if self._plan is not None:
-            publish(trainer, self._plan, profile)
+            publish(module.trainer, self._plan, estimate)
             root = apply_plan(module, self._plan, device=self.root_device, **kwargs)
             self._reduced_last = units_reduced_last(root, self._plan)
         else:
-            root = wrap_whole(module, device=self.root_device, **kwargs)
+            root, self._reduced_last = wrap_whole(module, device=self.root_device, **kwargs), ()
         _move_torchmetrics_to_device(root, self.root_device)
         _setup_activation_checkpointing(root, self._activation_checkpointing_kwargs)
         return root
@@ -233,12 +227,7 @@ class OSDPStrategy(FSDPStrategy):
         trainer = None if self.lightning_module is None else self.lightning_module.trainer
         if trainer is None or not trainer.training:
             return dataloader
-        try:
-            return self._change_loader(dataloader)
-        except FixedLoaderError as error:
-            size = self._change_loader.batch_size
-            rank_zero_warn(f"OSDP: the plan's micro-batch is {size}, but the loader keeps its own: {error}.")
-            return dataloader
+        return self._division.loader(dataloader)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -249,16 +238,25 @@ class OSDPStrategy(FSDPStrategy):
         return checkpoint.optimizer_state(self._wrapped(), optimizer, self._state_dict_type)
 
     @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        self._division.save(checkpoint)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         module = self.lightning_module
         assert module is not None
-        return checkpoint.load(
+        is_fitting = module.trainer.state.fn == TrainerFn.FITTING
+        loaded = checkpoint.load(
             Path(self.broadcast(checkpoint_path)),
             self._wrapped(),
-            self.optimizers if module.trainer.state.fn == TrainerFn.FITTING else [],
+            self.optimizers if is_fitting else [],
             strict=module.strict_loading,
             weights_only=weights_only,
         )
+        if is_fitting:
+            self._division.resume(module.trainer, loaded)
+        return loaded
 
     def _wrapped(self) -> FullyShardedDataParallel:
         assert isinstance(self.model, FullyShardedDataParallel)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_osdp.apply import check_initializable
@@ -20,30 +22,36 @@ from lightning_osdp.core.duration import format_seconds
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.progress import Progress
-from lightning_osdp.errors import ConfigurationError, ProfileError
-from lightning_osdp.profiler import CUDA_HEADROOM, ComputePrecision, fingerprint, measure_cluster, profile_model
+from lightning_osdp.errors import ConfigurationError, InfeasibleError, ProfileError
+from lightning_osdp.profiler import (
+    CUDA_HEADROOM,
+    ComputePrecision,
+    measure_cluster,
+    profile_model,
+    why_not_mean,
+)
 from lightning_osdp.scheduler import make_plan
 from lightning_osdp.simulation import StepEstimate, simulate
 from lightning_osdp.strategy.agreement import on_all_ranks, on_rank_zero
+from lightning_osdp.strategy.division import Division
 from lightning_osdp.strategy.loaders import (
     LoaderChange,
     common_size,
     first_batch,
     samples_in,
-    samples_per_rank,
     training_loaders,
-    why_kept,
 )
 from lightning_osdp.strategy.once import Peeked
 from lightning_osdp.strategy.options import Options, Prefetch
 from lightning_osdp.strategy.progress import shown_progress
 from lightning_osdp.strategy.step import configured_optimizers, forget_loaders, muted, training_step
+from lightning_osdp.strategy.wishes import Wishes, wishes
 
 
 def plan_fit(
     trainer: pl.Trainer, module: pl.LightningModule, options: Options, *, prefetch: Prefetch
-) -> tuple[Plan, LoaderChange, StepEstimate]:
-    """The plan for this fit, the same on all ranks, what its loaders become, and what a step is predicted to take.
+) -> tuple[Plan, Division, StepEstimate]:
+    """The plan for this fit, the same on all ranks, its micro-batches, and what a step is predicted to take.
 
     Every rank profiles; rank 0 plans.
 
@@ -63,45 +71,66 @@ def plan_fit(
             f" {format_seconds(link.seconds_per_byte * 2**20)} a MiB, fitted within {link.fit_error:.0%}"
         )
     with shown_progress(is_global_zero=trainer.is_global_zero) as progress:
-        return _planned(trainer, module, options, cluster, prefetch=prefetch, progress=progress)
+        profiled = on_all_ranks(lambda: _profile(trainer, module, progress))
+        current = common_size(profiled.loaders) or samples_in(profiled.batch)
+        wanted = wishes(
+            trainer, options, profiled.loaders, current, why_not_mean=lambda: _why_not_mean(trainer, module, profiled)
+        )
+        plan = _planned(trainer, profiled.model, options, cluster, wanted, prefetch=prefetch, progress=progress)
+    change = LoaderChange(None if plan.micro_batch_size == current else plan.micro_batch_size, profiled.peeked)
+    division = Division(change, wanted.windows, wanted.sizes or (), plan.micro_batch_size, plan.num_micro_batches)
+    told = division.compared(plan)
+    if told:
+        rank_zero_info(f"OSDP: {told} (against your own micro-batches, each of which reduces all gradients)")
+    return plan, division, simulate(plan, profiled.model, cluster)
 
 
 def _planned(
     trainer: pl.Trainer,
-    module: pl.LightningModule,
+    profile: ModelProfile,
     options: Options,
     cluster: Cluster,
+    wanted: Wishes,
     *,
     prefetch: Prefetch,
     progress: Progress,
-) -> tuple[Plan, LoaderChange, StepEstimate]:
-    loaders, peeked, batch, profile = on_all_ranks(lambda: _profile(trainer, module, progress))
+) -> Plan:
     limit_bytes = options.memory_limit_bytes or cluster.memory_bytes
     assert limit_bytes is not None
     if options.memory_limit_bytes is None:
         rank_zero_info(
             f"OSDP: memory_limit is {format_bytes(limit_bytes)}, {_why_so_much(trainer.strategy.root_device)}"
         )
-    current = common_size(loaders) or samples_in(batch)
-    micro_batch_size, most = _micro_batch(options, loaders, current, world_size=trainer.world_size)
-    plan = on_rank_zero(
-        lambda: make_plan(
-            profile,
-            cluster,
-            memory_limit_bytes=limit_bytes,
-            micro_batch_size=micro_batch_size,
-            max_micro_batch_size=most,
-            num_micro_batches=trainer.accumulate_grad_batches,
-            search=options.search,
-            search_space=options.search_space,
-            cost_model=options.cost_model,
-            backward_prefetch=prefetch.backward,
-            forward_prefetch=prefetch.forward,
-            progress=progress,
-        )
+    make = partial(
+        make_plan,
+        profile,
+        cluster,
+        memory_limit_bytes=limit_bytes,
+        search=options.search,
+        search_space=options.search_space,
+        cost_model=options.cost_model,
+        backward_prefetch=prefetch.backward,
+        forward_prefetch=prefetch.forward,
+        progress=progress,
     )
-    size = None if plan.micro_batch_size == current else plan.micro_batch_size
-    return plan, LoaderChange(batch_size=size, peeked=peeked), simulate(plan, profile, cluster)
+    return on_rank_zero(lambda: _fastest(make, wanted))
+
+
+def _fastest(make: Callable[..., Plan], wanted: Wishes) -> Plan:
+    """The plan with the best predicted samples/s over all sizes that are wished for; the first of equal ones."""
+    if wanted.sizes is None:
+        return make(
+            micro_batch_size="scale", max_micro_batch_size=wanted.most, num_micro_batches=wanted.num_micro_batches
+        )
+    plans, failures = [], []
+    for size in wanted.sizes:
+        try:
+            plans.append(make(micro_batch_size=size, num_micro_batches=wanted.number(size)))
+        except InfeasibleError as error:  # noqa: PERF203
+            failures.append(error)
+    if not plans:
+        raise failures[0]
+    return max(plans, key=lambda plan: plan.samples_per_s)
 
 
 def _why_so_much(device: torch.device) -> str:
@@ -111,37 +140,16 @@ def _why_so_much(device: torch.device) -> str:
     return "the rank's share of the memory that this machine has free"
 
 
-def given_plan(trainer: pl.Trainer, module: nn.Module, options: Options) -> tuple[Plan, LoaderChange]:
-    """The user's plan, which fits this model, and what the training loaders become.
-
-    Raises:
-        PlanMismatchError: it was made for another model or number of ranks.
-        ConfigurationError: it contradicts ``batch_size``.
-    """
-    given = options.plan
-    plan = given if isinstance(given, Plan) else on_rank_zero(lambda: Plan.load(str(given)))
-    plan.check_matches(fingerprint(module), world_size=trainer.world_size)
-    size = options.batch_size
-    if isinstance(size, int) and size != plan.micro_batch_size:
-        raise ConfigurationError(
-            f"Expected batch_size and plan to agree, got batch_size={size} and a plan for a micro-batch of"
-            f" {plan.micro_batch_size}. Leave batch_size out, or plan anew by leaving out plan."
-        )
-    if size == "keep" or trainer.state.fn != TrainerFn.FITTING or not trainer.fit_loop._data_source.is_defined():
-        return plan, LoaderChange()
-    loaders = training_loaders(trainer)
-    if common_size(loaders) == plan.micro_batch_size:
-        return plan, LoaderChange()
-    reason = why_kept(loaders)
-    if reason is not None:
-        rank_zero_warn(f"OSDP: the plan's micro-batch is {plan.micro_batch_size}, but loaders keep theirs: {reason}.")
-        return plan, LoaderChange()
-    return plan, LoaderChange(batch_size=plan.micro_batch_size)
+@dataclass(frozen=True)
+class _Profiled:
+    loaders: CombinedLoader
+    peeked: list[Peeked]
+    batch: Any
+    model: ModelProfile
+    schedules: list[Any]
 
 
-def _profile(
-    trainer: pl.Trainer, module: pl.LightningModule, progress: Progress
-) -> tuple[CombinedLoader, list[Peeked], Any, ModelProfile]:
+def _profile(trainer: pl.Trainer, module: pl.LightningModule, progress: Progress) -> _Profiled:
     step = training_step(module)
     strategy = trainer.strategy
     _check_synchronised_batch_norm(module, strategy.root_device)
@@ -151,6 +159,7 @@ def _profile(
     batch = trainer.precision_plugin.convert_input(batch)
     batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
     batch = call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+    schedules: list[Any] = []
     try:
         if not any(parameter.is_meta for parameter in module.parameters()):
             module.to(strategy.root_device)
@@ -160,7 +169,7 @@ def _profile(
                 batch,
                 batch_size=samples_in(batch),
                 training_step=step,
-                configure_optimizers=configured_optimizers(trainer),
+                configure_optimizers=configured_optimizers(trainer, schedules),
                 precision=_precision(strategy),
                 context=trainer.precision_plugin.train_step_context,
                 device=strategy.root_device,
@@ -173,7 +182,17 @@ def _profile(
         ) from error
     finally:
         forget_loaders(trainer)
-    return loaders, peeked, batch, profile
+    return _Profiled(loaders, peeked, batch, profile, schedules)
+
+
+def _why_not_mean(trainer: pl.Trainer, module: pl.LightningModule, profiled: _Profiled) -> str | None:
+    """Why another division into micro-batches may train differently, by what the model does."""
+    for schedule in profiled.schedules:
+        given = schedule if isinstance(schedule, dict) else {}
+        if given.get("interval") == "step" and given.get("frequency", 1) != 1:
+            return f"a learning-rate schedule with frequency {given['frequency']} counts micro-batches"
+    with muted(trainer, module):
+        return why_not_mean(module, training_step(module), profiled.batch, batch_size=samples_in(profiled.batch))
 
 
 def _check_synchronised_batch_norm(module: nn.Module, device: torch.device) -> None:
@@ -189,19 +208,3 @@ def _precision(strategy: Any) -> ComputePrecision:
     return (
         ComputePrecision(config.param_dtype, tuple(config._module_classes_to_ignore)) if config else ComputePrecision()
     )
-
-
-def _micro_batch(
-    options: Options, loaders: CombinedLoader, current: int, *, world_size: int
-) -> tuple[int | Literal["scale"], int | None]:
-    """The micro-batch to plan for, or ``"scale"``, and the largest allowed."""
-    if options.batch_size in ("auto", "keep", current):
-        return current, None
-    reason = why_kept(loaders)
-    if reason is not None:
-        rank_zero_warn(f"OSDP: batch_size={options.batch_size!r} is ignored, the loader keeps {current}: {reason}.")
-        return current, None
-    if options.batch_size == "scale":
-        return "scale", samples_per_rank(loaders, world_size=world_size)
-    assert isinstance(options.batch_size, int)
-    return options.batch_size, None

@@ -64,6 +64,13 @@ def with_batch_size(loader: object, batch_size: int) -> DataLoader[Any]:
     return rebuilt
 
 
+def batches_in_order(loader: DataLoader[Any]) -> bool:
+    """Whether batches are the samples of its batch sampler's sampler, one after the other, whatever their size."""
+    return _inherits(type(loader), DataLoader, _LOADING) and _inherits(
+        type(loader.batch_sampler), BatchSampler, _BATCHING
+    )
+
+
 def copy_of(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
     """A shallow copy with other attributes, which DataLoader refuses to have set, and with no workers yet."""
     copied = copy.copy(loader)

@@ -54,8 +54,13 @@ def muted(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
             delattr(module, name)
 
 
-def configured_optimizers(trainer: pl.Trainer) -> Callable[[nn.Module], Sequence[Optimizer]]:
-    """Runs ``configure_optimizers`` on a copy of the LightningModule, in every form that Lightning accepts."""
+def configured_optimizers(trainer: pl.Trainer, schedules: list[Any]) -> Callable[[nn.Module], Sequence[Optimizer]]:
+    """Runs ``configure_optimizers`` on a copy of the LightningModule, in every form that Lightning accepts.
+
+    Args:
+        trainer: about to fit.
+        schedules: gets its learning-rate schedules, as they are returned.
+    """
 
     def configure(replica: nn.Module) -> Sequence[Optimizer]:
         assert isinstance(replica, pl.LightningModule)
@@ -67,7 +72,7 @@ def configured_optimizers(trainer: pl.Trainer) -> Callable[[nn.Module], Sequence
                     "Expected configure_optimizers to return an optimizer, got None."
                     " Return one, or use another strategy: there is nothing to plan without training."
                 )
-            optimizers, *_ = _configure_optimizers(returned)
+            optimizers, schedules[:], _ = _configure_optimizers(returned)
         finally:
             replica.trainer = None
             forget_loaders(trainer)

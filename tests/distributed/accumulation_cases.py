@@ -49,9 +49,9 @@ class Knotted(Base):
         return OddMLP().dataset()
 
 
-def plan_with(kinds, num_micro_batches, dtype="float64"):
-    """A plan of `Knotted` with a (mode, sync) for each of `UNITS`."""
-    module = Knotted().to(getattr(torch, dtype))
+def plan_with(kinds, num_micro_batches, dtype="float64", of=Knotted):
+    """A plan of `Knotted`, or a model like it, with a (mode, sync) for each of `UNITS`."""
+    module = of().to(getattr(torch, dtype))
     modes = {unit: mode for unit, (mode, _) in zip(UNITS, kinds, strict=True)}
     plan = plan_of(
         module, modes, world_size=dist.get_world_size(), micro_batch_size=4, num_micro_batches=num_micro_batches

@@ -12,7 +12,7 @@ from lightning_osdp.strategy.options import Options, Prefetch, check_fsdp_kwargs
 
 def options(**given):
     defaults = {"memory_limit": None, "plan": None, "batch_size": "auto", "search": "greedy", "search_space": None}
-    defaults["cost_model"] = "simulate"
+    defaults |= {"cost_model": "simulate", "global_batch_size": None, "accumulate_in_fp32": False}
     return Options.checked(**{**defaults, **given})
 
 
@@ -39,6 +39,12 @@ def test_options_reach_the_planner_in_its_units(tmp_path):
         ({"batch_size": 0}, "or at least 1, got 0"),
         ({"batch_size": True}, "or at least 1, got True"),
         ({"search": "luck"}, "search must be one of ('depth_first', 'greedy', 'exhaustive'), got 'luck'"),
+        ({"global_batch_size": 0}, "global_batch_size must be None or at least 1, got 0"),
+        ({"global_batch_size": True}, "global_batch_size must be None or at least 1, got True"),
+        (
+            {"global_batch_size": 8, "batch_size": "scale"},
+            "got batch_size='scale', which chooses",
+        ),
         ({"plan": 3}, "plan must be a Plan or the path of one, got 3"),
     ],
 )

@@ -1,0 +1,48 @@
+"""Which plan a model is wrapped under: the user's, a new one, the one that it had, or none."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from lightning_osdp.core.plan import Plan
+from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.profiler import fingerprint
+from lightning_osdp.simulation import StepEstimate
+from lightning_osdp.strategy.division import Division
+from lightning_osdp.strategy.given import given_plan
+from lightning_osdp.strategy.options import Options, Prefetch
+from lightning_osdp.strategy.planning import plan_fit
+
+
+def chosen(
+    module: pl.LightningModule, options: Options, *, prefetch: Prefetch, known: Plan | None
+) -> tuple[Plan | None, Division, StepEstimate | None]:
+    """Plan, micro-batches, and what a step is predicted to take where that was computed.
+
+    Args:
+        module: about to be wrapped by its trainer.
+        options: of the strategy.
+        prefetch: FSDP1's settings.
+        known: the plan of the model that the strategy had before.
+
+    Raises:
+        ConfigurationError: the model is wrapped already.
+        OSDPError: the given plan does not fit, or none can be made.
+    """
+    if any(isinstance(child, FullyShardedDataParallel) for child in module.modules()):
+        raise ConfigurationError(
+            "Expected a model without FSDP wrappers, so that it can be wrapped as planned, but it has some already."
+            " Go on with the Trainer that wrapped it, or build the model anew and load its checkpoint."
+        )
+    trainer = module.trainer
+    if options.plan is not None:
+        return *given_plan(trainer, module, options), None
+    if trainer.state.fn == TrainerFn.FITTING:
+        return plan_fit(trainer, module, options, prefetch=prefetch)
+    if known is not None and known.fingerprint == fingerprint(module):
+        return known, Division(), None
+    rank_zero_info("OSDP: evaluating without a plan; the whole model is one unit. Pass plan= to shard it.")
+    return None, Division(), None

@@ -1,0 +1,71 @@
+"""A plan that the user gives: checked, and its micro-batches."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
+
+from lightning_osdp.core.plan import Plan
+from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.profiler import fingerprint
+from lightning_osdp.strategy.agreement import on_rank_zero
+from lightning_osdp.strategy.division import Division
+from lightning_osdp.strategy.loaders import LoaderChange, common_size, training_loaders, why_kept
+from lightning_osdp.strategy.options import Options
+from lightning_osdp.strategy.windows import Windows
+from lightning_osdp.strategy.wishes import divisions
+
+
+def given_plan(trainer: pl.Trainer, module: nn.Module, options: Options) -> tuple[Plan, Division]:
+    """The user's plan, which fits this model, and its micro-batches.
+
+    Raises:
+        PlanMismatchError: it was made for another model or number of ranks.
+        ConfigurationError: it contradicts ``batch_size``.
+    """
+    given = options.plan
+    plan = given if isinstance(given, Plan) else on_rank_zero(lambda: Plan.load(str(given)))
+    plan.check_matches(fingerprint(module), world_size=trainer.world_size)
+    _check_accumulates_in_fp32(plan, options, trainer)
+    size = options.batch_size
+    if isinstance(size, int) and size != plan.micro_batch_size:
+        raise ConfigurationError(
+            f"Expected batch_size and plan to agree, got batch_size={size} and a plan for a micro-batch of"
+            f" {plan.micro_batch_size}. Leave batch_size out, or plan anew by leaving out plan."
+        )
+    if size == "keep" or trainer.state.fn != TrainerFn.FITTING or not trainer.fit_loop._data_source.is_defined():
+        return plan, Division()
+    return plan, _given_division(trainer, plan, training_loaders(trainer))
+
+
+def _check_accumulates_in_fp32(plan: Plan, options: Options, trainer: pl.Trainer) -> None:
+    whole = next((unit.name for unit in plan.units if unit.sync == "last"), None)
+    precision = str(trainer.precision_plugin.precision)
+    if options.accumulate_in_fp32 and "mixed" in precision and whole is not None:
+        raise ConfigurationError(
+            f"Expected a plan with sync='every' for accumulate_in_fp32=True in {precision}, got sync='last' for unit"
+            f" {whole!r}, whose gradients would add up in low precision. Leave accumulate_in_fp32 out, or plan anew by"
+            " leaving out plan."
+        )
+
+
+def _given_division(trainer: pl.Trainer, plan: Plan, loaders: CombinedLoader) -> Division:
+    """The plan's micro-batches; where they make up the user's own optimizer step, the plan's number of them, too."""
+    current, size = common_size(loaders), plan.micro_batch_size
+    reason = why_kept(loaders)
+    num_samples = size * plan.num_micro_batches
+    if reason is None and current is not None and current * trainer.accumulate_grad_batches == num_samples:
+        windows = Windows.of(trainer, micro_batch_size=current, num_samples=num_samples)
+        sizes, reason = divisions(trainer, loaders, windows)
+        if size in sizes:
+            return Division(LoaderChange(size), windows, sizes, size, plan.num_micro_batches)
+        reason = reason or f"in micro-batches of {size} an epoch does not have the same windows"
+    if current == size:
+        return Division()
+    if reason is not None:
+        rank_zero_warn(f"OSDP: the plan's micro-batch is {size}, but loaders keep theirs: {reason}.")
+        return Division()
+    return Division(LoaderChange(size))

@@ -1,0 +1,136 @@
+"""Which divisions give the same optimizer steps: against windows written out sample by sample."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
+
+from lightning_osdp.strategy.windows import Windows, possible_sizes, why_not_divided
+
+
+def trainer(**given):
+    defaults = {"limit_train_batches": 1.0, "overfit_batches": 0.0, "val_check_interval": 1.0, "callbacks": []}
+    defaults |= {"fast_dev_run": False, "reload_dataloaders_every_n_epochs": 0, "accumulate_grad_batches": 1}
+    return SimpleNamespace(**{**defaults, **given})
+
+
+def loaders(num_samples, batch_size, **given):
+    data = TensorDataset(torch.arange(num_samples))
+    return CombinedLoader([DataLoader(data, batch_size=batch_size, **given)])
+
+
+def windows_of(fit, batch_size):
+    number = fit.accumulate_grad_batches
+    return Windows.of(fit, micro_batch_size=batch_size, num_samples=batch_size * number)
+
+
+def written_out(num_samples, size, number, limit, *, drop_last):
+    """Windows of an epoch as Lightning makes them: in each, the weight of every sample."""
+    ends = range(size, num_samples + 1, size) if drop_last else range(size, num_samples + size, size)
+    most = int(limit * len(ends)) if isinstance(limit, float) else limit
+    batches = [range(end - size, min(end, num_samples)) for end in ends][:most]
+    groups = [batches[first : first + number] for first in range(0, len(batches), number)]
+    return [{sample: number * len(batch) for batch in group for sample in batch} for group in groups]
+
+
+@given(
+    num_samples=st.integers(1, 60),
+    size=st.integers(1, 6),
+    number=st.integers(1, 6),
+    drop_last=st.booleans(),
+    limit=st.sampled_from([1.0, 0.5, 2, 3, 7]),
+)
+def test_sizes_are_possible_where_every_window_has_the_same_samples_with_the_same_weights(
+    num_samples, size, number, drop_last, limit
+):
+    fit = trainer(accumulate_grad_batches=number, limit_train_batches=limit)
+    given, windows = loaders(num_samples, size, drop_last=drop_last), windows_of(fit, size)
+    expected = written_out(num_samples, size, number, limit, drop_last=drop_last)
+    if not expected:
+        return
+    why = why_not_divided(fit, given, windows)
+    sizes = (size,) if why else possible_sizes(given, windows)
+    for other in (each for each in range(1, size * number + 1) if size * number % each == 0):
+        counted = windows.counted(other)["limit_train_batches"]
+        found = written_out(num_samples, other, size * number // other, counted, drop_last=drop_last)
+        if other in sizes:
+            assert found == expected
+        elif not why:
+            assert found != expected
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes"),
+    [
+        ({}, (1, 2, 4, 8)),
+        ({"limit_train_batches": 3}, (1, 2, 4)),
+        ({"val_check_interval": 3}, (1, 2, 4)),
+        ({"val_check_interval": 0.25}, (1, 2, 4)),
+        ({"val_check_interval": 0.5}, (1, 2, 4, 8)),
+        ({"limit_train_batches": 2, "overfit_batches": 2}, (1, 2, 4, 8)),
+    ],
+)
+def test_what_counts_micro_batches_must_come_out_even(given, sizes):
+    fit = trainer(accumulate_grad_batches=2, **given)
+    windows = windows_of(fit, 4)
+    assert possible_sizes(loaders(16, 4), windows) == sizes
+
+
+def test_the_trainer_counts_in_the_new_micro_batches():
+    fit = trainer(accumulate_grad_batches=8, limit_train_batches=8, val_check_interval=4, overfit_batches=8)
+    windows = windows_of(fit, 4)
+    windows.divide(fit, micro_batch_size=2, num_micro_batches=16)
+    assert (fit.accumulate_grad_batches, fit.limit_train_batches, fit.val_check_interval) == (16, 16, 8)
+    assert fit.overfit_batches == 16
+    assert not windows.are_of(fit)
+    windows.divide(fit, micro_batch_size=4, num_micro_batches=8)
+    assert windows.are_of(fit)
+    fractions = trainer(limit_train_batches=0.5, val_check_interval=0.25)
+    windows_of(fractions, 4).divide(fractions, micro_batch_size=2, num_micro_batches=2)
+    assert (fractions.limit_train_batches, fractions.val_check_interval) == (0.5, 0.25)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(8))
+
+
+class Grouped(BatchSampler):
+    def __iter__(self):
+        return reversed(list(super().__iter__()))
+
+
+@pytest.mark.parametrize(
+    ("fit", "given", "why"),
+    [
+        ({"callbacks": [GradientAccumulationScheduler({0: 2})]}, {}, "a GradientAccumulationScheduler changes"),
+        ({"fast_dev_run": True}, {}, "fast_dev_run counts"),
+        ({"reload_dataloaders_every_n_epochs": 1}, {}, "loaders that are reloaded"),
+        ({}, {"num_samples": 15}, "the last micro-batch of an epoch has 3 samples, which Lightning weighs like 4"),
+        ({"limit_train_batches": 3}, {"num_samples": 15}, None),
+        ({}, {"num_samples": 15, "drop_last": True}, None),
+    ],
+)
+def test_what_cannot_be_divided_says_why(fit, given, why):
+    given = loaders(**{"num_samples": 16, "batch_size": 4, **given})
+    found = why_not_divided(trainer(**fit), given, windows_of(trainer(**fit), 4))
+    assert found == why or found.startswith(why)
+
+
+def test_loaders_without_an_order_of_samples_say_why():
+    data = TensorDataset(torch.arange(16))
+    cases = {
+        "2 loaders are combined micro-batch by micro-batch": [DataLoader(data, batch_size=4)] * 2,
+        "DataLoader reads an iterable dataset, whose end nobody knows": [DataLoader(Stream(), batch_size=4)],
+        "list_iterator is not a torch DataLoader": [iter([])],
+        "DataLoader does not take one sample after the other from a sampler with a length": [
+            DataLoader(data, batch_sampler=Grouped(range(16), 4, drop_last=False))
+        ],
+    }
+    found = [why_not_divided(trainer(), CombinedLoader(given), windows_of(trainer(), 4)) for given in cases.values()]
+    assert found == list(cases)
