@@ -1,5 +1,6 @@
 """Plans with slices: which units there are, what meta operators become, and what is refused."""
 
+import dataclasses
 import re
 
 import pytest
@@ -10,7 +11,7 @@ from wrapped_units import units_of
 
 from benchmarks.testbed.groups import fake_group
 from benchmarks.testbed.plans import plan_of
-from lightning_osdp.apply import apply_plan
+from lightning_osdp.apply import apply_plan, units_reduced_last
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError, ProfileError
 
 CPU = torch.device("cpu")
@@ -43,6 +44,17 @@ def test_slices_are_units_with_modes_of_their_own():
         "tied": "ZDP",
     }
     assert found["block.0.slices.2"][0] == ["block.0.slices.2.weight", "block.0.slices.2.bias"]
+
+
+def test_all_slices_reduce_when_their_unit_does():
+    plan = split_plan({"block.0": ("ZDP", "DP", "ZDP"), "tied": ("DP", "DP")}, 2)
+    units = tuple(dataclasses.replace(unit, sync="last" if unit.name == "block.0" else "every") for unit in plan.units)
+    plan = dataclasses.replace(plan, units=units)
+    with fake_group(2):
+        root = apply_plan(Layers(), plan, device=CPU)
+        slices = root.module.block[0].slices
+        assert units_reduced_last(root, plan) == tuple(slices)
+        assert len(slices) == 3
 
 
 @pytest.mark.parametrize(

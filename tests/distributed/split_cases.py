@@ -16,8 +16,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cases import largest_difference, trainer
 from split_models import KINDS, SplitNet, split_plan
 
+from benchmarks.testbed.plans import plan_of
 from lightning_osdp import OSDPPrecision, OSDPStrategy
 from lightning_osdp.errors import OSDPError
+from lightning_osdp.splitting import splittable
 
 
 def fitted(strategy, module, **options):
@@ -53,6 +55,30 @@ def losses_in_bf16():
         fitted(strategy, module, precision="bf16-mixed")
         losses.append(module.losses)
     return losses
+
+
+def transformer_differs_by(name):
+    """Operators of a model of transformers that are split, and its weights and losses in slices and under DDP."""
+    from hf_models import HF_MODELS
+
+    losses, states = [], []
+    operators = splittable(HF_MODELS[name]())
+    modes = {path: ("ZDP", "DP", "ZDP")[index % 2 :] for index, path in enumerate(operators)}
+    for is_split in (True, False):
+        module = HF_MODELS[name]("sgd")
+        strategy = DDPStrategy(process_group_backend="gloo")
+        if is_split:
+            plan = plan_of(module, modes, world_size=dist.get_world_size(), micro_batch_size=4)
+            strategy = OSDPStrategy(plan=plan, batch_size="keep")
+        loader = module.loader(dist.get_rank(), dist.get_world_size())
+        fit = trainer(strategy, max_steps=-1, max_epochs=1, limit_train_batches=4, limit_val_batches=2)
+        fit.fit(module, loader, loader)
+        states.append(
+            {key: value.detach().clone() for key, value in fit.strategy.lightning_module_state_dict().items()}
+        )
+        losses.append(float(fit.callback_metrics["val_loss"]))
+    kinds = {path.rpartition(".")[2] for path in operators}
+    return kinds, largest_difference(*states) if dist.get_rank() == 0 else 0.0, losses
 
 
 class AtStart(L.Callback):
@@ -126,13 +152,13 @@ def resaved(folder):
     return wrong
 
 
-def reloaded(folder):
-    """Loads every sharded checkpoint of a folder into slices of all kinds; what differs from the plain one then."""
+def reloaded(folder, sources):
+    """Loads sharded checkpoints, some into slices of each kind; what differs from the plain one then."""
     plain, wrong = torch.load(Path(folder) / "plain.ckpt", weights_only=False), {}
-    for kind in KINDS:
+    for kind, names in sources.items():
 
-        def load(trainer, kind=kind):
-            for path in sorted(path for path in Path(folder).iterdir() if path.is_dir()):
+        def load(trainer, kind=kind, names=names):
+            for path in (Path(folder) / name for name in names):
                 with torch.no_grad():
                     for parameter in trainer.model.parameters():
                         parameter.fill_(7.0)

@@ -1,5 +1,7 @@
 """A model of all kinds of operators that can be split, with sizes that nothing divides and the usual decay groups."""
 
+import dataclasses
+
 import torch
 import torch.nn.functional as F
 from models import NUM_SAMPLES, Base
@@ -61,11 +63,19 @@ KINDS = {"four": 4, "three": 3, "whole": 1}
 """Slices of each operator."""
 
 
-def split_plan(kind, module, world_size, **options):
-    """Slices of both modes in each operator; the blocks' norms are in the root."""
+def split_plan(kind, module, world_size, num_micro_batches=1):
+    """Slices of both modes in each operator; every other one reduces in the last micro-batch only.
+
+    The blocks' norms are in the root.
+    """
     slices = KINDS[kind]
     operators = [name for name, child in module.named_modules() if isinstance(child, nn.Linear | nn.Embedding | Conv1D)]
     pattern = ("ZDP", "DP", "ZDP", "ZDP")
     modes = {name: pattern[index % 2 :][:slices] for index, name in enumerate(operators)}
     modes = {name: (*chosen, *("DP",) * (slices - len(chosen))) for name, chosen in modes.items()}
-    return plan_of(module, modes, world_size=world_size, micro_batch_size=4, **options)
+    plan = plan_of(module, modes, world_size=world_size, micro_batch_size=4, num_micro_batches=num_micro_batches)
+    units = (
+        dataclasses.replace(unit, sync="last" if num_micro_batches > 1 and index % 2 else "every")
+        for index, unit in enumerate(plan.units)
+    )
+    return dataclasses.replace(plan, units=tuple(units))
