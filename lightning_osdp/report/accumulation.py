@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lightning_osdp.core.byte_size import format_bytes
 from lightning_osdp.core.modes import MODES
 from lightning_osdp.core.plan import Plan, Unit
@@ -55,9 +57,6 @@ def tell_accumulation(plan: Plan, without: Plan) -> str:
 
 def _collectives(unit: Unit, num_micro_batches: int) -> float:
     """All-gathers and reduce-scatters of a unit in an optimizer step: of its slices, the mean."""
-    reduced_last = unit.sync == "last"
-    gathers = [
-        1 if MODES[mode].resident and reduced_last else num_micro_batches * MODES[mode].num_all_gathers()
-        for mode in (unit.modes if unit.name else ("DP",))
-    ]
-    return sum(gathers) / len(gathers) + (1 if reduced_last else num_micro_batches)
+    modes = [replace(MODES[mode], sync=unit.sync) for mode in (unit.modes if unit.name else ("DP",))]
+    gathers = sum(mode.num_all_gathers(num_micro_batches=num_micro_batches) for mode in modes)
+    return gathers / len(modes) + modes[0].num_reduce_scatters(num_micro_batches)
