@@ -1,12 +1,16 @@
-"""Which plan a model is wrapped under: the user's, a new one, the one that it had, or none."""
+"""Which plan a model is wrapped under - the user's, a new one, the one that it had, or none - and the wrapping."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from lightning_osdp.apply import apply_plan, units_reduced_last, wrap_whole
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.profiler import fingerprint
@@ -46,3 +50,13 @@ def chosen(
         return known, Division(), None
     rank_zero_info("OSDP: evaluating without a plan; the whole model is one unit. Pass plan= to shard it.")
     return None, Division(), None
+
+
+def wrapped(
+    module: pl.LightningModule, plan: Plan | None, *, device: torch.device, **fsdp_kwargs: Any
+) -> tuple[FullyShardedDataParallel, tuple[FullyShardedDataParallel, ...]]:
+    """The module as planned, or as one unit without a plan; and the units that reduce in the last micro-batch only."""
+    if plan is None:
+        return wrap_whole(module, device=device, **fsdp_kwargs), ()
+    root = apply_plan(module, plan, device=device, **fsdp_kwargs)
+    return root, units_reduced_last(root, plan)

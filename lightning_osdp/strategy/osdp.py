@@ -21,17 +21,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_osdp.apply import (
-    apply_plan,
-    forget_zeroed_gradients,
-    units_reduced_last,
-    without_reducing,
-    wrap_whole,
-)
+from lightning_osdp.apply import forget_zeroed_gradients, without_reducing
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.search_space import SearchSpace
 from lightning_osdp.strategy import checkpoint
-from lightning_osdp.strategy.choice import chosen
+from lightning_osdp.strategy.choice import chosen, wrapped
 from lightning_osdp.strategy.division import Division
 from lightning_osdp.strategy.failure import FailureWatch, explain
 from lightning_osdp.strategy.launcher import GatheringLauncher, StartMethod, check_start_method, refuse_in_notebook
@@ -175,10 +169,7 @@ class OSDPStrategy(FSDPStrategy):
         kwargs = {**self.kwargs, "mixed_precision": self.mixed_precision_config}
         if self._plan is not None:
             publish(module.trainer, self._plan, estimate)
-            root = apply_plan(module, self._plan, device=self.root_device, **kwargs)
-            self._reduced_last = units_reduced_last(root, self._plan)
-        else:
-            root, self._reduced_last = wrap_whole(module, device=self.root_device, **kwargs), ()
+        root, self._reduced_last = wrapped(module, self._plan, device=self.root_device, **kwargs)
         _move_torchmetrics_to_device(root, self.root_device)
         _setup_activation_checkpointing(root, self._activation_checkpointing_kwargs)
         return root

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,7 +21,8 @@ from lightning_osdp.core.duration import format_seconds
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.progress import Progress
-from lightning_osdp.errors import ConfigurationError, InfeasibleError, ProfileError
+from lightning_osdp.core.search_space import SearchSpace
+from lightning_osdp.errors import ConfigurationError, ProfileError
 from lightning_osdp.profiler import (
     CUDA_HEADROOM,
     ComputePrecision,
@@ -78,7 +78,7 @@ def plan_fit(
         )
         plan = _planned(trainer, profiled.model, options, cluster, wanted, prefetch=prefetch, progress=progress)
     change = LoaderChange(None if plan.micro_batch_size == current else plan.micro_batch_size, profiled.peeked)
-    division = Division(change, wanted.windows, wanted.sizes or (), plan.micro_batch_size, plan.num_micro_batches)
+    division = Division(change, wanted.windows, wanted.sizes, plan.micro_batch_size, plan.num_micro_batches)
     told = division.compared(plan)
     if told:
         rank_zero_info(f"OSDP: {told} (against your own micro-batches, each of which reduces all gradients)")
@@ -101,36 +101,33 @@ def _planned(
         rank_zero_info(
             f"OSDP: memory_limit is {format_bytes(limit_bytes)}, {_why_so_much(trainer.strategy.root_device)}"
         )
-    make = partial(
-        make_plan,
-        profile,
-        cluster,
-        memory_limit_bytes=limit_bytes,
-        search=options.search,
-        search_space=options.search_space,
-        cost_model=options.cost_model,
-        backward_prefetch=prefetch.backward,
-        forward_prefetch=prefetch.forward,
-        progress=progress,
-    )
-    return on_rank_zero(lambda: _fastest(make, wanted))
-
-
-def _fastest(make: Callable[..., Plan], wanted: Wishes) -> Plan:
-    """The plan with the best predicted samples/s over all sizes that are wished for; the first of equal ones."""
-    if wanted.sizes is None:
-        return make(
-            micro_batch_size="scale", max_micro_batch_size=wanted.most, num_micro_batches=wanted.num_micro_batches
+    return on_rank_zero(
+        lambda: make_plan(
+            profile,
+            cluster,
+            memory_limit_bytes=limit_bytes,
+            search=options.search,
+            search_space=_search_space(options, trainer),
+            cost_model=options.cost_model,
+            backward_prefetch=prefetch.backward,
+            forward_prefetch=prefetch.forward,
+            progress=progress,
+            **wanted.arguments,
         )
-    plans, failures = [], []
-    for size in wanted.sizes:
-        try:
-            plans.append(make(micro_batch_size=size, num_micro_batches=wanted.number(size)))
-        except InfeasibleError as error:  # noqa: PERF203
-            failures.append(error)
-    if not plans:
-        raise failures[0]
-    return max(plans, key=lambda plan: plan.samples_per_s)
+    )
+
+
+def _search_space(options: Options, trainer: pl.Trainer) -> SearchSpace:
+    """What may be chosen: under mixed precision, only sums of gradients in float32 if that was asked for."""
+    space = options.search_space
+    if not options.accumulate_in_fp32 or "mixed" not in str(trainer.precision_plugin.precision):
+        return space
+    if "every" not in space.sync:
+        raise ConfigurationError(
+            f"Expected 'every' in SearchSpace(sync=...) with accumulate_in_fp32=True, got {space.sync!r}. Leave out one"
+            " of the two."
+        )
+    return dataclasses.replace(space, sync=("every",))
 
 
 def _why_so_much(device: torch.device) -> str:

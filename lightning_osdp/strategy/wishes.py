@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -21,23 +22,24 @@ class Wishes:
     """Micro-batches to plan for.
 
     Attributes:
-        sizes: samples of a micro-batch, the user's own first; None for any (``"scale"``).
-        most: the largest of any.
-        num_micro_batches: of a step, whatever the size; None where a step has so many samples as ``windows`` says.
+        arguments: of `make_plan`.
         windows: what the user has; None where the Trainer keeps its number of micro-batches.
+        sizes: samples of a micro-batch that may be chosen then, the user's own first.
     """
 
-    sizes: tuple[int, ...] | None
-    most: int | None = None
-    num_micro_batches: int | None = None
+    arguments: Mapping[str, Any]
     windows: Windows | None = None
+    sizes: tuple[int, ...] = ()
 
-    def number(self, size: int) -> int:
-        """Micro-batches of a step if each has so many samples."""
-        if self.windows is None:
-            assert self.num_micro_batches is not None
-            return self.num_micro_batches
-        return self.windows.num_samples // size
+    @classmethod
+    def dividing(cls, windows: Windows, sizes: tuple[int, ...]) -> Wishes:
+        """The user's optimizer step in micro-batches of one of these sizes."""
+        arguments = {
+            "micro_batch_size": "auto",
+            "samples_per_step": windows.num_samples,
+            "micro_batch_sizes": sizes,
+        }
+        return cls(arguments, windows, sizes)
 
 
 def wishes(
@@ -69,12 +71,13 @@ def wishes(
     if reason is not None:
         rank_zero_warn(f"OSDP: batch_size={wanted!r} is ignored, the loader keeps {current}: {reason}.")
     elif wanted == "scale":
-        return Wishes(None, most=samples_per_rank(loaders, world_size=trainer.world_size), num_micro_batches=number)
+        most = samples_per_rank(loaders, world_size=trainer.world_size)
+        return Wishes({"micro_batch_size": "scale", "max_micro_batch_size": most, "num_micro_batches": number})
     size = wanted if isinstance(wanted, int) and reason is None else current
     if options.global_batch_size is None:
-        return Wishes((size,), num_micro_batches=number)
+        return Wishes({"micro_batch_size": size, "num_micro_batches": number})
     _check_divides(size, num_samples, trainer.world_size, reason)
-    return Wishes((size,), windows=Windows(current, number, num_samples, {}))
+    return Wishes.dividing(Windows(current, number, num_samples, {}), (size,))
 
 
 def divisions(
@@ -107,7 +110,7 @@ def _any_division(
         _check_divides(own, windows.num_samples, trainer.world_size, reason)
         if windows.num_samples > 1:
             rank_zero_info(f"OSDP: micro-batches stay {own} x {windows.num_samples // own}: {reason}.")
-    return Wishes(sizes, windows=windows)
+    return Wishes.dividing(windows, sizes)
 
 
 def _samples_per_step(trainer: pl.Trainer, options: Options, current: int) -> int:
