@@ -80,7 +80,8 @@ def layout(
         rank: whose bytes; None: for state and temporaries together, those of the rank that has most.
     """
     ranks = range(0, world_size, max(1, world_size // MOST_RANKS)) if rank is None else (rank,)
-    most = max((_optimizer_bytes(units, optimizer, world_size, each) for each in ranks), key=sum)
+    begins = [_begins(unit.parameters) for unit in units]
+    most = max((_optimizer_bytes(units, begins, optimizer, world_size, each) for each in ranks), key=sum)
     return Layout(
         units=tuple(_unit_bytes(unit, world_size) for unit in units),
         optimizer_state=most[0],
@@ -90,17 +91,25 @@ def layout(
 
 def flat_elements(parameters: Sequence[ParameterProfile], world_size: int) -> int:
     """F: elements of the flat tensor of these parameters."""
-    total = sum(_begins(parameters)[-1:]) + sum(parameter.num_elements for parameter in parameters[-1:])
-    return math.ceil(total / world_size) * world_size
+    return _flat_elements(parameters, _begins(parameters), world_size)
 
 
 def pieces(parameters: Sequence[ParameterProfile], world_size: int, rank: int) -> list[int]:
     """Elements of each parameter that a rank holds."""
-    shard = flat_elements(parameters, world_size) // world_size
+    return _pieces(parameters, _begins(parameters), world_size, rank)
+
+
+def _flat_elements(parameters: Sequence[ParameterProfile], begins: Sequence[int], world_size: int) -> int:
+    total = begins[-1] + parameters[-1].num_elements if parameters else 0
+    return math.ceil(total / world_size) * world_size
+
+
+def _pieces(parameters: Sequence[ParameterProfile], begins: Sequence[int], world_size: int, rank: int) -> list[int]:
+    shard = _flat_elements(parameters, begins, world_size) // world_size
     first, end = rank * shard, (rank + 1) * shard
     return [
         max(0, min(begin + parameter.num_elements, end) - max(begin, first))
-        for begin, parameter in zip(_begins(parameters), parameters, strict=True)
+        for begin, parameter in zip(begins, parameters, strict=True)
     ]
 
 
@@ -136,17 +145,22 @@ def _unit_bytes(unit: UnitProfile, world_size: int) -> UnitBytes:
 
 
 def _optimizer_bytes(
-    units: Sequence[UnitProfile], optimizer: OptimizerProfile, world_size: int, rank: int
+    units: Sequence[UnitProfile],
+    begins: Sequence[Sequence[int]],
+    optimizer: OptimizerProfile,
+    world_size: int,
+    rank: int,
 ) -> tuple[float, float]:
     """State and temporaries of one rank."""
     state = 0.0
     updated: list[tuple[int, int, float]] = []
-    for unit in units:
+    for unit, unit_begins in zip(units, begins, strict=True):
         if not unit.parameters:
             state += unit.optimizer_bytes / world_size
             updated.append((0, len(updated), unit.trainable_bytes / world_size))
             continue
-        for parameter, elements in zip(unit.parameters, pieces(unit.parameters, world_size, rank), strict=True):
+        held = _pieces(unit.parameters, unit_begins, world_size, rank)
+        for parameter, elements in zip(unit.parameters, held, strict=True):
             if parameter.is_trainable and elements:
                 state += parameter.state_bytes_per_element * elements
                 updated.append((parameter.group, parameter.place, float(elements * parameter.itemsize)))
