@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_osdp.apply.accumulate import units_reduced_last, without_reducing
+from lightning_osdp.apply.accumulate import reduce_left_over, units_reduced_last, without_reducing
 from lightning_osdp.apply.materialize import check_initializable
 from lightning_osdp.apply.optimizer_state import load_state, named_state, numbered
 from lightning_osdp.apply.state_dict import full_state, sharded_state
@@ -16,6 +16,7 @@ __all__ = [
     "load_state",
     "named_state",
     "numbered",
+    "reduce_left_over",
     "sharded_state",
     "units_reduced_last",
     "without_reducing",

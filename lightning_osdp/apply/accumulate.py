@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
+from torch.distributed.fsdp._runtime_utils import _reduce_grad, _reshard
 
 from lightning_osdp.core.plan import Plan
 
@@ -20,6 +22,28 @@ def units_reduced_last(root: FullyShardedDataParallel, plan: Plan) -> tuple[Full
         for unit in ([module] if isinstance(module, FullyShardedDataParallel) else module.modules())
         if isinstance(unit, FullyShardedDataParallel)
     )
+
+
+def reduce_left_over(units: Iterable[FullyShardedDataParallel]) -> None:
+    """Reduces whole gradients of units that ran in an earlier micro-batch of a window, but not in its last forward.
+
+    Backward does not come to them, and FSDP would miss their reduced gradients. Call it on all ranks before backward;
+    they must have left out the same units. Within `without_reducing` it does nothing.
+    """
+    for unit in units:
+        handle = unit._handle
+        if handle is None or not handle.uses_sharded_strategy or not unit._sync_gradients:
+            continue
+        flat, gradient = handle.flat_param, handle.flat_param.grad
+        if gradient is None or gradient.size() != flat._unpadded_unsharded_size:
+            continue
+        if hasattr(flat, "_post_backward_hook_state"):  # set in its forward: backward comes to it
+            continue
+        unit.training_state, handle._training_state = TrainingState.FORWARD_BACKWARD, HandleTrainingState.BACKWARD_POST
+        _reshard(unit, handle, free_unsharded_flat_param=True)
+        gradient.data = gradient.to(handle._reduce_dtype)
+        _reduce_grad(unit, handle)
+        unit.training_state, handle._training_state = TrainingState.IDLE, HandleTrainingState.IDLE
 
 
 @contextmanager

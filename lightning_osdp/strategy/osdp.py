@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_osdp.apply import forget_zeroed_gradients, without_reducing
+from lightning_osdp.apply import forget_zeroed_gradients, reduce_left_over, without_reducing
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.search_space import SearchSpace
 from lightning_osdp.strategy import checkpoint
@@ -204,6 +204,7 @@ class OSDPStrategy(FSDPStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
         forget_zeroed_gradients(self._wrapped())
+        reduce_left_over(self._reduced_last)
 
     @contextmanager
     @override

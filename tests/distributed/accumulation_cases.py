@@ -49,6 +49,21 @@ class Knotted(Base):
         return OddMLP().dataset()
 
 
+class Skipping(Knotted):
+    """Leaves out a layer in every third micro-batch of an epoch, on all ranks the same."""
+
+    def training_step(self, batch, batch_idx):
+        self.is_left_out = batch_idx % 3 == 2
+        return super().training_step(batch, batch_idx)
+
+    def loss(self, batch):
+        x, y = (tensor.to(self.scale.dtype) for tensor in batch)
+        x = torch.tanh(self.first(x))
+        if not self.is_left_out:
+            x = torch.tanh(self.twice(x))
+        return F.mse_loss(self.last(torch.tanh(self.frozen(torch.tanh(self.partly(x))))) * self.scale, y)
+
+
 def plan_with(kinds, num_micro_batches, dtype="float64", of=Knotted):
     """A plan of `Knotted`, or a model like it, with a (mode, sync) for each of `UNITS`."""
     module = of().to(getattr(torch, dtype))
@@ -67,12 +82,12 @@ def mixes(seed, number):
     return [[chosen.choice(KINDS) for _ in UNITS] for _ in range(number)]
 
 
-def fitted(strategy, *, optimizer="adamw", dtype="float64", callbacks=(), ckpt_path=None, **options):
+def fitted(strategy, *, kind=Knotted, optimizer="adamw", dtype="float64", callbacks=(), ckpt_path=None, **options):
     """Whole state (on rank 0), and the trainer."""
     is_ours = isinstance(strategy, OSDPStrategy)
     if dtype == "float64":
         options |= {"plugins": [OSDPPrecision("64-true")]} if is_ours else {"precision": "64-true"}
-    module = Knotted(optimizer).to(getattr(torch, dtype))
+    module = kind(optimizer).to(getattr(torch, dtype))
     fit = trainer(strategy, callbacks=list(callbacks), **{"max_epochs": -1, **options})
     loader = module.loader(dist.get_rank(), dist.get_world_size())
     fit.fit(module, loader, DataLoader(module.dataset(), batch_size=16), ckpt_path=ckpt_path)
@@ -81,7 +96,8 @@ def fitted(strategy, *, optimizer="adamw", dtype="float64", callbacks=(), ckpt_p
 
 
 def by_ddp(**options):
-    return fitted(DDPStrategy(process_group_backend="gloo"), **options)
+    strategy = DDPStrategy(process_group_backend="gloo", find_unused_parameters="kind" in options)
+    return fitted(strategy, **options)
 
 
 def difference(found, expected):
@@ -126,6 +142,7 @@ def within_lightning():
         "schedule": equals_ddp(
             kinds, num_micro_batches=None, callbacks=[Schedule()], limit_train_batches=4, max_steps=8
         ),
+        "skipped": equals_ddp(kinds, num_micro_batches=3, limit_train_batches=6, kind=Skipping),
         "sgd": equals_ddp(kinds, **inside, optimizer="sgd", dtype="float32"),
         "adamw": equals_ddp(kinds, **inside, dtype="float32"),
     }
