@@ -3,12 +3,16 @@
 import dataclasses
 
 import pytest
+from hypothesis import settings
 
 from lightning_osdp.assign import Setting
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.cluster import Cluster, Link
-from lightning_osdp.core.profile import ModelProfile, OperatorProfile, Segment
+from lightning_osdp.core.profile import Cut, ModelProfile, OperatorProfile, ParameterProfile, Segment
 from lightning_osdp.core.units import partition
+
+settings.register_profile("no deadline", deadline=None)  # how long an example takes says nothing of the code
+settings.load_profile("no deadline")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,6 +60,35 @@ def operator():
             optimizer_bytes=2 * trainable,
         )
         return dataclasses.replace(defaults, **fields)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def linear(operator):
+    """An operator of ``features`` x ``outputs`` float32 weights and a bias that can be cut along its features."""
+
+    def build(name, features, outputs, *, position=0, rows=1, **fields):
+        sizes = (features * outputs, outputs)
+        made = operator(name, 4 * sum(sizes), signature=f"Linear {features} {outputs}", **fields)
+        parameters = (
+            ParameterProfile(
+                position=2 * position + index,
+                num_elements=size,
+                itemsize=4,
+                gathered_itemsize=4,
+                state_bytes_per_element=8,
+            )
+            for index, size in enumerate(sizes)
+        )
+        cut = Cut(
+            num_features=features,
+            is_cut=(True, False),
+            input_bytes=Affine(0.0, 4.0 * rows * features),
+            input_gradient_bytes=Affine(0.0, 4.0 * rows * features),
+            output_bytes=Affine(0.0, 4.0 * rows * outputs),
+        )
+        return dataclasses.replace(made, parameters=tuple(parameters), cut=cut)
 
     return build
 

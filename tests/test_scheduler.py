@@ -6,11 +6,13 @@ import math
 
 import pytest
 
+from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.cluster import UnitOverhead
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.search_space import SearchSpace
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.scheduler import make_plan
+from lightning_osdp.simulation import simulate
 
 EVERY_UNIT = SearchSpace(min_unit_bytes=0)
 
@@ -304,6 +306,45 @@ def test_what_does_not_fit_in_one_micro_batch_is_divided(uneven, cluster):
     assert found.peak_bytes <= limit_bytes
     with pytest.raises(InfeasibleError, match="a micro-batch of 1 on 2 ranks needs at least"):
         plan(uneven, ring, micro_batch_size="auto", samples_per_step=6, memory_limit_bytes=10)
+
+
+@pytest.fixture(scope="module")
+def wide(model, linear):
+    """A Linear that is most of the model."""
+    return model(linear("a", 16, 16), linear("large", 64, 64, position=1), linear("b", 16, 16, position=2))
+
+
+def test_operators_are_split_where_nothing_else_fits(wide, cluster):
+    ring = cluster(2, latency_s=0.001, seconds_per_byte=1e-6)
+    whole = SearchSpace(min_unit_bytes=0, slices=(1,))
+    limit_bytes = 48_000
+    with pytest.raises(InfeasibleError, match="needs at least"):
+        plan(wide, ring, micro_batch_size=1, memory_limit_bytes=limit_bytes, search_space=whole)
+    found = plan(wide, ring, micro_batch_size=1, memory_limit_bytes=limit_bytes)
+    large = next(unit for unit in found.units if unit.name == "large")
+    assert large.operators == ("large",)
+    assert large.num_slices > 1
+    assert found.peak_bytes <= limit_bytes
+    assert simulate(found, wide, ring).peak.peak_bytes == found.peak_bytes
+    assert simulate(found, wide, ring).time_s == pytest.approx(found.step_time_s)
+    assert Plan.from_json(found.to_json()) == found
+    free = plan(wide, ring, micro_batch_size=1, memory_limit_bytes=10**6)
+    assert {unit.num_slices for unit in free.units} == {1}  # where there is room, slices only cost latency
+
+
+def test_scaling_goes_on_with_slices(wide, cluster):
+    ring = cluster(2, latency_s=0.001, seconds_per_byte=1e-6)
+    sizes = {
+        slices: plan(
+            dataclasses.replace(wide, batch_bytes=Affine(0.0, 1000.0)),
+            ring,
+            micro_batch_size="scale",
+            memory_limit_bytes=90_000,
+            search_space=SearchSpace(min_unit_bytes=0, slices=slices),
+        ).samples_per_s
+        for slices in ((1,), (1, 2, 4))
+    }
+    assert sizes[1, 2, 4] > sizes[1,]
 
 
 def test_plans_do_not_depend_on_the_solver_where_all_are_exact(uneven, cluster):

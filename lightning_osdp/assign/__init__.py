@@ -11,5 +11,14 @@ from lightning_osdp.assign.additive import Modes
 from lightning_osdp.assign.assign import Assignment, assign_modes, bound_later_s
 from lightning_osdp.assign.setting import Setting
 from lightning_osdp.assign.share import share_units
+from lightning_osdp.assign.slices import ever_more_slices
 
-__all__ = ["Assignment", "Modes", "Setting", "assign_modes", "bound_later_s", "share_units"]
+__all__ = [
+    "Assignment",
+    "Modes",
+    "Setting",
+    "assign_modes",
+    "bound_later_s",
+    "ever_more_slices",
+    "share_units",
+]

@@ -9,6 +9,7 @@ from lightning_osdp.assign.additive import Modes
 from lightning_osdp.assign.overlap import solve_overlapped
 from lightning_osdp.assign.paths import Paths
 from lightning_osdp.assign.setting import Setting
+from lightning_osdp.assign.slices import one_sync
 from lightning_osdp.assign.solve import solve
 from lightning_osdp.assign.spare import fill_spare
 from lightning_osdp.cost import PeakMemory
@@ -49,7 +50,7 @@ def assign_modes(
         solved = solve_overlapped(setting, rooms, search=search, worth_s=worth_s)
     else:
         solved = solve(setting.additive, rooms, search=search)
-    modes = fill_spare(setting, solved.modes, rooms, limit_bytes=limit_bytes)
+    modes = one_sync(setting, fill_spare(setting, solved.modes, rooms, limit_bytes=limit_bytes))
     return Assignment(
         modes=modes,
         step_time_s=solved.time_s if modes == solved.modes else setting.step_time_s(modes),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from lightning_osdp.assign.additive import Additive, Modes
@@ -35,6 +35,8 @@ class Setting:
     units: tuple[UnitProfile, ...]
     cluster: Cluster
     workload: Workload
+    num_slices: Mapping[str, int] = field(default_factory=dict)
+    """Operators that are split -> into how many slices, which are units of their own."""
     modes: tuple[str, ...] = tuple(MODES)
     sync: tuple[str, ...] = SYNC_CHOICES
     """Which micro-batches may reduce a unit's gradients; with one micro-batch there is nothing to choose."""
@@ -138,6 +140,11 @@ class Setting:
     def all_zdp_modes(self) -> Modes:
         """Plain FSDP, offered or not: every unit ZDP, the root gathered as ever."""
         return tuple(DP if unit.is_root else ZDP for unit in self.units)
+
+    @property
+    def fastest_s(self) -> float:
+        """Predicted seconds of the step as if memory were no concern."""
+        return self.step_time_s(self.additive.fastest_modes)
 
     def saved_s(self, unit: int) -> float:
         """Seconds per optimizer step that keeping this unit gathered saves over sharding it, if nothing overlaps."""

@@ -53,6 +53,20 @@ class OptimizerProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How an operator can be split into slices that are computed one after the other; bytes are of one of its calls."""
+
+    num_features: int
+    """Length of the dimension that is cut: the most slices there can be."""
+    is_cut: tuple[bool, ...]
+    """For each of its parameters, in order; the others are whole, in the last slice."""
+    input_bytes: Affine = ZERO
+    """Input as it is saved for backward."""
+    input_gradient_bytes: Affine = ZERO
+    output_bytes: Affine = ZERO
+
+
+@dataclass(frozen=True, kw_only=True)
 class OperatorProfile:
     """One operator, in the order of its first call in forward."""
 
@@ -85,7 +99,9 @@ class OperatorProfile:
     signature: str = ""
     """Equal operators (class, shapes, inputs) share one signature."""
     stands_alone: bool = False
-    """Whether FSDP makes it a unit of its own whatever one asks for, as batch normalisation under mixed precision."""
+    """Whether it is a unit of its own whatever one asks for, as batch normalisation under mixed precision."""
+    cut: Cut | None = None
+    """None: it cannot be split."""
 
     @property
     def frozen_bytes(self) -> int:

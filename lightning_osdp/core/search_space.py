@@ -21,6 +21,8 @@ class SearchSpace:
     """Sharding modes that a unit may take: ``("ZDP",)`` is plain FSDP, ``("DP",)`` keeps all parameters gathered."""
     sync: tuple[str, ...] = SYNC_CHOICES
     """Which micro-batches may reduce a unit's gradients: ``("every",)`` keeps none whole between micro-batches."""
+    slices: tuple[int, ...] = (1, 2, 4, 8, 16)
+    """Numbers of slices that an operator may be split into; 1, whole, is always among them: ``(1,)`` splits none."""
     min_unit_bytes: int | None = None
     """Operators with fewer parameter bytes join their parent's unit; None: 64 KiB, or 1% of the model if less."""
     share_units: bool = True
@@ -30,6 +32,10 @@ class SearchSpace:
         for name, given, choices in (("modes", self.modes, tuple(MODES)), ("sync", self.sync, SYNC_CHOICES)):
             if not given or any(each not in choices for each in given):
                 raise ConfigurationError(f"SearchSpace({name}=...) must name at least one of {choices}, got {given!r}.")
+        if 1 not in self.slices or min(self.slices) < 1:
+            raise ConfigurationError(
+                f"SearchSpace(slices=...) must be whole numbers from 1 on, 1 among them, got {self.slices!r}."
+            )
         if self.min_unit_bytes is not None and self.min_unit_bytes < 0:
             raise ConfigurationError(
                 f"SearchSpace(min_unit_bytes=...) must be None or at least 0, got {self.min_unit_bytes!r}."

@@ -1,7 +1,24 @@
-"""How an operator is cut: the sizes of its slices along the features that are cut."""
+"""Operators cut into slices: their sizes, and what a profile becomes where each is an operator of its own.
+
+Slices of x and W are multiplied one after the other, and their products added up (OSDP, "operator splitting"). With x
+and y the bytes of input and output, G of the input's gradient, k slices, s = 1 / k, and A what the operator's segment
+saves, x among it where that is new:
+
+- forward of slice i: the sum so far and, from the second slice on, the product to be added: y, then 2 y;
+- backward of slice i, from the last one on: the output's gradient y, what is saved of x, and of the input's gradient
+  the part of this slice, s G, and the whole one, G, from the second of them on;
+- a slice's gradients are complete, and reduced, before the next one's backward begins.
+
+[Empirical: counted on one rank of eight, in float32 and bf16-mixed.]
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from lightning_osdp.core.affine import ZERO, Affine
+from lightning_osdp.core.profile import Cut, ModelProfile, OperatorProfile, ParameterProfile, Segment, Span
 from lightning_osdp.errors import ConfigurationError
 
 
@@ -26,3 +43,137 @@ def slice_sizes(num_features: int, num_slices: int) -> tuple[int, ...]:
         )
     size, rest = divmod(num_features, num_slices)
     return (size + 1,) * rest + (size,) * (num_slices - rest)
+
+
+def slice_name(operator: str, index: int) -> str:
+    """Qualified name of a slice."""
+    return f"{operator}.slices.{index}"
+
+
+def split_operators(profile: ModelProfile, num_slices: Mapping[str, int]) -> ModelProfile:
+    """The profile with some operators split: each slice is an operator, and a unit of its own in any partition.
+
+    Args:
+        profile: of the model as the user wrote it.
+        num_slices: operator -> k. Those that are not named stay whole.
+
+    Raises:
+        ConfigurationError: an operator cannot be split, or not into so many slices.
+    """
+    chosen = {name: number for name, number in num_slices.items() if number > 1}
+    if not chosen:
+        return profile
+    by_name = {operator.name: operator for operator in profile}
+    operators: list[OperatorProfile] = []
+    for operator in profile:
+        operators += _slices(operator, chosen[operator.name]) if operator.name in chosen else [operator]
+    segments: list[Segment] = []
+    places: list[Span] = []
+    """Of each segment, among the new ones."""
+    for segment in profile.segments:
+        first = len(segments)
+        number = chosen.get(segment.operator, 1)
+        segments += _segments(segment, _cut(by_name[segment.operator]), number) if number > 1 else [segment]
+        places.append((first, len(segments) - 1))
+    spans = {
+        name: tuple((places[first][0], places[last][1]) for first, last in calls)
+        for name, calls in profile.spans.items()
+    }
+    for name, number in chosen.items():
+        firsts = [places[first][0] for first, _ in profile.spans[name]]
+        for index in range(number):
+            spans[slice_name(name, index)] = tuple((first + index, first + index) for first in firsts)
+    return replace(profile, operators=tuple(operators), segments=tuple(segments), spans=spans)
+
+
+def _cut(operator: OperatorProfile) -> Cut:
+    if operator.cut is None:
+        raise ConfigurationError(
+            f"Expected an operator that can be split, got {operator.name!r} ({operator.kind}). Leave it whole."
+        )
+    return operator.cut
+
+
+def _slices(operator: OperatorProfile, number: int) -> Iterator[OperatorProfile]:
+    cut = _cut(operator)
+    sizes = slice_sizes(cut.num_features, number)
+    elements = sum(parameter.num_elements for parameter in operator.parameters if parameter.is_trainable)
+    for index, size in enumerate(sizes):
+        parameters = tuple(_parameters(operator, cut, size, is_last=index == number - 1))
+        trainable = [parameter for parameter in parameters if parameter.is_trainable]
+        num_trainable = sum(parameter.num_elements for parameter in trainable)
+        gathered = [parameter.num_elements * parameter.gathered_itemsize for parameter in parameters]
+        yield replace(
+            operator,
+            name=slice_name(operator.name, index),
+            enclosing=(slice_name(operator.name, index), *operator.enclosing[1:]),
+            signature=f"{operator.signature}[{size}{' and the rest' if index == number - 1 else ''}]",
+            parameters=parameters,
+            parameter_bytes=sum(parameter.num_elements * parameter.itemsize for parameter in parameters),
+            num_trainable=num_trainable,
+            gathered_bytes=sum(gathered),
+            trainable_bytes=sum(parameter.num_elements * parameter.itemsize for parameter in trainable),
+            gradient_bytes=sum(parameter.num_elements * parameter.gathered_itemsize for parameter in trainable),
+            optimizer_bytes=round(operator.optimizer_bytes * num_trainable / max(1, elements)),
+            stands_alone=True,
+            cut=None,
+        )
+
+
+def _parameters(operator: OperatorProfile, cut: Cut, size: int, *, is_last: bool) -> Iterator[ParameterProfile]:
+    for parameter, is_cut in zip(operator.parameters, cut.is_cut, strict=True):
+        if is_cut:
+            yield replace(parameter, num_elements=parameter.num_elements // cut.num_features * size)
+        elif is_last:
+            yield parameter
+
+
+def _segments(segment: Segment, cut: Cut, number: int) -> Iterator[Segment]:
+    """One for each slice; what the operator is followed by stays in the last one's."""
+    x, y, gradient = cut.input_bytes, cut.output_bytes, cut.input_gradient_bytes
+    saved_x = _least(x, segment.saved_bytes)
+    settled = segment.settled_bytes
+    for index, size in enumerate(slice_sizes(cut.num_features, number)):
+        share = size / cut.num_features
+        part = _times(gradient, share)
+        products = y + y if index else y
+        timed = {"forward_s": _times(segment.forward_s, share), "backward_s": _times(segment.backward_s, share)}
+        if index == number - 1:
+            yield replace(
+                segment,
+                operator=slice_name(segment.operator, index),
+                forward_workspace_bytes=_most(
+                    segment.forward_workspace_bytes, _less(saved_x + products, segment.saved_bytes)
+                ),
+                settled_bytes=None if settled is None else _less(settled + saved_x + y + part, gradient),
+                evaluation_bytes=_most(segment.evaluation_bytes, x + products),
+                **timed,
+            )
+        else:
+            besides = saved_x + y if index else ZERO
+            yield Segment(
+                operator=slice_name(segment.operator, index),
+                forward_workspace_bytes=saved_x + products,
+                handed_bytes=saved_x + y,
+                backward_workspace_bytes=saved_x + y + gradient + part,
+                settled_bytes=None if settled is None else settled + besides + part,
+                evaluation_bytes=_least(segment.evaluation_bytes, x + products),
+                **timed,
+            )
+
+
+def _times(quantity: Affine, factor: float) -> Affine:
+    return Affine(quantity.fixed * factor, quantity.per_sample * factor)
+
+
+def _less(quantity: Affine, other: Affine) -> Affine:
+    return Affine(max(0.0, quantity.fixed - other.fixed), max(0.0, quantity.per_sample - other.per_sample))
+
+
+def _most(quantity: Affine, other: Affine) -> Affine:
+    """No less than either, in both parts."""
+    return Affine(max(quantity.fixed, other.fixed), max(quantity.per_sample, other.per_sample))
+
+
+def _least(quantity: Affine, other: Affine) -> Affine:
+    return Affine(min(quantity.fixed, other.fixed), min(quantity.per_sample, other.per_sample))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.profile import (
+    Cut,
     ModelProfile,
     OperatorProfile,
     OptimizerProfile,
@@ -17,11 +19,13 @@ from lightning_osdp.core.profile import (
     Segment,
 )
 from lightning_osdp.profiler.activations import Activations
+from lightning_osdp.profiler.calls import Flow
 from lightning_osdp.profiler.operators import Operator, fingerprint
 from lightning_osdp.profiler.optimizer import OptimizedParameter
 from lightning_osdp.profiler.precision import ComputePrecision
 from lightning_osdp.profiler.timing import Seconds
 from lightning_osdp.profiler.trace import Trace
+from lightning_osdp.splitting import cut_dims, splittable
 
 
 def assemble(
@@ -51,9 +55,16 @@ def assemble(
     """
     positions = {parameter: index for index, parameter in enumerate(module.parameters())}
     names = {operator.name for operator in operators if operator.name}
+    features = splittable(module)
     around = {name for operator in operators for name in operator.enclosing if name}
     return ModelProfile(
-        operators=tuple(_operator(operator, positions, optimized, precision) for operator in operators),
+        operators=tuple(
+            replace(
+                _operator(operator, positions, optimized, precision),
+                cut=_cut(operator, features.get(operator.name), trace.calls.flows, batch_size),
+            )
+            for operator in operators
+        ),
         segments=_segments(operators, trace, seconds),
         spans={name: tuple(spans) for name, spans in trace.calls.spans.items() if name in names | around},
         fingerprint=fingerprint(module),
@@ -88,6 +99,21 @@ def _operator(
         optimizer_bytes=sum(optimized[p].state_bytes for p in trainable if p in optimized),
         parameters=tuple(_parameter(p, positions[p], optimized.get(p), compute_dtype) for p in operator.parameters),
         dtype=", ".join(dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in operator.parameters)),
+    )
+
+
+def _cut(operator: Operator, num_features: int | None, flows: Mapping[str, Flow], batch_size: int) -> Cut | None:
+    """None where it cannot be split, or is not a unit of its own anyway."""
+    if num_features is None or operator.enclosing[0] != operator.name or operator.name not in flows:
+        return None
+    dims, flow = cut_dims(operator.module), flows[operator.name]
+    names = {parameter: name for name, parameter in operator.module.named_parameters(recurse=False)}
+    return Cut(
+        num_features=num_features,
+        is_cut=tuple(names[parameter] in dims for parameter in operator.parameters),
+        input_bytes=Affine.proportional(batch_size, flow.input_bytes),
+        input_gradient_bytes=Affine.proportional(batch_size, flow.input_gradient_bytes),
+        output_bytes=Affine.proportional(batch_size, flow.output_bytes),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,15 @@ from lightning_osdp.core.profile import Span
 
 Stack = tuple[str, ...]
 """Names of the modules that are running, innermost first, always ending with the root ``""``."""
+
+
+class Flow(NamedTuple):
+    """Bytes that go into and come out of a module."""
+
+    input_bytes: int
+    """As saved for backward: in the dtype of what comes out, where it is floating-point."""
+    input_gradient_bytes: int
+    output_bytes: int
 
 
 @dataclass
@@ -32,6 +41,8 @@ class Calls:
     """Modules that own parameters, once for each of their calls, in order: each call begins a segment."""
     spans: dict[str, list[Span]] = field(default_factory=dict)
     """Module -> the segments of each of its calls."""
+    flows: dict[str, Flow] = field(default_factory=dict)
+    """Module that owns parameters -> what its first call takes and returns."""
     last: str = ""
     """The module that owns parameters whose call ended last."""
 
@@ -52,13 +63,15 @@ def recorded_calls(module: nn.Module) -> Iterator[Calls]:
             calls.signatures[name] = _signature(child, (args, kwargs))
         calls.stacks.setdefault(name, set()).add(tuple(reversed(stack)))
 
-    def leave() -> None:
+    def leave(inputs: Any, outputs: Any) -> None:
         name, first = stack.pop(), entered.pop()
         last = max(0, len(calls.sequence) - 1)
         # a call in which no operator runs lies within a segment
         calls.spans.setdefault(name, []).append((min(first, last), last))
         if name in owners:
             calls.last = name
+            if name not in calls.flows:
+                calls.flows[name] = _flow(inputs, outputs)
 
     def read(parameter: str) -> None:
         calls.reads.setdefault(parameter, set()).add(tuple(reversed(stack)))
@@ -71,7 +84,11 @@ def recorded_calls(module: nn.Module) -> Iterator[Calls]:
                     enter(name, m, args, kwargs)
 
                 cleanup.callback(child.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
-                cleanup.callback(child.register_forward_hook(lambda *_: leave(), always_call=True).remove)
+
+                def after(_: nn.Module, args: Any, output: Any) -> None:
+                    leave(args, output)
+
+                cleanup.callback(child.register_forward_hook(after, always_call=True).remove)
         # Autocast keeps casts of parameters: a second read would take the cast, unseen.
         cleanup.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
@@ -107,6 +124,17 @@ def _storage(tensor: Tensor) -> int:
 def floating_tensors(tree: Any) -> list[Tensor]:
     """Floating-point tensors among the leaves."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _flow(inputs: Any, outputs: Any) -> Flow:
+    given = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    returned = floating_tensors(outputs)
+    itemsize = returned[0].element_size() if returned else 0
+    return Flow(
+        sum(t.numel() * (itemsize if t.is_floating_point() else t.element_size()) for t in given),
+        sum(t.numel() * t.element_size() for t in given if t.requires_grad),
+        sum(t.numel() * t.element_size() for t in returned),
+    )
 
 
 def _signature(module: nn.Module, inputs: Any) -> str:

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-from lightning_osdp.assign import Assignment, Setting
+from lightning_osdp.assign import Setting
 from lightning_osdp.core.cluster import Cluster
-from lightning_osdp.core.plan import COST_MODELS, PREFETCH_CHOICES, Plan, Unit
+from lightning_osdp.core.plan import COST_MODELS, PREFETCH_CHOICES, Plan
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.progress import Progress, silent
 from lightning_osdp.core.search_space import SearchSpace
@@ -16,6 +16,7 @@ from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.scheduler.infeasible import why_infeasible
+from lightning_osdp.scheduler.planned import planned
 from lightning_osdp.scheduler.sweep import Candidate, Sweep
 from lightning_osdp.search import SOLVERS
 
@@ -82,6 +83,7 @@ def make_plan(
         limit_bytes=memory_limit_bytes,
         search=search,
         shares=search_space.share_units,
+        slices=search_space.slices,
         samples_per_step=samples_per_step if micro_batch_size == "auto" else None,
         progress=progress,
     )
@@ -156,7 +158,7 @@ def _plan(best: Candidate, sweep: Sweep, memory_limit_bytes: int, search: str) -
     return Plan(
         fingerprint=dict(setting.profile.fingerprint),
         world_size=setting.cluster.world_size,
-        units=_units(setting, assignment),
+        units=planned(setting, assignment),
         memory_limit_bytes=memory_limit_bytes,
         peak_bytes=assignment.peak.peak_bytes,
         micro_batch_size=setting.workload.micro_batch_size,
@@ -175,23 +177,4 @@ def _plan(best: Candidate, sweep: Sweep, memory_limit_bytes: int, search: str) -
         peak_parts=dict(assignment.peak.parts),
         evaluation_peak_bytes=setting.evaluation_peak_bytes(assignment.modes),
         notes=(assignment.note,) if assignment.note else (),
-    )
-
-
-def _units(setting: Setting, assignment: Assignment) -> tuple[Unit, ...]:
-    return tuple(
-        Unit(
-            name=unit.name,
-            operators=tuple(operator.name for operator in unit.operators),
-            kind=unit.kind,
-            modes=(mode.name,),
-            sync=mode.sync,
-            parameter_bytes=unit.gathered_bytes,
-            time_s=setting.times_s[index][mode],
-            keep_saves_s=setting.saved_s(index),
-            keep_costs_bytes=0 if unit.is_root else unit.gathered_bytes,
-            accumulate_saves_s=setting.accumulating_saves_s(index, mode),
-            accumulate_costs_bytes=setting.accumulating_costs_bytes(index, mode),
-        )
-        for index, (unit, mode) in enumerate(zip(setting.units, assignment.modes, strict=True))
     )

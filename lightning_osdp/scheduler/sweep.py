@@ -10,7 +10,7 @@ leaves open between two sizes is tried, until no size can be better by more than
 
 Where the samples of a step are given, the sizes are those that make them up in whole micro-batches, and all are tried.
 
-At each size all settings compete: prefetch settings, and units of an operator or of a block.
+At each size all settings compete: prefetch settings, units of an operator or of a block, and slices of operators.
 
 References:
     OSDP (Jiang et al. 2022), equation 1 and algorithm 1. Deviation: the paper tries b = 1, 2, 3, ... up to the first
@@ -20,11 +20,18 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lightning_osdp.assign import Assignment, Setting, assign_modes, bound_later_s, share_units
+from lightning_osdp.assign import (
+    Assignment,
+    Setting,
+    assign_modes,
+    bound_later_s,
+    ever_more_slices,
+    share_units,
+)
 from lightning_osdp.core.duration import three_digits
 from lightning_osdp.core.progress import Progress, silent
 
@@ -77,6 +84,7 @@ class Sweep:
         limit_bytes: the most bytes that may live on one rank.
         search: name of a solver in ``search.SOLVERS``.
         shares: whether units of blocks compete, too.
+        slices: numbers of slices that an operator may be split into.
         samples_per_step: samples of a rank and optimizer step that every size makes up, in as many micro-batches as
             that takes; None: the number of micro-batches is that of the settings.
         progress: called with each size that is tried.
@@ -89,9 +97,11 @@ class Sweep:
         limit_bytes: int,
         search: str,
         shares: bool,
+        slices: Sequence[int] = (1,),
         samples_per_step: int | None = None,
         progress: Progress = silent,
     ) -> None:
+        self._slices = slices
         self._samples_per_step = samples_per_step
         self._settings, self._limit_bytes, self._search, self._shares = settings, limit_bytes, search, shares
         self._progress = progress
@@ -104,7 +114,8 @@ class Sweep:
 
     def smallest(self, micro_batch_size: int) -> Setting:
         """The setting that needs the fewest bytes at this size."""
-        settings = [self._at(setting, micro_batch_size) for setting in self._settings]
+        whole = [self._at(setting, micro_batch_size) for setting in self._settings]
+        settings = [*whole, *(split for setting in whole for split in list(self._split(setting))[-1:])]
         return min(settings, key=lambda setting: setting.peak(setting.least_memory_modes).peak_bytes)
 
     def fits(self, micro_batch_size: int) -> bool:
@@ -130,6 +141,22 @@ class Sweep:
         return self._candidates[micro_batch_size]
 
     def _assigned(
+        self, setting: Setting, before: Sequence[tuple[Setting, Assignment]]
+    ) -> list[tuple[Setting, Assignment]]:
+        """The best modes of a setting; where memory is short also with operators split."""
+        found = self._assigned_whole(setting, before)
+        if any(assignment.step_time_s <= setting.fastest_s for _, assignment in found):
+            return found
+        for split in self._split(setting):
+            found += self._assigned_whole(split, [*before, *found])
+        return found
+
+    def _split(self, setting: Setting) -> Iterator[Setting]:
+        """The same with operators split, where that can help."""
+        if setting.cluster.world_size > 1 and len(self._slices) > 1:
+            yield from ever_more_slices(setting, self._slices)
+
+    def _assigned_whole(
         self, setting: Setting, before: Sequence[tuple[Setting, Assignment]]
     ) -> list[tuple[Setting, Assignment]]:
         """The best modes of a setting, and of those that its units shared make of it where that is faster.

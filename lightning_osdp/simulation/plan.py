@@ -8,9 +8,9 @@ from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.modes import MODES, ShardingMode
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.profile import ModelProfile
+from lightning_osdp.core.slices import slice_name, split_operators
 from lightning_osdp.core.units import UnitProfile, grouped
 from lightning_osdp.cost import Workload
-from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.simulation.step import StepEstimate, simulate_step
 
 
@@ -19,15 +19,15 @@ def simulate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> StepEstimat
 
     Args:
         plan: the units, their modes, the workload and the prefetch settings.
-        profile: of the model that the plan is for.
+        profile: of the model that the plan is for, without slices.
         cluster: ranks and links; its number of ranks must be the plan's.
 
     Raises:
         PlanMismatchError: the plan is for another model or another number of ranks.
-        ConfigurationError: a unit has several slices, which are not simulated yet.
+        ConfigurationError: an operator has more slices than it can have.
     """
     plan.check_matches(profile.fingerprint, world_size=cluster.world_size)
-    units, modes = planned_units(plan, profile)
+    profile, units, modes = planned_units(plan, profile)
     return simulate_step(
         profile,
         units,
@@ -39,18 +39,21 @@ def simulate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> StepEstimat
     )
 
 
-def planned_units(plan: Plan, profile: ModelProfile) -> tuple[tuple[UnitProfile, ...], tuple[ShardingMode, ...]]:
-    """The units of a plan, and their modes.
+def planned_units(
+    plan: Plan, profile: ModelProfile
+) -> tuple[ModelProfile, tuple[UnitProfile, ...], tuple[ShardingMode, ...]]:
+    """The profile with operators split as planned, its units, and their modes.
 
     Raises:
-        ConfigurationError: a unit has several slices.
+        ConfigurationError: an operator has more slices than it can have.
     """
+    profile = split_operators(profile, {unit.name: unit.num_slices for unit in plan.units})
+    operators: dict[str, tuple[str, ...]] = {}
+    modes: dict[str, ShardingMode] = {}
     for unit in plan.units:
-        if unit.num_slices > 1:
-            raise ConfigurationError(
-                f"Expected units of one slice, got {unit.num_slices} slices in unit {unit.name!r}: they cannot be"
-                " simulated yet. Simulate a plan without slices."
-            )
-    modes = {unit.name: replace(MODES[unit.modes[0]], sync=unit.sync) for unit in plan.units}
-    units = grouped(profile, {unit.name: unit.operators for unit in plan.units})
-    return units, tuple(modes[unit.name] for unit in units)
+        names = [slice_name(unit.name, index) for index in range(unit.num_slices)]
+        for name, mode in zip(names if unit.num_slices > 1 else [unit.name], unit.modes, strict=True):
+            operators[name] = (name,) if unit.num_slices > 1 else unit.operators
+            modes[name] = replace(MODES[mode], sync=unit.sync)
+    units = grouped(profile, operators)
+    return profile, units, tuple(modes[unit.name] for unit in units)

@@ -1,10 +1,14 @@
-"""Sizes of the slices that an operator is cut into."""
+"""Slices that an operator is cut into: their sizes, and a profile with slices for operators."""
+
+import dataclasses
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_osdp.core.slices import slice_sizes
+from lightning_osdp.core.affine import Affine
+from lightning_osdp.core.slices import slice_sizes, split_operators
+from lightning_osdp.core.units import partition
 from lightning_osdp.errors import ConfigurationError
 
 
@@ -22,3 +26,59 @@ def test_slices_cover_all_features_evenly_and_the_larger_come_first(data):
 def test_no_slice_is_empty(num_features, num_slices):
     with pytest.raises(ConfigurationError, match=rf"between 1 and {num_features} slices.*got {num_slices}\. Ask for"):
         slice_sizes(num_features, num_slices)
+
+
+@pytest.fixture
+def profile(model, linear, operator):
+    """Two Linears, the first of which is called once more after the others."""
+    made = model(
+        linear("a", 10, 6, forward_s_per_sample=1.0, activation_bytes_per_sample=100),
+        operator("norm", 24),
+        linear("b", 6, 10, position=2, backward_s_per_sample=2.0),
+    )
+    again = dataclasses.replace(made.segments[0], forward_s=Affine(0.0, 3.0))
+    spans = {**made.spans, "a": ((0, 0), (3, 3))}
+    return dataclasses.replace(made, segments=(*made.segments[:-1], again, made.loss), spans=spans)
+
+
+@pytest.mark.parametrize("counts", [{}, {"a": 1}, {"a": 3}, {"b": 6}, {"a": 10, "b": 4}])
+def test_splitting_changes_no_sum(profile, counts):
+    found = split_operators(profile, counts)
+    for name in ("parameter_bytes", "num_trainable", "gathered_bytes", "trainable_bytes", "gradient_bytes"):
+        assert sum(getattr(each, name) for each in found) == sum(getattr(each, name) for each in profile)
+    assert sum(each.optimizer_bytes for each in found) == pytest.approx(
+        sum(each.optimizer_bytes for each in profile), abs=10
+    )
+    assert found.saved_bytes == profile.saved_bytes
+    for name in ("forward_s", "backward_s"):
+        assert sum(getattr(each, name).at(2) for each in found.segments) == pytest.approx(
+            sum(getattr(each, name).at(2) for each in profile.segments)
+        )
+    assert found.fingerprint == profile.fingerprint
+    assert found.loss == profile.loss
+    assert [segment.operator for segment in found.segments if segment.operator == "norm"] == ["norm"]
+
+
+def test_a_slice_is_an_operator_with_calls_of_its_own(profile):
+    found = split_operators(profile, {"a": 3})
+    assert [segment.operator for segment in found.segments] == [
+        *("a.slices.0", "a.slices.1", "a.slices.2"),
+        *("norm", "b"),
+        *("a.slices.0", "a.slices.1", "a.slices.2", ""),
+    ]
+    assert found.spans["a"] == ((0, 2), (5, 7))
+    assert found.spans["a.slices.1"] == ((1, 1), (6, 6))
+    assert found.spans["norm"] == ((3, 3),)
+    first, _, last = (each for each in found if each.name.startswith("a."))
+    assert (first.enclosing, first.stands_alone) == (("a.slices.0", ""), True)
+    assert [parameter.num_elements for parameter in first.parameters] == [4 * 6]
+    assert [parameter.num_elements for parameter in last.parameters] == [3 * 6, 6]  # and the bias
+    units = partition(found, min_unit_bytes=10**6)
+    assert [unit.name for unit in units] == ["", "a.slices.0", "a.slices.1", "a.slices.2"]
+
+
+def test_only_what_can_be_cut_is_split(profile):
+    with pytest.raises(ConfigurationError, match="an operator that can be split, got 'norm'"):
+        split_operators(profile, {"norm": 2})
+    with pytest.raises(ConfigurationError, match="between 1 and 6 slices"):
+        split_operators(profile, {"b": 7})

@@ -35,8 +35,23 @@ def test_the_largest_moment_is_the_peak_of_the_plan(profile, cluster, world_size
     assert estimate.time_s == pytest.approx(plan.step_time_s)
 
 
-def test_slices_are_refused(profile, cluster):
+def test_slices_of_what_cannot_be_split_are_refused(profile, cluster):
     plan = make_plan(profile, cluster(2), memory_limit_bytes=2**20, micro_batch_size=3)
     split = dataclasses.replace(plan.units[1], modes=("ZDP", "DP"))
-    with pytest.raises(ConfigurationError, match="got 2 slices in unit"):
+    with pytest.raises(ConfigurationError, match=r"an operator that can be split, got 'h\.0\.m0' \(Linear\)"):
         simulate(dataclasses.replace(plan, units=(plan.units[0], split, *plan.units[2:])), profile, cluster(2))
+
+
+def test_slices_are_gathered_one_after_the_other(model, linear, cluster):
+    # base 2 * 4 * 1100 / 2 * 3; P = 4400 each
+    profile = model(linear("a", 10, 100), linear("b", 10, 100, position=1))
+    plan = make_plan(profile, cluster(2), memory_limit_bytes=2**20, micro_batch_size=1, backward_prefetch="none")
+    states = 3 * 8800 / 2
+
+    def peak_bytes(*modes):
+        units = [dataclasses.replace(unit, modes=modes) for unit in plan.units[1:]]
+        return simulate(dataclasses.replace(plan, units=(plan.units[0], *units)), profile, cluster(2)).peak.peak_bytes
+
+    assert peak_bytes("ZDP") == states + 4400 + 2 * 4400 + 4400 / 2  # b is reduced, then a
+    assert peak_bytes(*["ZDP"] * 5) < states + 4400 / 2 + 4400 / 5 * 4 + 1000
+    assert peak_bytes(*["ZDP"] * 5) < peak_bytes("ZDP", "ZDP", "ZDP", "ZDP", "DP") < peak_bytes(*["DP"] * 5)

@@ -1,0 +1,134 @@
+"""Operators split into more and more slices, as long as that lowers the peak that nothing else can lower.
+
+What binds is the largest moment of a step in which every unit takes its smallest option: an operator that runs then, or
+one that is gathered beside it, is split further, and with it all operators equal to it. Each slice is a unit of its
+own, which costs latency and overhead, so slices compete with whole operators by the predicted step time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+from lightning_osdp.assign.additive import Modes
+from lightning_osdp.assign.setting import Setting
+from lightning_osdp.core.modes import ShardingMode
+from lightning_osdp.core.profile import OperatorProfile
+from lightning_osdp.core.slices import slice_name, split_operators
+from lightning_osdp.core.units import grouped
+
+WORTH_SPLITTING = 0.01
+"""Fraction of the peak that is worth more slices."""
+
+MAX_STEPS = 24
+"""Times that a group of equal operators is split further."""
+
+MAX_IN_VAIN = 3
+"""Of these, one after the other without a lower peak: several operators may bind at once."""
+
+
+def ever_more_slices(setting: Setting, choices: Sequence[int]) -> Iterator[Setting]:
+    """The setting with operators split, each time with a lower peak of the smallest options than before.
+
+    Args:
+        setting: without slices.
+        choices: numbers of slices that an operator may have.
+    """
+    groups = _groups(setting)
+    counts: dict[str, int] = {}
+    least_bytes, in_vain = _least_bytes(setting), 0
+    current = setting
+    for _ in range(MAX_STEPS):
+        more = ((group.names, group.more(counts, choices)) for group in _binding(current, groups))
+        names, number = next(((names, number) for names, number in more if number), ((), 0))
+        if not number or in_vain == MAX_IN_VAIN:
+            return
+        counts |= dict.fromkeys(names, number)
+        current = _with_slices(setting, counts)
+        now_bytes = _least_bytes(current)
+        if now_bytes <= least_bytes * (1 - WORTH_SPLITTING):
+            least_bytes, in_vain = now_bytes, 0
+            yield current
+        else:
+            in_vain += 1
+
+
+def one_sync(setting: Setting, modes: Modes) -> Modes:
+    """Modes in which all slices of an operator reduce their gradients in the same micro-batches, as plans say it.
+
+    Where they differ, all reduce them in every one: that takes no more memory.
+    """
+    places = {unit.name: index for index, unit in enumerate(setting.units)}
+    agreed = list(modes)
+    for name, number in setting.num_slices.items():
+        slices = [places[slice_name(name, index)] for index in range(number)]
+        if len({modes[index].sync for index in slices}) > 1:
+            for index in slices:
+                agreed[index] = _every(modes[index], setting.options[index])
+    return tuple(agreed)
+
+
+def _every(mode: ShardingMode, options: Modes) -> ShardingMode:
+    every = dataclasses.replace(mode, sync="every")
+    return every if every in options else options[0]
+
+
+def _least_bytes(setting: Setting) -> int:
+    return setting.peak(setting.least_memory_modes).peak_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """Equal operators, each a unit of its own."""
+
+    names: tuple[str, ...]
+    num_features: int
+
+    def more(self, counts: Mapping[str, int], choices: Sequence[int]) -> int | None:
+        """The next number of slices; None if there is none."""
+        now = counts.get(self.names[0], 1)
+        return min((each for each in choices if now < each <= self.num_features), default=None)
+
+
+def _groups(setting: Setting) -> dict[str, _Group]:
+    """By the names of their operators."""
+    equal: dict[tuple[str, int], list[OperatorProfile]] = {}
+    for unit in setting.units:
+        operator = unit.operators[0] if len(unit.operators) == 1 else None
+        if operator is not None and operator.cut is not None and operator.name == unit.name:
+            key = (operator.signature or operator.name, operator.parameter_bytes)
+            equal.setdefault(key, []).append(operator)
+    groups: dict[str, _Group] = {}
+    for operators in equal.values():
+        (cut,) = {operator.cut.num_features for operator in operators if operator.cut is not None}
+        names = tuple(operator.name for operator in operators)
+        groups |= dict.fromkeys(names, _Group(names, cut))
+    return groups
+
+
+def _binding(setting: Setting, groups: Mapping[str, _Group]) -> list[_Group]:
+    """Groups of the operators that are gathered at the peak, the largest units first."""
+    peak = setting.peak(setting.least_memory_modes)
+    running = [
+        index
+        for index, unit in enumerate(setting.units)
+        if not unit.is_root and any(operator.name == peak.operator for operator in unit.operators)
+    ]
+    near = (index for place in running for index in (place, place - 1, place + 1) if 0 <= index < len(setting.units))
+    units = sorted((setting.units[index] for index in near), key=lambda unit: -unit.gathered_bytes)
+    of_slice = {slice_name(name, index): name for name, number in setting.num_slices.items() for index in range(number)}
+    names = (of_slice.get(unit.name, unit.name) for unit in units)
+    return list(dict.fromkeys(groups[name] for name in names if name in groups))
+
+
+def _with_slices(setting: Setting, counts: Mapping[str, int]) -> Setting:
+    """The setting, which has none yet, with so many slices."""
+    members: dict[str, list[str]] = {}
+    for unit in setting.units:
+        number = counts.get(unit.name, 1)
+        if number == 1:
+            members[unit.name] = [operator.name for operator in unit.operators]
+        else:
+            members |= {name: [name] for name in (slice_name(unit.name, index) for index in range(number))}
+    profile = split_operators(setting.profile, counts)
+    return dataclasses.replace(setting, profile=profile, units=grouped(profile, members), num_slices=dict(counts))

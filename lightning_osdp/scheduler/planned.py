@@ -1,0 +1,51 @@
+"""What was assigned, as the units of a plan: the slices of an operator are one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from lightning_osdp.assign import Assignment, Setting
+from lightning_osdp.core.plan import Unit
+from lightning_osdp.core.slices import slice_name
+
+
+def planned(setting: Setting, assignment: Assignment) -> tuple[Unit, ...]:
+    """Units of a plan, root first, then in forward order."""
+    return tuple(_units(setting, assignment))
+
+
+def _units(setting: Setting, assignment: Assignment) -> Iterator[Unit]:
+    places = {unit.name: index for index, unit in enumerate(setting.units)}
+    slices = {
+        slice_name(name, 0): (name, [places[slice_name(name, index)] for index in range(number)])
+        for name, number in setting.num_slices.items()
+    }
+    further = {setting.units[index].name for _, indices in slices.values() for index in indices[1:]}
+    for index, unit in enumerate(setting.units):
+        if unit.name in slices:
+            name, indices = slices[unit.name]
+            yield _unit(setting, assignment, name, (name,), indices)
+        elif unit.name not in further:
+            yield _unit(setting, assignment, unit.name, tuple(operator.name for operator in unit.operators), [index])
+
+
+def _unit(
+    setting: Setting, assignment: Assignment, name: str, operators: tuple[str, ...], slices: Sequence[int]
+) -> Unit:
+    modes = [assignment.modes[index] for index in slices]
+    units = [setting.units[index] for index in slices]
+    parameter_bytes = sum(unit.gathered_bytes for unit in units)
+    each = list(zip(slices, modes, strict=True))
+    return Unit(
+        name=name,
+        operators=operators,
+        kind=units[0].kind,
+        modes=tuple(mode.name for mode in modes),
+        sync=modes[0].sync,
+        parameter_bytes=parameter_bytes,
+        time_s=sum(setting.times_s[index][mode] for index, mode in each),
+        keep_saves_s=sum(setting.saved_s(index) for index in slices),
+        keep_costs_bytes=0 if name == "" else parameter_bytes,
+        accumulate_saves_s=sum(setting.accumulating_saves_s(index, mode) for index, mode in each),
+        accumulate_costs_bytes=sum(setting.accumulating_costs_bytes(index, mode) for index, mode in each),
+    )
