@@ -8,7 +8,7 @@ bounds every plan from below, and `repair` makes plans of the solutions that vio
 """
 
 from lightning_osdp.assign.additive import Modes
-from lightning_osdp.assign.assign import Assignment, assign_modes, bound_later_s
+from lightning_osdp.assign.assign import Assignment, assign_modes, bound_later_s, fill_spare
 from lightning_osdp.assign.setting import Setting
 from lightning_osdp.assign.share import share_units
 from lightning_osdp.assign.slices import ever_more_slices
@@ -20,5 +20,6 @@ __all__ = [
     "assign_modes",
     "bound_later_s",
     "ever_more_slices",
+    "fill_spare",
     "share_units",
 ]

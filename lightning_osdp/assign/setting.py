@@ -19,12 +19,13 @@ from lightning_osdp.cost import (
     StepMemory,
     Workload,
     evaluation_peak,
+    exact_peak,
     optimizer_s,
     paper_memory,
     step_memory,
     unit_cost,
 )
-from lightning_osdp.simulation import StepClock, simulate_step
+from lightning_osdp.simulation import StepClock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,12 +187,13 @@ class Setting:
         """Predicted peak of one optimizer step."""
         if self.is_paper or all(mode.sync == "every" for mode in modes):
             return self.peak(modes)
-        return simulate_step(
+        return exact_peak(
             self.profile,
             self.units,
             modes,
-            self.cluster,
-            self.workload,
+            world_size=self.cluster.world_size,
+            workload=self.workload,
             backward_prefetch=self.backward_prefetch,
             forward_prefetch=self.forward_prefetch,
-        ).peak
+            reduce_scatter_copies=self.cluster.reduce_scatter_copies,
+        )

@@ -19,7 +19,7 @@ ROUNDING = 1e-12
 """Step times that differ by less than this fraction are equal."""
 
 MAX_STATES = 100_000
-"""States that `nested.improve` looks at: 0.3 s in CPython 3.11 where it needs them all."""
+"""States that `nested.improve` looks at where units have two options: 0.3 s in CPython 3.11 if it needs them all."""
 
 MIN_WIDTH = 100
 """States per unit below which it is not tried: with more than a thousand units. The gap is then some 0.001% anyway."""
@@ -55,7 +55,8 @@ def solve(problem: Additive, rooms: Sequence[float], *, search: str, tolerance: 
     thorough = search != "greedy" and len(problem.options) * MIN_WIDTH <= MAX_STATES
     if thorough and time_s > bound_s * (1 + tolerance):
         prices = [each.price for each in relaxed]
-        best, nested_s = improve(problem, best, rooms, prices=prices, max_states=MAX_STATES)
+        num_states = MAX_STATES * 4 // max(2, *map(len, problem.options)) ** 2
+        best, nested_s = improve(problem, best, rooms, prices=prices, max_states=num_states)
         time_s, bound_s = problem.time_s(best), max(bound_s, nested_s)
     proven = time_s <= bound_s * (1 + ROUNDING)
     return Solved(

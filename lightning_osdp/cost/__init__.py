@@ -21,7 +21,7 @@ from lightning_osdp.cost.model_states import model_states_cost
 from lightning_osdp.cost.overhead import overhead_cost, overhead_s
 from lightning_osdp.cost.paper import TIME_TERMS as PAPER_TIME_TERMS
 from lightning_osdp.cost.paper import paper_memory
-from lightning_osdp.cost.peak_memory import Held, PeakMemory, StepMemory, step_memory
+from lightning_osdp.cost.peak_memory import Held, PeakMemory, StepMemory, exact_peak, step_memory
 
 TERMS: dict[str, Callable[..., Cost]] = {
     "communication": communication_cost,
@@ -53,6 +53,7 @@ __all__ = [
     "StepMemory",
     "Workload",
     "evaluation_peak",
+    "exact_peak",
     "gather_s",
     "optimizer_s",
     "overhead_s",

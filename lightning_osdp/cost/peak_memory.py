@@ -15,7 +15,7 @@ has S_u whole gradient bytes in place of s_u reduced ones and, if it is DP, P_u 
 
 A bound, for not all of these are alive at the same time as the rest: floor_k has P_u of the units that run then, kept
 or not; the first micro-batch has not made all gradients yet, and the last one has reduced some.
-`simulation.simulate_step` has it exactly.
+`exact_peak` has it exactly.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.cost.cost import Workload
 from lightning_osdp.cost.layout import layout
 from lightning_osdp.cost.live_parts import Moment
-from lightning_osdp.cost.moments import largest_moments
+from lightning_osdp.cost.moments import largest_moment, largest_moments
 from lightning_osdp.cost.schedule import leaving_order
 
 ROUNDING_BYTES = 1e-3
@@ -130,6 +130,32 @@ class StepMemory:
         )
         besides = {"gathered parameters": kept[k] - whole, "accumulated gradients": whole}
         return PeakMemory.of(self.moments[k], besides=besides)
+
+
+def exact_peak(
+    profile: ModelProfile,
+    units: Sequence[UnitProfile],
+    modes: Sequence[ShardingMode],
+    *,
+    world_size: int,
+    workload: Workload,
+    backward_prefetch: str = "pre",
+    forward_prefetch: bool = False,
+    reduce_scatter_copies: bool = True,
+) -> PeakMemory:
+    """Peak of one optimizer step in these modes, event by event; arguments as in `step_memory`."""
+    return PeakMemory.of(
+        largest_moment(
+            profile,
+            units,
+            modes,
+            world_size=world_size,
+            workload=workload,
+            backward_prefetch=backward_prefetch,
+            forward_prefetch=forward_prefetch,
+            reduce_scatter_copies=reduce_scatter_copies,
+        )
+    )
 
 
 def step_memory(

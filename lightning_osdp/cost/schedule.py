@@ -22,7 +22,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from lightning_osdp.core.profile import Span
+from lightning_osdp.core.modes import ShardingMode
+from lightning_osdp.core.profile import ModelProfile, Span
 from lightning_osdp.core.units import UnitProfile
 
 Kind = Literal["gather", "await", "forward", "free", "zero", "backward", "flatten", "accumulate", "reduce", "release"]
@@ -46,6 +47,29 @@ def leaving_order(units: Sequence[UnitProfile]) -> tuple[int, ...]:
     """Units in the order in which forward leaves them for good, inner ones first; without the root."""
     inner = [index for index, unit in enumerate(units) if not unit.is_root]
     return tuple(sorted(inner, key=lambda index: (units[index].last, -index)))
+
+
+def events_of(
+    profile: ModelProfile,
+    units: Sequence[UnitProfile],
+    modes: Sequence[ShardingMode],
+    world_size: int,
+    *,
+    num_micro_batches: int = 1,
+    backward_prefetch: str,
+    forward_prefetch: bool,
+) -> list[list[Event]]:
+    """Events of the micro-batches that are gone through; on one rank no mode keeps anything."""
+    return micro_batches(
+        units,
+        [unit.calls for unit in units],
+        [mode.resident and world_size > 1 for mode in modes],
+        [mode.sync == "last" and world_size > 1 for mode in modes],
+        num_micro_batches=num_micro_batches,
+        num_segments=len(profile.segments),
+        backward_prefetch=backward_prefetch,
+        forward_prefetch=forward_prefetch,
+    )
 
 
 def micro_batches(

@@ -30,6 +30,7 @@ from lightning_osdp.assign import (
     assign_modes,
     bound_later_s,
     ever_more_slices,
+    fill_spare,
     share_units,
 )
 from lightning_osdp.core.duration import three_digits
@@ -40,6 +41,9 @@ TOLERANCE = 1e-3
 
 WORTH_CHANGING = 0.01
 """Fraction of samples/s for which another size takes the place of the one that is there."""
+
+_ROUNDING = 1e-9
+"""Fraction of a step time below which nothing is saved."""
 
 MAX_SIZES = 64
 """Sizes that a sweep assigns modes for; past them the best of those is chosen."""
@@ -74,6 +78,14 @@ class Candidate:
 def _samples_per_s(setting: Setting, step_time_s: float) -> float:
     samples = setting.workload.micro_batch_size * setting.workload.num_micro_batches * setting.cluster.world_size
     return samples / step_time_s if step_time_s > 0 else math.inf
+
+
+def _time_s(assigned: tuple[Setting, Assignment]) -> float:
+    return assigned[1].step_time_s
+
+
+def _least_bytes(setting: Setting) -> int:
+    return setting.peak(setting.least_memory_modes).peak_bytes
 
 
 class Sweep:
@@ -113,50 +125,47 @@ class Sweep:
         return setting.at(micro_batch_size, None if samples is None else samples // micro_batch_size)
 
     def smallest(self, micro_batch_size: int) -> Setting:
-        """The setting that needs the fewest bytes at this size."""
-        whole = [self._at(setting, micro_batch_size) for setting in self._settings]
-        settings = [*whole, *(split for setting in whole for split in list(self._split(setting))[-1:])]
-        return min(settings, key=lambda setting: setting.peak(setting.least_memory_modes).peak_bytes)
+        """The setting that needs the fewest bytes at this size; with operators split where it would not fit else."""
+        settings = [self._at(setting, micro_batch_size) for setting in self._settings]
+        whole = min(settings, key=_least_bytes)
+        if _least_bytes(whole) <= self._limit_bytes:
+            return whole
+        return min((whole, *self._split(whole)), key=_least_bytes)
 
     def fits(self, micro_batch_size: int) -> bool:
         """Whether any assignment does."""
-        setting = self.smallest(micro_batch_size)
-        return setting.peak(setting.least_memory_modes).peak_bytes <= self._limit_bytes
+        return _least_bytes(self.smallest(micro_batch_size)) <= self._limit_bytes
 
     def candidate(self, micro_batch_size: int) -> Candidate | None:
         """Best assignment at this size; None if none fits."""
         best = f", best {three_digits(self._best().samples_per_s)} samples/s so far" if self._candidates else ""
         self._progress("searching", f"micro-batch {micro_batch_size}{best}")
+        whole = [self._at(setting, micro_batch_size) for setting in self._settings]
         found: list[tuple[Setting, Assignment]] = []
-        for setting in self._settings:
-            found += self._assigned(self._at(setting, micro_batch_size), found)
+        for setting in whole:
+            found += self._assigned(setting, found)
+        fastest = min(found, key=_time_s, default=None)
+        if fastest is None or fastest[1].step_time_s > fastest[0].fastest_s * (1 + _ROUNDING):
+            prefetch = None if fastest is None else fastest[0].backward_prefetch
+            base = next((each for each in whole if each.backward_prefetch == prefetch), min(whole, key=_least_bytes))
+            for split in self._split(base):
+                found += self._assigned(split, found)
         if not found:
             return None
-        setting, assignment = min(found, key=lambda each: each[1].step_time_s)
+        setting, assignment = min(found, key=_time_s)
         self._candidates[micro_batch_size] = Candidate(
             setting=setting,
-            assignment=assignment,
+            assignment=fill_spare(setting, assignment, limit_bytes=self._limit_bytes),
             bounds=tuple((setting, assignment.bound_s) for setting, assignment in found),
         )
         return self._candidates[micro_batch_size]
-
-    def _assigned(
-        self, setting: Setting, before: Sequence[tuple[Setting, Assignment]]
-    ) -> list[tuple[Setting, Assignment]]:
-        """The best modes of a setting; where memory is short also with operators split."""
-        found = self._assigned_whole(setting, before)
-        if any(assignment.step_time_s <= setting.fastest_s for _, assignment in found):
-            return found
-        for split in self._split(setting):
-            found += self._assigned_whole(split, [*before, *found])
-        return found
 
     def _split(self, setting: Setting) -> Iterator[Setting]:
         """The same with operators split, where that can help."""
         if setting.cluster.world_size > 1 and len(self._slices) > 1:
             yield from ever_more_slices(setting, self._slices)
 
-    def _assigned_whole(
+    def _assigned(
         self, setting: Setting, before: Sequence[tuple[Setting, Assignment]]
     ) -> list[tuple[Setting, Assignment]]:
         """The best modes of a setting, and of those that its units shared make of it where that is faster.
@@ -164,7 +173,7 @@ class Sweep:
         Where memory is short, what keeping units saves may be less than what sharing them would have saved: so units
         are shared as if all were sharded, too.
         """
-        worth_s = min((assignment.step_time_s for _, assignment in before), default=math.inf)
+        worth_s = min(map(_time_s, before), default=math.inf)
         assignment = assign_modes(setting, limit_bytes=self._limit_bytes, search=self._search, worth_s=worth_s)
         if assignment is None:
             return []
@@ -172,7 +181,7 @@ class Sweep:
         for modes in (assignment.modes, setting.least_memory_modes) if self._shares else ():
             shared, _ = share_units(setting, modes, limit_bytes=self._limit_bytes)
             if shared is not setting and all(shared.units != other.units for other, _ in found):
-                worth_s = min(worth_s, *(each.step_time_s for _, each in found))
+                worth_s = min(worth_s, *map(_time_s, found))
                 again = assign_modes(shared, limit_bytes=self._limit_bytes, search=self._search, worth_s=worth_s)
                 found += [] if again is None else [(shared, again)]
         return found

@@ -11,8 +11,8 @@ from lightning_osdp.core.modes import DP, MODES, ZDP, ShardingMode
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.cost import Workload, optimizer_s
-from lightning_osdp.cost.schedule import MOST_SIMULATED, Event
-from lightning_osdp.simulation.step import durations_of, events_of
+from lightning_osdp.cost.schedule import MOST_SIMULATED, Event, events_of
+from lightning_osdp.simulation.step import durations_of
 from lightning_osdp.simulation.timeline import Durations, Timeline
 
 

@@ -22,7 +22,7 @@ from lightning_osdp.cost import (
     saving_peak,
 )
 from lightning_osdp.cost.live_parts import LiveParts
-from lightning_osdp.cost.schedule import Event, micro_batches
+from lightning_osdp.cost.schedule import Event, events_of
 from lightning_osdp.simulation.timeline import Durations, Interval, Timeline
 
 
@@ -137,29 +137,6 @@ def simulate_step(
         },
         moments=tuple(moments),
         intervals=tuple(timeline.intervals),
-    )
-
-
-def events_of(
-    profile: ModelProfile,
-    units: Sequence[UnitProfile],
-    modes: Sequence[ShardingMode],
-    world_size: int,
-    *,
-    num_micro_batches: int = 1,
-    backward_prefetch: str,
-    forward_prefetch: bool,
-) -> list[list[Event]]:
-    """Events of the micro-batches that are gone through; on one rank no mode keeps anything."""
-    return micro_batches(
-        units,
-        [unit.calls for unit in units],
-        [mode.resident and world_size > 1 for mode in modes],
-        [mode.sync == "last" and world_size > 1 for mode in modes],
-        num_micro_batches=num_micro_batches,
-        num_segments=len(profile.segments),
-        backward_prefetch=backward_prefetch,
-        forward_prefetch=forward_prefetch,
     )
 
 

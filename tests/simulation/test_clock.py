@@ -13,8 +13,8 @@ from lightning_osdp.core.modes import ALL_MODES, DP, MODES, ZDP
 from lightning_osdp.core.profile import OptimizerProfile, Segment
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload
+from lightning_osdp.cost.schedule import events_of
 from lightning_osdp.simulation import simulate_step
-from lightning_osdp.simulation.step import events_of
 
 SECONDS = st.sampled_from([0.0, 0.5, 1.0, 3.0])
 LINKS = st.builds(Link, latency_s=st.sampled_from([0.0, 0.2]), seconds_per_byte=st.sampled_from([0.0, 0.01]))
