@@ -69,6 +69,11 @@ def explain(units: Sequence[Unit], plan: Plan) -> str:
         return "always kept: the root unit is never freed" if unit.operators else "holds no parameters"
     if not is_predicted(plan):
         return NOT_PREDICTED
+    return _why_kept(units, plan) + _why_last(units)
+
+
+def _why_kept(units: Sequence[Unit], plan: Plan) -> str:
+    unit = units[0]
     num_kept = sum(MODES[mode].resident for mode in unit.modes)
     kept = num_kept / unit.num_slices
     if num_kept == unit.num_slices:
@@ -79,6 +84,16 @@ def explain(units: Sequence[Unit], plan: Plan) -> str:
         f"keeping {num_kept} of {unit.num_slices} slices, {_takes(units, kept)}, {_saves(units, kept)};"
         f" keeping the rest would {_if_kept(units, 1 - kept, plan)}"
     )
+
+
+def _why_last(units: Sequence[Unit]) -> str:
+    """``; 8.00 MiB held between micro-batches save 1.20 ms``, where gradients are reduced in the last one only."""
+    if units[0].sync == "every":
+        return ""
+    held = format_span([unit.accumulate_costs_bytes for unit in units], format_bytes)
+    saved_s = [unit.accumulate_saves_s for unit in units]
+    saves = f"save {format_span(saved_s, format_seconds)}" if max(saved_s) > 0 else "save no time"
+    return f"; {held} held between micro-batches {saves}"
 
 
 def _takes(units: Sequence[Unit], fraction: float) -> str:

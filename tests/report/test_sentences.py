@@ -30,6 +30,7 @@ LINEAR = Unit(
 )
 KEPT = dataclasses.replace(LINEAR, modes=("DP",))
 HALF = dataclasses.replace(LINEAR, modes=("ZDP", "DP", "DP", "ZDP"))
+WAITS = dataclasses.replace(KEPT, sync="last", accumulate_saves_s=2.4e-3, accumulate_costs_bytes=12 * MIB)
 PLAN = Plan(
     fingerprint={},
     world_size=2,
@@ -187,6 +188,12 @@ def test_values_that_read_differently_are_given_as_a_range(values, form, text):
                 "keeping 2 of 4 slices, 2.00 MiB, saves 600 us;"
                 " keeping the rest would save 600 us but take 2.00 MiB; 1.00 MiB are left"
             ),
+        ),
+        (WAITS, PLAN, "keeping 4.00 MiB saves 1.20 ms; 12.0 MiB held between micro-batches save 2.40 ms"),
+        (
+            dataclasses.replace(WAITS, accumulate_saves_s=0.0),
+            PLAN,
+            "keeping 4.00 MiB saves 1.20 ms; 12.0 MiB held between micro-batches save no time",
         ),
         (ROOT, PLAN, "always kept: the root unit is never freed"),
         (ROOT, NOT_PREDICTED, "always kept: the root unit is never freed"),
