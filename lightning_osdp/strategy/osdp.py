@@ -24,7 +24,7 @@ from typing_extensions import override
 from lightning_osdp.apply import forget_zeroed_gradients, reduce_left_over, without_reducing
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.search_space import SearchSpace
-from lightning_osdp.strategy import checkpoint
+from lightning_osdp.strategy import checkpoint, saving
 from lightning_osdp.strategy.choice import chosen, wrapped
 from lightning_osdp.strategy.division import Division
 from lightning_osdp.strategy.failure import FailureWatch, explain
@@ -142,6 +142,8 @@ class OSDPStrategy(FSDPStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        if self._checkpoint_io is None:
+            self._checkpoint_io = saving.CompleteFiles()
         if dist.get_backend() == "gloo":
             settle_at_exit()
         if self.world_size > 1:
@@ -161,6 +163,7 @@ class OSDPStrategy(FSDPStrategy):
             )
         if model.trainer.state.fn == TrainerFn.FITTING:
             self._division.begin(model.trainer)
+            saving.tell_of_incomplete(model.trainer)
         return self._root
 
     def _wrap(self, module: pl.LightningModule) -> FullyShardedDataParallel:
@@ -232,7 +235,13 @@ class OSDPStrategy(FSDPStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         self._division.save(checkpoint)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        saving.save(
+            checkpoint,
+            self.broadcast(filepath),
+            state_dict_type=self._state_dict_type,
+            checkpoint_io=self.checkpoint_io,
+            storage_options=storage_options,
+        )
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -240,7 +249,7 @@ class OSDPStrategy(FSDPStrategy):
         assert module is not None
         is_fitting = module.trainer.state.fn == TrainerFn.FITTING
         loaded = checkpoint.load(
-            Path(self.broadcast(checkpoint_path)),
+            saving.saved_at(Path(self.broadcast(checkpoint_path))),
             self._wrapped(),
             self.optimizers if is_fitting else [],
             strict=module.strict_loading,

@@ -1,0 +1,159 @@
+"""Checkpoints appear under their name only when they are complete, whatever stops the process."""
+
+import os
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from lightning.fabric.strategies.fsdp import _distributed_checkpoint_load
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed.checkpoint import CheckpointException
+
+from lightning_osdp import ConfigurationError
+from lightning_osdp.strategy import saving
+from lightning_osdp.strategy.saving import CompleteFiles
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+
+CHANGES = ["rename", "replace", "unlink", "rmdir", "fsync"]
+
+
+class Killed(BaseException):
+    """From this moment on the process changes nothing."""
+
+
+@pytest.fixture
+def killed_at(monkeypatch):
+    """Within it, the n-th change of the file system and all later ones do not happen."""
+
+    @contextmanager
+    def at(number):
+        left = [number]
+
+        def counted(change):
+            def changed(*args, **kwargs):
+                left[0] -= 1
+                if left[0] < 0:
+                    raise Killed
+                return change(*args, **kwargs)
+
+            return changed
+
+        with monkeypatch.context() as patch:
+            for name in CHANGES:
+                patch.setattr(os, name, counted(getattr(os, name)))
+            patch.setattr(torch, "save", counted(torch.save))
+            yield
+
+    return at
+
+
+def save(value, path, kind):
+    checkpoint = {"state_dict": {"weight": torch.full((3,), float(value))}, "value": value}
+    saving.save(checkpoint, str(path), state_dict_type=kind, checkpoint_io=CompleteFiles())
+
+
+def read(path):
+    """The value that was saved, if all of the checkpoint is there."""
+    if path.is_file():
+        return torch.load(path)["value"]
+    state = {"model": {"weight": torch.zeros(3)}}
+    _distributed_checkpoint_load(state, path)
+    value = torch.load(path / "meta.pt")["value"]
+    assert state["model"]["weight"].tolist() == [float(value)] * 3
+    return value
+
+
+def found_by_last(folder):
+    """What ``ckpt_path="last"`` resumes from."""
+    paths = ModelCheckpoint(dirpath=folder)._find_last_checkpoints(mock.Mock())
+    return Path(max(paths, key=os.path.getmtime))
+
+
+@pytest.mark.parametrize("before", ["full", "sharded"])
+@pytest.mark.parametrize("after", ["full", "sharded"])
+def test_a_kill_at_any_moment_leaves_the_checkpoint_before_or_the_new_one(tmp_path, killed_at, before, after):
+    found = []
+    for number in range(60):
+        folder = tmp_path / str(number)
+        path = folder / "last.ckpt"
+        save(1, path, before)
+        try:
+            with killed_at(number):
+                save(2, path, after)
+        except (Killed, CheckpointException):
+            found.append(read(found_by_last(folder)))
+            assert read(saving.saved_at(path)) == found[-1] if path.exists() else found[-1] == 1
+            save(3, path, after)
+            assert [entry.name for entry in folder.iterdir()] == ["last.ckpt"]
+            assert read(path) == 3
+        else:
+            break
+    assert read(path) == 2
+    assert found == sorted(found)
+    assert found[0] == 1
+    # A file takes the place of a file at the very last change but one, the sync of the folder.
+    assert found[-1] == 2
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_a_kill_while_a_checkpoint_is_removed_leaves_all_of_it_or_nothing_that_is_resumed_from(
+    tmp_path, killed_at, kind
+):
+    for number in range(20):
+        folder = tmp_path / str(number)
+        save(1, folder / "last-v1.ckpt", kind)
+        save(2, folder / "last.ckpt", kind)
+        try:
+            with killed_at(number):
+                CompleteFiles().remove_checkpoint(folder / "last.ckpt")
+        except Killed:
+            assert read(found_by_last(folder)) == (2 if number == 0 else 1)
+        else:
+            break
+    assert number > 0
+    assert [entry.name for entry in folder.iterdir()] == ["last-v1.ckpt"]
+
+
+def test_the_checkpoint_before_is_used_where_a_kill_left_no_other(tmp_path):
+    save(1, tmp_path / "last.old.ckpt", "sharded")
+    with pytest.warns(UserWarning, match=r"last.ckpt was being replaced .* last.old.ckpt is used"):
+        assert saving.saved_at(tmp_path / "last.ckpt") == tmp_path / "last.old.ckpt"
+    assert saving.saved_at(tmp_path / "none.ckpt") == tmp_path / "none.ckpt"
+
+
+def test_what_a_killed_run_left_half_written_is_told_of_once_per_folder(tmp_path):
+    save(1, tmp_path / "last.ckpt", "full")
+    callbacks = [ModelCheckpoint(dirpath=tmp_path), ModelCheckpoint(dirpath=tmp_path, monitor="loss"), mock.Mock()]
+    trainer = mock.Mock(checkpoint_callbacks=callbacks)
+    saving.tell_of_incomplete(trainer)
+    (tmp_path / "last.ckpt.part").mkdir()
+    (tmp_path / "best.ckpt.part").touch()
+    with pytest.warns(UserWarning, match="wrote or removed best.ckpt.part, last.ckpt.part in ") as warned:
+        saving.tell_of_incomplete(trainer)
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_a_folder_with_something_else_is_never_replaced(tmp_path, kind):
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "thesis.tex").touch()
+    with pytest.raises(IsADirectoryError, match=r"it is a folder with 'thesis.tex'. Save under another name."):
+        save(1, tmp_path / "work", kind)
+    assert (tmp_path / "work" / "thesis.tex").exists()
+
+
+def test_a_link_is_replaced_and_not_what_it_links_to(tmp_path):
+    for kind in ("full", "sharded"):
+        first, last = tmp_path / f"{kind}.ckpt", tmp_path / f"last-{kind}.ckpt"
+        save(1, first, kind)
+        last.symlink_to(first.name)
+        save(2, last, kind)
+        assert (read(first), read(last), last.is_symlink()) == (1, 2, False)
+
+
+def test_shards_take_no_storage_options(tmp_path):
+    with pytest.raises(ConfigurationError, match="Expected no storage_options with state_dict_type"):
+        saving.save({}, tmp_path, state_dict_type="sharded", checkpoint_io=CompleteFiles(), storage_options={})
