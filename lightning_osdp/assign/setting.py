@@ -110,15 +110,15 @@ class Setting:
 
     @cached_property
     def additive(self) -> Additive:
-        """The step if nothing overlaps; what no unit owns is the loss and the optimizer step."""
+        """The step if nothing overlaps."""
+        return Additive(options=self.options, times_s=self.times_s, constant_s=self._constant_s, memory=self.memory)
+
+    @cached_property
+    def _constant_s(self) -> float:
+        """What no unit owns: the loss and the optimizer step."""
         loss, workload = self.profile.loss, self.workload
         loss_s = (loss.forward_s + loss.backward_s).at(workload.micro_batch_size)
-        return Additive(
-            options=self.options,
-            times_s=self.times_s,
-            constant_s=workload.num_micro_batches * loss_s + self._optimizer_s,
-            memory=self.memory,
-        )
+        return workload.num_micro_batches * loss_s + self._optimizer_s
 
     @cached_property
     def clock(self) -> StepClock:
@@ -166,7 +166,10 @@ class Setting:
 
     def step_time_s(self, modes: Sequence[ShardingMode]) -> float:
         """Predicted seconds of one optimizer step: simulated, which is the sum where nothing overlaps."""
-        return self.clock.step(modes).time_s if self.overlaps else self.additive.time_s(modes)
+        if self.overlaps:
+            return self.clock.step(modes).time_s
+        # the sum of `additive`, whose memory is not asked for here
+        return self._constant_s + sum(times_s[mode] for times_s, mode in zip(self.times_s, modes, strict=True))
 
     def evaluation_peak_bytes(self, modes: Sequence[ShardingMode]) -> int:
         """Predicted peak of an evaluation in batches of as many samples."""

@@ -162,7 +162,11 @@ class Sweep:
 
     def _split(self, setting: Setting) -> Iterator[Setting]:
         """The same with operators split, where that can help."""
-        if setting.cluster.world_size > 1 and len(self._slices) > 1:
+        if setting.cluster.world_size == 1 or len(self._slices) == 1:
+            return
+        peak = setting.peak(setting.least_memory_modes)
+        whole = sum(peak.parts.get(part, 0) for part in ("gathered parameters", "unsharded gradients"))
+        if peak.peak_bytes - whole <= self._limit_bytes:
             yield from ever_more_slices(setting, self._slices)
 
     def _assigned(
