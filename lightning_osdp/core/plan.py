@@ -10,55 +10,12 @@ from pathlib import Path
 
 from lightning_osdp.core.document import read_dataclass, shown
 from lightning_osdp.core.modes import DP, MODES, SYNC_CHOICES, ZDP
+from lightning_osdp.core.plan_unit import ACTIVATION_CHOICES, Decision, Unit
 from lightning_osdp.errors import PlanFormatError, PlanMismatchError
 
 SCHEMA_VERSION = 1
-ACTIVATION_CHOICES = ("keep", "recompute", "offload")
 PREFETCH_CHOICES = ("pre", "post", "none")
 COST_MODELS = ("simulate", "paper")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unit:
-    """What one FSDP wrapper gathers and frees at once, and how."""
-
-    name: str
-    """Qualified name of the module that is wrapped; the empty string is the root."""
-    operators: tuple[str, ...]
-    """Qualified names of the operators whose parameters it holds, in forward order."""
-    kind: str
-    """Class names of the operators, for reports."""
-    modes: tuple[str, ...]
-    """Sharding mode of each slice; one slice where the operator is not split."""
-    sync: str = "every"
-    """Which micro-batches reduce gradients: ``every`` or ``last``."""
-    activations: str = "keep"
-    parameter_bytes: int = 0
-    """Gathered parameters of all slices."""
-    time_s: float = 0.0
-    """Predicted seconds per optimizer step: communication and the operators' own computation."""
-    keep_saves_s: float = 0.0
-    """Predicted seconds per optimizer step that keeping every slice gathered (DP) saves over sharding it (ZDP)."""
-    keep_costs_bytes: int = 0
-    """Bytes that stay allocated from forward to backward if every slice is kept gathered."""
-    accumulate_saves_s: float = 0.0
-    """Predicted seconds per optimizer step that reducing gradients in the last micro-batch only saves."""
-    accumulate_costs_bytes: int = 0
-    """Bytes that stay allocated from one micro-batch to the next for that."""
-
-    @property
-    def num_slices(self) -> int:
-        """Number of slices."""
-        return len(self.modes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decision:
-    """The modes of one operator, one per slice: what a plan says, seen from the operator."""
-
-    operator: str
-    unit: str
-    modes: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,10 @@ from lightning_osdp.core.search_space import SearchSpace
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
+from lightning_osdp.scheduler.candidate import Candidate
 from lightning_osdp.scheduler.infeasible import why_infeasible
 from lightning_osdp.scheduler.planned import planned
-from lightning_osdp.scheduler.sweep import Candidate, Sweep
+from lightning_osdp.scheduler.sweep import Sweep
 from lightning_osdp.search import SOLVERS
 
 

@@ -21,20 +21,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from lightning_osdp.assign import (
     Assignment,
     Setting,
     assign_modes,
-    bound_later_s,
     ever_more_slices,
     fill_spare,
     share_units,
 )
 from lightning_osdp.core.duration import three_digits
 from lightning_osdp.core.progress import Progress, silent
+from lightning_osdp.scheduler.candidate import Candidate
 
 TOLERANCE = 1e-3
 """Fraction of samples/s by which some size may be better than the one that is chosen."""
@@ -47,37 +46,6 @@ _ROUNDING = 1e-9
 
 MAX_SIZES = 64
 """Sizes that a sweep assigns modes for; past them the best of those is chosen."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """One micro-batch size with its best assignment."""
-
-    setting: Setting
-    assignment: Assignment
-    bounds: tuple[tuple[Setting, float], ...]
-    """All settings that were tried, each with the seconds that no modes of it go below."""
-
-    @property
-    def samples_per_s(self) -> float:
-        """Equation 1's objective: samples of all ranks over the step time."""
-        return _samples_per_s(self.setting, self.assignment.step_time_s)
-
-    @property
-    def most_samples_per_s(self) -> float:
-        """What no modes exceed at this size."""
-        return max(_samples_per_s(setting, bound_s) for setting, bound_s in self.bounds)
-
-    def most_later(self, micro_batch_size: int) -> float:
-        """What no modes exceed at any larger size up to this one."""
-        size = micro_batch_size
-        later = ((setting.at(size), bound_later_s(setting, s, micro_batch_size=size)) for setting, s in self.bounds)
-        return max(_samples_per_s(setting, bound_s) for setting, bound_s in later)
-
-
-def _samples_per_s(setting: Setting, step_time_s: float) -> float:
-    samples = setting.workload.micro_batch_size * setting.workload.num_micro_batches * setting.cluster.world_size
-    return samples / step_time_s if step_time_s > 0 else math.inf
 
 
 def _time_s(assigned: tuple[Setting, Assignment]) -> float:
