@@ -29,8 +29,10 @@ class SplitLinear(SplitModule):
             (*, out_features).
         """
         total: Tensor | None = None
-        for part, features in zip(self.slices, cut_features(x, self.sizes), strict=True):
+        # torch fuses the bias into the product of a matrix, and not into that of a view with more dimensions.
+        rows = x.flatten(0, -2) if x.dim() > 2 else x
+        for part, features in zip(self.slices, cut_features(rows, self.sizes), strict=True):
             # In place: products save their inputs for backward, not their results. No name holds on to a partial one.
             total = part(features) if total is None else total.add_(part(features))
         assert total is not None
-        return total
+        return total.view(*x.shape[:-1], total.shape[-1])

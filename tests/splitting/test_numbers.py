@@ -137,8 +137,9 @@ X_BYTES, Y_BYTES = 4 * ROWS * INPUTS, 4 * ROWS * OUTPUTS
 
 
 def operator_and_input(num_slices):
-    operator = nn.Linear(INPUTS, OUTPUTS, bias=False)
-    return split(operator, num_slices) if num_slices else operator, torch.randn(ROWS, INPUTS, requires_grad=True)
+    operator = nn.Linear(INPUTS, OUTPUTS)
+    x = torch.randn(2, ROWS // 2, INPUTS, requires_grad=True)
+    return split(operator, num_slices) if num_slices else operator, x
 
 
 def forward_bytes(num_slices):
