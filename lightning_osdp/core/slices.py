@@ -70,11 +70,13 @@ def split_operators(profile: ModelProfile, num_slices: Mapping[str, int]) -> Mod
     segments: list[Segment] = []
     places: list[Span] = []
     """Of each segment, among the new ones."""
+    handed = ZERO
     for segment in profile.segments:
         first = len(segments)
         number = chosen.get(segment.operator, 1)
-        segments += _segments(segment, _cut(by_name[segment.operator]), number) if number > 1 else [segment]
+        segments += _segments(segment, _cut(by_name[segment.operator]), number, handed) if number > 1 else [segment]
         places.append((first, len(segments) - 1))
+        handed = segment.handed_bytes
     spans = {
         name: tuple((places[first][0], places[last][1]) for first, last in calls)
         for name, calls in profile.spans.items()
@@ -128,10 +130,18 @@ def _parameters(operator: OperatorProfile, cut: Cut, size: int, *, is_last: bool
             yield parameter
 
 
-def _segments(segment: Segment, cut: Cut, number: int) -> Iterator[Segment]:
-    """One for each slice; what the operator is followed by stays in the last one's."""
+def _segments(segment: Segment, cut: Cut, number: int, handed: Affine) -> Iterator[Segment]:
+    """One for each slice; what the operator is followed by stays in the last one's.
+
+    Args:
+        segment: of the whole operator.
+        cut: how it is split.
+        number: of slices.
+        handed: bytes beside what is saved that live when the operator is called, x among them where nothing saves it.
+    """
     x, y, gradient = cut.input_bytes, cut.output_bytes, cut.input_gradient_bytes
     saved_x = _least(x, segment.saved_bytes)
+    besides = _most(handed, saved_x)
     settled = segment.settled_bytes
     for index, size in enumerate(slice_sizes(cut.num_features, number)):
         share = size / cut.num_features
@@ -143,20 +153,19 @@ def _segments(segment: Segment, cut: Cut, number: int) -> Iterator[Segment]:
                 segment,
                 operator=slice_name(segment.operator, index),
                 forward_workspace_bytes=_most(
-                    segment.forward_workspace_bytes, _less(saved_x + products, segment.saved_bytes)
+                    segment.forward_workspace_bytes, _less(besides + products, segment.saved_bytes)
                 ),
                 settled_bytes=None if settled is None else _less(settled + saved_x + y + part, gradient),
                 evaluation_bytes=_most(segment.evaluation_bytes, x + products),
                 **timed,
             )
         else:
-            besides = saved_x + y if index else ZERO
             yield Segment(
                 operator=slice_name(segment.operator, index),
-                forward_workspace_bytes=saved_x + products,
-                handed_bytes=saved_x + y,
+                forward_workspace_bytes=besides + products,
+                handed_bytes=besides + y,
                 backward_workspace_bytes=saved_x + y + gradient + part,
-                settled_bytes=None if settled is None else settled + besides + part,
+                settled_bytes=None if settled is None else settled + part + (saved_x + y if index else ZERO),
                 evaluation_bytes=_least(segment.evaluation_bytes, x + products),
                 **timed,
             )
