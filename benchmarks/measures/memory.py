@@ -25,7 +25,7 @@ from lightning_osdp.core.rates import DeviceRates
 from lightning_osdp.core.units import UnitProfile, partition
 from lightning_osdp.cost import Workload
 from lightning_osdp.profiler import ComputePrecision
-from lightning_osdp.simulation import StepEstimate, simulate_step
+from lightning_osdp.simulation import StepEstimate, planned_units, simulate_step
 
 WORLD_SIZES = (2, 3, 8, 64)
 MICRO_BATCHES = (1, 3, 8)
@@ -48,6 +48,8 @@ class Case:
     """``zdp``, ``dp``, or ``mix`` for modes that are drawn."""
     sync: str = "every"
     """Which micro-batches reduce gradients: ``every``, ``last``, or ``mix``, drawn per unit."""
+    most_slices: int = 1
+    """More than one: operators that can be split are, or stay whole, as is drawn; so are the modes of their slices."""
     world_size: int
     micro_batch_size: int
     optimizer: str
@@ -66,6 +68,7 @@ def draw_cases(family: str, count: int, *, seed: int = 0) -> list[Case]:
             family=family,
             modes=draw.choice(("zdp", "dp", "mix", "mix")),
             sync=random.Random(f"{family} {seed} {index} sync").choice(("every", "last", "mix", "mix")),
+            most_slices=random.Random(f"{family} {seed} {index} slices").choice((1, 4)),
             world_size=draw.choice(WORLD_SIZES),
             micro_batch_size=draw.choice(MICRO_BATCHES),
             optimizer=draw.choice(OPTIMIZERS),
@@ -118,8 +121,7 @@ def predict(case: Case, *, rank: int = 0, reduce_scatter_copies: bool = False) -
         reduce_scatter_copies: as in `Cluster`: true of gloo.
     """
     profile = _profile(case.family, case.optimizer, case.precision)
-    units = partition(profile, min_unit_bytes=case.min_unit_bytes)
-    modes = _modes(case, units)
+    plan = _plan(profile, partition(profile, min_unit_bytes=case.min_unit_bytes), case)
     cluster = Cluster(
         world_size=case.world_size,
         all_gather=_FREE,
@@ -127,15 +129,13 @@ def predict(case: Case, *, rank: int = 0, reduce_scatter_copies: bool = False) -
         reduce_scatter_copies=reduce_scatter_copies,
     )
     estimate = simulate_step(
-        profile,
-        units,
-        modes,
+        *planned_units(plan, profile),
         cluster,
         Workload(micro_batch_size=case.micro_batch_size, num_micro_batches=case.num_micro_batches),
         backward_prefetch=case.backward_prefetch,
         rank=rank,
     )
-    return estimate, _plan(profile, units, modes, case)
+    return estimate, plan
 
 
 @cache
@@ -171,7 +171,18 @@ def _modes(case: Case, units: Sequence[UnitProfile]) -> list[ShardingMode]:
     ]
 
 
-def _plan(profile: ModelProfile, units: Sequence[UnitProfile], modes: Sequence[ShardingMode], case: Case) -> Plan:
+def _modes_of_slices(case: Case, unit: UnitProfile, mode: ShardingMode) -> tuple[str, ...]:
+    """The unit's mode, or one for each slice of its operator where it is split."""
+    cuts = [operator.cut for operator in unit.operators if operator.cut is not None and operator.name == unit.name]
+    if case.most_slices == 1 or len(unit.operators) != 1 or not cuts:
+        return (mode.name,)
+    draw = random.Random(f"{case.family} {case.seed} {unit.name} slices")
+    number = min(draw.randint(1, case.most_slices), cuts[0].num_features)
+    choices = (ZDP.name, DP.name) if case.modes == "mix" else (mode.name,)
+    return tuple(draw.choice(choices) for _ in range(number)) if number > 1 else (mode.name,)
+
+
+def _plan(profile: ModelProfile, units: Sequence[UnitProfile], case: Case) -> Plan:
     return Plan(
         fingerprint=profile.fingerprint,
         world_size=case.world_size,
@@ -180,10 +191,10 @@ def _plan(profile: ModelProfile, units: Sequence[UnitProfile], modes: Sequence[S
                 name=unit.name,
                 operators=tuple(operator.name for operator in unit.operators),
                 kind=unit.kind,
-                modes=(mode.name,),
+                modes=_modes_of_slices(case, unit, mode),
                 sync=mode.sync,
             )
-            for unit, mode in zip(units, modes, strict=True)
+            for unit, mode in zip(units, _modes(case, units), strict=True)
         ),
         memory_limit_bytes=2**62,
         peak_bytes=0,

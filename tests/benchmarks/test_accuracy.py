@@ -13,9 +13,11 @@ from benchmarks.testbed.memory import PHASES
 
 
 def cheap_cases(family, count):
-    """The first drawn cases with one small micro-batch."""
+    """The first drawn cases with one small micro-batch, with split operators and without in turns."""
     drawn = memory.draw_cases(family, 20)
-    return [case for case in drawn if case.num_micro_batches == 1 and case.micro_batch_size < 8][:count]
+    cheap = [case for case in drawn if case.num_micro_batches == 1 and case.micro_batch_size < 8]
+    split, whole = ([case for case in cheap if (case.most_slices > 1) == is_split] for is_split in (True, False))
+    return [case for pair in zip(split, whole, strict=False) for case in pair][:count]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -142,7 +144,7 @@ def test_pictures_are_the_same_each_time(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     from benchmarks import pictures
 
-    (case,) = cheap_cases("odd_mlp", 1)
+    _, case = cheap_cases("odd_mlp", 2)
     monkeypatch.setattr(pictures, "SHOWN", case)
     for name in ("first", "second"):
         pictures.draw_peaks({"alone": [row(0.01), row(0.02)], "real ranks": [row(0.0)]}, tmp_path / f"{name}.svg")
