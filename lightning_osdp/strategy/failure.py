@@ -38,7 +38,7 @@ class FailureWatch:
     def __init__(self, store: Store, run: str, *, rank: int, world_size: int, grace_s: float = GRACE_S) -> None:
         self._store, self._rank, self._world_size, self._grace_s = store, rank, world_size, grace_s
         self._failure, self._informed = f"lightning_osdp/{run}/failure", f"lightning_osdp/{run}/informed"
-        self._knows = False
+        self._first: str | None = None  # what the rank that failed first had to say, once this one knows
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="osdp-failure-watch", daemon=True)
 
@@ -61,16 +61,15 @@ class FailureWatch:
         self.stop()
         mine = f"Rank {self._rank} failed: {type(error).__name__}: {error}"
         try:
-            first = self._store.compare_set(self._failure, "", mine).decode()
-            self._acknowledge()
+            self._learn(self._store.compare_set(self._failure, "", mine).decode())
             # Whoever was interrupted, by a signal or the keyboard, must not wait.
             deadline = time.monotonic() + (LINGER_S if isinstance(error, Exception) else 0.0)
             while self._store.add(self._informed, 0) < self._world_size and time.monotonic() < deadline:
                 time.sleep(POLL_S / 10)
         except RuntimeError:
+            # It ends with the process that holds it, which waits only until all know of the failure.
             log.debug("The store is gone, and with it the others", exc_info=True)
-            return None
-        return None if first == mine else first
+        return None if self._first == mine else self._first
 
     def _watch(self) -> None:
         while not self._stopped.wait(POLL_S):
@@ -78,7 +77,7 @@ class FailureWatch:
                 if not self._store.check([self._failure]):
                     continue
                 text = self._store.get(self._failure).decode()
-                self._acknowledge()
+                self._learn(text)
             except RuntimeError:
                 return  # the store's process ended: collectives notice
             if not self._stopped.wait(self._grace_s):
@@ -87,9 +86,9 @@ class FailureWatch:
                 os._exit(1)
             return
 
-    def _acknowledge(self) -> None:
-        if not self._knows:
-            self._knows = True
+    def _learn(self, text: str) -> None:
+        if self._first is None:
+            self._first = text
             self._store.add(self._informed, 1)
 
 
