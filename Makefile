@@ -24,12 +24,13 @@ TORCH_WANTED := $(VENV)/.torch-requirement
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # tests and training time themselves: nothing may run beside them
-.PHONY: help demo test lint types docs unit clean FORCE
+.PHONY: help demo test lint types docs unit faults clean FORCE
 
 help:
 	@echo "make demo   train minGPT under an OSDP plan on two CPU ranks"
 	@echo "make test   everything CI runs: lint, types, docs, unit"
 	@echo "make lint | types | docs | unit   one part of it"
+	@echo "make faults kill ranks 20 times, inside saving too, and resume"
 	@echo "make clean  remove .venv, caches and built docs"
 
 demo: $(INSTALLED)
@@ -50,6 +51,9 @@ docs: $(INSTALLED_DEV)
 
 unit: $(INSTALLED_DEV)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+faults: $(INSTALLED)
+	$(BIN)/python -W ignore benchmarks/faults.py --count 20
 
 clean:
 	rm -rf $(VENV) docs/_build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
