@@ -21,7 +21,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measures import fits, gloo, memory, planning, step_time
-from benchmarks.measures.section import Results
+from benchmarks.measures.section import Results, measured
 
 RESULT = Path(__file__).parent / "results" / "accuracy.json"
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "_static"
@@ -54,13 +54,7 @@ def main(
     console = Console() if sys.stdout.isatty() else Console(width=160)
     results = Results(output)
     for name in sections:
-        if fresh:
-            results.forget(name)
-        section = SECTIONS[name](num_cases)
-        rows = results.rows(section, lambda line: console.print(line, style="dim", soft_wrap=True))
-        console.print(section.table(rows))
-        for line in (*section.misses(rows), *section.targets(rows)):
-            console.print(str(line), soft_wrap=True)
+        measured(SECTIONS[name](num_cases), results, console, is_fresh=fresh)
     console.print(f"Written to {output}")
     if pictures is not None:
         from benchmarks.pictures import draw_peaks, draw_step

@@ -58,7 +58,7 @@ def draw_peaks(rows: dict[str, Sequence[Row]], path: Path) -> None:
     for limit in (-100 * TOO_LOW, 100 * TOO_HIGH):
         errors.axhline(limit, color=_GREY, linestyle="--", linewidth=0.8)
     errors.set(xscale="log", xlabel="measured peak (MB)", ylabel="error (%)")
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_step(path: Path) -> None:
@@ -77,7 +77,7 @@ def draw_step(path: Path) -> None:
     axes.set(ylabel="live bytes of one rank (MB)", ylim=(0, None))
     axes.set_title(f"One step of {SHOWN.family} on rank 0 of {SHOWN.world_size}, ZDP and DP mixed")
     axes.legend(loc="lower center")
-    _save(figure, path)
+    save(figure, path)
 
 
 def _pieces(points: Sequence[Change]) -> list[_Piece]:
@@ -116,7 +116,8 @@ def _name_phases(axes: Axes, phases: Sequence[str]) -> None:
     axes.tick_params(axis="x", length=0)
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save(figure: Figure, path: Path) -> None:
+    """Writes a picture as SVG, always the same for the same figure."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with mpl.rc_context({"svg.hashsalt": "lightning-osdp"}):  # the same picture is the same file
+    with mpl.rc_context({"svg.hashsalt": "lightning-osdp"}):
         figure.savefig(path, metadata={"Date": None})

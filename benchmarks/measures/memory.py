@@ -34,8 +34,8 @@ NUM_MICRO_BATCHES = (1, 4)
 PRECISIONS = ("32-true", "bf16-mixed")
 PROFILED_SAMPLES = 4
 """None of `MICRO_BATCHES`: what is predicted for them is extrapolated."""
-_FREE = Link(latency_s=0.0, seconds_per_byte=0.0)
-_ANY_RATES = DeviceRates(flops_per_s={"float32": 1e12, "bfloat16": 1e12}, bytes_per_s=1e11)
+FREE = Link(latency_s=0.0, seconds_per_byte=0.0)
+ANY_RATES = DeviceRates(flops_per_s={"float32": 1e12, "bfloat16": 1e12}, bytes_per_s=1e11)
 """Nothing is timed then: only bytes are asked for."""
 
 
@@ -124,8 +124,8 @@ def predict(case: Case, *, rank: int = 0, reduce_scatter_copies: bool = False) -
     plan = _plan(profile, partition(profile, min_unit_bytes=case.min_unit_bytes), case)
     cluster = Cluster(
         world_size=case.world_size,
-        all_gather=_FREE,
-        reduce_scatter=_FREE,
+        all_gather=FREE,
+        reduce_scatter=FREE,
         reduce_scatter_copies=reduce_scatter_copies,
     )
     estimate = simulate_step(
@@ -147,7 +147,7 @@ def _profile(family: str, optimizer: str, precision: str) -> ModelProfile:
         module.batch(PROFILED_SAMPLES),
         precision=ComputePrecision(dtype, (_BatchNorm,)),
         context=lambda: torch.autocast("cpu", dtype=dtype, enabled=dtype is not None),
-        rates=_ANY_RATES,
+        rates=ANY_RATES,
     )
 
 

@@ -9,6 +9,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from rich.console import Console
 from rich.table import Table
 
 from benchmarks.machine import machine
@@ -80,6 +81,23 @@ class Results:
         unfinished = self._path.with_suffix(".part")
         unfinished.write_text(_as_text(self._sections))
         unfinished.replace(self._path)
+
+
+def measured(section: Section, results: Results, console: Console, *, is_fresh: bool) -> None:
+    """Measures the cases of a section, and prints its table, misses and targets.
+
+    Args:
+        section: to measure.
+        results: where rows are kept.
+        console: to print on.
+        is_fresh: whether to measure again what the results have.
+    """
+    if is_fresh:
+        results.forget(section.name)
+    rows = results.rows(section, lambda line: console.print(line, style="dim", soft_wrap=True))
+    console.print(section.table(rows))
+    for line in (*section.misses(rows), *section.targets(rows)):
+        console.print(str(line), soft_wrap=True)
 
 
 def _as_text(sections: dict[str, Any]) -> str:

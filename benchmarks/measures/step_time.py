@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from statistics import median
@@ -53,7 +53,7 @@ class Timed:
     """One plan with the seconds of its step."""
 
     modes: str
-    """``Z`` or ``D`` for each unit but the root, in forward order."""
+    """What the plan is called: ``Z`` or ``D`` for each unit but the root, in forward order."""
     predicted_s: float
     measured_s: float
     """Fastest step of the slowest rank."""
@@ -145,18 +145,34 @@ def on_one_rank(*, family: str, num_mixes: int, num_rounds: int) -> list[dict[st
     cluster = measure_cluster(device)
     profile = profile_model(build(family), build(family).batch(MICRO_BATCH))
     plans = _plans(build(family), profile, num_mixes)
-    taken = time_in_turns({modes: Step(build(family), plan) for modes, plan in plans.items()}, num_rounds=num_rounds)
+    timed = compared_s(lambda: build(family), plans, profile, cluster, num_rounds=num_rounds)
+    return [asdict(each) for each in timed]
+
+
+def compared_s(
+    make: Callable[[], Family], plans: Mapping[str, Plan], profile: ModelProfile, cluster: Cluster, *, num_rounds: int
+) -> list[Timed]:
+    """Predicts steps under plans, and takes them in turns. Call it on all ranks.
+
+    Args:
+        make: the model, anew each time.
+        plans: by what to call them.
+        profile: of the model.
+        cluster: ranks and links.
+        num_rounds: timed ones, after one to warm up.
+    """
+    taken = time_in_turns({name: Step(make(), plan) for name, plan in plans.items()}, num_rounds=num_rounds)
     seconds = torch.tensor([*taken.values()], dtype=torch.float64)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     fastest = seconds.min(1).values.tolist()
     return [
-        asdict(Timed(modes=modes, predicted_s=_predicted_s(plan, profile, cluster), measured_s=measured_s))
-        for (modes, plan), measured_s in zip(plans.items(), fastest, strict=True)
+        Timed(modes=name, predicted_s=predicted_s(plan, profile, cluster), measured_s=measured_s)
+        for (name, plan), measured_s in zip(plans.items(), fastest, strict=True)
     ]
 
 
-def _predicted_s(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
-    """As rank 0 predicts it; each has profiled for itself."""
+def predicted_s(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
+    """Seconds of a step as rank 0 predicts them; each has profiled for itself."""
     seconds = torch.tensor(simulate(plan, profile, cluster).time_s, dtype=torch.float64)
     dist.broadcast(seconds, src=0)
     return float(seconds)

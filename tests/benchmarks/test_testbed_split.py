@@ -10,29 +10,14 @@ optimizer       3 + 1 of reduced gradients + three temporaries of a shard
 """
 
 import pytest
-import torch
-import torch.nn.functional as F
-from torch import nn
 
-from benchmarks.families import Family
+from benchmarks.families.layers import TwoLayers
 from benchmarks.testbed.groups import fake_group
 from benchmarks.testbed.memory import PHASES, count_step
 from benchmarks.testbed.plans import plan_of
 
 WIDTH, NUM_SLICES = 1024, 4
 W_BYTES = 4 * WIDTH * WIDTH // NUM_SLICES
-
-
-class TwoLayers(Family):
-    def __init__(self, optimizer="adamw"):
-        super().__init__(optimizer)
-        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)))
-
-    def loss(self, batch):
-        return F.mse_loss(self.layers(batch[0]), batch[1])
-
-    def draw(self, num_samples):
-        return torch.randn(num_samples, WIDTH), torch.randn(num_samples, WIDTH)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +33,7 @@ class TwoLayers(Family):
 def test_one_slice_is_gathered_and_its_gradient_whole_at_a_time(modes, prefetch, expected):
     names = tuple({"Z": "ZDP", "D": "DP"}[letter] for letter in modes)
     with fake_group(8):
-        module = TwoLayers()
+        module = TwoLayers(WIDTH)
         layers = {f"layers.{index}": names for index in range(2)}
         plan = plan_of(module, layers, world_size=8, micro_batch_size=1, backward_prefetch=prefetch)
         found = count_step(module, plan)

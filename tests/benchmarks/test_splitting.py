@@ -1,0 +1,100 @@
+"""The benchmark of splitting at a small size, and what it makes of rows."""
+
+import dataclasses
+import json
+
+import pytest
+
+from benchmarks import splitting
+from benchmarks.measures import decisions, peaks, split_peaks, split_time
+
+HIDDEN_SIZE = 128
+
+
+def test_peaks_are_predicted_and_fall_with_slices(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(splitting, "QUICK", (1024,))
+    monkeypatch.setattr(split_peaks, "NUM_SLICES", (1, 4))
+    monkeypatch.setattr(split_peaks, "PROMISED", {1024: 0.5})
+    output = tmp_path / "results.json"
+    splitting.main(sections=["peaks"], output=output, pictures=None, quick=True)
+    printed = capsys.readouterr().out
+    assert "2 x 1024: peak with 4 slices over that of one: 0.448, target below 0.5: met" in printed
+    assert "peaks: predicted too low by" in printed
+    rows = json.loads(output.read_text())["peaks"]["rows"]
+    assert all(-peaks.TOO_LOW <= row["error"] <= peaks.TOO_HIGH for row in rows)
+    whole, split, *_ = rows
+    # 15.5 and 6.9 quarters of a layer, of which 4 and 1 are second copies (see test_testbed_split)
+    assert split_peaks.share_of_second_copies([whole, split]) == pytest.approx(3 / 8.6, abs=0.02)
+
+
+@pytest.mark.distributed
+def test_steps_in_slices_are_timed_beside_whole_ones():
+    case = split_time.Case(hidden_size=HIDDEN_SIZE, is_measured=True, num_rounds=1)
+    row = {"case": dataclasses.asdict(case), **split_time.measure(case)}
+    for mode in split_time.MODES:
+        whole, *split = split_time.of_mode(row, mode)
+        assert [plan["num_slices"] for plan in (whole, *split)] == list(split_time.NUM_SLICES)
+        assert split_time.ratios(whole, whole) == {"measured": 1.0, "predicted": 1.0}
+    assert split_time.table([row]).row_count == 2
+
+
+def decided(name, counted_bytes, seconds, predicted_s=None):
+    return {
+        "modes": name,
+        "counted_bytes": counted_bytes,
+        "measured_s": seconds,
+        "predicted_s": predicted_s or seconds,
+    }
+
+
+def test_decisions_that_trade_nothing_are_named():
+    good = [decided("mlp 0", 30, 1.0), decided("mlp 1", 20, 1.1, 1.067), decided("mlp 2", 10, 1.2)]
+    (error, invalid) = decisions.targets([{"plans": good}])
+    assert (error.measured, error.is_met, invalid.is_met) == (pytest.approx(0.03), True, True)
+    bad = [decided("attention 0", 30, 1.0), decided("attention 1", 30, 0.9, 1.2), decided("mlp 0", 99, 0.1)]
+    assert decisions.misses([{"plans": bad}]) == [
+        "attention 1 takes no less memory than attention 0",
+        "attention 1 takes no more time than attention 0, measured",
+    ]
+    assert [target.is_met for target in decisions.targets([{"plans": bad}])] == [False, False]
+
+
+def test_decisions_split_what_they_say():
+    plans = decisions.decisions(4)
+    assert len(plans) == 2 * (decisions.NUM_SLICES + 1)
+    split = {unit.name: unit.modes for unit in plans["mlp 3"].units if unit.num_slices > 1}
+    assert set(split.values()) == {("ZDP", "ZDP", "ZDP", "DP")}
+    assert {name.rpartition("blocks.")[2] for name in split} == {
+        f"{block}.mlp.{name}" for block in range(4) for name in ("expand", "proj")
+    }
+
+
+def test_no_decisions_are_measured_without_network_namespaces(monkeypatch, caplog):
+    monkeypatch.setattr(decisions, "why_unavailable", lambda: "not here")
+    assert not decisions.section(1).cases
+    assert "Decisions are not measured: not here." in caplog.text
+
+
+def test_pictures_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    from benchmarks import split_pictures
+
+    case = {"hidden_size": HIDDEN_SIZE}
+    peak_rows = [
+        {"case": {**case, "mode": mode, "num_slices": number}, "counted": {"backward": 100 // number}}
+        for mode in split_peaks.MODES
+        for number in split_peaks.NUM_SLICES
+    ]
+    plans = [
+        {"mode": mode, "num_slices": number, "predicted_s": 1.0, "measured_s": 1.0 + number / 10}
+        for mode in split_time.MODES
+        for number in split_time.NUM_SLICES
+    ]
+    predicted = [{name: plan[name] for name in ("mode", "num_slices", "predicted_s")} for plan in plans]
+    split_pictures.draw_peaks(peak_rows, tmp_path / "peaks.svg")
+    time_rows = [{"case": case, "plans": plans}, {"case": {"hidden_size": 9}, "plans": predicted}]
+    split_pictures.draw_times(time_rows, tmp_path / "times.svg")
+    made = [decided(f"mlp {number}", 10 - number, 1.0 + number) for number in range(5)]
+    split_pictures.draw_decisions([{"plans": made}], tmp_path / "decisions.svg")
+    for name in ("peaks", "times", "decisions"):
+        assert "<path" in (tmp_path / f"{name}.svg").read_text()
