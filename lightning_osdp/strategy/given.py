@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -15,6 +17,7 @@ from lightning_osdp.strategy.agreement import on_rank_zero
 from lightning_osdp.strategy.division import Division
 from lightning_osdp.strategy.loaders import LoaderChange, common_size, training_loaders, why_kept
 from lightning_osdp.strategy.options import Options
+from lightning_osdp.strategy.stored import read_plan
 from lightning_osdp.strategy.windows import Windows
 from lightning_osdp.strategy.wishes import divisions
 
@@ -27,7 +30,7 @@ def given_plan(trainer: pl.Trainer, module: nn.Module, options: Options) -> tupl
         ConfigurationError: it contradicts ``batch_size``.
     """
     given = options.plan
-    plan = given if isinstance(given, Plan) else on_rank_zero(lambda: Plan.load(str(given)))
+    plan = given if isinstance(given, Plan) else on_rank_zero(lambda: read_plan(Path(str(given))))
     plan.check_matches(fingerprint(module), world_size=trainer.world_size)
     _check_accumulates_in_fp32(plan, options, trainer)
     size = options.batch_size

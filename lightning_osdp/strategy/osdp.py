@@ -24,7 +24,7 @@ from typing_extensions import override
 from lightning_osdp.apply import forget_zeroed_gradients, reduce_left_over, without_reducing
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.search_space import SearchSpace
-from lightning_osdp.strategy import checkpoint, saving
+from lightning_osdp.strategy import checkpoint, saving, stored
 from lightning_osdp.strategy.choice import chosen, wrapped
 from lightning_osdp.strategy.division import Division
 from lightning_osdp.strategy.failure import FailureWatch, explain
@@ -47,7 +47,8 @@ class OSDPStrategy(FSDPStrategy):
             ``"8GiB"`` (2^30) or ``"500MB"`` (10^6): parameters, gathered copies, gradients, optimizer state,
             activations, buffers and the batch. None: what is free on the GPU, or the rank's share of the machine's
             available memory on CPU.
-        plan: a `Plan`, or the path of one, that is used as it is; nothing is profiled then.
+        plan: a `Plan`, or the path of one or of a checkpoint that was trained under one, that is used as it is;
+            nothing is profiled then.
         batch_size: ``"auto"`` keeps exactly the global batch that the user configured and may divide it into other
             micro-batches; ``"keep"`` leaves the loader alone; ``"scale"`` chooses the micro-batch with the best
             predicted samples/s; an int is that micro-batch. A new size rebuilds the training loader only.
@@ -235,6 +236,7 @@ class OSDPStrategy(FSDPStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         self._division.save(checkpoint)
+        stored.store(self._plan, checkpoint)
         saving.save(
             checkpoint,
             self.broadcast(filepath),
@@ -257,6 +259,7 @@ class OSDPStrategy(FSDPStrategy):
         )
         if is_fitting:
             self._division.resume(module.trainer, loaded)
+            stored.tell_of_change(self._plan, loaded)
         return loaded
 
     def _wrapped(self) -> FullyShardedDataParallel:

@@ -207,6 +207,10 @@ def given_plans():
     }
 
 
+def modes_of(fit):
+    return [unit.modes for unit in fit.strategy.plan.units]
+
+
 def checkpoints(state_dict_type):
     """Two epochs of three steps at once, against one, saved, and one more from the checkpoint under another plan."""
     folder, world_size = shared_folder(), dist.get_world_size()
@@ -219,16 +223,21 @@ def checkpoints(state_dict_type):
     whole = fitted(strategy("mixed"), GPT(), max_epochs=2, **epochs)
     keeper = ModelCheckpoint(dirpath=folder, filename="one", save_on_train_epoch_end=True)
     fitted(strategy("mixed"), GPT(), max_epochs=1, enable_checkpointing=True, callbacks=[keeper], **epochs)
-    resumed = trainer(strategy("dp"), max_epochs=2, **epochs)
-    module = GPT()
-    resumed.fit(module, module.loader(dist.get_rank(), world_size), ckpt_path=str(folder / "one.ckpt"))
-    states = []
-    for fit in (whole, resumed):
+    kept = OSDPStrategy(plan=folder / "one.ckpt", state_dict_type=state_dict_type)
+    fits, states = [whole], []
+    for chosen in (strategy("dp"), kept):
+        module = GPT()
+        fits.append(trainer(chosen, max_epochs=2, **epochs))
+        fits[-1].fit(module, module.loader(dist.get_rank(), world_size), ckpt_path=str(folder / "one.ckpt"))
+    for fit in fits:
         fit.strategy._state_dict_type = "full"
         states.append({k: v.detach().clone() for k, v in fit.strategy.lightning_module_state_dict().items()})
-    result = {"global_step": resumed.global_step}
+    result = {
+        "global_steps": [fit.global_step for fit in fits],
+        "kept": [modes_of(fit) == modes_of(whole) for fit in fits],
+    }
     if dist.get_rank() == 0:
-        result["difference"] = largest_difference(*states)
+        result["difference"] = max(largest_difference(states[0], state) for state in states[1:])
         if state_dict_type == "full":
             plain = GPT.load_from_checkpoint(folder / "one.ckpt", map_location="cpu")
             result["names"] = list(plain.state_dict()) == list(GPT().state_dict())

@@ -1,0 +1,67 @@
+"""The plan that a checkpoint was trained under, in the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from zipfile import is_zipfile
+
+from lightning.fabric.utilities.load import _METADATA_FILENAME, _lazy_load
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_osdp.core.byte_size import format_bytes
+from lightning_osdp.core.plan import Plan
+from lightning_osdp.errors import PlanFormatError
+
+_KEY = "osdp_plan"
+"""Of a checkpoint's entry: the plan as JSON text."""
+
+
+def store(plan: Plan | None, checkpoint: dict[str, Any]) -> None:
+    """Writes the plan in use into a checkpoint, if there is one."""
+    if plan is not None:
+        checkpoint[_KEY] = plan.to_json()
+
+
+def read_plan(path: Path) -> Plan:
+    """Plan of a plan file, or of a full or sharded checkpoint.
+
+    Raises:
+        PlanFormatError: there is no plan at this path.
+    """
+    is_sharded = path.is_dir()
+    if not is_sharded and not is_zipfile(path):
+        return Plan.load(path)
+    file = path / _METADATA_FILENAME if is_sharded else path
+    checkpoint = _lazy_load(file) if file.exists() else {}
+    if _KEY not in checkpoint:
+        raise PlanFormatError(
+            f"Expected a plan file or a checkpoint trained under a plan at {str(path)!r}, got one without a plan. Plan"
+            " anew by leaving out `plan=`."
+        )
+    return Plan.from_json(checkpoint[_KEY], source=f"the plan in checkpoint {str(path)!r}")
+
+
+def tell_of_change(plan: Plan | None, checkpoint: Mapping[str, Any]) -> None:
+    """Says so where training goes on under another plan than the checkpoint's, and for what each was made."""
+    if plan is None or _KEY not in checkpoint:
+        return
+    before = Plan.from_json(checkpoint[_KEY], source="the plan in the checkpoint")
+    if _decided(before) == _decided(plan):
+        return
+    keep = " Pass the checkpoint's path as plan= to keep it." if before.world_size == plan.world_size else ""
+    rank_zero_info(
+        f"OSDP: training goes on under another plan. The checkpoint's was made for {_cluster(before)}, this run's for"
+        f" {_cluster(plan)}.{keep}"
+    )
+
+
+def _decided(plan: Plan) -> object:
+    units = [(unit.name, unit.operators, unit.modes, unit.sync, unit.activations) for unit in plan.units]
+    return plan.world_size, units, plan.backward_prefetch, plan.forward_prefetch
+
+
+def _cluster(plan: Plan) -> str:
+    ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
+    return f"{ranks} with {format_bytes(plan.memory_limit_bytes)} each"

@@ -1,0 +1,99 @@
+"""The plan in a checkpoint."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from lightning_osdp import Plan, PlanFormatError
+from lightning_osdp.core.plan import Unit
+from lightning_osdp.strategy import stored
+
+PLAN = Plan(
+    fingerprint={"weight": "float32[3]"},
+    world_size=2,
+    units=(Unit(name="", operators=("",), kind="Linear", modes=("DP",)),),
+    memory_limit_bytes=2**30,
+    peak_bytes=100,
+    micro_batch_size=4,
+    num_micro_batches=1,
+    step_time_s=0.0,
+    samples_per_s=0.0,
+    gap=0.0,
+)
+
+
+def saved(tmp_path, plan, kind):
+    checkpoint = {"hyper": {"path": tmp_path}}
+    stored.store(plan, checkpoint)
+    if kind == "sharded":
+        (tmp_path / "last.ckpt").mkdir()
+        torch.save(checkpoint, tmp_path / "last.ckpt" / "meta.pt")
+    else:
+        torch.save({**checkpoint, "state_dict": {"weight": torch.ones(3)}}, tmp_path / "last.ckpt")
+    return tmp_path / "last.ckpt"
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_a_plan_is_read_from_its_checkpoint(tmp_path, kind):
+    assert stored.read_plan(saved(tmp_path, PLAN, kind)) == PLAN
+
+
+def test_a_plan_is_read_from_its_file(tmp_path):
+    PLAN.save(tmp_path / "plan.json")
+    assert stored.read_plan(tmp_path / "plan.json") == PLAN
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_a_checkpoint_without_a_plan_is_refused(tmp_path, kind):
+    with pytest.raises(PlanFormatError, match=r"at '.*last.ckpt', got one without a plan. Plan anew"):
+        stored.read_plan(saved(tmp_path, None, kind))
+
+
+def test_a_folder_that_is_no_checkpoint_has_no_plan(tmp_path):
+    with pytest.raises(PlanFormatError, match="got one without a plan"):
+        stored.read_plan(tmp_path)
+
+
+def test_the_entry_can_be_read_with_weights_only():
+    checkpoint = {}
+    stored.store(PLAN, checkpoint)
+    assert all(type(value) is str for value in checkpoint.values())
+
+
+@pytest.fixture
+def told(monkeypatch):
+    texts = []
+    monkeypatch.setattr(stored, "rank_zero_info", texts.append)
+
+    def tell(plan, before):
+        checkpoint = {}
+        stored.store(before, checkpoint)
+        stored.tell_of_change(plan, checkpoint)
+        return texts
+
+    return tell
+
+
+def test_another_cluster_is_told_of(told):
+    now = dataclasses.replace(PLAN, world_size=1, memory_limit_bytes=2**31)
+    (text,) = told(now, PLAN)
+    assert text == (
+        "OSDP: training goes on under another plan. The checkpoint's was made for 2 ranks with 1.00 GiB each, this"
+        " run's for 1 rank with 2.00 GiB each."
+    )
+
+
+def test_another_plan_of_as_many_ranks_can_be_undone(told):
+    units = (dataclasses.replace(PLAN.units[0], sync="last"),)
+    (text,) = told(dataclasses.replace(PLAN, units=units), PLAN)
+    assert text.endswith(" Pass the checkpoint's path as plan= to keep it.")
+
+
+@pytest.mark.parametrize("before", [None, dataclasses.replace(PLAN, memory_limit_bytes=1, step_time_s=3.0)])
+def test_the_same_plan_and_none_are_passed_over(told, before):
+    assert told(PLAN, before) == []
+
+
+def test_evaluation_as_one_unit_has_no_plan_to_compare(told):
+    assert told(None, PLAN) == []
