@@ -1,7 +1,7 @@
 """Counts with one process for rank 0 of N, against counts in real ranks."""
 
 import pytest
-from testbed_cases import counted
+from testbed_cases import counted, reduced
 
 from benchmarks.testbed.groups import fake_group, simulated_group
 from benchmarks.testbed.simulated import SimulatedLinks
@@ -31,3 +31,10 @@ def test_rank_0_of_n_alone_counts_what_real_ranks_count(ranks, case):
         fake = counted(**case)
     assert fake.pop("reduce-scatter") < alone.pop("reduce-scatter")  # gloo copies what it reduces
     assert fake == alone
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_ring_adds_up_what_all_ranks_have(ranks, world_size):
+    for ours, expected, is_left_alone in ranks(world_size).run(reduced, num_elements=5):
+        assert ours == expected
+        assert is_left_alone
