@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -54,7 +55,13 @@ class StepBytes:
 
 
 def count_step(
-    module: Family, plan: Plan, *, precision: Any = "32-true", num_steps: int = 1, keeps_curve: bool = False
+    module: Family,
+    plan: Plan,
+    *,
+    precision: Any = "32-true",
+    num_steps: int = 1,
+    keeps_curve: bool = False,
+    strategy: FSDPStrategy | None = None,
 ) -> StepBytes:
     """Trains on this rank of the default process group and counts live bytes. Call it on all ranks that exist.
 
@@ -65,13 +72,15 @@ def count_step(
         num_steps: steps to count; of each phase the least of their peaks is returned. One is enough, except on gloo,
             where a thread may hold a tensor of the last collective a moment longer than the step does.
         keeps_curve: whether to return the bytes over the last counted step.
+        strategy: see `train`.
     """
     counter = _StepCounter(keeps_curve=keeps_curve)
     with ExitStack() as hooks:
         for name in {operator for unit in plan.units for operator in unit.operators if keeps_curve and operator}:
             enter = module.get_submodule(name).register_forward_pre_hook(partial(counter.enter_operator, name))
             hooks.callback(enter.remove)
-        train(module, plan, num_steps=WARM_UP_STEPS + num_steps, precision=precision, callbacks=[counter])
+        num_steps += WARM_UP_STEPS
+        train(module, plan, num_steps=num_steps, precision=precision, callbacks=[counter], strategy=strategy)
     phases = {
         phase: min(step.phases[phase] for step in counter.steps) for phase in PHASES if phase in counter.steps[0].phases
     }

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from benchmarks.families import Family, build
 from lightning_osdp.apply import apply_plan, forget_zeroed_gradients, units_reduced_last, without_reducing
@@ -35,18 +37,25 @@ class Step:
         self._precision = OSDPPrecision(precision)
         self._precision.use_device(_CPU)
         self._module = module
-        self.root = apply_plan(module, plan, device=_CPU, mixed_precision=self._precision.mixed_precision_config)
+        self.root = self._wrap(module, plan)
         self.optimizer = module.configure_optimizers()
         self.batch = module.batch(plan.micro_batch_size)
         self._num_micro_batches = plan.num_micro_batches
         self._reduced_last = units_reduced_last(self.root, plan)
         self._redirect = _ForwardRedirection()
 
+    def _wrap(self, module: Family, plan: Plan) -> FullyShardedDataParallel:
+        return apply_plan(module, plan, device=_CPU, mixed_precision=self._precision.mixed_precision_config)
+
+    def _before_last(self) -> AbstractContextManager[None]:
+        """Around every micro-batch but the last."""
+        return without_reducing(self._reduced_last)
+
     def __call__(self) -> None:
         """Takes one step."""
         last = self._num_micro_batches - 1
         for index in range(last):
-            with without_reducing(self._reduced_last):
+            with self._before_last():
                 self._backward(index)
         self._backward(last)
         self.optimizer.step()

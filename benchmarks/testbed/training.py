@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.pytorch.strategies import FSDPStrategy
 from typing_extensions import override
 
 from benchmarks.families import Family
@@ -27,6 +28,7 @@ def train(
     num_steps: int,
     precision: Any = "32-true",
     callbacks: Sequence[pl.Callback] = (),
+    strategy: FSDPStrategy | None = None,
 ) -> None:
     """Trains for so many optimizer steps on this rank of the default process group, as a user's Trainer would.
 
@@ -36,11 +38,12 @@ def train(
         num_steps: optimizer steps.
         precision: the Trainer's argument of this name.
         callbacks: of the Trainer.
+        strategy: that wraps the model instead of `OSDPStrategy`; of the plan only its micro-batches count then.
     """
     num_batches = num_steps * plan.num_micro_batches
     with _quiet(), tempfile.TemporaryDirectory() as folder:
         trainer = pl.Trainer(
-            strategy=OSDPStrategy(plan=plan, batch_size="keep"),
+            strategy=strategy or OSDPStrategy(plan=plan, batch_size="keep"),
             accelerator="cpu",
             devices=dist.get_world_size(),
             plugins=[StartedRanks()],
