@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_osdp.apply import forget_zeroed_gradients, reduce_left_over, without_reducing
+from lightning_osdp.apply import forget_zeroed_gradients, reduce_left_over, unwrap_whole, without_reducing
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.search_space import SearchSpace
 from lightning_osdp.strategy import checkpoint, saving, stored
@@ -155,14 +155,13 @@ class OSDPStrategy(FSDPStrategy):
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:
         assert isinstance(model, pl.LightningModule)
-        if self._root is None or self._root.module is not model:
-            self._root = self._wrap(model)
-        elif self._plan is None and model.trainer.state.fn == TrainerFn.FITTING:
-            rank_zero_warn(
-                "OSDP: training without a plan, for this model was wrapped as one unit when evaluated before fit."
-                " To train under a plan, fit first, or fit a new model with a new Trainer."
-            )
-        if model.trainer.state.fn == TrainerFn.FITTING:
+        is_fitting = model.trainer.state.fn == TrainerFn.FITTING
+        root = self._root if self._root is not None and self._root.module is model else None
+        if root is not None and self._plan is None and is_fitting:
+            unwrap_whole(root)  # it was evaluated first, when there was nothing to plan for
+            root = None
+        self._root = self._wrap(model) if root is None else root
+        if is_fitting:
             self._division.begin(model.trainer)
             saving.tell_of_incomplete(model.trainer)
         return self._root

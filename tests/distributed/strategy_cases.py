@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 sys.path.insert(0, str(Path(__file__).parent))
 
 from cases import largest_difference, plan_for, trainer, without_measuring
-from models import BATCH_SIZE, GPT, NUM_SAMPLES, Base, WideMLP, build
+from models import BATCH_SIZE, GPT, NUM_SAMPLES, Base, TiedGPT, WideMLP, build
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -366,15 +366,30 @@ def plain_dataset_is_kept():
     return fit.strategy.plan.micro_batch_size, [str(w.message) for w in caught if "OSDP" in str(w.message)]
 
 
-@without_measuring
-def fits_after_validating():
-    """Warnings of a fit whose model was wrapped for evaluation before there was a plan."""
-    import warnings
+class PartlyFrozen(TiedGPT):
+    """Tied, with frozen parameters."""
 
-    module = GPT()
-    fit = trainer(OSDPStrategy(search_space=SPACE), limit_val_batches=1.0)
-    fit.validate(module, DataLoader(module.dataset(), batch_size=8), verbose=False)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    def __init__(self):
+        super().__init__()
+        self.norm.requires_grad_(False)
+
+
+@without_measuring
+def fits_after_evaluating():
+    """Fits of a model that was evaluated before there was a plan, and of one that was not."""
+    found, states = {}, []
+    for name in ("first", "evaluated"):
+        module, strategy = PartlyFrozen(), OSDPStrategy(search_space=SPACE)
+        fit = trainer(strategy, limit_val_batches=1.0)
+        loader = DataLoader(module.dataset(), batch_size=8)
+        if name == "evaluated":
+            before = fit.validate(module, loader, verbose=False)[0]["val_loss"]
+            found["plan_before"] = strategy.plan
+            found["same"] = fit.validate(module, loader, verbose=False)[0]["val_loss"] == before
         fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size()))
-    return fit.global_step, [str(w.message) for w in caught if "OSDP" in str(w.message)]
+        states.append({k: v.detach().clone() for k, v in strategy.lightning_module_state_dict().items()})
+        found[name] = fit.global_step, [unit.name for unit in strategy.plan.units]
+        found["frozen"] = [n for n, p in module.named_parameters() if not p.requires_grad]
+    if dist.get_rank() == 0:
+        found["difference"] = largest_difference(*states)
+    return found

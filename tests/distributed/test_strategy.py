@@ -140,7 +140,12 @@ def test_a_model_on_the_meta_device_starts_equal_on_all_ranks_and_trains(ranks, 
 
 
 @both_sizes
-def test_training_without_a_plan_after_validating_is_said(ranks, world_size):
-    steps, warnings = ranks(world_size).run(cases.fits_after_validating)[0]
-    assert steps == 5
-    assert any("training without a plan" in text for text in warnings)
+def test_a_model_that_was_evaluated_before_fit_is_planned_and_trains_as_one_that_was_not(ranks, world_size):
+    found = ranks(world_size).run(cases.fits_after_evaluating)[0]
+    assert found["plan_before"] is None
+    assert found["same"]
+    assert found["evaluated"] == found["first"]
+    assert found["first"][0] == 5
+    assert len(found["first"][1]) > 1
+    assert len(found["frozen"]) == 2
+    assert found["difference"] < 1e-6
