@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lightning_osdp.core.plan import Plan
 
-_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_TOP_PAD_": "0"}
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_TOP_PAD_": "0"}
 """glibc then asks the kernel for every tensor of 16 KiB, and gives it back at once. Smaller ones share pages, of which
 some stay: at 64 KiB a model of many small tensors took 8% more than its tensors, at 16 KiB no family took over 3%."""
 _ROOT = Path(__file__).resolve().parents[2]
@@ -61,7 +61,7 @@ def lives_under(
         arguments = {"limit_bytes": limit_bytes, "family": family, "optimizer": optimizer}
         arguments |= {"precision": precision, "num_steps": num_steps}
         (folder / "arguments.json").write_text(json.dumps(arguments))
-        environment = {**os.environ, **_ALLOCATOR, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **ALLOCATOR, "OMP_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         command = [sys.executable, "-m", "benchmarks.testbed.limited", str(folder)]
         done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=timeout_s)

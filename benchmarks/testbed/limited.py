@@ -7,9 +7,11 @@ import gc
 import json
 import resource
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from benchmarks.families import build
 from benchmarks.testbed.groups import fake_group
@@ -34,24 +36,29 @@ def main(folder: Path) -> None:
         for _ in range(_WARM_UP_STEPS):
             step()
         try:
-            _limit_data(beside_tensors_bytes(step) + arguments["limit_bytes"])
+            beside_bytes = beside_tensors_bytes([*living_tensors(step.root, [step.optimizer]), *step.batch])
+            limit_data(beside_bytes + arguments["limit_bytes"])
             for _ in range(arguments["num_steps"]):
                 step()
             outcome = {"lived": True, "reason": ""}
         except (RuntimeError, MemoryError) as error:
-            _limit_data(resource.RLIM_INFINITY)
+            limit_data(resource.RLIM_INFINITY)
             if not isinstance(error, MemoryError) and not any(text in str(error) for text in _NO_MEMORY):
                 raise
             outcome = {"lived": False, "reason": str(error).strip().splitlines()[-1] if str(error) else "MemoryError"}
     (folder / "outcome.json").write_text(json.dumps(outcome))
 
 
-def beside_tensors_bytes(step: Step) -> int:
-    """Bytes of this process's data segment that are no tensors of training: the interpreter, libraries, caches."""
+def beside_tensors_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of this process's data segment beside some tensors: the interpreter, libraries, caches.
+
+    Args:
+        tensors: all that training has alive.
+    """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     living = LiveBytes("cpu")
-    living.track([*living_tensors(step.root, [step.optimizer]), *step.batch])
+    living.track(tensors)
     return data_segment_bytes() - living.current_bytes
 
 
@@ -61,7 +68,8 @@ def data_segment_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData:"))
 
 
-def _limit_data(num_bytes: int) -> None:
+def limit_data(num_bytes: int) -> None:
+    """No operation of this process can take more of its data segment from now on."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, hard))
 

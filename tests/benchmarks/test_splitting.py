@@ -6,7 +6,11 @@ import json
 import pytest
 
 from benchmarks import splitting
+from benchmarks.families import build
 from benchmarks.measures import decisions, peaks, split_peaks, split_time
+from benchmarks.measures.memory import ANY_RATES
+from lightning_osdp import Cluster, SearchSpace, make_plan, profile_model
+from lightning_osdp.core.cluster import Link
 
 HIDDEN_SIZE = 128
 
@@ -98,3 +102,20 @@ def test_pictures_are_drawn(tmp_path):
     split_pictures.draw_decisions([{"plans": made}], tmp_path / "decisions.svg")
     for name in ("peaks", "times", "decisions"):
         assert "<path" in (tmp_path / f"{name}.svg").read_text()
+
+
+def test_small_operators_of_a_profiled_model_stay_whole():
+    module = build("odd_mlp")
+    profile = profile_model(module, module.batch(4), rates=ANY_RATES)
+    link = Link(latency_s=1e-4, seconds_per_byte=1e-9)
+    cluster = Cluster(world_size=8, all_gather=link, reduce_scatter=link)
+
+    def plan(limit_bytes, **options):
+        return make_plan(profile, cluster, memory_limit_bytes=limit_bytes, micro_batch_size=4, **options)
+
+    whole = plan(2**40, search_space=SearchSpace(modes=("ZDP",), slices=(1,)))
+    found = plan(whole.peak_bytes // 2)
+    split = {unit.name: unit.num_slices for unit in found.units if unit.num_slices > 1}
+    assert found.peak_bytes <= whole.peak_bytes // 2
+    assert split.keys() == {"layers.1", "layers.2"}  # 5.8 and 4.5 MiB; the others have 1.3 MiB and less
+    assert max(split.values()) < max(SearchSpace().slices)
