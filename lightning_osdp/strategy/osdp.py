@@ -160,6 +160,8 @@ class OSDPStrategy(FSDPStrategy):
         if root is not None and self._plan is None and is_fitting:
             unwrap_whole(root)  # it was evaluated first, when there was nothing to plan for
             root = None
+        if self._root is None or self._root.module is not model:
+            checkpoint.refuse_shards(model, lambda: self._root)
         self._root = self._wrap(model) if root is None else root
         if is_fitting:
             self._division.begin(model.trainer)
@@ -197,6 +199,14 @@ class OSDPStrategy(FSDPStrategy):
             # The weights are about to move to the CPU, out of the process group's reach.
             self._whole_state = checkpoint.whole_state(self._wrapped(), on_all_ranks=self.num_nodes > 1)
         super().teardown()
+
+    def whole_state_dict(self, *, on_all_ranks: bool = False) -> dict[str, Any] | None:
+        """Whole weights under the names of the user's own model, to save or to load into it; all ranks must call it.
+
+        Args:
+            on_all_ranks: whether every rank gets them, and holds all of them; otherwise rank 0 does, the others None.
+        """
+        return checkpoint.whole_state(self._wrapped(), on_all_ranks=on_all_ranks)
 
     def take_whole_state(self) -> dict[str, Any] | None:
         """Weights as they were when fit ended, for the main process; the strategy forgets them."""

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cases import largest_difference, plan_for, trainer, without_measuring
 from models import BATCH_SIZE, GPT, NUM_SAMPLES, Base, TiedGPT, WideMLP, build
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_osdp import OSDPStrategy, SearchSpace
@@ -393,3 +394,26 @@ def fits_after_evaluating():
     if dist.get_rank() == 0:
         found["difference"] = largest_difference(*states)
     return found
+
+
+@without_measuring
+def whole_weights():
+    """Whole weights after fit, as the strategy gives them and as FSDP summons them; the module gives none."""
+    module, world_size = GPT(), dist.get_world_size()
+    plan = plan_for(GPT(), "mixed", world_size=world_size)
+    fit = trainer(OSDPStrategy(plan=plan, state_dict_type="sharded"))
+    fit.fit(module, module.loader(dist.get_rank(), world_size))
+    refused = failure(module.state_dict)
+    with FullyShardedDataParallel.summon_full_params(fit.strategy.model):
+        summoned = {k.replace("_fsdp_wrapped_module.", ""): v.clone() for k, v in module.state_dict().items()}
+    everywhere = fit.strategy.whole_state_dict(on_all_ranks=True)
+    plain = GPT()
+    plain.load_state_dict(everywhere)
+    own = fit.strategy.whole_state_dict()
+    return {
+        "refused": refused,
+        "own": None if own is None else largest_difference(own, everywhere),
+        "plain": largest_difference(plain.state_dict(), everywhere),
+        "summoned": largest_difference(summoned, everywhere),
+        "moved": largest_difference(everywhere, GPT().state_dict()),
+    }

@@ -149,3 +149,14 @@ def test_a_model_that_was_evaluated_before_fit_is_planned_and_trains_as_one_that
     assert len(found["first"][1]) > 1
     assert len(found["frozen"]) == 2
     assert found["difference"] < 1e-6
+
+
+def test_whole_weights_come_from_the_strategy_and_shards_from_nowhere(ranks):
+    first, second = ranks(2).run(cases.whole_weights)
+    for found in (first, second):
+        name, text = found["refused"]
+        assert name == "ConfigurationError"
+        assert "Call trainer.strategy.whole_state_dict() on all ranks" in text
+        assert found["plain"] == found["summoned"] == 0.0
+        assert found["moved"] > 1e-3
+    assert (first["own"], second["own"]) == (0.0, None)
