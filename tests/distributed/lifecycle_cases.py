@@ -1,0 +1,196 @@
+"""Features of the Trainer, each run under a strategy and compared with the same under DDP."""
+
+import sys
+import tempfile
+from datetime import timedelta
+from itertools import permutations
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelSummary,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from cases import EVERYTHING, plan_for, trainer, without_measuring
+from models import OddMLP
+
+from lightning_osdp import OSDPStrategy
+
+
+class Model(OddMLP):
+    """With all the hooks, a metric, and a schedule of steps or epochs."""
+
+    def __init__(self, interval=None):
+        super().__init__("sgd")
+        self.interval, self.rates = interval, []
+        self.mean = MeanMetric()
+
+    def validation_step(self, batch, batch_idx):
+        self.mean.update(self.loss(batch))
+        self.log("val_loss", self.mean)
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch, batch_idx):
+        return self.loss(batch).reshape(1)
+
+    def on_train_batch_start(self, *_):
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        if self.interval is None:
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.interval}}
+
+    def own_loader(self):
+        return self.loader(dist.get_rank(), dist.get_world_size())
+
+
+def floats(value):
+    """All numbers in what a Trainer returns, in order."""
+    if isinstance(value, torch.Tensor):
+        return value.float().flatten().tolist()
+    if isinstance(value, dict):
+        value = [value[key] for key in sorted(value) if not key.startswith("osdp/")]
+    return [number for entry in value for number in floats(entry)] if isinstance(value, list) else [float(value)]
+
+
+def fitted(make, module=None, **options):
+    """What a fit with these options of the Trainer trains and logs."""
+    module = Model() if module is None else module
+    fit = trainer(make(), **options)
+    fit.fit(module, module.own_loader(), DataLoader(module.dataset(), batch_size=8))
+    return [fit.global_step, *module.losses, *module.rates, *floats(dict(fit.callback_metrics))]
+
+
+def stages(make, order, again=()):
+    """What fit, validate, test and predict give in this order, on one Trainer with one module."""
+    module, found = Model(), []
+    fit = trainer(make(), limit_val_batches=2, num_sanity_val_steps=0)
+    data = DataLoader(module.dataset(), batch_size=8)
+    for stage in (*order, *again):
+        if stage == "fit":
+            fit.fit_loop.epoch_loop.max_steps = fit.global_step + 3
+            fit.fit(module, module.own_loader(), data)
+            found += module.losses
+        elif stage == "predict":
+            found += floats(fit.predict(module, DataLoader(module.dataset(), batch_size=80)))
+        else:
+            found += floats(getattr(fit, stage)(module, data, verbose=False))
+    return found
+
+
+def all_orders(make):
+    # Each of the four comes first, last, before and after each other.
+    orders = list(permutations(["fit", "validate", "test", "predict"]))
+    return [number for order in orders[::5] for number in stages(make, order)]
+
+
+def in_precision(precision):
+    """Whether it trains to about float32's losses: under other rounding they are not equal."""
+
+    def run(make):
+        module = Model()
+        trainer(make(), precision=precision).fit(module, module.own_loader())
+        reference = Model()
+        trainer(DDPStrategy(process_group_backend="gloo")).fit(reference, reference.own_loader())
+        close = all(abs(a - b) < 0.05 * b for a, b in zip(module.losses, reference.losses, strict=True))
+        return [float(close), float(len(module.losses))]
+
+    return run
+
+
+def options(**given):
+    return lambda make: fitted(make, **given)
+
+
+def with_callback(callback, **given):
+    return lambda make: fitted(make, callbacks=[callback()], **given)
+
+
+def rates_logged(make):
+    module = Model("step")
+    return fitted(
+        make, module, callbacks=[LearningRateMonitor("step")], logger=CSVLogger(tempfile.mkdtemp()), log_every_n_steps=1
+    )
+
+
+EPOCHS = {"max_steps": -1, "max_epochs": 3, "limit_train_batches": 3, "limit_val_batches": 2}
+FEATURES = {
+    "fit, validate, test, predict in any order": all_orders,
+    "fit again": lambda make: stages(make, ["fit"], ["fit", "validate"]),
+    "validate without fit": lambda make: stages(make, ["validate"]),
+    "sanity validation": options(num_sanity_val_steps=2, limit_val_batches=2),
+    "fast_dev_run": options(fast_dev_run=2),
+    "overfit_batches": options(max_steps=-1, max_epochs=2, overfit_batches=2),
+    "limit_train_batches, limit_val_batches": options(**EPOCHS),
+    "val_check_interval": options(max_steps=6, val_check_interval=2, limit_val_batches=1),
+    "max_time": options(max_time=timedelta(hours=1)),
+    "accumulate_grad_batches": options(max_steps=2, accumulate_grad_batches=2),
+    "learning rates by step": lambda make: fitted(make, Model("step")),
+    "learning rates by epoch": lambda make: fitted(make, Model("epoch"), **EPOCHS),
+    "clipping by norm": options(gradient_clip_val=0.01),
+    "clipping by value": options(gradient_clip_val=0.01, gradient_clip_algorithm="value"),
+    "StochasticWeightAveraging": with_callback(lambda: StochasticWeightAveraging(0.01, 1), **EPOCHS),
+    "WeightAveraging": with_callback(WeightAveraging, **EPOCHS),
+    "EarlyStopping": with_callback(lambda: EarlyStopping("val_loss", min_delta=9.0, patience=1), **EPOCHS),
+    "ModelSummary": with_callback(ModelSummary, enable_model_summary=True),
+    "LearningRateMonitor": rates_logged,
+    "32-true": in_precision("32-true"),
+    "bf16-mixed": in_precision("bf16-mixed"),
+    "16-mixed": in_precision("16-mixed"),
+    "bf16-true": in_precision("bf16-true"),
+}
+
+
+class PlainOnCPU(FSDPStrategy):
+    """Lightning's strategy, but that it takes the CPU for a device."""
+
+    _registered_strategies: list = []  # noqa: RUF012 (Lightning's declaration)
+
+    def _setup_model(self, model):
+        self.kwargs.setdefault("device_id", torch.device("cpu"))
+        return super()._setup_model(model)
+
+
+def planned_strategy(feature):
+    """With a mixed plan; the precision whose parameters are not float32 plans itself."""
+    if feature == "bf16-true":
+        return lambda: OSDPStrategy(search_space=EVERYTHING, memory_limit="1GiB")
+    plan = plan_for(Model(), "mixed", world_size=dist.get_world_size())
+    return lambda: OSDPStrategy(plan=plan)
+
+
+@without_measuring
+def outcome(feature, kind="osdp"):
+    """The empty string if the feature gives what it gives under DDP; otherwise what is wrong."""
+    run = FEATURES[feature]
+    make = planned_strategy(feature) if kind == "osdp" else lambda: PlainOnCPU(process_group_backend="gloo")
+    try:
+        expected = run(lambda: DDPStrategy(process_group_backend="gloo"))
+        found = run(make)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    if len(found) != len(expected):
+        return f"{len(found)} numbers for {len(expected)}"
+    differences = [abs(a - b) / max(1e-3, abs(b)) for a, b in zip(found, expected, strict=True)]
+    return "" if max(differences) < 1e-4 else f"differs by {max(differences):.2g}"
+
+
+def outcomes():
+    """Outcome of every feature, by name."""
+    return {feature: outcome(feature) for feature in FEATURES}

@@ -1,0 +1,19 @@
+"""Every feature of the Trainer gives under the strategy what it gives under DDP."""
+
+import lifecycle_cases as cases
+import pytest
+
+pytestmark = pytest.mark.distributed
+
+NOT_WITH_SHARDS = {
+    "StochasticWeightAveraging": "MisconfigurationException: SWA does not currently support sharded models.",
+    "WeightAveraging": "RuntimeError: ",
+}
+"""Lightning's callbacks that average whole parameters: what they raise."""
+
+
+def test_features_of_the_trainer_give_what_they_give_under_ddp(ranks):
+    for found in ranks(2).run(cases.outcomes):
+        assert {feature: wrong for feature, wrong in found.items() if wrong}.keys() == NOT_WITH_SHARDS.keys()
+        for feature, text in NOT_WITH_SHARDS.items():
+            assert found[feature].startswith(text)
