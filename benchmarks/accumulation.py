@@ -25,7 +25,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measures import accumulation, baselines
-from benchmarks.measures.section import Results, Row, Section
+from benchmarks.measures.section import Results, measured
 
 RESULT = Path(__file__).parent / "results" / "accumulation.json"
 
@@ -70,18 +70,10 @@ def main(
         if output is None:
             output = Path(open_until_end.enter_context(TemporaryDirectory()), RESULT.name) if quick else RESULT
         results = Results(output)
-
-        def rows(section: Section) -> list[Row]:
-            if fresh:
-                results.forget(section.name)
-            found = results.rows(section, lambda line: console.print(line, style="dim", soft_wrap=True))
-            console.print(section.table(found))
-            for target in section.targets(found):
-                console.print(str(target), soft_wrap=True)
-            return found
-
         samples_per_step = sizes.micro_batch_size * sizes.num_micro_batches
-        counted = rows(baselines.section(sizes.model, sizes.num_ranks, samples_per_step))
+        counted = baselines.section(sizes.model, sizes.num_ranks, samples_per_step)
+        measured(counted, results, console, is_fresh=fresh)
+        known = [baselines.baseline_of(row) for row in results.stored(counted.name)]
         for name in sections:
             cases = [
                 accumulation.Case(
@@ -95,7 +87,7 @@ def main(
                 )
                 for rate_mbit in sizes.rates_mbit
             ]
-            rows(accumulation.section(name, cases, [baselines.baseline_of(row) for row in counted]))
+            measured(accumulation.section(name, cases, known), results, console, is_fresh=fresh)
 
 
 if __name__ == "__main__":
