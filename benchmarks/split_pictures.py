@@ -18,24 +18,24 @@ _MEASURED, _PREDICTED = "o-", "x--"
 
 
 def draw_peaks(rows: Sequence[Row], path: Path) -> None:
-    """Counted peaks over those of whole layers, by number of slices.
+    """Counted peaks by number of slices.
 
     Args:
         rows: of `split_peaks`.
         path: SVG to write.
     """
-    figure = Figure(figsize=(8.0, 3.6), layout="constrained")
+    figure = Figure(figsize=(9.5, 3.6), layout="constrained")
     for axes, mode in zip(figure.subplots(1, 2, sharey=True), MODES, strict=True):
         for hidden_size, colour in _coloured([row["case"]["hidden_size"] for row in rows]):
             case = {"hidden_size": hidden_size, "mode": mode}
             found = [row for row in rows if case.items() <= row["case"].items()]
-            peaks = [peak(row) / peak(found[0]) for row in found]
+            peaks = [peak(row) / MB for row in found]
             numbers = [row["case"]["num_slices"] for row in found]
             axes.plot(numbers, peaks, _MEASURED, color=colour, markersize=4, label=f"2 x {hidden_size}")
         _by_slices(axes, f"all {mode}")
-        axes.set(ylim=(0, None))
-    figure.axes[0].set(ylabel="peak of a step / that of whole layers")
-    figure.axes[0].legend()
+        axes.set(yscale="log")
+    figure.axes[0].set(ylabel="peak of a step (MB), counted")
+    figure.axes[1].legend(loc="upper left", bbox_to_anchor=(1, 1))
     save(figure, path)
 
 
@@ -46,7 +46,7 @@ def draw_times(rows: Sequence[Row], path: Path) -> None:
         rows: of `split_time`.
         path: SVG to write.
     """
-    figure = Figure(figsize=(8.0, 3.6), layout="constrained")
+    figure = Figure(figsize=(9.5, 3.6), layout="constrained")
     for axes, mode in zip(figure.subplots(1, 2, sharey=True), MODES, strict=True):
         for row, (hidden_size, colour) in zip(
             rows, _coloured([row["case"]["hidden_size"] for row in rows]), strict=True
@@ -60,7 +60,7 @@ def draw_times(rows: Sequence[Row], path: Path) -> None:
                     axes.plot(NUM_SLICES, seconds, style, color=colour, markersize=4, linewidth=1, label=label)
         _by_slices(axes, f"all {mode}")
     figure.axes[0].set(ylabel="step time / that of whole layers")
-    figure.axes[0].legend(fontsize="small")
+    figure.axes[1].legend(loc="upper left", bbox_to_anchor=(1, 1))
     save(figure, path)
 
 
@@ -71,7 +71,7 @@ def draw_decisions(rows: Sequence[Row], path: Path) -> None:
         rows: of `decisions`.
         path: SVG to write.
     """
-    figure = Figure(figsize=(8.0, 3.6), layout="constrained")
+    figure = Figure(figsize=(9.5, 3.6), layout="constrained")
     bytes_axes, time_axes = figure.subplots(1, 2)
     plans = [plan for row in rows for plan in row["plans"]]
     for operators, colour in _coloured([plan["modes"].split()[0] for plan in plans]):
@@ -84,7 +84,8 @@ def draw_decisions(rows: Sequence[Row], path: Path) -> None:
             time_axes.plot(numbers, seconds, style, color=colour, markersize=4, label=f"{operators}, {name}")
     for axes, label in ((bytes_axes, "peak of a step (MB), counted"), (time_axes, "step time (s)")):
         axes.set(xlabel="ZDP slices of 4", ylabel=label)
-        axes.legend()
+    bytes_axes.legend()
+    time_axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     save(figure, path)
 
 
