@@ -5,6 +5,7 @@ import tempfile
 from datetime import timedelta
 from itertools import permutations
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
@@ -94,8 +96,7 @@ def stages(make, order, again=()):
     return found
 
 
-def all_orders(make):
-    # Each of the four comes first, last, before and after each other.
+def in_orders(make):
     orders = list(permutations(["fit", "validate", "test", "predict"]))
     return [number for order in orders[::5] for number in stages(make, order)]
 
@@ -131,7 +132,7 @@ def rates_logged(make):
 
 EPOCHS = {"max_steps": -1, "max_epochs": 3, "limit_train_batches": 3, "limit_val_batches": 2}
 FEATURES = {
-    "fit, validate, test, predict in any order": all_orders,
+    "fit, validate, test, predict in five of the 24 orders": in_orders,
     "fit again": lambda make: stages(make, ["fit"], ["fit", "validate"]),
     "validate without fit": lambda make: stages(make, ["validate"]),
     "sanity validation": options(num_sanity_val_steps=2, limit_val_batches=2),
@@ -157,14 +158,22 @@ FEATURES = {
 }
 
 
+class OnCPU(FullyShardedDataParallel):
+    """Takes the CPU for a device, where Lightning gives none."""
+
+    def __init__(self, *args, device_id=None, **kwargs):
+        assert device_id is None
+        super().__init__(*args, device_id=torch.device("cpu"), **kwargs)
+
+
 class PlainOnCPU(FSDPStrategy):
-    """Lightning's strategy, but that it takes the CPU for a device."""
+    """Lightning's strategy, but that it runs on CPU."""
 
     _registered_strategies: list = []  # noqa: RUF012 (Lightning's declaration)
 
     def _setup_model(self, model):
-        self.kwargs.setdefault("device_id", torch.device("cpu"))
-        return super()._setup_model(model)
+        with mock.patch.object(torch.distributed.fsdp, "FullyShardedDataParallel", OnCPU):
+            return super()._setup_model(model)
 
 
 def planned_strategy(feature):
