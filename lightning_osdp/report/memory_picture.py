@@ -21,7 +21,7 @@ BANDS: dict[str, tuple[Fill, tuple[str, ...]]] = {
         ("parameter shards", "optimizer state", "buffers", "batch"),
     ),
     "gathered parameters": (Fill("#0072B2"), ("gathered parameters",)),
-    "gradients": (Fill("#F0B84C"), ("reduced gradients", "unsharded gradients")),
+    "gradients": (Fill("#F0B84C"), ("reduced gradients", "accumulated gradients", "unsharded gradients")),
     "activations": (Fill("#009E73"), ("activations",)),
     "workspace": (Fill("#F5E6F0"), ("workspace",)),
 }

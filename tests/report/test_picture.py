@@ -9,6 +9,9 @@ import pytest
 from lightning_osdp.core.plan import Plan, Unit
 from lightning_osdp.cost import Moment
 from lightning_osdp.report import draw_plan, save_picture
+from lightning_osdp.report.memory_picture import BANDS
+from lightning_osdp.scheduler import make_plan
+from lightning_osdp.simulation import simulate
 
 MIB = 2**20
 SVG = "{http://www.w3.org/2000/svg}"
@@ -145,6 +148,16 @@ def bands(svg):
 
 def test_each_part_that_there_is_makes_a_band():
     assert len(bands(draw_plan(PLAN, memory=MOMENTS))) == 2
+
+
+def test_every_part_of_a_simulated_step_belongs_to_a_band(model, cluster):
+    profile = model(40, 80)
+    ring = cluster(2)
+    plan = make_plan(profile, ring, memory_limit_bytes=10**4, micro_batch_size=1, num_micro_batches=3)
+    assert {unit.sync for unit in plan.units} == {"every", "last"}
+    drawn = {part for _, parts in BANDS.values() for part in parts}
+    for _, moment in simulate(plan, profile, ring).moments:
+        assert sum(moment.parts[part] for part in drawn) == pytest.approx(moment.num_bytes)
 
 
 def test_forward_backward_and_the_optimizer_are_named_once():
