@@ -14,7 +14,7 @@ from lightning_osdp.assign.additive import Modes
 from lightning_osdp.assign.setting import Setting
 from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.profile import OperatorProfile
-from lightning_osdp.core.slices import slice_name, split_operators
+from lightning_osdp.core.slices import slice_names, split_operators
 from lightning_osdp.core.units import grouped
 
 WORTH_SPLITTING = 0.01
@@ -61,7 +61,7 @@ def one_sync(setting: Setting, modes: Modes) -> Modes:
     places = {unit.name: index for index, unit in enumerate(setting.units)}
     agreed = list(modes)
     for name, number in setting.num_slices.items():
-        slices = [places[slice_name(name, index)] for index in range(number)]
+        slices = [places[part] for part in slice_names(name, number)]
         if len({modes[index].sync for index in slices}) > 1:
             for index in slices:
                 agreed[index] = _every(modes[index], setting.options[index])
@@ -116,7 +116,7 @@ def _binding(setting: Setting, groups: Mapping[str, _Group]) -> list[_Group]:
     ]
     near = (index for place in running for index in (place, place - 1, place + 1) if 0 <= index < len(setting.units))
     units = sorted((setting.units[index] for index in near), key=lambda unit: -unit.gathered_bytes)
-    of_slice = {slice_name(name, index): name for name, number in setting.num_slices.items() for index in range(number)}
+    of_slice = {part: name for name, number in setting.num_slices.items() for part in slice_names(name, number)}
     names = (of_slice.get(unit.name, unit.name) for unit in units)
     return list(dict.fromkeys(groups[name] for name in names if name in groups))
 
@@ -129,6 +129,6 @@ def _with_slices(setting: Setting, counts: Mapping[str, int]) -> Setting:
         if number == 1:
             members[unit.name] = [operator.name for operator in unit.operators]
         else:
-            members |= {name: [name] for name in (slice_name(unit.name, index) for index in range(number))}
+            members |= {name: [name] for name in slice_names(unit.name, number)}
     profile = split_operators(setting.profile, counts)
     return dataclasses.replace(setting, profile=profile, units=grouped(profile, members), num_slices=dict(counts))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from lightning_osdp.core.modes import MODES, ShardingMode
 
 ACTIVATION_CHOICES = ("keep", "recompute", "offload")
 
@@ -34,6 +36,11 @@ class Unit:
     """Predicted seconds per optimizer step that reducing gradients in the last micro-batch only saves."""
     accumulate_costs_bytes: int = 0
     """Bytes that stay allocated from one micro-batch to the next for that."""
+
+    @property
+    def sharding_modes(self) -> tuple[ShardingMode, ...]:
+        """What the names of `modes` and `sync` stand for, one per slice."""
+        return tuple(replace(MODES[mode], sync=self.sync) for mode in self.modes)
 
     @property
     def num_slices(self) -> int:

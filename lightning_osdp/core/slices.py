@@ -45,9 +45,11 @@ def slice_sizes(num_features: int, num_slices: int) -> tuple[int, ...]:
     return (size + 1,) * rest + (size,) * (num_slices - rest)
 
 
-def slice_name(operator: str, index: int) -> str:
-    """Qualified name of a slice."""
-    return f"{operator}.slices.{index}"
+def slice_names(operator: str, num_slices: int) -> tuple[str, ...]:
+    """Qualified names of the slices of an operator; its own where there is one only, for it is not split then."""
+    if num_slices == 1:
+        return (operator,)
+    return tuple(f"{operator}.slices.{index}" for index in range(num_slices))
 
 
 def split_operators(profile: ModelProfile, num_slices: Mapping[str, int]) -> ModelProfile:
@@ -83,8 +85,8 @@ def split_operators(profile: ModelProfile, num_slices: Mapping[str, int]) -> Mod
     }
     for name, number in chosen.items():
         firsts = [places[first][0] for first, _ in profile.spans[name]]
-        for index in range(number):
-            spans[slice_name(name, index)] = tuple((first + index, first + index) for first in firsts)
+        for index, part in enumerate(slice_names(name, number)):
+            spans[part] = tuple((first + index, first + index) for first in firsts)
     return replace(profile, operators=tuple(operators), segments=tuple(segments), spans=spans)
 
 
@@ -100,15 +102,15 @@ def _slices(operator: OperatorProfile, number: int) -> Iterator[OperatorProfile]
     cut = _cut(operator)
     sizes = slice_sizes(cut.num_features, number)
     elements = sum(parameter.num_elements for parameter in operator.parameters if parameter.is_trainable)
-    for index, size in enumerate(sizes):
+    for index, (name, size) in enumerate(zip(slice_names(operator.name, number), sizes, strict=True)):
         parameters = tuple(_parameters(operator, cut, size, is_last=index == number - 1))
         trainable = [parameter for parameter in parameters if parameter.is_trainable]
         num_trainable = sum(parameter.num_elements for parameter in trainable)
         gathered = [parameter.num_elements * parameter.gathered_itemsize for parameter in parameters]
         yield replace(
             operator,
-            name=slice_name(operator.name, index),
-            enclosing=(slice_name(operator.name, index), *operator.enclosing[1:]),
+            name=name,
+            enclosing=(name, *operator.enclosing[1:]),
             signature=f"{operator.signature}[{size}{' and the rest' if index == number - 1 else ''}]",
             parameters=parameters,
             parameter_bytes=sum(parameter.num_elements * parameter.itemsize for parameter in parameters),
@@ -143,7 +145,8 @@ def _segments(segment: Segment, cut: Cut, number: int, handed: Affine) -> Iterat
     saved_x = _least(x, segment.saved_bytes)
     besides = _most(handed, saved_x)
     settled = segment.settled_bytes
-    for index, size in enumerate(slice_sizes(cut.num_features, number)):
+    sizes = slice_sizes(cut.num_features, number)
+    for index, (name, size) in enumerate(zip(slice_names(segment.operator, number), sizes, strict=True)):
         share = size / cut.num_features
         part = _times(gradient, share)
         products = y + y if index else y
@@ -151,7 +154,7 @@ def _segments(segment: Segment, cut: Cut, number: int, handed: Affine) -> Iterat
         if index == number - 1:
             yield replace(
                 segment,
-                operator=slice_name(segment.operator, index),
+                operator=name,
                 forward_workspace_bytes=_most(
                     segment.forward_workspace_bytes, _less(besides + products, segment.saved_bytes)
                 ),
@@ -161,7 +164,7 @@ def _segments(segment: Segment, cut: Cut, number: int, handed: Affine) -> Iterat
             )
         else:
             yield Segment(
-                operator=slice_name(segment.operator, index),
+                operator=name,
                 forward_workspace_bytes=besides + products,
                 handed_bytes=besides + y,
                 backward_workspace_bytes=saved_x + y + gradient + part,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_osdp.core.byte_size import format_bytes
-from lightning_osdp.core.modes import MODES
+from lightning_osdp.core.modes import DP
 from lightning_osdp.core.plan import Plan, Unit
 
 
@@ -57,6 +57,6 @@ def tell_accumulation(plan: Plan, without: Plan) -> str:
 
 def _collectives(unit: Unit, num_micro_batches: int) -> float:
     """All-gathers and reduce-scatters of a unit in an optimizer step: of its slices, the mean."""
-    modes = [replace(MODES[mode], sync=unit.sync) for mode in (unit.modes if unit.name else ("DP",))]
+    modes = (unit if unit.name else replace(unit, modes=(DP.name,))).sharding_modes  # the root is never freed
     gathers = sum(mode.num_all_gathers(num_micro_batches=num_micro_batches) for mode in modes)
     return gathers / len(modes) + modes[0].num_reduce_scatters(num_micro_batches)

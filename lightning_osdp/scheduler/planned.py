@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from lightning_osdp.assign import Assignment, Setting
 from lightning_osdp.core.plan import Unit
-from lightning_osdp.core.slices import slice_name
+from lightning_osdp.core.slices import slice_names
 
 
 def planned(setting: Setting, assignment: Assignment) -> tuple[Unit, ...]:
@@ -16,15 +16,13 @@ def planned(setting: Setting, assignment: Assignment) -> tuple[Unit, ...]:
 
 def _units(setting: Setting, assignment: Assignment) -> Iterator[Unit]:
     places = {unit.name: index for index, unit in enumerate(setting.units)}
-    slices = {
-        slice_name(name, 0): (name, [places[slice_name(name, index)] for index in range(number)])
-        for name, number in setting.num_slices.items()
-    }
-    further = {setting.units[index].name for _, indices in slices.values() for index in indices[1:]}
+    of_first = {slice_names(name, number)[0]: name for name, number in setting.num_slices.items()}
+    further = {part for name, number in setting.num_slices.items() for part in slice_names(name, number)[1:]}
     for index, unit in enumerate(setting.units):
-        if unit.name in slices:
-            name, indices = slices[unit.name]
-            yield _unit(setting, assignment, name, (name,), indices)
+        if unit.name in of_first:
+            name = of_first[unit.name]
+            slices = [places[part] for part in slice_names(name, setting.num_slices[name])]
+            yield _unit(setting, assignment, name, (name,), slices)
         elif unit.name not in further:
             yield _unit(setting, assignment, unit.name, tuple(operator.name for operator in unit.operators), [index])
 

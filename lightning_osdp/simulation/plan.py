@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from lightning_osdp.core.cluster import Cluster
-from lightning_osdp.core.modes import MODES, ShardingMode
+from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.profile import ModelProfile
-from lightning_osdp.core.slices import slice_name, split_operators
+from lightning_osdp.core.slices import slice_names, split_operators
 from lightning_osdp.core.units import UnitProfile, grouped
 from lightning_osdp.cost import Workload
 from lightning_osdp.simulation.step import StepEstimate, simulate_step
@@ -51,9 +49,10 @@ def planned_units(
     operators: dict[str, tuple[str, ...]] = {}
     modes: dict[str, ShardingMode] = {}
     for unit in plan.units:
-        names = [slice_name(unit.name, index) for index in range(unit.num_slices)]
-        for name, mode in zip(names if unit.num_slices > 1 else [unit.name], unit.modes, strict=True):
-            operators[name] = (name,) if unit.num_slices > 1 else unit.operators
-            modes[name] = replace(MODES[mode], sync=unit.sync)
+        names = slice_names(unit.name, unit.num_slices)
+        operators |= dict(
+            zip(names, [unit.operators] if unit.num_slices == 1 else [(name,) for name in names], strict=True)
+        )
+        modes |= dict(zip(names, unit.sharding_modes, strict=True))
     units = grouped(profile, operators)
     return profile, units, tuple(modes[unit.name] for unit in units)
