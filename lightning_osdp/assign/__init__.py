@@ -7,13 +7,14 @@ The constraints are nested; the solvers of `search` take one. So `relaxation` so
 bounds every plan from below, and `repair` makes plans of the solutions that violate another one.
 """
 
-from lightning_osdp.assign.additive import Modes
+from lightning_osdp.assign.additive import NO_GAIN, Modes
 from lightning_osdp.assign.assign import Assignment, assign_modes, bound_later_s, fill_spare
 from lightning_osdp.assign.setting import Setting
 from lightning_osdp.assign.share import share_units
 from lightning_osdp.assign.slices import ever_more_slices
 
 __all__ = [
+    "NO_GAIN",
     "Assignment",
     "Modes",
     "Setting",

@@ -13,6 +13,15 @@ Modes = tuple[ShardingMode, ...]
 """One mode per unit."""
 
 
+NO_GAIN = 1e-9
+"""Fraction of the step time below which nothing is saved."""
+
+
+def sum_s(constant_s: float, times_s: Sequence[Mapping[ShardingMode, float]], modes: Sequence[ShardingMode]) -> float:
+    """Seconds with these modes, one per unit, where they add up."""
+    return constant_s + sum(of_unit[mode] for of_unit, mode in zip(times_s, modes, strict=True))
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Additive:
     """Units with the seconds of each option: a whole step, or what bounds it from below."""
@@ -27,7 +36,7 @@ class Additive:
 
     def time_s(self, modes: Sequence[ShardingMode]) -> float:
         """Seconds with these modes, one per unit."""
-        return self.constant_s + sum(times_s[mode] for times_s, mode in zip(self.times_s, modes, strict=True))
+        return sum_s(self.constant_s, self.times_s, modes)
 
     @cached_property
     def fastest_modes(self) -> Modes:

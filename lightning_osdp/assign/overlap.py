@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from lightning_osdp.assign.additive import Additive, Modes
+from lightning_osdp.assign.additive import NO_GAIN, Additive, Modes
 from lightning_osdp.assign.paths import Path, Paths
 from lightning_osdp.assign.repair import fill
 from lightning_osdp.assign.setting import Setting
@@ -33,9 +33,6 @@ MAX_EXCHANGED = 8
 
 ENOUGH = 1e-3
 """A gap that is as good as none: it ends the search."""
-
-ROUNDING = 1e-9
-"""Fraction of the step time below which nothing is saved."""
 
 
 def solve_overlapped(setting: Setting, rooms: Sequence[float], *, search: str, worth_s: float) -> Solved:
@@ -89,7 +86,7 @@ class _Found:
         self.time_s, self.stalls_s = setting.clock.step(self.modes)
         self.num_left = MAX_SIMULATED_UNITS // len(setting.units)
 
-    def offer(self, modes: Modes, *, slack: float = -ROUNDING) -> bool:
+    def offer(self, modes: Modes, *, slack: float = -NO_GAIN) -> bool:
         """Takes modes that fit if they are faster, or slower by no more than a fraction; returns whether they were."""
         self.num_left -= 1
         step = self.setting.clock.step(modes)
@@ -159,6 +156,6 @@ def _free(found: _Found) -> None:
     chunks, num_left = [kept] if kept else [], found.num_left - MAX_FREED
     while chunks and found.num_left > max(0, num_left):
         chunk = chunks.pop()
-        if not found.offer(found.with_mode(chunk, 0), slack=ROUNDING) and len(chunk) > 1:
+        if not found.offer(found.with_mode(chunk, 0), slack=NO_GAIN) and len(chunk) > 1:
             middle = len(chunk) // 2
             chunks += [chunk[middle:], chunk[:middle]]

@@ -41,14 +41,13 @@ def prefix_knapsack(problem: Additive, num_units: int, room_bytes: float) -> Kna
         room_bytes: bytes that units may hold then.
     """
     memory = problem.memory
-    places: dict[int, int] = {unit: place for place, unit in enumerate(memory.order)}
     others = sorted(set(range(len(problem.options))) - set(memory.order))
     members: dict[_Key, list[int]] = {}
     choices: dict[_Key, tuple[Choice, ...]] = {}
     least_bytes = 0.0
     for unit in (*others, *memory.order):
         options, times_s = problem.options[unit], problem.times_s[unit]
-        held = [memory.held_at(num_units, places.get(unit), mode) for mode in options]
+        held = [memory.held_at(num_units, memory.places.get(unit), mode) for mode in options]
         smallest, fastest_s = held[0], min(times_s[mode] for mode in options)
         least_bytes += smallest
         beyond = [

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from lightning_osdp.assign.additive import Additive, Modes
+from lightning_osdp.assign.additive import Additive, Modes, sum_s
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.modes import ALL_MODES, DP, MODES, SYNC_CHOICES, ZDP, ShardingMode
 from lightning_osdp.core.profile import ModelProfile
@@ -162,14 +162,13 @@ class Setting:
         last = replace(mode, sync="last")
         if last not in self.options[unit]:
             return 0
-        return math.ceil(self.memory.held(self.memory.order.index(unit), last).window_bytes)
+        return math.ceil(self.memory.held(self.memory.places[unit], last).window_bytes)
 
     def step_time_s(self, modes: Sequence[ShardingMode]) -> float:
         """Predicted seconds of one optimizer step: simulated, which is the sum where nothing overlaps."""
         if self.overlaps:
             return self.clock.step(modes).time_s
-        # the sum of `additive`, whose memory is not asked for here
-        return self._constant_s + sum(times_s[mode] for times_s, mode in zip(self.times_s, modes, strict=True))
+        return sum_s(self._constant_s, self.times_s, modes)  # as `additive`, without its memory
 
     def evaluation_peak_bytes(self, modes: Sequence[ShardingMode]) -> int:
         """Predicted peak of an evaluation in batches of as many samples."""

@@ -15,13 +15,10 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from lightning_osdp.assign.additive import Modes
+from lightning_osdp.assign.additive import NO_GAIN, Modes
 from lightning_osdp.assign.setting import Setting
 from lightning_osdp.core.modes import DP, ShardingMode
 from lightning_osdp.core.units import UnitProfile, merged
-
-_ROUNDING = 1e-9
-"""Fraction of the step time below which nothing is saved."""
 
 _LARGEST_SHARE = 0.5
 """Fraction of the model's parameters that one shared unit may hold at most: two units are the least that a plan has."""
@@ -71,7 +68,7 @@ def _share(setting: Setting, modes: Modes, blocks: Sequence[_Block], limit_bytes
     count = len(blocks)
     while fails - fits > 1:
         tried = _with(setting, modes, blocks[-count:])
-        if tried is not None and tried[0].step_time_s(tried[1]) >= before_s * (1 - _ROUNDING):
+        if tried is not None and tried[0].step_time_s(tried[1]) >= before_s * (1 - NO_GAIN):
             break
         if tried is not None and tried[0].peak(tried[1]).peak_bytes <= limit_bytes:
             best, fits = tried, count

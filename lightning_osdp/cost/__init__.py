@@ -1,7 +1,7 @@
 """The cost model: pure functions from (unit, mode, cluster, workload) to `Cost`, one file per term.
 
-`TERMS` lists the additive terms; their sum is what the search sees. `schedule` says what FSDP1 does in a micro-batch,
-in order; `moments` reads it as bytes, and `step_memory` is the closed form of the peak for any choice of modes.
+`TERMS` lists the additive terms; their sum is what the search sees. `schedule` says what FSDP1 does in a step, in
+order; `live_parts` reads it as bytes, and `step_memory` is the closed form of the peak for any choice of modes.
 """
 
 from __future__ import annotations

@@ -40,54 +40,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.cost.cost import Workload
 from lightning_osdp.cost.live_parts import LiveParts, Moment
-from lightning_osdp.cost.schedule import events_of, micro_batches
-
-
-def largest_moment(
-    profile: ModelProfile,
-    units: Sequence[UnitProfile],
-    modes: Sequence[ShardingMode],
-    *,
-    world_size: int,
-    workload: Workload,
-    backward_prefetch: str = "pre",
-    forward_prefetch: bool = False,
-    reduce_scatter_copies: bool = True,
-) -> Moment:
-    """Of a step in these modes, one per unit."""
-    largest: list[Moment] = []
-
-    def keep_if_largest(num_bytes: float, moment: Callable[[], Moment]) -> None:
-        if not largest or num_bytes > largest[0].num_bytes:
-            largest[:] = [moment()]
-
-    live = LiveParts(
-        profile,
-        units,
-        keep_if_largest,
-        world_size=world_size,
-        workload=workload,
-        reduce_scatter_copies=reduce_scatter_copies,
-    )
-    for events in events_of(
-        profile,
-        units,
-        modes,
-        world_size,
-        num_micro_batches=workload.num_micro_batches,
-        backward_prefetch=backward_prefetch,
-        forward_prefetch=forward_prefetch,
-    ):
-        live.begin_micro_batch()
-        for event in events:
-            live.read(event)
-    live.update()
-    return largest[0]
+from lightning_osdp.cost.schedule import micro_batches
 
 
 def largest_moments(

@@ -21,8 +21,9 @@ or not; the first micro-batch has not made all gradients yet, and the last one h
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -31,9 +32,9 @@ from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.cost.cost import Workload
 from lightning_osdp.cost.layout import layout
-from lightning_osdp.cost.live_parts import Moment
-from lightning_osdp.cost.moments import largest_moment, largest_moments
-from lightning_osdp.cost.schedule import leaving_order
+from lightning_osdp.cost.live_parts import LiveParts, Moment
+from lightning_osdp.cost.moments import largest_moments
+from lightning_osdp.cost.schedule import events_of, leaving_order
 
 ROUNDING_BYTES = 1e-3
 """What the rounding of sums may add to a peak, which is else rounded up to whole bytes."""
@@ -54,11 +55,10 @@ class PeakMemory:
     @classmethod
     def of(cls, moment: Moment, *, besides: Mapping[str, float] | None = None) -> PeakMemory:
         """The peak at this moment, with so many bytes of other things alive; whole bytes, rounded up."""
-        parts = dict(moment.parts)
-        for part, num_bytes in (besides or {}).items():
-            parts[part] = parts.get(part, 0.0) + num_bytes
+        more = besides or {}
+        parts = {part: moment.parts.get(part, 0.0) + more.get(part, 0.0) for part in (*moment.parts, *more)}
         return cls(
-            peak_bytes=math.ceil(moment.num_bytes + sum((besides or {}).values()) - ROUNDING_BYTES),
+            peak_bytes=math.ceil(moment.num_bytes + sum(more.values()) - ROUNDING_BYTES),
             phase=moment.phase,
             operator=moment.operator,
             parts={part: round(num_bytes) for part, num_bytes in parts.items() if round(num_bytes)},
@@ -88,6 +88,11 @@ class StepMemory:
     """k -> the largest moment at which exactly the first k of them are freed; none where nothing happens then."""
     update: Moment | None = None
     """The optimizer step, of which no mode changes anything; None: there is no such moment."""
+
+    @cached_property
+    def places(self) -> Mapping[int, int]:
+        """Unit -> its place in `order`."""
+        return {unit: place for place, unit in enumerate(self.order)}
 
     def held(self, place: int, mode: ShardingMode) -> Held:
         """What the unit at this place of `order` holds in a mode."""
@@ -144,18 +149,34 @@ def exact_peak(
     reduce_scatter_copies: bool = True,
 ) -> PeakMemory:
     """Peak of one optimizer step in these modes, event by event; arguments as in `step_memory`."""
-    return PeakMemory.of(
-        largest_moment(
-            profile,
-            units,
-            modes,
-            world_size=world_size,
-            workload=workload,
-            backward_prefetch=backward_prefetch,
-            forward_prefetch=forward_prefetch,
-            reduce_scatter_copies=reduce_scatter_copies,
-        )
+    largest: list[Moment] = []
+
+    def keep_if_largest(num_bytes: float, moment: Callable[[], Moment]) -> None:
+        if not largest or num_bytes > largest[0].num_bytes:
+            largest[:] = [moment()]
+
+    live = LiveParts(
+        profile,
+        units,
+        keep_if_largest,
+        world_size=world_size,
+        workload=workload,
+        reduce_scatter_copies=reduce_scatter_copies,
     )
+    for events in events_of(
+        profile,
+        units,
+        modes,
+        world_size,
+        num_micro_batches=workload.num_micro_batches,
+        backward_prefetch=backward_prefetch,
+        forward_prefetch=forward_prefetch,
+    ):
+        live.begin_micro_batch()
+        for event in events:
+            live.read(event)
+    live.update()
+    return PeakMemory.of(largest[0])
 
 
 def step_memory(

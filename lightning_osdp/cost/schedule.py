@@ -1,6 +1,6 @@
 """What FSDP1 does in one optimizer step, in the order in which the host issues it: the one account of its rules.
 
-Memory (`moments`) and time (`simulation`) are two readings of the same events.
+Memory (`live_parts`) and time (`simulation`) are two readings of the same events.
 
 - Forward gathers a unit at each call of its module and frees it after, unless its mode keeps it. The root is gathered
   first and never freed in forward.

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from lightning_osdp.assign import (
+    NO_GAIN,
     Assignment,
     Setting,
     assign_modes,
@@ -40,9 +41,6 @@ TOLERANCE = 1e-3
 
 WORTH_CHANGING = 0.01
 """Fraction of samples/s for which another size takes the place of the one that is there."""
-
-_ROUNDING = 1e-9
-"""Fraction of a step time below which nothing is saved."""
 
 MAX_SIZES = 64
 """Sizes that a sweep assigns modes for; past them the best of those is chosen."""
@@ -113,7 +111,7 @@ class Sweep:
         for setting in whole:
             found += self._assigned(setting, found)
         fastest = min(found, key=_time_s, default=None)
-        if fastest is None or fastest[1].step_time_s > fastest[0].fastest_s * (1 + _ROUNDING):
+        if fastest is None or fastest[1].step_time_s > fastest[0].fastest_s * (1 + NO_GAIN):
             prefetch = None if fastest is None else fastest[0].backward_prefetch
             base = next((each for each in whole if each.backward_prefetch == prefetch), min(whole, key=_least_bytes))
             for split in self._split(base):
