@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.measures.section import Row
@@ -32,11 +31,8 @@ def draw_peaks(rows: Sequence[Row], path: Path) -> None:
             peaks = [peak(row) / MB for row in found]
             numbers = [row["case"]["num_slices"] for row in found]
             axes.plot(numbers, peaks, _MEASURED, color=colour, markersize=4, label=f"2 x {hidden_size}")
-        _by_slices(axes, f"all {mode}")
         axes.set(yscale="log")
-    figure.axes[0].set(ylabel="peak of a step (MB), counted")
-    figure.axes[1].legend(loc="upper left", bbox_to_anchor=(1, 1))
-    save(figure, path)
+    _save_by_mode(figure, path, "peak of a step (MB), counted")
 
 
 def draw_times(rows: Sequence[Row], path: Path) -> None:
@@ -58,10 +54,7 @@ def draw_times(rows: Sequence[Row], path: Path) -> None:
                     label = f"2 x {hidden_size}, {name}"
                     seconds = [ratio[name] for ratio in found]
                     axes.plot(NUM_SLICES, seconds, style, color=colour, markersize=4, linewidth=1, label=label)
-        _by_slices(axes, f"all {mode}")
-    figure.axes[0].set(ylabel="step time / that of whole layers")
-    figure.axes[1].legend(loc="upper left", bbox_to_anchor=(1, 1))
-    save(figure, path)
+    _save_by_mode(figure, path, "step time / that of whole layers")
 
 
 def draw_decisions(rows: Sequence[Row], path: Path) -> None:
@@ -94,7 +87,11 @@ def _coloured(names: Sequence[object]) -> list[tuple[object, str]]:
     return list(zip(dict.fromkeys(names), _COLOURS, strict=False))
 
 
-def _by_slices(axes: Axes, title: str) -> None:
-    axes.set(xscale="log", xlabel="slices", title=title)
-    axes.set_xticks(NUM_SLICES, [str(number) for number in NUM_SLICES], minor=False)
-    axes.minorticks_off()
+def _save_by_mode(figure: Figure, path: Path, label: str) -> None:
+    """Names the axes of a figure with one picture for each mode, by number of slices."""
+    for axes, mode in zip(figure.axes, MODES, strict=True):
+        axes.set(xscale="log", xlabel="slices", title=f"all {mode}")
+        axes.set_xticks(NUM_SLICES, [str(number) for number in NUM_SLICES], minor=False)
+    figure.axes[0].set(ylabel=label)
+    figure.axes[1].legend(loc="upper left", bbox_to_anchor=(1, 1))
+    save(figure, path)
