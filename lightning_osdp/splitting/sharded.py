@@ -52,5 +52,5 @@ class ShardedParameter(Tensor):
         raise ShardedParameterError(
             f"Expected the whole {name!r} of a split operator for {func}, but it is cut into slices that are sharded"
             " over ranks. Read it within FullyShardedDataParallel.summon_full_params(trainer.model), or from"
-            " trainer.strategy.lightning_module_state_dict(); give an optimizer the module's parameters() instead."
+            " trainer.strategy.whole_state_dict(); give an optimizer the module's parameters() instead."
         )
