@@ -92,6 +92,7 @@ def _save_by_mode(figure: Figure, path: Path, label: str) -> None:
     for axes, mode in zip(figure.axes, MODES, strict=True):
         axes.set(xscale="log", xlabel="slices", title=f"all {mode}")
         axes.set_xticks(NUM_SLICES, [str(number) for number in NUM_SLICES], minor=False)
+        axes.xaxis.minorticks_off()
     figure.axes[0].set(ylabel=label)
     figure.axes[1].legend(loc="upper left", bbox_to_anchor=(1, 1))
     save(figure, path)
