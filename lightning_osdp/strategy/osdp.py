@@ -6,16 +6,12 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
-from uuid import uuid4
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.fabric.strategies.fsdp import _move_torchmetrics_to_device, _setup_activation_checkpointing
-from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
@@ -27,15 +23,14 @@ from lightning_osdp.core.search_space import SearchSpace
 from lightning_osdp.strategy import checkpoint, saving, stored
 from lightning_osdp.strategy.choice import chosen, wrapped
 from lightning_osdp.strategy.division import Division
-from lightning_osdp.strategy.failure import FailureWatch, explain
-from lightning_osdp.strategy.launcher import GatheringLauncher, StartMethod, check_start_method, refuse_in_notebook
+from lightning_osdp.strategy.launcher import GatheringLauncher, StartMethod
 from lightning_osdp.strategy.options import Options, check_fsdp_kwargs, pop_prefetch
 from lightning_osdp.strategy.precision import OSDPPrecision
 from lightning_osdp.strategy.publish import publish
-from lightning_osdp.strategy.shutdown import settle_at_exit
+from lightning_osdp.strategy.ranks import RanksStrategy
 
 
-class OSDPStrategy(FSDPStrategy):
+class OSDPStrategy(RanksStrategy):
     """Fully sharded data parallel training in which every operator is sharded only as far as memory demands.
 
     At the start of fit the model's own training step is profiled on a batch of its training data, the fastest plan
@@ -97,17 +92,19 @@ class OSDPStrategy(FSDPStrategy):
             global_batch_size=global_batch_size,
             accumulate_in_fp32=accumulate_in_fp32,
         )
-        check_start_method(start_method)
-        self._start_method = start_method
         self._plan: Plan | None = None
         self._division = Division()
-        self._watch: FailureWatch | None = None
         self._whole_state: dict[str, Any] | None = None
         self._root: FullyShardedDataParallel | None = None
         self._reduced_last: tuple[FullyShardedDataParallel, ...] = ()
         # What the plan decides is given here, so that LightningCLI does not offer it.
         super().__init__(
-            cpu_offload=None, auto_wrap_policy=None, sharding_strategy="FULL_SHARD", device_mesh=None, **fsdp_kwargs
+            start_method=start_method,
+            cpu_offload=None,
+            auto_wrap_policy=None,
+            sharding_strategy="FULL_SHARD",
+            device_mesh=None,
+            **fsdp_kwargs,
         )
 
     @property
@@ -128,27 +125,10 @@ class OSDPStrategy(FSDPStrategy):
         FSDPStrategy.precision_plugin.fset(self, precision_plugin)  # type: ignore[attr-defined]
 
     @override
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        method = self._start_method
-        if method == "popen":
-            super()._configure_launcher()
-        elif self.cluster_environment.creates_processes_externally:
-            rank_zero_warn(f"OSDP: start_method={method!r} is ignored, the ranks have been started already.")
-        else:
-            self._launcher = GatheringLauncher(self, method)
-        if _IS_INTERACTIVE and self._launcher is not None and not self._launcher.is_interactive_compatible:
-            raise refuse_in_notebook(method)
-
-    @override
     def setup_environment(self) -> None:
         super().setup_environment()
         if self._checkpoint_io is None:
             self._checkpoint_io = saving.CompleteFiles()
-        if dist.get_backend() == "gloo":
-            settle_at_exit()
-        if self.world_size > 1:
-            self._watch_failures(self.broadcast(uuid4().hex))
         if isinstance(self.precision_plugin, OSDPPrecision):
             self.precision_plugin.use_device(self.root_device)
 
@@ -179,21 +159,8 @@ class OSDPStrategy(FSDPStrategy):
         _setup_activation_checkpointing(root, self._activation_checkpointing_kwargs)
         return root
 
-    def _watch_failures(self, run: str) -> None:
-        store = dist.distributed_c10d._get_default_store()
-        self._watch = FailureWatch(store, run, rank=self.global_rank, world_size=self.world_size)
-        self._watch.start()
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
-        if self._watch is not None:
-            explain(exception, self._watch.report(exception))
-
     @override
     def teardown(self) -> None:
-        if self._watch is not None:
-            self._watch.stop()
         is_wrapped = isinstance(self.model, FullyShardedDataParallel)
         if is_wrapped and self.optimizers and isinstance(self._launcher, GatheringLauncher):
             # The weights are about to move to the CPU, out of the process group's reach.
