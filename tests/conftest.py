@@ -1,6 +1,11 @@
 """Small models for the planner's tests, stated in numbers that can be added up by hand."""
 
 import dataclasses
+import os
+
+# Before torch is imported, and for processes that tests start: threads on small tensors only wait for each other, and
+# two processes that run tests have taken three times the seconds.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 from hypothesis import settings
