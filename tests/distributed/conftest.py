@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-# Spawned ranks and pytest must find the same modules; test folders are no packages in importlib mode.
+# Ranks and pytest must find the same modules; test folders are no packages in importlib mode.
 sys.path.insert(0, str(Path(__file__).parent))
 
 from ranks import RankPool

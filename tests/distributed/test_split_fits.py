@@ -36,7 +36,8 @@ def test_a_model_that_fits_in_slices_only_trains_under_a_hard_limit(monkeypatch,
         make_plan_of_whole_operators(world_size, limit_bytes)
     for name, value in ALLOCATOR.items():
         monkeypatch.setenv(name, value)
-    pool = RankPool(world_size)  # of its own: what other cases have freed would be allocated again, past the limit
+    # of its own: what other cases have freed would be allocated again, past the limit
+    pool = RankPool(world_size, start_method="spawn")
     try:
         found = pool.run(cases.trained_under_hard_limit, limit_bytes=limit_bytes)
     finally:
