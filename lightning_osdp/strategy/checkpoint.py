@@ -5,7 +5,7 @@ Lightning's own helpers gather with ``offload_to_cpu=True``, which reads freed m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,16 @@ import torch
 from lightning.fabric.strategies.fsdp import _distributed_checkpoint_load, _is_sharded_checkpoint
 from lightning.fabric.utilities.load import _METADATA_FILENAME, _lazy_load, _materialize_tensors
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp._common_utils import TrainingState
 from torch.optim import Optimizer
 
 from lightning_osdp.apply import full_state, load_state, named_state, numbered, sharded_state
-from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.splitting import sharded_like
 
 
@@ -41,23 +39,6 @@ def whole_state(root: FullyShardedDataParallel, *, on_all_ranks: bool) -> dict[s
     if root.rank != 0 and not on_all_ranks:
         return None
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
-
-
-def refuse_shards(module: nn.Module, current_root: Callable[[], FullyShardedDataParallel | None]) -> None:
-    """Has the module's own ``state_dict()`` raise a `ConfigurationError` wherever it would give this rank's shards."""
-
-    def refuse(_: nn.Module, prefix: str, keep_vars: bool) -> None:
-        del keep_vars
-        root = current_root()
-        if prefix or root is None or root.module is not module or root.world_size == 1:
-            return
-        if root.training_state is not TrainingState.SUMMON_FULL_PARAMS:
-            raise ConfigurationError(
-                "Expected the whole weights to be asked of the strategy, got state_dict() of the module, which has only"
-                " this rank's shards. Call trainer.strategy.whole_state_dict() on all ranks, or load a checkpoint."
-            )
-
-    module.register_state_dict_pre_hook(refuse)
 
 
 def optimizer_state(root: FullyShardedDataParallel, optimizer: Any, state_dict_type: str) -> dict[str, Any]:

@@ -33,6 +33,15 @@ def given_plan(trainer: pl.Trainer, module: nn.Module, options: Options) -> tupl
     plan = given if isinstance(given, Plan) else on_rank_zero(lambda: read_plan(Path(str(given))))
     plan.check_matches(fingerprint(module), world_size=trainer.world_size)
     _check_accumulates_in_fp32(plan, options, trainer)
+    return plan, given_division(trainer, plan, options)
+
+
+def given_division(trainer: pl.Trainer, plan: Plan, options: Options) -> Division:
+    """Micro-batches of a plan that was there before this fit.
+
+    Raises:
+        ConfigurationError: they contradict ``batch_size``.
+    """
     size = options.batch_size
     if isinstance(size, int) and size != plan.micro_batch_size:
         raise ConfigurationError(
@@ -40,8 +49,8 @@ def given_plan(trainer: pl.Trainer, module: nn.Module, options: Options) -> tupl
             f" {plan.micro_batch_size}. Leave batch_size out, or plan anew by leaving out plan."
         )
     if size == "keep" or trainer.state.fn != TrainerFn.FITTING or not trainer.fit_loop._data_source.is_defined():
-        return plan, Division()
-    return plan, _given_division(trainer, plan, training_loaders(trainer))
+        return Division()
+    return _made_up(trainer, plan, training_loaders(trainer))
 
 
 def _check_accumulates_in_fp32(plan: Plan, options: Options, trainer: pl.Trainer) -> None:
@@ -55,7 +64,7 @@ def _check_accumulates_in_fp32(plan: Plan, options: Options, trainer: pl.Trainer
         )
 
 
-def _given_division(trainer: pl.Trainer, plan: Plan, loaders: CombinedLoader) -> Division:
+def _made_up(trainer: pl.Trainer, plan: Plan, loaders: CombinedLoader) -> Division:
     """The plan's micro-batches; where they make up the user's own optimizer step, the plan's number of them, too."""
     current, size = common_size(loaders), plan.micro_batch_size
     reason = why_kept(loaders)

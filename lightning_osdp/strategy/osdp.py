@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-import lightning.pytorch as pl
-from lightning.fabric.strategies.fsdp import _move_torchmetrics_to_device, _setup_activation_checkpointing
 from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_osdp.apply import forget_zeroed_gradients, reduce_left_over, unwrap_whole, without_reducing
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.search_space import SearchSpace
 from lightning_osdp.strategy import checkpoint, saving, stored
-from lightning_osdp.strategy.choice import chosen, wrapped
-from lightning_osdp.strategy.division import Division
 from lightning_osdp.strategy.launcher import GatheringLauncher, StartMethod
 from lightning_osdp.strategy.options import Options, check_fsdp_kwargs, pop_prefetch
 from lightning_osdp.strategy.precision import OSDPPrecision
-from lightning_osdp.strategy.publish import publish
-from lightning_osdp.strategy.ranks import RanksStrategy
+from lightning_osdp.strategy.units import UnitsStrategy
 
 
-class OSDPStrategy(RanksStrategy):
+class OSDPStrategy(UnitsStrategy):
     """Fully sharded data parallel training in which every operator is sharded only as far as memory demands.
 
     At the start of fit the model's own training step is profiled on a batch of its training data, the fastest plan
@@ -81,8 +73,8 @@ class OSDPStrategy(RanksStrategy):
         **fsdp_kwargs: Any,
     ) -> None:
         check_fsdp_kwargs(fsdp_kwargs)
-        self._prefetch = pop_prefetch(fsdp_kwargs)
-        self._options = Options.checked(
+        prefetch = pop_prefetch(fsdp_kwargs)
+        options = Options.checked(
             memory_limit=memory_limit,
             plan=plan,
             batch_size=batch_size,
@@ -92,13 +84,11 @@ class OSDPStrategy(RanksStrategy):
             global_batch_size=global_batch_size,
             accumulate_in_fp32=accumulate_in_fp32,
         )
-        self._plan: Plan | None = None
-        self._division = Division()
         self._whole_state: dict[str, Any] | None = None
-        self._root: FullyShardedDataParallel | None = None
-        self._reduced_last: tuple[FullyShardedDataParallel, ...] = ()
         # What the plan decides is given here, so that LightningCLI does not offer it.
         super().__init__(
+            options,
+            prefetch,
             start_method=start_method,
             cpu_offload=None,
             auto_wrap_policy=None,
@@ -133,33 +123,6 @@ class OSDPStrategy(RanksStrategy):
             self.precision_plugin.use_device(self.root_device)
 
     @override
-    def _setup_model(self, model: nn.Module) -> nn.Module:
-        assert isinstance(model, pl.LightningModule)
-        is_fitting = model.trainer.state.fn == TrainerFn.FITTING
-        root = self._root if self._root is not None and self._root.module is model else None
-        if root is not None and self._plan is None and is_fitting:
-            unwrap_whole(root)  # it was evaluated first, when there was nothing to plan for
-            root = None
-        if self._root is None or self._root.module is not model:
-            checkpoint.refuse_shards(model, lambda: self._root)
-        self._root = self._wrap(model) if root is None else root
-        if is_fitting:
-            self._division.begin(model.trainer)
-            saving.tell_of_incomplete(model.trainer)
-        return self._root
-
-    def _wrap(self, module: pl.LightningModule) -> FullyShardedDataParallel:
-        found = chosen(module, self._options, prefetch=self._prefetch, known=self._plan)
-        self._plan, self._division, estimate = found
-        kwargs = {**self.kwargs, "mixed_precision": self.mixed_precision_config}
-        if self._plan is not None:
-            publish(module.trainer, self._plan, estimate)
-        root, self._reduced_last = wrapped(module, self._plan, device=self.root_device, **kwargs)
-        _move_torchmetrics_to_device(root, self.root_device)
-        _setup_activation_checkpointing(root, self._activation_checkpointing_kwargs)
-        return root
-
-    @override
     def teardown(self) -> None:
         is_wrapped = isinstance(self.model, FullyShardedDataParallel)
         if is_wrapped and self.optimizers and isinstance(self._launcher, GatheringLauncher):
@@ -179,27 +142,6 @@ class OSDPStrategy(RanksStrategy):
         """Weights as they were when fit ended, for the main process; the strategy forgets them."""
         state, self._whole_state = self._whole_state, None
         return state
-
-    @override
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        super().pre_backward(closure_loss)
-        forget_zeroed_gradients(self._wrapped())
-        reduce_left_over(self._reduced_last)
-
-    @contextmanager
-    @override
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        """Reduces gradients in every micro-batch but of units with ``sync="last"``: Lightning would keep all whole."""
-        with without_reducing(self._reduced_last):
-            yield
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        """The training loader with the plan's micro-batch; any other loader as it is."""
-        trainer = None if self.lightning_module is None else self.lightning_module.trainer
-        if trainer is None or not trainer.training:
-            return dataloader
-        return self._division.loader(dataloader)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -237,7 +179,3 @@ class OSDPStrategy(RanksStrategy):
             self._division.resume(module.trainer, loaded)
             stored.tell_of_change(self._plan, loaded)
         return loaded
-
-    def _wrapped(self) -> FullyShardedDataParallel:
-        assert isinstance(self.model, FullyShardedDataParallel)
-        return self.model

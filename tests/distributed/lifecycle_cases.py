@@ -96,6 +96,19 @@ def stages(make, order, again=()):
     return found
 
 
+def on_other_trainers(make):
+    """What a module gives that one Trainer fits, others fit, validate and predict with, and the first fits again."""
+    module, found = Model(), []
+    data = DataLoader(module.dataset(), batch_size=8)
+    fits = [trainer(make(), limit_val_batches=2) for _ in range(2)]
+    for fit in (*fits, fits[0]):
+        fit.fit_loop.epoch_loop.max_steps = fit.global_step + 3
+        fit.fit(module, module.own_loader(), data)
+        found += floats(trainer(make(), limit_val_batches=2).validate(module, data, verbose=False))
+    found += floats(trainer(make()).predict(module, DataLoader(module.dataset(), batch_size=80)))
+    return [*module.losses, *found]
+
+
 def in_orders(make):
     orders = list(permutations(["fit", "validate", "test", "predict"]))
     return [number for order in orders[::5] for number in stages(make, order)]
@@ -134,6 +147,7 @@ EPOCHS = {"max_steps": -1, "max_epochs": 3, "limit_train_batches": 3, "limit_val
 FEATURES = {
     "fit, validate, test, predict in five of the 24 orders": in_orders,
     "fit again": lambda make: stages(make, ["fit"], ["fit", "validate"]),
+    "one module on several Trainers": on_other_trainers,
     "validate without fit": lambda make: stages(make, ["validate"]),
     "sanity validation": options(num_sanity_val_steps=2, limit_val_batches=2),
     "fast_dev_run": options(fast_dev_run=2),

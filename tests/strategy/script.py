@@ -45,11 +45,23 @@ def main():
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--num-nodes", type=int, default=1)
     parser.add_argument("--fail-rank", type=int)
+    parser.add_argument("--num-trainers", type=int, default=1, help="that fit the model, one after the other")
     options = parser.parse_args()
     if options.start_method == "forkserver":
         forkserver.ensure_running()  # before the seed is known
     L.seed_everything(SEED, verbose=False)
-    trainer = L.Trainer(
+    model = Model(options.fail_rank)
+    start = model.layer.weight.detach().clone()
+    for _ in range(options.num_trainers):
+        trainer = new_trainer(options)
+        trainer.fit(model)
+    if not torch.distributed.is_initialized():
+        report(trainer, model, start)
+    sys.stdout.write(f"rank {trainer.global_rank} ended at step {trainer.global_step}\n")
+
+
+def new_trainer(options):
+    return L.Trainer(
         strategy=OSDPStrategy(start_method=options.start_method) if options.start_method else options.strategy,
         accelerator="cpu",
         devices=options.devices,
@@ -60,12 +72,6 @@ def main():
         logger=False,
         enable_progress_bar=False,
     )
-    model = Model(options.fail_rank)
-    start = model.layer.weight.detach().clone()
-    trainer.fit(model)
-    if not torch.distributed.is_initialized():
-        report(trainer, model, start)
-    sys.stdout.write(f"rank {trainer.global_rank} ended at step {trainer.global_step}\n")
 
 
 def report(trainer, model, start):

@@ -84,6 +84,15 @@ def test_a_script_trains_on_all_ranks(tmp_path, is_torchrun, world_size):
 
 
 @pytest.mark.distributed
+def test_two_trainers_in_a_script_fit_its_model_one_after_the_other(tmp_path):
+    code, stdout, stderr = run(SCRIPT, tmp_path, "--num-trainers", 2)
+    assert code == 0, stdout + stderr
+    assert stdout.count(f"ended at step {STEPS}") == 2
+    assert stdout.count("predicted and measured") == 2
+    assert "another Trainer has sharded this model already" in stderr
+
+
+@pytest.mark.distributed
 def test_two_nodes_train_under_one_plan(tmp_path):
     (code, stdout, stderr), (other_code, other_stdout, other_stderr) = on_two_nodes(tmp_path)
     assert (code, other_code) == (0, 0), stderr + other_stderr

@@ -1,0 +1,125 @@
+"""From a LightningModule to units: wrapped as planned, or found as another Trainer left them."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.strategies.fsdp import _move_torchmetrics_to_device, _setup_activation_checkpointing
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from typing_extensions import override
+
+from lightning_osdp.apply import forget_zeroed_gradients, reduce_left_over, without_reducing
+from lightning_osdp.core.plan import Plan
+from lightning_osdp.strategy import saving
+from lightning_osdp.strategy.choice import chosen, wrapped
+from lightning_osdp.strategy.division import Division
+from lightning_osdp.strategy.given import given_division
+from lightning_osdp.strategy.options import Options, Prefetch
+from lightning_osdp.strategy.publish import publish
+from lightning_osdp.strategy.ranks import RanksStrategy
+from lightning_osdp.strategy.wrapping import Wrapping, wrapping_of
+
+
+class UnitsStrategy(RanksStrategy):
+    """FSDP over the units of a plan, through all stages of all Trainers that have the module.
+
+    Args:
+        options: what the plan may be.
+        prefetch: FSDP1's settings, which are part of a plan.
+        **kwargs: of `RanksStrategy`.
+    """
+
+    def __init__(self, options: Options, prefetch: Prefetch, **kwargs: Any) -> None:
+        self._options, self._prefetch = options, prefetch
+        self._plan: Plan | None = None
+        self._division = Division()
+        self._wrapping: Wrapping | None = None
+        super().__init__(**kwargs)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.model is not None
+        found = wrapping_of(self.model)
+        if found is not None:
+            # Before anything converts shards to another precision.
+            found.check_settings(self._settings())
+        super().setup(trainer)
+
+    @override
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        assert isinstance(model, pl.LightningModule)
+        is_fitting = model.trainer.state.fn == TrainerFn.FITTING
+        found = wrapping_of(model)
+        if found is not None and found.plan is None and is_fitting:
+            found.undo()  # it was evaluated first, when there was nothing to plan for
+            found = None
+        if found is None:
+            found = self._wrap(model)
+            found.hold()
+        elif found is not self._wrapping:
+            self._take_over(found, model.trainer)
+        self._wrapping = found
+        if is_fitting:
+            self._division.begin(model.trainer)
+            saving.tell_of_incomplete(model.trainer)
+        return found.root
+
+    def _take_over(self, found: Wrapping, trainer: pl.Trainer) -> None:
+        """Goes on with the units that another strategy wrapped the model in."""
+        if found.plan is not None and trainer.state.fn == TrainerFn.FITTING:
+            found.check_wishes(self._options)
+            self._division = given_division(trainer, found.plan, self._options)
+            publish(trainer, found.plan, None)
+        self._plan = found.plan
+        rank_zero_info("OSDP: another Trainer has sharded this model already, and its units are used as they are.")
+
+    def _settings(self) -> dict[str, str]:
+        """What units are made with besides a plan."""
+        return {
+            "precision": str(self.precision_plugin.precision),
+            "arguments": f"{self.kwargs}, {self._activation_checkpointing_kwargs}",
+        }
+
+    def _wrap(self, module: pl.LightningModule) -> Wrapping:
+        found = chosen(module, self._options, prefetch=self._prefetch, known=self._plan)
+        self._plan, self._division, estimate = found
+        kwargs = {**self.kwargs, "mixed_precision": self.mixed_precision_config}
+        if self._plan is not None:
+            publish(module.trainer, self._plan, estimate)
+        root, reduced_last = wrapped(module, self._plan, device=self.root_device, **kwargs)
+        _move_torchmetrics_to_device(root, self.root_device)
+        _setup_activation_checkpointing(root, self._activation_checkpointing_kwargs)
+        return Wrapping(root, self._plan, reduced_last, self._settings())
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        forget_zeroed_gradients(self._wrapped())
+        assert self._wrapping is not None
+        reduce_left_over(self._wrapping.reduced_last)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Reduces gradients in every micro-batch but of units with ``sync="last"``: Lightning would keep all whole."""
+        assert self._wrapping is not None
+        with without_reducing(self._wrapping.reduced_last):
+            yield
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """The training loader with the plan's micro-batch; any other loader as it is."""
+        trainer = None if self.lightning_module is None else self.lightning_module.trainer
+        if trainer is None or not trainer.training:
+            return dataloader
+        return self._division.loader(dataloader)
+
+    def _wrapped(self) -> FullyShardedDataParallel:
+        assert isinstance(self.model, FullyShardedDataParallel)
+        return self.model

@@ -1,0 +1,107 @@
+"""The units that a model is wrapped in: found again by every Trainer that the model is given to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import TrainingState
+from torch.utils.hooks import RemovableHandle
+
+from lightning_osdp.apply import unwrap_whole
+from lightning_osdp.core.byte_size import format_bytes
+from lightning_osdp.core.plan import Plan
+from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.strategy.agreement import on_rank_zero
+from lightning_osdp.strategy.options import Options
+from lightning_osdp.strategy.stored import read_plan
+
+
+@dataclass(eq=False)
+class Wrapping:
+    """A wrapped module, which holds this as a hook of its own ``state_dict()``, as long as it is wrapped.
+
+    Attributes:
+        root: around the module.
+        plan: of its units; None where all of it is one unit.
+        reduced_last: units that reduce their gradients in the last micro-batch only.
+        settings: what else the units were made with, as text.
+    """
+
+    root: FullyShardedDataParallel
+    plan: Plan | None
+    reduced_last: tuple[FullyShardedDataParallel, ...]
+    settings: Mapping[str, str]
+    _handle: RemovableHandle | None = None
+
+    def hold(self) -> None:
+        """Has the module hold this; its own ``state_dict()`` raises wherever it would give this rank's shards."""
+        self._handle = self.root.module.register_state_dict_pre_hook(self)
+
+    def undo(self) -> None:
+        """Gives the module whole parameters again, if it is one unit. Call it on all ranks."""
+        assert self._handle is not None
+        unwrap_whole(self.root)
+        self._handle.remove()
+
+    def check_settings(self, settings: Mapping[str, str]) -> None:
+        """Returns if units of another strategy would be made in the same way.
+
+        Raises:
+            ConfigurationError: they would not.
+        """
+        if self.root.process_group is not dist.group.WORLD:
+            raise _disagree("the process group that it was sharded over", "another one")
+        for name, own in self.settings.items():
+            if settings[name] != own:
+                raise _disagree(f"{name} {own}", settings[name])
+
+    def check_wishes(self, options: Options) -> None:
+        """Returns if a fit with these options may use the plan as it is; all ranks must call it.
+
+        Raises:
+            ConfigurationError: they name another plan or limit.
+        """
+        assert self.plan is not None
+        given, limit_bytes = options.plan, options.memory_limit_bytes
+        if isinstance(given, Path):
+            given = on_rank_zero(lambda: read_plan(Path(str(options.plan))))
+        if given is not None and given != self.plan:
+            raise _disagree("the plan that it was sharded by", "another plan=")
+        if given is None and limit_bytes not in (None, self.plan.memory_limit_bytes):
+            raise _disagree(
+                f"memory_limit {format_bytes(self.plan.memory_limit_bytes)}", format_bytes(limit_bytes or 0)
+            )
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Runs before the module's ``state_dict()``.
+
+        Raises:
+            ConfigurationError: it would give shards.
+        """
+        del keep_vars
+        if prefix or self.root.module is not module or self.root.world_size == 1:
+            return
+        if self.root.training_state is not TrainingState.SUMMON_FULL_PARAMS:
+            raise ConfigurationError(
+                "Expected the whole weights to be asked of the strategy, got state_dict() of the module, which has only"
+                " this rank's shards. Call trainer.strategy.whole_state_dict() on all ranks, or load a checkpoint."
+            )
+
+
+def wrapping_of(module: nn.Module) -> Wrapping | None:
+    """What this module is wrapped in, by whichever strategy."""
+    hooks = module._state_dict_pre_hooks.values()
+    return next((hook for hook in hooks if isinstance(hook, Wrapping) and hook.root.module is module), None)
+
+
+def _disagree(expected: str, got: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"Expected a strategy that goes on with the units of this model, which another Trainer sharded: {expected}, got"
+        f" {got}. Leave it as it was, or load trainer.strategy.whole_state_dict(on_all_ranks=True) of that Trainer into"
+        " a new model."
+    )
