@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.strategies.fsdp import _move_torchmetrics_to_device, _setup_activation_checkpointing
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -118,7 +119,11 @@ class UnitsStrategy(RanksStrategy):
         trainer = None if self.lightning_module is None else self.lightning_module.trainer
         if trainer is None or not trainer.training:
             return dataloader
-        return self._division.loader(dataloader)
+        loader = self._division.loader(dataloader)
+        # A resumed fit begins with an iterator that Lightning makes before it tells the sampler its epoch.
+        epochs: Any = trainer.fit_loop.epoch_progress.current
+        _set_sampler_epoch(loader, epochs.processed)
+        return loader
 
     def _wrapped(self) -> FullyShardedDataParallel:
         assert isinstance(self.model, FullyShardedDataParallel)
