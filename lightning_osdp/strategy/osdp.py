@@ -19,6 +19,7 @@ from lightning_osdp.strategy import checkpoint, saving, stored
 from lightning_osdp.strategy.launcher import GatheringLauncher, StartMethod
 from lightning_osdp.strategy.options import Options, check_fsdp_kwargs, pop_prefetch
 from lightning_osdp.strategy.precision import OSDPPrecision
+from lightning_osdp.strategy.rng import Generators
 from lightning_osdp.strategy.units import UnitsStrategy
 
 
@@ -84,6 +85,7 @@ class OSDPStrategy(UnitsStrategy):
             global_batch_size=global_batch_size,
             accumulate_in_fp32=accumulate_in_fp32,
         )
+        self._generators = Generators()
         self._whole_state: dict[str, Any] | None = None
         # What the plan decides is given here, so that LightningCLI does not offer it.
         super().__init__(
@@ -144,6 +146,11 @@ class OSDPStrategy(UnitsStrategy):
         return state
 
     @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._generators.begin(self.root_device)
+
+    @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return checkpoint.model_state(self._wrapped(), self._state_dict_type)
 
@@ -154,6 +161,7 @@ class OSDPStrategy(UnitsStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         self._division.save(checkpoint)
+        self._generators.save(checkpoint, self.root_device)
         stored.store(self._plan, checkpoint)
         saving.save(
             checkpoint,
@@ -177,5 +185,6 @@ class OSDPStrategy(UnitsStrategy):
         )
         if is_fitting:
             self._division.resume(module.trainer, loaded)
+            self._generators.resume(loaded, self.root_device)
             stored.tell_of_change(self._plan, loaded)
         return loaded
