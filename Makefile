@@ -7,12 +7,12 @@
 #   DEMO_CONFIG  what `make demo` trains: on a GPU machine
 #                `make demo DEMO_CONFIG=examples/mingpt/configs/osdp.yaml`
 #   PYTEST_ARGS  passed on to pytest: `make unit PYTEST_ARGS="tests/core -x"`; by default two
-#                processes share the test files, for ranks wait for each other a good part of the time
+#                processes share the tests, for ranks wait for each other a good part of the time
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 DEMO_CONFIG ?= examples/mingpt/configs/osdp_cpu.yaml
-PYTEST_ARGS ?= --numprocesses=2 --dist=loadfile
+PYTEST_ARGS ?= --numprocesses=2 --dist=worksteal
 
 VENV := .venv
 BIN := $(VENV)/bin
