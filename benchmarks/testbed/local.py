@@ -20,7 +20,7 @@ _TIMEOUT = timedelta(seconds=300)
 
 @cache
 def local_ranks(num_ranks: int) -> LocalRanks:
-    """Ranks of this number; always the same, for importing torch and Lightning takes each of them seconds."""
+    """Ranks of this number; always the same."""
     return LocalRanks(num_ranks)
 
 
@@ -35,8 +35,10 @@ class LocalRanks:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["lightning_osdp"])  # else every rank imports torch and Lightning for itself
         self._ranks = [
-            ProcessPoolExecutor(1, get_context("spawn"), initializer=_join, initargs=(rank, num_ranks, port))
+            ProcessPoolExecutor(1, context, initializer=_join, initargs=(rank, num_ranks, port))
             for rank in range(num_ranks)
         ]
 
