@@ -38,11 +38,21 @@ without_measuring = mock.patch.object(planning, "measure_cluster", new=_stated)
 """For cases that plan but are not about links: measuring takes longer than all the rest, on four ranks seconds."""
 
 
+_profiles = {}
+
+
+def profile_of(module):
+    """Of one of this folder's models, profiled once: its class, optimizer and dtype say all of it."""
+    key = type(module), module.optimizer_name, next(module.parameters()).dtype
+    if key not in _profiles:
+        _profiles[key] = profile_model(module, next(iter(module.loader(0, 1))))
+    return _profiles[key]
+
+
 def plan_for(module, modes, *, world_size, micro_batch_size=BATCH_SIZE, num_micro_batches=1, space=EVERYTHING):
     """A plan of this module with "zdp", "dp" or "mixed" modes: every other unit DP."""
-    batch = next(iter(module.loader(0, 1)))
     plan = make_plan(
-        profile_model(module, batch),
+        profile_of(module),
         stated_cluster(world_size),
         memory_limit_bytes=2**40,
         micro_batch_size=micro_batch_size,
@@ -129,11 +139,10 @@ def equivalence(name, optimizer, dtype, modes, num_micro_batches=1, clip=None, s
 def predicted_and_counted_peak(name, optimizer, modes, num_micro_batches=1, prefetch="pre"):
     """Bytes that the simulator says a plan takes, and the peak that training steps were counted to take."""
     module, world_size = build(name, optimizer), dist.get_world_size()
-    profile = profile_model(module, next(iter(module.loader(dist.get_rank(), world_size))))
     space = SearchSpace(min_unit_bytes=1024, share_units=False)
     plan = plan_for(module, modes, world_size=world_size, num_micro_batches=num_micro_batches, space=space)
     plan = dataclasses.replace(plan, backward_prefetch=prefetch)
-    predicted = simulate(plan, profile, stated_cluster(world_size)).peak
+    predicted = simulate(plan, profile_of(module), stated_cluster(world_size)).peak
     strategy = OSDPStrategy(plan=plan)
     fit = trainer(strategy, accumulate_grad_batches=num_micro_batches)
     module = build(name, optimizer)
@@ -142,6 +151,7 @@ def predicted_and_counted_peak(name, optimizer, modes, num_micro_batches=1, pref
     return predicted.peak_bytes, check.measured.peak_bytes, predicted.phase
 
 
+@without_measuring
 def trains_in(precision):
     """Losses and peak of a plan made and run in this precision, and DDP's losses in bf16-mixed or full."""
     space = SearchSpace(min_unit_bytes=1024, share_units=False)
