@@ -5,8 +5,6 @@ import pytest
 
 pytestmark = pytest.mark.distributed
 
-both_sizes = pytest.mark.parametrize("world_size", [2, 4])
-
 
 @pytest.mark.parametrize(("world_size", "num_micro_batches", "num_mixes"), [(2, 2, 2), (2, 3, 2), (4, 4, 1)])
 def test_each_kind_of_unit_and_mixes_equal_ddp(ranks, world_size, num_micro_batches, num_mixes):
@@ -22,9 +20,8 @@ def test_mixes_equal_ddp_with_any_number_of_micro_batches(ranks, world_size, num
     assert max(found) < 1e-9
 
 
-@both_sizes
-def test_what_lightning_does_in_and_between_windows_equals_ddp(ranks, world_size):
-    found = ranks(world_size).run(cases.within_lightning)[0]
+def test_what_lightning_does_in_and_between_windows_equals_ddp(ranks):
+    found = ranks(2).run(cases.within_lightning)[0]
     tolerances = {
         "validation": 1e-9,
         "norm": 1e-7,
@@ -39,9 +36,8 @@ def test_what_lightning_does_in_and_between_windows_equals_ddp(ranks, world_size
     ), found
 
 
-@both_sizes
-def test_collectives_of_a_step_are_those_of_the_table(ranks, world_size):
-    for steps, expected in ranks(world_size).run(cases.collectives)[0]:
+def test_collectives_of_a_step_are_those_of_the_table(ranks):
+    for steps, expected in ranks(2).run(cases.collectives)[0]:
         assert len(steps) == 5
         assert [dict(step) for step in steps] == [expected] * 5
 

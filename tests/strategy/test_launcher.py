@@ -1,7 +1,8 @@
 """``Trainer(strategy=...)`` in a script of its own, as users start it: each way to start ranks, and their end.
 
 Every run must end with exit code 0: gloo aborts one in ten at interpreter exit where nothing is done about it.
-``benchmarks/exits.py`` runs it more often.
+``benchmarks/exits.py`` runs it more often. Four ranks are those of two nodes, and forked ones: every other process
+imports torch and Lightning for itself, which takes longer than all that it does.
 """
 
 import os
@@ -74,13 +75,12 @@ def check_trained(folder, stdout, *, world_size):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("is_torchrun", [False, True], ids=["subprocesses", "torchrun"])
-def test_a_script_trains_on_all_ranks(tmp_path, is_torchrun, world_size):
-    before = torchrun("--standalone", "--nproc-per-node", world_size) if is_torchrun else []
-    code, stdout, stderr = run(*before, SCRIPT, tmp_path, "--devices", world_size)
+def test_a_script_trains_on_all_ranks(tmp_path, is_torchrun):
+    before = torchrun("--standalone", "--nproc-per-node", 2) if is_torchrun else []
+    code, stdout, stderr = run(*before, SCRIPT, tmp_path, "--devices", 2)
     assert code == 0, stdout + stderr
-    check_trained(tmp_path, stdout, world_size=world_size)
+    check_trained(tmp_path, stdout, world_size=2)
 
 
 @pytest.mark.distributed
@@ -105,8 +105,6 @@ def test_two_nodes_train_under_one_plan(tmp_path):
     ("how", "world_size"),
     [
         (("--strategy", "osdp_spawn"), 2),
-        (("--strategy", "osdp_spawn"), 4),
-        (("--strategy", "osdp_notebook"), 2),
         (("--strategy", "osdp_notebook"), 4),
         (("--start-method", "forkserver"), 2),
     ],
