@@ -130,12 +130,6 @@ def _check_executable(plan: Plan) -> None:
                 f"Expected the root unit to reduce its gradients in every micro-batch, got sync={unit.sync!r}: backward"
                 " waits for the others' gradients only if the root reduces its own. Set it to 'every'."
             )
-        if unit.activations != "keep":
-            raise ConfigurationError(
-                f"Expected a plan that this version can execute (activations='keep'), but unit {unit.name!r} asks for"
-                f" activations={unit.activations!r}. Plan anew, or use the version of lightning_osdp that wrote the"
-                " plan."
-            )
 
 
 def _check_units(plan: Plan, modules: dict[str, nn.Module]) -> None:

@@ -9,6 +9,7 @@ bounds every plan from below, and `repair` makes plans of the solutions that vio
 
 from lightning_osdp.assign.additive import NO_GAIN, Modes
 from lightning_osdp.assign.assign import Assignment, assign_modes, bound_later_s, fill_spare
+from lightning_osdp.assign.blocks import block_units, chosen_activations, with_blocks
 from lightning_osdp.assign.setting import Setting
 from lightning_osdp.assign.share import share_units
 from lightning_osdp.assign.slices import ever_more_slices
@@ -19,8 +20,11 @@ __all__ = [
     "Modes",
     "Setting",
     "assign_modes",
+    "block_units",
     "bound_later_s",
+    "chosen_activations",
     "ever_more_slices",
     "fill_spare",
     "share_units",
+    "with_blocks",
 ]

@@ -137,7 +137,7 @@ class Paths:
         repeats = self._clock.num_micro_batches
         more_s = [0.0] * (len(self._constants_s) + 1)
         for unit, turn in self._flattened.items():
-            more_s[turn] += repeats * min(self._clock.overhead_s(unit, mode) for mode in options[unit])
+            more_s[turn] += repeats * min(self._own_s(unit, mode) for mode in options[unit])
             reduces_s = self._reduce_s[unit] * min(mode.num_reduce_scatters(repeats) for mode in options[unit])
             more_s[0] += reduces_s
             more_s[turn + 1] -= reduces_s
@@ -154,6 +154,10 @@ class Paths:
             repeats * constant_s + own_s
             for constant_s, own_s in zip(self._constants_s, accumulate(more_s), strict=False)
         ]
+
+    def _own_s(self, unit: int, mode: ShardingMode) -> float:
+        """Seconds of a micro-batch, before the unit's gradients are reduced, that depend on its mode alone."""
+        return self._clock.overhead_s(unit, mode) + self._clock.activations_s(unit, mode)
 
     def _num_gathers(self, mode: ShardingMode) -> int:
         """How often a step gathers a unit that is not there, whether or not forward frees it."""
@@ -182,7 +186,7 @@ class Paths:
             turn, reduce_s = self._flattened[unit], self._reduce_s[unit]
             times_s.append(
                 {
-                    mode: (repeats * self._clock.overhead_s(unit, mode) if turn <= path.turn else 0.0)
+                    mode: (repeats * self._own_s(unit, mode) if turn <= path.turn else 0.0)
                     + (mode.num_reduce_scatters(repeats) * reduce_s if turn >= path.turn else 0.0)
                     + gathered[unit] * self._num_gathers(mode) * self._gather_s[unit]
                     + (0.0 if mode.resident else freed_s[unit])

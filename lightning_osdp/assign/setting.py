@@ -22,10 +22,11 @@ from lightning_osdp.cost import (
     exact_peak,
     optimizer_s,
     paper_memory,
+    saved_bytes,
     step_memory,
     unit_cost,
 )
-from lightning_osdp.simulation import StepClock
+from lightning_osdp.simulation import StepClock, in_modes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +37,17 @@ class Setting:
     units: tuple[UnitProfile, ...]
     cluster: Cluster
     workload: Workload
+    blocks: Mapping[str, str] = field(default_factory=dict)
+    """Blocks that do not keep what they save -> what they do, which the profile has already."""
+    given: ModelProfile | None = None
+    """The profile before blocks and slices were chosen; None: it is `profile`."""
     num_slices: Mapping[str, int] = field(default_factory=dict)
     """Operators that are split -> into how many slices, which are units of their own."""
     modes: tuple[str, ...] = tuple(MODES)
     sync: tuple[str, ...] = SYNC_CHOICES
     """Which micro-batches may reduce a unit's gradients; with one micro-batch there is nothing to choose."""
+    activations: tuple[str, ...] = ("keep",)
+    """What units that are blocks may do with what they save."""
     backward_prefetch: str = "pre"
     forward_prefetch: bool = False
     cost_model: str = "simulate"
@@ -50,6 +57,11 @@ class Setting:
         """The same with another micro-batch size, and another number of them."""
         repeats = self.workload.num_micro_batches if num_micro_batches is None else num_micro_batches
         return replace(self, workload=Workload(micro_batch_size=micro_batch_size, num_micro_batches=repeats))
+
+    @property
+    def unchanged(self) -> ModelProfile:
+        """The profile before blocks and slices were chosen."""
+        return self.given or self.profile
 
     @property
     def is_paper(self) -> bool:
@@ -67,7 +79,14 @@ class Setting:
         accumulates = self.workload.num_micro_batches > 1 and self.cluster.world_size > 1
         sync = self.sync if accumulates else SYNC_CHOICES[:1]
         offered = tuple(mode for mode in ALL_MODES if mode.name in self.modes and mode.sync in sync)
-        return tuple((DP,) if unit.is_root else offered for unit in self.units)
+        return tuple((DP,) if unit.is_root else self._with_activations(unit, offered) for unit in self.units)
+
+    def _with_activations(self, unit: UnitProfile, modes: Modes) -> Modes:
+        """The modes with every choice of activations: those first that save least, and the mode itself."""
+        found = () if unit.block is None else unit.block.segments
+        choices = [choice for choice in self.activations if choice == "keep" or choice in found]
+        choices.sort(key=lambda choice: saved_bytes(unit, choice, self.workload.micro_batch_size))
+        return tuple(replace(mode, activations=choice) for choice in choices for mode in modes)
 
     @cached_property
     def times_s(self) -> tuple[Mapping[ShardingMode, float], ...]:
@@ -91,6 +110,7 @@ class Setting:
             self.units,
             world_size=self.cluster.world_size,
             workload=self.workload,
+            activations=self.activations,
             backward_prefetch=self.backward_prefetch,
             forward_prefetch=self.forward_prefetch,
             reduce_scatter_copies=self.cluster.reduce_scatter_copies,
@@ -115,10 +135,12 @@ class Setting:
 
     @cached_property
     def _constant_s(self) -> float:
-        """What no unit owns: the loss and the optimizer step."""
+        """What no unit owns: the loss, the optimizer step, and copies that the profile has."""
         loss, workload = self.profile.loss, self.workload
         loss_s = (loss.forward_s + loss.backward_s).at(workload.micro_batch_size)
-        return workload.num_micro_batches * loss_s + self._optimizer_s
+        copied = sum(num_bytes.at(workload.micro_batch_size) for _, num_bytes in self.profile.copied)
+        copies_s = 2 * copied * self.cluster.host_copy_s_per_byte
+        return workload.num_micro_batches * (loss_s + copies_s) + self._optimizer_s
 
     @cached_property
     def clock(self) -> StepClock:
@@ -187,10 +209,10 @@ class Setting:
 
     def exact_peak(self, modes: Sequence[ShardingMode]) -> PeakMemory:
         """Predicted peak of one optimizer step."""
-        if self.is_paper or all(mode.sync == "every" for mode in modes):
+        if self.is_paper or (len(self.activations) == 1 and all(mode.sync == "every" for mode in modes)):
             return self.peak(modes)
         return exact_peak(
-            self.profile,
+            in_modes(self.profile, self.units, modes),
             self.units,
             modes,
             world_size=self.cluster.world_size,

@@ -131,4 +131,11 @@ def _with_slices(setting: Setting, counts: Mapping[str, int]) -> Setting:
         else:
             members |= {name: [name] for name in slice_names(unit.name, number)}
     profile = split_operators(setting.profile, counts)
-    return dataclasses.replace(setting, profile=profile, units=grouped(profile, members), num_slices=dict(counts))
+    return dataclasses.replace(
+        setting,
+        profile=profile,
+        units=grouped(profile, members),
+        num_slices=dict(counts),
+        given=setting.unchanged,
+        activations=("keep",),
+    )

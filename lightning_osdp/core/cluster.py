@@ -60,5 +60,7 @@ class Cluster:
     """Whether collectives run beside computing; a backend that blocks (gloo) has one thing happen at a time."""
     reduce_scatter_copies: bool = True
     """Whether the backend copies what it reduces and scatters, as gloo does."""
+    host_copy_s_per_byte: float = 0.0
+    """Seconds per byte that is copied to host memory, or back; on CPU of a copy in memory."""
     memory_bytes: int | None = None
     """Bytes that one rank may use where the user sets no limit; None if unknown."""

@@ -36,6 +36,7 @@ _KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
         lambda value: isinstance(value, dict) and all(type(n) is int and _is_number(n) for n in value.values()),
     ),
     "tuple[Unit, ...]": ("a list of units", lambda value: isinstance(value, tuple)),
+    "tuple[Block, ...]": ("a list of blocks", lambda value: isinstance(value, tuple)),
 }
 """Annotation of a field -> what to call it, and whether a JSON value is one."""
 

@@ -21,6 +21,8 @@ class ShardingMode:
     sync: str = "every"
     """Which micro-batches reduce gradients: ``every`` or ``last``. Where only the last one does, the unsharded gradient
     lives from the first one on, and so does the gathered parameter of a resident unit."""
+    activations: str = "keep"
+    """What becomes of what the unit's block saves for backward: one of `ACTIVATION_CHOICES`."""
 
     def num_all_gathers(self, num_calls: int = 1, num_micro_batches: int = 1) -> int:
         """All-gathers per optimizer step of a unit that forward calls ``num_calls`` times.
@@ -47,6 +49,10 @@ MODES = {mode.name: mode for mode in (ZDP, DP)}
 """Every mode by name, in the order in which it is offered to the search: least memory first."""
 
 SYNC_CHOICES = ("every", "last")
+
+ACTIVATION_CHOICES = ("keep", "recompute", "offload", "recompute_offload")
+"""What becomes of the tensors that a block saves for backward: they are kept; dropped, and made again by running the
+block's forward in backward; moved to host memory and back; or dropped, with the block's inputs on the host."""
 
 ALL_MODES = tuple(replace(mode, sync=sync) for sync in SYNC_CHOICES for mode in MODES.values())
 """Every mode with every choice of micro-batches that reduce: the first of those offered takes the least memory."""

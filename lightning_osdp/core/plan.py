@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_osdp.core.document import read_dataclass, shown
-from lightning_osdp.core.modes import DP, MODES, SYNC_CHOICES, ZDP
-from lightning_osdp.core.plan_unit import ACTIVATION_CHOICES, Decision, Unit
+from lightning_osdp.core.modes import ACTIVATION_CHOICES, DP, MODES, SYNC_CHOICES, ZDP
+from lightning_osdp.core.plan_unit import Block, Decision, Unit
 from lightning_osdp.errors import PlanFormatError, PlanMismatchError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 PREFETCH_CHOICES = ("pre", "post", "none")
 COST_MODELS = ("simulate", "paper")
 
@@ -43,6 +43,8 @@ class Plan:
     """Predicted samples per second, all ranks together."""
     gap: float
     """No plan in the search space is predicted to be faster by more than this fraction."""
+    blocks: tuple[Block, ...] = ()
+    """Modules that recompute or offload what they save for backward, in forward order; all others keep it."""
     solver: str = ""
     cost_model: str = "simulate"
     """What predicted it: ``simulate``, a step as FSDP1 runs it, or ``paper``, the sums of its equation 1."""
@@ -166,8 +168,15 @@ def _plan_from_document(document: object, source: str) -> Plan:
     if not isinstance(units, list) or not units:
         raise PlanFormatError(f"Expected 'units' of {source} to be a non-empty list, got {shown(units)}.")
     entries["units"] = tuple(read_dataclass(Unit, unit, f"units[{i}] of {source}") for i, unit in enumerate(units))
+    blocks = entries.get("blocks", [])
+    if not isinstance(blocks, list):
+        raise PlanFormatError(f"Expected 'blocks' of {source} to be a list, got {shown(blocks)}.")
+    entries["blocks"] = tuple(
+        read_dataclass(Block, block, f"blocks[{i}] of {source}") for i, block in enumerate(blocks)
+    )
     plan = read_dataclass(Plan, entries, source)
     _check_units(plan.units, source)
+    _check_blocks(plan.blocks, source)
     _check_numbers(plan, source)
     if "decisions" in document:
         derived = json.loads(plan.to_json())["decisions"]
@@ -187,7 +196,7 @@ def _check_units(units: tuple[Unit, ...], source: str) -> None:
         if not unit.modes:
             raise PlanFormatError(f"Expected {where} to have at least one mode, got none.")
         checks = [("mode", mode, tuple(MODES)) for mode in unit.modes]
-        checks += [("sync", unit.sync, SYNC_CHOICES), ("activations", unit.activations, ACTIVATION_CHOICES)]
+        checks.append(("sync", unit.sync, SYNC_CHOICES))
         for what, value, choices in checks:
             if value not in choices:
                 raise PlanFormatError(f"Expected {what} of {where} to be one of {choices}, got {value!r}.")
@@ -201,6 +210,22 @@ def _check_units(units: tuple[Unit, ...], source: str) -> None:
         seen_operators.update(unit.operators)
     if "" not in seen_units:
         raise PlanFormatError(f"Expected {source} to have a root unit, named '', got none.")
+
+
+def _check_blocks(blocks: tuple[Block, ...], source: str) -> None:
+    names = {block.name for block in blocks}
+    if len(names) < len(blocks):
+        raise PlanFormatError(f"Expected blocks of {source} once each, got {[block.name for block in blocks]}.")
+    for block in blocks:
+        where, choices = f"block {block.name!r} of {source}", ACTIVATION_CHOICES[1:]
+        if block.activations not in choices:
+            raise PlanFormatError(f"Expected activations of {where} to be one of {choices}, got {block.activations!r}.")
+        if block.frees_bytes < 0:
+            raise PlanFormatError(f"Expected 'frees_bytes' of {where} to be at least 0, got {block.frees_bytes!r}.")
+        parts = block.name.split(".")
+        around = {".".join(parts[:length]) for length in range(1, len(parts))}
+        if not block.name or around & names:
+            raise PlanFormatError(f"Expected no block of {source} inside another, and not the root, got {where}.")
 
 
 def _check_numbers(plan: Plan, source: str) -> None:
@@ -217,4 +242,4 @@ def _check_numbers(plan: Plan, source: str) -> None:
             raise PlanFormatError(f"Expected {name!r} of {source} to be one of {choices}, got {value!r}.")
 
 
-__all__ = ["ACTIVATION_CHOICES", "DP", "SCHEMA_VERSION", "SYNC_CHOICES", "ZDP", "Decision", "Plan", "Unit"]
+__all__ = ["ACTIVATION_CHOICES", "DP", "SCHEMA_VERSION", "SYNC_CHOICES", "ZDP", "Block", "Decision", "Plan", "Unit"]

@@ -1,12 +1,10 @@
-"""What a plan says of one unit, and of one operator."""
+"""What a plan says of one unit, of one operator, and of one block."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from lightning_osdp.core.modes import MODES, ShardingMode
-
-ACTIVATION_CHOICES = ("keep", "recompute", "offload")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +21,6 @@ class Unit:
     """Sharding mode of each slice; one slice where the operator is not split."""
     sync: str = "every"
     """Which micro-batches reduce gradients: ``every`` or ``last``."""
-    activations: str = "keep"
     parameter_bytes: int = 0
     """Gathered parameters of all slices."""
     time_s: float = 0.0
@@ -55,3 +52,17 @@ class Decision:
     operator: str
     unit: str
     modes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A module that does not simply keep what it saves for backward."""
+
+    name: str
+    """Qualified name of the module; none is inside another."""
+    activations: str
+    """One of `ACTIVATION_CHOICES`, not ``keep``."""
+    frees_bytes: int = 0
+    """Bytes of a micro-batch that do not stay on the device from its forward to its backward."""
+    costs_s: float = 0.0
+    """Predicted seconds per optimizer step that this takes."""

@@ -134,6 +134,22 @@ class Segment:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BlockProfile:
+    """A module that need not keep what it saves for backward; forward calls it once."""
+
+    name: str
+    span: Span
+    segments: Mapping[str, tuple[Segment, ...]]
+    """What its segments become: by choice of `ACTIVATION_CHOICES`, without ``keep``."""
+    rerun_s: Affine = ZERO
+    """Seconds of its forward."""
+    copied_bytes: Mapping[str, Affine] = field(default_factory=dict)
+    """By choice, what goes to host memory in forward, and comes back in backward."""
+    signature: str = ""
+    """Equal blocks share one."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelProfile:
     """One model under one training step, with all that is needed to plan it for any number of ranks."""
 
@@ -143,6 +159,12 @@ class ModelProfile:
     """In forward order; the last one is the loss."""
     spans: Mapping[str, tuple[Span, ...]] = field(default_factory=dict)
     """Module -> its calls, for every module but the root that may be a unit."""
+    blocks: tuple[BlockProfile, ...] = ()
+    """Modules that may recompute or offload what they save, in forward order; none is inside another."""
+    rerun: Mapping[str, Span] = field(default_factory=dict)
+    """Modules whose forward runs again in backward, which `segments` has in its seconds."""
+    copied: tuple[tuple[Span, Affine], ...] = ()
+    """Bytes that these segments move to host memory, and back, which `segments` does not have in its seconds."""
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     """Parameter name -> shape, dtype, ``frozen`` and ``tied to`` marks: what a plan must match."""
     profiled_batch_size: int = 1

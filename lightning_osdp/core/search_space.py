@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_osdp.core.modes import MODES, SYNC_CHOICES
+from lightning_osdp.core.modes import ACTIVATION_CHOICES, MODES, SYNC_CHOICES
 from lightning_osdp.errors import ConfigurationError
 
 
@@ -23,15 +23,27 @@ class SearchSpace:
     """Which micro-batches may reduce a unit's gradients: ``("every",)`` keeps none whole between micro-batches."""
     slices: tuple[int, ...] = (1, 2, 4, 8, 16)
     """Numbers of slices that an operator may be split into; 1, whole, is always among them: ``(1,)`` splits none."""
+    activations: tuple[str, ...] = ("keep", "recompute")
+    """What a block may do with what it saves for backward; ``keep`` is always among them. ``offload`` and
+    ``recompute_offload`` are for devices with memory of their own."""
     min_unit_bytes: int | None = None
     """Operators with fewer parameter bytes join their parent's unit; None: 64 KiB, or 1% of the model if less."""
     share_units: bool = True
     """Whether adjacent operators of one mode may share a unit where that is predicted to be faster and fits."""
 
     def __post_init__(self) -> None:
-        for name, given, choices in (("modes", self.modes, tuple(MODES)), ("sync", self.sync, SYNC_CHOICES)):
+        for name, given, choices in (
+            ("modes", self.modes, tuple(MODES)),
+            ("sync", self.sync, SYNC_CHOICES),
+            ("activations", self.activations, ACTIVATION_CHOICES),
+        ):
             if not given or any(each not in choices for each in given):
                 raise ConfigurationError(f"SearchSpace({name}=...) must name at least one of {choices}, got {given!r}.")
+        if "keep" not in self.activations:
+            raise ConfigurationError(
+                f"SearchSpace(activations=...) must have 'keep' among them, got {self.activations!r}. To have blocks"
+                " recompute whatever it costs, use activation_checkpointing_policy."
+            )
         if 1 not in self.slices or min(self.slices) < 1:
             raise ConfigurationError(
                 f"SearchSpace(slices=...) must be whole numbers from 1 on, 1 among them, got {self.slices!r}."

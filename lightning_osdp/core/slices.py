@@ -56,7 +56,7 @@ def split_operators(profile: ModelProfile, num_slices: Mapping[str, int]) -> Mod
     """The profile with some operators split: each slice is an operator, and a unit of its own in any partition.
 
     Args:
-        profile: of the model as the user wrote it.
+        profile: of the model as the user wrote it, with the blocks chosen that do not keep what they save.
         num_slices: operator -> k. Those that are not named stay whole.
 
     Raises:
@@ -87,7 +87,15 @@ def split_operators(profile: ModelProfile, num_slices: Mapping[str, int]) -> Mod
         firsts = [places[first][0] for first, _ in profile.spans[name]]
         for index, part in enumerate(slice_names(name, number)):
             spans[part] = tuple((first + index, first + index) for first in firsts)
-    return replace(profile, operators=tuple(operators), segments=tuple(segments), spans=spans)
+    return replace(
+        profile,
+        operators=tuple(operators),
+        segments=tuple(segments),
+        spans=spans,
+        blocks=(),
+        rerun={name: (places[first][0], places[last][1]) for name, (first, last) in profile.rerun.items()},
+        copied=tuple(((places[first][0], places[last][1]), num_bytes) for (first, last), num_bytes in profile.copied),
+    )
 
 
 def _cut(operator: OperatorProfile) -> Cut:

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lightning_osdp.core.affine import ZERO, Affine
-from lightning_osdp.core.profile import ModelProfile, OperatorProfile, ParameterProfile, Segment, Span
+from lightning_osdp.core.profile import (
+    BlockProfile,
+    ModelProfile,
+    OperatorProfile,
+    ParameterProfile,
+    Segment,
+    Span,
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -21,6 +28,10 @@ class UnitProfile:
     """Of these operators."""
     calls: tuple[Span, ...]
     """When forward runs the wrapped module, and so gathers the unit."""
+    num_reruns: int = 0
+    """Further calls in backward, of a block around it that recomputes, for which it has to be gathered."""
+    block: BlockProfile | None = None
+    """The wrapped module, where that is a block without units inside: it may do with what it saves as it likes."""
 
     @property
     def is_root(self) -> bool:
@@ -174,16 +185,26 @@ def grouped(profile: ModelProfile, members: Mapping[str, Collection[str]]) -> tu
 def _units(profile: ModelProfile, members: Mapping[str, Sequence[OperatorProfile]]) -> tuple[UnitProfile, ...]:
     """Units by name, with what runs inside them; root first, then in forward order."""
     position = {operator.name: index for index, operator in enumerate(profile)}
+    above = {around for name in members for around in _ancestors(name)}
+    blocks = {block.name: block for block in profile.blocks if block.name not in above}
     segments: dict[str, list[Segment]] = {}
     for segment in profile.segments[:-1]:  # the loss is of no unit, not even of an operator that is the root
         segments.setdefault(segment.operator, []).append(segment)
     whole = ((0, len(profile.segments) - 1),)
+
+    def num_reruns(name: str, calls: tuple[Span, ...]) -> int:
+        """Of the calls that a block ends with none: when it is run again, backward has gathered the unit."""
+        ends = [profile.rerun[module][1] for module in _ancestors(name) if module in profile.rerun]
+        return sum(last < end for end in ends for _, last in calls)
+
     units = (
         UnitProfile(
             name=name,
             operators=tuple(sorted(operators, key=lambda operator: position[operator.name])),
             segments=tuple(part for operator in operators for part in segments.get(operator.name, ())),
             calls=profile.spans.get(name, _NEVER_CALLED) if name else whole,
+            num_reruns=num_reruns(name, profile.spans.get(name, _NEVER_CALLED)),
+            block=blocks.get(name),
         )
         for name, operators in members.items()
     )

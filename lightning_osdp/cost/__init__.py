@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.cost.activations import activations_cost
+from lightning_osdp.cost.activations import activations_cost, activations_s, block_s, copied_s, saved_bytes
 from lightning_osdp.cost.besides import evaluation_peak, saving_peak
 from lightning_osdp.cost.communication import communication_cost, gather_s, reduce_s
 from lightning_osdp.cost.compute import compute_cost, optimizer_s
@@ -52,6 +52,9 @@ __all__ = [
     "PeakMemory",
     "StepMemory",
     "Workload",
+    "activations_s",
+    "block_s",
+    "copied_s",
     "evaluation_peak",
     "exact_peak",
     "gather_s",
@@ -59,6 +62,7 @@ __all__ = [
     "overhead_s",
     "paper_memory",
     "reduce_s",
+    "saved_bytes",
     "saving_peak",
     "step_memory",
     "unit_cost",

@@ -18,13 +18,15 @@ def communication_cost(unit: UnitProfile, mode: ShardingMode, *, cluster: Cluste
 
     Where only the last one reduces them, a step takes 2 K AG(S) + RS(S) of a ZDP unit and AG(S) + RS(S) of a DP one.
 
+    A ZDP unit inside a block that is run again in backward is gathered once more.
+
     Frozen parameters have no gradient: a unit without trainable parameters reduces nothing.
 
     References:
         OSDP (Jiang et al. 2022), equation 2.
     """
     repeats = workload.num_micro_batches
-    gathers_s = mode.num_all_gathers(len(unit.calls), repeats) * gather_s(unit, cluster)
+    gathers_s = mode.num_all_gathers(len(unit.calls) + unit.num_reruns, repeats) * gather_s(unit, cluster)
     return Cost(time_s=gathers_s + mode.num_reduce_scatters(repeats) * reduce_s(unit, cluster))
 
 

@@ -6,7 +6,7 @@ The formulas that come of it are in `moments`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile
@@ -26,6 +26,13 @@ class Moment:
     """Operator that runs; the empty string in the loss and in the optimizer step."""
     parts: Mapping[str, float]
     """What the bytes consist of."""
+
+    def less(self, part: str, num_bytes: float) -> Moment:
+        """The same moment with so many bytes fewer of one part."""
+        if not num_bytes:
+            return self
+        parts = {**self.parts, part: self.parts[part] - num_bytes}
+        return replace(self, num_bytes=self.num_bytes - num_bytes, parts=parts)
 
 
 Observer = Callable[[float, Callable[[], Moment]], None]
@@ -74,6 +81,7 @@ class LiveParts:
             "free": self._free,
             "forward": self._forward,
             "zero": self._zero,
+            "rerun": self._rerun,
             "backward": self._backward,
             "flatten": self._flatten,
             "accumulate": self._accumulate,
@@ -126,6 +134,11 @@ class LiveParts:
     def _zero(self, _: int) -> None:
         """Lightning drops reduced gradients between the first forward and its backward."""
         self.parts["reduced gradients"] = 0.0
+
+    def _rerun(self, index: int) -> None:
+        """What forward builds up again is part of the segment's workspace in backward."""
+        segment = self.profile.segments[index]
+        self._observe("backward", segment.operator, "workspace", segment.backward_workspace_bytes.at(self.samples))
 
     def _backward(self, index: int) -> None:
         segment = self.profile.segments[index]

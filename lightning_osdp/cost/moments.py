@@ -44,7 +44,7 @@ from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.cost.cost import Workload
 from lightning_osdp.cost.live_parts import LiveParts, Moment
-from lightning_osdp.cost.schedule import micro_batches
+from lightning_osdp.cost.schedule import Event, leaving_order, micro_batches
 
 
 def largest_moments(
@@ -64,7 +64,7 @@ def largest_moments(
         nothing happens. And the optimizer step.
     """
     largest: dict[int, Moment] = {}
-    num_freed = 0
+    num_freed = 0  # of the moment that is being read
 
     def keep_if_largest(num_bytes: float, moment: Callable[[], Moment]) -> None:
         if num_freed not in largest or num_bytes > largest[num_freed].num_bytes:
@@ -85,18 +85,45 @@ def largest_moments(
         [False] * len(units),
         num_micro_batches=workload.num_micro_batches,
         num_segments=len(profile.segments),
+        rerun=profile.rerun,
         backward_prefetch=backward_prefetch,
         forward_prefetch=forward_prefetch,
     )
     for events in simulated:
         live.begin_micro_batch()
+        freed = _Freed(units)
         for event in events:
-            is_root = event.kind in {"gather", "free"} and units[event.of].is_root
-            if event.kind == "free" and not live.is_in_backward and not is_root:
-                num_freed += 1
-            elif event.kind == "gather" and live.is_in_backward and not is_root:
-                num_freed -= 1
+            freed.read(event, is_in_backward=live.is_in_backward)
+            num_freed = freed.num
             live.read(event)
     num_freed = -1
     live.update()
     return largest, largest.pop(-1)
+
+
+class _Freed:
+    """How many units, in `leaving_order`, lie before the last one that is freed between its forward and its backward.
+
+    These are all freed but where a block is run again: it has one of its units gathered before those that follow.
+    """
+
+    def __init__(self, units: Sequence[UnitProfile]) -> None:
+        self.num = 0
+        self._places = {unit: place for place, unit in enumerate(leaving_order(units))}
+        self._is_freed = [False] * len(self._places)
+        self._through: set[int] = set()
+
+    def read(self, event: Event, *, is_in_backward: bool) -> None:
+        """One more event of a micro-batch."""
+        place = self._places.get(event.of)
+        if place is None:
+            return
+        if event.kind == "flatten":
+            self._through.add(place)
+        elif event.kind == "free" and place not in self._through:
+            self._is_freed[place] = True
+            self.num = max(self.num, place + 1)
+        elif event.kind == "gather" and is_in_backward:
+            self._is_freed[place] = False
+            while self.num and not self._is_freed[self.num - 1]:
+                self.num -= 1

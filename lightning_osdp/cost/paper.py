@@ -60,5 +60,6 @@ def paper_memory(
         whole_bytes=tuple(
             max(0.0, units[unit].gradient_bytes - units[unit].trainable_bytes / cluster.world_size) for unit in order
         ),
+        saved_bytes=({},) * len(order),
         moments={len(order): moment},
     )

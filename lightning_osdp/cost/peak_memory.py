@@ -13,6 +13,10 @@ has S_u whole gradient bytes in place of s_u reduced ones and, if it is DP, P_u 
     peak(x, y) = max_k ( floor_k + sum over the first k units of x_u (1 - y_u) P_u
                                  + sum over all units of y_u (S_u - s_u + x_u P_u) )
 
+Where a unit is a block that may recompute or offload, it saves A_u bytes beyond the fewest that it may save, from where
+forward has left it to where backward comes back: they count as x_u P_u does. floor_k is then the largest moment of
+any choice, without its A_u.
+
 A bound, for not all of these are alive at the same time as the rest: floor_k has P_u of the units that run then, kept
 or not; the first micro-batch has not made all gradients yet, and the last one has reduced some.
 `exact_peak` has it exactly.
@@ -27,9 +31,11 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
+from lightning_osdp.core.blocks import with_activations
 from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile
+from lightning_osdp.cost.activations import saved_bytes
 from lightning_osdp.cost.cost import Workload
 from lightning_osdp.cost.layout import layout
 from lightning_osdp.cost.live_parts import LiveParts, Moment
@@ -84,6 +90,8 @@ class StepMemory:
     """P of each unit in that order: what it takes to keep it while ZDP would free it."""
     whole_bytes: tuple[float, ...]
     """S - s of each: what it takes to have its gradients whole from one micro-batch to the next."""
+    saved_bytes: tuple[Mapping[str, float], ...]
+    """A of each: what a choice of activations saves beyond the one that saves least; empty where there is no choice."""
     moments: Mapping[int, Moment]
     """k -> the largest moment at which exactly the first k of them are freed; none where nothing happens then."""
     update: Moment | None = None
@@ -97,9 +105,10 @@ class StepMemory:
     def held(self, place: int, mode: ShardingMode) -> Held:
         """What the unit at this place of `order` holds in a mode."""
         gathered = self.gathered_bytes[place] if mode.resident else 0.0
+        saved = self.saved_bytes[place].get(mode.activations, 0.0)
         if mode.sync == "every":
-            return Held(gathered, 0.0)
-        return Held(0.0, gathered + self.whole_bytes[place])
+            return Held(gathered + saved, 0.0)
+        return Held(saved, gathered + self.whole_bytes[place])
 
     def held_at(self, num_freed: int, place: int | None, mode: ShardingMode) -> float:
         """Bytes of one unit when the first ``num_freed`` are freed; the root (place None) holds none."""
@@ -128,12 +137,17 @@ class StepMemory:
         k = max(self.moments, key=lambda k: self.moments[k].num_bytes + kept[k])
         if self.update is not None and self.update.num_bytes >= self.moments[k].num_bytes + kept[k]:
             return PeakMemory.of(self.update)
-        whole = sum(
-            num_bytes
-            for unit, num_bytes in zip(self.order, self.whole_bytes, strict=True)
-            if modes[unit].sync == "last"
+        chosen = [modes[unit] for unit in self.order]
+        whole = sum(num_bytes for mode, num_bytes in zip(chosen, self.whole_bytes, strict=True) if mode.sync == "last")
+        saved = sum(
+            of_choice.get(mode.activations, 0.0)
+            for mode, of_choice in zip(chosen[:k], self.saved_bytes[:k], strict=True)
         )
-        besides = {"gathered parameters": kept[k] - whole, "accumulated gradients": whole}
+        besides = {
+            "gathered parameters": kept[k] - whole - saved,
+            "accumulated gradients": whole,
+            "activations": saved,
+        }
         return PeakMemory.of(self.moments[k], besides=besides)
 
 
@@ -185,6 +199,7 @@ def step_memory(
     *,
     world_size: int,
     workload: Workload,
+    activations: Sequence[str] = ("keep",),
     backward_prefetch: str = "pre",
     forward_prefetch: bool = False,
     reduce_scatter_copies: bool = True,
@@ -196,24 +211,48 @@ def step_memory(
         units: partition of its operators.
         world_size: N. With one rank FSDP1 does not shard, and nothing is gathered.
         workload: micro-batch size and number of micro-batches.
+        activations: what units that are blocks may do with what they save.
         backward_prefetch: FSDP1's ``BACKWARD_PRE`` ("pre"), ``BACKWARD_POST`` ("post") or None ("none").
         forward_prefetch: FSDP1's option of the same name.
         reduce_scatter_copies: whether the backend copies what it reduces, as gloo does.
     """
     order, sizes = leaving_order(units), layout(tuple(units), profile.optimizer, world_size).units
-    moments, update = largest_moments(
-        profile,
-        units,
-        world_size=world_size,
-        workload=workload,
-        backward_prefetch=backward_prefetch,
-        forward_prefetch=forward_prefetch,
-        reduce_scatter_copies=reduce_scatter_copies,
-    )
+    saved = [_saved_bytes(units[unit], activations, workload) for unit in order]
+    moments: dict[int, Moment] = {}
+    update: Moment | None = None
+    for choice in activations if any(saved) else activations[:1]:
+        found, update = largest_moments(
+            with_activations(profile, {unit.name: choice for unit in units if _may(unit, choice)}),
+            units,
+            world_size=world_size,
+            workload=workload,
+            backward_prefetch=backward_prefetch,
+            forward_prefetch=forward_prefetch,
+            reduce_scatter_copies=reduce_scatter_copies,
+        )
+        before = list(accumulate((each.get(choice, 0.0) for each in saved), initial=0.0))
+        for k, moment in found.items():
+            floor = moment.less("activations", before[k])
+            if k not in moments or floor.num_bytes > moments[k].num_bytes:
+                moments[k] = floor
     return StepMemory(
         order=order,
         gathered_bytes=tuple(sizes[unit].gathered if world_size > 1 else 0.0 for unit in order),
         whole_bytes=tuple(sizes[unit].flat_gradient - sizes[unit].reduced for unit in order),
+        saved_bytes=tuple(saved),
         moments=moments,
         update=update,
     )
+
+
+def _may(unit: UnitProfile, choice: str) -> bool:
+    return unit.block is not None and choice in unit.block.segments
+
+
+def _saved_bytes(unit: UnitProfile, activations: Sequence[str], workload: Workload) -> dict[str, float]:
+    """By choice, what the unit saves beyond the one that saves least; empty where it has one choice only."""
+    choices = [choice for choice in activations if choice == "keep" or _may(unit, choice)]
+    if len(choices) < 2:
+        return {}
+    found = {choice: saved_bytes(unit, choice, workload.micro_batch_size) for choice in choices}
+    return {choice: num_bytes - min(found.values()) for choice, num_bytes in found.items()}

@@ -9,6 +9,8 @@ Memory (`live_parts`) and time (`simulation`) are two readings of the same event
 - ``BACKWARD_PRE`` ("pre") gathers the next unit before a unit's backward runs, ``BACKWARD_POST`` ("post") after it and
   before its gradients are reduced; "next" is the one that forward left before. ``forward_prefetch`` gathers the next
   unit of forward before a unit runs.
+- A block that recomputes runs its forward again when backward reaches it. Units inside it are gathered for that as in
+  forward, and freed after, but for those that backward has reached by then; the block's own unit is one of them.
 - A unit that accumulates is in ``no_sync`` until the last micro-batch: its gradients stay whole and are not reduced,
   and where its mode keeps it gathered it stays so to the end of the last backward.
 
@@ -19,16 +21,19 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.profile import ModelProfile, Span
 from lightning_osdp.core.units import UnitProfile
 
-Kind = Literal["gather", "await", "forward", "free", "zero", "backward", "flatten", "accumulate", "reduce", "release"]
+Kind = Literal[
+    "gather", "await", "forward", "free", "zero", "rerun", "backward", "flatten", "accumulate", "reduce", "release"
+]
 """``await``: what follows needs the gathered unit. ``zero``: Lightning drops the gradients of the step before, between
-the first forward and its backward. ``flatten``: a unit's gradients are made one tensor, before the unit is freed.
+the first forward and its backward. ``rerun``: forward again, in backward; what it takes is part of the block's last
+``backward``. ``flatten``: a unit's gradients are made one tensor, before the unit is freed.
 ``accumulate``: they are left whole for the next micro-batch. ``release``: what a segment had saved is gone."""
 
 MOST_SIMULATED = 3
@@ -40,7 +45,7 @@ class Event(NamedTuple):
 
     kind: Kind
     of: int
-    """The segment that is run (``forward``, ``backward``, ``release``), else the unit."""
+    """The segment that is run (``forward``, ``rerun``, ``backward``, ``release``), else the unit."""
 
 
 def leaving_order(units: Sequence[UnitProfile]) -> tuple[int, ...]:
@@ -67,6 +72,7 @@ def events_of(
         [mode.sync == "last" and world_size > 1 for mode in modes],
         num_micro_batches=num_micro_batches,
         num_segments=len(profile.segments),
+        rerun=profile.rerun,
         backward_prefetch=backward_prefetch,
         forward_prefetch=forward_prefetch,
     )
@@ -80,6 +86,7 @@ def micro_batches(
     *,
     num_micro_batches: int = 1,
     num_segments: int,
+    rerun: Mapping[str, Span],
     backward_prefetch: str,
     forward_prefetch: bool,
 ) -> list[list[Event]]:
@@ -92,10 +99,11 @@ def micro_batches(
         accumulates: whether only the last micro-batch reduces a unit's gradients.
         num_micro_batches: of an optimizer step.
         num_segments: of the model, the loss included.
+        rerun: blocks that recompute.
         backward_prefetch: ``pre``, ``post`` or ``none``.
         forward_prefetch: FSDP1's option.
     """
-    host = _Host(units, calls, is_kept, accumulates, num_segments)
+    host = _Host(units, calls, is_kept, accumulates, num_segments=num_segments, rerun=rerun)
     found = []
     num_simulated = min(MOST_SIMULATED, num_micro_batches)
     for index in range(num_simulated):
@@ -115,7 +123,9 @@ class _Host:
         calls: Sequence[Sequence[Span]],
         is_kept: Sequence[bool],
         accumulates: Sequence[bool],
+        *,
         num_segments: int,
+        rerun: Mapping[str, Span],
     ) -> None:
         self.is_kept, self.accumulates, self.num_segments = is_kept, accumulates, num_segments
         self.order = leaving_order(units)
@@ -130,6 +140,8 @@ class _Host:
                 self.starts[first].append(unit)
                 self.ends[last].append(unit)
             self.begins[calls[unit][0][0]].append(unit)
+        self.rerun = {last: (first, _inside(units, block)) for block, (first, last) in rerun.items()}
+        """Last segment of a block that recomputes -> its first one, and the units inside it."""
         self.gathered: set[int] = set()
         self.begin(is_first=True, is_last=True)
 
@@ -192,6 +204,7 @@ class _Host:
                 self.need(unit)
                 if is_pre:
                     self.gather_before(self.place[unit])
+            self.run_again(segment)
             self.note("backward", segment)
             for unit in sorted(self.begins[segment], key=self.place.__getitem__):
                 self.reduce(unit, prefetches=is_post)
@@ -199,6 +212,17 @@ class _Host:
                 for unit in self.root:
                     self.reduce(unit, prefetches=False)
             self.note("release", segment)
+
+    def run_again(self, last: int) -> None:
+        """Forward of the block that ends with this segment, if it recomputes."""
+        first, inside = self.rerun.get(last, (last + 1, frozenset()))
+        for segment in range(first, last + 1):
+            for unit in sorted(inside.intersection(self.starts[segment])):
+                self.need(unit)
+            self.note("rerun", segment)
+            for unit in sorted(inside.intersection(self.ends[segment]), key=self.place.__getitem__):
+                if not self.is_kept[unit] and unit not in self.reached:
+                    self.free(unit)
 
     def reduce(self, unit: int, *, prefetches: bool) -> None:
         accumulates = self.accumulates[unit] and not self.is_last
@@ -208,6 +232,10 @@ class _Host:
         if prefetches:
             self.gather_before(self.place[unit])
         self.note("accumulate" if accumulates else "reduce", unit)
+
+
+def _inside(units: Sequence[UnitProfile], block: str) -> frozenset[int]:
+    return frozenset(index for index, unit in enumerate(units) if unit.name.startswith(f"{block}."))
 
 
 def _first_after(units_at: Sequence[Sequence[int]]) -> list[Sequence[int]]:

@@ -32,7 +32,7 @@ def group_equal(units: Sequence[Unit]) -> list[list[Unit]]:
     equal: dict[tuple[object, ...], dict[tuple[object, ...], list[Unit]]] = {}
     for unit in units:
         operators = (unit.name == "", unit.kind, unit.parameter_bytes, unit.num_slices)
-        treatment = (tuple(sorted(unit.modes)), unit.sync, unit.activations)
+        treatment = (tuple(sorted(unit.modes)), unit.sync)
         equal.setdefault(operators, {}).setdefault(treatment, []).append(unit)
     return [group for treatments in equal.values() for group in treatments.values()]
 
@@ -55,8 +55,6 @@ def name_treatment(unit: Unit) -> str:
         text = " + ".join(f"{counts[mode]} {mode}" for mode in MODES if counts[mode])
     if unit.sync != "every":
         text += f"\nsync {unit.sync}"
-    if unit.activations != "keep":
-        text += f"\n{unit.activations}"
     return text
 
 
@@ -175,7 +173,7 @@ def _gain(plan: Plan) -> str:
     if plan.world_size == 1:
         return f"none: {ONE_RANK}"
     chosen = [unit for unit in plan.units if unit.name != ""]
-    if all({*unit.modes} == {ZDP.name} and (unit.sync, unit.activations) == ("every", "keep") for unit in chosen):
+    if not plan.blocks and all({*unit.modes} == {ZDP.name} and unit.sync == "every" for unit in chosen):
         return "none: this plan is all-ZDP (plain FSDP)"
     if not is_predicted(plan) or plan.all_zdp_step_time_s == 0:
         return NOT_PREDICTED

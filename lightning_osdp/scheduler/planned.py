@@ -4,14 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from lightning_osdp.assign import Assignment, Setting
-from lightning_osdp.core.plan import Unit
+from lightning_osdp.assign import Assignment, Setting, chosen_activations
+from lightning_osdp.core.blocks import freed_bytes
+from lightning_osdp.core.plan import Block, Unit
 from lightning_osdp.core.slices import slice_names
+from lightning_osdp.cost import block_s
 
 
 def planned(setting: Setting, assignment: Assignment) -> tuple[Unit, ...]:
     """Units of a plan, root first, then in forward order."""
     return tuple(_units(setting, assignment))
+
+
+def planned_blocks(setting: Setting, assignment: Assignment) -> tuple[Block, ...]:
+    """Blocks of a plan that do not keep what they save, in forward order."""
+    samples, repeats = setting.workload.micro_batch_size, setting.workload.num_micro_batches
+    chosen = chosen_activations(setting, assignment.modes)
+    return tuple(
+        Block(
+            name=block.name,
+            activations=chosen[block.name],
+            frees_bytes=max(0, round(freed_bytes(setting.unchanged, block, chosen[block.name]).at(samples))),
+            costs_s=repeats * block_s(block, chosen[block.name], setting.cluster, samples),
+        )
+        for block in setting.unchanged.blocks
+        if block.name in chosen
+    )
 
 
 def _units(setting: Setting, assignment: Assignment) -> Iterator[Unit]:

@@ -17,7 +17,7 @@ from lightning_osdp.cost import Workload
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.scheduler.candidate import Candidate
 from lightning_osdp.scheduler.infeasible import why_infeasible
-from lightning_osdp.scheduler.planned import planned
+from lightning_osdp.scheduler.planned import planned, planned_blocks
 from lightning_osdp.scheduler.sweep import Sweep
 from lightning_osdp.search import SOLVERS
 
@@ -85,6 +85,7 @@ def make_plan(
         search=search,
         shares=search_space.share_units,
         slices=search_space.slices,
+        activations=search_space.activations,
         samples_per_step=samples_per_step if micro_batch_size == "auto" else None,
         progress=progress,
     )
@@ -160,6 +161,7 @@ def _plan(best: Candidate, sweep: Sweep, memory_limit_bytes: int, search: str) -
         fingerprint=dict(setting.profile.fingerprint),
         world_size=setting.cluster.world_size,
         units=planned(setting, assignment),
+        blocks=planned_blocks(setting, assignment),
         memory_limit_bytes=memory_limit_bytes,
         peak_bytes=assignment.peak.peak_bytes,
         micro_batch_size=setting.workload.micro_batch_size,

@@ -28,9 +28,12 @@ from lightning_osdp.assign import (
     Assignment,
     Setting,
     assign_modes,
+    block_units,
+    chosen_activations,
     ever_more_slices,
     fill_spare,
     share_units,
+    with_blocks,
 )
 from lightning_osdp.core.duration import three_digits
 from lightning_osdp.core.progress import Progress, silent
@@ -63,6 +66,7 @@ class Sweep:
         search: name of a solver in ``search.SOLVERS``.
         shares: whether units of blocks compete, too.
         slices: numbers of slices that an operator may be split into.
+        activations: what blocks may do with what they save.
         samples_per_step: samples of a rank and optimizer step that every size makes up, in as many micro-batches as
             that takes; None: the number of micro-batches is that of the settings.
         progress: called with each size that is tried.
@@ -76,10 +80,11 @@ class Sweep:
         search: str,
         shares: bool,
         slices: Sequence[int] = (1,),
+        activations: Sequence[str] = ("keep",),
         samples_per_step: int | None = None,
         progress: Progress = silent,
     ) -> None:
-        self._slices = slices
+        self._slices, self._activations = slices, activations
         self._samples_per_step = samples_per_step
         self._settings, self._limit_bytes, self._search, self._shares = settings, limit_bytes, search, shares
         self._progress = progress
@@ -93,10 +98,12 @@ class Sweep:
     def smallest(self, micro_batch_size: int) -> Setting:
         """The setting that needs the fewest bytes at this size; with operators split where it would not fit else."""
         settings = [self._at(setting, micro_batch_size) for setting in self._settings]
-        whole = min(settings, key=_least_bytes)
-        if _least_bytes(whole) <= self._limit_bytes:
-            return whole
-        return min((whole, *self._split(whole)), key=_least_bytes)
+        best = min(settings, key=_least_bytes)
+        for found in (self._recomputing(best), self._split(best)):
+            if _least_bytes(best) <= self._limit_bytes:
+                break
+            best = min((best, *found), key=_least_bytes)
+        return best
 
     def fits(self, micro_batch_size: int) -> bool:
         """Whether any assignment does."""
@@ -114,8 +121,9 @@ class Sweep:
         if fastest is None or fastest[1].step_time_s > fastest[0].fastest_s * (1 + NO_GAIN):
             prefetch = None if fastest is None else fastest[0].backward_prefetch
             base = next((each for each in whole if each.backward_prefetch == prefetch), min(whole, key=_least_bytes))
-            for split in self._split(base):
-                found += self._assigned(split, found)
+            for each in self._split(base):
+                found += self._assigned(each, found)
+            found += self._with_recomputing(base, found)
         if not found:
             return None
         setting, assignment = min(found, key=_time_s)
@@ -134,6 +142,40 @@ class Sweep:
         whole = sum(peak.parts.get(part, 0) for part in ("gathered parameters", "unsharded gradients"))
         if peak.peak_bytes - whole <= self._limit_bytes:
             yield from ever_more_slices(setting, self._slices)
+
+    def _recomputing(self, setting: Setting) -> Iterator[Setting]:
+        """The same with blocks that save as little as they may, if there are any: as units, and with units inside."""
+        blocks = None if setting.is_paper else block_units(setting, self._activations)
+        if blocks is not None:
+            yield blocks
+        choices = [choice for choice in self._activations if choice != "keep"]
+        for choice in choices if not setting.is_paper else ():
+            chosen = {block.name: choice for block in setting.profile.blocks if choice in block.segments}
+            if chosen:
+                yield with_blocks(setting, chosen)
+
+    def _with_recomputing(
+        self, setting: Setting, before: Sequence[tuple[Setting, Assignment]]
+    ) -> list[tuple[Setting, Assignment]]:
+        """The best with blocks that recompute or offload.
+
+        First as units of their own; then, as chosen there or all of them, with units inside, which may be split.
+        """
+        found: list[tuple[Setting, Assignment]] = []
+        tried: list[dict[str, str]] = []
+        settings = list(self._recomputing(setting))
+        for each in settings:
+            assigned = self._assigned(each, [*before, *found])
+            found += assigned
+            chosen = (chosen_activations(one, assignment.modes) for one, assignment in assigned)
+            tried += [blocks for blocks in chosen if blocks and blocks not in tried]
+        for blocks in tried:
+            fine = with_blocks(setting, blocks)
+            if all(fine.blocks != each.blocks for each in settings):
+                found += self._assigned(fine, [*before, *found])
+            for split in self._split(fine):
+                found += self._assigned(split, [*before, *found])
+        return found
 
     def _assigned(
         self, setting: Setting, before: Sequence[tuple[Setting, Assignment]]

@@ -10,7 +10,7 @@ from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.modes import DP, MODES, ZDP, ShardingMode
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.cost import Workload, optimizer_s
+from lightning_osdp.cost import Workload, activations_s, copied_s, optimizer_s
 from lightning_osdp.cost.schedule import MOST_SIMULATED, Event, events_of
 from lightning_osdp.simulation.step import durations_of
 from lightning_osdp.simulation.timeline import Durations, Timeline
@@ -64,18 +64,36 @@ class StepClock:
             )
             for mode in (ZDP, DP)
         )
+        self.units, self.samples = units, workload.micro_batch_size
         self.events = _classed(freed, kept)
         """Events of a micro-batch in which every unit is freed, each with its class: see `_absent`."""
 
     def step(self, modes: Sequence[ShardingMode]) -> Step:
         """One optimizer step with these modes, one per unit."""
         overhead_s = [self.overhead_s(unit, mode) for unit, mode in enumerate(modes)]
-        timeline = Timeline(self.durations[ZDP]._replace(overhead_s=overhead_s), overlaps=self.cluster.overlaps)
+        durations = self._with_activations(modes)._replace(overhead_s=overhead_s)
+        timeline = Timeline(durations, overlaps=self.cluster.overlaps)
         num_simulated = min(MOST_SIMULATED, self.num_micro_batches)
         for index in range(num_simulated):
             absent = [_absent(mode, is_first=index == 0, is_last=index == num_simulated - 1) for mode in modes]
             timeline.read_all(event for event, kind in self.events if kind is None or kind not in absent[event.of])
         return Step(timeline.total_s(self.num_micro_batches) + self.optimizer_s, timeline.stalls_s)
+
+    def _with_activations(self, modes: Sequence[ShardingMode]) -> Durations:
+        """Seconds of every event where blocks do with what they save as the modes say."""
+        durations = self.durations[ZDP]
+        if all(mode.activations == "keep" for mode in modes):
+            return durations
+        forward_s, backward_s = list(durations.forward_s), list(durations.backward_s)
+        for unit, mode in zip(self.units, modes, strict=True):
+            copy_s = copied_s(unit.block, mode.activations, self.cluster, self.samples)
+            forward_s[unit.last] += copy_s
+            backward_s[unit.last] += activations_s(unit, mode, self.cluster, self.samples) - copy_s
+        return durations._replace(forward_s=forward_s, backward_s=backward_s)
+
+    def activations_s(self, unit: int, mode: ShardingMode) -> float:
+        """Seconds of a micro-batch that a unit's block takes to do without what it would save."""
+        return activations_s(self.units[unit], mode, self.cluster, self.samples)
 
     def overhead_s(self, unit: int, mode: ShardingMode) -> float:
         """Seconds that the runtime takes for a unit in a micro-batch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_osdp.core.blocks import with_activations
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.plan import Plan
@@ -40,11 +41,12 @@ def simulate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> StepEstimat
 def planned_units(
     plan: Plan, profile: ModelProfile
 ) -> tuple[ModelProfile, tuple[UnitProfile, ...], tuple[ShardingMode, ...]]:
-    """The profile with operators split as planned, its units, and their modes.
+    """The profile with blocks and slices as planned, its units, and their modes.
 
     Raises:
-        ConfigurationError: an operator has more slices than it can have.
+        ConfigurationError: an operator has more slices than it can have, or a block does what was not profiled.
     """
+    profile = with_activations(profile, {block.name: block.activations for block in plan.blocks})
     profile = split_operators(profile, {unit.name: unit.num_slices for unit in plan.units})
     operators: dict[str, tuple[str, ...]] = {}
     modes: dict[str, ShardingMode] = {}

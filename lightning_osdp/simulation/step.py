@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from lightning_osdp.core.blocks import with_activations
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.profile import ModelProfile
@@ -72,7 +73,7 @@ def simulate_step(
     Args:
         profile: the model.
         units: partition of its operators.
-        modes: one per unit.
+        modes: one per unit; what blocks do with what they save comes on top of what the profile has of it.
         cluster: ranks, links, and whether collectives overlap computing.
         workload: micro-batch size and number of micro-batches.
         backward_prefetch: FSDP1's ``BACKWARD_PRE`` ("pre"), ``BACKWARD_POST`` ("post") or None ("none").
@@ -80,6 +81,7 @@ def simulate_step(
         rank: whose memory; None: of the rank that holds most.
     """
     repeats = workload.num_micro_batches
+    profile = in_modes(profile, units, modes)
     simulated = events_of(
         profile,
         units,
@@ -140,6 +142,12 @@ def simulate_step(
     )
 
 
+def in_modes(profile: ModelProfile, units: Sequence[UnitProfile], modes: Sequence[ShardingMode]) -> ModelProfile:
+    """The profile with blocks as the modes of their units have them; itself where all keep what they save."""
+    chosen = {unit.name: mode.activations for unit, mode in zip(units, modes, strict=True)}
+    return with_activations(profile, chosen)
+
+
 def durations_of(
     profile: ModelProfile,
     units: Sequence[UnitProfile],
@@ -149,9 +157,12 @@ def durations_of(
 ) -> Durations:
     """Seconds of each event of one micro-batch."""
     samples = workload.micro_batch_size
+    copies_s = [0.0] * len(profile.segments)
+    for (_, last), num_bytes in profile.copied:
+        copies_s[last] += num_bytes.at(samples) * cluster.host_copy_s_per_byte
     return Durations(
-        forward_s=[segment.forward_s.at(samples) for segment in profile.segments],
-        backward_s=[segment.backward_s.at(samples) for segment in profile.segments],
+        forward_s=[segment.forward_s.at(samples) + s for segment, s in zip(profile.segments, copies_s, strict=True)],
+        backward_s=[segment.backward_s.at(samples) + s for segment, s in zip(profile.segments, copies_s, strict=True)],
         gather_s=[gather_s(unit, cluster) for unit in units],
         reduce_s=[reduce_s(unit, cluster) for unit in units],
         overhead_s=[overhead_s(unit, mode, cluster) for unit, mode in zip(units, modes, strict=True)],

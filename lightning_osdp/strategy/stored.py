@@ -58,8 +58,9 @@ def tell_of_change(plan: Plan | None, checkpoint: Mapping[str, Any]) -> None:
 
 
 def _decided(plan: Plan) -> object:
-    units = [(unit.name, unit.operators, unit.modes, unit.sync, unit.activations) for unit in plan.units]
-    return plan.world_size, units, plan.backward_prefetch, plan.forward_prefetch
+    units = [(unit.name, unit.operators, unit.modes, unit.sync) for unit in plan.units]
+    blocks = [(block.name, block.activations) for block in plan.blocks]
+    return plan.world_size, units, blocks, plan.backward_prefetch, plan.forward_prefetch
 
 
 def _cluster(plan: Plan) -> str:

@@ -132,24 +132,6 @@ def test_a_unit_of_two_dtypes_is_refused_before_anything_is_wrapped(where):
     assert {parameter.device.type for parameter in model.parameters()} == {where}
 
 
-@pytest.mark.parametrize(
-    ("options", "what"),
-    [
-        ({"activations": "recompute"}, "activations='recompute'"),
-        ({"activations": "offload"}, "activations='offload'"),
-    ],
-)
-def test_what_cannot_be_executed_yet_is_refused(options, what):
-    good = plan(NESTED)
-    bad = dataclasses.replace(good, units=(*good.units[:-1], dataclasses.replace(good.units[-1], **options)))
-    text = (
-        r"^Expected a plan that this version can execute \(activations='keep'\), but unit 'head' asks for"
-        rf" {what}\. Plan anew, or use the version of lightning_osdp that wrote the plan\.$"
-    )
-    with pytest.raises(ConfigurationError, match=text):
-        apply_plan(Nested(), bad, device=CPU)
-
-
 def test_a_root_that_does_not_reduce_in_every_micro_batch_is_refused():
     good = plan(NESTED)
     bad = dataclasses.replace(good, units=(dataclasses.replace(good.units[0], sync="last"), *good.units[1:]))

@@ -16,6 +16,7 @@ from lightning_osdp.core.plan import (
     PREFETCH_CHOICES,
     SCHEMA_VERSION,
     SYNC_CHOICES,
+    Block,
     Decision,
     Plan,
     Unit,
@@ -102,7 +103,6 @@ def plans(draw: st.DrawFn) -> Plan:
             kind=draw(NAMES),
             modes=tuple(draw(st.lists(st.sampled_from([*MODES]), min_size=1, max_size=4))),
             sync=draw(st.sampled_from(SYNC_CHOICES)),
-            activations=draw(st.sampled_from(ACTIVATION_CHOICES)),
             parameter_bytes=draw(BYTES),
             time_s=draw(TIMES),
             keep_saves_s=draw(st.floats(-1, 1)),
@@ -121,6 +121,10 @@ def plans(draw: st.DrawFn) -> Plan:
         step_time_s=draw(TIMES),
         samples_per_s=draw(TIMES),
         gap=draw(TIMES),
+        blocks=tuple(
+            Block(name=name, activations=draw(st.sampled_from(ACTIVATION_CHOICES[1:])), frees_bytes=draw(BYTES))
+            for name in draw(st.lists(st.text("ab", min_size=1, max_size=3), unique=True, max_size=3))
+        ),
         solver=draw(NAMES),
         cost_model=draw(st.sampled_from(COST_MODELS)),
         backward_prefetch=draw(st.sampled_from(PREFETCH_CHOICES)),
@@ -241,12 +245,12 @@ def test_json_that_is_no_object_is_refused(text, kind):
 def test_another_schema_version_is_refused(version):
     refused(
         edited(schema_version=version),
-        f"Expected the plan to have schema_version 1, got {None if version is ... else version!r}."
+        f"Expected the plan to have schema_version 2, got {None if version is ... else version!r}."
         " Plan anew with this version of lightning_osdp, or use the version that wrote the plan.",
     )
 
 
-@pytest.mark.parametrize(("version", "shown"), [(True, "True"), (1.0, "1.0")])
+@pytest.mark.parametrize(("version", "shown"), [(float(SCHEMA_VERSION), f"{SCHEMA_VERSION}.0")])
 def test_a_schema_version_must_be_a_whole_number(version, shown):
     refused(edited(schema_version=version), f"Expected 'schema_version' of the plan to be a whole number, got {shown}.")
 
@@ -386,10 +390,6 @@ def test_an_unknown_cost_model_is_refused():
         ({"modes": ["DP", "TP"]}, "mode of unit 'head' of the plan to be one of ('ZDP', 'DP'), got 'TP'."),
         ({"modes": []}, "unit 'head' of the plan to have at least one mode, got none."),
         ({"sync": "never"}, "sync of unit 'head' of the plan to be one of ('every', 'last'), got 'never'."),
-        (
-            {"activations": "drop"},
-            "activations of unit 'head' of the plan to be one of ('keep', 'recompute', 'offload'), got 'drop'.",
-        ),
         ({"name": ""}, "units and operators of the plan once each, got unit '' of the plan again."),
         ({"operators": ["norm"]}, "units and operators of the plan once each, got unit 'head' of the plan again."),
         ({"operators": ["a", "a"]}, "units and operators of the plan once each, got unit 'head' of the plan again."),
@@ -397,6 +397,33 @@ def test_an_unknown_cost_model_is_refused():
 )
 def test_a_unit_that_cannot_be_applied_is_refused(entries, message):
     refused(edited_unit(**entries), f"Expected {message}")
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        (3, "'blocks' of the plan to be a list, got 3."),
+        (
+            [{"name": "a", "activations": "keep"}],
+            "activations of block 'a' of the plan to be one of ('recompute', 'offload', 'recompute_offload'), got 'keep'.",
+        ),
+        ([{"name": "a", "activations": "offload"}] * 2, "blocks of the plan once each, got ['a', 'a']."),
+        (
+            [{"name": "a", "activations": "offload"}, {"name": "a.b.c", "activations": "recompute"}],
+            "no block of the plan inside another, and not the root, got block 'a.b.c' of the plan.",
+        ),
+        (
+            [{"name": "", "activations": "offload"}],
+            "no block of the plan inside another, and not the root, got block '' of the plan.",
+        ),
+        (
+            [{"name": "a", "activations": "offload", "frees_bytes": -1}],
+            "'frees_bytes' of block 'a' of the plan to be at least 0, got -1.",
+        ),
+    ],
+)
+def test_blocks_that_make_no_sense_are_refused(blocks, message):
+    refused(edited(blocks=blocks), f"Expected {message}")
 
 
 def test_a_plan_needs_a_root():

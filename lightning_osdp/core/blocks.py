@@ -1,0 +1,71 @@
+"""What a profile becomes where blocks recompute or offload what they save for backward.
+
+A block's segments in such a choice are measured: in forward they save its inputs or nothing, and in backward what they
+save besides lives again while the block's backward runs, as workspace. What is not measured is time: recomputing a
+block takes its forward once more, before its backward begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from lightning_osdp.core.affine import ZERO, Affine
+from lightning_osdp.core.profile import BlockProfile, ModelProfile, Span
+from lightning_osdp.errors import ConfigurationError
+
+RERUN = ("recompute", "recompute_offload")
+"""Choices that run a block's forward again in backward."""
+
+
+def with_activations(profile: ModelProfile, activations: Mapping[str, str]) -> ModelProfile:
+    """The profile with blocks that do not simply keep what they save, in which nothing is left to choose of that.
+
+    Args:
+        profile: of the model in which all blocks do.
+        activations: block -> choice; blocks that are not named keep what they save.
+
+    Raises:
+        ConfigurationError: there is no such block, or this choice was not profiled for it.
+    """
+    chosen = {name: choice for name, choice in activations.items() if choice != "keep"}
+    if not chosen:
+        return profile
+    blocks = {block.name: block for block in profile.blocks}
+    segments = list(profile.segments)
+    rerun: dict[str, Span] = {}
+    copied: list[tuple[Span, Affine]] = []
+    for name, choice in chosen.items():
+        block = blocks.get(name)
+        if block is None or choice not in block.segments:
+            raise ConfigurationError(
+                f"Expected block {name!r} to be one that was profiled with activations={choice!r}, got those of"
+                f" {[block.name for block in profile.blocks if choice in block.segments]}."
+            )
+        first, last = block.span
+        segments[first : last + 1] = block.segments[choice]
+        if choice in RERUN:
+            segments[last] = replace(segments[last], backward_s=segments[last].backward_s + block.rerun_s)
+            rerun[name] = block.span
+        if choice in block.copied_bytes:
+            copied.append((block.span, block.copied_bytes[choice]))
+    return replace(profile, segments=tuple(segments), blocks=(), rerun=rerun, copied=tuple(copied))
+
+
+def stays_bytes(block: BlockProfile, choice: str) -> Affine:
+    """Bytes that stay on the device from the block's forward to its backward in a choice other than ``keep``."""
+    return sum((segment.saved_bytes for segment in block.segments[choice]), ZERO)
+
+
+def freed_bytes(profile: ModelProfile, block: BlockProfile, choice: str) -> Affine:
+    """Bytes that do not stay on the device from the block's forward to its backward, against keeping them.
+
+    Args:
+        profile: in which all blocks keep what they save.
+        block: of the profile.
+        choice: other than ``keep``.
+    """
+    first, last = block.span
+    kept = sum((segment.saved_bytes for segment in profile.segments[first : last + 1]), ZERO)
+    stays = stays_bytes(block, choice)
+    return Affine(kept.fixed - stays.fixed, kept.per_sample - stays.per_sample)
