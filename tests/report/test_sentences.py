@@ -86,7 +86,6 @@ def test_equal_units_come_together_and_other_modes_of_the_same_operators_next():
         {"modes": ("DP",)},
         {"modes": ("ZDP", "ZDP")},
         {"sync": "last"},
-        {"activations": "recompute"},
         {"parameter_bytes": 1},
         {"name": ""},
     ],
@@ -132,7 +131,7 @@ def test_a_long_list_of_names_is_cut_and_counted():
         ({"modes": ("ZDP", "ZDP")}, "2 ZDP"),
         ({"modes": ("DP", "DP")}, "2 DP"),
         ({"sync": "last"}, "ZDP\nsync last"),
-        ({"modes": ("DP",), "sync": "last", "activations": "recompute"}, "DP\nsync last\nrecompute"),
+        ({"modes": ("DP",), "sync": "last"}, "DP\nsync last"),
     ],
 )
 def test_the_mode_is_given_per_slice_with_what_departs_from_plain_fsdp(change, text):

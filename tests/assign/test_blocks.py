@@ -1,0 +1,184 @@
+"""What blocks do with what they save, chosen together with modes."""
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_osdp.assign import Setting, assign_modes, block_units, chosen_activations, with_blocks
+from lightning_osdp.core.affine import Affine
+from lightning_osdp.core.cluster import Cluster, Link
+from lightning_osdp.core.modes import DP
+from lightning_osdp.core.profile import BlockProfile
+from lightning_osdp.core.units import partition
+from lightning_osdp.cost import Workload
+from lightning_osdp.simulation import simulate_step
+
+CHOICES = ("keep", "recompute", "offload")
+
+
+def per_sample(num):
+    return Affine(0.0, float(num))
+
+
+def saving_less(segments, *, border, rerun_s=0.0):
+    """Segments of a block that saves its inputs only: the rest is workspace of its backward."""
+    total = sum(segment.saved_bytes.per_sample for segment in segments)
+    found = []
+    for index, segment in enumerate(segments):
+        found.append(
+            dataclasses.replace(
+                segment,
+                saved_bytes=per_sample(0 if index else border),
+                backward_workspace_bytes=per_sample(segment.backward_workspace_bytes.per_sample + total),
+            )
+        )
+    return tuple(found)
+
+
+def with_profiles(profile, names):
+    """The profile, in which these modules are blocks that may do anything."""
+    blocks = []
+    for name in names:
+        ((first, last),) = profile.spans[name]
+        segments = profile.segments[first : last + 1]
+        saved = sum((segment.saved_bytes for segment in segments), Affine())
+        blocks.append(
+            BlockProfile(
+                name=name,
+                span=(first, last),
+                segments={"recompute": saving_less(segments, border=8), "offload": saving_less(segments, border=0)},
+                rerun_s=sum((segment.forward_s for segment in segments), Affine()),
+                copied_bytes={"offload": saved},
+            )
+        )
+    return dataclasses.replace(profile, blocks=tuple(blocks))
+
+
+@st.composite
+def models(draw):
+    """Operators of one to three blocks, each of one to three operators, with some outside."""
+    num_bytes = st.integers(0, 300)
+    names = []
+    for block in range(draw(st.integers(1, 3))):
+        names += [f"b{block}.{index}" for index in range(draw(st.integers(1, 3)))]
+        names += [f"between{block}"] * draw(st.integers(0, 1))
+    return [
+        {
+            "name": name,
+            "parameter_bytes": draw(st.integers(1, 300)),
+            "activation_bytes_per_sample": draw(num_bytes),
+            "backward_workspace_bytes_per_sample": draw(num_bytes),
+            "forward_s_per_sample": draw(st.sampled_from([0.0, 0.3, 0.5])),
+        }
+        for name in names
+    ]
+
+
+@pytest.fixture(scope="session")
+def blocked(model, operator):
+    def build(operators, **fields):
+        profile = model(*(operator(**made) for made in operators))
+        names = dict.fromkeys(made["name"].split(".")[0] for made in operators if "." in made["name"])
+        profile = with_profiles(profile, names)
+        return Setting(profile=profile, units=partition(profile, min_unit_bytes=0), **fields)
+
+    return build
+
+
+@st.composite
+def settings_to_plan(draw):
+    link = st.builds(
+        Link, latency_s=st.sampled_from([0.0, 0.01]), seconds_per_byte=st.sampled_from([0.0, 0.001, 0.0123])
+    )
+    return {
+        "operators": draw(models()),
+        "cluster": Cluster(
+            world_size=draw(st.sampled_from([1, 2, 8])),
+            all_gather=draw(link),
+            reduce_scatter=draw(link),
+            host_copy_s_per_byte=draw(st.sampled_from([0.0, 1e-3])),
+            overlaps=draw(st.booleans()),
+        ),
+        "workload": Workload(micro_batch_size=draw(st.integers(1, 3)), num_micro_batches=draw(st.sampled_from([1, 1, 2]))),
+        "backward_prefetch": draw(st.sampled_from(["pre", "post", "none"])),
+        "forward_prefetch": draw(st.booleans()),
+    }
+
+
+def simulated(setting, modes):
+    return simulate_step(
+        setting.profile,
+        setting.units,
+        modes,
+        setting.cluster,
+        setting.workload,
+        backward_prefetch=setting.backward_prefetch,
+        forward_prefetch=setting.forward_prefetch,
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(settings_to_plan(), st.floats(0, 1))
+def test_blocks_and_modes_are_chosen_as_well_as_by_brute_force(blocked, fields, share):
+    setting = block_units(blocked(**fields), CHOICES)
+    every = list(itertools.product(*setting.options))
+    peaks = [setting.peak(modes).peak_bytes for modes in every]
+    limit_bytes = int(min(peaks) + share * (max(peaks) - min(peaks)))
+    fastest = min(
+        setting.step_time_s(modes) for modes, peak in zip(every, peaks, strict=True) if peak <= limit_bytes
+    )
+    found = assign_modes(setting, limit_bytes=limit_bytes)
+    assert setting.peak(found.modes).peak_bytes <= limit_bytes
+    assert found.bound_s <= fastest * (1 + 1e-9)
+    if not setting.overlaps:
+        assert found.step_time_s == pytest.approx(fastest, rel=1e-9)
+
+
+@settings(deadline=None, max_examples=60)
+@given(settings_to_plan(), st.data())
+def test_what_the_search_sees_is_what_the_simulator_says(blocked, fields, data):
+    base = blocked(**fields)
+    setting = block_units(base, CHOICES)
+    modes = tuple(data.draw(st.sampled_from(options)) for options in setting.options)
+    estimate = simulated(setting, modes)
+    assert setting.step_time_s(modes) == pytest.approx(estimate.time_s, rel=1e-9)
+    assert setting.exact_peak(modes).peak_bytes == estimate.peak.peak_bytes <= setting.peak(modes).peak_bytes
+    # the same decided before, with the operators for units
+    fine = with_blocks(base, chosen_activations(setting, modes))
+    modes = tuple(data.draw(st.sampled_from(options)) for options in fine.options)
+    estimate = simulated(fine, modes)
+    assert fine.step_time_s(modes) == pytest.approx(estimate.time_s, rel=1e-9)
+    assert estimate.peak.peak_bytes <= fine.peak(modes).peak_bytes
+
+
+def test_a_unit_inside_a_block_that_recomputes_is_gathered_three_times_but_for_the_last(blocked, cluster):
+    fields = {"cluster": cluster(2, seconds_per_byte=0.01), "workload": Workload(micro_batch_size=1)}
+    operators = [{"name": f"b{block}.{index}", "parameter_bytes": 100} for block in range(2) for index in range(4)]
+    base = blocked(operators, backward_prefetch="none", **fields)
+    fine = with_blocks(base, {"b0": "recompute"})
+    more_s = fine.step_time_s(fine.all_zdp_modes) - base.step_time_s(base.all_zdp_modes)
+    assert more_s == pytest.approx(3 * 100 / 2 * 0.01)
+    kept = (DP,) * len(fine.units)
+    assert fine.step_time_s(kept) == pytest.approx(base.step_time_s(kept))
+
+
+def test_blocks_that_are_kept_longest_recompute_first(blocked, cluster):
+    operators = [
+        {
+            "name": f"b{block}.{index}",
+            "parameter_bytes": 100,
+            "activation_bytes_per_sample": 200,
+            "forward_s_per_sample": 1.0,
+        }
+        for block in range(4)
+        for index in range(2)
+    ]
+    fields = {"cluster": cluster(2, seconds_per_byte=0.01), "workload": Workload(micro_batch_size=1)}
+    setting = block_units(blocked(operators, backward_prefetch="none", **fields), CHOICES[:2])
+    most = setting.peak(tuple(options[-1] for options in setting.options)).peak_bytes
+    found = assign_modes(setting, limit_bytes=most - 700)
+    assert list(chosen_activations(setting, found.modes)) == ["b0"]
+    assert found.gap == 0.0
