@@ -102,7 +102,9 @@ def settings_to_plan(draw):
             host_copy_s_per_byte=draw(st.sampled_from([0.0, 1e-3])),
             overlaps=draw(st.booleans()),
         ),
-        "workload": Workload(micro_batch_size=draw(st.integers(1, 3)), num_micro_batches=draw(st.sampled_from([1, 1, 2]))),
+        "workload": Workload(
+            micro_batch_size=draw(st.integers(1, 3)), num_micro_batches=draw(st.sampled_from([1, 1, 2]))
+        ),
         "backward_prefetch": draw(st.sampled_from(["pre", "post", "none"])),
         "forward_prefetch": draw(st.booleans()),
     }
@@ -127,9 +129,7 @@ def test_blocks_and_modes_are_chosen_as_well_as_by_brute_force(blocked, fields, 
     every = list(itertools.product(*setting.options))
     peaks = [setting.peak(modes).peak_bytes for modes in every]
     limit_bytes = int(min(peaks) + share * (max(peaks) - min(peaks)))
-    fastest = min(
-        setting.step_time_s(modes) for modes, peak in zip(every, peaks, strict=True) if peak <= limit_bytes
-    )
+    fastest = min(setting.step_time_s(modes) for modes, peak in zip(every, peaks, strict=True) if peak <= limit_bytes)
     found = assign_modes(setting, limit_bytes=limit_bytes)
     assert setting.peak(found.modes).peak_bytes <= limit_bytes
     assert found.bound_s <= fastest * (1 + 1e-9)
