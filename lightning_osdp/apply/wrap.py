@@ -124,6 +124,11 @@ def _no_change(*_: object) -> None:
 
 
 def _check_executable(plan: Plan) -> None:
+    if plan.blocks:
+        raise ConfigurationError(
+            f"Expected a plan that this version can execute, but block {plan.blocks[0].name!r} asks for activations="
+            f"{plan.blocks[0].activations!r}. Plan anew, or use the version of lightning_osdp that wrote the plan."
+        )
     for unit in plan.units:
         if unit.name == "" and unit.sync != "every":
             raise ConfigurationError(

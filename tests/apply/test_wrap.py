@@ -132,6 +132,12 @@ def test_a_unit_of_two_dtypes_is_refused_before_anything_is_wrapped(where):
     assert {parameter.device.type for parameter in model.parameters()} == {where}
 
 
+def test_blocks_that_cannot_be_executed_yet_are_refused():
+    bad = dataclasses.replace(plan(NESTED), blocks=(Block(name="head", activations="recompute"),))
+    with pytest.raises(ConfigurationError, match=r"block 'head' asks for activations='recompute'\. Plan anew"):
+        apply_plan(Nested(), bad, device=CPU)
+
+
 def test_a_root_that_does_not_reduce_in_every_micro_batch_is_refused():
     good = plan(NESTED)
     bad = dataclasses.replace(good, units=(dataclasses.replace(good.units[0], sync="last"), *good.units[1:]))
