@@ -10,6 +10,7 @@ from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel
 from wrapped_units import NESTED, NESTED_PARAMETERS, Nested, plan, units_of
 
 from lightning_osdp.apply import apply_plan, units_reduced_last, without_reducing
+from lightning_osdp.core.plan import Block
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError
 
 CPU = torch.device("cpu")
