@@ -405,8 +405,7 @@ def test_a_unit_that_cannot_be_applied_is_refused(entries, message):
         (3, "'blocks' of the plan to be a list, got 3."),
         (
             [{"name": "a", "activations": "keep"}],
-            "activations of block 'a' of the plan to be one of "
-            "('recompute', 'offload', 'recompute_offload'), got 'keep'.",
+            f"activations of block 'a' of the plan to be one of {ACTIVATION_CHOICES[1:]}, got 'keep'.",
         ),
         ([{"name": "a", "activations": "offload"}] * 2, "blocks of the plan once each, got ['a', 'a']."),
         (
