@@ -6,13 +6,14 @@ from lightning_osdp.apply.accumulate import reduce_left_over, units_reduced_last
 from lightning_osdp.apply.materialize import check_initializable
 from lightning_osdp.apply.optimizer_state import load_state, named_state, numbered
 from lightning_osdp.apply.state_dict import full_state, sharded_state
-from lightning_osdp.apply.unwrap import unwrap_whole
+from lightning_osdp.apply.unwrap import free_gathered, unwrap_whole
 from lightning_osdp.apply.wrap import apply_plan, forget_zeroed_gradients, wrap_whole
 
 __all__ = [
     "apply_plan",
     "check_initializable",
     "forget_zeroed_gradients",
+    "free_gathered",
     "full_state",
     "load_state",
     "named_state",

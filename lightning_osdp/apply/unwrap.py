@@ -1,9 +1,10 @@
-"""Takes a model out of the FSDP unit that all of it was wrapped in."""
+"""Takes a model out of what FSDP has made of it: out of gathered copies, or out of the unit around all of it."""
 
 from __future__ import annotations
 
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._runtime_utils import _reshard
 
 
 def unwrap_whole(root: FullyShardedDataParallel) -> nn.Module:
@@ -25,3 +26,15 @@ def unwrap_whole(root: FullyShardedDataParallel) -> nn.Module:
     for child, name, sharded in places:
         child._parameters[name] = whole[sharded]
     return module
+
+
+def free_gathered(root: FullyShardedDataParallel) -> None:
+    """Leaves this rank's shards alone; call it before they are changed, between steps.
+
+    Evaluation leaves gathered copies of the root and of DP units, too, which FSDP would compute with in the next step.
+    """
+    for unit in FullyShardedDataParallel.fsdp_modules(root):
+        handle = unit._handle
+        has_run = handle is not None and hasattr(handle.flat_param, "_local_shard")  # set by the root's first forward
+        if handle is not None and handle.uses_sharded_strategy and has_run:
+            _reshard(unit, handle, free_unsharded_flat_param=True)

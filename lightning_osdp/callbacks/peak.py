@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -45,6 +46,8 @@ class PeakCounter:
             if self._live is None:
                 self._live = LiveBytes(self._device.type)
                 self._live.track(living_tensors(trainer.model, trainer.optimizers))
+                for average in _averages(trainer):
+                    self._live.track(living_tensors(average, ()))
             self._live.track(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
             self._live.__enter__()
         elif num_steps == WARM_UP_STEPS and self._device.type == "cuda" and not self._peaks_bytes:
@@ -82,3 +85,10 @@ def living_tensors(model: nn.Module | None, optimizers: Iterable[Any]) -> Iterab
         assert isinstance(optimizer, Optimizer)
         for state in optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _averages(trainer: pl.Trainer) -> Iterator[nn.Module]:
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    for callback in callbacks:
+        if isinstance(callback, WeightAveraging) and callback._average_model is not None:
+            yield callback._average_model

@@ -60,6 +60,7 @@ def load(
     *,
     strict: bool,
     weights_only: bool | None,
+    keeps_weights: bool = False,
 ) -> dict[str, Any]:
     """Loads model and optimizers from a full or sharded checkpoint; returns the rest of it.
 
@@ -69,6 +70,7 @@ def load(
         optimizers: those to load; empty to leave optimizer state alone.
         strict: whether every parameter must be in the checkpoint.
         weights_only: passed to ``torch.load`` for what is neither model nor optimizer.
+        keeps_weights: whether to return the whole weights of a full checkpoint, too.
 
     Raises:
         ValueError: the path is neither.
@@ -76,7 +78,7 @@ def load(
     if _is_sharded_checkpoint(path):
         return _load_sharded(path, root, optimizers, strict=strict, weights_only=weights_only)
     if path.is_file():
-        return _load_full(path, root, optimizers, strict=strict)
+        return _load_full(path, root, optimizers, strict=strict, keeps_weights=keeps_weights)
     raise ValueError(
         f"Expected a checkpoint at {str(path)!r}: a file with the full state, or a folder with shards written by this"
         " strategy. Found neither."
@@ -128,11 +130,17 @@ def _empty(stored: TensorStorageMetadata, parameter: Tensor | None) -> Tensor:
 
 
 def _load_full(
-    path: Path, root: FullyShardedDataParallel, optimizers: Sequence[Optimizer], *, strict: bool
+    path: Path,
+    root: FullyShardedDataParallel,
+    optimizers: Sequence[Optimizer],
+    *,
+    strict: bool,
+    keeps_weights: bool,
 ) -> dict[str, Any]:
     checkpoint: dict[str, Any] = _lazy_load(path)
     with full_state(root, rank0_only=False):
-        root.load_state_dict(_materialize_tensors(checkpoint.pop("state_dict")), strict=strict)
+        weights = checkpoint["state_dict"] if keeps_weights else checkpoint.pop("state_dict")
+        root.load_state_dict(_materialize_tensors(weights), strict=strict)
         checkpoint = _materialize_tensors(checkpoint)
         states = checkpoint.get("optimizer_states")
         if states is None or not optimizers:

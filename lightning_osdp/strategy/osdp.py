@@ -13,9 +13,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_osdp.apply import free_gathered
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.search_space import SearchSpace
-from lightning_osdp.strategy import checkpoint, saving, stored
+from lightning_osdp.strategy import averaging, checkpoint, saving, stored
 from lightning_osdp.strategy.launcher import GatheringLauncher, StartMethod
 from lightning_osdp.strategy.options import Options, check_fsdp_kwargs, pop_prefetch
 from lightning_osdp.strategy.precision import OSDPPrecision
@@ -152,6 +153,9 @@ class OSDPStrategy(UnitsStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        if averaging.is_averaging(self.lightning_module.trainer):
+            free_gathered(self._wrapped())  # of which the state dict would have views, and the average goes there next
         return checkpoint.model_state(self._wrapped(), self._state_dict_type)
 
     @override
@@ -182,6 +186,7 @@ class OSDPStrategy(UnitsStrategy):
             self.optimizers if is_fitting else [],
             strict=module.strict_loading,
             weights_only=weights_only,
+            keeps_weights=is_fitting and averaging.is_averaging(module.trainer),
         )
         if is_fitting:
             self._division.resume(module.trainer, loaded)

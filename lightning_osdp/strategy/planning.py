@@ -33,6 +33,7 @@ from lightning_osdp.profiler import (
 from lightning_osdp.scheduler import make_plan
 from lightning_osdp.simulation import StepEstimate, simulate
 from lightning_osdp.strategy.agreement import on_all_ranks, on_rank_zero
+from lightning_osdp.strategy.averaging import with_averages
 from lightning_osdp.strategy.division import Division
 from lightning_osdp.strategy.loaders import (
     LoaderChange,
@@ -179,6 +180,7 @@ def _profile(trainer: pl.Trainer, module: pl.LightningModule, progress: Progress
         ) from error
     finally:
         forget_loaders(trainer)
+    profile = with_averages(profile, trainer, strategy.root_device)
     return _Profiled(loaders, peeked, batch, profile, schedules)
 
 

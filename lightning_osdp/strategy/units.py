@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_osdp.apply import forget_zeroed_gradients, reduce_left_over, without_reducing
 from lightning_osdp.core.plan import Plan
-from lightning_osdp.strategy import saving
+from lightning_osdp.strategy import averaging, saving
 from lightning_osdp.strategy.choice import chosen, wrapped
 from lightning_osdp.strategy.division import Division
 from lightning_osdp.strategy.given import given_division
@@ -41,16 +41,33 @@ class UnitsStrategy(RanksStrategy):
         self._plan: Plan | None = None
         self._division = Division()
         self._wrapping: Wrapping | None = None
+        self._setting_up = ExitStack()
         super().__init__(**kwargs)
 
     @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        module = self.lightning_module
+        assert module is not None
+        if module.trainer.state.fn == TrainerFn.FITTING:
+            averaging.check_averaging(module.trainer, self._state_dict_type)
+            if wrapping_of(module) is not None:
+                self._setting_up.enter_context(averaging.no_copies_of(module))
+
+    @override
     def setup(self, trainer: pl.Trainer) -> None:
+        self._setting_up.close()
         assert self.model is not None
         found = wrapping_of(self.model)
         if found is not None:
             # Before anything converts shards to another precision.
             found.check_settings(self._settings())
         super().setup(trainer)
+
+    @override
+    def teardown(self) -> None:
+        self._setting_up.close()
+        super().teardown()
 
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:
@@ -69,6 +86,7 @@ class UnitsStrategy(RanksStrategy):
         if is_fitting:
             self._division.begin(model.trainer)
             saving.tell_of_incomplete(model.trainer)
+            averaging.average_shards(model.trainer, found.root, self.root_device)
         return found.root
 
     def _take_over(self, found: Wrapping, trainer: pl.Trainer) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
@@ -36,17 +37,27 @@ class Wrapping:
     plan: Plan | None
     reduced_last: tuple[FullyShardedDataParallel, ...]
     settings: Mapping[str, str]
-    _handle: RemovableHandle | None = None
+    _handles: list[RemovableHandle] = field(default_factory=list)
+    _gathered: ExitStack = field(default_factory=ExitStack)
 
     def hold(self) -> None:
-        """Has the module hold this; its own ``state_dict()`` raises wherever it would give this rank's shards."""
-        self._handle = self.root.module.register_state_dict_pre_hook(self)
+        """Has the module hold this.
+
+        Its own ``state_dict()`` raises wherever it would give this rank's shards; its own ``load_state_dict()`` takes
+        whole tensors, on all ranks.
+        """
+        module: nn.Module = self.root.module
+        self._handles += [
+            module.register_state_dict_pre_hook(self),
+            module._register_load_state_dict_pre_hook(self._gather),
+            module.register_load_state_dict_post_hook(self._shard),
+        ]
 
     def undo(self) -> None:
         """Gives the module whole parameters again, if it is one unit. Call it on all ranks."""
-        assert self._handle is not None
         unwrap_whole(self.root)
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
 
     def check_settings(self, settings: Mapping[str, str]) -> None:
         """Returns if units of another strategy would be made in the same way.
@@ -91,6 +102,15 @@ class Wrapping:
                 "Expected the whole weights to be asked of the strategy, got state_dict() of the module, which has only"
                 " this rank's shards. Call trainer.strategy.whole_state_dict() on all ranks, or load a checkpoint."
             )
+
+    def _gather(self, _: object, prefix: str, *__: object) -> None:
+        """Runs before the module loads a state dict; units inside it gather themselves."""
+        if not prefix:
+            self._gathered.enter_context(FullyShardedDataParallel.summon_full_params(self.root, recurse=False))
+
+    def _shard(self, *_: object) -> None:
+        """Runs when it has loaded it."""
+        self._gathered.close()
 
 
 def wrapping_of(module: nn.Module) -> Wrapping | None:

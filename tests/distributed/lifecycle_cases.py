@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import (
     EarlyStopping,
+    EMAWeightAveraging,
     LearningRateMonitor,
     ModelSummary,
     StochasticWeightAveraging,
@@ -162,6 +163,7 @@ FEATURES = {
     "clipping by value": options(gradient_clip_val=0.01, gradient_clip_algorithm="value"),
     "StochasticWeightAveraging": with_callback(lambda: StochasticWeightAveraging(0.01, 1), **EPOCHS),
     "WeightAveraging": with_callback(WeightAveraging, **EPOCHS),
+    "EMAWeightAveraging": with_callback(lambda: EMAWeightAveraging(decay=0.5), **EPOCHS),
     "EarlyStopping": with_callback(lambda: EarlyStopping("val_loss", min_delta=9.0, patience=1), **EPOCHS),
     "ModelSummary": with_callback(ModelSummary, enable_model_summary=True),
     "LearningRateMonitor": rates_logged,
