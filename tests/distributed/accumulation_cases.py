@@ -261,7 +261,7 @@ def interrupted():
         fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size()))
     except ValueError as error:
         text = str(error)
-    units = [unit for unit in strategy._root.modules() if hasattr(unit, "_sync_gradients")]
+    units = [unit for unit in strategy.model.modules() if hasattr(unit, "_sync_gradients")]
     return text.splitlines()[0], len(units), all(unit._sync_gradients for unit in units)
 
 
