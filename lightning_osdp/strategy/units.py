@@ -40,6 +40,7 @@ class UnitsStrategy(RanksStrategy):
         self._options, self._prefetch = options, prefetch
         self._plan: Plan | None = None
         self._division = Division()
+        self._is_for_training = False
         self._wrapping: Wrapping | None = None
         self._setting_up = ExitStack()
         super().__init__(**kwargs)
@@ -81,22 +82,28 @@ class UnitsStrategy(RanksStrategy):
             found = self._wrap(model)
             found.hold()
         elif found is not self._wrapping:
-            self._take_over(found, model.trainer)
+            self._take_over(found)
         self._wrapping = found
         if is_fitting:
+            if not self._is_for_training:
+                self._prepare_training(found, model.trainer)
             self._division.begin(model.trainer)
             saving.tell_of_incomplete(model.trainer)
             averaging.average_shards(model.trainer, found.root, self.root_device)
         return found.root
 
-    def _take_over(self, found: Wrapping, trainer: pl.Trainer) -> None:
+    def _take_over(self, found: Wrapping) -> None:
         """Goes on with the units that another strategy wrapped the model in."""
-        if found.plan is not None and trainer.state.fn == TrainerFn.FITTING:
-            found.check_wishes(self._options)
-            self._division = given_division(trainer, found.plan, self._options)
-            publish(trainer, found.plan, None)
-        self._plan = found.plan
+        self._plan, self._is_for_training = found.plan, False
         rank_zero_info("OSDP: another Trainer has sharded this model already, and its units are used as they are.")
+
+    def _prepare_training(self, found: Wrapping, trainer: pl.Trainer) -> None:
+        """Trains, for the first time, units that were there before."""
+        assert found.plan is not None
+        found.check_wishes(self._options)
+        self._division = given_division(trainer, found.plan, self._options)
+        publish(trainer, found.plan, None)
+        self._is_for_training = True
 
     def _settings(self) -> dict[str, str]:
         """What units are made with besides a plan."""
@@ -108,6 +115,7 @@ class UnitsStrategy(RanksStrategy):
     def _wrap(self, module: pl.LightningModule) -> Wrapping:
         found = chosen(module, self._options, prefetch=self._prefetch, known=self._plan)
         self._plan, self._division, estimate = found
+        self._is_for_training = module.trainer.state.fn == TrainerFn.FITTING
         kwargs = {**self.kwargs, "mixed_precision": self.mixed_precision_config}
         if self._plan is not None:
             publish(module.trainer, self._plan, estimate)

@@ -112,6 +112,15 @@ def resumes_in_mid_epoch():
     return found, reference.global_step
 
 
+def divides_after_validating():
+    """Sizes and number of micro-batches that a fit after validation has, and whether it was measured."""
+    module, options = Scheduled().double(), {"accumulate_grad_batches": 4, "max_steps": 1, "limit_val_batches": 1}
+    fit = trainer(divided(8, 2), plugins=[OSDPPrecision("64-true")], **options)
+    fit.validate(module, DataLoader(module.dataset(), batch_size=80), verbose=False)
+    fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size()))
+    return module.sizes, fit.accumulate_grad_batches, [type(callback).__name__ for callback in fit.callbacks]
+
+
 @contextmanager
 def said():
     """What rank zero says meanwhile."""

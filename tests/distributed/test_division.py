@@ -41,6 +41,12 @@ def test_a_resumed_run_counts_as_its_checkpoint_does(ranks):
     assert max(difference for difference, *_ in found) < 1e-9
 
 
+def test_a_given_plan_divides_after_validation_too(ranks):
+    for sizes, number, callbacks in ranks(2).run(cases.divides_after_validating):
+        assert (sizes, number) == ({8}, 2)
+        assert callbacks[0] == "PlanMonitor"
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_the_strategy_divides_the_users_own_and_a_stated_global_batch(ranks, world_size):
     found = ranks(world_size).run(cases.chooses_for_itself)[0]
