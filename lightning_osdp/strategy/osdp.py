@@ -17,6 +17,8 @@ from lightning_osdp.apply import free_gathered
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.search_space import SearchSpace
 from lightning_osdp.strategy import averaging, checkpoint, saving, stored
+from lightning_osdp.strategy.agreement import on_rank_zero
+from lightning_osdp.strategy.complete import to_load
 from lightning_osdp.strategy.launcher import GatheringLauncher, StartMethod
 from lightning_osdp.strategy.options import Options, check_fsdp_kwargs, pop_prefetch
 from lightning_osdp.strategy.precision import OSDPPrecision
@@ -180,8 +182,9 @@ class OSDPStrategy(UnitsStrategy):
         module = self.lightning_module
         assert module is not None
         is_fitting = module.trainer.state.fn == TrainerFn.FITTING
+        path = Path(self.broadcast(checkpoint_path))
         loaded = checkpoint.load(
-            saving.saved_at(Path(self.broadcast(checkpoint_path))),
+            on_rank_zero(lambda: to_load(path, module.trainer)),
             self._wrapped(),
             self.optimizers if is_fitting else [],
             strict=module.strict_loading,

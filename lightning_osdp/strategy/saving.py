@@ -27,7 +27,7 @@ from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.strategy.agreement import on_rank_zero
 
 _PART = ".part"
-_SHARD_SUFFIX, _SHARD_METADATA = ".distcp", ".metadata"
+_SHARD_SUFFIX, SHARD_METADATA = ".distcp", ".metadata"
 
 
 class CompleteFiles(TorchCheckpointIO):
@@ -133,7 +133,7 @@ def _make_room(path: Path) -> None:
         IsADirectoryError: at the path is a folder with more than a checkpoint.
     """
     if path.is_dir() and not path.is_symlink():
-        other = [entry.name for entry in path.iterdir() if not _is_of_checkpoint(entry)]
+        other = [entry.name for entry in path.iterdir() if not is_of_checkpoint(entry)]
         if other:
             raise IsADirectoryError(
                 f"Expected {str(path)!r} to be free or a checkpoint to replace, but it is a folder with"
@@ -144,8 +144,9 @@ def _make_room(path: Path) -> None:
         _remove(left)
 
 
-def _is_of_checkpoint(entry: Path) -> bool:
-    return entry.suffix == _SHARD_SUFFIX or entry.name in (_METADATA_FILENAME, _SHARD_METADATA)
+def is_of_checkpoint(entry: Path) -> bool:
+    """Whether this may be in the folder of a sharded checkpoint."""
+    return entry.suffix == _SHARD_SUFFIX or entry.name in (_METADATA_FILENAME, SHARD_METADATA)
 
 
 def _write(value: object, path: Path) -> None:
