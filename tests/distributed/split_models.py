@@ -63,15 +63,15 @@ KINDS = {"four": 4, "three": 3, "whole": 1}
 """Slices of each operator."""
 
 
-def split_plan(kind, module, world_size, num_micro_batches=1):
+def split_plan(kind, module, world_size, num_micro_batches=1, *, is_shifted=False):
     """Slices of both modes in each operator; every other one reduces in the last micro-batch only.
 
-    The blocks' norms are in the root.
+    The blocks' norms are in the root. Shifted, each operator has the modes of the one after it.
     """
     slices = KINDS[kind]
     operators = [name for name, child in module.named_modules() if isinstance(child, nn.Linear | nn.Embedding | Conv1D)]
     pattern = ("ZDP", "DP", "ZDP", "ZDP")
-    modes = {name: pattern[index % 2 :][:slices] for index, name in enumerate(operators)}
+    modes = {name: pattern[(index + is_shifted) % 2 :][:slices] for index, name in enumerate(operators)}
     modes = {name: (*chosen, *("DP",) * (slices - len(chosen))) for name, chosen in modes.items()}
     plan = plan_of(module, modes, world_size=world_size, micro_batch_size=4, num_micro_batches=num_micro_batches)
     units = (

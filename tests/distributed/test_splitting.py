@@ -32,16 +32,18 @@ def test_in_bf16_slices_train_like_the_whole_operators(ranks):
 def test_checkpoints_of_any_slices_load_into_any_others(ranks, tmp_path):
     ranks(1).run(cases.save_plain, folder=str(tmp_path))
     sizes, kinds = (1, 2, 4), list(cases.KINDS)
-    for world_size in sizes:
+    for world_size in (*sizes, 3):
         found = ranks(world_size).run(cases.resaved, folder=str(tmp_path))[0]
         assert found == {name: [] for kind in kinds for name in (kind, f"{kind} saved")}
     # Full ones equal the plain one. Of the sharded ones a Latin square: all pairs of kinds, all pairs of numbers of
-    # ranks, and all sources on each number of ranks.
+    # ranks, and all sources on each number of ranks; and those of three ranks, whose plans are others.
     sources = {
         kind: [f"{sizes[i]}-{kinds[j]}" for i in range(3) for j in range(3) if (i + j + index) % 3 == 0]
         for index, kind in enumerate(kinds)
     }
-    for world_size in sizes:
+    for names, kind in zip(sources.values(), kinds, strict=True):
+        names.append(f"3-{kind}")
+    for world_size in (*sizes, 3):
         found = ranks(world_size).run(cases.reloaded, folder=str(tmp_path), sources=sources)[0]
         assert found == {f"{name} as {kind}": [] for kind, names in sources.items() for name in names}
 
