@@ -42,7 +42,8 @@ def load_state(root: FullyShardedDataParallel, optimizer: Optimizer, state: Mapp
         PlanMismatchError: its parameter groups are not the optimizer's.
     """
     cuts = cuts_of(root)
-    named = cut_states(_named(state, root, optimizer), cuts)
+    # Shards have nothing of a state without entries, such as that of SGD without momentum.
+    named = cut_states(_named({"state": {}, **state}, root, optimizer), cuts)
     flat = FullyShardedDataParallel.optim_state_dict_to_load(model=root, optim=optimizer, optim_state_dict=named)
     optimizer.load_state_dict(flat)
 

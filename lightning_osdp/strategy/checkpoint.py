@@ -116,8 +116,8 @@ def _read_sharded(path: Path, optimizer: str, parameters: Mapping[str, Tensor]) 
         else:
             entries[key] = "read in its place"
     _distributed_checkpoint_load(entries, path)
-    # Nothing is written for a state without entries, such as that of SGD without momentum.
-    return {"state": {}, **unflatten_state_dict(entries, places)[optimizer]}
+    state: dict[str, Any] = unflatten_state_dict(entries, places)[optimizer]
+    return state
 
 
 def _empty(stored: TensorStorageMetadata, parameter: Tensor | None) -> Tensor:

@@ -105,7 +105,7 @@ def unequal(found, expected):
         wrong.append("names")
     wrong += [n for n, v in expected["state_dict"].items() if not torch.equal(found["state_dict"][n], v)]
     (a,), (b,) = found["optimizer_states"], expected["optimizer_states"]
-    if a["param_groups"] != b["param_groups"] or list(a["state"]) != list(b["state"]):
+    if a["param_groups"] != b["param_groups"] or set(a["state"]) != set(b["state"]):
         wrong.append(f"groups: {a['param_groups']} {list(a['state'])} for {b['param_groups']} {list(b['state'])}")
     for number, fields in b["state"].items():
         same = set(a["state"][number]) == set(fields)
