@@ -9,19 +9,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 from torch.distributed.fsdp._runtime_utils import _reduce_grad, _reshard
 
+from lightning_osdp.apply.units import units_of
 from lightning_osdp.core.plan import Plan
 
 
 def units_reduced_last(root: FullyShardedDataParallel, plan: Plan) -> tuple[FullyShardedDataParallel, ...]:
     """Units of a wrapped model whose gradients the plan reduces in the last micro-batch only."""
-    modules = [root.module.get_submodule(unit.name) for unit in plan.units if unit.sync == "last"]
-    # of a split operator, its slices are units
-    return tuple(
-        unit
-        for module in modules
-        for unit in ([module] if isinstance(module, FullyShardedDataParallel) else module.modules())
-        if isinstance(unit, FullyShardedDataParallel)
-    )
+    return tuple(wrapped for unit in plan.units if unit.sync == "last" for wrapped in units_of(root, unit))
 
 
 def reduce_left_over(units: Iterable[FullyShardedDataParallel]) -> None:

@@ -15,7 +15,7 @@ from lightning_osdp.core.plan import Plan
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError
 from lightning_osdp.splitting import split, splittable
 
-_STRATEGIES = {"ZDP": ShardingStrategy.FULL_SHARD, "DP": ShardingStrategy.SHARD_GRAD_OP}
+STRATEGIES = {"ZDP": ShardingStrategy.FULL_SHARD, "DP": ShardingStrategy.SHARD_GRAD_OP}
 _PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
 
 
@@ -53,7 +53,7 @@ def apply_plan(module: nn.Module, plan: Plan, *, device: torch.device, **fsdp_kw
     for unit in plan.units:
         if unit.name:
             wrapped = _slices(modules[unit.name], unit.num_slices, fsdp_kwargs["param_init_fn"])
-            strategy.update(zip(wrapped, (_STRATEGIES[mode] for mode in unit.modes), strict=True))
+            strategy.update(zip(wrapped, (STRATEGIES[mode] for mode in unit.modes), strict=True))
 
     def policy(child: nn.Module) -> bool | dict[str, Any]:
         return {"sharding_strategy": strategy[child]} if child in strategy else False

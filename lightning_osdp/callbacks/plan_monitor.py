@@ -115,8 +115,12 @@ class PlanMonitor(pl.Callback):
                 f"Expected a strategy with a plan, whose predictions PlanMonitor checks, got"
                 f" {type(trainer.strategy).__name__}. Train with strategy='osdp', or without PlanMonitor."
             )
-        self._plan = plan
+        self.use(plan)
         self._reset(trainer)
+
+    def use(self, plan: Plan) -> None:
+        """Checks the predictions of this plan from now on."""
+        self._plan = plan
 
     @override
     def on_train_batch_start(

@@ -5,10 +5,12 @@ from __future__ import annotations
 from lightning_osdp.profiler.cluster import measure_cluster
 from lightning_osdp.profiler.halves import why_not_mean
 from lightning_osdp.profiler.live_bytes import LiveBytes
+from lightning_osdp.profiler.loss import loss_in
 from lightning_osdp.profiler.memory import CUDA_HEADROOM, default_memory_limit_bytes
 from lightning_osdp.profiler.model import profile_model
 from lightning_osdp.profiler.operators import fingerprint
 from lightning_osdp.profiler.precision import ComputePrecision
+from lightning_osdp.profiler.snapshot import kept, untouched
 
 __all__ = [
     "CUDA_HEADROOM",
@@ -16,7 +18,10 @@ __all__ = [
     "LiveBytes",
     "default_memory_limit_bytes",
     "fingerprint",
+    "kept",
+    "loss_in",
     "measure_cluster",
     "profile_model",
+    "untouched",
     "why_not_mean",
 ]

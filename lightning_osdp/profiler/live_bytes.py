@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_osdp.core.byte_size import format_bytes
+
 
 class LiveBytes(TorchDispatchMode):
     """Live and peak bytes of the storages on one kind of device while the mode is active.
@@ -23,6 +25,7 @@ class LiveBytes(TorchDispatchMode):
 
     Args:
         device_type: ``"cpu"`` or ``"cuda"``; tensors elsewhere do not count.
+        limit_bytes: what may live while the mode is active; an operation that exceeds it raises a `MemoryError`.
 
     Example:
         >>> with LiveBytes("cpu") as live:
@@ -31,11 +34,12 @@ class LiveBytes(TorchDispatchMode):
         (4000, 8000)
     """
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str, *, limit_bytes: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.current_bytes = 0
         self.peak_bytes = 0
         self.device_type = device_type
+        self._limit_bytes = limit_bytes
         self._sizes: dict[int, int] = {}
 
     @property
@@ -67,6 +71,9 @@ class LiveBytes(TorchDispatchMode):
         self.current_bytes += num_bytes - self._sizes.get(key, 0)
         self._sizes[key] = num_bytes
         self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+        if self._limit_bytes is not None and self.current_bytes > self._limit_bytes and self.is_active:
+            taken, limit = format_bytes(self.current_bytes), format_bytes(self._limit_bytes)
+            raise MemoryError(f"live tensors take {taken}, the limit is {limit}")
 
     def _forget(self, key: int) -> None:
         self.current_bytes -= self._sizes.pop(key, 0)

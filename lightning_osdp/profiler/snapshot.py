@@ -18,13 +18,17 @@ _KEPT = (dict, list, tuple, set, deque, Tensor, torch.Generator)
 
 
 @contextmanager
-def untouched(module: nn.Module) -> Iterator[None]:
+def untouched(module: nn.Module, *, left_out: Iterable[Tensor] = ()) -> Iterator[None]:
     """Restores, on exit, buffers, gradients, training flags, attributes and the random number generators.
 
     Inside, there are no gradients. Tensors, generators and nested lists, tuples, dicts, sets and deques that a module
     holds (counters, metric states, collected losses) get their contents back; other objects are not looked into.
+
+    Args:
+        module: what is run. Its parameters are left alone, but for those that forward itself changes.
+        left_out: further tensors that are left alone.
     """
-    snapshot = _Snapshot(left_out=module.parameters())
+    snapshot = _Snapshot(left_out=(*module.parameters(), *left_out))
     for child in module.modules():
         snapshot.keep(vars(child))
     restores = [snapshot.restore, *(_restore_values(p) for m in module.modules() for p in _renormalized(m))]
@@ -40,6 +44,23 @@ def untouched(module: nn.Module) -> Iterator[None]:
             restore()
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+@contextmanager
+def kept(objects: Iterable[object], *, left_out: Iterable[Tensor]) -> Iterator[None]:
+    """Restores, on exit, attributes of objects and what they hold, as `untouched` does for modules.
+
+    Args:
+        objects: such as optimizers.
+        left_out: tensors whose values are not restored.
+    """
+    snapshot = _Snapshot(left_out)
+    for object_ in objects:
+        snapshot.keep(vars(object_))
+    try:
+        yield
+    finally:
+        snapshot.restore()
 
 
 class _Snapshot:

@@ -3,6 +3,7 @@
 (Lightning uses the word for learning rates; here it always means the choice of the micro-batch size.)
 """
 
+from lightning_osdp.scheduler.fallback import freeable_bytes, with_less_memory, with_smaller_micro_batch
 from lightning_osdp.scheduler.planning import make_plan
 
-__all__ = ["make_plan"]
+__all__ = ["freeable_bytes", "make_plan", "with_less_memory", "with_smaller_micro_batch"]

@@ -68,6 +68,17 @@ class Division:
             self._use(trainer, size, number)
             forget_loaders(trainer)
 
+    @property
+    def smaller(self) -> int | None:
+        """The next smaller micro-batch of the same optimizer steps, if there is one."""
+        return None if self.windows is None else max((size for size in self.sizes if size < self.size), default=None)
+
+    def divide(self, trainer: pl.Trainer, size: int) -> None:
+        """Changes to micro-batches of this size before the first step; loaders are made anew."""
+        self._use(trainer, size, self.size * self.number // size)
+        forget_loaders(trainer)
+        trainer.fit_loop.setup_data()
+
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Writes the division in use into a checkpoint."""
         if self.windows is not None:

@@ -22,11 +22,11 @@ from lightning_osdp.strategy.complete import to_load
 from lightning_osdp.strategy.launcher import GatheringLauncher, StartMethod
 from lightning_osdp.strategy.options import Options, check_fsdp_kwargs, pop_prefetch
 from lightning_osdp.strategy.precision import OSDPPrecision
+from lightning_osdp.strategy.rehearsing import RehearsingStrategy
 from lightning_osdp.strategy.rng import Generators
-from lightning_osdp.strategy.units import UnitsStrategy
 
 
-class OSDPStrategy(UnitsStrategy):
+class OSDPStrategy(RehearsingStrategy):
     """Fully sharded data parallel training in which every operator is sharded only as far as memory demands.
 
     At the start of fit the model's own training step is profiled on a batch of its training data, the fastest plan
@@ -49,6 +49,8 @@ class OSDPStrategy(UnitsStrategy):
             ``accumulate_grad_batches`` make. Not with ``batch_size="scale"``.
         accumulate_in_fp32: whether gradients add up in float32 under mixed precision, too: each micro-batch then
             reduces them.
+        rehearse: whether each rank takes a step alone before the first one, to see that memory suffices; where it does
+            not, all change to a plan with less memory. ``"auto"``: on GPUs.
         cost_model: ``"simulate"`` (a step as FSDP1 runs it) or ``"paper"`` (the sums of equation 1).
         start_method: ``"popen"`` runs the script once per rank; ``"spawn"``, ``"forkserver"`` and, for notebooks,
             ``"fork"`` start workers, after which this process has the trained weights. Unused under torchrun.
@@ -72,6 +74,7 @@ class OSDPStrategy(UnitsStrategy):
         *,
         global_batch_size: int | None = None,
         accumulate_in_fp32: bool = False,
+        rehearse: bool | Literal["auto"] = "auto",
         cost_model: str = "simulate",
         start_method: StartMethod = "popen",
         **fsdp_kwargs: Any,
@@ -95,6 +98,7 @@ class OSDPStrategy(UnitsStrategy):
             options,
             prefetch,
             start_method=start_method,
+            rehearse=rehearse,
             cpu_offload=None,
             auto_wrap_policy=None,
             sharding_strategy="FULL_SHARD",

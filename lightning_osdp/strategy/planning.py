@@ -9,7 +9,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import FSDPStrategy
-from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
@@ -45,7 +44,7 @@ from lightning_osdp.strategy.loaders import (
 from lightning_osdp.strategy.once import Peeked
 from lightning_osdp.strategy.options import Options, Prefetch
 from lightning_osdp.strategy.progress import shown_progress
-from lightning_osdp.strategy.step import configured_optimizers, forget_loaders, muted, training_step
+from lightning_osdp.strategy.step import configured_optimizers, forget_loaders, muted, to_device, training_step
 from lightning_osdp.strategy.wishes import Wishes, wishes
 
 
@@ -154,9 +153,7 @@ def _profile(trainer: pl.Trainer, module: pl.LightningModule, progress: Progress
     check_initializable(module, strategy.root_device)
     loaders = training_loaders(trainer)
     batch, peeked = first_batch(loaders)
-    batch = trainer.precision_plugin.convert_input(batch)
-    batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
-    batch = call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+    batch = to_device(trainer, module, batch)
     schedules: list[Any] = []
     try:
         if not any(parameter.is_meta for parameter in module.parameters()):

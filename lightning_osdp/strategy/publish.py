@@ -38,6 +38,8 @@ def publish(trainer: pl.Trainer, plan: Plan, estimate: StepEstimate | None) -> N
         # First, so that its clock stops before other callbacks validate, log or save.
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
         monitors = [callback for callback in callbacks if isinstance(callback, PlanMonitor)] or [PlanMonitor()]
+        for monitor in monitors:
+            monitor.use(plan)
         callbacks[:] = [*monitors, *(callback for callback in callbacks if not isinstance(callback, PlanMonitor))]
 
 

@@ -28,14 +28,25 @@ def training_step(module: pl.LightningModule) -> Callable[[Any], Any]:
             "Expected automatic optimization, got automatic_optimization=False: manual_backward would run inside the"
             " forward of FSDP's root. Use automatic optimization, or another strategy."
         )
-    step = module.training_step
-    if is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ConfigurationError(
             "Expected training_step to take a batch, got one that takes dataloader_iter, which cannot be profiled."
             " Take a batch, or pass plan=."
         )
-    with_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
-    return lambda batch: step(batch, 0) if with_index else step(batch)
+    return lambda batch: module.training_step(*step_arguments(module, batch))
+
+
+def step_arguments(module: pl.LightningModule, batch: Any) -> tuple[Any, ...]:
+    """What ``training_step`` is called with."""
+    with_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    return (batch, 0) if with_index else (batch,)
+
+
+def to_device(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> Any:
+    """A batch of the loader as ``training_step`` gets it."""
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
 
 
 @contextmanager

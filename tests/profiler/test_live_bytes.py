@@ -22,6 +22,18 @@ def test_counts_what_operations_return_until_it_is_freed():
     assert live.current_bytes == 0
 
 
+def test_past_a_limit_an_operation_fails_as_if_memory_ran_out():
+    with LiveBytes("cpu", limit_bytes=600) as live:
+        kept = torch.zeros(100)
+        with pytest.raises(MemoryError, match="live tensors take 800 B, the limit is 600 B"):
+            kept + 1
+        assert live.current_bytes == 400
+        storage = torch.zeros(50).untyped_storage()
+        with pytest.raises(MemoryError, match="live tensors take 604 B"):
+            storage.resize_(204)
+    assert len(torch.zeros(1000)) == 1000  # not active
+
+
 def test_the_peak_sees_temporaries_inside_an_expression():
     with LiveBytes("cpu") as live:
         result = (torch.ones(100) * 2).sum()

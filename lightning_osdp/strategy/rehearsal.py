@@ -1,0 +1,128 @@
+"""One optimizer step of this rank alone, before the first real one: does it fit, and if not, where not?"""
+
+from __future__ import annotations
+
+import gc
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import FSDPStrategy
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from lightning_osdp.apply import alone, flat_parameters, kept_shards, shard_gradients
+from lightning_osdp.callbacks.peak import living_tensors
+from lightning_osdp.core.duration import format_seconds
+from lightning_osdp.core.plan import Plan
+from lightning_osdp.profiler import LiveBytes, kept, loss_in, untouched
+from lightning_osdp.strategy.loaders import first_batch
+from lightning_osdp.strategy.once import read_once_source
+from lightning_osdp.strategy.shortage import Shortage, is_out_of_memory, shortage_of
+from lightning_osdp.strategy.step import muted, step_arguments, to_device
+
+
+def rehearse(trainer: pl.Trainer, plan: Plan) -> Shortage | None:
+    """Takes an optimizer step like those to come, without the other ranks, and leaves nothing of it.
+
+    The gradients of a step before are alive, and so is the state of optimizers: where there is none yet, they step once
+    with gradients of zero. Weights are put back from a copy on the host then. On CPU tensors are counted, and more than
+    the memory limit of the plan counts as out of memory.
+
+    An error of another kind says nothing of memory, as what units gather is wrong: it is told, and training begins.
+
+    Args:
+        trainer: about to take its first step; call it on all of its ranks.
+        plan: that its model is wrapped under.
+
+    Returns:
+        Where memory ran out on this rank, if it did.
+    """
+    strategy, module = trainer.strategy, trainer.lightning_module
+    assert isinstance(strategy, FSDPStrategy)
+    root = strategy.model
+    assert isinstance(root, FullyShardedDataParallel)
+    began_s = time.perf_counter()
+    with (
+        alone(root),
+        untouched(root, left_out=flat_parameters(root)),
+        muted(trainer, module),
+        torch.autograd.set_detect_anomaly(False),
+    ):
+        shortage = _attempt(trainer, strategy, root, plan)
+    if shortage is not None:
+        _give_back(strategy.root_device)
+    took = format_seconds(time.perf_counter() - began_s)
+    rank_zero_info(f"OSDP: rehearsed an optimizer step on each rank alone, in {took}")
+    return shortage
+
+
+def _attempt(
+    trainer: pl.Trainer, strategy: FSDPStrategy, root: FullyShardedDataParallel, plan: Plan
+) -> Shortage | None:
+    fresh = [optimizer for optimizer in strategy.optimizers if not optimizer.state]
+    try:
+        batch = _next_batch(trainer)
+        with (
+            kept(fresh, left_out=root.parameters()),
+            kept_shards(root) if fresh else nullcontext(),
+            _counted(strategy, root, batch, plan),
+        ):
+            shard_gradients(root)
+            for optimizer in fresh:
+                optimizer.step()
+            _window(trainer, strategy, batch)
+    except Exception as error:
+        if is_out_of_memory(error):
+            return shortage_of(error, root, plan)
+        rank_zero_info(f"OSDP: a step cannot be rehearsed: {type(error).__name__}: {error}")
+    return None
+
+
+def _window(trainer: pl.Trainer, strategy: FSDPStrategy, batch: Any) -> None:
+    """Micro-batches of an optimizer step, as Lightning's automatic optimization runs them."""
+    module, number = trainer.lightning_module, trainer.accumulate_grad_batches
+    for index in range(number):
+        with nullcontext() if index == number - 1 else strategy.block_backward_sync():
+            arguments = step_arguments(module, to_device(trainer, module, batch))
+            loss = loss_in(strategy.training_step(*arguments)) / number
+            if index == 0:
+                for optimizer in strategy.optimizers:
+                    optimizer.zero_grad()
+            strategy.pre_backward(loss)
+            loss.backward()
+
+
+def _next_batch(trainer: pl.Trainer) -> Any:
+    """One that training begins with; neither loaders nor random numbers are different afterwards."""
+    ahead = getattr(trainer.fit_loop._data_fetcher, "batches", None)
+    if ahead:
+        return ahead[0][0]
+    loaders = trainer.fit_loop._combined_loader
+    assert loaders is not None
+    if any(read_once_source(loader) is not None for loader in loaders.flattened):
+        raise ValueError("the training loader can be read only once")
+    return first_batch(loaders)[0]
+
+
+def _counted(
+    strategy: FSDPStrategy, root: FullyShardedDataParallel, batch: Any, plan: Plan
+) -> AbstractContextManager[Any]:
+    """Counts live tensors where nothing else limits them."""
+    if strategy.root_device.type != "cpu":
+        return nullcontext()
+    live = LiveBytes("cpu", limit_bytes=plan.memory_limit_bytes)
+    live.track(living_tensors(root, strategy.optimizers))
+    live.track(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    return live
+
+
+def _give_back(device: torch.device) -> None:
+    """Frees what an error held, so that the next attempt begins like the first."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

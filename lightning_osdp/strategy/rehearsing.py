@@ -1,0 +1,52 @@
+"""A rehearsal before the first step of every fit, and the plan that is in use after it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from typing_extensions import override
+
+from lightning_osdp.apply import units_reduced_last, use_modes
+from lightning_osdp.core.plan import Plan
+from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.strategy.fallback import plan_that_fits
+from lightning_osdp.strategy.options import Options, Prefetch
+from lightning_osdp.strategy.units import UnitsStrategy
+
+
+class RehearsingStrategy(UnitsStrategy):
+    """FSDP over the units of a plan, which give up what they keep where memory runs out before the first step.
+
+    Args:
+        options: what the plan may be.
+        prefetch: FSDP1's settings.
+        rehearse: whether each rank takes a step alone before the first one; ``"auto"``: on GPUs.
+        **kwargs: of `UnitsStrategy`.
+
+    Raises:
+        ConfigurationError: ``rehearse`` is something else.
+    """
+
+    def __init__(
+        self, options: Options, prefetch: Prefetch, *, rehearse: bool | Literal["auto"], **kwargs: Any
+    ) -> None:
+        if rehearse not in {True, False, "auto"}:
+            raise ConfigurationError(f"rehearse must be True, False or 'auto', got {rehearse!r}.")
+        self._rehearse = rehearse
+        super().__init__(options, prefetch, **kwargs)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        rehearses = self.root_device.type != "cpu" if self._rehearse == "auto" else self._rehearse
+        if rehearses and self._plan is not None:
+            assert self.lightning_module is not None
+            plan_that_fits(self.lightning_module.trainer, self._plan, self._division, self._use)
+
+    def _use(self, plan: Plan) -> None:
+        """Changes to a plan with the same units."""
+        assert self._wrapping is not None
+        root = self._wrapping.root
+        use_modes(root, plan)
+        self._plan = self._wrapping.plan = plan
+        self._wrapping.reduced_last = units_reduced_last(root, plan)

@@ -1,0 +1,67 @@
+"""Memory that runs out: what tells it from other errors, and what to say of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import FSDPStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from lightning_osdp.apply import place_in_step
+from lightning_osdp.core.byte_size import format_bytes
+from lightning_osdp.core.plan import Plan
+
+_TEXTS = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
+"""In a RuntimeError: of torch's allocator on CPU (Linux, Windows), of the CUDA runtime and NCCL, of its libraries."""
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Memory ran out on a rank."""
+
+    place: str
+    """Where in a step."""
+    text: str
+    """What the allocator had to say."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether this is what happens when memory runs out."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
+
+
+def shortage_of(error: BaseException, root: FullyShardedDataParallel, plan: Plan) -> Shortage:
+    """What happened, and where the model was then."""
+    text = str(error).partition("\n")[0]
+    return Shortage(place_in_step(root, plan) or "the optimizer step", f"{type(error).__name__}: {text}")
+
+
+def explain_shortage(error: BaseException, strategy: FSDPStrategy) -> None:
+    """Appends to an error of a real step, if memory ran out: which rank, where, under which plan, and what helps."""
+    plan, root, module = getattr(strategy, "plan", None), strategy.model, strategy.lightning_module
+    if not is_out_of_memory(error) or plan is None or not isinstance(root, FullyShardedDataParallel):
+        return
+    assert module is not None
+    told = (
+        f"OSDP: rank {strategy.global_rank} ran out of memory in {shortage_of(error, root, plan).place}, under a plan"
+        f" that is predicted to take {format_bytes(plan.peak_bytes)} of {format_bytes(plan.memory_limit_bytes)}. Lower"
+        " memory_limit, so that more is sharded, or use a smaller micro-batch."
+    )
+    last = last_checkpoint(module.trainer)
+    if last is not None:
+        told += f" The last checkpoint is {last}."
+    error.args = (f"{error}\n{told}", *error.args[1:])
+
+
+def last_checkpoint(trainer: pl.Trainer) -> Path | None:
+    """The one that this run wrote last, if any."""
+    callbacks = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+    saved = [(each._last_global_step_saved, each._last_checkpoint_saved) for each in callbacks]
+    _, path = max(((step, path) for step, path in saved if path), default=(0, ""))
+    return Path(path) if path else None

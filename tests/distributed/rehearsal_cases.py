@@ -1,0 +1,245 @@
+"""Fits that rehearse a step, and run out of memory in it, as the ranks run them."""
+
+import dataclasses
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torchmetrics.aggregation import MeanMetric
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from cases import plan_for, trainer
+from models import BATCH_SIZE, Base, build
+from strategy_cases import shared_folder
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from lightning_osdp import OSDPStrategy
+from lightning_osdp.core.plan import Plan
+from lightning_osdp.errors import OSDPError
+from lightning_osdp.strategy.agreement import from_all_ranks
+from lightning_osdp.strategy.stored import read_plan
+
+CALLS = []
+"""Micro-batches that a model has seen: what modules hold is restored after a rehearsal, this is not."""
+
+
+class Gate(nn.Module):
+    """The identity; runs out of memory on one rank where units of more than so many bytes are gathered.
+
+    Args:
+        phase: ``forward`` or ``backward``.
+    """
+
+    def __init__(self, phase="forward"):
+        super().__init__()
+        self.phase, self.root, self.most_bytes = phase, None, None
+
+    def check(self, phase):
+        if self.phase == phase and self.root is not None and dist.get_rank() == 1:
+            units = FullyShardedDataParallel.fsdp_modules(self.root())
+            flats = [unit._handle.flat_param for unit in units if unit._handle is not None]
+            gathered = sum(flat._full_param_padded.untyped_storage().size() for flat in flats)
+            if gathered > self.most_bytes:
+                raise torch.OutOfMemoryError(f"{gathered} bytes are gathered, of {self.most_bytes}")
+
+    def forward(self, x):
+        self.check("forward")
+        return _Checked.apply(x, self)
+
+
+class _Checked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, gate):
+        ctx.gate = gate
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.gate.check("backward")
+        return gradient, None
+
+
+class Restless(Base):
+    """Dropout, batch statistics, a metric, a counter: whatever a rehearsal might leave changed."""
+
+    def __init__(self, phase="forward"):
+        super().__init__()
+        self.gate = Gate(phase)
+        self.layers = nn.Sequential(
+            nn.Linear(7, 64), nn.BatchNorm1d(64), nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 32), nn.Tanh()
+        )
+        self.last = nn.Linear(32, 3)
+        self.mean, self.num_calls = MeanMetric(sync_on_compute=False), 0
+
+    def loss(self, batch):
+        self.num_calls += 1
+        CALLS.append(self.num_calls)
+        x, y = (t.float() for t in batch)
+        loss = nn.functional.mse_loss(self.last(self.gate(self.layers(x))), y)
+        self.mean.update(loss.detach())
+        self.log("mean", self.mean.compute())
+        return loss
+
+    def dataset(self):
+        return build("odd_mlp").dataset()
+
+
+def planned(modes="dp", *, number=2, sync=("last", "every"), **options):
+    """A plan for `Restless`; units take turns in when they reduce."""
+    plan = plan_for(Restless(), modes, world_size=dist.get_world_size(), num_micro_batches=number)
+    units = [
+        dataclasses.replace(unit, sync=sync[index % len(sync)] if unit.name and number > 1 else "every")
+        for index, unit in enumerate(plan.units)
+    ]
+    return agreed(dataclasses.replace(plan, units=tuple(units), **options))
+
+
+def agreed(value):
+    """Rank 0's, on all ranks."""
+    shared = [value]
+    dist.broadcast_object_list(shared)
+    return shared[0]
+
+
+def fitted(plan, *, rehearse, module=None, folder=None, ckpt_path=None, most_bytes=None, max_steps=3, **options):
+    """What a fit leaves: the trainer, and everything that a rehearsal must not change."""
+    torch.manual_seed(5)
+    module = module or Restless()
+    folder = folder or shared_folder()
+    fit = trainer(
+        OSDPStrategy(plan=plan, rehearse=rehearse, batch_size=options.pop("batch_size", "auto")),
+        max_steps=max_steps,
+        default_root_dir=folder,
+        logger=CSVLogger(folder, name="", version="logs"),
+        log_every_n_steps=1,
+        accumulate_grad_batches=options.pop("number", plan.num_micro_batches),
+        enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)],
+        **options,
+    )
+    if most_bytes is not None:
+        module.gate.most_bytes, module.gate.root = most_bytes, lambda: fit.strategy.model
+    CALLS.clear()
+    fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size()), ckpt_path=ckpt_path, weights_only=False)
+    state = {name: value.detach().clone() for name, value in fit.strategy.lightning_module_state_dict().items()}
+    left = {
+        "state": [(name, value.tolist()) for name, value in state.items()],
+        "losses": module.losses,
+        "num_calls": module.num_calls,
+        "buffers": [value.tolist() for value in module.buffers()],
+        "drawn": torch.rand(3).tolist(),
+        "metrics": {name: float(v) for name, v in fit.logged_metrics.items() if not name.startswith("osdp/")},
+        "optimizer": [
+            value.tolist() if isinstance(value, torch.Tensor) else value
+            for entries in fit.strategy.optimizers[0].state.values()
+            for value in entries.values()
+        ],
+    }
+    return fit, left, len(CALLS)
+
+
+def differences(modes, **options):
+    """What a rehearsal changes, from the start and resumed, and how many more micro-batches the models saw."""
+    found = {}
+    plan = planned(modes)
+    plain, expected, num_calls = fitted(plan, rehearse=False, **options)
+    fit, left, more_calls = fitted(plan, rehearse=True, **options)
+    found["from the start"] = [name for name in expected if left[name] != expected[name]], more_calls - num_calls
+    options |= {"ckpt_path": agreed(str(Path(plain.default_root_dir) / "step=2.ckpt")), "max_steps": 5}
+    _, expected, num_calls = fitted(plan, rehearse=False, **options)
+    _, left, more_calls = fitted(plan, rehearse=True, **options)
+    found["resumed"] = [name for name in expected if left[name] != expected[name]], more_calls - num_calls
+    return found, fit.strategy.plan.notes
+
+
+def runs_short(phase, most_bytes):
+    """Memory runs out on rank 1 in this phase: the plan in use then, and how training differs from one given it."""
+    folder = shared_folder()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit, left, _ = fitted(planned(), rehearse=True, folder=folder, module=Restless(phase), most_bytes=most_bytes)
+    plan = fit.strategy.plan
+    _, expected, _ = fitted(plan, rehearse=False)
+    return {
+        "differs": [name for name in expected if left[name] != expected[name]],
+        "kept": [(unit.modes[0], unit.sync) for unit in plan.units],
+        "notes": plan.notes,
+        "monitored": fit.callbacks[0]._plan is plan,
+        "saved": Plan.load(folder / "logs" / "osdp_plan.json") == plan,
+        "in checkpoint": read_plan(folder / "step=3.ckpt") == plan,
+    }
+
+
+def counted(shares):
+    """Notes, or the error, of plans whose limit is this share of what a step was counted to take."""
+    plan = planned(number=1)
+    fit, _, _ = fitted(plan, rehearse=False, max_steps=6)
+    counted_bytes = max(from_all_ranks(fit.callbacks[0].measured.peak_bytes))
+    return [_outcome(dataclasses.replace(plan, memory_limit_bytes=int(share * counted_bytes))) for share in shares]
+
+
+def _outcome(plan, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            fit, _, _ = fitted(plan, rehearse=True, **options)
+        except OSDPError as error:
+            return type(error).__name__, str(error)
+    return fit.strategy.plan.notes
+
+
+class Shrinks(Restless):
+    """Runs out of memory on rank 1 with more than two samples; its loss is a mean that can be divided."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(7, 64), nn.Tanh(), nn.Linear(64, 32))
+        self.sizes = []
+
+    def training_step(self, batch, batch_idx):
+        if len(batch[0]) > 2 and dist.get_rank() == 1 and self._trainer is not None:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+        self.sizes.append(len(batch[0]))
+        return super().training_step(batch, batch_idx)
+
+    def loader(self, rank, world_size, batch_size=8):
+        return super().loader(rank, world_size, batch_size)
+
+
+def shrinks():
+    """What is in use after micro-batches of 8 ran out of memory: sizes seen, the Trainer's number, plan and notes."""
+    plan = plan_for(Shrinks(), "zdp", world_size=dist.get_world_size(), micro_batch_size=8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit, _, _ = fitted(agreed(plan), rehearse=True, module=(module := Shrinks()))
+    plan = fit.strategy.plan
+    return {*module.sizes}, len(module.sizes), fit.accumulate_grad_batches, plan.num_micro_batches, plan.notes
+
+
+class Odd(Restless):
+    """Fails, but only in its first micro-batch, and not of memory."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if len(CALLS) == 1:
+            raise ValueError("the loss is not a number")
+        return loss
+
+
+class Once(Restless):
+    """Trains on a generator."""
+
+    def loader(self, rank, world_size, batch_size=BATCH_SIZE):
+        return iter([*super().loader(rank, world_size, batch_size)])
+
+
+def cannot_tell():
+    """Micro-batches that models saw which cannot be rehearsed, and which read from a generator."""
+    plan = planned(number=1)
+    return [fitted(plan, rehearse=True, module=cls())[2] for cls in (Odd, Once)]

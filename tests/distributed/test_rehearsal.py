@@ -1,0 +1,58 @@
+"""A step that each rank takes alone before the first one: it leaves nothing, and where memory runs out, all act."""
+
+import pytest
+import rehearsal_cases as cases
+
+pytestmark = pytest.mark.distributed
+
+KINDS = ("DP", "every"), ("DP", "last"), ("ZDP", "every")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "modes", "options"),
+    [(2, "mixed", {"precision": "bf16-mixed"}), (2, "dp", {"gradient_clip_val": 0.1}), (4, "mixed", {})],
+)
+def test_a_rehearsal_changes_nothing(ranks, world_size, modes, options):
+    for found, notes in ranks(world_size).run(cases.differences, modes=modes, **options):
+        assert found == {"from the start": ([], 2), "resumed": ([], 2)}
+        assert notes == ()
+
+
+@pytest.mark.parametrize(
+    ("phase", "place"), [("forward", "forward of the root unit"), ("backward", "backward of 'last'")]
+)
+def test_what_one_rank_lacks_all_save_and_train_as_if_planned_so(ranks, phase, place):
+    for found in ranks(2).run(cases.runs_short, phase=phase, most_bytes=22000):
+        assert found["notes"] == (
+            f"rehearsal: rank 1 ran out of memory in {place}, so 2 units keep less, 28.4 KiB together",
+        )
+        assert found["kept"] == [KINDS[index] for index in (0, 0, 1, 2, 0, 0)]
+        assert found["differs"] == []
+        assert found["monitored"]
+        assert found["saved"]
+        assert found["in checkpoint"]
+
+
+def test_on_cpu_tensors_are_counted_against_the_limit(ranks):
+    for fits, saves, (kind, text) in ranks(2).run(cases.counted, shares=(1.01, 0.995, 0.5)):
+        assert fits == ()
+        assert 1 <= len(saves) <= 3
+        assert "ran out of memory in backward of 'layers.2', so 1 unit keeps less, 16.2 KiB together" in saves[0]
+        assert kind == "InfeasibleError"
+        assert "in rehearsal rank 0 ran out of memory in the optimizer step: MemoryError: live tensors take" in text
+        assert "Use a smaller batch or more ranks" in text
+
+
+def test_micro_batches_get_smaller_where_nothing_is_left_to_shard(ranks):
+    for sizes, num_calls, number, planned, notes in ranks(2).run(cases.shrinks):
+        assert sizes == {2}
+        assert num_calls == 3 * 4  # optimizer steps of 8 samples
+        assert number == planned == 4
+        assert [note.partition(", so ")[2] for note in notes] == [
+            "micro-batches have 4 samples instead of 8",
+            "micro-batches have 2 samples instead of 4",
+        ]
+
+
+def test_what_says_nothing_of_memory_does_not_keep_from_training(ranks):
+    assert ranks(2).run(cases.cannot_tell) == [[4, 4]] * 2

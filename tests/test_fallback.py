@@ -1,0 +1,91 @@
+"""Plans with less memory than one that did not fit."""
+
+import dataclasses
+
+import pytest
+
+from lightning_osdp.core.plan import Plan, Unit
+from lightning_osdp.scheduler import freeable_bytes, with_less_memory, with_smaller_micro_batch
+
+
+def unit(name, *modes, sync="every", **costs):
+    return Unit(name=name, operators=(name,), kind="Linear", modes=modes, sync=sync, time_s=1.0, **costs)
+
+
+PLAN = Plan(
+    fingerprint={},
+    world_size=2,
+    units=(
+        unit("", "DP", keep_saves_s=9.0, keep_costs_bytes=0),
+        unit("dear", "DP", keep_saves_s=0.4, keep_costs_bytes=100),
+        unit("cheap", "DP", keep_saves_s=0.1, keep_costs_bytes=100),
+        unit("sharded", "ZDP", keep_saves_s=0.1, keep_costs_bytes=100),
+        unit("halved", "DP", "ZDP", keep_saves_s=0.5, keep_costs_bytes=200),
+        unit("late", "ZDP", sync="last", accumulate_saves_s=0.1, accumulate_costs_bytes=50),
+    ),
+    memory_limit_bytes=2000,
+    peak_bytes=1000,
+    micro_batch_size=8,
+    num_micro_batches=2,
+    step_time_s=10.0,
+    samples_per_s=3.2,
+    gap=0.1,
+    all_zdp_peak_bytes=700,
+    peak_phase="forward",
+    peak_parts={"gathered parameters": 300},
+    evaluation_peak_bytes=500,
+)
+
+
+def kept(plan):
+    return {unit.name: (*unit.modes, unit.sync) for unit in plan.units}
+
+
+def test_what_is_kept_counts_as_freeable():
+    assert freeable_bytes(PLAN) == 100 + 100 + 100 + 50
+
+
+@pytest.mark.parametrize(
+    ("wanted_bytes", "changed", "lost_s", "peak_bytes"),
+    [
+        (0, ["cheap"], 0.1, 900),
+        (100, ["cheap"], 0.1, 900),
+        (101, ["cheap", "late"], 0.2, 850),
+        (151, ["cheap", "late", "halved"], 0.45, 750),
+        (351, ["cheap", "late", "halved", "dear"], 0.85, 700),
+    ],
+)
+def test_what_frees_most_for_a_second_goes_first(wanted_bytes, changed, lost_s, peak_bytes):
+    lower = with_less_memory(PLAN, wanted_bytes)
+    least = {"cheap": ("ZDP", "every"), "late": ("ZDP", "every"), "halved": ("ZDP", "ZDP", "every")}
+    least["dear"] = ("ZDP", "every")
+    assert kept(lower) == kept(PLAN) | {name: least[name] for name in changed}
+    assert lower.step_time_s == pytest.approx(10 + lost_s)
+    assert lower.samples_per_s == pytest.approx(32 / (10 + lost_s))
+    assert 1 + lower.gap == pytest.approx(1.1 * (1 + lost_s / 10))
+    assert lower.peak_bytes == peak_bytes
+    assert (lower.peak_phase, lower.peak_parts, lower.evaluation_peak_bytes) == ("", {}, 0)
+    assert sum(unit.time_s for unit in lower.units) == pytest.approx(6 + lost_s)
+    assert Plan.from_json(lower.to_json()) == lower
+
+
+def test_where_nothing_is_kept_there_is_no_other_plan():
+    least = with_less_memory(PLAN, freeable_bytes(PLAN))
+    assert freeable_bytes(least) == 0
+    assert with_less_memory(least, 1) is None
+
+
+def test_a_plan_without_predictions_gets_none():
+    units = (unit("", "DP"), unit("a", "DP"), unit("b", "DP"))
+    plan = dataclasses.replace(PLAN, units=units, peak_bytes=0, step_time_s=0.0, samples_per_s=0.0, gap=0.0)
+    lower = with_less_memory(plan, 0)
+    assert kept(lower) == {"": ("DP", "every"), "a": ("ZDP", "every"), "b": ("ZDP", "every")}
+    assert (lower.peak_bytes, lower.step_time_s, lower.samples_per_s, lower.gap) == (0, 0.0, 0.0, 0.0)
+
+
+def test_smaller_micro_batches_make_up_the_same_step():
+    smaller = with_smaller_micro_batch(PLAN, 4)
+    assert (smaller.micro_batch_size, smaller.num_micro_batches) == (4, 4)
+    assert smaller.units == PLAN.units
+    assert (smaller.step_time_s, smaller.samples_per_s, smaller.peak_bytes) == (0.0, 0.0, 0)
+    assert Plan.from_json(smaller.to_json()) == smaller
