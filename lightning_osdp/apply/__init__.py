@@ -6,6 +6,7 @@ from lightning_osdp.apply.accumulate import reduce_left_over, units_reduced_last
 from lightning_osdp.apply.alone import alone, flat_parameters, kept_shards, shard_gradients
 from lightning_osdp.apply.materialize import check_initializable
 from lightning_osdp.apply.optimizer_state import load_state, named_state, numbered
+from lightning_osdp.apply.separate import wrap_separately
 from lightning_osdp.apply.state_dict import full_state, sharded_state
 from lightning_osdp.apply.units import place_in_step, use_modes
 from lightning_osdp.apply.unwrap import free_gathered, unwrap_whole
@@ -31,5 +32,6 @@ __all__ = [
     "unwrap_whole",
     "use_modes",
     "without_reducing",
+    "wrap_separately",
     "wrap_whole",
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import _get_param_to_fqns
 from torch.optim import Optimizer
@@ -17,7 +18,7 @@ from lightning_osdp.errors import PlanMismatchError
 from lightning_osdp.splitting import cut_states, cuts_of, join_names, join_states
 
 
-def named_state(root: FullyShardedDataParallel, optimizer: Optimizer) -> dict[str, Any]:
+def named_state(root: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """State by name, within `full_state` or `sharded_state`; empty on ranks that are not to have it."""
     state = FullyShardedDataParallel.optim_state_dict(root, optimizer)
     return join_states(state, cuts_of(root)) if "param_groups" in state else {}
@@ -35,7 +36,7 @@ def numbered(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def load_state(root: FullyShardedDataParallel, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+def load_state(root: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Loads state by name or by number, within `full_state` or `sharded_state`. Call it on all ranks.
 
     Raises:
@@ -48,7 +49,7 @@ def load_state(root: FullyShardedDataParallel, optimizer: Optimizer, state: Mapp
     optimizer.load_state_dict(flat)
 
 
-def _named(state: Mapping[str, Any], root: FullyShardedDataParallel, optimizer: Optimizer) -> Mapping[str, Any]:
+def _named(state: Mapping[str, Any], root: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
     saved = [list(group["params"]) for group in state["param_groups"]]
     if not all(isinstance(number, int) for group in saved for number in group):
         return state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
+from torch import nn
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import (
 )
 
 
-def full_state(root: FullyShardedDataParallel, *, rank0_only: bool) -> AbstractContextManager[object]:
+def full_state(root: nn.Module, *, rank0_only: bool) -> AbstractContextManager[object]:
     """Within it, ``state_dict`` and ``FSDP.optim_state_dict`` give whole tensors, on rank 0 or on all ranks."""
     offload = _offloads(root)
     return FullyShardedDataParallel.state_dict_type(
@@ -25,7 +26,7 @@ def full_state(root: FullyShardedDataParallel, *, rank0_only: bool) -> AbstractC
     )
 
 
-def sharded_state(root: FullyShardedDataParallel) -> AbstractContextManager[object]:
+def sharded_state(root: nn.Module) -> AbstractContextManager[object]:
     """Within it, ``state_dict`` and ``FSDP.optim_state_dict`` give each rank its shards."""
     offload = _offloads(root)
     return FullyShardedDataParallel.state_dict_type(
@@ -36,7 +37,8 @@ def sharded_state(root: FullyShardedDataParallel) -> AbstractContextManager[obje
     )
 
 
-def _offloads(root: FullyShardedDataParallel) -> bool:
+def _offloads(root: nn.Module) -> bool:
     """Whether to copy gathered tensors to the host: on CPU that reads freed memory (pytorch/pytorch#188989)."""
-    assert root.compute_device is not None
-    return root.compute_device.type != "cpu"
+    device = FullyShardedDataParallel.fsdp_modules(root)[0].compute_device
+    assert device is not None
+    return device.type != "cpu"

@@ -28,7 +28,7 @@ def unwrap_whole(root: FullyShardedDataParallel) -> nn.Module:
     return module
 
 
-def free_gathered(root: FullyShardedDataParallel) -> None:
+def free_gathered(root: nn.Module) -> None:
     """Leaves this rank's shards alone; call it before they are changed, between steps.
 
     Evaluation leaves gathered copies of the root and of DP units, too, which FSDP would compute with in the next step.

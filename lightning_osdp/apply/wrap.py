@@ -46,7 +46,7 @@ def apply_plan(module: nn.Module, plan: Plan, *, device: torch.device, **fsdp_kw
     _check_units(plan, modules)
     _check_parameters(plan, module)
     _check_slices(plan, module)
-    _call_layers_in_evaluation(module)
+    call_layers_in_evaluation(module)
     if "param_init_fn" not in fsdp_kwargs:
         fsdp_kwargs["param_init_fn"] = unit_initializer(module, device)
     strategy: dict[nn.Module, ShardingStrategy] = {}
@@ -109,7 +109,7 @@ def _slices(operator: nn.Module, num_slices: int, initializer: object) -> list[n
     return list(split(operator, num_slices).slices)
 
 
-def _call_layers_in_evaluation(module: nn.Module) -> None:
+def call_layers_in_evaluation(module: nn.Module) -> None:
     """Keeps torch's encoder layers off their fast path, which reads weights of layers that may be units not gathered.
 
     They take it in evaluation unless there are hooks.

@@ -12,7 +12,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from typing_extensions import override
 
 from lightning_osdp.apply import free_gathered, full_state
@@ -72,7 +71,7 @@ def no_copies_of(module: nn.Module) -> Iterator[None]:
         del vars(module)["__deepcopy__"]
 
 
-def average_shards(trainer: pl.Trainer, root: FullyShardedDataParallel, device: torch.device) -> None:
+def average_shards(trainer: pl.Trainer, root: nn.Module, device: torch.device) -> None:
     """Puts shards in the place of the whole copies that callbacks have made of the model.
 
     Args:
@@ -95,13 +94,13 @@ class AveragedShards(nn.Module):
         device: where the average is.
     """
 
-    def __init__(self, root: FullyShardedDataParallel, device: torch.device) -> None:
+    def __init__(self, root: nn.Module, device: torch.device) -> None:
         super().__init__()
         self._roots = [root]  # no child of this module
         free_gathered(root)
-        for index, shard in enumerate(root.module.parameters()):
+        for index, shard in enumerate(root.parameters()):
             self.register_parameter(f"shard_{index}", nn.Parameter(_copy(shard, device), requires_grad=False))
-        for index, buffer in enumerate(root.module.buffers()):
+        for index, buffer in enumerate(root.buffers()):
             self.register_buffer(f"buffer_{index}", _copy(buffer, device))
 
     @override
@@ -125,7 +124,7 @@ class AveragedShards(nn.Module):
             root.load_state_dict(whole)
 
     @contextmanager
-    def _in_model(self) -> Iterator[FullyShardedDataParallel]:
+    def _in_model(self) -> Iterator[nn.Module]:
         """Within it, the model has the average, and this has the model's own weights."""
         self._swap()
         try:
@@ -134,8 +133,8 @@ class AveragedShards(nn.Module):
             self._swap()
 
     def _swap(self) -> None:
-        module = self._roots[0].module
-        own, others = chain(self.parameters(), self.buffers()), chain(module.parameters(), module.buffers())
+        model = self._roots[0]
+        own, others = chain(self.parameters(), self.buffers()), chain(model.parameters(), model.buffers())
         for mine, other in zip(own, others, strict=True):
             kept = mine.detach().clone()
             mine.data.copy_(other.data)

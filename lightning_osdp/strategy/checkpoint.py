@@ -10,38 +10,38 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.strategies.fsdp import _distributed_checkpoint_load, _is_sharded_checkpoint
 from lightning.fabric.utilities.load import _METADATA_FILENAME, _lazy_load, _materialize_tensors
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from lightning_osdp.apply import full_state, load_state, named_state, numbered, sharded_state
 from lightning_osdp.splitting import sharded_like
 
 
-def model_state(root: FullyShardedDataParallel, state_dict_type: str) -> dict[str, Any]:
+def model_state(root: nn.Module, state_dict_type: str) -> dict[str, Any]:
     """State dict under the unwrapped names: whole tensors on rank 0 ("full"), or each rank's shards ("sharded")."""
     with sharded_state(root) if state_dict_type == "sharded" else full_state(root, rank0_only=True):
         return root.state_dict()
 
 
-def whole_state(root: FullyShardedDataParallel, *, on_all_ranks: bool) -> dict[str, Any] | None:
+def whole_state(root: nn.Module, *, on_all_ranks: bool) -> dict[str, Any] | None:
     """Whole state dict in memory of its own, on rank 0 or on all ranks; None on the others. All ranks must call it."""
     with full_state(root, rank0_only=not on_all_ranks):
         state = root.state_dict()
-    if root.rank != 0 and not on_all_ranks:
+    if dist.get_rank() != 0 and not on_all_ranks:
         return None
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
-def optimizer_state(root: FullyShardedDataParallel, optimizer: Any, state_dict_type: str) -> dict[str, Any]:
+def optimizer_state(root: nn.Module, optimizer: Any, state_dict_type: str) -> dict[str, Any]:
     """State of one optimizer, likewise; whole states are keyed by parameter index, as a plain optimizer's are."""
     if isinstance(optimizer, LightningOptimizer):
         optimizer = optimizer._optimizer
@@ -50,12 +50,12 @@ def optimizer_state(root: FullyShardedDataParallel, optimizer: Any, state_dict_t
             return named_state(root, optimizer)
     with full_state(root, rank0_only=True):
         state = named_state(root, optimizer)
-    return numbered(state) if root.rank == 0 else state
+    return numbered(state) if dist.get_rank() == 0 else state
 
 
 def load(
     path: Path,
-    root: FullyShardedDataParallel,
+    root: nn.Module,
     optimizers: Sequence[Optimizer],
     *,
     strict: bool,
@@ -87,7 +87,7 @@ def load(
 
 def _load_sharded(
     path: Path,
-    root: FullyShardedDataParallel,
+    root: nn.Module,
     optimizers: Sequence[Optimizer],
     *,
     strict: bool,
@@ -131,7 +131,7 @@ def _empty(stored: TensorStorageMetadata, parameter: Tensor | None) -> Tensor:
 
 def _load_full(
     path: Path,
-    root: FullyShardedDataParallel,
+    root: nn.Module,
     optimizers: Sequence[Optimizer],
     *,
     strict: bool,

@@ -10,8 +10,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from lightning_osdp.apply import apply_plan, units_reduced_last, wrap_whole
+from lightning_osdp.apply import apply_plan, units_reduced_last, wrap_separately, wrap_whole
 from lightning_osdp.core.plan import Plan
+from lightning_osdp.core.units import SMALL_UNIT_BYTES
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.profiler import fingerprint
 from lightning_osdp.simulation import StepEstimate
@@ -50,6 +51,28 @@ def chosen(
         return known, Division(), None
     rank_zero_info("OSDP: evaluating without a plan; the whole model is one unit. Pass plan= to shard it.")
     return None, Division(), None
+
+
+def separated(module: pl.LightningModule, options: Options, *, device: torch.device, **fsdp_kwargs: Any) -> None:
+    """Wraps the children of a module that optimizes manually, each by itself, and says why.
+
+    Raises:
+        ConfigurationError: a plan is given, or a parameter is in no child.
+    """
+    if options.plan is not None:
+        raise ConfigurationError(
+            "Expected no plan= with automatic_optimization=False, whose backward runs inside training_step, where the"
+            " plan's root could not end it. Leave it out, or use automatic optimization."
+        )
+    size = options.search_space.min_unit_bytes
+    smallest = SMALL_UNIT_BYTES if size is None else size
+    roots = wrap_separately(module, min_unit_bytes=smallest, device=device, **fsdp_kwargs)
+    num_units = len(FullyShardedDataParallel.fsdp_modules(module))
+    rank_zero_info(
+        f"OSDP: nothing is planned in manual optimization, whose backward runs inside training_step: {', '.join(roots)}"
+        f" are sharded each by itself, in {num_units} ZDP units (plain FSDP). memory_limit and batch_size have no"
+        " effect."
+    )
 
 
 def wrapped(

@@ -9,7 +9,6 @@ from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -133,8 +132,7 @@ class OSDPStrategy(RehearsingStrategy):
 
     @override
     def teardown(self) -> None:
-        is_wrapped = isinstance(self.model, FullyShardedDataParallel)
-        if is_wrapped and self.optimizers and isinstance(self._launcher, GatheringLauncher):
+        if self._wrapping is not None and self.optimizers and isinstance(self._launcher, GatheringLauncher):
             # The weights are about to move to the CPU, out of the process group's reach.
             self._whole_state = checkpoint.whole_state(self._wrapped(), on_all_ranks=self.num_nodes > 1)
         super().teardown()

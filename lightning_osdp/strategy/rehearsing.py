@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from torch.distributed.fsdp import FullyShardedDataParallel
 from typing_extensions import override
 
 from lightning_osdp.apply import units_reduced_last, use_modes
@@ -47,6 +48,7 @@ class RehearsingStrategy(UnitsStrategy):
         """Changes to a plan with the same units."""
         assert self._wrapping is not None
         root = self._wrapping.root
+        assert isinstance(root, FullyShardedDataParallel)  # there is a plan
         use_modes(root, plan)
         self._plan = self._wrapping.plan = plan
         self._wrapping.reduced_last = units_reduced_last(root, plan)

@@ -21,13 +21,8 @@ def training_step(module: pl.LightningModule) -> Callable[[Any], Any]:
     """``module.training_step`` as a function of the batch alone.
 
     Raises:
-        ConfigurationError: the module optimizes manually, or takes the loader's iterator itself.
+        ConfigurationError: it takes the loader's iterator itself.
     """
-    if not module.automatic_optimization:
-        raise ConfigurationError(
-            "Expected automatic optimization, got automatic_optimization=False: manual_backward would run inside the"
-            " forward of FSDP's root. Use automatic optimization, or another strategy."
-        )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ConfigurationError(
             "Expected training_step to take a batch, got one that takes dataloader_iter, which cannot be profiled."

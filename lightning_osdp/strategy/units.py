@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
 from lightning.fabric.strategies.fsdp import _move_torchmetrics_to_device, _setup_activation_checkpointing
@@ -13,18 +13,21 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_osdp.apply import forget_zeroed_gradients, reduce_left_over, without_reducing
+from lightning_osdp.apply import forget_zeroed_gradients, free_gathered, reduce_left_over, without_reducing
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.strategy import averaging, saving
-from lightning_osdp.strategy.choice import chosen, wrapped
+from lightning_osdp.strategy.choice import chosen, separated, wrapped
 from lightning_osdp.strategy.division import Division
 from lightning_osdp.strategy.given import given_division
 from lightning_osdp.strategy.options import Options, Prefetch
 from lightning_osdp.strategy.publish import publish
 from lightning_osdp.strategy.ranks import RanksStrategy
 from lightning_osdp.strategy.wrapping import Wrapping, wrapping_of
+
+Units: TypeAlias = tuple[FullyShardedDataParallel, ...]
 
 
 class UnitsStrategy(RanksStrategy):
@@ -75,7 +78,7 @@ class UnitsStrategy(RanksStrategy):
         assert isinstance(model, pl.LightningModule)
         is_fitting = model.trainer.state.fn == TrainerFn.FITTING
         found = wrapping_of(model)
-        if found is not None and found.plan is None and is_fitting:
+        if found is not None and found.is_whole and is_fitting:
             found.undo()  # it was evaluated first, when there was nothing to plan for
             found = None
         if found is None:
@@ -85,7 +88,7 @@ class UnitsStrategy(RanksStrategy):
             self._take_over(found)
         self._wrapping = found
         if is_fitting:
-            if not self._is_for_training:
+            if found.plan is not None and not self._is_for_training:
                 self._prepare_training(found, model.trainer)
             self._division.begin(model.trainer)
             saving.tell_of_incomplete(model.trainer)
@@ -113,16 +116,23 @@ class UnitsStrategy(RanksStrategy):
         }
 
     def _wrap(self, module: pl.LightningModule) -> Wrapping:
+        kwargs = {**self.kwargs, "mixed_precision": self.mixed_precision_config}
+        if not module.automatic_optimization:
+            self._plan, self._division = None, Division()
+            separated(module, self._options, device=self.root_device, **kwargs)
+            return self._finished(module, module)
         found = chosen(module, self._options, prefetch=self._prefetch, known=self._plan)
         self._plan, self._division, estimate = found
         self._is_for_training = module.trainer.state.fn == TrainerFn.FITTING
-        kwargs = {**self.kwargs, "mixed_precision": self.mixed_precision_config}
         if self._plan is not None:
             publish(module.trainer, self._plan, estimate)
         root, reduced_last = wrapped(module, self._plan, device=self.root_device, **kwargs)
+        return self._finished(module, root, reduced_last)
+
+    def _finished(self, module: nn.Module, root: nn.Module, reduced_last: Units = ()) -> Wrapping:
         _move_torchmetrics_to_device(root, self.root_device)
         _setup_activation_checkpointing(root, self._activation_checkpointing_kwargs)
-        return Wrapping(root, self._plan, reduced_last, self._settings())
+        return Wrapping(module, root, self._plan, reduced_last, self._settings())
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -151,6 +161,14 @@ class UnitsStrategy(RanksStrategy):
         _set_sampler_epoch(loader, epochs.processed)
         return loader
 
-    def _wrapped(self) -> FullyShardedDataParallel:
-        assert isinstance(self.model, FullyShardedDataParallel)
-        return self.model
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        wrapped = self._wrapped()
+        if wrapped is self.lightning_module:
+            # Of a child that ran without a backward, optimizers would see gathered parameters.
+            free_gathered(wrapped)
+        return super().optimizer_step(optimizer, closure, *args, **kwargs)
+
+    def _wrapped(self) -> nn.Module:
+        assert self._wrapping is not None
+        return self._wrapping.root

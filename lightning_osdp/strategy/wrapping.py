@@ -27,13 +27,15 @@ class Wrapping:
     """A wrapped module, which holds this as a hook of its own ``state_dict()``, as long as it is wrapped.
 
     Attributes:
-        root: around the module.
-        plan: of its units; None where all of it is one unit.
+        module: the user's.
+        root: the unit around it; in manual optimization, where only its children are units, the module itself.
+        plan: of its units; None where there is none.
         reduced_last: units that reduce their gradients in the last micro-batch only.
         settings: what else the units were made with, as text.
     """
 
-    root: FullyShardedDataParallel
+    module: nn.Module
+    root: nn.Module
     plan: Plan | None
     reduced_last: tuple[FullyShardedDataParallel, ...]
     settings: Mapping[str, str]
@@ -46,15 +48,21 @@ class Wrapping:
         Its own ``state_dict()`` raises wherever it would give this rank's shards; its own ``load_state_dict()`` takes
         whole tensors, on all ranks.
         """
-        module: nn.Module = self.root.module
+        module = self.module
         self._handles += [
             module.register_state_dict_pre_hook(self),
             module._register_load_state_dict_pre_hook(self._gather),
             module.register_load_state_dict_post_hook(self._shard),
         ]
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the module is one unit, for want of a plan."""
+        return self.plan is None and self.root is not self.module
+
     def undo(self) -> None:
-        """Gives the module whole parameters again, if it is one unit. Call it on all ranks."""
+        """Gives a module that is one unit whole parameters again. Call it on all ranks."""
+        assert isinstance(self.root, FullyShardedDataParallel)
         unwrap_whole(self.root)
         for handle in self._handles:
             handle.remove()
@@ -65,7 +73,7 @@ class Wrapping:
         Raises:
             ConfigurationError: they would not.
         """
-        if self.root.process_group is not dist.group.WORLD:
+        if FullyShardedDataParallel.fsdp_modules(self.root)[0].process_group is not dist.group.WORLD:
             raise _disagree("the process group that it was sharded over", "another one")
         for name, own in self.settings.items():
             if settings[name] != own:
@@ -95,7 +103,9 @@ class Wrapping:
             ConfigurationError: it would give shards.
         """
         del keep_vars
-        if prefix or self.root.module is not module or self.root.world_size == 1:
+        if prefix or self.module is not module or not isinstance(self.root, FullyShardedDataParallel):
+            return
+        if self.root.world_size == 1:
             return
         if self.root.training_state is not TrainingState.SUMMON_FULL_PARAMS:
             raise ConfigurationError(
@@ -105,7 +115,7 @@ class Wrapping:
 
     def _gather(self, _: object, prefix: str, *__: object) -> None:
         """Runs before the module loads a state dict; units inside it gather themselves."""
-        if not prefix:
+        if not prefix and isinstance(self.root, FullyShardedDataParallel):
             self._gathered.enter_context(FullyShardedDataParallel.summon_full_params(self.root, recurse=False))
 
     def _shard(self, *_: object) -> None:
@@ -116,7 +126,7 @@ class Wrapping:
 def wrapping_of(module: nn.Module) -> Wrapping | None:
     """What this module is wrapped in, by whichever strategy."""
     hooks = module._state_dict_pre_hooks.values()
-    return next((hook for hook in hooks if isinstance(hook, Wrapping) and hook.root.module is module), None)
+    return next((hook for hook in hooks if isinstance(hook, Wrapping) and hook.module is module), None)
 
 
 def _disagree(expected: str, got: str) -> ConfigurationError:

@@ -260,12 +260,6 @@ def validates_without_plan_and_after_fit():
     return first, expected, after_fit, float(with_plan.callback_metrics["val_loss"])
 
 
-class Manual(WideMLP):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-
 class NoLoss(WideMLP):
     def training_step(self, batch, batch_idx):
         return None
@@ -337,7 +331,7 @@ def models_on_the_meta_device():
 def bad_models():
     """Error of each model that cannot be planned."""
     found = {}
-    for kind in (Manual, NoLoss, NotANumber, NoOptimizer, OnMetaWithoutReset):
+    for kind in (NoLoss, NotANumber, NoOptimizer, OnMetaWithoutReset):
         module = kind()
         loader = module.loader(dist.get_rank(), dist.get_world_size())
         fit = trainer(OSDPStrategy(search_space=SPACE))
