@@ -8,11 +8,13 @@
 #                `make demo DEMO_CONFIG=examples/mingpt/configs/osdp.yaml`
 #   PYTEST_ARGS  passed on to pytest: `make unit PYTEST_ARGS="tests/core -x"`; by default two
 #                processes share the tests, for ranks wait for each other a good part of the time
+#   MINUTES      how long `make soak` trains
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 DEMO_CONFIG ?= examples/mingpt/configs/osdp_cpu.yaml
 PYTEST_ARGS ?= --numprocesses=2 --dist=worksteal
+MINUTES ?= 60
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,13 +26,14 @@ TORCH_WANTED := $(VENV)/.torch-requirement
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # tests and training time themselves: nothing may run beside them
-.PHONY: help demo test lint types docs unit faults clean FORCE
+.PHONY: help demo test lint types docs unit faults soak clean FORCE
 
 help:
 	@echo "make demo   train minGPT under an OSDP plan on two CPU ranks"
 	@echo "make test   everything CI runs: lint, types, docs, unit"
 	@echo "make lint | types | docs | unit   one part of it"
 	@echo "make faults kill ranks 20 times, inside saving too, and resume"
+	@echo "make soak   train on four ranks for an hour, and see that nothing grows"
 	@echo "make clean  remove .venv, caches and built docs"
 
 demo: $(INSTALLED)
@@ -54,6 +57,9 @@ unit: $(INSTALLED_DEV)
 
 faults: $(INSTALLED)
 	$(BIN)/python -W ignore benchmarks/faults.py --count 20
+
+soak: $(INSTALLED)
+	PYTHONWARNINGS=ignore $(BIN)/python benchmarks/soak.py --minutes $(MINUTES)
 
 clean:
 	rm -rf $(VENV) docs/_build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
