@@ -19,7 +19,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
 from lightning_osdp.apply import full_state, load_state, named_state, numbered, sharded_state
@@ -97,15 +97,26 @@ def _load_sharded(
         state = {"model": root.state_dict()}
         _distributed_checkpoint_load(state, path)
         root.load_state_dict(state["model"], strict=strict)
-        for index, optimizer in enumerate(optimizers):
-            load_state(root, optimizer, _read_sharded(path, f"optimizer_{index}", state["model"]))
+        stored = FileSystemReader(path).read_metadata()
+        num_stored = len({place[0] for place in stored.planner_data.values()} - {"model"})
+        if num_stored and optimizers:
+            _check_number(num_stored, len(optimizers))
+            for index, optimizer in enumerate(optimizers):
+                load_state(root, optimizer, _read_sharded(path, stored, f"optimizer_{index}", state["model"]))
     metadata: dict[str, Any] = torch.load(path / _METADATA_FILENAME, weights_only=weights_only)
     return metadata
 
 
-def _read_sharded(path: Path, optimizer: str, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+def _check_number(num_stored: int, num_optimizers: int) -> None:
+    if num_stored != num_optimizers:
+        raise RuntimeError(
+            f"Expected a checkpoint with the state of {num_optimizers} optimizers, as configured, got {num_stored}."
+            " Configure as many as were saved, or load the weights alone."
+        )
+
+
+def _read_sharded(path: Path, metadata: Metadata, optimizer: str, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
     """State of an optimizer by name, sharded as the parameters are."""
-    metadata = FileSystemReader(path).read_metadata()
     places = metadata.planner_data
     entries: dict[str, Any] = {}
     for key, stored in metadata.state_dict_metadata.items():
@@ -145,11 +156,7 @@ def _load_full(
         states = checkpoint.get("optimizer_states")
         if states is None or not optimizers:
             return checkpoint
-        if len(states) != len(optimizers):
-            raise RuntimeError(
-                f"Expected a checkpoint with the state of {len(optimizers)} optimizers, as configured, got"
-                f" {len(states)}. Configure as many as were saved, or load the weights alone."
-            )
+        _check_number(len(states), len(optimizers))
         for optimizer, state in zip(optimizers, states, strict=True):
             load_state(root, optimizer, state)
     return checkpoint
