@@ -192,11 +192,17 @@ def without_state(folder):
 
     def load(trainer):
         optimizer = trainer.optimizers[0]
+        trainer.optimizers = [optimizer, optimizer]
+        refused.extend(refusal(trainer, kind) for kind in ("full", "sharded"))
+        trainer.optimizers = [optimizer]
         optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"][1:]
+        refused.append(refusal(trainer, "full"))
+
+    def refusal(trainer, kind):
         try:
-            trainer.strategy.load_checkpoint(Path(folder) / "sgd-full", weights_only=False)
-        except OSDPError as error:
-            refused.append(str(error))
+            trainer.strategy.load_checkpoint(Path(folder) / f"sgd-{kind}", weights_only=False)
+        except (OSDPError, RuntimeError) as error:
+            return str(error)
 
     _fit("four", load, optimizer="plain_sgd")
     return rates, refused
