@@ -115,12 +115,13 @@ class PlanMonitor(pl.Callback):
                 f"Expected a strategy with a plan, whose predictions PlanMonitor checks, got"
                 f" {type(trainer.strategy).__name__}. Train with strategy='osdp', or without PlanMonitor."
             )
-        self.use(plan)
+        self._plan = plan
         self._reset(trainer)
 
     def use(self, plan: Plan) -> None:
-        """Checks the predictions of this plan from now on."""
-        self._plan = plan
+        """Checks the predictions of this plan from now on; where training has not begun, it begins with the newest."""
+        if self._plan is not None:
+            self._plan = plan
 
     @override
     def on_train_batch_start(
