@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from lightning_osdp.core.affine import ZERO, Affine
-from lightning_osdp.core.profile import BlockProfile, ModelProfile, Span
+from lightning_osdp.core.profile import BlockProfile, ModelProfile, Segment, Span
 from lightning_osdp.errors import ConfigurationError
 
 RERUN = ("recompute", "recompute_offload")
@@ -31,25 +31,42 @@ def with_activations(profile: ModelProfile, activations: Mapping[str, str]) -> M
     chosen = {name: choice for name, choice in activations.items() if choice != "keep"}
     if not chosen:
         return profile
-    blocks = {block.name: block for block in profile.blocks}
-    segments = list(profile.segments)
+    _check(profile, chosen)
+    segments: list[Segment] = []
     rerun: dict[str, Span] = {}
     copied: list[tuple[Span, Affine]] = []
+    fewer = ZERO
+    """Bytes that the blocks so far do not have saved."""
+    for block in (block for block in profile.blocks if block.name in chosen):
+        (first, last), choice = block.span, chosen[block.name]
+        segments += [_settled_less(segment, fewer) for segment in profile.segments[len(segments) : first]]
+        segments += [_settled_less(segment, fewer) for segment in block.segments[choice]]
+        fewer += freed_bytes(profile, block, choice)
+        if choice in RERUN:
+            segments[last] = replace(segments[last], backward_s=segments[last].backward_s + block.rerun_s)
+            rerun[block.name] = block.span
+        if choice in block.copied_bytes:
+            copied.append((block.span, block.copied_bytes[choice]))
+    segments += [_settled_less(segment, fewer) for segment in profile.segments[len(segments) :]]
+    return replace(profile, segments=tuple(segments), blocks=(), rerun=rerun, copied=tuple(copied))
+
+
+def _check(profile: ModelProfile, chosen: Mapping[str, str]) -> None:
+    blocks = {block.name: block for block in profile.blocks}
     for name, choice in chosen.items():
-        block = blocks.get(name)
-        if block is None or choice not in block.segments:
+        if name not in blocks or choice not in blocks[name].segments:
             raise ConfigurationError(
                 f"Expected block {name!r} to be one that was profiled with activations={choice!r}, got those of"
                 f" {[block.name for block in profile.blocks if choice in block.segments]}."
             )
-        first, last = block.span
-        segments[first : last + 1] = block.segments[choice]
-        if choice in RERUN:
-            segments[last] = replace(segments[last], backward_s=segments[last].backward_s + block.rerun_s)
-            rerun[name] = block.span
-        if choice in block.copied_bytes:
-            copied.append((block.span, block.copied_bytes[choice]))
-    return replace(profile, segments=tuple(segments), blocks=(), rerun=rerun, copied=tuple(copied))
+
+
+def _settled_less(segment: Segment, fewer: Affine) -> Segment:
+    """A segment that begins with so many bytes fewer saved."""
+    settled = segment.settled_bytes
+    if settled is None or fewer == ZERO:
+        return segment
+    return replace(segment, settled_bytes=Affine(settled.fixed - fewer.fixed, settled.per_sample - fewer.per_sample))
 
 
 def stays_bytes(block: BlockProfile, choice: str) -> Affine:

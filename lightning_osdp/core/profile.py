@@ -140,13 +140,11 @@ class BlockProfile:
     name: str
     span: Span
     segments: Mapping[str, tuple[Segment, ...]]
-    """What its segments become: by choice of `ACTIVATION_CHOICES`, without ``keep``."""
+    """What its segments become if this block alone does so: by choice of `ACTIVATION_CHOICES`, without ``keep``."""
     rerun_s: Affine = ZERO
     """Seconds of its forward."""
     copied_bytes: Mapping[str, Affine] = field(default_factory=dict)
     """By choice, what goes to host memory in forward, and comes back in backward."""
-    signature: str = ""
-    """Equal blocks share one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_osdp.core.profile import Span
+from lightning_osdp.profiler.blocks import saving_less
 from lightning_osdp.profiler.calls import Calls
 from lightning_osdp.profiler.live_bytes import LiveBytes
 from lightning_osdp.profiler.operators import Operator
 from lightning_osdp.profiler.segments import Position, followed
 from lightning_osdp.profiler.tensors import tensors_in
+
+_NO_BLOCKS: Mapping[str, Span] = {}
 
 
 @dataclass
@@ -120,6 +124,8 @@ def trace_activations(
     run_step: Callable[[], Any],
     loss_in: Callable[[Any], Tensor],
     static: Sequence[Tensor],
+    blocks: Mapping[str, Span] = _NO_BLOCKS,
+    choice: str = "keep",
 ) -> list[Activations]:
     """Saved and workspace bytes of each segment, from one forward and backward.
 
@@ -130,6 +136,8 @@ def trace_activations(
         run_step: runs forward; what it returns stays alive until backward is over.
         loss_in: the loss (a scalar that requires a gradient) among what it returns.
         static: tensors that live throughout, beside the parameters: buffers and the batch.
+        blocks: modules with their segments, see `find_blocks`.
+        choice: what these do with what they save: ``keep`` or what `saving_less` can.
     """
     parameters = list(module.parameters())
     with LiveBytes(parameters[0].device.type) as live, ExitStack() as cleanup:
@@ -138,6 +146,8 @@ def trace_activations(
         for parameter in parameters:
             if parameter.requires_grad:
                 cleanup.callback(parameter.register_post_accumulate_grad_hook(trace.drop).remove)
+        if choice != "keep":
+            cleanup.enter_context(saving_less(module, blocks, choice, trace.position, trace.excluded))
         with torch.autograd.graph.saved_tensors_hooks(trace.keep, lambda packed: packed):
             returned = run_step()
         trace.position.enter(trace.position.num_segments - 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +17,11 @@ from lightning_osdp.core.profile import (
     ParameterProfile,
     Segment,
 )
-from lightning_osdp.profiler.activations import Activations
 from lightning_osdp.profiler.calls import Flow
 from lightning_osdp.profiler.operators import Operator, fingerprint
 from lightning_osdp.profiler.optimizer import OptimizedParameter
 from lightning_osdp.profiler.precision import ComputePrecision
+from lightning_osdp.profiler.segment_bytes import affine, profile_blocks, saved_before, segment_bytes
 from lightning_osdp.profiler.timing import Seconds
 from lightning_osdp.profiler.trace import Trace
 from lightning_osdp.splitting import cut_dims, splittable
@@ -39,6 +38,7 @@ def assemble(
     batch_bytes: int,
     batch_size: int,
     precision: ComputePrecision,
+    activations: Sequence[str],
 ) -> ModelProfile:
     """The profile of a model from its parts.
 
@@ -52,7 +52,9 @@ def assemble(
         batch_bytes: of the profiled batch.
         batch_size: its samples.
         precision: dtypes of computing.
+        activations: what blocks may do with what they save.
     """
+    segments = _segments(operators, trace, seconds)
     positions = {parameter: index for index, parameter in enumerate(module.parameters())}
     names = {operator.name for operator in operators if operator.name}
     features = splittable(module)
@@ -65,8 +67,9 @@ def assemble(
             )
             for operator in operators
         ),
-        segments=_segments(operators, trace, seconds),
+        segments=segments,
         spans={name: tuple(spans) for name, spans in trace.calls.spans.items() if name in names | around},
+        blocks=profile_blocks(trace, segments, activations),
         fingerprint=fingerprint(module),
         profiled_batch_size=batch_size,
         optimizer=optimizer,
@@ -145,38 +148,18 @@ def _segments(operators: Sequence[Operator], trace: Trace, seconds: Mapping[int,
 
     def mean_s(index: int, of: Callable[[Seconds], Sequence[float]]) -> Affine:
         group = group_of[index]
-        return _affine({size: sum(of(each)[i] for i in group) / len(group) for size, each in seconds.items()})
+        return affine({size: sum(of(each)[i] for i in group) / len(group) for size, each in seconds.items()})
 
-    def num_bytes(index: int, of: Callable[[Activations], int]) -> Affine:
-        return _affine({size: of(parts[index]) for size, parts in trace.activations.items()})
-
-    saved_until = {size: [*accumulate(part.saved_bytes for part in parts)] for size, parts in trace.activations.items()}
-
-    def settled_bytes(index: int) -> Affine | None:
-        beside = {size: parts[index].settled_bytes for size, parts in trace.activations.items()}
-        known = {size: saved_until[size][index] + settled for size, settled in beside.items() if settled is not None}
-        return _affine(known) if len(known) == len(beside) else None
-
+    before = saved_before(trace.activations)
     return tuple(
         Segment(
             operator=name,
             forward_s=mean_s(index, lambda each: each.forward_s),
             backward_s=mean_s(index, lambda each: each.backward_s),
-            saved_bytes=num_bytes(index, lambda part: part.saved_bytes),
-            forward_workspace_bytes=num_bytes(index, lambda part: part.forward_workspace_bytes),
-            handed_bytes=num_bytes(index, lambda part: part.handed_bytes),
-            backward_workspace_bytes=num_bytes(index, lambda part: part.backward_workspace_bytes),
-            evaluation_bytes=num_bytes(index, lambda part: part.evaluation_bytes),
-            settled_bytes=settled_bytes(index),
+            **segment_bytes(trace.activations, index, before[index]),
         )
         for index, name in enumerate(names)
     )
-
-
-def _affine(values: Mapping[int, float]) -> Affine:
-    """A line over the micro-batch through the values at one or two sizes, exact at the first."""
-    (size, exactly), *others = values.items()
-    return Affine.through(size, exactly, *others[0]) if others else Affine.proportional(size, exactly)
 
 
 def _itemsize(tensor: Tensor, dtype: torch.dtype | None) -> int:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from lightning_osdp.core.cluster import Cluster, Link
 from lightning_osdp.profiler.backend import copies_in_reduce_scatter, overlaps_computing
+from lightning_osdp.profiler.host_copy import measure_host_copy
 from lightning_osdp.profiler.memory import default_memory_limit_bytes
 from lightning_osdp.profiler.overhead import measure_unit_overhead
 from lightning_osdp.profiler.timing import synchronize
@@ -35,7 +36,12 @@ def measure_cluster(device: torch.device, *, num_nodes: int = 1, local_ranks: in
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         memory_bytes = default_memory_limit_bytes(device, local_ranks=local_ranks)
         return Cluster(
-            world_size=1, all_gather=free, reduce_scatter=free, num_nodes=num_nodes, memory_bytes=memory_bytes
+            world_size=1,
+            all_gather=free,
+            reduce_scatter=free,
+            num_nodes=num_nodes,
+            host_copy_s_per_byte=measure_host_copy(device),
+            memory_bytes=memory_bytes,
         )
     world_size = dist.get_world_size()
     cluster = Cluster(
@@ -48,10 +54,17 @@ def measure_cluster(device: torch.device, *, num_nodes: int = 1, local_ranks: in
         reduce_scatter_copies=copies_in_reduce_scatter(device, _reduce_scatter),
     )
     unit_overhead = measure_unit_overhead(cluster, device)
+    copy_s = torch.tensor(measure_host_copy(device), dtype=torch.float64, device=device)
+    dist.all_reduce(copy_s, op=dist.ReduceOp.MAX)
     # Last, when the communicator has the buffers that it keeps.
     least = torch.tensor(default_memory_limit_bytes(device, local_ranks=local_ranks), device=device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    return dataclasses.replace(cluster, unit_overhead=unit_overhead, memory_bytes=int(least.item()))
+    return dataclasses.replace(
+        cluster,
+        unit_overhead=unit_overhead,
+        host_copy_s_per_byte=float(copy_s.item()),
+        memory_bytes=int(least.item()),
+    )
 
 
 def _all_gather(whole: torch.Tensor, shard: torch.Tensor) -> None:

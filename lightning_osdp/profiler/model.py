@@ -23,6 +23,7 @@ from lightning_osdp.profiler.operators import check_parameters, find_operators
 from lightning_osdp.profiler.optimizer import profile_optimizers
 from lightning_osdp.profiler.precision import ComputePrecision
 from lightning_osdp.profiler.rehearsal import Step
+from lightning_osdp.profiler.segment_bytes import traced_choices
 from lightning_osdp.profiler.snapshot import untouched
 from lightning_osdp.profiler.tensors import tensors_in
 from lightning_osdp.profiler.timing import Seconds, time_step
@@ -43,6 +44,7 @@ def profile_model(
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     device: torch.device | None = None,
     rates: DeviceRates | None = None,
+    activations: Sequence[str] = ("keep",),
     progress: Progress = silent,
 ) -> ModelProfile:
     """Bytes and seconds of every operator of a model, from running its training step on one batch.
@@ -64,6 +66,7 @@ def profile_model(
         context: makes the context that forward runs in, such as autocast.
         device: where a model on the meta device will train; None: the CPU. A real one is profiled where it is.
         rates: of a device that one does not have; times then follow from them, and nothing is timed but the optimizer.
+        activations: what blocks may do with what they save, see `SearchSpace`.
         progress: called with each stage as it begins, and how far it has come.
 
     Raises:
@@ -86,7 +89,7 @@ def profile_model(
     step = Step(module, batch, batch_size, run, device)
     progress("tracing the model", "")
     with precision.applied(module):
-        trace = trace_step(step)
+        trace = trace_step(step, traced_choices(activations))
         seconds = _seconds(step, trace, rates, progress)
     progress("profiling the optimizer", "")
     with untouched(module):
@@ -102,6 +105,7 @@ def profile_model(
         batch_bytes=sum(tensor.nbytes for tensor in {*tensors_in(given), *tensors_in(batch)}),
         batch_size=batch_size,
         precision=precision,
+        activations=activations,
     )
 
 

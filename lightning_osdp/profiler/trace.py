@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_osdp.core.profile import Span
 from lightning_osdp.errors import ProfileError, UntraceableError
 from lightning_osdp.profiler.activations import Activations, evaluate_as_training, trace_activations, trace_evaluation
+from lightning_osdp.profiler.blocks import find_blocks
 from lightning_osdp.profiler.calls import Calls, recorded_calls
 from lightning_osdp.profiler.forward import Forward, recorded_forward
 from lightning_osdp.profiler.loss import check_loss, loss_in
@@ -33,16 +35,24 @@ class Trace:
     """What stands for the model on fake tensors."""
     activations: Mapping[int, Sequence[Activations]]
     """By micro-batch size, of each segment; the profiled size is first."""
+    blocks: Mapping[str, Span] = field(default_factory=dict)
+    """Modules that need not keep what they save, with their segments."""
+    saving_less: Mapping[str, Mapping[int, Sequence[Activations]]] = field(default_factory=dict)
+    """By choice, the activations if all blocks do so."""
 
 
-def trace_step(step: Step) -> Trace:
+def trace_step(step: Step, choices: Collection[str] = ()) -> Trace:
     """Follows a step, with the profiled number of samples and with another.
+
+    Args:
+        step: to follow.
+        choices: what blocks may do with what they save, beside keeping it.
 
     Raises:
         ProfileError: there is no loss; or parameters are on the meta device and the step needs their values.
     """
     try:
-        return _trace_short(step) or _trace(step, step.on_fake_tensors)
+        return _trace_short(step, choices) or _trace(step, step.on_fake_tensors, choices)
     except UntraceableError as error:
         if step.is_meta:
             raise ProfileError(
@@ -51,10 +61,11 @@ def trace_step(step: Step) -> Trace:
                 " real device."
             ) from error
         _log.info("OSDP: the step is traced on real tensors, for on fake ones it fails: %r", error.__cause__)
-    return _trace(step, step.on_real_tensors)
+    # what is moved away is not there to come back where tensors are real
+    return _trace(step, step.on_real_tensors, [choice for choice in choices if choice != "offload"])
 
 
-def _trace_short(step: Step) -> Trace | None:
+def _trace_short(step: Step, choices: Collection[str]) -> Trace | None:
     """By a model of fewer blocks; None where there is none that stands for this one."""
     module, size = step.module, step.batch_size
 
@@ -73,30 +84,65 @@ def _trace_short(step: Step) -> Trace | None:
         raise
     short = short_model(module, full, record)
     with short.applied():
-        activations = _both_sizes(step, short.calls, step.on_fake_tensors)
-    if not all(short.agrees(parts) for parts in activations.values()):
+        traced = _both_sizes(step, short.calls, step.on_fake_tensors, choices)
+    if not all(short.agrees(parts) for of_choice in traced.values() for parts in of_choice.values()):
         return None
-    return Trace(full.calls, short, {size: short.unfolded(parts) for size, parts in activations.items()})
+    unfolded = {
+        choice: {size: short.unfolded(parts) for size, parts in of_choice.items()}
+        for choice, of_choice in traced.items()
+    }
+    return Trace(full.calls, short, unfolded.pop("keep"), find_blocks(module, full.calls), unfolded)
 
 
-def _trace(step: Step, rehearsal: Callable[[int], Rehearsal]) -> Trace:
+def _trace(step: Step, rehearsal: Callable[[int], Rehearsal], choices: Collection[str]) -> Trace:
     with rehearsal(step.batch_size) as (run, _), recorded_calls(step.module) as calls:
         check_loss(run())
-    return Trace(calls, ShortModel(calls), _both_sizes(step, calls, rehearsal))
+    traced = _both_sizes(step, calls, rehearsal, choices)
+    return Trace(calls, ShortModel(calls), traced.pop("keep"), find_blocks(step.module, calls), traced)
 
 
-def _both_sizes(step: Step, calls: Calls, rehearsal: Callable[[int], Rehearsal]) -> dict[int, list[Activations]]:
-    activations = {step.batch_size: _activations(step.module, calls, rehearsal, step.batch_size)}
-    other = another_size(step.batch_size)
+def _both_sizes(
+    step: Step, calls: Calls, rehearsal: Callable[[int], Rehearsal], choices: Collection[str]
+) -> dict[str, dict[int, list[Activations]]]:
+    """By choice of what blocks do, and by micro-batch size."""
+    sizes = [step.batch_size, another_size(step.batch_size)]
+    traced = {"keep": {sizes[0]: _activations(step.module, calls, rehearsal, sizes[0])}}
     try:
-        activations[other] = _activations(step.module, calls, rehearsal, other)
+        traced["keep"][sizes[1]] = _activations(step.module, calls, rehearsal, sizes[1])
     except Exception as error:  # a model may be made for one size only
         _log.warning(
             "OSDP: the model does not run on %d samples (%s): bytes and time are taken as proportional.",
-            other,
+            sizes[1],
             _cause(error),
         )
-    return activations
+    for choice in choices if find_blocks(step.module, calls) else ():
+        traced |= _saving_less(step, calls, rehearsal, choice, traced["keep"])
+    return traced
+
+
+def _saving_less(
+    step: Step, calls: Calls, rehearsal: Callable[[int], Rehearsal], choice: str, sizes: Collection[int]
+) -> dict[str, dict[int, list[Activations]]]:
+    """What is found where all blocks do so, but for evaluation, which is the same; nothing where the step fails."""
+
+    def traced(size: int) -> list[Activations]:
+        with rehearsal(size) as (run, batch):
+            return trace_activations(
+                step.module,
+                find_operators(step.module, calls),
+                calls,
+                run_step=run,
+                loss_in=loss_in,
+                static=_static(step.module, batch),
+                blocks=find_blocks(step.module, calls),
+                choice=choice,
+            )
+
+    try:
+        return {choice: {size: traced(size) for size in sizes}}
+    except Exception as error:  # a model may not bear to be run again, or read what it has saved
+        _log.warning("OSDP: blocks are not planned to %s: the step fails then (%s).", choice, _cause(error))
+    return {}
 
 
 def _cause(error: Exception) -> BaseException | None:

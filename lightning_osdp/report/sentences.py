@@ -15,6 +15,7 @@ from lightning_osdp.core.duration import format_seconds, three_digits
 from lightning_osdp.core.folding import fold_names
 from lightning_osdp.core.modes import MODES, ZDP
 from lightning_osdp.core.plan import Plan, Unit
+from lightning_osdp.report.activations import tell_blocks
 
 MOST_PATTERNS = 8
 """Folded names that one row spells out."""
@@ -143,7 +144,8 @@ def summarise(plan: Plan) -> list[tuple[str, str]]:
         f"{_count(plan.micro_batch_size, 'sample')} x {_count(plan.num_micro_batches, 'micro-batch', 'es')}"
         f" x {_count(plan.world_size, 'rank')} = {_count(samples, 'sample')} per optimizer step"
     )
-    return [*lines.items(), *(("note", note) for note in plan.notes)]
+    blocks = (("activations", line) for line in tell_blocks(plan))
+    return [*lines.items(), *blocks, *(("note", note) for note in plan.notes)]
 
 
 def _where(plan: Plan) -> str:

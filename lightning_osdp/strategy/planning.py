@@ -71,7 +71,7 @@ def plan_fit(
             f" {format_seconds(link.seconds_per_byte * 2**20)} a MiB, fitted within {link.fit_error:.0%}"
         )
     with shown_progress(is_global_zero=trainer.is_global_zero) as progress:
-        profiled = on_all_ranks(lambda: _profile(trainer, module, progress))
+        profiled = on_all_ranks(lambda: _profile(trainer, module, options, progress))
         current = common_size(profiled.loaders) or samples_in(profiled.batch)
         wanted = wishes(
             trainer, options, profiled.loaders, current, why_not_mean=lambda: _why_not_mean(trainer, module, profiled)
@@ -146,7 +146,7 @@ class _Profiled:
     schedules: list[Any]
 
 
-def _profile(trainer: pl.Trainer, module: pl.LightningModule, progress: Progress) -> _Profiled:
+def _profile(trainer: pl.Trainer, module: pl.LightningModule, options: Options, progress: Progress) -> _Profiled:
     step = training_step(module)
     strategy = trainer.strategy
     _check_synchronised_batch_norm(module, strategy.root_device)
@@ -168,6 +168,7 @@ def _profile(trainer: pl.Trainer, module: pl.LightningModule, progress: Progress
                 precision=_precision(strategy),
                 context=trainer.precision_plugin.train_step_context,
                 device=strategy.root_device,
+                activations=("keep",) if options.cost_model == "paper" else options.search_space.activations,
                 progress=progress,
             )
     except torch.OutOfMemoryError as error:

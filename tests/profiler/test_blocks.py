@@ -1,0 +1,204 @@
+"""Blocks that save less: what the profile says of them is what a model that checkpoints them itself is profiled as."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_osdp.core.affine import Affine
+from lightning_osdp.core.blocks import freed_bytes, with_activations
+from lightning_osdp.core.modes import DP, ZDP
+from lightning_osdp.core.slices import split_operators
+from lightning_osdp.core.units import partition
+from lightning_osdp.cost import Workload, exact_peak
+from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.profiler import profile_model
+from lightning_osdp.profiler.blocks import find_blocks
+from lightning_osdp.profiler.calls import recorded_calls
+
+EVERYTHING = ("keep", "recompute", "offload", "recompute_offload")
+WIDTH, LENGTH = 16, 8
+INPUT_BYTES = 4 * LENGTH * WIDTH
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, *, scale=1.0):
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        return x + scale * self.out(F.scaled_dot_product_attention(q, k, v)), None
+
+
+class Model(nn.Module):
+    """Blocks of two kinds in turn, between a first and a last layer."""
+
+    def __init__(self, num_blocks=4, recomputed=()):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+        self.mlps = nn.ModuleList(Mlp() for _ in range(num_blocks))
+        self.attentions = nn.ModuleList(Attention() for _ in range(num_blocks))
+        self.recomputed = recomputed
+
+    def run(self, name, x, **kwargs):
+        block = self.get_submodule(name)
+        return checkpoint(block, x, use_reentrant=False, **kwargs) if name in self.recomputed else block(x, **kwargs)
+
+    def training_step(self, batch, batch_idx):
+        x = self.first(batch)
+        for index in range(len(self.mlps)):
+            x, _ = self.run(f"attentions.{index}", x, scale=0.5)
+            x = self.run(f"mlps.{index}", x)
+        return self.last(x).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+def profiled(model, activations=("keep",)):
+    return profile_model(model, torch.randn(4, LENGTH, WIDTH), activations=activations)
+
+
+def peak(profile, mode, world_size):
+    units = partition(profile, min_unit_bytes=0)
+    return exact_peak(
+        profile,
+        units,
+        [DP if unit.is_root else mode for unit in units],
+        world_size=world_size,
+        workload=Workload(micro_batch_size=32),
+        backward_prefetch="none",
+    )
+
+
+@pytest.fixture(scope="module")
+def model():
+    return profiled(Model(), EVERYTHING)
+
+
+@pytest.mark.parametrize(
+    "recomputed",
+    [
+        (),
+        ("mlps.0",),
+        ("attentions.0", "mlps.0"),
+        ("mlps.3",),
+        ("attentions.1", "mlps.2", "attentions.3"),
+        tuple(f"{kind}.{index}" for index in range(4) for kind in ("attentions", "mlps")),
+    ],
+)
+def test_the_peak_is_that_of_a_model_that_checkpoints_these_blocks_itself(model, recomputed):
+    own = profiled(Model(recomputed=recomputed))
+    mixed = with_activations(model, dict.fromkeys(recomputed, "recompute"))
+    for mode, world_size in ((DP, 1), (DP, 4), (ZDP, 4)):
+        found, expected = peak(mixed, mode, world_size), peak(own, mode, world_size)
+        assert found.peak_bytes == pytest.approx(expected.peak_bytes, rel=2e-3)
+        assert (found.phase, found.operator) == (expected.phase, expected.operator)
+
+
+def test_a_block_that_recomputes_saves_its_inputs(model):
+    assert [block.name for block in model.blocks] == [
+        f"{kind}.{index}" for index in range(4) for kind in ("attentions", "mlps")
+    ]
+    for block in model.blocks:
+        saved = [segment.saved_bytes for segment in block.segments["recompute"]]
+        assert saved == [Affine(0.0, INPUT_BYTES), Affine(), Affine()]
+        first, last = block.span
+        forward_s = sum(segment.forward_s.at(4) for segment in model.segments[first : last + 1])
+        assert block.rerun_s.at(4) == pytest.approx(forward_s)
+        kept = sum(segment.saved_bytes.at(4) for segment in model.segments[first : last + 1])
+        assert freed_bytes(model, block, "recompute").at(4) == pytest.approx(kept - 4 * INPUT_BYTES)
+
+
+def test_what_is_offloaded_is_what_would_have_been_saved(model):
+    for block in model.blocks:
+        assert not any(segment.saved_bytes.at(4) for segment in block.segments["offload"])
+        assert freed_bytes(model, block, "offload").at(4) == block.copied_bytes["offload"].at(4) > 0
+        assert block.copied_bytes["recompute_offload"] == Affine(0.0, INPUT_BYTES)
+        assert freed_bytes(model, block, "recompute_offload").at(4) > freed_bytes(model, block, "recompute").at(4)
+    everything = {block.name: "offload" for block in model.blocks}
+    moved = peak(with_activations(model, everything), DP, 1).peak_bytes
+    recomputed = peak(with_activations(model, dict.fromkeys(everything, "recompute")), DP, 1).peak_bytes
+    assert moved < recomputed < peak(model, DP, 1).peak_bytes
+
+
+def test_profiling_blocks_changes_nothing_else(model):
+    plain = profiled(Model())
+    assert plain.blocks == ()
+    for found, expected in zip(model.segments, plain.segments, strict=True):
+        assert found.saved_bytes == expected.saved_bytes
+        assert found.backward_workspace_bytes == expected.backward_workspace_bytes
+
+
+def test_slices_and_blocks_go_together(model):
+    chosen = with_activations(model, {"mlps.1": "recompute", "mlps.2": "offload"})
+    split = split_operators(chosen, {"mlps.1.up": 4, "first": 2})
+    (first, last), ((begin, end),) = split.rerun["mlps.1"], split.spans["mlps.1"]
+    assert (first, last) == (begin, end)
+    assert last - first + 1 == 3 + 3
+    assert split.copied[0][0] == split.spans["mlps.2"][0]
+
+
+def test_what_was_not_profiled_is_refused(model):
+    with pytest.raises(
+        ConfigurationError, match=r"block 'first' to be one that was profiled with activations='offload'"
+    ):
+        with_activations(model, {"first": "offload"})
+    only = profiled(Model(), ("keep", "recompute"))
+    with pytest.raises(ConfigurationError, match=r"'mlps.0'.*activations='offload', got those of \[\]"):
+        with_activations(only, {"mlps.0": "offload"})
+
+
+class Nested(nn.Module):
+    """Containers inside blocks, a block that is called twice, and layers that are no blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.stages = nn.ModuleList(nn.Sequential(Mlp(), Mlp()) for _ in range(2))
+        self.twice = nn.ModuleList([Mlp(), Mlp()])
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        self.alone = nn.ModuleList([Mlp(), nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, x):
+        for stage in self.stages:
+            x = stage(x)
+        for block in (*self.twice, *self.twice, *self.alone):
+            x = block(x)
+        return self.layers(x)
+
+
+def test_blocks_are_the_outermost_repeated_modules_that_are_called_once():
+    model = Nested()
+    with recorded_calls(model) as calls:
+        model(torch.randn(2, LENGTH, WIDTH))
+    assert find_blocks(model, calls) == {"stages.0": (0, 5), "stages.1": (6, 11)}
+
+
+def test_a_model_that_cannot_be_run_again_keeps_what_it_saves(monkeypatch, caplog):
+    forward = Mlp.forward
+
+    def once(self, x):
+        if torch._C._current_graph_task_id() != -1:
+            raise ValueError("called in backward")
+        return forward(self, x)
+
+    monkeypatch.setattr(Mlp, "forward", once)
+    assert profiled(Model(), ("keep", "recompute")).blocks == ()
+    assert "blocks are not planned to recompute: the step fails then (called in backward)" in caplog.text
+
+
+def test_of_many_equal_blocks_a_few_are_traced():
+    deep = profiled(Model(num_blocks=12), ("keep", "recompute"))
+    assert len(deep.blocks) == 24
+    assert {block.segments["recompute"][0].saved_bytes for block in deep.blocks} == {Affine(0.0, INPUT_BYTES)}
