@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from lightning_osdp.core.affine import ZERO, Affine
-from lightning_osdp.core.profile import BlockProfile, ModelProfile, Segment, Span
+from lightning_osdp.core.profile import BlockProfile, ModelProfile, Rerun, Segment, Span
 from lightning_osdp.errors import ConfigurationError
 
 RERUN = ("recompute", "recompute_offload")
@@ -33,7 +33,7 @@ def with_activations(profile: ModelProfile, activations: Mapping[str, str]) -> M
         return profile
     _check(profile, chosen)
     segments: list[Segment] = []
-    rerun: dict[str, Span] = {}
+    rerun: dict[str, Rerun] = {}
     copied: list[tuple[Span, Affine]] = []
     fewer = ZERO
     """Bytes that the blocks so far do not have saved."""
@@ -44,7 +44,7 @@ def with_activations(profile: ModelProfile, activations: Mapping[str, str]) -> M
         fewer += freed_bytes(profile, block, choice)
         if choice in RERUN:
             segments[last] = replace(segments[last], backward_s=segments[last].backward_s + block.rerun_s)
-            rerun[block.name] = block.span
+            rerun[block.name] = Rerun(block.span, block.reruns_early)
         if choice in block.copied_bytes:
             copied.append((block.span, block.copied_bytes[choice]))
     segments += [_settled_less(segment, fewer) for segment in profile.segments[len(segments) :]]

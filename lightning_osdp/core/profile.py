@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_osdp.core.affine import ZERO, Affine
 
@@ -133,6 +133,14 @@ class Segment:
     """Live tensors, saved or not, once the operator's gradients are complete; None where it makes none."""
 
 
+class Rerun(NamedTuple):
+    """A block whose forward runs again in backward."""
+
+    span: Span
+    is_early: bool
+    """Whether that is before backward has reached the last unit inside: where the block saves something after it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockProfile:
     """A module that need not keep what it saves for backward; forward calls it once."""
@@ -143,6 +151,8 @@ class BlockProfile:
     """What its segments become if this block alone does so: by choice of `ACTIVATION_CHOICES`, without ``keep``."""
     rerun_s: Affine = ZERO
     """Seconds of its forward."""
+    reruns_early: bool = False
+    """See `Rerun`."""
     copied_bytes: Mapping[str, Affine] = field(default_factory=dict)
     """By choice, what goes to host memory in forward, and comes back in backward."""
 
@@ -159,7 +169,7 @@ class ModelProfile:
     """Module -> its calls, for every module but the root that may be a unit."""
     blocks: tuple[BlockProfile, ...] = ()
     """Modules that may recompute or offload what they save, in forward order; none is inside another."""
-    rerun: Mapping[str, Span] = field(default_factory=dict)
+    rerun: Mapping[str, Rerun] = field(default_factory=dict)
     """Modules whose forward runs again in backward, which `segments` has in its seconds."""
     copied: tuple[tuple[Span, Affine], ...] = ()
     """Bytes that these segments move to host memory, and back, which `segments` does not have in its seconds."""

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from lightning_osdp.core.affine import ZERO, Affine
-from lightning_osdp.core.profile import Cut, ModelProfile, OperatorProfile, ParameterProfile, Segment, Span
+from lightning_osdp.core.profile import Cut, ModelProfile, OperatorProfile, ParameterProfile, Rerun, Segment, Span
 from lightning_osdp.errors import ConfigurationError
 
 
@@ -93,7 +93,10 @@ def split_operators(profile: ModelProfile, num_slices: Mapping[str, int]) -> Mod
         segments=tuple(segments),
         spans=spans,
         blocks=(),
-        rerun={name: (places[first][0], places[last][1]) for name, (first, last) in profile.rerun.items()},
+        rerun={
+            name: Rerun((places[first][0], places[last][1]), is_early)
+            for name, ((first, last), is_early) in profile.rerun.items()
+        },
         copied=tuple(((places[first][0], places[last][1]), num_bytes) for (first, last), num_bytes in profile.copied),
     )
 

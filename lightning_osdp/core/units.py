@@ -193,9 +193,9 @@ def _units(profile: ModelProfile, members: Mapping[str, Sequence[OperatorProfile
     whole = ((0, len(profile.segments) - 1),)
 
     def num_reruns(name: str, calls: tuple[Span, ...]) -> int:
-        """Of the calls that a block ends with none: when it is run again, backward has gathered the unit."""
-        ends = [profile.rerun[module][1] for module in _ancestors(name) if module in profile.rerun]
-        return sum(last < end for end in ends for _, last in calls)
+        """Of the calls that a block ends with mostly none: when it is run again, backward has gathered the unit."""
+        around = [profile.rerun[module] for module in _ancestors(name) if module in profile.rerun]
+        return sum(last < span[1] or is_early for span, is_early in around for _, last in calls)
 
     units = (
         UnitProfile(

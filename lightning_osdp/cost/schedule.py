@@ -10,7 +10,8 @@ Memory (`live_parts`) and time (`simulation`) are two readings of the same event
   before its gradients are reduced; "next" is the one that forward left before. ``forward_prefetch`` gathers the next
   unit of forward before a unit runs.
 - A block that recomputes runs its forward again when backward reaches it. Units inside it are gathered for that as in
-  forward, and freed after, but for those that backward has reached by then; the block's own unit is one of them.
+  forward, and freed after, but for those that backward has reached by then: the block's own unit, and the last one
+  inside, unless the block saves something after it.
 - A unit that accumulates is in ``no_sync`` until the last micro-batch: its gradients stay whole and are not reduced,
   and where its mode keeps it gathered it stays so to the end of the last backward.
 
@@ -21,11 +22,11 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from lightning_osdp.core.modes import ShardingMode
-from lightning_osdp.core.profile import ModelProfile, Span
+from lightning_osdp.core.profile import ModelProfile, Rerun, Span
 from lightning_osdp.core.units import UnitProfile
 
 Kind = Literal[
@@ -86,7 +87,7 @@ def micro_batches(
     *,
     num_micro_batches: int = 1,
     num_segments: int,
-    rerun: Mapping[str, Span],
+    rerun: Mapping[str, Rerun],
     backward_prefetch: str,
     forward_prefetch: bool,
 ) -> list[list[Event]]:
@@ -125,7 +126,7 @@ class _Host:
         accumulates: Sequence[bool],
         *,
         num_segments: int,
-        rerun: Mapping[str, Span],
+        rerun: Mapping[str, Rerun],
     ) -> None:
         self.is_kept, self.accumulates, self.num_segments = is_kept, accumulates, num_segments
         self.order = leaving_order(units)
@@ -140,8 +141,10 @@ class _Host:
                 self.starts[first].append(unit)
                 self.ends[last].append(unit)
             self.begins[calls[unit][0][0]].append(unit)
-        self.rerun = {last: (first, _inside(units, block)) for block, (first, last) in rerun.items()}
-        """Last segment of a block that recomputes -> its first one, and the units inside it."""
+        self.rerun = {
+            last: (first, _inside(units, block), is_early) for block, ((first, last), is_early) in rerun.items()
+        }
+        """Last segment of a block that recomputes -> its first one, the units inside it, and whether it is early."""
         self.gathered: set[int] = set()
         self.begin(is_first=True, is_last=True)
 
@@ -199,12 +202,12 @@ class _Host:
             # The root's backward begins with the loss; without parameters it has nothing to prefetch from.
             self.gather_before(len(self.order))
         for segment in range(self.num_segments - 1, -1, -1):
-            for unit in sorted(set(self.ends[segment]), key=self.place.__getitem__, reverse=True):
-                self.reached.add(unit)
-                self.need(unit)
-                if is_pre:
-                    self.gather_before(self.place[unit])
-            self.run_again(segment)
+            first, inside, is_early = self.rerun.get(segment, (segment + 1, frozenset(), False))
+            ends = sorted(set(self.ends[segment]), key=self.place.__getitem__, reverse=True)
+            late = inside.intersection(ends) if is_early else ()
+            self.reach((unit for unit in ends if unit not in late), prefetches=is_pre)
+            self.run_again(first, segment, inside)
+            self.reach((unit for unit in ends if unit in late), prefetches=is_pre)
             self.note("backward", segment)
             for unit in sorted(self.begins[segment], key=self.place.__getitem__):
                 self.reduce(unit, prefetches=is_post)
@@ -213,9 +216,16 @@ class _Host:
                     self.reduce(unit, prefetches=False)
             self.note("release", segment)
 
-    def run_again(self, last: int) -> None:
-        """Forward of the block that ends with this segment, if it recomputes."""
-        first, inside = self.rerun.get(last, (last + 1, frozenset()))
+    def reach(self, units: Iterable[int], *, prefetches: bool) -> None:
+        """Backward comes to what these units have returned."""
+        for unit in units:
+            self.reached.add(unit)
+            self.need(unit)
+            if prefetches:
+                self.gather_before(self.place[unit])
+
+    def run_again(self, first: int, last: int, inside: frozenset[int]) -> None:
+        """Forward of a block that recomputes, if one ends with this segment."""
         for segment in range(first, last + 1):
             for unit in sorted(inside.intersection(self.starts[segment])):
                 self.need(unit)

@@ -36,6 +36,8 @@ class Activations:
     """Most live bytes beside those and the gradients of parameters."""
     evaluation_bytes: int = 0
     """Most live bytes beside parameters and batch when forward runs without gradients."""
+    reruns_early: bool = False
+    """Whether it ends a block that is run again before backward has reached what its operator returned."""
     settled_bytes: int | None = None
     """Live bytes beside parameters, batch and gradients of parameters when its last gradient is complete, less what it
     and the segments before it have saved: may be negative, and is the same however many segments there are before."""
@@ -147,7 +149,7 @@ def trace_activations(
             if parameter.requires_grad:
                 cleanup.callback(parameter.register_post_accumulate_grad_hook(trace.drop).remove)
         if choice != "keep":
-            cleanup.enter_context(saving_less(module, blocks, choice, trace.position, trace.excluded))
+            cleanup.enter_context(saving_less(module, blocks, choice, trace))
         with torch.autograd.graph.saved_tensors_hooks(trace.keep, lambda packed: packed):
             returned = run_step()
         trace.position.enter(trace.position.num_segments - 1)

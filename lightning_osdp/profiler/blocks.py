@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 from unittest.mock import patch
 
 import torch
@@ -49,10 +49,22 @@ def _runs(calls: Calls, name: str, span: Span) -> bool:
     return last > first and all(each.startswith(f"{name}.") for each in calls.sequence[first : last + 1])
 
 
+class Follower(Protocol):
+    """What follows a step through its segments."""
+
+    position: Position
+
+    @property
+    def excluded(self) -> Collection[int]:
+        """Storages that live throughout."""
+
+    @property
+    def parts(self) -> Sequence[Any]:
+        """What it finds, of each segment."""
+
+
 @contextmanager
-def saving_less(
-    module: nn.Module, blocks: Mapping[str, Span], choice: str, position: Position, static: Collection[int]
-) -> Iterator[None]:
+def saving_less(module: nn.Module, blocks: Mapping[str, Span], choice: str, trace: Follower) -> Iterator[None]:
     """Has blocks recompute or offload what they save, for as long as the step is only followed, not computed.
 
     Args:
@@ -60,32 +72,40 @@ def saving_less(
         blocks: by name, with their segments.
         choice: ``recompute``, or ``offload``, for which tensors must be fake: what has been moved away comes back as
             another tensor of the same shape.
-        position: told when a block begins, with its inputs.
-        static: storages that live throughout, which are not moved.
+        trace: told when a block begins, with its inputs, and whether it is run again early.
     """
-    save = _recomputed if choice == "recompute" else partial(_offloaded, static)
     with ExitStack() as cleanup:
-        for name, (first, _) in blocks.items():
+        for name, span in blocks.items():
             block = module.get_submodule(name)
-            forward = partial(_entered, position, first, partial(save, block.forward))
-            cleanup.enter_context(patch.object(block, "forward", forward))
+            does = _recomputing if choice == "recompute" else _offloading
+            cleanup.enter_context(patch.object(block, "forward", does(block.forward, span, trace)))
         yield
 
 
-def _entered(position: Position, segment: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    position.enter(segment)
-    return forward(*args, **kwargs)
+def _recomputing(forward: Callable[..., Any], span: Span, trace: Follower) -> Callable[..., Any]:
+    first, last = span
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if trace.position.in_backward and trace.position.now != last:
+            trace.parts[last].reruns_early = True
+        return forward(*args, **kwargs)
+
+    def begin(*args: Any, **kwargs: Any) -> Any:
+        trace.position.enter(first)
+        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+    return begin
 
 
-def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-
-def _offloaded(static: Collection[int], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _offloading(forward: Callable[..., Any], span: Span, trace: Follower) -> Callable[..., Any]:
     def pack(tensor: Tensor) -> Callable[[], Tensor]:
-        if tensor.layout is not torch.strided or tensor.untyped_storage()._cdata in static:
+        if tensor.layout is not torch.strided or tensor.untyped_storage()._cdata in trace.excluded:
             return lambda: tensor
         return partial(torch.empty_strided, tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda make: make()):
-        return forward(*args, **kwargs)
+    def begin(*args: Any, **kwargs: Any) -> Any:
+        trace.position.enter(span[0])
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda make: make()):
+            return forward(*args, **kwargs)
+
+    return begin

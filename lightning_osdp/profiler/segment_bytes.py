@@ -79,8 +79,17 @@ def profile_blocks(trace: Trace, segments: Sequence[Segment], choices: Sequence[
         ways = {choice: way for choice, way in ways.items() if choice in choices}
         if ways:
             rerun_s = sum((segment.forward_s for segment in kept), ZERO)
-            block = BlockProfile(name=name, span=(first, last), segments=ways, rerun_s=rerun_s, copied_bytes=copied)
-            found.append(block)
+            again = trace.saving_less.get("recompute", {}).values()
+            found.append(
+                BlockProfile(
+                    name=name,
+                    span=(first, last),
+                    segments=ways,
+                    rerun_s=rerun_s,
+                    reruns_early=any(parts[last].reruns_early for parts in again),
+                    copied_bytes=copied,
+                )
+            )
     return tuple(found)
 
 

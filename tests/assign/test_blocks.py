@@ -38,7 +38,7 @@ def saving_less(segments, *, border, rerun_s=0.0):
     return tuple(found)
 
 
-def with_profiles(profile, names):
+def with_profiles(profile, names, *, reruns_early=False):
     """The profile, in which these modules are blocks that may do anything."""
     blocks = []
     for name in names:
@@ -50,6 +50,7 @@ def with_profiles(profile, names):
                 name=name,
                 span=(first, last),
                 segments={"recompute": saving_less(segments, border=8), "offload": saving_less(segments, border=0)},
+                reruns_early=reruns_early,
                 rerun_s=sum((segment.forward_s for segment in segments), Affine()),
                 copied_bytes={"offload": saved},
             )
@@ -79,10 +80,10 @@ def models(draw):
 
 @pytest.fixture(scope="session")
 def blocked(model, operator):
-    def build(operators, **fields):
+    def build(operators, *, reruns_early=False, **fields):
         profile = model(*(operator(**made) for made in operators))
         names = dict.fromkeys(made["name"].split(".")[0] for made in operators if "." in made["name"])
-        profile = with_profiles(profile, names)
+        profile = with_profiles(profile, names, reruns_early=reruns_early)
         return Setting(profile=profile, units=partition(profile, min_unit_bytes=0), **fields)
 
     return build
@@ -95,6 +96,7 @@ def settings_to_plan(draw):
     )
     return {
         "operators": draw(models()),
+        "reruns_early": draw(st.booleans()),
         "cluster": Cluster(
             world_size=draw(st.sampled_from([1, 2, 8])),
             all_gather=draw(link),
@@ -161,6 +163,9 @@ def test_a_unit_inside_a_block_that_recomputes_is_gathered_three_times_but_for_t
     fine = with_blocks(base, {"b0": "recompute"})
     more_s = fine.step_time_s(fine.all_zdp_modes) - base.step_time_s(base.all_zdp_modes)
     assert more_s == pytest.approx(3 * 100 / 2 * 0.01)
+    early = with_blocks(blocked(operators, reruns_early=True, **fields), {"b0": "recompute"})
+    more_s = early.step_time_s(early.all_zdp_modes) - base.step_time_s(base.all_zdp_modes)
+    assert more_s == pytest.approx(4 * 100 / 2 * 0.01)
     kept = (DP,) * len(fine.units)
     assert fine.step_time_s(kept) == pytest.approx(base.step_time_s(kept))
 

@@ -144,9 +144,9 @@ def test_profiling_blocks_changes_nothing_else(model):
 def test_slices_and_blocks_go_together(model):
     chosen = with_activations(model, {"mlps.1": "recompute", "mlps.2": "offload"})
     split = split_operators(chosen, {"mlps.1.up": 4, "first": 2})
-    (first, last), ((begin, end),) = split.rerun["mlps.1"], split.spans["mlps.1"]
-    assert (first, last) == (begin, end)
-    assert last - first + 1 == 3 + 3
+    (first, last), is_early = split.rerun["mlps.1"]
+    assert ((first, last),) == split.spans["mlps.1"]
+    assert (last - first + 1, is_early) == (3 + 3, True)
     assert split.copied[0][0] == split.spans["mlps.2"][0]
 
 
@@ -202,3 +202,8 @@ def test_of_many_equal_blocks_a_few_are_traced():
     deep = profiled(Model(num_blocks=12), ("keep", "recompute"))
     assert len(deep.blocks) == 24
     assert {block.segments["recompute"][0].saved_bytes for block in deep.blocks} == {Affine(0.0, INPUT_BYTES)}
+
+
+def test_a_block_that_saves_something_after_its_last_operator_is_run_again_early(model):
+    early = {block.name.split(".")[0]: block.reruns_early for block in model.blocks}
+    assert early == {"attentions": False, "mlps": True}  # of the dropout after its last layer

@@ -40,7 +40,7 @@ class Net(nn.Module):
 def test_fake_tensors_tell_what_real_ones_do(name):
     model = MODELS[name]()
     step = step_of(model, batch_size=len(model.batch()["x"]))
-    fake, real = _trace(step, step.on_fake_tensors), _trace(step, step.on_real_tensors)
+    fake, real = _trace(step, step.on_fake_tensors, ()), _trace(step, step.on_real_tensors, ())
     assert fake.calls == real.calls
     assert [*fake.activations] == [*real.activations]
     for size, parts in real.activations.items():
