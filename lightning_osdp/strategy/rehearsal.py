@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,6 +14,7 @@ from lightning.pytorch.strategies import FSDPStrategy
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_osdp.apply import alone, flat_parameters, kept_shards, shard_gradients
@@ -67,19 +69,29 @@ def _attempt(
     fresh = [optimizer for optimizer in strategy.optimizers if not optimizer.state]
     try:
         batch = _next_batch(trainer)
-        with (
-            kept(fresh, left_out=root.parameters()),
-            kept_shards(root) if fresh else nullcontext(),
-            _counted(strategy, root, batch, plan),
-        ):
+        with kept(fresh, left_out=root.parameters()), kept_shards(root) if fresh else nullcontext():
+            return _shortage(trainer, root, plan, batch, fresh)
+    except Exception as error:
+        rank_zero_info(f"OSDP: a step cannot be rehearsed: {type(error).__name__}: {error}")
+        return None
+
+
+def _shortage(
+    trainer: pl.Trainer, root: FullyShardedDataParallel, plan: Plan, batch: Any, fresh: Sequence[Optimizer]
+) -> Shortage | None:
+    """Takes the step, and returns where memory ran out, if it did; other errors are raised."""
+    strategy = trainer.strategy
+    assert isinstance(strategy, FSDPStrategy)
+    try:
+        with _counted(strategy, root, batch, plan):
             shard_gradients(root)
             for optimizer in fresh:
                 optimizer.step()
             _window(trainer, strategy, batch)
     except Exception as error:
-        if is_out_of_memory(error):
-            return shortage_of(error, root, plan)
-        rank_zero_info(f"OSDP: a step cannot be rehearsed: {type(error).__name__}: {error}")
+        if not is_out_of_memory(error):
+            raise
+        return shortage_of(error, root, plan)
     return None
 
 

@@ -16,19 +16,25 @@ STEPS, SEED = 8, 5
 
 
 class Model(BoringModel):
-    """Fails, if asked to, on one rank in its third step; the others then wait in a collective."""
+    """Fails, if asked to, on one rank in its third step, or of memory in that of its second epoch.
 
-    def __init__(self, fail_rank):
+    The others then wait in a collective.
+    """
+
+    def __init__(self, fail_rank, *, of_memory):
         super().__init__()
         self.norm = nn.BatchNorm1d(32)
-        self.fail_rank = fail_rank
+        self.fail_rank, self.of_memory = fail_rank, of_memory
 
     def forward(self, x):
         return self.layer(self.norm(x))
 
     def training_step(self, batch, batch_idx):
         if self.global_rank == self.fail_rank and batch_idx == 2 and self.trainer.state.fn == "fit":
-            raise ValueError("this rank has no loss")
+            if not self.of_memory:
+                raise ValueError("this rank has no loss")
+            if self.current_epoch == 1:
+                raise torch.OutOfMemoryError("Tried to allocate 20.00 MiB.")
         self.log("seed", torch.initial_seed())
         return super().training_step(batch, batch_idx)
 
@@ -46,11 +52,12 @@ def main():
     parser.add_argument("--num-nodes", type=int, default=1)
     parser.add_argument("--fail-rank", type=int)
     parser.add_argument("--num-trainers", type=int, default=1, help="that fit the model, one after the other")
+    parser.add_argument("--of-memory", action="store_true")
     options = parser.parse_args()
     if options.start_method == "forkserver":
         forkserver.ensure_running()  # before the seed is known
     L.seed_everything(SEED, verbose=False)
-    model = Model(options.fail_rank)
+    model = Model(options.fail_rank, of_memory=options.of_memory)
     start = model.layer.weight.detach().clone()
     for _ in range(options.num_trainers):
         trainer = new_trainer(options)

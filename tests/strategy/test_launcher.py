@@ -6,12 +6,14 @@ imports torch and Lightning for itself, which takes longer than all that it does
 """
 
 import os
+import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_osdp import ConfigurationError, OSDPStrategy, Plan
@@ -133,11 +135,15 @@ def test_an_error_on_one_rank_ends_all_with_its_text(tmp_path, strategy, rank, w
 
 
 @pytest.mark.distributed
-def test_an_error_on_one_node_ends_the_others_ranks_with_its_text(tmp_path):
-    for code, stdout, stderr in on_two_nodes(tmp_path, "--fail-rank", 3):
+def test_memory_that_runs_out_on_one_node_ends_the_others_ranks_with_where_and_what_helps(tmp_path):
+    for code, stdout, stderr in on_two_nodes(tmp_path, "--fail-rank", 3, "--of-memory"):
         assert code not in (0, None)
-        assert "Rank 3 failed: ValueError: this rank has no loss" in stderr
+        assert "Rank 3 failed: OutOfMemoryError: Tried to allocate 20.00 MiB." in stderr
+        assert "OSDP: rank 3 ran out of memory in forward of the root unit, under a plan that is predicted to" in stderr
+        assert "Lower memory_limit, so that more is sharded, or use a smaller micro-batch." in stderr
         assert "ended at step" not in stdout
+        (last,) = set(re.findall(r"The last checkpoint is (\S+\.ckpt)\.", stderr))
+        assert torch.load(last, weights_only=False)["global_step"] == 4
 
 
 def test_each_way_has_a_name_as_with_ddp():
