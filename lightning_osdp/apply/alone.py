@@ -48,6 +48,7 @@ def alone(root: FullyShardedDataParallel) -> Iterator[None]:
         yield
     finally:
         dist.group.WORLD = real
+        root._device_handle.synchronize()  # streams may still use what is freed here
         for handle in handles:
             _put_to_rest(handle)
         for restore in restores:

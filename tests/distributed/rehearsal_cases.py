@@ -128,7 +128,8 @@ def fitted(plan, *, rehearse, module=None, folder=None, ckpt_path=None, most_byt
     if most_bytes is not None:
         module.gate.most_bytes, module.gate.root = most_bytes, lambda: fit.strategy.model
     CALLS.clear()
-    fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size()), ckpt_path=ckpt_path, weights_only=False)
+    loaders = [module.loader(dist.get_rank(), dist.get_world_size()) for _ in range(2)]
+    fit.fit(module, *loaders, ckpt_path=ckpt_path, weights_only=False)
     state = {name: value.detach().clone() for name, value in fit.strategy.lightning_module_state_dict().items()}
     left = {
         "state": [(name, value.tolist()) for name, value in state.items()],
