@@ -28,7 +28,7 @@ def block_units(setting: Setting, activations: Sequence[str]) -> Setting | None:
 def chosen_activations(setting: Setting, modes: Modes) -> dict[str, str]:
     """Blocks that do not keep what they save -> what they do, with these modes, one per unit."""
     chosen = {unit.name: mode.activations for unit, mode in zip(setting.units, modes, strict=True)}
-    return {name: choice for name, choice in {**setting.blocks, **chosen}.items() if choice != "keep"}
+    return {name: choice for name, choice in {**chosen, **setting.blocks}.items() if choice != "keep"}
 
 
 def with_blocks(setting: Setting, activations: Mapping[str, str]) -> Setting:

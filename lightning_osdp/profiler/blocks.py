@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -20,27 +19,33 @@ from lightning_osdp.profiler.segments import Position
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-def find_blocks(module: nn.Module, calls: Calls) -> dict[str, Span]:
-    """Modules that stand in one container with others of their class, with the segments that they run, in this order.
+def find_blocks(module: nn.Module, calls: Calls, given: Collection[nn.Module] | None = None) -> dict[str, Span]:
+    """Modules that may be blocks, with the segments that they run, in this order.
 
-    Each is called once, and is made of several modules, or keeping nothing of it would save nothing. Of those inside
-    others, the outermost.
+    Each is called once. By default those that stand in one container with others of their class and are made of several
+    operators, or keeping nothing of them would save nothing. Of those inside others, the outermost.
 
     Args:
         module: the model.
         calls: what its forward does.
+        given: which ones may be blocks; None: as above.
     """
     found: dict[str, Span] = {}
-    for prefix, container in module.named_modules():
-        if not isinstance(container, _CONTAINERS) or any(f"{prefix}.".startswith(f"{name}.") for name in found):
+    for name, child in module.named_modules():
+        spans = calls.spans.get(name, [])
+        if any(name.startswith(f"{outer}.") for outer in found) or len(spans) != 1:
             continue
-        kinds = Counter(type(child) for child in container.children())
-        for key, child in container.named_children():
-            name = f"{prefix}.{key}" if prefix else key
-            spans = calls.spans.get(name, [])
-            if kinds[type(child)] > 1 and len(spans) == 1 and _runs(calls, name, spans[0]):
-                found[name] = spans[0]
+        if child in given if given is not None else _is_repeated(module, name) and _runs(calls, name, spans[0]):
+            found[name] = spans[0]
     return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+def _is_repeated(module: nn.Module, name: str) -> bool:
+    above, _, key = name.rpartition(".")
+    container = module.get_submodule(above)
+    children = dict(container.named_children())
+    alike = [child for child in children.values() if type(child) is type(children.get(key))]
+    return isinstance(container, _CONTAINERS) and len(alike) > 1
 
 
 def _runs(calls: Calls, name: str, span: Span) -> bool:

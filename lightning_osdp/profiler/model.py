@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
@@ -45,6 +45,7 @@ def profile_model(
     device: torch.device | None = None,
     rates: DeviceRates | None = None,
     activations: Sequence[str] = ("keep",),
+    blocks: Collection[str] | None = None,
     progress: Progress = silent,
 ) -> ModelProfile:
     """Bytes and seconds of every operator of a model, from running its training step on one batch.
@@ -67,6 +68,8 @@ def profile_model(
         device: where a model on the meta device will train; None: the CPU. A real one is profiled where it is.
         rates: of a device that one does not have; times then follow from them, and nothing is timed but the optimizer.
         activations: what blocks may do with what they save, see `SearchSpace`.
+        blocks: names of the modules that may be blocks; None: those that stand in one container with others of their
+            class. Those that are not called once are left out.
         progress: called with each stage as it begins, and how far it has come.
 
     Raises:
@@ -86,7 +89,8 @@ def profile_model(
             return training_step(batch)
 
     device = next((p.device for p in module.parameters() if not p.is_meta), device or torch.device("cpu"))
-    step = Step(module, batch, batch_size, run, device)
+    given_blocks = None if blocks is None else frozenset(module.get_submodule(name) for name in blocks)
+    step = Step(module, batch, batch_size, run, device, given_blocks)
     progress("tracing the model", "")
     with precision.applied(module):
         trace = trace_step(step, traced_choices(activations))

@@ -33,6 +33,8 @@ class Step:
     """Forward: takes a batch, returns the loss or a mapping with it."""
     device: torch.device
     """Where the model trains."""
+    blocks: frozenset[nn.Module] | None = None
+    """Modules that may be blocks; None: repeated ones."""
 
     @property
     def is_meta(self) -> bool:

@@ -91,14 +91,14 @@ def _trace_short(step: Step, choices: Collection[str]) -> Trace | None:
         choice: {size: short.unfolded(parts) for size, parts in of_choice.items()}
         for choice, of_choice in traced.items()
     }
-    return Trace(full.calls, short, unfolded.pop("keep"), find_blocks(module, full.calls), unfolded)
+    return Trace(full.calls, short, unfolded.pop("keep"), find_blocks(module, full.calls, step.blocks), unfolded)
 
 
 def _trace(step: Step, rehearsal: Callable[[int], Rehearsal], choices: Collection[str]) -> Trace:
     with rehearsal(step.batch_size) as (run, _), recorded_calls(step.module) as calls:
         check_loss(run())
     traced = _both_sizes(step, calls, rehearsal, choices)
-    return Trace(calls, ShortModel(calls), traced.pop("keep"), find_blocks(step.module, calls), traced)
+    return Trace(calls, ShortModel(calls), traced.pop("keep"), find_blocks(step.module, calls, step.blocks), traced)
 
 
 def _both_sizes(
@@ -115,7 +115,7 @@ def _both_sizes(
             sizes[1],
             _cause(error),
         )
-    for choice in choices if find_blocks(step.module, calls) else ():
+    for choice in choices if find_blocks(step.module, calls, step.blocks) else ():
         traced |= _saving_less(step, calls, rehearsal, choice, traced["keep"])
     return traced
 
@@ -134,7 +134,7 @@ def _saving_less(
                 run_step=run,
                 loss_in=loss_in,
                 static=_static(step.module, batch),
-                blocks=find_blocks(step.module, calls),
+                blocks=find_blocks(step.module, calls, step.blocks),
                 choice=choice,
             )
 

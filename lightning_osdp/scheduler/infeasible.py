@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from lightning_osdp.assign import Setting
 from lightning_osdp.core.byte_size import format_at_least, format_bytes
+from lightning_osdp.cost import PeakMemory
 from lightning_osdp.scheduler.sweep import Sweep
 
 
@@ -33,8 +35,23 @@ def why_infeasible(sweep: Sweep, micro_batch_size: int, limit_bytes: int) -> str
     return (
         f"No plan fits: the limit is {format_bytes(limit_bytes)} per rank, and a micro-batch of {samples} on {ranks}"
         f" {'rank' if ranks == 1 else 'ranks'} needs at least {format_bytes(peak.peak_bytes)} ({where}: {parts})."
-        f" Largest contributors: {listed}. Nearest remedy: {remedy}."
+        f" Largest contributors: {listed}. Nearest remedy: {remedy}.{_saving_less(setting, peak, sweep.activations)}"
     )
+
+
+def _saving_less(setting: Setting, peak: PeakMemory, offered: Sequence[str]) -> str:
+    """What else would help where most of the peak is saved for backward; nothing where it is not."""
+    activations = peak.parts.get("activations", 0) + peak.parts.get("workspace", 0)
+    if activations <= peak.peak_bytes / 2:
+        return ""
+    if not setting.unchanged.blocks and "recompute" in offered:
+        how = "name modules that may recompute them: activation_checkpointing_policy={Block}"
+    else:
+        more = [choice for choice in ("recompute", "offload") if choice not in offered]
+        if not more:
+            return " Activations dominate."
+        how = f"have blocks {' or '.join(more)} them: SearchSpace(activations={(*offered, *more)})"
+    return f" Activations dominate; {how}."
 
 
 def _more_ranks(setting: Setting, limit_bytes: int) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from lightning_osdp.assign import Setting
+from lightning_osdp.assign import Setting, with_blocks
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plan import COST_MODELS, PREFETCH_CHOICES, Plan
 from lightning_osdp.core.profile import ModelProfile
@@ -34,6 +34,7 @@ def make_plan(
     micro_batch_sizes: Sequence[int] | None = None,
     search: str = "depth_first",
     search_space: SearchSpace | None = None,
+    blocks: Mapping[str, str] | None = None,
     backward_prefetch: str = "auto",
     forward_prefetch: bool = False,
     cost_model: str = "simulate",
@@ -53,6 +54,8 @@ def make_plan(
         micro_batch_sizes: divisors of it that ``"auto"`` may choose, the preferred one first; None: all.
         search: name of a solver: ``depth_first``, ``greedy`` or ``exhaustive``.
         search_space: what may be chosen; None: everything.
+        blocks: what blocks do with what they save, where that is not to be chosen; those that are not named then keep
+            it. None: it is chosen.
         backward_prefetch: FSDP1's setting, ``pre``, ``post`` or ``none``: it decides when units are gathered, and how
             many at once. ``auto``: what is fastest.
         forward_prefetch: FSDP1's setting.
@@ -61,8 +64,8 @@ def make_plan(
         progress: called with each micro-batch size that is tried, and the best samples/s so far.
 
     Raises:
-        ConfigurationError: no such solver or prefetch setting, a number of samples or micro-batches below 1, or sizes
-            that do not divide the samples of a step.
+        ConfigurationError: no such solver, prefetch setting or block, a number of samples or micro-batches below 1, or
+            sizes that do not divide the samples of a step.
         InfeasibleError: no plan fits; the text says what would.
     """
     _check_choices(search, backward_prefetch, cost_model)
@@ -79,13 +82,15 @@ def make_plan(
         forward_prefetch=forward_prefetch,
         cost_model=cost_model,
     )
+    if blocks is not None:
+        first = with_blocks(first, blocks)
     sweep = Sweep(
         [dataclasses.replace(first, backward_prefetch=each) for each in _prefetches(first, backward_prefetch)],
         limit_bytes=memory_limit_bytes,
         search=search,
         shares=search_space.share_units,
         slices=search_space.slices,
-        activations=search_space.activations,
+        activations=search_space.activations if blocks is None else ("keep",),
         samples_per_step=samples_per_step if micro_batch_size == "auto" else None,
         progress=progress,
     )

@@ -84,7 +84,7 @@ class Sweep:
         samples_per_step: int | None = None,
         progress: Progress = silent,
     ) -> None:
-        self._slices, self._activations = slices, activations
+        self._slices, self.activations = slices, tuple(activations)
         self._samples_per_step = samples_per_step
         self._settings, self._limit_bytes, self._search, self._shares = settings, limit_bytes, search, shares
         self._progress = progress
@@ -145,10 +145,10 @@ class Sweep:
 
     def _recomputing(self, setting: Setting) -> Iterator[Setting]:
         """The same with blocks that save as little as they may, if there are any: as units, and with units inside."""
-        blocks = None if setting.is_paper else block_units(setting, self._activations)
+        blocks = None if setting.is_paper else block_units(setting, self.activations)
         if blocks is not None:
             yield blocks
-        choices = [choice for choice in self._activations if choice != "keep"]
+        choices = [choice for choice in self.activations if choice != "keep"]
         for choice in choices if not setting.is_paper else ():
             chosen = {block.name: choice for block in setting.profile.blocks if choice in block.segments}
             if chosen:
