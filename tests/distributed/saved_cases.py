@@ -17,7 +17,6 @@ from split_models import SplitNet, split_plan
 from lightning_osdp import OSDPStrategy
 
 OPTIMIZERS = {
-    "adamw": (torch.optim.AdamW, {"lr": 1e-2}),
     "foreach": (torch.optim.AdamW, {"lr": 1e-2, "foreach": True}),
     "fused": (torch.optim.AdamW, {"lr": 1e-2, "fused": True, "amsgrad": True}),
     "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
@@ -27,7 +26,7 @@ OPTIMIZERS = {
 
 
 class Saved(SplitNet):
-    def __init__(self, optimizer="adamw"):
+    def __init__(self, optimizer):
         super().__init__(optimizer)
         self.save_hyperparameters()
 
