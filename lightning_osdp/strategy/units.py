@@ -25,6 +25,7 @@ from lightning_osdp.strategy.given import given_division
 from lightning_osdp.strategy.options import Options, Prefetch
 from lightning_osdp.strategy.publish import publish
 from lightning_osdp.strategy.ranks import RanksStrategy
+from lightning_osdp.strategy.summary import show_whole, whole_summaries
 from lightning_osdp.strategy.wrapping import Wrapping, wrapping_of
 
 Units: TypeAlias = tuple[FullyShardedDataParallel, ...]
@@ -82,7 +83,9 @@ class UnitsStrategy(RanksStrategy):
             found.undo()  # it was evaluated first, when there was nothing to plan for
             found = None
         if found is None:
+            summaries = whole_summaries(model.trainer, model)
             found = self._wrap(model)
+            found.summaries = summaries
             found.hold()
         elif found is not self._wrapping:
             self._take_over(found)
@@ -92,6 +95,7 @@ class UnitsStrategy(RanksStrategy):
                 self._prepare_training(found, model.trainer)
             self._division.begin(model.trainer)
             saving.tell_of_incomplete(model.trainer)
+            show_whole(model.trainer, found.summaries)
             averaging.average_shards(model.trainer, found.root, self.root_device)
         return found.root
 

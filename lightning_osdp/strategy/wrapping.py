@@ -20,6 +20,7 @@ from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.strategy.agreement import on_rank_zero
 from lightning_osdp.strategy.options import Options
 from lightning_osdp.strategy.stored import read_plan
+from lightning_osdp.strategy.summary import WholeSummary
 
 
 @dataclass(eq=False)
@@ -32,6 +33,7 @@ class Wrapping:
         plan: of its units; None where there is none.
         reduced_last: units that reduce their gradients in the last micro-batch only.
         settings: what else the units were made with, as text.
+        summaries: of the module as it was before, by depth.
     """
 
     module: nn.Module
@@ -39,6 +41,7 @@ class Wrapping:
     plan: Plan | None
     reduced_last: tuple[FullyShardedDataParallel, ...]
     settings: Mapping[str, str]
+    summaries: Mapping[int, WholeSummary] = field(default_factory=dict)
     _handles: list[RemovableHandle] = field(default_factory=list)
     _gathered: ExitStack = field(default_factory=ExitStack)
 
