@@ -1,173 +1,47 @@
 """Features of the Trainer, each run under a strategy and compared with the same under DDP."""
 
 import sys
-import tempfile
 from datetime import timedelta
-from itertools import permutations
 from pathlib import Path
-from typing import ClassVar
 from unittest import mock
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
-    LearningRateMonitor,
-    ModelSummary,
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import EVERYTHING, plan_for, trainer, without_measuring
-from models import OddMLP
+from cases import EVERYTHING, plan_for, without_measuring
+from lifecycle_runs import (
+    Model,
+    fitted,
+    from_nothing,
+    in_orders,
+    in_precision,
+    manually,
+    on_other_trainers,
+    options,
+    out_of_time,
+    rates_logged,
+    stages,
+    summarised,
+    with_callback,
+    with_metrics,
+    with_statistics,
+)
 
 from lightning_osdp import OSDPStrategy
 
-
-class Model(OddMLP):
-    """With all the hooks, a metric, and a schedule of steps or epochs."""
-
-    def __init__(self, interval=None):
-        super().__init__("sgd")
-        self.interval, self.rates = interval, []
-        self.mean = MeanMetric()
-
-    def validation_step(self, batch, batch_idx):
-        self.mean.update(self.loss(batch))
-        self.log("val_loss", self.mean)
-
-    def test_step(self, batch, batch_idx):
-        self.log("test_loss", self.loss(batch), sync_dist=True)
-
-    def predict_step(self, batch, batch_idx):
-        return self.loss(batch).reshape(1)
-
-    def on_train_batch_start(self, *_):
-        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
-
-    def configure_optimizers(self):
-        optimizer = super().configure_optimizers()
-        if self.interval is None:
-            return optimizer
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.interval}}
-
-    def own_loader(self):
-        return self.loader(dist.get_rank(), dist.get_world_size())
-
-
-def floats(value):
-    """All numbers in what a Trainer returns, in order."""
-    if isinstance(value, torch.Tensor):
-        return value.float().flatten().tolist()
-    if isinstance(value, dict):
-        value = [value[key] for key in sorted(value) if not key.startswith("osdp/")]
-    return [number for entry in value for number in floats(entry)] if isinstance(value, list) else [float(value)]
-
-
-def fitted(make, module=None, **options):
-    """What a fit with these options of the Trainer trains and logs."""
-    module = Model() if module is None else module
-    fit = trainer(make(), **options)
-    fit.fit(module, module.own_loader(), DataLoader(module.dataset(), batch_size=8))
-    return [fit.global_step, *module.losses, *module.rates, *floats(dict(fit.callback_metrics))]
-
-
-def stages(make, order, again=()):
-    """What fit, validate, test and predict give in this order, on one Trainer with one module."""
-    module, found = Model(), []
-    fit = trainer(make(), limit_val_batches=2, num_sanity_val_steps=0)
-    data = DataLoader(module.dataset(), batch_size=8)
-    for stage in (*order, *again):
-        if stage == "fit":
-            fit.fit_loop.epoch_loop.max_steps = fit.global_step + 3
-            fit.fit(module, module.own_loader(), data)
-            found += module.losses
-        elif stage == "predict":
-            found += floats(fit.predict(module, DataLoader(module.dataset(), batch_size=80)))
-        else:
-            found += floats(getattr(fit, stage)(module, data, verbose=False))
-    return found
-
-
-def on_other_trainers(make):
-    """What a module gives that one Trainer fits, others fit, validate and predict with, and the first fits again."""
-    module, found = Model(), []
-    data = DataLoader(module.dataset(), batch_size=8)
-    fits = [trainer(make(), limit_val_batches=2) for _ in range(2)]
-    for fit in (*fits, fits[0]):
-        fit.fit_loop.epoch_loop.max_steps = fit.global_step + 3
-        fit.fit(module, module.own_loader(), data)
-        found += floats(trainer(make(), limit_val_batches=2).validate(module, data, verbose=False))
-    found += floats(trainer(make()).predict(module, DataLoader(module.dataset(), batch_size=80)))
-    return [*module.losses, *found]
-
-
-def in_orders(make):
-    orders = list(permutations(["fit", "validate", "test", "predict"]))
-    return [number for order in orders[::5] for number in stages(make, order)]
-
-
-def in_precision(precision):
-    """Whether it trains to about float32's losses: under other rounding they are not equal."""
-
-    def run(make):
-        module = Model()
-        trainer(make(), precision=precision).fit(module, module.own_loader())
-        reference = Model()
-        trainer(DDPStrategy(process_group_backend="gloo")).fit(reference, reference.own_loader())
-        close = all(abs(a - b) < 0.05 * b for a, b in zip(module.losses, reference.losses, strict=True))
-        return [float(close), float(len(module.losses))]
-
-    return run
-
-
-def options(**given):
-    return lambda make: fitted(make, **given)
-
-
-def with_callback(callback, **given):
-    return lambda make: fitted(make, callbacks=[callback()], **given)
-
-
-def rates_logged(make):
-    module = Model("step")
-    return fitted(
-        make, module, callbacks=[LearningRateMonitor("step")], logger=CSVLogger(tempfile.mkdtemp()), log_every_n_steps=1
-    )
-
-
-class Summaries(ModelSummary):
-    """Keeps what it is to print, as numbers."""
-
-    found: ClassVar = []
-
-    @staticmethod
-    def summarize(summary_data, total_parameters, trainable_parameters, model_size, *_, **__):
-        told = crc32(repr(summary_data).encode())
-        Summaries.found += [float(total_parameters), float(trainable_parameters), model_size, float(told)]
-
-
-def summarised(make):
-    """Sizes and layers that a summary shows of a module before it is fitted, and of the same before another fit."""
-    Summaries.found, module = [], Model()
-    for _ in range(2):
-        fitted(make, module, callbacks=[Summaries(max_depth=2)], enable_model_summary=True)
-    return [0.0, *Summaries.found]
-
-
 EPOCHS = {"max_steps": -1, "max_epochs": 3, "limit_train_batches": 3, "limit_val_batches": 2}
 FEATURES = {
-    "fit, validate, test, predict in five of the 24 orders": in_orders,
+    "fit, validate, test, predict in all 24 orders": in_orders,
     "fit again": lambda make: stages(make, ["fit"], ["fit", "validate"]),
     "one module on several Trainers": on_other_trainers,
     "validate without fit": lambda make: stages(make, ["validate"]),
@@ -177,6 +51,7 @@ FEATURES = {
     "limit_train_batches, limit_val_batches": options(**EPOCHS),
     "val_check_interval": options(max_steps=6, val_check_interval=2, limit_val_batches=1),
     "max_time": options(max_time=timedelta(hours=1)),
+    "max_time is over": out_of_time,
     "accumulate_grad_batches": options(max_steps=2, accumulate_grad_batches=2),
     "learning rates by step": lambda make: fitted(make, Model("step")),
     "learning rates by epoch": lambda make: fitted(make, Model("epoch"), **EPOCHS),
@@ -188,6 +63,10 @@ FEATURES = {
     "EarlyStopping": with_callback(lambda: EarlyStopping("val_loss", min_delta=9.0, patience=1), **EPOCHS),
     "ModelSummary": summarised,
     "LearningRateMonitor": rates_logged,
+    "manual optimization with two optimizers": manually,
+    "torchmetrics": with_metrics,
+    "BatchNorm": with_statistics,
+    "configure_model on the meta device": from_nothing,
     "32-true": in_precision("32-true"),
     "bf16-mixed": in_precision("bf16-mixed"),
     "16-mixed": in_precision("16-mixed"),
@@ -213,9 +92,18 @@ class PlainOnCPU(FSDPStrategy):
             return super()._setup_model(model)
 
 
+PLANS_ITSELF = (
+    "manual optimization with two optimizers",
+    "BatchNorm",
+    "configure_model on the meta device",
+    "bf16-true",
+)
+"""Models with other parameters than those that the mixed plan is for, and those that have no plan."""
+
+
 def planned_strategy(feature):
-    """With a mixed plan; the precision whose parameters are not float32 plans itself."""
-    if feature == "bf16-true":
+    """With a mixed plan, where there is one for the model."""
+    if feature in PLANS_ITSELF:
         return lambda: OSDPStrategy(search_space=EVERYTHING, memory_limit="1GiB")
     plan = plan_for(Model(), "mixed", world_size=dist.get_world_size())
     return lambda: OSDPStrategy(plan=plan)
