@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelSummary
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -27,7 +28,7 @@ def later_wishes():
     """What strategies get that name another plan, limit, precision, micro-batch or arguments than the first."""
     module, folder = GPT(), shared_folder()
     plan = plan_for(GPT(), "mixed", world_size=dist.get_world_size())
-    first = fit(OSDPStrategy(plan=plan), module)
+    first = fit(OSDPStrategy(plan=plan), module, callbacks=[ModelSummary()])
     other = dataclasses.replace(plan, memory_limit_bytes=2**30)
     if dist.get_rank() == 0:
         other.save(folder / "other.json")
@@ -47,6 +48,9 @@ def later_wishes():
         "same_limit": refused(memory_limit=plan.memory_limit_bytes, batch_size=4),
         "nothing": refused(),
     }
+    summary = ModelSummary()
+    fit(OSDPStrategy(), module, callbacks=[summary])
+    found["summarized"] = summary._summary(None, module).total_parameters - sum(p.numel() for p in GPT().parameters())
     evaluating = trainer(OSDPStrategy(memory_limit="1GiB"), limit_val_batches=2)
     evaluating.validate(module, DataLoader(module.dataset(), batch_size=8), verbose=False)
     found["evaluates"] = evaluating.strategy.plan == first.strategy.plan

@@ -24,6 +24,7 @@ def test_a_later_strategy_uses_the_units_of_the_first_unless_it_asks_for_others(
         assert "got batch_size=2 and a plan for a micro-batch of 4" in found["batch_size"][1]
         assert (found["same"], found["same_limit"], found["nothing"]) == (None, None, None)
         assert found["evaluates"]
+        assert found["summarized"] == 0
         assert found["weights"]
 
 
