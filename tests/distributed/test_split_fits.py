@@ -17,6 +17,8 @@ pytestmark = [
 ]
 
 MiB = 2**20
+SMALL_TENSORS_BYTES = 1024
+"""Losses and counts, of a few bytes each, are not predicted; a thread of gloo may hold one longer than its step."""
 
 
 def make_plan_of_whole_operators(world_size, limit_bytes):
@@ -44,6 +46,7 @@ def test_a_model_that_fits_in_slices_only_trains_under_a_hard_limit(monkeypatch)
         pool.close()
     for plan, peak_bytes, hard_limit_bytes, num_steps in found:
         assert max(unit.num_slices for unit in plan.units) > 1
-        assert peak_bytes <= plan.peak_bytes <= limit_bytes
+        assert plan.peak_bytes <= limit_bytes
+        assert peak_bytes <= plan.peak_bytes + SMALL_TENSORS_BYTES
         assert hard_limit_bytes < plan.all_zdp_peak_bytes
         assert num_steps == cases.LIMITED_STEPS
