@@ -12,10 +12,11 @@ import ranks
 PAGE = Path(__file__).parents[2] / "docs" / "lifecycle.md"
 HEAD = """# Features of the Trainer
 
-Each was run on two gloo ranks under `OSDPStrategy`, with a plan of ZDP and DP units, and under Lightning's
-`FSDPStrategy`, changed only to take the CPU for a device.
+Each was run on two gloo ranks under `OSDPStrategy`, with a plan of ZDP and DP units (manual optimization has none), and
+under Lightning's `FSDPStrategy`, changed only to take the CPU for a device.
 "equal" means that it gave the losses, metrics and learning rates that it gives under `DDPStrategy`, within 1e-4; in low
 precision, losses within 5% of float32's.
+Where `max_time` is over, that all ranks end at the same step.
 The rest is the first error or difference.
 `python tests/distributed/lifecycle_table.py` makes this table; CI checks the column of `OSDPStrategy`.
 
