@@ -80,5 +80,6 @@ def _why(plan: Plan, rank: int, shortage: Shortage) -> str:
     return (
         f"Expected a step in micro-batches of {samples} to fit on every rank, but in rehearsal rank {rank} ran out of"
         f" memory in {shortage.place}: {shortage.text}. No plan with less memory is left to try. Use a smaller"
-        " batch or more ranks; OSDPStrategy(rehearse=False) trains without trying first."
+        " batch, more ranks or, where tensors are counted, a higher memory_limit; OSDPStrategy(rehearse=False) trains"
+        " without trying first."
     )

@@ -50,5 +50,7 @@ class RehearsingStrategy(UnitsStrategy):
         root = self._wrapping.root
         assert isinstance(root, FullyShardedDataParallel)  # there is a plan
         use_modes(root, plan)
+        assert self._plan is not None
+        self._wrapping.given_up.append(self._plan)
         self._plan = self._wrapping.plan = plan
         self._wrapping.reduced_last = units_reduced_last(root, plan)

@@ -48,10 +48,11 @@ def explain_shortage(error: BaseException, strategy: FSDPStrategy) -> None:
     if not is_out_of_memory(error) or plan is None or not isinstance(root, FullyShardedDataParallel):
         return
     assert module is not None
+    limit = format_bytes(plan.memory_limit_bytes)
+    predicted = f" that is predicted to take {format_bytes(plan.peak_bytes)} of {limit}" if plan.peak_bytes else ""
     told = (
         f"OSDP: rank {strategy.global_rank} ran out of memory in {shortage_of(error, root, plan).place}, under a plan"
-        f" that is predicted to take {format_bytes(plan.peak_bytes)} of {format_bytes(plan.memory_limit_bytes)}. Lower"
-        " memory_limit, so that more is sharded, or use a smaller micro-batch."
+        f"{predicted}. Pass a lower memory_limit than {limit}, so that more is sharded, or use a smaller micro-batch."
     )
     last = last_checkpoint(module.trainer)
     if last is not None:

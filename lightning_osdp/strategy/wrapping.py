@@ -34,6 +34,7 @@ class Wrapping:
         reduced_last: units that reduce their gradients in the last micro-batch only.
         settings: what else the units were made with, as text.
         summaries: of the module as it was before, by depth.
+        given_up: plans with the same units that did not fit in rehearsal.
     """
 
     module: nn.Module
@@ -42,6 +43,7 @@ class Wrapping:
     reduced_last: tuple[FullyShardedDataParallel, ...]
     settings: Mapping[str, str]
     summaries: Mapping[int, WholeSummary] = field(default_factory=dict)
+    given_up: list[Plan] = field(default_factory=list)
     _handles: list[RemovableHandle] = field(default_factory=list)
     _gathered: ExitStack = field(default_factory=ExitStack)
 
@@ -92,7 +94,7 @@ class Wrapping:
         given, limit_bytes = options.plan, options.memory_limit_bytes
         if isinstance(given, Path):
             given = on_rank_zero(lambda: read_plan(Path(str(options.plan))))
-        if given is not None and given != self.plan:
+        if given is not None and given not in (self.plan, *self.given_up):
             raise _disagree("the plan that it was sharded by", "another plan=")
         if given is None and limit_bytes not in (None, self.plan.memory_limit_bytes):
             raise _disagree(

@@ -166,11 +166,14 @@ def runs_short(phase, most_bytes):
     folder = shared_folder()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        fit, left, _ = fitted(planned(), rehearse=True, folder=folder, module=Restless(phase), most_bytes=most_bytes)
+        given, module = planned(), Restless(phase)
+        fit, left, _ = fitted(given, rehearse=True, folder=folder, module=module, most_bytes=most_bytes)
+        again, _, _ = fitted(given, rehearse=False, module=module, max_steps=1)
     plan = fit.strategy.plan
     _, expected, _ = fitted(plan, rehearse=False)
     return {
         "differs": [name for name in expected if left[name] != expected[name]],
+        "another Trainer's": again.strategy.plan is plan,
         "kept": [(unit.modes[0], unit.sync) for unit in plan.units],
         "notes": plan.notes,
         "monitored": fit.callbacks[0]._plan is plan,

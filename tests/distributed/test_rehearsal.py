@@ -29,6 +29,7 @@ def test_what_one_rank_lacks_all_save_and_train_as_if_planned_so(ranks, phase, p
         )
         assert found["kept"] == [KINDS[index] for index in (0, 0, 1, 2, 0, 0)]
         assert found["differs"] == []
+        assert found["another Trainer's"]
         assert found["monitored"]
         assert found["saved"]
         assert found["in checkpoint"]
@@ -41,7 +42,7 @@ def test_on_cpu_tensors_are_counted_against_the_limit(ranks):
         assert "ran out of memory in backward of 'layers.2', so 1 unit keeps less, 16.2 KiB together" in saves[0]
         assert kind == "InfeasibleError"
         assert "in rehearsal rank 0 ran out of memory in the optimizer step: MemoryError: live tensors take" in text
-        assert "Use a smaller batch or more ranks" in text
+        assert "Use a smaller batch, more ranks or, where tensors are counted, a higher memory_limit" in text
 
 
 def test_micro_batches_get_smaller_where_nothing_is_left_to_shard(ranks):
