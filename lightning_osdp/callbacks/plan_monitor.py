@@ -63,6 +63,7 @@ class PlanMonitor(pl.Callback):
     def __init__(self, *, progress_bar: bool = True, logger: bool = True) -> None:
         self._progress_bar, self._logger = progress_bar, logger
         self._plan: Plan | None = None
+        self._has_begun = False
         self._latest: dict[str, float] = {}
 
     def _reset(self, trainer: pl.Trainer) -> None:
@@ -75,6 +76,7 @@ class PlanMonitor(pl.Callback):
         self._num_steps, self._global_step = 0, trainer.global_step
         self._shown_s = 0.0
         self._latest = {}
+        self._has_begun = True
 
     @property
     def latest(self) -> dict[str, float]:
@@ -84,7 +86,7 @@ class PlanMonitor(pl.Callback):
     @property
     def measured(self) -> Measured:
         """What has been measured so far in this fit: medians over the latest steps, and the peak."""
-        if self._plan is None:
+        if not self._has_begun:
             return Measured()
         step_time_s = median(seconds for seconds, _ in self._steps) if self._steps else None
         samples = self._world_size * median(samples for _, samples in self._steps) if self._steps else 0
@@ -177,7 +179,7 @@ class PlanMonitor(pl.Callback):
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._plan is None:
+        if not self._has_begun:
             return
         self._take_finished(wait=True)
         if trainer.is_global_zero:
@@ -185,7 +187,7 @@ class PlanMonitor(pl.Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if self._plan is not None:
+        if self._has_begun:  # an error before the first step comes here, too
             self._peak.stop()
 
 
