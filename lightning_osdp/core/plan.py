@@ -99,6 +99,8 @@ class Plan:
         Raises:
             PlanFormatError: not JSON, of another schema version, or an entry is missing, unknown or nonsensical.
         """
+        if not isinstance(text, str):
+            raise PlanFormatError(f"Expected {source} to be JSON text, got {type(text).__name__}.")
         try:
             document = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -126,7 +128,7 @@ class Plan:
         path = Path(path)
         try:
             text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:  # not text in UTF-8, or a path that no file can have
             raise PlanFormatError(f"Expected a plan file at {str(path)!r}, but it cannot be read: {error}.") from error
         return cls.from_json(text, source=f"plan file {str(path)!r}")
 

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
 
-from lightning.fabric.utilities.load import _METADATA_FILENAME, _lazy_load
+from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_osdp.core.byte_size import format_bytes
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.errors import PlanFormatError
+from lightning_osdp.strategy.inert import read_text
 
 _KEY = "osdp_plan"
 """Of a checkpoint's entry: the plan as JSON text."""
@@ -25,22 +26,34 @@ def store(plan: Plan | None, checkpoint: dict[str, Any]) -> None:
 
 
 def read_plan(path: Path) -> Plan:
-    """Plan of a plan file, or of a full or sharded checkpoint.
+    """Plan of a plan file, or of a full or sharded checkpoint; nothing in either is executed.
 
     Raises:
         PlanFormatError: there is no plan at this path.
     """
-    is_sharded = path.is_dir()
-    if not is_sharded and not is_zipfile(path):
+    if not _is_checkpoint(path):
         return Plan.load(path)
-    file = path / _METADATA_FILENAME if is_sharded else path
-    checkpoint = _lazy_load(file) if file.exists() else {}
-    if _KEY not in checkpoint:
+    file = path / _METADATA_FILENAME if path.is_dir() else path
+    try:
+        text = read_text(file, _KEY) if file.exists() else None
+    except Exception as error:  # damaged files are not refused by any one kind of error
+        raise PlanFormatError(
+            f"Expected a checkpoint at {str(path)!r}, but {file.name!r} cannot be read: {type(error).__name__}:"
+            f" {error}. Use another checkpoint, or plan anew by leaving out `plan=`."
+        ) from error
+    if text is None:
         raise PlanFormatError(
             f"Expected a plan file or a checkpoint trained under a plan at {str(path)!r}, got one without a plan. Plan"
             " anew by leaving out `plan=`."
         )
-    return Plan.from_json(checkpoint[_KEY], source=f"the plan in checkpoint {str(path)!r}")
+    return Plan.from_json(text, source=f"the plan in checkpoint {str(path)!r}")
+
+
+def _is_checkpoint(path: Path) -> bool:
+    try:
+        return path.is_dir() or (path.is_file() and is_zipfile(path))
+    except (OSError, ValueError):  # no file can have such a path, and reading it will say so
+        return False
 
 
 def tell_of_change(plan: Plan | None, checkpoint: Mapping[str, Any]) -> None:
