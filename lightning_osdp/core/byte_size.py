@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
+from lightning_osdp.core.document import shown
 from lightning_osdp.errors import ConfigurationError
 
 _FACTORS = {"": 1, "b": 1} | {
@@ -30,7 +31,7 @@ def parse_bytes(value: int | str) -> int:
     """
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise ConfigurationError(
-            f"A memory size must be a number of bytes (int) or a text such as '8GiB' or '500MB', got {value!r}."
+            f"A memory size must be a number of bytes (int) or a text such as '8GiB' or '500MB', got {shown(value)}."
         )
     if isinstance(value, int):
         num_bytes = value
@@ -39,12 +40,12 @@ def parse_bytes(value: int | str) -> int:
         if match is None or match["unit"].lower() not in _FACTORS:
             raise ConfigurationError(
                 "A memory size must be a number followed by B, kB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB"
-                f" (powers of 1024), such as '8GiB' or '500MB', got {value!r}."
+                f" (powers of 1024), such as '8GiB' or '500MB', got {shown(value)}."
             )
         # binary fractions would lose a byte: 1.001 * 1000 is 1000.9999999999999
         num_bytes = int(Decimal(match["number"]) * _FACTORS[match["unit"].lower()])
     if num_bytes <= 0:
-        raise ConfigurationError(f"A memory size must be at least one byte, got {value!r}.")
+        raise ConfigurationError(f"A memory size must be at least one byte, got {shown(value)}.")
     return num_bytes
 
 

@@ -17,13 +17,18 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
+def _is_whole(value: object) -> bool:
+    """Whether it is a whole number that torch and Lightning can count to."""
+    return type(value) is int and abs(value) < 2**63
+
+
 def _are_texts(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
 
 
 _KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "str": ("a text", lambda value: isinstance(value, str)),
-    "int": ("a whole number", lambda value: isinstance(value, int) and _is_number(value)),
+    "int": ("a whole number below 2^63", _is_whole),
     "float": ("a finite number", _is_number),
     "bool": ("true or false", lambda value: isinstance(value, bool)),
     "tuple[str, ...]": ("a list of texts", _are_texts),
@@ -32,8 +37,8 @@ _KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
         lambda value: isinstance(value, dict) and _are_texts([*value.values()]),
     ),
     "Mapping[str, int]": (
-        "an object of whole numbers",
-        lambda value: isinstance(value, dict) and all(type(n) is int and _is_number(n) for n in value.values()),
+        "an object of whole numbers below 2^63",
+        lambda value: isinstance(value, dict) and all(map(_is_whole, value.values())),
     ),
     "tuple[Unit, ...]": ("a list of units", lambda value: isinstance(value, tuple)),
     "tuple[Block, ...]": ("a list of blocks", lambda value: isinstance(value, tuple)),

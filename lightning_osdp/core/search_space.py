@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from lightning_osdp.core.modes import ACTIVATION_CHOICES, MODES, SYNC_CHOICES
@@ -13,8 +14,8 @@ class SearchSpace:
     """Limits on the decisions of a plan.
 
     Raises:
-        ConfigurationError: a mode or a choice of micro-batches that does not exist, none at all, or a negative number
-            of bytes.
+        ConfigurationError: a mode or a choice of micro-batches that does not exist, none at all, a negative number
+            of bytes, or a value of another type.
     """
 
     modes: tuple[str, ...] = tuple(MODES)
@@ -37,18 +38,32 @@ class SearchSpace:
             ("sync", self.sync, SYNC_CHOICES),
             ("activations", self.activations, ACTIVATION_CHOICES),
         ):
-            if not given or any(each not in choices for each in given):
+            members = _members(given)
+            if not members or any(each not in choices for each in members):
                 raise ConfigurationError(f"SearchSpace({name}=...) must name at least one of {choices}, got {given!r}.")
         if "keep" not in self.activations:
             raise ConfigurationError(
                 f"SearchSpace(activations=...) must have 'keep' among them, got {self.activations!r}. To have blocks"
                 " recompute whatever it costs, use activation_checkpointing_policy."
             )
-        if 1 not in self.slices or min(self.slices) < 1:
+        slices = _members(self.slices)
+        if 1 not in slices or not all(_is_whole(number, least=1) for number in slices):
             raise ConfigurationError(
                 f"SearchSpace(slices=...) must be whole numbers from 1 on, 1 among them, got {self.slices!r}."
             )
-        if self.min_unit_bytes is not None and self.min_unit_bytes < 0:
+        if self.min_unit_bytes is not None and not _is_whole(self.min_unit_bytes, least=0):
             raise ConfigurationError(
-                f"SearchSpace(min_unit_bytes=...) must be None or at least 0, got {self.min_unit_bytes!r}."
+                f"SearchSpace(min_unit_bytes=...) must be None or a whole number, at least 0, got"
+                f" {self.min_unit_bytes!r}."
             )
+        if not isinstance(self.share_units, bool):
+            raise ConfigurationError(f"SearchSpace(share_units=...) must be True or False, got {self.share_units!r}.")
+
+
+def _members(value: object) -> Collection[object]:
+    """Of a tuple, a list or a set; none of what is something else."""
+    return value if isinstance(value, Collection) and not isinstance(value, str) else ()
+
+
+def _is_whole(value: object, *, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

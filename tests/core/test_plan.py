@@ -252,7 +252,10 @@ def test_another_schema_version_is_refused(version):
 
 @pytest.mark.parametrize(("version", "shown"), [(float(SCHEMA_VERSION), f"{SCHEMA_VERSION}.0")])
 def test_a_schema_version_must_be_a_whole_number(version, shown):
-    refused(edited(schema_version=version), f"Expected 'schema_version' of the plan to be a whole number, got {shown}.")
+    refused(
+        edited(schema_version=version),
+        f"Expected 'schema_version' of the plan to be a whole number below 2^63, got {shown}.",
+    )
 
 
 # ---- entries
@@ -285,13 +288,13 @@ HUGE = 10**400
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("world_size", True, "a whole number"),
-        ("world_size", 2.0, "a whole number"),
-        ("world_size", "2", "a whole number"),
-        ("world_size", None, "a whole number"),
-        ("world_size", {}, "a whole number"),
-        ("world_size", [], "a whole number"),
-        ("memory_limit_bytes", float("inf"), "a whole number"),
+        ("world_size", True, "a whole number below 2^63"),
+        ("world_size", 2.0, "a whole number below 2^63"),
+        ("world_size", "2", "a whole number below 2^63"),
+        ("world_size", None, "a whole number below 2^63"),
+        ("world_size", {}, "a whole number below 2^63"),
+        ("world_size", [], "a whole number below 2^63"),
+        ("memory_limit_bytes", float("inf"), "a whole number below 2^63"),
         ("step_time_s", float("nan"), "a finite number"),
         ("step_time_s", float("-inf"), "a finite number"),
         ("gap", True, "a finite number"),
@@ -324,18 +327,20 @@ def test_an_entry_of_another_type_is_refused(name, value, expected):
         ("name", None, "a text"),
         ("name", {}, "a text"),
         ("sync", True, "a text"),
-        ("parameter_bytes", 1.5, "a whole number"),
-        ("parameter_bytes", False, "a whole number"),
+        ("parameter_bytes", 1.5, "a whole number below 2^63"),
+        ("parameter_bytes", False, "a whole number below 2^63"),
         ("time_s", float("nan"), "a finite number"),
         ("keep_saves_s", float("inf"), "a finite number"),
-        ("keep_costs_bytes", {"a": "b"}, "a whole number"),
+        ("keep_costs_bytes", {"a": "b"}, "a whole number below 2^63"),
     ],
 )
 def test_an_entry_of_a_unit_of_another_type_is_refused(name, value, expected):
     refused(edited_unit(**{name: value}), f"Expected {name!r} of units[1] of the plan to be {expected}, got {value!r}.")
 
 
-@pytest.mark.parametrize(("name", "expected"), [("peak_bytes", "a whole number"), ("step_time_s", "a finite number")])
+@pytest.mark.parametrize(
+    ("name", "expected"), [("peak_bytes", "a whole number below 2^63"), ("step_time_s", "a finite number")]
+)
 def test_a_number_that_no_float_holds_is_refused_and_cut_in_the_message(name, expected):
     refused(edited(**{name: HUGE}), f"Expected {name!r} of the plan to be {expected}, got 1{'0' * 96}....")
 

@@ -30,4 +30,25 @@ def test_a_text_is_no_list_of_modes():
 def test_negative_bytes_are_refused():
     with pytest.raises(ConfigurationError) as caught:
         SearchSpace(min_unit_bytes=-1)
-    assert str(caught.value) == "SearchSpace(min_unit_bytes=...) must be None or at least 0, got -1."
+    assert str(caught.value) == "SearchSpace(min_unit_bytes=...) must be None or a whole number, at least 0, got -1."
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("modes", 3),
+        ("slices", None),
+        ("slices", 3),
+        ("slices", (1, 2.5)),
+        ("slices", (1, True)),
+        ("activations", [["keep"]]),
+        ("min_unit_bytes", "64KiB"),
+        ("min_unit_bytes", float("nan")),
+        ("share_units", "no"),
+    ],
+)
+def test_values_of_another_type_are_refused(name, value):
+    with pytest.raises(ConfigurationError) as caught:
+        SearchSpace(**{name: value})
+    assert str(caught.value).startswith(f"SearchSpace({name}=...) must")
+    assert str(caught.value).endswith(f", got {value!r}.")
