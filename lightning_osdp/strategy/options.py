@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.fsdp import BackwardPrefetch
+from lightning.pytorch.strategies import FSDPStrategy
+from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision
 
 from lightning_osdp.core.byte_size import parse_bytes
+from lightning_osdp.core.document import shown
 from lightning_osdp.core.plan import COST_MODELS, Plan
 from lightning_osdp.core.search_space import SearchSpace
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.search import SOLVERS
 
 BATCH_SIZES = ("auto", "keep", "scale")
+
+_STATE_DICT_TYPES = ("full", "sharded")
 
 _PLANNED = {
     "sharding_strategy": "the plan chooses it per operator; limit the choice with search_space=SearchSpace(modes=...)",
@@ -59,7 +64,7 @@ class Options:
         Raises:
             ConfigurationError: one of them cannot be used.
         """
-        if search not in SOLVERS:
+        if search not in tuple(SOLVERS):
             raise ConfigurationError(f"search must be one of {tuple(SOLVERS)}, got {search!r}.")
         if cost_model not in COST_MODELS:
             raise ConfigurationError(f"cost_model must be one of {COST_MODELS}, got {cost_model!r}.")
@@ -68,9 +73,13 @@ class Options:
             raise ConfigurationError(f"batch_size must be one of {BATCH_SIZES} or at least 1, got {batch_size!r}.")
         _check_global_batch_size(global_batch_size, batch_size)
         if plan is not None and not isinstance(plan, (Plan, str, Path)):
-            raise ConfigurationError(f"plan must be a Plan or the path of one, got {plan!r}.")
+            raise ConfigurationError(f"plan must be a Plan or the path of one, got {shown(plan)}.")
+        if search_space is not None and not isinstance(search_space, SearchSpace):
+            raise ConfigurationError(f"search_space must be None or a SearchSpace, got {search_space!r}.")
+        if not isinstance(accumulate_in_fp32, bool):
+            raise ConfigurationError(f"accumulate_in_fp32 must be True or False, got {accumulate_in_fp32!r}.")
         return cls(
-            memory_limit_bytes=None if memory_limit is None else parse_bytes(memory_limit),
+            memory_limit_bytes=None if memory_limit is None else _limit_bytes(memory_limit),
             plan=Path(plan) if isinstance(plan, str) else plan,
             batch_size=batch_size,
             search=search,
@@ -79,6 +88,13 @@ class Options:
             global_batch_size=global_batch_size,
             accumulate_in_fp32=accumulate_in_fp32,
         )
+
+
+def _limit_bytes(memory_limit: int | str) -> int:
+    num_bytes = parse_bytes(memory_limit)
+    if num_bytes >= 2**63:
+        raise ConfigurationError(f"memory_limit must be less than 2^63 bytes (8 EiB), got {shown(memory_limit)}.")
+    return num_bytes
 
 
 def _check_global_batch_size(global_batch_size: object, batch_size: object) -> None:
@@ -105,23 +121,47 @@ def check_fsdp_kwargs(fsdp_kwargs: dict[str, Any]) -> None:
     """Returns if no argument for FSDP contradicts the plan; takes out those that are left to it.
 
     Raises:
-        ConfigurationError: one does.
+        ConfigurationError: one does, is unknown to FSDP, or cannot be used.
     """
+    unknown = sorted(fsdp_kwargs.keys() - _PLANNED.keys() - _known_to_fsdp())
+    if unknown:
+        raise ConfigurationError(
+            f"Expected options of OSDPStrategy, Lightning's FSDPStrategy or FullyShardedDataParallel, got"
+            f" {unknown[0]!r}, which is none of them. Look for a spelling mistake, or leave it out."
+        )
     for name, why in _PLANNED.items():
         value = fsdp_kwargs.pop(name, None)
-        if value not in (None, False):
+        if value is not None and value is not False:
             raise ConfigurationError(f"OSDPStrategy cannot take {name}={value!r}: {why}.")
     if fsdp_kwargs.get("use_orig_params", True) is not True:
         raise ConfigurationError(
             "OSDPStrategy needs use_orig_params=True (its default): units may mix frozen and trainable parameters, and"
             " configure_optimizers sees the parameters under their own names. Leave use_orig_params out."
         )
+    if fsdp_kwargs.get("state_dict_type", "full") not in _STATE_DICT_TYPES:
+        raise ConfigurationError(
+            f"state_dict_type must be one of {_STATE_DICT_TYPES}, got {fsdp_kwargs['state_dict_type']!r}."
+        )
+    precision = fsdp_kwargs.get("mixed_precision")
+    if precision is not None and not isinstance(precision, MixedPrecision):
+        raise ConfigurationError(
+            f"mixed_precision must be None or a MixedPrecision of torch.distributed.fsdp, got {precision!r}."
+            " To train in mixed precision, use precision= of the Trainer."
+        )
+
+
+def _known_to_fsdp() -> set[str]:
+    kinds = (FSDPStrategy, FullyShardedDataParallel)
+    return {name for kind in kinds for name in inspect.signature(kind.__init__).parameters}
 
 
 def pop_prefetch(fsdp_kwargs: dict[str, Any]) -> Prefetch:
     """Takes FSDP1's prefetch settings out of its arguments: they belong to the plan, which chooses what is not said."""
     backward = fsdp_kwargs.pop("backward_prefetch", "auto")
     names = {BackwardPrefetch.BACKWARD_PRE: "pre", BackwardPrefetch.BACKWARD_POST: "post", None: "none", "auto": "auto"}
-    if backward not in names:
+    if backward not in tuple(names):
         raise ConfigurationError(f"backward_prefetch must be a BackwardPrefetch or None, got {backward!r}.")
-    return Prefetch(backward=names[backward], forward=bool(fsdp_kwargs.pop("forward_prefetch", False)))
+    forward = fsdp_kwargs.pop("forward_prefetch", False)
+    if not isinstance(forward, bool):
+        raise ConfigurationError(f"forward_prefetch must be True or False, got {forward!r}.")
+    return Prefetch(backward=names[backward], forward=forward)

@@ -46,6 +46,15 @@ def test_options_reach_the_planner_in_its_units(tmp_path):
             "got batch_size='scale', which chooses",
         ),
         ({"plan": 3}, "plan must be a Plan or the path of one, got 3"),
+        ({"memory_limit": "9" * 400}, "memory_limit must be less than 2^63 bytes (8 EiB), got '999"),
+        ({"search": ["greedy"]}, "search must be one of ('depth_first', 'greedy', 'exhaustive'), got ['greedy']"),
+        ({"search_space": {"modes": ("ZDP",)}}, "search_space must be None or a SearchSpace, got {'modes': ('ZDP',)}"),
+        ({"accumulate_in_fp32": "no"}, "accumulate_in_fp32 must be True or False, got 'no'"),
+        ({"forward_prefetch": "no"}, "forward_prefetch must be True or False, got 'no'"),
+        ({"backward_prefetch": [1]}, "backward_prefetch must be a BackwardPrefetch or None, got [1]"),
+        ({"state_dict_type": "half"}, "state_dict_type must be one of ('full', 'sharded'), got 'half'"),
+        ({"mixed_precision": "bf16"}, "MixedPrecision of torch.distributed.fsdp, got 'bf16'. To train in mixed"),
+        ({"memory_limt": "8GiB"}, "got 'memory_limt', which is none of them. Look for a spelling mistake"),
     ],
 )
 def test_options_that_cannot_be_used_are_refused(given, text):
@@ -62,6 +71,7 @@ def test_options_that_cannot_be_used_are_refused(given, text):
         ("device_mesh", (1, 2), "shards over all ranks"),
         ("cpu_offload", True, "a lower memory_limit shards more"),
         ("ignored_modules", [torch.nn.Linear(1, 1)], "covers every parameter"),
+        ("ignored_states", torch.ones(3), "covers every parameter"),
     ],
 )
 def test_arguments_that_the_plan_decides_are_refused_with_the_remedy(name, value, remedy):
