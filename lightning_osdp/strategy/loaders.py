@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +54,7 @@ def training_loaders(trainer: pl.Trainer) -> CombinedLoader:
     """The loaders that this fit will train on, with Lightning's samplers, made anew: Lightning's own are untouched.
 
     Raises:
-        ProfileError: there is none.
+        ProfileError: there is none, or one is something else.
     """
     source = trainer.fit_loop._data_source
     if not source.is_defined():
@@ -70,6 +70,12 @@ def training_loaders(trainer: pl.Trainer) -> CombinedLoader:
             source.instance = copy.copy(requested)
     else:
         combined = CombinedLoader(requested, "max_size_cycle")
+    for loader in combined.flattened:
+        if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+            raise ProfileError(
+                f"Expected training dataloaders that can be iterated over, got {loader!r}. Pass DataLoaders to"
+                " Trainer.fit, or return them from train_dataloader."
+            )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning warns when it makes its own
         if trainer.overfit_batches > 0:  # type: ignore[attr-defined]  # set by a connector

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_osdp.apply import check_initializable
@@ -95,11 +95,16 @@ def _planned(
     prefetch: Prefetch,
     progress: Progress,
 ) -> Plan:
-    limit_bytes = options.memory_limit_bytes or cluster.memory_bytes
-    assert limit_bytes is not None
+    free_bytes = cluster.memory_bytes
+    assert free_bytes is not None
+    limit_bytes = options.memory_limit_bytes or free_bytes
+    free = f"{format_bytes(free_bytes)}, {_why_so_much(trainer.strategy.root_device)}"
     if options.memory_limit_bytes is None:
-        rank_zero_info(
-            f"OSDP: memory_limit is {format_bytes(limit_bytes)}, {_why_so_much(trainer.strategy.root_device)}"
+        rank_zero_info(f"OSDP: memory_limit is {free}")
+    elif limit_bytes > free_bytes:
+        rank_zero_warn(
+            f"OSDP: memory_limit is {format_bytes(limit_bytes)}, more than {free}. Training may run out of memory;"
+            " leave memory_limit out to plan for what is there."
         )
     return on_rank_zero(
         lambda: make_plan(

@@ -73,9 +73,9 @@ def configured_optimizers(trainer: pl.Trainer, schedules: list[Any]) -> Callable
         replica.trainer = trainer
         try:
             returned = call._call_lightning_module_hook(trainer, "configure_optimizers", pl_module=replica)
-            if returned is None:
+            if returned is None or returned == []:
                 raise ProfileError(
-                    "Expected configure_optimizers to return an optimizer, got None."
+                    f"Expected configure_optimizers to return an optimizer, got {returned}."
                     " Return one, or use another strategy: there is nothing to plan without training."
                 )
             optimizers, schedules[:], _ = _configure_optimizers(returned)
