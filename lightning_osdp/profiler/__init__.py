@@ -10,7 +10,7 @@ from lightning_osdp.profiler.memory import CUDA_HEADROOM, default_memory_limit_b
 from lightning_osdp.profiler.model import profile_model
 from lightning_osdp.profiler.operators import fingerprint
 from lightning_osdp.profiler.precision import ComputePrecision
-from lightning_osdp.profiler.snapshot import kept, untouched
+from lightning_osdp.profiler.snapshot import untouched
 
 __all__ = [
     "CUDA_HEADROOM",
@@ -18,7 +18,6 @@ __all__ = [
     "LiveBytes",
     "default_memory_limit_bytes",
     "fingerprint",
-    "kept",
     "loss_in",
     "measure_cluster",
     "profile_model",

@@ -46,23 +46,6 @@ def untouched(module: nn.Module, *, left_out: Iterable[Tensor] = ()) -> Iterator
             parameter.grad = gradient
 
 
-@contextmanager
-def kept(objects: Iterable[object], *, left_out: Iterable[Tensor]) -> Iterator[None]:
-    """Restores, on exit, attributes of objects and what they hold, as `untouched` does for modules.
-
-    Args:
-        objects: such as optimizers.
-        left_out: tensors whose values are not restored.
-    """
-    snapshot = _Snapshot(left_out)
-    for object_ in objects:
-        snapshot.keep(vars(object_))
-    try:
-        yield
-    finally:
-        snapshot.restore()
-
-
 class _Snapshot:
     """Contents of objects, however deep they lie in containers; kept flat, for a model has many."""
 

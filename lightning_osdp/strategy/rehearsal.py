@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import time
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from lightning_osdp.apply import alone, flat_parameters, kept_shards, shard_grad
 from lightning_osdp.callbacks.peak import living_tensors
 from lightning_osdp.core.duration import format_seconds
 from lightning_osdp.core.plan import Plan
-from lightning_osdp.profiler import LiveBytes, kept, loss_in, untouched
+from lightning_osdp.profiler import LiveBytes, loss_in, untouched
 from lightning_osdp.strategy.loaders import first_batch
 from lightning_osdp.strategy.once import read_once_source
 from lightning_osdp.strategy.shortage import Shortage, is_out_of_memory, shortage_of
@@ -31,9 +32,9 @@ from lightning_osdp.strategy.step import muted, step_arguments, to_device
 def rehearse(trainer: pl.Trainer, plan: Plan) -> Shortage | None:
     """Takes an optimizer step like those to come, without the other ranks, and leaves nothing of it.
 
-    The gradients of a step before are alive, and so is the state of optimizers: where there is none yet, they step once
-    with gradients of zero. Weights are put back from a copy on the host then. On CPU tensors are counted, and more than
-    the memory limit of the plan counts as out of memory.
+    The gradients of a step before are alive, and so is the state of optimizers: where there is none yet, a copy of the
+    optimizer steps on gradients of zero, and weights are put back from a copy on the host. On CPU tensors are counted,
+    and more than the memory limit of the plan counts as out of memory.
 
     An error of another kind says nothing of memory, as what units gather is wrong: it is told, and training begins.
 
@@ -66,10 +67,10 @@ def rehearse(trainer: pl.Trainer, plan: Plan) -> Shortage | None:
 def _attempt(
     trainer: pl.Trainer, strategy: FSDPStrategy, root: FullyShardedDataParallel, plan: Plan
 ) -> Shortage | None:
-    fresh = [optimizer for optimizer in strategy.optimizers if not optimizer.state]
     try:
         batch = _next_batch(trainer)
-        with kept(fresh, left_out=root.parameters()), kept_shards(root) if fresh else nullcontext():
+        fresh = [_copied(optimizer) for optimizer in strategy.optimizers if not optimizer.state]
+        with kept_shards(root) if fresh else nullcontext():
             return _shortage(trainer, root, plan, batch, fresh)
     except Exception as error:
         rank_zero_info(f"OSDP: a step cannot be rehearsed: {type(error).__name__}: {error}")
@@ -93,6 +94,12 @@ def _shortage(
             raise
         return shortage_of(error, root, plan)
     return None
+
+
+def _copied(optimizer: Optimizer) -> Optimizer:
+    """An optimizer of the same parameters with a state, and hooks, of its own."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return copy.deepcopy(optimizer, {id(parameter): parameter for parameter in parameters})
 
 
 def _window(trainer: pl.Trainer, strategy: FSDPStrategy, batch: Any) -> None:

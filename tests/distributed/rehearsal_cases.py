@@ -245,7 +245,30 @@ class Once(Restless):
         return iter([*super().loader(rank, world_size, batch_size)])
 
 
+class Slow(torch.optim.Optimizer):
+    """Holds the optimizer that steps, as wrappers of optimizers do."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+
+    def step(self, closure=None):
+        loss = closure()
+        self.inner.step()
+        return loss
+
+
+class Nested(Restless):
+    def configure_optimizers(self):
+        return Slow(super().configure_optimizers())
+
+
 def cannot_tell():
-    """Micro-batches that models saw which cannot be rehearsed, and which read from a generator."""
+    """Micro-batches that models saw which cannot be rehearsed, or read from a generator, and whether losses differ."""
     plan = planned(number=1)
-    return [fitted(plan, rehearse=True, module=cls())[2] for cls in (Odd, Once)]
+    found = []
+    for cls in (Odd, Nested, Once):
+        _, expected, _ = fitted(plan, rehearse=False, module=(Restless if cls is Odd else cls)())
+        _, left, num_calls = fitted(plan, rehearse=True, module=cls())
+        found.append((num_calls, left["losses"] == expected["losses"]))
+    return found

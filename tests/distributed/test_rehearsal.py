@@ -57,4 +57,4 @@ def test_micro_batches_get_smaller_where_nothing_is_left_to_shard(ranks):
 
 
 def test_what_says_nothing_of_memory_does_not_keep_from_training(ranks):
-    assert ranks(2).run(cases.cannot_tell) == [[4, 4]] * 2
+    assert ranks(2).run(cases.cannot_tell) == [[(4, True), (3, True), (4, True)]] * 2

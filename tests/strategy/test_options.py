@@ -109,3 +109,8 @@ def test_prefetch_settings_belong_to_the_plan(given, expected):
 def test_prefetch_that_does_not_exist_is_refused():
     with pytest.raises(ConfigurationError, match="must be a BackwardPrefetch or None, got 'soon'"):
         pop_prefetch({"backward_prefetch": "soon"})
+
+
+def test_a_rehearsal_is_on_off_or_left_to_the_device():
+    with pytest.raises(ConfigurationError, match="rehearse must be True, False or 'auto', got 'always'"):
+        OSDPStrategy(rehearse="always")
