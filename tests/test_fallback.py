@@ -75,6 +75,12 @@ def test_where_nothing_is_kept_there_is_no_other_plan():
     assert with_less_memory(least, 1) is None
 
 
+def test_one_rank_has_nothing_to_shard():
+    alone = dataclasses.replace(PLAN, world_size=1)
+    assert freeable_bytes(alone) == 0
+    assert with_less_memory(alone, 1) is None
+
+
 def test_a_plan_without_predictions_gets_none():
     units = (unit("", "DP"), unit("a", "DP"), unit("b", "DP"))
     plan = dataclasses.replace(PLAN, units=units, peak_bytes=0, step_time_s=0.0, samples_per_s=0.0, gap=0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from lightning_osdp.core.modes import DP, ZDP
@@ -26,7 +26,7 @@ class _Move:
 
 def freeable_bytes(plan: Plan) -> int:
     """Bytes that are kept for the sake of time: gathered parameters, and gradients between micro-batches."""
-    return round(sum(move.freed_bytes for unit in plan.units for move in _moves(unit)))
+    return round(sum(move.freed_bytes for move in _moves(plan, plan.units)))
 
 
 def with_less_memory(plan: Plan, wanted_bytes: int) -> Plan | None:
@@ -45,7 +45,7 @@ def with_less_memory(plan: Plan, wanted_bytes: int) -> Plan | None:
     units = {unit.name: unit for unit in plan.units}
     freed_bytes = lost_s = 0.0
     while freed_bytes < wanted_bytes or freed_bytes == 0:
-        moves = [move for unit in units.values() for move in _moves(unit)]
+        moves = [*_moves(plan, units.values())]
         if not moves:
             break
         best = min(moves, key=lambda move: move.price)
@@ -76,9 +76,15 @@ def with_smaller_micro_batch(plan: Plan, micro_batch_size: int) -> Plan:
     )
 
 
-def _moves(unit: Unit) -> Iterator[_Move]:
-    if unit.name == "":
-        return
+def _moves(plan: Plan, units: Iterable[Unit]) -> Iterator[_Move]:
+    """What can be given up of these units; one rank keeps all, and the root does."""
+    if plan.world_size > 1:
+        for unit in units:
+            if unit.name:
+                yield from _moves_of(unit)
+
+
+def _moves_of(unit: Unit) -> Iterator[_Move]:
     if unit.sync == "last":
         reduced = dataclasses.replace(unit, sync="every", time_s=max(0.0, unit.time_s + unit.accumulate_saves_s))
         yield _Move(reduced, unit.accumulate_costs_bytes, unit.accumulate_saves_s)

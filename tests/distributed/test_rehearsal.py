@@ -10,7 +10,7 @@ KINDS = ("DP", "every"), ("DP", "last"), ("ZDP", "every")
 
 @pytest.mark.parametrize(
     ("world_size", "modes", "options"),
-    [(2, "mixed", {"precision": "bf16-mixed"}), (2, "dp", {"limit_val_batches": 1}), (4, "mixed", {})],
+    [(1, "dp", {}), (2, "mixed", {"precision": "bf16-mixed"}), (2, "dp", {"limit_val_batches": 1}), (4, "mixed", {})],
 )
 def test_a_rehearsal_changes_nothing(ranks, world_size, modes, options):
     # evaluation leaves units gathered
