@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_osdp.apply.accumulate import reduce_left_over, units_reduced_last, without_reducing
+from lightning_osdp.apply.activations import apply_activations, remove_activations
 from lightning_osdp.apply.alone import alone, flat_parameters, kept_shards, shard_gradients
 from lightning_osdp.apply.materialize import check_initializable
 from lightning_osdp.apply.optimizer_state import load_state, named_state, numbered
@@ -14,6 +15,7 @@ from lightning_osdp.apply.wrap import apply_plan, forget_zeroed_gradients, wrap_
 
 __all__ = [
     "alone",
+    "apply_activations",
     "apply_plan",
     "check_initializable",
     "flat_parameters",
@@ -26,6 +28,7 @@ __all__ = [
     "numbered",
     "place_in_step",
     "reduce_left_over",
+    "remove_activations",
     "shard_gradients",
     "sharded_state",
     "units_reduced_last",

@@ -6,6 +6,8 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._runtime_utils import _reshard
 
+from lightning_osdp.apply.activations import remove_activations
+
 
 def unwrap_whole(root: FullyShardedDataParallel) -> nn.Module:
     """The module that `wrap_whole` wrapped, with whole parameters of its own as before. Call it on all ranks.
@@ -25,6 +27,7 @@ def unwrap_whole(root: FullyShardedDataParallel) -> nn.Module:
                 places.append((child, name, parameter))
     for child, name, sharded in places:
         child._parameters[name] = whole[sharded]
+    remove_activations(module)
     return module
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
+from lightning_osdp.apply.activations import apply_activations
 from lightning_osdp.apply.materialize import UnitInitializer, unit_initializer
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError
@@ -22,8 +23,9 @@ _PREFETCH = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACK
 def apply_plan(module: nn.Module, plan: Plan, *, device: torch.device, **fsdp_kwargs: Any) -> FullyShardedDataParallel:
     """The module as an FSDP root whose units and modes are those of the plan.
 
-    The module's children are replaced in place, and operators with several slices are split (see
-    `lightning_osdp.splitting`). Call it on all ranks of the default process group.
+    The module's children are replaced in place, operators with several slices are split (see
+    `lightning_osdp.splitting`), and blocks get another forward (see `apply_activations`). Call it on all ranks of the
+    default process group.
 
     Where any rank has tensors on the meta device, all ranks start with rank 0's values: those that rank 0 has, and what
     ``reset_parameters`` of the modules makes there of the others. Each unit gets storage only when it is to be sharded.
@@ -36,8 +38,8 @@ def apply_plan(module: nn.Module, plan: Plan, *, device: torch.device, **fsdp_kw
             ``param_init_fn`` of the caller's, meta tensors are left to it.
 
     Raises:
-        PlanMismatchError: a unit's module is not there or cannot be split, its operators' parameters would end up in
-            another unit, or the model has parameters that the plan does not know.
+        PlanMismatchError: the module of a unit or block is not there or cannot be one, operators' parameters would end
+            up in another unit, or the model has parameters that the plan does not know.
         ConfigurationError: the plan asks for what this version or FSDP cannot execute.
         ProfileError: a module on the meta device cannot initialise itself, or initialises another unit.
     """
@@ -54,6 +56,7 @@ def apply_plan(module: nn.Module, plan: Plan, *, device: torch.device, **fsdp_kw
         if unit.name:
             wrapped = _slices(modules[unit.name], unit.num_slices, fsdp_kwargs["param_init_fn"])
             strategy.update(zip(wrapped, (STRATEGIES[mode] for mode in unit.modes), strict=True))
+    apply_activations(module, plan.blocks, device=device, units=[unit.name for unit in plan.units])
 
     def policy(child: nn.Module) -> bool | dict[str, Any]:
         return {"sharding_strategy": strategy[child]} if child in strategy else False
@@ -124,11 +127,6 @@ def _no_change(*_: object) -> None:
 
 
 def _check_executable(plan: Plan) -> None:
-    if plan.blocks:
-        raise ConfigurationError(
-            f"Expected a plan that this version can execute, but block {plan.blocks[0].name!r} asks for activations="
-            f"{plan.blocks[0].activations!r}. Plan anew, or use the version of lightning_osdp that wrote the plan."
-        )
     for unit in plan.units:
         if unit.name == "" and unit.sync != "every":
             raise ConfigurationError(

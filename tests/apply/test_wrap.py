@@ -10,7 +10,6 @@ from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel
 from wrapped_units import NESTED, NESTED_PARAMETERS, Nested, plan, units_of
 
 from lightning_osdp.apply import apply_plan, units_reduced_last, without_reducing
-from lightning_osdp.core.plan import Block
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError
 
 CPU = torch.device("cpu")
@@ -131,12 +130,6 @@ def test_a_unit_of_two_dtypes_is_refused_before_anything_is_wrapped(where):
         apply_plan(model, plan(NESTED), device=CPU)
     assert not any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
     assert {parameter.device.type for parameter in model.parameters()} == {where}
-
-
-def test_blocks_that_cannot_be_executed_yet_are_refused():
-    bad = dataclasses.replace(plan(NESTED), blocks=(Block(name="head", activations="recompute"),))
-    with pytest.raises(ConfigurationError, match=r"block 'head' asks for activations='recompute'\. Plan anew"):
-        apply_plan(Nested(), bad, device=CPU)
 
 
 def test_a_root_that_does_not_reduce_in_every_micro_batch_is_refused():
