@@ -51,6 +51,11 @@ def load_state(root: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) 
 
 def _named(state: Mapping[str, Any], root: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
     saved = [list(group["params"]) for group in state["param_groups"]]
+    if len(saved) != len(optimizer.param_groups):
+        raise PlanMismatchError(
+            f"Expected a checkpoint whose optimizer has {len(optimizer.param_groups)} parameter groups, as configured,"
+            f" got {len(saved)}. Configure the groups that were saved, or load the weights alone."
+        )
     if not all(isinstance(number, int) for group in saved for number in group):
         return state
     names_of, cuts = _get_param_to_fqns(root), cuts_of(root)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.strategies.fsdp import _distributed_checkpoint_load, _is_sharded_checkpoint
-from lightning.fabric.utilities.load import _METADATA_FILENAME, _lazy_load, _materialize_tensors
+from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -23,7 +23,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.optim import Optimizer
 
 from lightning_osdp.apply import full_state, load_state, named_state, numbered, sharded_state
+from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.splitting import sharded_like
+from lightning_osdp.strategy.loading import copied, fitting, read_saved
 
 
 def model_state(root: nn.Module, state_dict_type: str) -> dict[str, Any]:
@@ -69,17 +71,17 @@ def load(
         root: the wrapped model.
         optimizers: those to load; empty to leave optimizer state alone.
         strict: whether every parameter must be in the checkpoint.
-        weights_only: passed to ``torch.load`` for what is neither model nor optimizer.
+        weights_only: passed to ``torch.load``.
         keeps_weights: whether to return the whole weights of a full checkpoint, too.
 
     Raises:
-        ValueError: the path is neither.
+        ConfigurationError: the path is neither, or the checkpoint cannot be read, or is of another model.
     """
     if _is_sharded_checkpoint(path):
         return _load_sharded(path, root, optimizers, strict=strict, weights_only=weights_only)
     if path.is_file():
-        return _load_full(path, root, optimizers, strict=strict, keeps_weights=keeps_weights)
-    raise ValueError(
+        return _load_full(path, root, optimizers, strict=strict, weights_only=weights_only, keeps_weights=keeps_weights)
+    raise ConfigurationError(
         f"Expected a checkpoint at {str(path)!r}: a file with the full state, or a folder with shards written by this"
         " strategy. Found neither."
     )
@@ -95,7 +97,8 @@ def _load_sharded(
 ) -> dict[str, Any]:
     with sharded_state(root):
         state = {"model": root.state_dict()}
-        _distributed_checkpoint_load(state, path)
+        with fitting(path):
+            _distributed_checkpoint_load(state, path)
         root.load_state_dict(state["model"], strict=strict)
         stored = FileSystemReader(path).read_metadata()
         num_stored = len({place[0] for place in stored.planner_data.values()} - {"model"})
@@ -103,8 +106,7 @@ def _load_sharded(
             _check_number(num_stored, len(optimizers))
             for index, optimizer in enumerate(optimizers):
                 load_state(root, optimizer, _read_sharded(path, stored, f"optimizer_{index}", state["model"]))
-    metadata: dict[str, Any] = torch.load(path / _METADATA_FILENAME, weights_only=weights_only)
-    return metadata
+    return copied(read_saved(path / _METADATA_FILENAME, weights_only=weights_only))
 
 
 def _check_number(num_stored: int, num_optimizers: int) -> None:
@@ -146,13 +148,20 @@ def _load_full(
     optimizers: Sequence[Optimizer],
     *,
     strict: bool,
+    weights_only: bool | None,
     keeps_weights: bool,
 ) -> dict[str, Any]:
-    checkpoint: dict[str, Any] = _lazy_load(path)
+    checkpoint = read_saved(path, weights_only=weights_only)
+    if "state_dict" not in checkpoint:
+        raise ConfigurationError(
+            f"Expected a checkpoint of the Trainer at {str(path)!r}, with weights under 'state_dict', got one without."
+            " To load bare weights, call load_state_dict of the LightningModule before fit."
+        )
     with full_state(root, rank0_only=False):
         weights = checkpoint["state_dict"] if keeps_weights else checkpoint.pop("state_dict")
-        root.load_state_dict(_materialize_tensors(weights), strict=strict)
-        checkpoint = _materialize_tensors(checkpoint)
+        with fitting(path):
+            root.load_state_dict(weights, strict=strict)
+        checkpoint = copied(checkpoint)
         states = checkpoint.get("optimizer_states")
         if states is None or not optimizers:
             return checkpoint

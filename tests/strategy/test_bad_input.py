@@ -1,6 +1,7 @@
 """What a fit is refused for before it trains, on one rank: each error is ours, and says what to do."""
 
 import logging
+import os
 
 import lightning as L
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_osdp import Cluster, OSDPStrategy, ProfileError
+from lightning_osdp import Cluster, ConfigurationError, OSDPError, OSDPStrategy, ProfileError
 from lightning_osdp.core.cluster import Link
 from lightning_osdp.strategy import planning
 
@@ -32,6 +33,14 @@ class Net(L.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
+class Deeper(Net):
+    """With a layer more."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(3, 2)
+
+
 class WithoutParameters(Net):
     def __init__(self):
         super().__init__()
@@ -49,7 +58,7 @@ def quiet(monkeypatch):
 
 @pytest.fixture
 def fit(tmp_path):
-    def run(module, loader=..., *, strategy=None, **options):
+    def run(module, loader=..., *, strategy=None, ckpt_path=None, max_steps=1, **options):
         quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
         trainer = L.Trainer(
             strategy=strategy or OSDPStrategy(memory_limit="1GiB"),
@@ -57,10 +66,10 @@ def fit(tmp_path):
             devices=1,
             enable_checkpointing=False,
             default_root_dir=tmp_path,
-            max_steps=1,
+            max_steps=max_steps,
             **{**quiet, **options},
         )
-        trainer.fit(module, loader_of(torch.randn(8, 4)) if loader is ... else loader)
+        trainer.fit(module, loader_of(torch.randn(8, 4)) if loader is ... else loader, ckpt_path=ckpt_path)
         return trainer
 
     return run
@@ -125,6 +134,101 @@ def test_an_error_before_the_first_step_is_told_as_it_is(fit):
 
 def test_a_fit_of_no_steps_ends_without_a_word(fit):
     assert fit(Net(), limit_train_batches=0).global_step == 0
+
+
+class Executed:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.fixture
+def resumed(fit, tmp_path):
+    """Resumes with a checkpoint of one kind after it was changed."""
+
+    def run(kind, change, module=None):
+        path = tmp_path / "last.ckpt"
+        fit(Net(), strategy=OSDPStrategy(memory_limit="1GiB", state_dict_type=kind)).save_checkpoint(path)
+        change(path)
+        fit(module or Net(), ckpt_path=path, max_steps=2)
+
+    return run
+
+
+def leave(path):
+    pass
+
+
+def remove(path):
+    path.rename(path.with_name("away"))
+
+
+def cut(path):
+    file = next(path.glob("*.distcp")) if path.is_dir() else path
+    file.write_bytes(file.read_bytes()[:100])
+
+
+def zero(path):
+    """In the middle of what is pickled."""
+    file = path / ".metadata" if path.is_dir() else path
+    content = bytearray(file.read_bytes())
+    content[300:600] = bytes(300)
+    file.write_bytes(content)
+
+
+def without_weights(path):
+    torch.save({"epoch": 1}, path)
+
+
+def a_list(path):
+    torch.save([1, 2], path)
+
+
+def in_two_groups(module):
+    return torch.optim.AdamW([{"params": module.body[0].parameters()}, {"params": module.body[2].parameters()}])
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "module", "texts"),
+    [
+        ("full", leave, Net(7), ["size mismatch for body.2.weight", "[3, 8]", "[7, 8]", "Load it into the model"]),
+        ("sharded", leave, Net(7), ["Size mismatch", "[3, 8]", "[7, 8]", "body.2.weight", "Load it into the model"]),
+        ("full", leave, Deeper(), ['Missing key(s) in state_dict: "head.weight", "head.bias"', "Load it into the"]),
+        ("sharded", leave, Deeper(), ["Missing key in checkpoint state_dict: model.head.weight", "Load it into the"]),
+        ("full", remove, None, ["Expected a checkpoint at ", "Found neither"]),
+        ("sharded", remove, None, ["Expected a checkpoint at ", "Found neither"]),
+        ("full", cut, None, ["Expected a complete checkpoint at ", "its file ends too early", "Delete it"]),
+        ("sharded", cut, None, ["Expected a complete checkpoint of this model at ", "rank 0 found: "]),
+        ("full", zero, None, ["Expected tensors and plain values only in checkpoint "]),
+        ("sharded", zero, None, ["Expected a complete checkpoint of this model at ", "rank 0 found: "]),
+        ("full", without_weights, None, ["with weights under 'state_dict', got one without", "load bare weights"]),
+        ("full", a_list, None, ["Expected a dict in checkpoint ", "got list"]),
+        ("full", leave, with_methods(configure_optimizers=in_two_groups), ["has 2 parameter groups", "got 1"]),
+        ("sharded", leave, with_methods(configure_optimizers=in_two_groups), ["has 2 parameter groups", "got 1"]),
+    ],
+)
+def test_a_checkpoint_must_be_whole_and_of_this_model(resumed, kind, change, module, texts):
+    with pytest.raises(OSDPError) as refused:
+        resumed(kind, change, module)
+    for text in texts:
+        assert text in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_a_checkpoint_executes_nothing(resumed, tmp_path, kind):
+    written = tmp_path / "written"
+
+    def spoil(path):
+        file = path / "meta.pt" if kind == "sharded" else path
+        torch.save({**torch.load(file, weights_only=True), "callbacks": Executed(written)}, file)
+
+    with pytest.raises(ConfigurationError, match=r"plain values only in checkpoint .* got posix.mkdir, and loading"):
+        resumed(kind, spoil)
+    assert not written.exists()
 
 
 def test_a_limit_above_what_is_free_is_warned_of(fit):
