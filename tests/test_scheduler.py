@@ -175,6 +175,11 @@ def test_on_one_rank_the_error_speaks_of_one_rank_and_the_root_is_named(model, o
             "max_micro_batch_size must be None or at least 1, got 0.",
         ),
         ({"num_micro_batches": 0}, "num_micro_batches must be at least 1, got 0."),
+        ({"memory_limit_bytes": 0}, "memory_limit_bytes must be at least 1 and less than 2^63, got 0."),
+        (
+            {"memory_limit_bytes": 2**63},
+            "memory_limit_bytes must be at least 1 and less than 2^63, got 9223372036854775808.",
+        ),
         (
             {"micro_batch_size": "auto"},
             "micro_batch_size='auto' needs samples_per_step, a number of samples, at least one, got None.",

@@ -8,6 +8,7 @@ from typing import Literal
 
 from lightning_osdp.assign import Setting, with_blocks
 from lightning_osdp.core.cluster import Cluster
+from lightning_osdp.core.document import shown
 from lightning_osdp.core.plan import COST_MODELS, PREFETCH_CHOICES, Plan
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.progress import Progress, silent
@@ -20,6 +21,9 @@ from lightning_osdp.scheduler.infeasible import why_infeasible
 from lightning_osdp.scheduler.planned import planned, planned_blocks
 from lightning_osdp.scheduler.sweep import Sweep
 from lightning_osdp.search import SOLVERS
+
+_MOST_SAMPLES = 2**20
+"""Of a micro-batch that a sweep may choose by itself."""
 
 
 def make_plan(
@@ -51,7 +55,7 @@ def make_plan(
         max_micro_batch_size: largest size that ``"scale"`` may choose; None: as far as memory allows, at most 2^20.
         num_micro_batches: micro-batches per optimizer step (gradient accumulation), unless ``"auto"`` chooses them.
         samples_per_step: samples per rank and optimizer step, for ``"auto"``.
-        micro_batch_sizes: divisors of it that ``"auto"`` may choose, the preferred one first; None: all.
+        micro_batch_sizes: divisors of it that ``"auto"`` may choose, the preferred one first; None: all up to 2^20.
         search: name of a solver: ``depth_first``, ``greedy`` or ``exhaustive``.
         search_space: what may be chosen; None: everything.
         blocks: what blocks do with what they save, where that is not to be chosen; those that are not named then keep
@@ -64,12 +68,12 @@ def make_plan(
         progress: called with each micro-batch size that is tried, and the best samples/s so far.
 
     Raises:
-        ConfigurationError: no such solver, prefetch setting or block, a number of samples or micro-batches below 1, or
-            sizes that do not divide the samples of a step.
+        ConfigurationError: no such solver, prefetch setting or block, a number of samples or micro-batches below 1, a
+            limit below 1 or of 2^63 bytes or more, or sizes that do not divide the samples of a step.
         InfeasibleError: no plan fits; the text says what would.
     """
     _check_choices(search, backward_prefetch, cost_model)
-    _check_numbers(micro_batch_size, max_micro_batch_size, num_micro_batches)
+    _check_numbers(memory_limit_bytes, micro_batch_size, max_micro_batch_size, num_micro_batches)
     search_space = search_space or SearchSpace()
     sizes = _sizes(micro_batch_size, samples_per_step, micro_batch_sizes)
     first = Setting(
@@ -95,7 +99,7 @@ def make_plan(
         progress=progress,
     )
     if micro_batch_size == "scale":
-        best = sweep.best(2**20 if max_micro_batch_size is None else max_micro_batch_size)
+        best = sweep.best(_MOST_SAMPLES if max_micro_batch_size is None else max_micro_batch_size)
     else:
         best = sweep.best_of(sizes)
     if best is None:
@@ -116,7 +120,7 @@ def _sizes(
             "micro_batch_size='auto' needs samples_per_step, a number of samples, at least one, got"
             f" {samples_per_step!r}."
         )
-    sizes = range(1, samples_per_step + 1) if allowed is None else allowed
+    sizes = range(1, min(samples_per_step, _MOST_SAMPLES) + 1) if allowed is None else allowed
     divisors = [size for size in sizes if size >= 1 and samples_per_step % size == 0]
     if not divisors or (allowed is not None and len(divisors) < len(allowed)):
         raise ConfigurationError(
@@ -146,7 +150,11 @@ def _check_choices(search: str, backward_prefetch: str, cost_model: str) -> None
         raise ConfigurationError(f"cost_model must be one of {COST_MODELS}, got {cost_model!r}.")
 
 
-def _check_numbers(micro_batch_size: object, most: int | None, num_micro_batches: int) -> None:
+def _check_numbers(memory_limit_bytes: int, micro_batch_size: object, most: int | None, num_micro_batches: int) -> None:
+    if not 1 <= memory_limit_bytes < 2**63:
+        raise ConfigurationError(
+            f"memory_limit_bytes must be at least 1 and less than 2^63, got {shown(memory_limit_bytes)}."
+        )
     is_size = isinstance(micro_batch_size, int) and micro_batch_size >= 1
     if not is_size and micro_batch_size not in ("scale", "auto"):
         raise ConfigurationError(

@@ -104,7 +104,8 @@ def possible_sizes(loaders: CombinedLoader, windows: Windows) -> tuple[int, ...]
         windows: the user's.
     """
     epoch = _Epoch(loaders.flattened[0], windows)
-    divisors = [size for size in range(1, windows.num_samples + 1) if windows.num_samples % size == 0]
+    most = min(windows.num_samples, max(windows.micro_batch_size, epoch.num_samples))
+    divisors = [size for size in range(1, most + 1) if windows.num_samples % size == 0]
     return tuple(size for size in divisors if epoch.is_same_in(size))
 
 
@@ -113,12 +114,12 @@ class _Epoch:
 
     def __init__(self, loader: Any, windows: Windows) -> None:
         batch_sampler: BatchSampler = loader.batch_sampler
-        self._num_samples = len(batch_sampler.sampler)  # type: ignore[arg-type]  # it has a length
+        self.num_samples = len(batch_sampler.sampler)  # type: ignore[arg-type]  # it has a length
         self._drops_last, self._windows = batch_sampler.drop_last, windows
 
     def num_batches(self, size: int) -> int:
         """As Lightning limits them."""
-        length = self._num_samples // size if self._drops_last else math.ceil(self._num_samples / size)
+        length = self.num_samples // size if self._drops_last else math.ceil(self.num_samples / size)
         limit = self._windows.counted(size)["limit_train_batches"]
         try:
             return int(_parse_num_batches(RunningStage.TRAINING, length, limit))

@@ -81,6 +81,11 @@ def test_what_counts_micro_batches_must_come_out_even(given, sizes):
     assert possible_sizes(loaders(16, 4), windows) == sizes
 
 
+def test_steps_of_more_samples_than_anybody_has_do_not_take_forever():
+    windows = Windows.of(trainer(accumulate_grad_batches=2), micro_batch_size=4, num_samples=10**30)
+    assert possible_sizes(loaders(16, 4), windows) == (1, 2, 4, 8, 16)
+
+
 def test_the_trainer_counts_in_the_new_micro_batches():
     fit = trainer(accumulate_grad_batches=8, limit_train_batches=8, val_check_interval=4, overfit_batches=8)
     windows = windows_of(fit, 4)
