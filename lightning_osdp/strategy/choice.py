@@ -10,8 +10,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from lightning_osdp.apply import apply_plan, units_reduced_last, wrap_separately, wrap_whole
+from lightning_osdp.apply import apply_activations, apply_plan, units_reduced_last, wrap_separately, wrap_whole
 from lightning_osdp.core.plan import Plan
+from lightning_osdp.core.plan_unit import Block
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.profiler import fingerprint
@@ -20,6 +21,7 @@ from lightning_osdp.strategy.division import Division
 from lightning_osdp.strategy.given import given_plan
 from lightning_osdp.strategy.options import Options, Prefetch
 from lightning_osdp.strategy.planning import plan_fit
+from lightning_osdp.strategy.recomputed import with_recomputed
 
 
 def chosen(
@@ -64,6 +66,8 @@ def separated(module: pl.LightningModule, options: Options, *, device: torch.dev
             "Expected no plan= with automatic_optimization=False, whose backward runs inside training_step, where the"
             " plan's root could not end it. Leave it out, or use automatic optimization."
         )
+    blocks = [Block(name=name, activations="recompute") for name in options.recomputed]
+    apply_activations(module, blocks, device=device)
     size = options.search_space.min_unit_bytes
     smallest = SMALL_UNIT_BYTES if size is None else size
     roots = wrap_separately(module, min_unit_bytes=smallest, device=device, **fsdp_kwargs)
@@ -76,10 +80,10 @@ def separated(module: pl.LightningModule, options: Options, *, device: torch.dev
 
 
 def wrapped(
-    module: pl.LightningModule, plan: Plan | None, *, device: torch.device, **fsdp_kwargs: Any
+    module: pl.LightningModule, plan: Plan | None, options: Options, *, device: torch.device, **fsdp_kwargs: Any
 ) -> tuple[FullyShardedDataParallel, tuple[FullyShardedDataParallel, ...]]:
     """The module as planned, or as one unit without a plan; and the units that reduce in the last micro-batch only."""
     if plan is None:
         return wrap_whole(module, device=device, **fsdp_kwargs), ()
-    root = apply_plan(module, plan, device=device, **fsdp_kwargs)
+    root = apply_plan(module, with_recomputed(plan, options.recomputed), device=device, **fsdp_kwargs)
     return root, units_reduced_last(root, plan)

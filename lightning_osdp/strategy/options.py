@@ -45,6 +45,8 @@ class Options:
     cost_model: str
     global_batch_size: int | None
     accumulate_in_fp32: bool
+    recomputed: tuple[str, ...] = ()
+    """Modules that recompute what they save whatever a plan would choose; known once there is a model."""
 
     @classmethod
     def checked(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +115,7 @@ def _planned(
             search=options.search,
             search_space=_search_space(options, trainer),
             cost_model=options.cost_model,
+            blocks={block.name: "recompute" for block in profile.blocks} if options.recomputed else None,
             backward_prefetch=prefetch.backward,
             forward_prefetch=prefetch.forward,
             progress=progress,
@@ -133,6 +135,13 @@ def _search_space(options: Options, trainer: pl.Trainer) -> SearchSpace:
             " of the two."
         )
     return dataclasses.replace(space, sync=("every",))
+
+
+def _activations(options: Options) -> Sequence[str]:
+    """What blocks may do with what they save; where some are named that recompute, they do, and no others."""
+    if options.cost_model == "paper":
+        return ("keep",)
+    return ("keep", "recompute") if options.recomputed else options.search_space.activations
 
 
 def _why_so_much(device: torch.device) -> str:
@@ -173,7 +182,8 @@ def _profile(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
                 precision=_precision(strategy),
                 context=trainer.precision_plugin.train_step_context,
                 device=strategy.root_device,
-                activations=("keep",) if options.cost_model == "paper" else options.search_space.activations,
+                activations=_activations(options),
+                blocks=options.recomputed or None,
                 progress=progress,
             )
     except torch.OutOfMemoryError as error:

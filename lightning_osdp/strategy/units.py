@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
-from lightning.fabric.strategies.fsdp import _move_torchmetrics_to_device, _setup_activation_checkpointing
+from lightning.fabric.strategies.fsdp import _move_torchmetrics_to_device
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -25,6 +26,7 @@ from lightning_osdp.strategy.given import given_division
 from lightning_osdp.strategy.options import Options, Prefetch
 from lightning_osdp.strategy.publish import publish
 from lightning_osdp.strategy.ranks import RanksStrategy
+from lightning_osdp.strategy.recomputed import named_by_policy
 from lightning_osdp.strategy.summary import show_whole, whole_summaries
 from lightning_osdp.strategy.wrapping import Wrapping, wrapping_of
 
@@ -121,21 +123,21 @@ class UnitsStrategy(RanksStrategy):
 
     def _wrap(self, module: pl.LightningModule) -> Wrapping:
         kwargs = {**self.kwargs, "mixed_precision": self.mixed_precision_config}
+        options = replace(self._options, recomputed=named_by_policy(module, self._activation_checkpointing_kwargs))
         if not module.automatic_optimization:
             self._plan, self._division = None, Division()
-            separated(module, self._options, device=self.root_device, **kwargs)
+            separated(module, options, device=self.root_device, **kwargs)
             return self._finished(module, module)
-        found = chosen(module, self._options, prefetch=self._prefetch, known=self._plan)
+        found = chosen(module, options, prefetch=self._prefetch, known=self._plan)
         self._plan, self._division, estimate = found
         self._is_for_training = module.trainer.state.fn == TrainerFn.FITTING
         if self._plan is not None:
             publish(module.trainer, self._plan, estimate)
-        root, reduced_last = wrapped(module, self._plan, device=self.root_device, **kwargs)
+        root, reduced_last = wrapped(module, self._plan, options, device=self.root_device, **kwargs)
         return self._finished(module, root, reduced_last)
 
     def _finished(self, module: nn.Module, root: nn.Module, reduced_last: Units = ()) -> Wrapping:
         _move_torchmetrics_to_device(root, self.root_device)
-        _setup_activation_checkpointing(root, self._activation_checkpointing_kwargs)
         return Wrapping(module, root, self._plan, reduced_last, self._settings())
 
     @override
