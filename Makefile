@@ -32,7 +32,7 @@ help:
 	@echo "make demo   train minGPT under an OSDP plan on two CPU ranks"
 	@echo "make test   everything CI runs: lint, types, docs, unit"
 	@echo "make lint | types | docs | unit   one part of it"
-	@echo "make faults kill ranks 20 times, inside saving too, and resume"
+	@echo "make faults kill ranks 20 times, inside saving too, and resume; have them raise, stall and terminate"
 	@echo "make soak   train on four ranks for an hour, and see that nothing grows"
 	@echo "make clean  remove .venv, caches and built docs"
 
@@ -57,6 +57,7 @@ unit: $(INSTALLED_DEV)
 
 faults: $(INSTALLED)
 	$(BIN)/python -W ignore benchmarks/faults.py --count 20
+	$(BIN)/python benchmarks/rank_faults.py
 
 soak: $(INSTALLED)
 	PYTHONWARNINGS=ignore $(BIN)/python benchmarks/soak.py --minutes $(MINUTES)

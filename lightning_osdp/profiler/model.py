@@ -44,7 +44,7 @@ def profile_model(
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     device: torch.device | None = None,
     rates: DeviceRates | None = None,
-    activations: Sequence[str] = ("keep", "recompute"),
+    activations: Sequence[str] = ("keep",),
     blocks: Collection[str] | None = None,
     progress: Progress = silent,
 ) -> ModelProfile:

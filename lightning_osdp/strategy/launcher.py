@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
@@ -85,7 +87,14 @@ class GatheringLauncher(_MultiProcessingLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         if self._start_method == "forkserver":
             self._inherited = dict(os.environ), _GlobalStateSnapshot.capture()
-        return super().launch(function, *args, trainer=trainer, **kwargs)
+        if threading.current_thread() is not threading.main_thread():
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        # Without this process, the workers would run on.
+        before = signal.signal(signal.SIGTERM, lambda signum, _: self.kill(signum))
+        try:
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
     @override
     def _wrapping_function(
@@ -98,6 +107,7 @@ class GatheringLauncher(_MultiProcessingLauncher):
         return_queue: Any,
         global_states: Any = None,
     ) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # forked from a process that hands it on
         if self._inherited is not None:
             # Spawned workers get this from Lightning. The server has the environment, seed included, of its start, and
             # without copies all ranks would write to the same buffers.

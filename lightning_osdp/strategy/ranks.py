@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 from uuid import uuid4
 
 import torch.distributed as dist
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from lightning_osdp.strategy.failure import FailureWatch, explain
 from lightning_osdp.strategy.launcher import GatheringLauncher, StartMethod, check_start_method, refuse_in_notebook
 from lightning_osdp.strategy.shortage import explain_shortage
 from lightning_osdp.strategy.shutdown import settle_at_exit
+from lightning_osdp.strategy.termination import EXIT_CODE, SigtermWatch, end_together, forget
+
+log = logging.getLogger(__name__)
+
+STALL_SHARE = 0.9
+"""Of the process group's timeout, after which waiting ranks only know that they have waited."""
 
 
 class RanksStrategy(FSDPStrategy):
@@ -32,6 +41,7 @@ class RanksStrategy(FSDPStrategy):
         check_start_method(start_method)
         self._start_method = start_method
         self._watch: FailureWatch | None = None
+        self._sigterm: SigtermWatch | None = None
         super().__init__(**fsdp_kwargs)
 
     @override
@@ -56,19 +66,40 @@ class RanksStrategy(FSDPStrategy):
             self._watch_failures(self.broadcast(uuid4().hex))
 
     def _watch_failures(self, run: str) -> None:
-        store = dist.distributed_c10d._get_default_store()
-        self._watch = FailureWatch(store, run, rank=self.global_rank, world_size=self.world_size)
-        self._watch.start()
+        backend: Any = dist.distributed_c10d._get_default_group()._get_backend(self.root_device)
+        timeout = self._timeout or default_pg_timeout
+        self._sigterm = SigtermWatch()
+        self._watch = watch = FailureWatch(
+            dist.distributed_c10d._get_default_store(),
+            run,
+            rank=self.global_rank,
+            world_size=self.world_size,
+            num_collectives=backend._get_sequence_number_for_group,
+            stall_s=STALL_SHARE * timeout.total_seconds(),
+            is_terminated=self._sigterm.is_received,
+        )
+        watch.start()
+        assert self.lightning_module is not None
+        end_together(self.lightning_module.trainer, lambda: watch.is_terminating)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         explain_shortage(exception, self)
         if self._watch is not None:
-            explain(exception, self._watch.report(exception))
+            cause = self._watch.report(exception)
+            explain(exception, cause)
+            if isinstance(exception, SIGTERMException):
+                log.error("%s Rank %d ended between two steps.", cause, self.global_rank)
+                # Lightning's launcher kills this process as soon as another one ends with an error.
+                exception.code = EXIT_CODE if self.local_rank == 0 else 0
 
     @override
     def teardown(self) -> None:
         if self._watch is not None:
             self._watch.stop()
+            assert self._sigterm is not None
+            self._sigterm.close()
+            assert self.lightning_module is not None
+            forget(self.lightning_module.trainer)
         super().teardown()

@@ -1,5 +1,7 @@
 """One rank's failure, told to the others through the process group's store."""
 
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -8,7 +10,14 @@ import threading
 import pytest
 import torch.distributed as dist
 
+from lightning_osdp.strategy import failure
 from lightning_osdp.strategy.failure import FailureWatch, explain
+from lightning_osdp.strategy.heartbeat import Heartbeats
+from lightning_osdp.strategy.termination import SigtermWatch
+
+ECHO = RuntimeError("Connection closed by peer")
+WAIT_S = 60
+"""Longest that a test waits for a thread that looks every half second."""
 
 
 @pytest.fixture
@@ -79,7 +88,8 @@ def test_a_rank_that_cannot_end_by_itself_is_ended_with_the_others_text():
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=50, check=False
     )
     assert ended.returncode == 1
-    assert "Rank 1 failed: ValueError: no loss\nRank 0 still waits for it after 0.1 s: ending." in ended.stderr
+    assert "Rank 1 failed: ValueError: no loss\nRank 0 has not ended by itself in 0.1 s: ending it." in ended.stderr
+    assert "in <module>" in ended.stderr  # where it is
 
 
 def test_a_watch_that_is_stopped_leaves_no_thread():
@@ -88,3 +98,98 @@ def test_a_watch_that_is_stopped_leaves_no_thread():
     watch.stop()
     watch.stop()
     assert "osdp-failure-watch" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.fixture
+def watching():
+    """Starts watches, none of which ends this process."""
+    started = []
+
+    def start(store, rank, **kwargs):
+        watch = FailureWatch(store, "run", rank=rank, world_size=2, grace_s=WAIT_S, **kwargs)
+        watch.start()
+        started.append(watch)
+        return watch
+
+    yield start
+    for watch in started:
+        watch.stop()
+
+
+def test_a_rank_that_keeps_another_waiting_is_named(watching):
+    store = dist.HashStore()
+    waits = watching(store, 0, num_collectives=lambda: 5, stall_s=0.5)
+    comes_late = watching(store, 1, num_collectives=lambda: 4, stall_s=0.5)
+    for watch in (waits, comes_late):
+        assert watch._knows.wait(WAIT_S)
+        assert watch.report(ECHO).startswith("Rank 1 stalled: rank 0 has waited 0.5 s in a collective for it.")
+
+
+def test_ranks_that_all_work_by_themselves_do_not_stall(watching, monkeypatch):
+    monkeypatch.setattr(failure, "SILENCE_S", 1.5)
+    store = dist.HashStore()
+    both = [watching(store, rank, num_collectives=lambda: 5, stall_s=0.1) for rank in range(2)]
+    assert not both[0]._knows.wait(3)
+    assert not both[1]._knows.is_set()
+
+
+def test_a_rank_that_ends_without_a_word_is_named(watching, monkeypatch):
+    monkeypatch.setattr(failure, "SILENCE_S", 1.5)
+    store = dist.HashStore()
+    survivor = watching(store, 0)
+    Heartbeats(store, "lightning_osdp/run", rank=1, world_size=2, num_collectives=int).beat()
+    assert survivor.report(ECHO) == "Rank 1 ended without a word: killed, or the machine is gone."
+
+
+def test_a_rank_that_is_done_is_not_taken_for_dead(watching, monkeypatch):
+    monkeypatch.setattr(failure, "SILENCE_S", 1.5)
+    store = dist.HashStore()
+    first, second = watching(store, 0), watching(store, 1)
+    second.stop()
+    assert first.report(ECHO) is None
+
+
+def test_a_store_that_is_gone_was_rank_0s(watching):
+    watch = watching(dist.HashStore(), 1)
+    watch._store = GoneStore()
+    assert watch._knows.wait(WAIT_S)
+    assert watch.report(ECHO) == (
+        "Rank 0, or torchrun on its node, ended without a word: it was killed, or its machine is gone."
+    )
+
+
+def test_a_store_that_ends_when_rank_0_is_done_is_no_failure(watching):
+    store = dist.HashStore()
+    watching(store, 0).stop()
+    second = watching(store, 1)
+    second._thread.join(WAIT_S)
+    second._store = GoneStore()
+    assert not second._knows.wait(2)
+
+
+def test_all_ranks_learn_of_a_sigterm_to_one(watching):
+    store = dist.HashStore()
+    both = [watching(store, 0), watching(store, 1, is_terminated=lambda: True)]
+    for watch in both:
+        assert watch._knows.wait(WAIT_S)
+        assert watch.is_terminating
+        assert watch.report(SystemExit()) == "Rank 1 received SIGTERM, so every rank ends."
+
+
+def test_sigterm_is_noticed_by_another_thread():
+    handled = []
+    before = signal.signal(signal.SIGTERM, lambda *_: handled.append(True))
+    watch = SigtermWatch()
+    try:
+        assert not watch.is_received()
+        os.kill(os.getpid(), signal.SIGTERM)
+        found = []
+        asks = threading.Thread(target=lambda: found.extend([watch.is_received(), watch.is_received()]))
+        asks.start()
+        asks.join()
+    finally:
+        watch.close()
+        signal.signal(signal.SIGTERM, before)
+    assert found == [True, False]
+    assert handled == [True]
+    assert signal.set_wakeup_fd(-1) == -1
