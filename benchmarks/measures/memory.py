@@ -19,7 +19,7 @@ from benchmarks.testbed.memory import count_step
 from lightning_osdp import Plan, profile_model
 from lightning_osdp.core.cluster import Cluster, Link
 from lightning_osdp.core.modes import DP, SYNC_CHOICES, ZDP, ShardingMode
-from lightning_osdp.core.plan import Unit
+from lightning_osdp.core.plan import Block, Unit
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.rates import DeviceRates
 from lightning_osdp.core.units import UnitProfile, partition
@@ -50,6 +50,8 @@ class Case:
     """Which micro-batches reduce gradients: ``every``, ``last``, or ``mix``, drawn per unit."""
     most_slices: int = 1
     """More than one: operators that can be split are, or stay whole, as is drawn; so are the modes of their slices."""
+    activations: str = "keep"
+    """What blocks do with what they save: ``keep``, ``recompute``, or ``mix``, drawn per block."""
     world_size: int
     micro_batch_size: int
     optimizer: str
@@ -69,6 +71,7 @@ def draw_cases(family: str, count: int, *, seed: int = 0) -> list[Case]:
             modes=draw.choice(("zdp", "dp", "mix", "mix")),
             sync=random.Random(f"{family} {seed} {index} sync").choice(("every", "last", "mix", "mix")),
             most_slices=random.Random(f"{family} {seed} {index} slices").choice((1, 4)),
+            activations=random.Random(f"{family} {seed} {index} blocks").choice(("keep", "recompute", "mix")),
             world_size=draw.choice(WORLD_SIZES),
             micro_batch_size=draw.choice(MICRO_BATCHES),
             optimizer=draw.choice(OPTIMIZERS),
@@ -182,6 +185,13 @@ def _modes_of_slices(case: Case, unit: UnitProfile, mode: ShardingMode) -> tuple
     return tuple(draw.choice(choices) for _ in range(number)) if number > 1 else (mode.name,)
 
 
+def _blocks(profile: ModelProfile, case: Case) -> tuple[Block, ...]:
+    draw = random.Random(f"{case.family} {case.seed} activations")
+    choices = ("keep", "recompute") if case.activations == "mix" else (case.activations,)
+    chosen = [(block.name, draw.choice(choices)) for block in profile.blocks]
+    return tuple(Block(name=name, activations=choice) for name, choice in chosen if choice != "keep")
+
+
 def _plan(profile: ModelProfile, units: Sequence[UnitProfile], case: Case) -> Plan:
     return Plan(
         fingerprint=profile.fingerprint,
@@ -196,6 +206,7 @@ def _plan(profile: ModelProfile, units: Sequence[UnitProfile], case: Case) -> Pl
             )
             for unit, mode in zip(units, _modes(case, units), strict=True)
         ),
+        blocks=_blocks(profile, case),
         memory_limit_bytes=2**62,
         peak_bytes=0,
         micro_batch_size=case.micro_batch_size,

@@ -24,7 +24,7 @@ class SearchSpace:
     """Which micro-batches may reduce a unit's gradients: ``("every",)`` keeps none whole between micro-batches."""
     slices: tuple[int, ...] = (1, 2, 4, 8, 16)
     """Numbers of slices that an operator may be split into; 1, whole, is always among them: ``(1,)`` splits none."""
-    activations: tuple[str, ...] = ("keep",)
+    activations: tuple[str, ...] = ("keep", "recompute")
     """What a block may do with what it saves for backward; ``keep`` is always among them. ``offload`` and
     ``recompute_offload`` are for devices with memory of their own."""
     min_unit_bytes: int | None = None

@@ -44,7 +44,7 @@ def profile_model(
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     device: torch.device | None = None,
     rates: DeviceRates | None = None,
-    activations: Sequence[str] = ("keep",),
+    activations: Sequence[str] = ("keep", "recompute"),
     blocks: Collection[str] | None = None,
     progress: Progress = silent,
 ) -> ModelProfile:

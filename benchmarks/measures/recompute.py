@@ -1,0 +1,139 @@
+"""Samples/s where blocks have to recompute: OSDP's plans over FSDP with checkpointing, in the same memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks.measures.section import Row, Section
+from benchmarks.target import Target
+from benchmarks.testbed.groups import fake_group
+from benchmarks.testbed.local import local_ranks
+from benchmarks.testbed.memory import count_step
+from benchmarks.testbed.namespaces import Hosts, why_unavailable
+from benchmarks.testbed.recompute import BY_BLOCK, EVERYWHERE, FSDP, PAPERS_FSDP, build, fsdp_plan, on_one_rank
+from lightning_osdp.core.byte_size import format_bytes
+from lightning_osdp.core.plan import Plan
+
+_log = logging.getLogger(__name__)
+
+MODELS = ("narrow and deep", "wide and shallow", "of changing width")
+SHARE = 0.95
+"""Of what FSDP without checkpointing is counted to need."""
+TO_REACH = {FSDP: 1.25, PAPERS_FSDP: 1.5}
+"""OSDP's samples/s, block by block, over those of each, at `TO_REACH_MBIT`."""
+TO_REACH_MBIT = 200.0
+OF_EVERYWHERE = 0.97
+"""Its samples/s at least, over those of OSDP with all blocks recomputing."""
+BEYOND_LIMIT = 1.001
+"""What a plan may be counted to take, of its limit: losses, of a few bytes, are not predicted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model on links of one rate."""
+
+    model: str
+    num_ranks: int
+    rate_mbit: float | None
+    """10^6 bit/s; None: not shaped."""
+    micro_batch_size: int
+    num_rounds: int
+
+
+def section(cases: Sequence[Case]) -> Section:
+    """Cases whose links can be had here."""
+    reason = why_unavailable() if any(case.rate_mbit is not None for case in cases) else None
+    if reason is not None:
+        _log.warning("Nothing is measured on shaped links: %s.", reason)
+    return Section(
+        name="recompute",
+        cases=[case for case in cases if reason is None or case.rate_mbit is None],
+        measure=measure,
+        table=table,
+        targets=targets,
+        misses=lambda _: [],
+    )
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """What FSDP needs, counted; steps of all that take part, interleaved; and their peaks, counted."""
+    size = {"world_size": case.num_ranks, "micro_batch_size": case.micro_batch_size}
+    plain = fsdp_plan(build(case.model), by_operator=False, recomputes=False, **size)
+    needed_bytes = _counted_bytes(case.model, plain)
+    arguments = {
+        "model": case.model,
+        "limit_bytes": round(SHARE * needed_bytes),
+        "micro_batch_size": case.micro_batch_size,
+        "num_rounds": case.num_rounds,
+    }
+    if case.rate_mbit is None:
+        found = local_ranks(case.num_ranks).run(on_one_rank, **arguments)
+    else:
+        with Hosts(case.num_ranks, rate_mbit=case.rate_mbit) as hosts:
+            found = hosts.run("benchmarks.testbed.recompute:on_one_rank", arguments, timeout_s=3600)
+    entrants = []
+    for fields in found[0]["entrants"]:
+        plan = Plan.from_json(fields["plan"])
+        modes = [mode for unit in plan.units if unit.name for mode in unit.modes]
+        did = f"{modes.count('DP')} of {len(modes)} kept gathered, {len(plan.blocks)} blocks recompute"
+        entrants.append({**fields, "plan": did, "counted_bytes": _counted_bytes(case.model, plan)})
+    return {"needed_bytes": needed_bytes, "bound_s": found[0]["bound_s"], "entrants": entrants}
+
+
+def _counted_bytes(model: str, plan: Plan) -> int:
+    with fake_group(plan.world_size):
+        return count_step(build(model), plan).peak_bytes
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """One line for each that took part."""
+    title = f"Blocks that recompute, in {SHARE:g} of what FSDP without checkpointing needs: samples/s over FSDP"
+    drawn = Table("model", "links", "who", "plan", title=title)
+    for column in ("peak counted", "predicted", "step", "predicted", "over FSDP", "predicted", "bound"):
+        drawn.add_column(column, justify="right")
+    for row in rows:
+        base = of(row, FSDP)
+        rate = row["case"]["rate_mbit"]
+        for entrant in row["entrants"]:
+            drawn.add_row(
+                row["case"]["model"],
+                "not shaped" if rate is None else f"{rate:g} Mbit/s",
+                entrant["name"],
+                entrant["plan"],
+                format_bytes(entrant["counted_bytes"]),
+                f"{entrant['predicted_bytes'] / entrant['counted_bytes'] - 1:+.2%}",
+                f"{entrant['measured_s']:.2f} s",
+                f"{entrant['predicted_s']:.2f} s",
+                *(f"{base[which] / entrant[which]:.2f}x" for which in ("measured_s", "predicted_s")),
+                f"{base['predicted_s'] / row['bound_s']:.2f}x",
+            )
+    return drawn
+
+
+def of(row: Row, name: str) -> Row:
+    """One that took part."""
+    found: Row = next(each for each in row["entrants"] if each["name"] == name)
+    return found
+
+
+def targets(rows: Sequence[Row]) -> list[Target]:
+    """What to reach over FSDP's two orders and over recomputing everywhere, and what not to take."""
+    found = []
+    for row in rows:
+        case, osdp = row["case"], of(row, BY_BLOCK)
+        rate = case["rate_mbit"]
+        where = f"{case['model']}, {f'{rate:g} Mbit/s' if rate else 'not shaped'}"
+        over = osdp["counted_bytes"] / (SHARE * row["needed_bytes"])
+        found.append(Target(name=f"{where}: bytes of the limit", limit=BEYOND_LIMIT, measured=over))
+        if rate is None:
+            continue
+        to_reach = {EVERYWHERE: OF_EVERYWHERE, **(TO_REACH if rate == TO_REACH_MBIT else {})}
+        for name, limit in to_reach.items():
+            ratio = of(row, name)["measured_s"] / osdp["measured_s"]
+            found.append(Target(name=f"{where}: over {name}", limit=limit, measured=ratio, is_least=True))
+    return found
