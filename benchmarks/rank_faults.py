@@ -112,6 +112,11 @@ def outcome(case: Case, launcher: Launcher, plan: Path) -> Outcome:
                 command(case, launcher, folder, plan), stdout=output, stderr=output, env=environment
             )
         _wait(lambda: (folder / "fault").exists() or process.poll() is not None, 120)
+        if not (folder / "fault").exists():
+            process.kill()
+            raise RuntimeError(
+                f"Expected {case.name!r} to reach its fault in 120 s, got {(folder / 'output').read_text()}"
+            )
         files = sorted(folder.glob("pid-*"))
         pids = {file.name: int(file.read_text()) for file in files} | {"launcher": process.pid}
         start_s = time.monotonic()
