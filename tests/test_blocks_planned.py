@@ -11,6 +11,7 @@ from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.scheduler import make_plan
 from lightning_osdp.simulation import simulate
 
+KEEP = SearchSpace(activations=("keep",))
 RECOMPUTE = SearchSpace(activations=("keep", "recompute"))
 
 
@@ -57,9 +58,9 @@ def plan(profile, cluster, limit_bytes, **options):
 def test_blocks_recompute_where_nothing_else_fits_and_no_more_of_them_than_that_takes(deep, cluster):
     everything = plan(deep, cluster, 10**6)
     assert everything.blocks == ()
-    least = plan(deep, cluster, 10**6, search_space=SearchSpace(modes=("ZDP",))).peak_bytes
+    least = plan(deep, cluster, 10**6, search_space=SearchSpace(modes=("ZDP",), activations=("keep",))).peak_bytes
     with pytest.raises(InfeasibleError):
-        plan(deep, cluster, least - 100, search_space=SearchSpace())
+        plan(deep, cluster, least - 100, search_space=KEEP)
     numbers = []
     for limit_bytes in range(least, 1000, -100):
         try:
@@ -84,7 +85,7 @@ def test_recomputing_a_cheap_block_buys_a_gathered_one(deep, cluster):
     )
     everything = plan(cheap, cluster, 10**6).peak_bytes
     limit_bytes = everything - 500
-    without = plan(cheap, cluster, limit_bytes, search_space=SearchSpace())
+    without = plan(cheap, cluster, limit_bytes, search_space=KEEP)
     found = plan(cheap, cluster, limit_bytes)
     assert found.step_time_s < without.step_time_s * 0.9
     assert [block.name for block in found.blocks] == ["h.0"]
@@ -94,7 +95,9 @@ def test_recomputing_a_cheap_block_buys_a_gathered_one(deep, cluster):
 def test_what_is_copied_takes_its_time(deep, cluster):
     space = SearchSpace(activations=("keep", "recompute", "offload"))
     slow, fast = (dataclasses.replace(cluster(2, seconds_per_byte=0.01), host_copy_s_per_byte=s) for s in (1.0, 1e-6))
-    limit_bytes = plan(deep, cluster, 10**6, search_space=SearchSpace(modes=("ZDP",))).peak_bytes - 700
+    limit_bytes = (
+        plan(deep, cluster, 10**6, search_space=SearchSpace(modes=("ZDP",), activations=("keep",))).peak_bytes - 700
+    )
     options = {"memory_limit_bytes": limit_bytes, "micro_batch_size": 1, "search_space": space}
     assert {block.activations for block in make_plan(deep, slow, **options).blocks} == {"recompute"}
     found = make_plan(deep, fast, **options)

@@ -108,8 +108,7 @@ def test_where_fewer_samples_fit_the_error_says_how_many(uneven, cluster):
         " gathered parameters 1 B, activations 480 B)."
         " Largest contributors: c (483 B), large (300 B), a (3 B)."
         " Nearest remedy: a micro-batch of 4 fits: OSDPStrategy(batch_size=4), or batch_size='scale'."
-        " Activations dominate; have blocks recompute or offload them:"
-        " SearchSpace(activations=('keep', 'recompute', 'offload'))."
+        " Activations dominate; name modules that may recompute them: activation_checkpointing_policy={Block}."
     )
 
 

@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 from rich.progress import Progress
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 NUM_SAMPLES = 240
@@ -76,7 +77,11 @@ def _tensor_bytes() -> int:
     sizes = {}
     for found in gc.get_objects():
         # The class is asked, for instances may answer with a warning.
-        if issubclass(type(found), Tensor) and type(found) is not FakeTensor and not found.is_sparse:
+        if (
+            issubclass(type(found), Tensor)
+            and type(found) is not FakeTensor
+            and not (found.is_sparse or is_lazy(found))
+        ):
             storage = found.untyped_storage()
             sizes[storage._cdata] = storage.nbytes()
     return sum(sizes.values())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch.strategies import FSDPStrategy
@@ -66,7 +68,6 @@ class RanksStrategy(FSDPStrategy):
             self._watch_failures(self.broadcast(uuid4().hex))
 
     def _watch_failures(self, run: str) -> None:
-        backend: Any = dist.distributed_c10d._get_default_group()._get_backend(self.root_device)
         timeout = self._timeout or default_pg_timeout
         self._sigterm = SigtermWatch()
         self._watch = watch = FailureWatch(
@@ -74,7 +75,7 @@ class RanksStrategy(FSDPStrategy):
             run,
             rank=self.global_rank,
             world_size=self.world_size,
-            num_collectives=backend._get_sequence_number_for_group,
+            num_collectives=_collectives_on(self.root_device),
             stall_s=STALL_SHARE * timeout.total_seconds(),
             is_terminated=self._sigterm.is_received,
         )
@@ -103,3 +104,12 @@ class RanksStrategy(FSDPStrategy):
             assert self.lightning_module is not None
             forget(self.lightning_module.trainer)
         super().teardown()
+
+
+def _collectives_on(device: torch.device) -> Callable[[], int]:
+    """Counts the collectives that this rank has entered; always none where the backend does not count them."""
+    if dist.get_backend() not in {"gloo", "nccl"}:
+        return int
+    backend: Any = dist.distributed_c10d._get_default_group()._get_backend(device)
+    counts: Callable[[], int] = backend._get_sequence_number_for_group
+    return counts
