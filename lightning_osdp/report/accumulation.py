@@ -19,7 +19,8 @@ def wire_bytes(plan: Plan) -> float:
         DP, sync every      K all-gathers   K reduce-scatters
         DP, sync last       1 all-gather    1 reduce-scatter
 
-    Frozen units, which reduce nothing, and modules that forward calls more than once are counted as any other.
+    Frozen units, which reduce nothing, modules that forward calls more than once, and units inside of blocks that are
+    run again are counted as any other.
     """
     sent = sum(_collectives(unit, plan.num_micro_batches) * unit.parameter_bytes for unit in plan.units)
     return sent * (plan.world_size - 1) / plan.world_size
