@@ -9,7 +9,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -163,6 +163,7 @@ LIMITS = ["modes", "sync", "slices", "activations", "min_unit_bytes", "share_uni
 
 @fuzzed
 @given(st.dictionaries(st.sampled_from(OPTIONS), GIVEN, max_size=4))
+@example({"rehearse": []})
 def test_options_are_taken_or_refused(options):
     try:
         strategy = OSDPStrategy(**options)

@@ -14,6 +14,9 @@ from lightning_osdp.assign.slices import one_sync
 from lightning_osdp.assign.solve import solve
 from lightning_osdp.cost import PeakMemory
 
+MAX_TRIES = 6
+"""Limits that are tried where the closed form is not exact: halvings of what it leaves, or of what it leaves out."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
@@ -43,6 +46,24 @@ def assign_modes(
         search: name of a solver in ``search.SOLVERS``.
         worth_s: a step time that is of no use: where none below it is possible, the modes are not improved further.
     """
+    first = found = _assigned(setting, limit_bytes, search, worth_s)
+    if len(setting.activations) == 1:
+        return found
+    # Beside a unit that is gathered ahead, the closed form may leave out what its block keeps.
+    room_bytes = limit_bytes
+    for _ in range(MAX_TRIES):
+        if first is None or found is None:
+            return None
+        peak = setting.exact_peak(found.modes)
+        if peak.peak_bytes <= limit_bytes:
+            return replace(found, peak=peak, bound_s=min(first.bound_s, found.bound_s))
+        room_bytes -= peak.peak_bytes - limit_bytes
+        found = _assigned(setting, room_bytes, search, worth_s)
+    return None
+
+
+def _assigned(setting: Setting, limit_bytes: int, search: str, worth_s: float) -> Assignment | None:
+    """What fits by the closed form."""
     if setting.peak(setting.least_memory_modes).peak_bytes > limit_bytes:
         return None
     rooms = setting.memory.room_bytes(limit_bytes)
@@ -58,10 +79,6 @@ def assign_modes(
         bound_s=solved.bound_s,
         note=solved.note,
     )
-
-
-MAX_TRIES = 6
-"""Halvings of the bytes that may be left: the last try is about one sixtieth of them."""
 
 
 def fill_spare(setting: Setting, assignment: Assignment, *, limit_bytes: int) -> Assignment:

@@ -31,7 +31,7 @@ class RehearsingStrategy(UnitsStrategy):
     def __init__(
         self, options: Options, prefetch: Prefetch, *, rehearse: bool | Literal["auto"], **kwargs: Any
     ) -> None:
-        if rehearse not in {True, False, "auto"}:
+        if not isinstance(rehearse, bool) and rehearse != "auto":
             raise ConfigurationError(f"rehearse must be True, False or 'auto', got {rehearse!r}.")
         self._rehearse = rehearse
         super().__init__(options, prefetch, **kwargs)

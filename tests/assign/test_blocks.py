@@ -133,9 +133,12 @@ def test_blocks_and_modes_are_chosen_as_well_as_by_brute_force(blocked, fields, 
     limit_bytes = int(min(peaks) + share * (max(peaks) - min(peaks)))
     fastest = min(setting.step_time_s(modes) for modes, peak in zip(every, peaks, strict=True) if peak <= limit_bytes)
     found = assign_modes(setting, limit_bytes=limit_bytes)
-    assert setting.peak(found.modes).peak_bytes <= limit_bytes
+    if found is None:  # only the closed form has a plan that fits
+        assert min(setting.exact_peak(modes).peak_bytes for modes in every) > limit_bytes - 8 * 3
+        return
+    assert found.peak.peak_bytes == setting.exact_peak(found.modes).peak_bytes <= limit_bytes
     assert found.bound_s <= fastest * (1 + 1e-9)
-    if not setting.overlaps:
+    if not setting.overlaps and setting.backward_prefetch == "none":
         assert found.step_time_s == pytest.approx(fastest, rel=1e-9)
 
 
@@ -147,7 +150,10 @@ def test_what_the_search_sees_is_what_the_simulator_says(blocked, fields, data):
     modes = tuple(data.draw(st.sampled_from(options)) for options in setting.options)
     estimate = simulated(setting, modes)
     assert setting.step_time_s(modes) == pytest.approx(estimate.time_s, rel=1e-9)
-    assert setting.exact_peak(modes).peak_bytes == estimate.peak.peak_bytes <= setting.peak(modes).peak_bytes
+    assert setting.exact_peak(modes).peak_bytes == estimate.peak.peak_bytes
+    # where the unit before is gathered ahead, its inputs, 8 bytes a sample, may be left out
+    left_out = 0 if setting.backward_prefetch == "none" else 8 * setting.workload.micro_batch_size
+    assert estimate.peak.peak_bytes <= setting.peak(modes).peak_bytes + left_out
     # the same decided before, with the operators for units
     fine = with_blocks(base, chosen_activations(setting, modes))
     modes = tuple(data.draw(st.sampled_from(options)) for options in fine.options)

@@ -39,7 +39,7 @@ def test_a_sample_sees_everything_that_a_process_holds(tmp_path):
         subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child,
     ):
         thread.start()
-        kept = torch.ones(1_000_000, dtype=torch.float64)
+        kept = torch.ones(8_000_000, dtype=torch.float64)  # more than malloc keeps of what was freed
         after = sample(0.0, 0, [tmp_path, tmp_path / "none"])
         stop.set()
         thread.join()
