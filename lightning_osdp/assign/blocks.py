@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from lightning_osdp.assign.additive import Modes
 from lightning_osdp.assign.setting import Setting
 from lightning_osdp.core.blocks import with_activations
-from lightning_osdp.core.units import grouped, merged
+from lightning_osdp.core.units import merged
 
 
 def block_units(setting: Setting, activations: Sequence[str]) -> Setting | None:
@@ -40,11 +40,4 @@ def with_blocks(setting: Setting, activations: Mapping[str, str]) -> Setting:
     """
     profile = with_activations(setting.profile, activations)
     members = {unit.name: [operator.name for operator in unit.operators] for unit in setting.units}
-    return dataclasses.replace(
-        setting,
-        profile=profile,
-        units=grouped(profile, members),
-        blocks=dict(activations),
-        given=setting.unchanged,
-        activations=("keep",),
-    )
+    return setting.decided(profile, members, blocks=dict(activations))

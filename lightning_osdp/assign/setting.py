@@ -6,12 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from lightning_osdp.assign.additive import Additive, Modes, sum_s
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.modes import ALL_MODES, DP, MODES, SYNC_CHOICES, ZDP, ShardingMode
 from lightning_osdp.core.profile import ModelProfile
-from lightning_osdp.core.units import UnitProfile
+from lightning_osdp.core.units import UnitProfile, grouped
 from lightning_osdp.cost import (
     PAPER_TIME_TERMS,
     TERMS,
@@ -57,6 +58,17 @@ class Setting:
         """The same with another micro-batch size, and another number of them."""
         repeats = self.workload.num_micro_batches if num_micro_batches is None else num_micro_batches
         return replace(self, workload=Workload(micro_batch_size=micro_batch_size, num_micro_batches=repeats))
+
+    def decided(self, profile: ModelProfile, members: Mapping[str, Sequence[str]], **fields: Any) -> Setting:
+        """The same with slices or blocks decided, which leaves nothing to choose of what blocks do.
+
+        Args:
+            profile: with what was decided.
+            members: unit -> its operators, by name.
+            **fields: what was decided.
+        """
+        units = grouped(profile, members)
+        return replace(self, profile=profile, units=units, given=self.unchanged, activations=("keep",), **fields)
 
     @property
     def unchanged(self) -> ModelProfile:

@@ -15,7 +15,6 @@ from lightning_osdp.assign.setting import Setting
 from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.profile import OperatorProfile
 from lightning_osdp.core.slices import slice_names, split_operators
-from lightning_osdp.core.units import grouped
 
 WORTH_SPLITTING = 0.01
 """Fraction of the peak that is worth more slices."""
@@ -130,12 +129,4 @@ def _with_slices(setting: Setting, counts: Mapping[str, int]) -> Setting:
             members[unit.name] = [operator.name for operator in unit.operators]
         else:
             members |= {name: [name] for name in slice_names(unit.name, number)}
-    profile = split_operators(setting.profile, counts)
-    return dataclasses.replace(
-        setting,
-        profile=profile,
-        units=grouped(profile, members),
-        num_slices=dict(counts),
-        given=setting.unchanged,
-        activations=("keep",),
-    )
+    return setting.decided(split_operators(setting.profile, counts), members, num_slices=dict(counts))
