@@ -17,8 +17,7 @@ from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp._runtime_utils import _lazy_init
 from torch.distributed.utils import _free_storage
 
-_GATHERED = ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
-"""Tensors of a flat parameter that have storage only while its unit is gathered."""
+from lightning_osdp.apply.gathered import gathered_tensors
 
 
 @contextmanager
@@ -66,10 +65,8 @@ def _put_to_rest(handle: FlatParamHandle) -> None:
     handle._training_state = HandleTrainingState.IDLE
     flat.grad = None
     handle.reshard(free_unsharded_flat_param=False)
-    for name in _GATHERED:
-        gathered = getattr(flat, name, None)
-        if gathered is not None:
-            _free_storage(gathered)
+    for gathered in gathered_tensors(handle):
+        _free_storage(gathered)
 
 
 def _attributes_of(object_: object) -> Callable[[], None]:

@@ -15,8 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
-_GATHERED = ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
-"""Attributes of an FSDP1 flat parameter that are what its unit's parameters are views of, once they are gathered."""
+from lightning_osdp.apply.gathered import gathered_tensors
 
 
 class HostMemory:
@@ -156,5 +155,4 @@ def _owned(block: nn.Module) -> Iterator[Tensor]:
     yield from block.buffers()
     for unit in FullyShardedDataParallel.fsdp_modules(block):
         if unit._handle is not None:
-            gathered = (getattr(unit._handle.flat_param, name, None) for name in _GATHERED)
-            yield from (tensor for tensor in gathered if tensor is not None)
+            yield from gathered_tensors(unit._handle)
