@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -30,22 +31,26 @@ def find_blocks(module: nn.Module, calls: Calls, given: Collection[nn.Module] | 
         calls: what its forward does.
         given: which ones may be blocks; None: as above.
     """
+    repeated = _repeated(module) if given is None else frozenset()
     found: dict[str, Span] = {}
     for name, child in module.named_modules():
         spans = calls.spans.get(name, [])
-        if any(name.startswith(f"{outer}.") for outer in found) or len(spans) != 1:
+        if len(spans) != 1 or any(name.startswith(f"{outer}.") for outer in found):
             continue
-        if child in given if given is not None else _is_repeated(module, name) and _runs(calls, name, spans[0]):
+        if child in given if given is not None else name in repeated and _runs(calls, name, spans[0]):
             found[name] = spans[0]
     return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
-def _is_repeated(module: nn.Module, name: str) -> bool:
-    above, _, key = name.rpartition(".")
-    container = module.get_submodule(above)
-    children = dict(container.named_children())
-    alike = [child for child in children.values() if type(child) is type(children.get(key))]
-    return isinstance(container, _CONTAINERS) and len(alike) > 1
+def _repeated(module: nn.Module) -> frozenset[str]:
+    """Names of modules that stand in one container with others of their class."""
+    found = set()
+    for name, container in module.named_modules():
+        if isinstance(container, _CONTAINERS):
+            kinds = Counter(type(child) for child in container.children())
+            alike = (key for key, child in container.named_children() if kinds[type(child)] > 1)
+            found |= {f"{name}.{key}" if name else key for key in alike}
+    return frozenset(found)
 
 
 def _runs(calls: Calls, name: str, span: Span) -> bool:

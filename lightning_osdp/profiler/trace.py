@@ -115,13 +115,20 @@ def _both_sizes(
             sizes[1],
             _cause(error),
         )
-    for choice in choices if find_blocks(step.module, calls, step.blocks) else ():
-        traced |= _saving_less(step, calls, rehearsal, choice, traced["keep"])
+    blocks = find_blocks(step.module, calls, step.blocks)
+    for choice in choices if blocks else ():
+        traced |= _saving_less(step, calls, rehearsal, choice, traced["keep"], blocks=blocks)
     return traced
 
 
 def _saving_less(
-    step: Step, calls: Calls, rehearsal: Callable[[int], Rehearsal], choice: str, sizes: Collection[int]
+    step: Step,
+    calls: Calls,
+    rehearsal: Callable[[int], Rehearsal],
+    choice: str,
+    sizes: Collection[int],
+    *,
+    blocks: Mapping[str, Span],
 ) -> dict[str, dict[int, list[Activations]]]:
     """What is found where all blocks do so, but for evaluation, which is the same; nothing where the step fails."""
 
@@ -134,7 +141,7 @@ def _saving_less(
                 run_step=run,
                 loss_in=loss_in,
                 static=_static(step.module, batch),
-                blocks=find_blocks(step.module, calls, step.blocks),
+                blocks=blocks,
                 choice=choice,
             )
 
