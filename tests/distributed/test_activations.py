@@ -6,35 +6,24 @@ import pytest
 
 pytestmark = pytest.mark.distributed
 
-ZDP, DP, MIXED = ("ZDP",), ("DP",), ("DP", "ZDP")
-CASES = [
-    ("recompute", "block", MIXED, "every", 2),
-    ("recompute", "operators", ZDP, "every", 1),
-    ("recompute", "operators", DP, "last", 2),
-    ("recompute", "both", MIXED, "last", 2),
-    ("offload", "block", ZDP, "last", 2),
-    ("offload", "operators", MIXED, "every", 1),
-    ("offload", "both", DP, "every", 2),
-    ("recompute_offload", "block", ZDP, "every", 1),
-    ("recompute_offload", "block", DP, "last", 2),
-    ("recompute_offload", "operators", MIXED, "last", 2),
-    ("recompute_offload", "both", ZDP, "every", 2),
-]
-NAMES = ("activations", "units", "modes", "sync", "num_micro_batches")
 
-
-def named(chosen):
-    return {"-".join(map(str, case)): dict(zip(NAMES, case, strict=True)) for case in chosen}
+ONE, TWO = [(1, "every")], [(1, "every"), (2, "last"), (2, "every")]
+"""Micro-batches in a step, and which of them reduce."""
 
 
 @pytest.mark.parametrize(
-    ("world_size", "kind", "chosen"),
-    [(2, "Parts", CASES[::2]), (2, "DroppingParts", CASES[1::2]), (4, "DroppingParts", CASES[1::6])],
+    ("world_size", "activations", "workloads"),
+    [
+        *((2, activations, TWO) for activations in cases.POLICIES),
+        *((4, activations, ONE) for activations in ("recompute", "offload", "recompute_offload", "mixed")),
+    ],
 )
-def test_losses_gradients_weights_and_buffers_are_those_of_blocks_that_keep_everything(ranks, world_size, kind, chosen):
-    for found in ranks(world_size).run(cases.equals_keeping, cases=named(chosen), kind=kind):
-        assert len(found) == len(chosen)
-        assert {name: difference < 1e-12 for name, difference in found.items()} == dict.fromkeys(found, True), found
+def test_every_plan_trains_as_one_process_in_which_blocks_keep_everything(ranks, world_size, activations, workloads):
+    """Losses, gradients, weights and buffers, with every kind of unit and mode; nothing is left on the host."""
+    given = {"activations": activations, "workloads": workloads}
+    for found in ranks(world_size).run(cases.differences_from_one_process, **given):
+        assert len(found) == 1 + 3 + 3 + 4 + 4
+        assert {name: difference for name, difference in found.items() if not difference < 1e-12} == {}
 
 
 def test_fits_in_bf16_mixed_are_those_of_blocks_that_keep_everything(ranks):
