@@ -25,7 +25,7 @@ from lightning_osdp.cost import Workload
 from lightning_osdp.scheduler import make_plan
 
 LINK = Link(latency_s=10e-6, seconds_per_byte=1 / 50e9)
-OVERHEAD = {"ZDP": UnitOverhead(fixed_s=60e-6), "DP": UnitOverhead(fixed_s=50e-6)}
+OVERHEAD = {"gather": UnitOverhead(fixed_s=10e-6), "flatten": UnitOverhead(fixed_s=40e-6)}
 WORLD_SIZE = 16
 SAMPLES = 2
 

@@ -211,7 +211,7 @@ def test_a_plan_is_made_or_refused(model, operator, data):
         all_gather=links[0],
         reduce_scatter=links[1],
         overlaps=draw(st.booleans()),
-        unit_overhead={"ZDP": UnitOverhead(fixed_s=draw(SECONDS))} if draw(st.booleans()) else {},
+        unit_overhead={"gather": UnitOverhead(fixed_s=draw(SECONDS))} if draw(st.booleans()) else {},
     )
     counts = st.sampled_from([-1, 0, 1, 2, 7, 64, 10**6, 2**62])
     try:

@@ -221,7 +221,7 @@ def test_the_paper_plans_with_sums(model, operator, cluster):
     profile = model(
         *(operator(f"m{i}", 100, forward_s_per_sample=2.0, activation_bytes_per_sample=7) for i in range(3))
     )
-    overhead = dict.fromkeys(("ZDP", "DP"), UnitOverhead(fixed_s=100.0))
+    overhead = {"flatten": UnitOverhead(fixed_s=100.0)}
     ring = dataclasses.replace(cluster(2, seconds_per_byte=0.02), overlaps=True, unit_overhead=overhead)
     for limit_bytes, kept in [(621, 0), (670, 0), (671, 1), (721, 2), (10**6, 3)]:
         found = plan(profile, ring, cost_model="paper", micro_batch_size=1, memory_limit_bytes=limit_bytes)

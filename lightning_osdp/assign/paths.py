@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from lightning_osdp.assign.additive import Additive
 from lightning_osdp.assign.setting import Setting
-from lightning_osdp.core.modes import MODES, ZDP, ShardingMode
+from lightning_osdp.core.modes import ZDP, ShardingMode
 
 _FILLER = 1e-9
 """Weight of a detour to a unit that is kept: it costs nothing now, and something in modes that free the unit."""
@@ -63,11 +63,8 @@ class Paths:
 
     def __init__(self, setting: Setting) -> None:
         self._setting, self._clock = setting, setting.clock
-        self._gather_s = self._clock.durations[ZDP].gather_s
-        self._reduce_s = self._clock.durations[ZDP].reduce_s
-        self._most_overhead_s = [
-            max(self._clock.overhead_s(unit, mode) for mode in MODES.values()) for unit in range(len(setting.units))
-        ]
+        self._gather_s = self._clock.durations.gather_s
+        self._reduce_s = self._clock.durations.reduce_s
         self._may_accumulate = any(mode.sync == "last" for options in setting.options for mode in options)
         self._flattened: dict[int, int] = {}  # unit -> number of its reduce-scatter
         self._gathered: list[int] = []  # units that are gathered whatever their mode
@@ -77,7 +74,7 @@ class Paths:
 
     def _walk(self) -> None:
         """What may be on a path, from the events of a micro-batch."""
-        durations = self._clock.durations[ZDP]
+        durations = self._clock.durations
         computed_s = gathered_s = 0.0
         ready_s: dict[int, float] = {}
         regathered: dict[int, int] = {}
@@ -103,7 +100,7 @@ class Paths:
                 computed_s += durations.backward_s[of]
             elif kind == "flatten":
                 self._flattened[of] = len(reduces_s)
-                overhead_s += self._most_overhead_s[of]
+                overhead_s += self._clock.overhead_s(of, ZDP) / self._clock.num_micro_batches  # the most of all modes
             elif kind == "reduce":
                 before_s.append(computed_s)
                 busy_s.append(computed_s + overhead_s)
@@ -137,7 +134,7 @@ class Paths:
         repeats = self._clock.num_micro_batches
         more_s = [0.0] * (len(self._constants_s) + 1)
         for unit, turn in self._flattened.items():
-            more_s[turn] += repeats * min(self._own_s(unit, mode) for mode in options[unit])
+            more_s[turn] += min(self._own_s(unit, mode) for mode in options[unit])
             reduces_s = self._reduce_s[unit] * min(mode.num_reduce_scatters(repeats) for mode in options[unit])
             more_s[0] += reduces_s
             more_s[turn + 1] -= reduces_s
@@ -156,8 +153,9 @@ class Paths:
         ]
 
     def _own_s(self, unit: int, mode: ShardingMode) -> float:
-        """Seconds of a micro-batch, before the unit's gradients are reduced, that depend on its mode alone."""
-        return self._clock.overhead_s(unit, mode) + self._clock.activations_s(unit, mode)
+        """Seconds of a step, before the unit's gradients are reduced, that depend on its mode alone."""
+        repeats = self._clock.num_micro_batches
+        return self._clock.overhead_s(unit, mode) + repeats * self._clock.activations_s(unit, mode)
 
     def _num_gathers(self, mode: ShardingMode) -> int:
         """How often a step gathers a unit that is not there, whether or not forward frees it."""
@@ -186,7 +184,7 @@ class Paths:
             turn, reduce_s = self._flattened[unit], self._reduce_s[unit]
             times_s.append(
                 {
-                    mode: (repeats * self._own_s(unit, mode) if turn <= path.turn else 0.0)
+                    mode: (self._own_s(unit, mode) if turn <= path.turn else 0.0)
                     + (mode.num_reduce_scatters(repeats) * reduce_s if turn >= path.turn else 0.0)
                     + gathered[unit] * self._num_gathers(mode) * self._gather_s[unit]
                     + (0.0 if mode.resident else freed_s[unit])

@@ -31,15 +31,20 @@ class Link:
         return steps * self.latency_s + steps / world_size * num_bytes * self.seconds_per_byte
 
 
+UNIT_PARTS = ("gather", "flatten", "reduce", "accumulate")
+"""What the runtime does for a unit beside collectives: for each all-gather (views, allocating and freeing); in each
+micro-batch (hooks, one tensor of all gradients); for each reduce-scatter; and where one is left out."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class UnitOverhead:
-    """What the runtime takes for one unit and micro-batch beside its collectives: affine in its gathered bytes."""
+    """What the runtime takes for one part of a unit's work, beside collectives: affine in its gathered bytes."""
 
     fixed_s: float = 0.0
     seconds_per_byte: float = 0.0
 
     def seconds(self, gathered_bytes: float) -> float:
-        """Seconds of one unit and micro-batch."""
+        """Seconds of this part, once."""
         return self.fixed_s + self.seconds_per_byte * gathered_bytes
 
 
@@ -52,7 +57,7 @@ class Cluster:
     all_gather: Link
     reduce_scatter: Link
     unit_overhead: Mapping[str, UnitOverhead] = field(default_factory=dict)
-    """Name of a sharding mode -> what the runtime takes for a unit in it; empty where it was not measured."""
+    """One of `UNIT_PARTS` -> what the runtime takes for it, each time; empty where it was not measured."""
     num_nodes: int = 1
     backend: str = ""
     """Name of the process group's backend, for reports."""

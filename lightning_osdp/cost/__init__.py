@@ -59,6 +59,7 @@ __all__ = [
     "exact_peak",
     "gather_s",
     "optimizer_s",
+    "overhead_cost",
     "overhead_s",
     "paper_memory",
     "reduce_s",

@@ -11,12 +11,26 @@ from lightning_osdp.cost.cost import Cost, Workload
 def overhead_cost(unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload) -> Cost:
     """Seconds of hooks, views and copies in one optimizer step, as measured on the cluster; none where it was not.
 
+    With G all-gathers and R reduce-scatters in K micro-batches:
+
+        t = G gather + K flatten + R reduce + (K - R) accumulate
+
     The paper has no such term. [Empirical, measured by `profiler.measure_unit_overhead` in every run.]
     """
-    return Cost(time_s=workload.num_micro_batches * overhead_s(unit, mode, cluster))
+    repeats = workload.num_micro_batches
+    num_reduces = mode.num_reduce_scatters(repeats)
+    counts = {
+        "gather": mode.num_all_gathers(len(unit.calls) + unit.num_reruns, repeats),
+        "flatten": repeats,
+        "reduce": num_reduces,
+        "accumulate": repeats - num_reduces,
+    }
+    return Cost(time_s=sum(count * overhead_s(unit, part, cluster) for part, count in counts.items()))
 
 
-def overhead_s(unit: UnitProfile, mode: ShardingMode, cluster: Cluster) -> float:
-    """The same of one micro-batch."""
-    overhead = cluster.unit_overhead.get(mode.name)
-    return 0.0 if overhead is None or not unit.operators else overhead.seconds(unit.gathered_bytes)
+def overhead_s(unit: UnitProfile, part: str, cluster: Cluster) -> float:
+    """Seconds of one part of `Cluster.unit_overhead`, once; one rank shards nothing."""
+    overhead = cluster.unit_overhead.get(part)
+    if overhead is None or not unit.operators or cluster.world_size == 1:
+        return 0.0
+    return overhead.seconds(unit.gathered_bytes)

@@ -7,10 +7,10 @@ from functools import cache
 from typing import NamedTuple
 
 from lightning_osdp.core.cluster import Cluster
-from lightning_osdp.core.modes import DP, MODES, ZDP, ShardingMode
+from lightning_osdp.core.modes import DP, ZDP, ShardingMode
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.cost import Workload, activations_s, copied_s, optimizer_s
+from lightning_osdp.cost import Workload, activations_s, copied_s, optimizer_s, overhead_cost
 from lightning_osdp.cost.schedule import MOST_SIMULATED, Event, events_of
 from lightning_osdp.simulation.step import durations_of
 from lightning_osdp.simulation.timeline import Durations, Timeline
@@ -48,11 +48,9 @@ class StepClock:
         backward_prefetch: str,
         forward_prefetch: bool,
     ) -> None:
-        self.cluster, self.num_micro_batches = cluster, workload.num_micro_batches
+        self.cluster, self.workload, self.num_micro_batches = cluster, workload, workload.num_micro_batches
         self.optimizer_s = optimizer_s(profile, cluster)
-        self.durations: dict[ShardingMode, Durations] = {
-            mode: durations_of(profile, units, [mode] * len(units), cluster, workload) for mode in MODES.values()
-        }
+        self.durations = durations_of(profile, units, cluster, workload)
         (freed,), (kept,) = (
             events_of(
                 profile,
@@ -70,9 +68,7 @@ class StepClock:
 
     def step(self, modes: Sequence[ShardingMode]) -> Step:
         """One optimizer step with these modes, one per unit."""
-        overhead_s = [self.overhead_s(unit, mode) for unit, mode in enumerate(modes)]
-        durations = self._with_activations(modes)._replace(overhead_s=overhead_s)
-        timeline = Timeline(durations, overlaps=self.cluster.overlaps)
+        timeline = Timeline(self._with_activations(modes), overlaps=self.cluster.overlaps)
         num_simulated = min(MOST_SIMULATED, self.num_micro_batches)
         for index in range(num_simulated):
             absent = [_absent(mode, is_first=index == 0, is_last=index == num_simulated - 1) for mode in modes]
@@ -81,7 +77,7 @@ class StepClock:
 
     def _with_activations(self, modes: Sequence[ShardingMode]) -> Durations:
         """Seconds of every event where blocks do with what they save as the modes say."""
-        durations = self.durations[ZDP]
+        durations = self.durations
         if all(mode.activations == "keep" for mode in modes):
             return durations
         forward_s, backward_s = list(durations.forward_s), list(durations.backward_s)
@@ -96,26 +92,32 @@ class StepClock:
         return activations_s(self.units[unit], mode, self.cluster, self.samples)
 
     def overhead_s(self, unit: int, mode: ShardingMode) -> float:
-        """Seconds that the runtime takes for a unit in a micro-batch."""
-        return self.durations[MODES[mode.name]].overhead_s[unit]
+        """Seconds of a step that the runtime takes for a unit."""
+        return overhead_cost(self.units[unit], mode, cluster=self.cluster, workload=self.workload).time_s
 
 
 @cache
 def _absent(mode: ShardingMode, *, is_first: bool, is_last: bool) -> frozenset[str]:
     """Classes of events that a unit in this mode does without in such a micro-batch.
 
-    ``freed``: those of a unit that is freed in forward, alone; ``gather``, ``free`` and ``reduce``: those of all units.
+    ``freed``: those of a unit that is freed in forward, alone; ``gather``, ``free``, ``reduce`` and, in its place,
+    ``accumulate``: those of all units.
     """
     classes = {"freed"} if mode.resident else set()
-    if mode.sync == "last" and not is_last:
-        classes |= {"reduce", "free"} if mode.resident else {"reduce"}
+    waits = mode.sync == "last" and not is_last
+    classes.add("reduce" if waits else "accumulate")
+    if waits and mode.resident:
+        classes.add("free")
     if mode.sync == "last" and mode.resident and not is_first:
         classes.add("gather")
     return frozenset(classes)
 
 
 def _classed(freed: Sequence[Event], kept: Sequence[Event]) -> list[tuple[Event, str | None]]:
-    """Events of freed units; those of kept ones are some of these, in the same order."""
+    """Events of freed units; those of kept ones are some of these, in the same order.
+
+    Each ``reduce`` is followed by the ``accumulate`` that may take its place.
+    """
     left = iter(kept)
     expected = next(left, None)
     classed: list[tuple[Event, str | None]] = []
@@ -123,6 +125,8 @@ def _classed(freed: Sequence[Event], kept: Sequence[Event]) -> list[tuple[Event,
         if event == expected:
             classed.append((event, event.kind if event.kind in {"gather", "free", "reduce"} else None))
             expected = next(left, None)
+            if event.kind == "reduce":
+                classed.append((Event("accumulate", event.of), "accumulate"))
         else:
             classed.append((event, "freed"))
     return classed

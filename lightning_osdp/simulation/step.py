@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_osdp.core.blocks import with_activations
-from lightning_osdp.core.cluster import Cluster
+from lightning_osdp.core.cluster import UNIT_PARTS, Cluster
 from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile
@@ -91,7 +91,7 @@ def simulate_step(
         backward_prefetch=backward_prefetch,
         forward_prefetch=forward_prefetch,
     )
-    durations = durations_of(profile, units, modes, cluster, workload)
+    durations = durations_of(profile, units, cluster, workload)
     timeline = Timeline(durations, overlaps=cluster.overlaps, keeps_intervals=True)
     moments: list[tuple[float, Moment]] = []
 
@@ -118,8 +118,8 @@ def simulate_step(
     return StepEstimate(
         time_s=timeline.total_s(repeats) + update_s,
         compute_s=repeats * (sum(durations.forward_s) + sum(durations.backward_s)) + update_s,
-        communication_s=_communication_s(simulated, durations, repeats),
-        overhead_s=repeats * sum(durations.overhead_s),
+        communication_s=_total_s(simulated, {"gather": durations.gather_s, "reduce": durations.reduce_s}, repeats),
+        overhead_s=_total_s(simulated, durations.overhead_s, repeats),
         peak=PeakMemory.of(max((moment for _, moment in moments), key=lambda moment: moment.num_bytes)),
         evaluation_bytes=math.ceil(
             evaluation_peak(profile, units, modes, world_size=cluster.world_size, num_samples=workload.micro_batch_size)
@@ -151,7 +151,6 @@ def in_modes(profile: ModelProfile, units: Sequence[UnitProfile], modes: Sequenc
 def durations_of(
     profile: ModelProfile,
     units: Sequence[UnitProfile],
-    modes: Sequence[ShardingMode],
     cluster: Cluster,
     workload: Workload,
 ) -> Durations:
@@ -165,13 +164,14 @@ def durations_of(
         backward_s=[segment.backward_s.at(samples) + s for segment, s in zip(profile.segments, copies_s, strict=True)],
         gather_s=[gather_s(unit, cluster) for unit in units],
         reduce_s=[reduce_s(unit, cluster) for unit in units],
-        overhead_s=[overhead_s(unit, mode, cluster) for unit, mode in zip(units, modes, strict=True)],
+        overhead_s={part: [overhead_s(unit, part, cluster) for unit in units] for part in UNIT_PARTS},
     )
 
 
-def _communication_s(simulated: Sequence[Sequence[Event]], durations: Durations, num_micro_batches: int) -> float:
-    """Seconds of all collectives of a step."""
-    seconds = {"gather": durations.gather_s, "reduce": durations.reduce_s}
+def _total_s(
+    simulated: Sequence[Sequence[Event]], seconds: Mapping[str, Sequence[float]], num_micro_batches: int
+) -> float:
+    """Seconds of all events of a step that are of these kinds."""
     each_s = [sum(seconds[kind][of] for kind, of in events if kind in seconds) for events in simulated]
     num_more = num_micro_batches - len(each_s)
     return sum(each_s) + (num_more * each_s[1] if num_more else 0.0)

@@ -15,7 +15,7 @@ References:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from lightning_osdp.cost.schedule import Event
@@ -43,8 +43,9 @@ class Durations(NamedTuple):
     backward_s: Sequence[float]
     gather_s: Sequence[float]
     reduce_s: Sequence[float]
-    overhead_s: Sequence[float]
-    """What the runtime takes for a unit in a micro-batch; it is charged where gradients are flattened."""
+    overhead_s: Mapping[str, Sequence[float]]
+    """Part of `Cluster.unit_overhead` -> what the runtime takes for it, by unit. It keeps the device from computing;
+    that of gathers is charged where the unit's gradients are flattened."""
 
 
 class Timeline:
@@ -66,6 +67,7 @@ class Timeline:
         self.stalls_s: dict[int, float] = {}
         """Unit -> seconds for which computing waited for its latest gather: that of backward, once that is over."""
         self._ready_s: dict[int, float] = {}
+        self._due_s: dict[int, float] = {}  # overhead that is still to be charged
         self._freed_s: deque[float] = deque()
 
     @property
@@ -82,6 +84,7 @@ class Timeline:
             if len(self._freed_s) >= GATHERS_IN_FLIGHT:
                 may_start_s = self._freed_s.popleft()
             self._ready_s[of] = self._communicate(event, micro_batch, durations.gather_s[of], may_start_s)
+            self._due_s[of] = self._due_s.get(of, 0.0) + durations.overhead_s["gather"][of]
         elif kind == "await":
             start_s = self.compute_s
             self.compute_s = max(start_s, self._ready_s.get(of, 0.0))
@@ -91,10 +94,13 @@ class Timeline:
         elif kind == "backward":
             self._compute(event, micro_batch, durations.backward_s[of])
         elif kind == "flatten":
-            self._compute(event, micro_batch, durations.overhead_s[of])
+            self._compute(event, micro_batch, self._due_s.pop(of, 0.0) + durations.overhead_s["flatten"][of])
         elif kind == "free":
             self._freed_s.append(self.compute_s)
+        elif kind == "accumulate":
+            self._compute(event, micro_batch, durations.overhead_s["accumulate"][of])
         elif kind == "reduce":
+            self._compute(event, micro_batch, durations.overhead_s["reduce"][of])
             self._communicate(event, micro_batch, durations.reduce_s[of], self.compute_s)
 
     def read_all(self, events: Iterable[Event], micro_batch: int = 0) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_osdp.assign import Setting, assign_modes, bound_later_s
 from lightning_osdp.assign.paths import Paths
-from lightning_osdp.core.cluster import Cluster, Link, UnitOverhead
+from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, Link, UnitOverhead
 from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload
@@ -43,7 +43,7 @@ def overlapped(draw, most=7):
         world_size=draw(st.sampled_from([2, 3, 8])),
         all_gather=draw(link),
         reduce_scatter=draw(link),
-        unit_overhead=draw(st.fixed_dictionaries({"ZDP": overhead, "DP": overhead}) | st.just({})),
+        unit_overhead=draw(st.fixed_dictionaries(dict.fromkeys(UNIT_PARTS, overhead)) | st.just({})),
         overlaps=True,
     )
     return operators, {
@@ -162,10 +162,7 @@ def test_where_no_plan_below_the_wanted_time_is_possible_modes_are_not_improved(
     assigned = assign_modes(found, limit_bytes=10**6, worth_s=70.0)
     assert (assigned.step_time_s, assigned.bound_s) == (74.0, 74.0)
     with_overhead = dataclasses.replace(
-        found,
-        cluster=dataclasses.replace(
-            found.cluster, unit_overhead={"ZDP": UnitOverhead(fixed_s=1.0), "DP": UnitOverhead(fixed_s=0.0)}
-        ),
+        found, cluster=dataclasses.replace(found.cluster, unit_overhead={"gather": UnitOverhead(fixed_s=1.0)})
     )
     assert assign_modes(with_overhead, limit_bytes=10**6, worth_s=math.inf).modes == (DP,) * 9
 

@@ -91,7 +91,7 @@ def test_nothing_is_shared_that_saves_no_time():
     given = setting(blocks(), link=FREE)
     fastest = given.additive.fastest_modes
     assert share_units(given, fastest, limit_bytes=math.inf) == (given, fastest)
-    overhead = dict.fromkeys(("ZDP", "DP"), UnitOverhead(fixed_s=1e-3))
+    overhead = {"flatten": UnitOverhead(fixed_s=1e-3)}
     costly = setting(blocks(), link=FREE, overhead=overhead)
     assert len(share_units(costly, costly.additive.fastest_modes, limit_bytes=math.inf)[0].units) == 7
 
@@ -152,7 +152,7 @@ def test_where_communication_overlaps_sharing_is_judged_by_the_simulated_step():
     # all latency but that of the ends is hidden behind computing: nothing to save by sharing, and units to lose
     assert share_units(overlapping, modes, limit_bytes=math.inf)[0] is overlapping
     assert len(share_units(blocking, modes, limit_bytes=math.inf)[0].units) < len(given.units)
-    overhead = dict.fromkeys(("ZDP", "DP"), UnitOverhead(fixed_s=1e-3))
+    overhead = {"flatten": UnitOverhead(fixed_s=1e-3)}
     costly = dataclasses.replace(overlapping, cluster=dataclasses.replace(overlapping.cluster, unit_overhead=overhead))
     shared, shared_modes = share_units(costly, modes, limit_bytes=math.inf)
     assert shared.step_time_s(shared_modes) < costly.step_time_s(modes)

@@ -3,6 +3,8 @@
 import pytest
 from wrap_cases import measured_cluster
 
+from lightning_osdp.core.cluster import UNIT_PARTS
+
 pytestmark = pytest.mark.distributed
 
 
@@ -11,6 +13,7 @@ def test_all_ranks_see_the_same_cluster_and_its_links_take_time(ranks, available
     world_size = len(available_bytes)
     first, *others = ranks(world_size).run(measured_cluster, available_bytes=available_bytes)
     assert others == [first] * (world_size - 1)
+    assert set(first.unit_overhead) == set(UNIT_PARTS)
     assert first.world_size == world_size
     assert first.backend == "gloo"
     assert first.num_nodes == 1

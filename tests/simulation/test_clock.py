@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_osdp.assign import Setting
 from lightning_osdp.core.affine import Affine
-from lightning_osdp.core.cluster import Cluster, Link, UnitOverhead
+from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, Link, UnitOverhead
 from lightning_osdp.core.modes import ALL_MODES, DP, MODES, ZDP
 from lightning_osdp.core.profile import OptimizerProfile, Segment
 from lightning_osdp.core.units import partition
@@ -56,7 +56,7 @@ def surroundings(draw, **fixed):
         "world_size": draw(st.sampled_from([1, 2, 3, 8])),
         "all_gather": draw(LINKS),
         "reduce_scatter": draw(LINKS),
-        "unit_overhead": draw(st.fixed_dictionaries({"ZDP": overhead, "DP": overhead}) | st.just({})),
+        "unit_overhead": draw(st.fixed_dictionaries(dict.fromkeys(UNIT_PARTS, overhead)) | st.just({})),
         "reduce_scatter_copies": draw(st.booleans()),
         "overlaps": draw(st.booleans()),
     }

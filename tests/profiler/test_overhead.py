@@ -1,0 +1,53 @@
+"""What the runtime takes for a unit: parts of what was measured, and which collectives were in it."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.testbed.groups import fake_group
+from lightning_osdp.core.cluster import UNIT_PARTS
+from lightning_osdp.profiler import overhead
+from lightning_osdp.profiler.overhead import parts_s
+
+SECONDS = st.floats(0.0, 10.0)
+
+
+@given(SECONDS, SECONDS, SECONDS, SECONDS)
+def test_parts_explain_what_was_measured(gather_s, flatten_s, reduce_s, accumulate_s):
+    dp_s = gather_s + flatten_s + reduce_s
+    held_s = min(flatten_s + accumulate_s, dp_s)
+    found = parts_s(gather_s + dp_s, dp_s, held_s)
+    assert found["gather"] == pytest.approx(gather_s)
+    assert found["gather"] + found["flatten"] + found["reduce"] == pytest.approx(dp_s)
+    assert found["flatten"] + found["accumulate"] == pytest.approx(held_s)
+
+
+@given(SECONDS, SECONDS, SECONDS)
+def test_no_part_is_negative_and_zdp_is_as_measured(zdp_s, dp_s, held_s):
+    found = parts_s(zdp_s, dp_s, held_s)
+    assert set(found) == set(UNIT_PARTS)
+    assert min(found.values()) >= 0
+    assert 2 * found["gather"] + found["flatten"] + found["reduce"] == pytest.approx(zdp_s)
+
+
+def test_units_that_hold_what_they_have_gathered_communicate_nothing(monkeypatch):
+    counts = Counter()
+    for kind in ("all_gather", "reduce_scatter_single", "reduce_scatter_tensor"):
+        if hasattr(dist, kind):
+            collective = getattr(dist, kind)
+
+            def counted(*args, kind=kind, collective=collective, **kwargs):
+                counts[kind.removesuffix("_single").removesuffix("_tensor")] += 1
+                return collective(*args, **kwargs)
+
+            monkeypatch.setattr(dist, kind, counted)
+    num_units, num_runs = 2, overhead._REPEATS + 1
+    with fake_group(2):
+        found = overhead._chain_s(8, num_units, torch.device("cpu"))
+    assert set(found) == {"ZDP", "DP", "held"}
+    # ZDP twice a run, DP once, and once for all runs that follow
+    assert counts == {"all_gather": num_units * (3 * num_runs + 1), "reduce_scatter": num_units * 2 * num_runs}
