@@ -62,8 +62,13 @@ def section(cases: Sequence[Case]) -> Section:
 
 def measure(case: Case) -> dict[str, Any]:
     """What FSDP needs, counted; steps of all that take part, interleaved; and their peaks, counted."""
-    size = {"world_size": case.num_ranks, "micro_batch_size": case.micro_batch_size}
-    plain = fsdp_plan(build(case.model), by_operator=False, recomputes=False, **size)
+    plain = fsdp_plan(
+        build(case.model),
+        world_size=case.num_ranks,
+        micro_batch_size=case.micro_batch_size,
+        by_operator=False,
+        recomputes=False,
+    )
     needed_bytes = _counted_bytes(case.model, plain)
     arguments = {
         "model": case.model,

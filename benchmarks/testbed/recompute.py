@@ -86,8 +86,10 @@ def build(name: str) -> Family:
         return MODELS[name]()
 
 
-def fsdp_plan(module: Family, *, world_size: int, micro_batch_size: int, by_operator: bool, recomputes: bool) -> Plan:
-    """FSDP with all units sharded, as a plan.
+def fsdp_plan(
+    module: Family, *, world_size: int, micro_batch_size: int, by_operator: bool, recomputes: bool, mode: str = "ZDP"
+) -> Plan:
+    """FSDP with all units in one mode, as a plan.
 
     Args:
         module: the model.
@@ -95,10 +97,11 @@ def fsdp_plan(module: Family, *, world_size: int, micro_batch_size: int, by_oper
         micro_batch_size: samples.
         by_operator: whether every Linear is a unit, as the paper's baseline has it, or every block.
         recomputes: whether blocks are checkpointed, inside of their units or around the units inside.
+        mode: ``"ZDP"`` for FULL_SHARD, ``"DP"`` for SHARD_GRAD_OP.
     """
     kind = nn.Linear if by_operator else Block
     names = [name for name, child in module.named_modules() if isinstance(child, kind)]
-    plan = plan_of(module, dict.fromkeys(names, "ZDP"), world_size=world_size, micro_batch_size=micro_batch_size)
+    plan = plan_of(module, dict.fromkeys(names, mode), world_size=world_size, micro_batch_size=micro_batch_size)
     blocks = [name for name, child in module.named_modules() if isinstance(child, Block)] if recomputes else []
     return replace(plan, blocks=tuple(plans.Block(name=name, activations="recompute") for name in blocks))
 
