@@ -4,6 +4,7 @@ import dataclasses
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,9 +15,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cases import largest_difference, plan_for, trainer, without_measuring
 from models import GPT, Block
 
-from lightning_osdp import OSDPStrategy
+from benchmarks.testbed.plans import plan_of
+from lightning_osdp import OSDPStrategy, SearchSpace
 from lightning_osdp.apply.activations import block_forwards
+from lightning_osdp.apply.reentrant import Reentrant
+from lightning_osdp.core.modes import ACTIVATION_CHOICES
 from lightning_osdp.core.plan import Block as PlannedBlock
+from lightning_osdp.errors import InfeasibleError
 
 
 class DroppingGPT(GPT):
@@ -51,10 +56,14 @@ def in_precision(precision):
     found = {}
     for activations in ("recompute", "offload", "recompute_offload"):
         state, ours, _ = fitted(OSDPStrategy(plan=plan_with(activations)), precision=precision)
-        found[activations] = max(
-            largest_difference(state, kept), *(abs(a - b) for a, b in zip(ours, losses, strict=True))
-        )
+        found[activations] = largest_of(state, ours, kept, losses)
     return found
+
+
+def largest_of(state, losses, expected, expected_losses):
+    """Largest difference of weights and losses."""
+    differences = (abs(a - b) for a, b in zip(losses, expected_losses, strict=True))
+    return max(largest_difference(state, expected), *differences)
 
 
 def _is_block(module, recurse, nonwrapped_numel):
@@ -84,4 +93,59 @@ def by_policy():
             for forward in block_forwards(fit.lightning_module)
         }
         found[name] = planned, executed, largest_difference(state, expected)
+    return found
+
+
+class LongGPT(GPT):
+    """minGPT that saves far more than it has parameters, and more at the borders of blocks than inside one of them."""
+
+    def __init__(self, optimizer="sgd"):
+        super().__init__(optimizer, width=16, layers=8, length=256)
+
+    def loader(self, rank, world_size):
+        return super().loader(rank, world_size, batch_size=1)
+
+
+@without_measuring
+def saving_too_much(limit_bytes):
+    """Errors of fits in which blocks may only keep, or recompute, what they save; a fit in which they may offload it.
+
+    Of that: its plan, counted peaks on the device and on the host, and how it differs from a fit without a limit.
+    """
+    errors = []
+    for offered in (("keep",), ("keep", "recompute")):
+        space = SearchSpace(activations=offered)
+        try:
+            fitted(OSDPStrategy(memory_limit=limit_bytes, search_space=space), kind=LongGPT)
+        except InfeasibleError as error:
+            errors.append(str(error))
+    keeping = plan_of(LongGPT(), {}, world_size=dist.get_world_size(), micro_batch_size=1)
+    kept, losses, _ = fitted(OSDPStrategy(plan=keeping), kind=LongGPT)
+    strategy = OSDPStrategy(memory_limit=limit_bytes, search_space=SearchSpace(activations=ACTIVATION_CHOICES))
+    state, ours, fit = fitted(strategy, kind=LongGPT)
+    memory = next(block_forwards(fit.lightning_module)).memory
+    peaks = fit.callbacks[0].measured.peak_bytes, memory.peak_bytes
+    return errors, strategy.plan, *peaks, largest_of(state, ours, kept, losses)
+
+
+@without_measuring
+def transformers_gpt2(limit_bytes):
+    """GPT-2 of transformers in little memory: its plan, the counted peak, and how it differs from keeping everything.
+
+    Then the same difference where its blocks recompute and offload, and how many of their calls took fairscale's form.
+    """
+    from hf_models import LongGPT2
+
+    blocks = [f"model.transformer.h.{index}" for index in range(LongGPT2.num_layers)]
+    modes = dict.fromkeys(blocks, "ZDP")
+    keeping = plan_of(LongGPT2(), modes, world_size=dist.get_world_size(), micro_batch_size=4)
+    kept, losses, _ = fitted(OSDPStrategy(plan=keeping), kind=LongGPT2)
+    planned = [PlannedBlock(name=name, activations="recompute_offload") for name in blocks]
+    moved = dataclasses.replace(keeping, blocks=tuple(planned))
+    space, found = SearchSpace(slices=(1,)), []
+    for strategy in (OSDPStrategy(memory_limit=limit_bytes, search_space=space), OSDPStrategy(plan=moved)):
+        with mock.patch.object(Reentrant, "__call__", autospec=True, side_effect=Reentrant.__call__) as reentrant:
+            state, ours, fit = fitted(strategy, kind=LongGPT2)
+        difference = largest_of(state, ours, kept, losses)
+        found.append((strategy.plan, fit.callbacks[0].measured.peak_bytes, difference, reentrant.call_count))
     return found

@@ -15,7 +15,7 @@ VOCABULARY, LENGTH = 64, 6
 class HuggingFace(Base):
     """Any of its models: the batch is (inputs, labels), and forward returns the loss."""
 
-    inputs = "input_ids"
+    inputs, length = "input_ids", LENGTH
 
     def __init__(self, optimizer="adamw"):
         super().__init__(optimizer)
@@ -27,7 +27,7 @@ class HuggingFace(Base):
 
     def dataset(self):
         generator = torch.Generator().manual_seed(1)
-        tokens = torch.randint(0, VOCABULARY, (NUM_SAMPLES, LENGTH), generator=generator)
+        tokens = torch.randint(0, VOCABULARY, (NUM_SAMPLES, self.length), generator=generator)
         return TensorDataset(tokens, (tokens * 3 + 1) % VOCABULARY)
 
 
@@ -38,6 +38,19 @@ class GPT2(HuggingFace):
         config = transformers.GPT2Config(
             vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2,
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+        )  # fmt: skip
+        return transformers.GPT2LMHeadModel(config)
+
+
+class LongGPT2(GPT2):
+    """Saves more than it has parameters; with dropout. Not among the models that all plans are tried on."""
+
+    num_layers, length = 4, 48
+
+    def build(self):
+        config = transformers.GPT2Config(
+            vocab_size=VOCABULARY, n_positions=self.length, n_embd=32, n_layer=self.num_layers, n_head=2,
+            use_cache=False,
         )  # fmt: skip
         return transformers.GPT2LMHeadModel(config)
 

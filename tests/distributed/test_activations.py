@@ -1,5 +1,7 @@
 """Plans whose blocks recompute or offload what they save: trained as where blocks keep it, gathered as predicted."""
 
+from importlib.util import find_spec
+
 import activation_cases as cases
 import activation_fits as fits
 import pytest
@@ -42,3 +44,39 @@ def test_what_lightnings_policy_names_recomputes_and_is_planned_so(ranks):
         "given": ({}, blocks),
     }
     assert max(difference for *_, difference in found.values()) < 1e-6
+
+
+def test_a_model_whose_activations_exceed_the_limit_trains_where_they_may_be_offloaded(ranks):
+    """One sample is all that a micro-batch has; on CPU what is offloaded is counted apart from the peak."""
+    limit_bytes = 560 * 2**10
+    for errors, plan, peak_bytes, host_bytes, difference in ranks(2).run(fits.saving_too_much, limit_bytes=limit_bytes):
+        keeping, recomputing = errors
+        assert "a micro-batch of 1 on 2 ranks needs at least" in keeping
+        assert keeping.endswith(
+            "Activations dominate; have blocks recompute or offload them:"
+            " SearchSpace(activations=('keep', 'recompute', 'offload'))."
+        )
+        assert recomputing.endswith(
+            "Activations dominate; have blocks offload them: SearchSpace(activations=('keep', 'recompute', 'offload'))."
+        )
+        assert plan.micro_batch_size == 1
+        assert {block.activations for block in plan.blocks} & {"offload", "recompute_offload"}
+        assert peak_bytes == pytest.approx(plan.peak_bytes, rel=0.02)
+        assert peak_bytes <= limit_bytes < host_bytes
+        assert difference < 1e-6
+
+
+@pytest.mark.skipif(
+    find_spec("transformers") is None, reason="needs transformers: python -m pip install --group models"
+)
+def test_gpt2_of_transformers_recomputes_where_memory_is_short(ranks):
+    limit_bytes = 2560 * 2**10
+    for (plan, peak_bytes, difference, _), (_, _, moved_difference, num_reentrant) in ranks(2).run(
+        fits.transformers_gpt2, limit_bytes=limit_bytes
+    ):
+        assert {block.activations for block in plan.blocks} == {"recompute"}
+        assert peak_bytes == pytest.approx(plan.peak_bytes, rel=0.02)
+        assert peak_bytes <= limit_bytes
+        assert difference < 1e-6
+        assert moved_difference < 1e-6
+        assert num_reentrant == 4 * 4  # each block, but for the first step
