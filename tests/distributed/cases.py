@@ -42,10 +42,12 @@ _profiles = {}
 
 
 def profile_of(module):
-    """Of one of this folder's models, profiled once: its class, optimizer and dtype say all of it."""
+    """Of one of this folder's models, profiled once and by rank 0: its class, optimizer and dtype say all of it."""
     key = type(module), module.optimizer_name, next(module.parameters()).dtype
     if key not in _profiles:
-        _profiles[key] = profile_model(module, next(iter(module.loader(0, 1))))
+        found = [profile_model(module, next(iter(module.loader(0, 1)))) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(found)
+        _profiles[key] = found[0]
     return _profiles[key]
 
 
@@ -114,26 +116,27 @@ def largest_difference(found, expected):
 
 
 def equivalence(name, optimizer, dtype, modes, num_micro_batches=1, clip=None, shares=False):
-    """Differences of OSDP's weights after five steps from DDP's and from one process's (rank 0 only)."""
-    world_size = dist.get_world_size()
+    """Differences of weights after five steps from DDP's and from one process's, for each of these modes (rank 0)."""
+    world_size, found = dist.get_world_size(), {}
     space = dataclasses.replace(EVERYTHING, share_units=shares)
-    plan = plan_for(
-        build(name, optimizer, dtype), modes, world_size=world_size, num_micro_batches=num_micro_batches, space=space
-    )
     options = {"accumulate_grad_batches": num_micro_batches, "gradient_clip_val": clip}
-    osdp, _, fit = trained(OSDPStrategy(plan=plan), name, optimizer, dtype, **options)
     ddp, _, _ = trained(DDPStrategy(process_group_backend="gloo"), name, optimizer, dtype, **options)
-    if dist.get_rank() != 0:
-        return None
-    plain = reference(name, optimizer, dtype, world_size=world_size, num_micro_batches=num_micro_batches, clip=clip)
-    start = build(name, optimizer, dtype).state_dict()
-    return {
-        "ddp": largest_difference(osdp, ddp),
-        "plain": largest_difference(osdp, plain),
-        "moved": largest_difference(plain, {key: start[key] for key in plain}),
-        "modes": sorted({unit.modes[0] for unit in fit.strategy.plan.units if unit.name}),
-        "units": [unit.name for unit in fit.strategy.plan.units],
-    }
+    start = build(name, optimizer, dtype)
+    if dist.get_rank() == 0:
+        plain = reference(name, optimizer, dtype, world_size=world_size, num_micro_batches=num_micro_batches, clip=clip)
+        moved = largest_difference(plain, {key: start.state_dict()[key] for key in plain})
+    for each in modes:
+        plan = plan_for(start, each, world_size=world_size, num_micro_batches=num_micro_batches, space=space)
+        osdp, _, fit = trained(OSDPStrategy(plan=plan), name, optimizer, dtype, **options)
+        if dist.get_rank() == 0:
+            found[each] = {
+                "ddp": largest_difference(osdp, ddp),
+                "plain": largest_difference(osdp, plain),
+                "moved": moved,
+                "modes": sorted({unit.modes[0] for unit in fit.strategy.plan.units if unit.name}),
+                "units": [unit.name for unit in fit.strategy.plan.units],
+            }
+    return found
 
 
 def predicted_and_counted_peak(name, optimizer, modes, num_micro_batches=1, prefetch="pre"):

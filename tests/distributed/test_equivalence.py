@@ -13,34 +13,32 @@ TOLERANCES = [("adamw", "float64", 1e-9), ("sgd", "float32", 1e-6), ("adamw", "f
 
 
 @pytest.mark.parametrize(("optimizer", "dtype", "tolerance"), TOLERANCES)
-@pytest.mark.parametrize("modes", MODES)
 @pytest.mark.parametrize("name", ["gpt", "odd_mlp", "tied_gpt"])
-def test_five_steps_equal_ddp_and_one_process(ranks, name, modes, optimizer, dtype, tolerance):
-    found = ranks(2).run(equivalence, name=name, optimizer=optimizer, dtype=dtype, modes=modes)[0]
-    assert found["modes"] == MODES[modes]
-    assert len(found["units"]) > 4
-    assert found["moved"] > 100 * tolerance
-    assert found["ddp"] < tolerance
-    assert found["plain"] < tolerance
+def test_five_steps_equal_ddp_and_one_process(ranks, name, optimizer, dtype, tolerance):
+    differences = ranks(2).run(equivalence, name=name, optimizer=optimizer, dtype=dtype, modes=[*MODES])[0]
+    assert {each: found["modes"] for each, found in differences.items()} == MODES
+    for each, found in differences.items():
+        assert len(found["units"]) > 4, each
+        assert found["moved"] > 100 * tolerance, each
+        assert found["ddp"] < tolerance, each
+        assert found["plain"] < tolerance, each
+
+
+def mixed(ranks, world_size, **options):
+    return ranks(world_size).run(equivalence, modes=["mixed"], **options)[0]["mixed"]
 
 
 @pytest.mark.parametrize("name", ["gpt", "odd_mlp", "tied_gpt"])
 def test_five_steps_equal_on_four_ranks(ranks, name):
-    found = ranks(4).run(equivalence, name=name, optimizer="adamw", dtype="float64", modes="mixed")[0]
+    found = mixed(ranks, 4, name=name, optimizer="adamw", dtype="float64")
     assert found["ddp"] < 1e-9
     assert found["plain"] < 1e-9
 
 
 @pytest.mark.parametrize(("world_size", "num_micro_batches"), [(2, 3), (4, 2)])
 def test_accumulated_micro_batches_equal_ddp_and_one_process(ranks, world_size, num_micro_batches):
-    found = ranks(world_size).run(
-        equivalence,
-        name="gpt",
-        optimizer="adamw",
-        dtype="float64",
-        modes="mixed",
-        num_micro_batches=num_micro_batches,
-    )[0]
+    options = {"name": "gpt", "optimizer": "adamw", "dtype": "float64", "num_micro_batches": num_micro_batches}
+    found = mixed(ranks, world_size, **options)
     assert found["ddp"] < 1e-9
     assert found["plain"] < 1e-9
 
@@ -48,16 +46,14 @@ def test_accumulated_micro_batches_equal_ddp_and_one_process(ranks, world_size, 
 @both_sizes
 @pytest.mark.parametrize("name", ["gpt", "odd_mlp"])
 def test_gradients_clipped_by_norm_equal_one_process(ranks, name, world_size):
-    found = ranks(world_size).run(equivalence, name=name, optimizer="sgd", dtype="float64", modes="mixed", clip=0.05)[0]
+    found = mixed(ranks, world_size, name=name, optimizer="sgd", dtype="float64", clip=0.05)
     assert found["plain"] < 1e-7  # clip_grad_norm_ adds 1e-6 to the norm, as torch does
     assert found["ddp"] < 1e-7
 
 
 @both_sizes
 def test_blocks_that_share_a_unit_equal_ddp_and_one_process(ranks, world_size):
-    found = ranks(world_size).run(
-        equivalence, name="gpt", optimizer="adamw", dtype="float64", modes="mixed", shares=True
-    )[0]
+    found = mixed(ranks, world_size, name="gpt", optimizer="adamw", dtype="float64", shares=True)
     assert found["units"] == ["", "tokens", "blocks.0", "blocks.1", "norm", "head"]
     assert found["modes"] == ["DP", "ZDP"]
     assert found["ddp"] < 1e-9
