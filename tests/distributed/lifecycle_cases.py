@@ -41,7 +41,7 @@ from lightning_osdp import OSDPStrategy
 
 EPOCHS = {"max_steps": -1, "max_epochs": 3, "limit_train_batches": 3, "limit_val_batches": 2}
 FEATURES = {
-    "fit, validate, test, predict in all 24 orders": in_orders,
+    "fit, validate, test, predict: each after any of the others": in_orders,
     "fit again": lambda make: stages(make, ["fit"], ["fit", "validate"]),
     "one module on several Trainers": on_other_trainers,
     "validate without fit": lambda make: stages(make, ["validate"]),
