@@ -17,7 +17,12 @@ from lightning_osdp.strategy.termination import SigtermWatch
 
 ECHO = RuntimeError("Connection closed by peer")
 WAIT_S = 60
-"""Longest that a test waits for a thread that looks every half second."""
+"""Longest that a test waits for a thread that looks when it is time."""
+
+
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch):
+    monkeypatch.setattr(failure, "POLL_S", 0.05)
 
 
 @pytest.fixture
@@ -126,15 +131,16 @@ def test_a_rank_that_keeps_another_waiting_is_named(watching):
 
 
 def test_ranks_that_all_work_by_themselves_do_not_stall(watching, monkeypatch):
-    monkeypatch.setattr(failure, "SILENCE_S", 1.5)
+    monkeypatch.setattr(failure, "SILENCE_S", 1.0)
     store = dist.HashStore()
     both = [watching(store, rank, num_collectives=lambda: 5, stall_s=0.1) for rank in range(2)]
-    assert not both[0]._knows.wait(3)
+    assert not both[0]._knows.wait(2)
     assert not both[1]._knows.is_set()
 
 
 def test_a_rank_that_ends_without_a_word_is_named(watching, monkeypatch):
-    monkeypatch.setattr(failure, "SILENCE_S", 1.5)
+    monkeypatch.setattr(failure, "SILENCE_S", 1.0)
+    monkeypatch.setattr(failure, "LINGER_S", 0.2)  # nobody is left to learn of it
     store = dist.HashStore()
     survivor = watching(store, 0)
     Heartbeats(store, "lightning_osdp/run", rank=1, world_size=2, num_collectives=int).beat()
@@ -142,7 +148,8 @@ def test_a_rank_that_ends_without_a_word_is_named(watching, monkeypatch):
 
 
 def test_a_rank_that_is_done_is_not_taken_for_dead(watching, monkeypatch):
-    monkeypatch.setattr(failure, "SILENCE_S", 1.5)
+    monkeypatch.setattr(failure, "SILENCE_S", 1.0)
+    monkeypatch.setattr(failure, "LINGER_S", 0.2)
     store = dist.HashStore()
     first, second = watching(store, 0), watching(store, 1)
     second.stop()
@@ -164,7 +171,7 @@ def test_a_store_that_ends_when_rank_0_is_done_is_no_failure(watching):
     second = watching(store, 1)
     second._thread.join(WAIT_S)
     second._store = GoneStore()
-    assert not second._knows.wait(2)
+    assert not second._knows.wait(0.5)
 
 
 def test_all_ranks_learn_of_a_sigterm_to_one(watching):
