@@ -20,7 +20,7 @@ from lightning_osdp import OSDPStrategy
 
 Place = Literal["setup", "training_step", "validation_step"]
 Fault = Literal["raise", "kill", "stall", "none"]
-WIDTH = 16
+WIDTH, BATCH_SIZE = 16, 2
 
 
 def _raise() -> None:
@@ -69,8 +69,8 @@ class Model(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Ten batches."""
-        return DataLoader(TensorDataset(torch.randn(80, WIDTH)), batch_size=2)
+        """Forty batches."""
+        return DataLoader(TensorDataset(torch.randn(80, WIDTH)), batch_size=BATCH_SIZE)
 
     val_dataloader = train_dataloader
 

@@ -24,6 +24,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+# run as a script, Python looks for modules beside this file only
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.faulty import BATCH_SIZE, Model
+from benchmarks.testbed.plans import plan_of
+
 SCRIPT = Path(__file__).with_name("faulty.py")
 Launcher = Literal["popen", "spawn", "torchrun"]
 STALL_S = 30.0
@@ -141,11 +147,13 @@ def _wait(condition: Callable[[], bool], longest_s: float) -> None:
 
 def make_plan(folder: Path) -> Path:
     """A plan for all cases of two ranks, so that none of them profiles."""
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run(
-        [sys.executable, str(SCRIPT), str(folder), "--max_steps", "1"], check=True, env=environment, capture_output=True
+    module = Model(folder, "training_step", "none", rank=1)
+    plan = plan_of(
+        module, {"layers.0": "ZDP", "layers.2": "DP"}, world_size=Case.num_ranks, micro_batch_size=BATCH_SIZE
     )
-    return folder / "osdp_plan.json"
+    path = folder / "osdp_plan.json"
+    plan.save(path)
+    return path
 
 
 def main(
