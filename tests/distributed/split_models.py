@@ -26,12 +26,12 @@ class Block(nn.Module):
 
 
 class SplitNet(Base):
-    def __init__(self, optimizer="adamw", *, is_checkpointed=False):
+    def __init__(self, optimizer="adamw", *, is_checkpointed=False, num_blocks=2):
         super().__init__(optimizer)
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
         if is_checkpointed:
-            self.blocks[1] = checkpoint_wrapper(self.blocks[1])
+            self.blocks[-1] = checkpoint_wrapper(self.blocks[-1])
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
