@@ -152,11 +152,11 @@ def measure_plans(sizes: Sequence[int], blocks: Sequence[int], shares: Sequence[
     for overlaps, size in itertools.product((False, True), sizes):
         for name, seed in (("equal units", None), ("random units", 0)):
             chains = [setting(chain(size, busy, seed=seed), overlaps=overlaps) for busy in (0.3, 1.0, 3.0)]
-            rows.append(_row(f"modes, {name}", size, overlaps, [_modes(each, s) for each in chains for s in shares]))
+            rows.append(row(f"modes, {name}", size, overlaps, [_modes(each, s) for each in chains for s in shares]))
     for overlaps, num_blocks in itertools.product((False, True), blocks):
         profile = transformer(num_blocks)
         solves = [_plan(profile, share, overlaps=overlaps) for share in shares]
-        rows.append(_row(f"plan, {num_blocks} blocks", len(profile.operators), overlaps, solves))
+        rows.append(row(f"plan, {num_blocks} blocks", len(profile.operators), overlaps, solves))
     return rows
 
 
@@ -177,7 +177,8 @@ def _plan(profile: ModelProfile, share: float, *, overlaps: bool) -> Callable[[]
     return lambda: make_plan(profile, ranks, memory_limit_bytes=limit, micro_batch_size=SAMPLES).gap
 
 
-def _row(problem: str, num_operators: int, overlaps: bool, solves: Sequence[Callable[[], float]]) -> PlanRow:
+def row(problem: str, num_operators: int, overlaps: bool, solves: Sequence[Callable[[], float]]) -> PlanRow:
+    """Returns seconds and gaps of problems of one kind, each of which is solved once and returns its gap."""
     seconds, gaps = [], []
     for solve in solves:
         start_s = time.process_time()

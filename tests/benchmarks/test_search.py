@@ -62,20 +62,28 @@ def test_targets_take_the_worst_row():
     ]
     plans = [
         PlanRow(
-            problem=f"modes, {kind} units",
+            problem=problem,
             num_operators=10,
             overlaps=overlaps,
             median_s=1.0,
-            slowest_s=1.0,
+            slowest_s=slowest_s,
             largest_gap=gap,
             num_problems=1,
         )
-        for kind, overlaps, gap in [("equal", True, 0.01), ("equal", True, 0.06), ("random", True, 1.0)]
+        for problem, overlaps, slowest_s, gap in [
+            ("modes, equal units", True, 1.0, 0.01),
+            ("modes, equal units", True, 1.0, 0.06),
+            ("modes, random units", True, 1.0, 1.0),
+            ("modes and activations, 48 blocks", False, 0.4, 0.0),
+            ("modes and activations, 48 blocks", True, 2.0, 0.1),
+            ("modes and activations, 96 blocks", False, 3.0, 0.0),
+        ]
     ]
     assert [(target.measured, target.is_met) for target in search.targets(rows, plans)] == [
         (0.2, False),
         (0.0002, True),
         (0.5, True),
+        (0.4, True),
         (0.06, False),
     ]
 
@@ -88,6 +96,10 @@ def test_plans_are_made_with_and_without_overlap(result):
         ("modes, random units", 10, True),
         ("plan, 2 blocks", 15, False),
         ("plan, 2 blocks", 15, True),
+        ("modes and activations, 2 blocks", 15, False),
+        ("plan, 2 blocks, any", 15, False),
+        ("modes and activations, 2 blocks", 15, True),
+        ("plan, 2 blocks, any", 15, True),
     ]
     assert all(0 <= row["largest_gap"] < 1 and row["median_s"] <= row["slowest_s"] for row in result["plans"])
 
