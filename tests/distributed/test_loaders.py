@@ -5,8 +5,6 @@ import pytest
 
 pytestmark = pytest.mark.distributed
 
-both_sizes = pytest.mark.parametrize("world_size", [2, 4])
-
 
 def check(found, *, planned):
     for one in found:
@@ -24,31 +22,42 @@ def test_loaders_asked_of_the_module_are_left_as_they_are(ranks, kind):
 
 
 REBUILT = set(cases.LOADERS) - {"uneven", "generator", "seeded"}
+ON_FOUR = ["batch_sampler", "counted", "max_size", "shuffled", "workers"]
+"""One for each way to divide samples among ranks: Lightning's sampler, alone and inside of others, and one's own."""
 
 
-@both_sizes
-@pytest.mark.parametrize("kind", sorted(REBUILT))
+@pytest.mark.parametrize(
+    ("world_size", "kind"), [*((2, kind) for kind in sorted(REBUILT)), *((4, kind) for kind in ON_FOUR)]
+)
 def test_loaders_rebuilt_with_another_size_equal_ddp_at_that_size(ranks, kind, world_size):
     found = ranks(world_size).run(cases.equals_ddp, kind=kind, asked=6)
     check(found, planned=6)
     assert not found[0]["warnings"]
 
 
-@both_sizes
 @pytest.mark.parametrize(
-    ("kind", "asked"), [("seeded", None), ("seeded", 6), ("generator", None), ("spent", 6), ("workers", 6)]
+    ("world_size", "kind", "asked"),
+    [
+        (2, "seeded", None),
+        (2, "seeded", 6),
+        (2, "generator", None),
+        (2, "spent", 6),
+        (2, "workers", 6),
+        (4, "seeded", 6),
+        (4, "generator", None),
+    ],
 )
 def test_loaders_given_to_fit_are_as_profiling_found_them(ranks, kind, asked, world_size):
     found = ranks(world_size).run(cases.equals_ddp, kind=kind, asked=asked, by_hand=True)
     check(found, planned=asked or 4)
 
 
-@both_sizes
 @pytest.mark.parametrize(
-    ("kind", "reason"),
+    ("world_size", "kind", "reason"),
     [
-        ("uneven", "there are 2 with different batch sizes, 4, 5"),
-        ("generator", "list_iterator is not a torch DataLoader"),
+        (2, "uneven", "there are 2 with different batch sizes, 4, 5"),
+        (2, "generator", "list_iterator is not a torch DataLoader"),
+        (4, "uneven", "there are 2 with different batch sizes, 4, 5"),
     ],
 )
 def test_loaders_that_cannot_be_rebuilt_are_kept_with_the_reason(ranks, kind, reason, world_size):
@@ -58,16 +67,20 @@ def test_loaders_that_cannot_be_rebuilt_are_kept_with_the_reason(ranks, kind, re
     assert found["warnings"] == [f"OSDP: batch_size=6 is ignored, the loader keeps 4: {reason}."]
 
 
-@both_sizes
+RELOAD = {"reload_dataloaders_every_n_epochs": 1, "limit_train_batches": 2}
+
+
 @pytest.mark.parametrize(
-    ("options", "asked"),
+    ("world_size", "options", "asked"),
     [
-        ({"reload_dataloaders_every_n_epochs": 1, "limit_train_batches": 2}, None),
-        ({"reload_dataloaders_every_n_epochs": 1, "limit_train_batches": 2}, 6),
-        ({"overfit_batches": 2}, 6),
-        ({"limit_train_batches": 0.2}, 6),
+        (2, RELOAD, None),
+        (2, RELOAD, 6),
+        (2, {"overfit_batches": 2}, 6),
+        (2, {"limit_train_batches": 0.2}, 6),
+        (4, RELOAD, 6),
+        (4, {"limit_train_batches": 0.2}, 6),  # of an epoch that is as long as there are ranks
     ],
-    ids=["reload", "reload and rebuild", "overfit", "limit"],
+    ids=["reload", "reload and rebuild", "overfit", "limit", "reload and rebuild on four", "limit on four"],
 )
 def test_the_trainers_own_options_hold(ranks, options, asked, world_size):
     found = ranks(world_size).run(cases.equals_ddp, kind="shuffled", asked=asked, **options)
