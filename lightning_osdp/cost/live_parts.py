@@ -57,6 +57,7 @@ class LiveParts:
         self.samples, self.repeats = workload.micro_batch_size, workload.num_micro_batches
         self.copies = reduce_scatter_copies
         self.is_in_backward = False
+        self.segment = 0  # that backward has come to
         self.handed = 0.0  # bytes beyond the saved tensors where one segment of forward follows another
         self.settled = 0.0  # bytes beyond the saved tensors while a unit's gradients are reduced
         self.gradients = _gradients(profile, units)
@@ -141,7 +142,7 @@ class LiveParts:
         self._observe("backward", segment.operator, "workspace", segment.backward_workspace_bytes.at(self.samples))
 
     def _backward(self, index: int) -> None:
-        segment = self.profile.segments[index]
+        self.segment, segment = index, self.profile.segments[index]
         self._add("unsharded gradients", self.gradients.get(index, 0))
         workspace = segment.backward_workspace_bytes.at(self.samples)
         self._observe("backward", segment.operator, "workspace", workspace)
@@ -152,7 +153,7 @@ class LiveParts:
     def _flatten(self, unit: int) -> None:
         """Per-parameter gradients and their flat concatenation live together."""
         size = self.sizes[unit]
-        inside = self.profile.segments[self.units[unit].first : self.units[unit].last + 1]
+        inside = self.profile.segments[self.segment : self.units[unit].last + 1]
         settled = next((segment.settled_bytes for segment in inside if segment.settled_bytes is not None), None)
         if settled is not None:
             # what the unit's backward has left of saved tensors, and the gradient that it hands on

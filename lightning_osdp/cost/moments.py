@@ -44,7 +44,8 @@ from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.cost.cost import Workload
 from lightning_osdp.cost.live_parts import LiveParts, Moment
-from lightning_osdp.cost.schedule import Event, leaving_order, micro_batches
+from lightning_osdp.cost.order import leaving_order
+from lightning_osdp.cost.schedule import Event, micro_batches
 
 
 def largest_moments(

@@ -40,7 +40,8 @@ from lightning_osdp.cost.cost import Workload
 from lightning_osdp.cost.layout import layout
 from lightning_osdp.cost.live_parts import LiveParts, Moment
 from lightning_osdp.cost.moments import largest_moments
-from lightning_osdp.cost.schedule import events_of, leaving_order
+from lightning_osdp.cost.order import leaving_order
+from lightning_osdp.cost.schedule import events_of
 
 ROUNDING_BYTES = 1e-3
 """What the rounding of sums may add to a peak, which is else rounded up to whole bytes."""

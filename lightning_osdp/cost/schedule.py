@@ -8,7 +8,7 @@ Memory (`live_parts`) and time (`simulation`) are two readings of the same event
   through with the unit's first call. The root comes last.
 - ``BACKWARD_PRE`` ("pre") gathers the next unit before a unit's backward runs, ``BACKWARD_POST`` ("post") after it and
   before its gradients are reduced; "next" is the one that forward left before. ``forward_prefetch`` gathers the next
-  unit of forward before a unit runs.
+  unit of forward before a unit's first call runs, which lets backward be through with it one unit later.
 - A block that recomputes runs its forward again when backward reaches it. Units inside it are gathered for that as in
   forward, and freed after, but for those that backward has reached by then: the block's own unit, and the last one
   inside, unless the block saves something after it.
@@ -28,6 +28,7 @@ from typing import Literal, NamedTuple
 from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.profile import ModelProfile, Rerun, Span
 from lightning_osdp.core.units import UnitProfile
+from lightning_osdp.cost.order import completed, gathered_ahead, leaving_order
 
 Kind = Literal[
     "gather", "await", "forward", "free", "zero", "rerun", "backward", "flatten", "accumulate", "reduce", "release"
@@ -47,12 +48,6 @@ class Event(NamedTuple):
     kind: Kind
     of: int
     """The segment that is run (``forward``, ``rerun``, ``backward``, ``release``), else the unit."""
-
-
-def leaving_order(units: Sequence[UnitProfile]) -> tuple[int, ...]:
-    """Units in the order in which forward leaves them for good, inner ones first; without the root."""
-    inner = [index for index, unit in enumerate(units) if not unit.is_root]
-    return tuple(sorted(inner, key=lambda index: (units[index].last, -index)))
 
 
 def events_of(
@@ -104,12 +99,12 @@ def micro_batches(
         backward_prefetch: ``pre``, ``post`` or ``none``.
         forward_prefetch: FSDP1's option.
     """
-    host = _Host(units, calls, is_kept, accumulates, num_segments=num_segments, rerun=rerun)
+    host = _Host(units, calls, is_kept, accumulates, num_segments=num_segments, rerun=rerun, is_ahead=forward_prefetch)
     found = []
     num_simulated = min(MOST_SIMULATED, num_micro_batches)
     for index in range(num_simulated):
         host.begin(is_first=index == 0, is_last=index == num_simulated - 1)
-        host.forward(prefetches=forward_prefetch)
+        host.forward()
         host.backward(prefetch=backward_prefetch)
         found.append(host.events)
     return found
@@ -127,6 +122,7 @@ class _Host:
         *,
         num_segments: int,
         rerun: Mapping[str, Rerun],
+        is_ahead: bool,
     ) -> None:
         self.is_kept, self.accumulates, self.num_segments = is_kept, accumulates, num_segments
         self.order = leaving_order(units)
@@ -135,12 +131,13 @@ class _Host:
         self.root_gathers = any(units[root].gathered_bytes for root in self.root)
         self.starts: list[list[int]] = [[] for _ in range(num_segments)]
         self.ends: list[list[int]] = [[] for _ in range(num_segments)]
-        self.begins: list[list[int]] = [[] for _ in range(num_segments)]  # only of first calls
         for unit in self.order:
             for first, last in calls[unit]:
                 self.starts[first].append(unit)
                 self.ends[last].append(unit)
-            self.begins[calls[unit][0][0]].append(unit)
+        begins = [spans[0][0] for spans in calls]
+        self.ahead = gathered_ahead(units, begins, num_segments) if is_ahead else [[] for _ in range(num_segments)]
+        self.complete = completed(units, begins, num_segments, is_ahead=is_ahead)
         self.rerun = {
             last: (first, _inside(units, block), is_early) for block, ((first, last), is_early) in rerun.items()
         }
@@ -170,8 +167,7 @@ class _Host:
         self.gathered.discard(unit)
         self.note("free", unit)
 
-    def forward(self, *, prefetches: bool) -> None:
-        upcoming = _first_after(self.starts)
+    def forward(self) -> None:
         for unit in self.root:
             self.need(unit)
         for segment in range(self.num_segments):
@@ -181,9 +177,8 @@ class _Host:
                     self.free(unit)
                 called.add(unit)
                 self.need(unit)
-            if prefetches:
-                for unit in upcoming[segment]:
-                    self.gather(unit)
+            for unit in self.ahead[segment]:
+                self.gather(unit)
             self.note("forward", segment)
             for unit in sorted(set(self.ends[segment]), key=self.place.__getitem__):
                 if not self.is_kept[unit]:
@@ -209,7 +204,7 @@ class _Host:
             self.run_again(first, segment, inside)
             self.reach((unit for unit in ends if unit in late), prefetches=is_pre)
             self.note("backward", segment)
-            for unit in sorted(self.begins[segment], key=self.place.__getitem__):
+            for unit in self.complete[segment]:
                 self.reduce(unit, prefetches=is_post)
             if segment == 0:
                 for unit in self.root:
@@ -246,13 +241,3 @@ class _Host:
 
 def _inside(units: Sequence[UnitProfile], block: str) -> frozenset[int]:
     return frozenset(index for index, unit in enumerate(units) if unit.name.startswith(f"{block}."))
-
-
-def _first_after(units_at: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """For each segment, the outermost unit at the next segment that has any."""
-    following: list[Sequence[int]] = []
-    upcoming: Sequence[int] = ()
-    for units in reversed(units_at):
-        following.append(upcoming)
-        upcoming = (min(units),) if units else upcoming
-    return following[::-1]

@@ -7,6 +7,8 @@ reduce-scatter  the same without its own parameter, with one of its gradients an
 optimizer       6 + three temporaries of one shard
 """
 
+import dataclasses
+
 import pytest
 from linears import LAYER_BYTES, Linears, plan_for_linears
 
@@ -47,6 +49,15 @@ def test_micro_batches_add_to_the_gradients_of_those_before():
     with fake_group(2):
         found = count_step(Linears(), plan_for_linears("ZZZ", world_size=2, num_micro_batches=2))
     assert layers(found) == [7.0, 10.0, 8.5, 7.5]
+
+
+def test_forward_prefetch_frees_and_reduces_one_unit_later():
+    # forward has the next layer too; at the second of three layers all are whole, with the third one's gradient:
+    # 4.5 + 3 + 1 + 2; when that is reduced: 4.5 + 2 + 1 + 1 + 0.5
+    plan = dataclasses.replace(plan_for_linears("ZZZ", world_size=2), forward_prefetch=True)
+    with fake_group(2):
+        found = count_step(Linears(), plan)
+    assert layers(found) == [8.0, 10.5, 9.0, 7.5]
 
 
 def test_all_steps_after_the_first_are_alike():

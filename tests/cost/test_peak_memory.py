@@ -15,7 +15,7 @@ from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload, step_memory
-from lightning_osdp.cost.schedule import leaving_order
+from lightning_osdp.cost.order import leaving_order
 from lightning_osdp.simulation import simulate_step
 
 
@@ -107,6 +107,17 @@ def test_forward_prefetch_holds_the_next_unit(three):
     assert seen(peak(profile, "ZZZ", forward_prefetch=True)) == (1140, "forward", "m1")  # and P_2
     profile = three(fields={2: {"forward_workspace_bytes_per_sample": 200}})
     assert peak(profile, "ZZZ", forward_prefetch=True).peak_bytes == 720 + 400  # none comes after it
+
+
+def test_forward_prefetch_lets_backward_be_through_with_a_unit_one_later(three):
+    # bwd(1) 360 +120+80+40 (P_0 is prefetched) +120 (single), 120 (flat) and 80 +60 = 980; without: 760
+    assert seen(peak(three(), "ZZZ", forward_prefetch=True)) == (980, "backward", "m2")
+    assert seen(peak(three(), "DDD", forward_prefetch=True)) == (980, "backward", "m2")
+    # P_0 is not there; and a unit that is frozen has no gradient to wait for
+    assert seen(peak(three(), "ZZZ", forward_prefetch=True, backward_prefetch="none")) == (940, "backward", "m2")
+    frozen = three(fields={2: {"frozen": True}})
+    # at m0: 240 + 60 (shards, Adam) +80+40 +80+40 (single), 80 (flat) +20 - the frozen 120 is gone
+    assert seen(peak(frozen, "ZZZ", forward_prefetch=True, backward_prefetch="none")) == (580, "backward", "m1")
 
 
 def test_accumulating_keeps_the_reduced_gradients_through_backward(three):

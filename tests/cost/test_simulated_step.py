@@ -8,7 +8,7 @@ from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload, step_memory
-from lightning_osdp.cost.schedule import leaving_order
+from lightning_osdp.cost.order import leaving_order
 
 
 @st.composite
@@ -101,6 +101,10 @@ def simulated_peak(profile, units, modes, *, world_size, workload, backward_pref
     # frozen parameters have gradients where others of their unit do
     made = {operator.name: operator.gathered_bytes for u in units if u.gradient_bytes for operator in u.operators}
     reduced = set()
+    # where forward gathers ahead, autograd is through with a unit when it is through with the one called before it
+    called = [u for u in range(len(units)) if u != root or units[u].gathered_bytes]
+    before_it = dict(zip(called[1:], called[:-1], strict=True)) if forward_prefetch else {}
+    ends = [units[before_it.get(u, u) if flat[u] else u].first for u in range(len(units))]
     for i, segment in enumerate(profile.segments[:-1]):
         gathered |= {u for u in order if units[u].first == i}
         state["saved"] += segment.saved_bytes.at(samples)
@@ -121,7 +125,8 @@ def simulated_peak(profile, units, modes, *, world_size, workload, backward_pref
         made_here = {segment.operator, ""} if i == 0 else {segment.operator}
         state["gradients"] += sum(made.get(name, 0) for name in made_here)
         look(segment.backward_workspace_bytes.at(samples))
-        for u in [*(u for u in order if units[u].first == i), *([root] if i == 0 else [])]:
+        through = [u for u in (reversed(range(len(units))) if forward_prefetch else order) if ends[u] == i]
+        for u in [*(u for u in through if u != root), *([root] if i == 0 else [])]:
             state["gradients"] += flat[u] - sum(made.get(operator.name, 0) for operator in units[u].operators)
             look(flat[u])
             gathered.discard(u)
