@@ -30,6 +30,7 @@ from benchmarks.measures.section import Results, measured
 from benchmarks.testbed.machines import NODE, NODES, TITANS, Model
 
 RESULT = Path(__file__).parent / "results" / "cluster.json"
+PICTURE = Path(__file__).resolve().parents[1] / "docs" / "_static" / "cluster.svg"
 MEASURED = tuple(RESULT.with_name(f"{name}.json") for name in ("headline", "activations", "accumulation"))
 """What has predicted and measured steps."""
 
@@ -83,12 +84,13 @@ def quick_cases() -> list[Case]:
     return [Case(machine=TITANS, model=model, limit_gib=0.05)]
 
 
-def main(output: Path | None = None, quick: bool = False, fresh: bool = False) -> None:
+def main(output: Path | None = None, picture: Path | None = PICTURE, quick: bool = False, fresh: bool = False) -> None:
     """Simulates every case, prints tables, and writes JSON.
 
     Args:
         output: JSON file; cases that it has already are not simulated again. null: the one beside this program, or none
             if quick.
+        picture: SVG to draw, unless quick, which needs matplotlib; null for none.
         quick: Whether to go through all of it with a tiny model.
         fresh: Whether to simulate again what the file has.
     """
@@ -103,6 +105,10 @@ def main(output: Path | None = None, quick: bool = False, fresh: bool = False) -
     console.print(ratios(rows))
     console.print(beside_papers([row for row in rows if row["case"]["machine"]["name"] == TITANS.name]))
     console.print(predictions.table(MEASURED))
+    if picture is not None and not quick:
+        from benchmarks.cluster_picture import draw
+
+        draw(rows, picture)
 
 
 if __name__ == "__main__":

@@ -101,8 +101,8 @@ def ratios(rows: Sequence[Row]) -> Table:
         drawn.add_column(column, justify="right")
     for row in rows:
         for name in OSDP:
-            found = [*(over(row, name, rival) for rival in SHARDED[name]), over_best(row, name)]
-            drawn.add_row(*where(row), name, *map(_times, found))
+            rivals = [*(of(row, rival) for rival in SHARDED[name]), best(row, RIVALS[name])]
+            drawn.add_row(*where(row), name, *(_times(of(row, name), rival) for rival in rivals))
         drawn.add_section()
     return drawn
 
@@ -145,5 +145,7 @@ def _samples_per_s(entrant: Row) -> float:
     return found
 
 
-def _times(ratio: float | None) -> str:
-    return "does not fit" if ratio is None else f"{ratio:.2f}x"
+def _times(own: Row | None, rival: Row | None) -> str:
+    if own is None:
+        return "does not fit"
+    return "rival does not fit" if rival is None else f"{own['samples_per_s'] / rival['samples_per_s']:.2f}x"

@@ -79,6 +79,8 @@ def test_it_is_said_where_nothing_is_gained_and_who_does_not_fit():
     # with activations it may do all that FSDP may: to take part no more is a miss
     assert [cluster_tables.over_best(gains, name) for name in OSDP] == [1.5, 0.0, 0.0]
     assert cluster_tables.over_best(alone, OSDP[1]) is None
+    (by_best,) = [[*column.cells] for column in cluster_tables.ratios([alone, gains]).columns[-1:]]
+    assert by_best == ["does not fit", "rival does not fit", "does not fit", "1.50x", "does not fit", "does not fit"]
 
 
 def test_errors_are_those_of_all_that_was_measured(tmp_path):
