@@ -80,8 +80,7 @@ def _modes(profile: ModelProfile, limit_bytes: int, *, overlaps: bool) -> Callab
     ranks = _cluster(overlaps=overlaps)
 
     def solve() -> float:
-        found = block_units(replace(setting(profile, overlaps=overlaps), cluster=ranks), ACTIVATION_CHOICES)
-        assert found is not None
+        found = next(block_units(replace(setting(profile, overlaps=overlaps), cluster=ranks), ACTIVATION_CHOICES))
         assigned = assign_modes(found, limit_bytes=limit_bytes)
         assert assigned is not None
         return assigned.gap

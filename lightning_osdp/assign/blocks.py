@@ -3,26 +3,44 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from lightning_osdp.assign.additive import Modes
 from lightning_osdp.assign.setting import Setting
 from lightning_osdp.core.blocks import with_activations
-from lightning_osdp.core.units import merged
+from lightning_osdp.core.units import UnitProfile, grouped, merged
 
 
-def block_units(setting: Setting, activations: Sequence[str]) -> Setting | None:
-    """The setting with a unit for every block, which may do with what it saves as it likes; None where that is none.
+def block_units(setting: Setting, activations: Sequence[str] = ("keep",)) -> Iterator[Setting]:
+    """The setting with a unit for every block, which may do with what it saves as it likes, where there are any.
+
+    First with the other units as they are, then with the root instead of them, as users of FSDP have it: it gathers
+    them at once, and keeps them gathered.
 
     Args:
         setting: in which all blocks keep what they save.
         activations: what they may do.
     """
-    names = [block.name for block in setting.profile.blocks if any(choice in block.segments for choice in activations)]
+    offered = {choice for choice in activations if choice != "keep"}
+    names = [block.name for block in setting.profile.blocks if not offered or offered & set(block.segments)]
     units = merged(setting.profile, setting.units, names) if names else None
     if units is None or not any(unit.block for unit in units):
-        return None
-    return dataclasses.replace(setting, units=units, activations=tuple(activations))
+        return
+    for found in dict.fromkeys((units, _rest_in_root(setting, units))):
+        if offered or found != setting.units:
+            yield dataclasses.replace(setting, units=found, activations=tuple(activations))
+
+
+def _rest_in_root(setting: Setting, units: Sequence[UnitProfile]) -> tuple[UnitProfile, ...]:
+    (root,) = (unit for unit in units if unit.is_root)
+    dtypes = {operator.dtype for operator in root.operators}
+    members: dict[str, list[str]] = {"": []}
+    for unit in (root, *units):
+        may_join = all("" in each.enclosing and not each.stands_alone for each in unit.operators)
+        joins = unit.block is None and may_join and len(dtypes | {each.dtype for each in unit.operators}) <= 1
+        dtypes |= {each.dtype for each in unit.operators} if joins else set()
+        members.setdefault("" if joins else unit.name, []).extend(each.name for each in unit.operators)
+    return grouped(setting.profile, {name: dict.fromkeys(operators) for name, operators in members.items()})
 
 
 def chosen_activations(setting: Setting, modes: Modes) -> dict[str, str]:

@@ -115,7 +115,7 @@ class Sweep:
         self._progress("searching", f"micro-batch {micro_batch_size}{best}")
         whole = [self._at(setting, micro_batch_size) for setting in self._settings]
         found: list[tuple[Setting, Assignment]] = []
-        for setting in whole:
+        for setting in (*whole, *self._by_block(whole)):
             found += self._assigned(setting, found)
         fastest = min(found, key=_time_s, default=None)
         if fastest is None or fastest[1].step_time_s > fastest[0].fastest_s * (1 + NO_GAIN):
@@ -134,6 +134,11 @@ class Sweep:
         )
         return self._candidates[micro_batch_size]
 
+    def _by_block(self, settings: Sequence[Setting]) -> list[Setting]:
+        """The same with a unit for each block, where units may be shared."""
+        plain = [setting for setting in settings if self._shares and not setting.is_paper]
+        return [by_block for setting in plain for by_block in block_units(setting)]
+
     def _split(self, setting: Setting) -> Iterator[Setting]:
         """The same with operators split, where that can help."""
         if setting.cluster.world_size == 1 or len(self._slices) == 1:
@@ -144,15 +149,15 @@ class Sweep:
             yield from ever_more_slices(setting, self._slices)
 
     def _recomputing(self, setting: Setting) -> Iterator[Setting]:
-        """The same with blocks that save as little as they may, if there are any: as units, and with units inside."""
-        blocks = None if setting.is_paper else block_units(setting, self.activations)
-        if blocks is not None:
-            yield blocks
+        """The same with blocks that may save less: units of their own, and all of them, with units inside, too."""
         choices = [choice for choice in self.activations if choice != "keep"]
-        for choice in choices if not setting.is_paper else ():
+        if setting.is_paper or not choices:
+            return
+        yield from block_units(setting, self.activations)
+        for choice in choices:
             chosen = {block.name: choice for block in setting.profile.blocks if choice in block.segments}
             if chosen:
-                yield with_blocks(setting, chosen)
+                yield from (with_blocks(each, chosen) for each in (setting, *block_units(setting)))
 
     def _with_recomputing(
         self, setting: Setting, before: Sequence[tuple[Setting, Assignment]]
