@@ -24,7 +24,7 @@ from rich.console import Console
 # run as a script, Python looks for modules beside this file only
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measures import accumulation, baselines
+from benchmarks.measures import accumulation, baselines, contest
 from benchmarks.measures.section import Results, measured
 
 RESULT = Path(__file__).parent / "results" / "accumulation.json"
@@ -36,7 +36,7 @@ Name = Literal["held", "auto"]
 class Sizes:
     """What is trained, and where."""
 
-    model: str = "gpt_6x512"
+    model: str = "6 x 512"
     num_ranks: int = 4
     rates_mbit: tuple[float | None, ...] = (200.0, 1000.0)
     """10^6 bit/s; None: not shaped."""
@@ -44,7 +44,7 @@ class Sizes:
     num_micro_batches: int = 4
 
 
-QUICK = Sizes(model="gpt_tiny", num_ranks=2, rates_mbit=(None,), micro_batch_size=1, num_micro_batches=2)
+QUICK = Sizes(model="tiny", num_ranks=2, rates_mbit=(None,), micro_batch_size=1, num_micro_batches=2)
 
 
 def main(
@@ -71,23 +71,26 @@ def main(
             output = Path(open_until_end.enter_context(TemporaryDirectory()), RESULT.name) if quick else RESULT
         results = Results(output)
         samples_per_step = sizes.micro_batch_size * sizes.num_micro_batches
-        counted = baselines.section(sizes.model, sizes.num_ranks, samples_per_step)
+        ways = [baselines.FULL_SHARD, baselines.SHARD_GRAD_OP]
+        counted = baselines.section(sizes.model, sizes.num_ranks, ways=ways, samples_per_step=samples_per_step)
         measured(counted, results, console, is_fresh=fresh)
-        known = [baselines.baseline_of(row) for row in results.stored(counted.name)]
+        known = {sizes.model: baselines.baselines_of(results.stored(counted.name))}
         for name in sections:
             cases = [
-                accumulation.Case(
+                contest.Case(
                     model=sizes.model,
                     num_ranks=sizes.num_ranks,
                     rate_mbit=rate_mbit,
-                    is_auto=name == "auto",
+                    division=name,
+                    limits=accumulation.LIMITS,
                     micro_batch_size=sizes.micro_batch_size,
                     num_micro_batches=sizes.num_micro_batches,
                     num_rounds=num_rounds,
                 )
                 for rate_mbit in sizes.rates_mbit
             ]
-            measured(accumulation.section(name, cases, known), results, console, is_fresh=fresh)
+            section = contest.section(name, cases, known, spaces=accumulation.SPACES, targets=accumulation.targets)
+            measured(section, results, console, is_fresh=fresh)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import torch
 
 from benchmarks.families.base import OPTIMIZERS, Batch, Family
 from benchmarks.families.dense import OddMLP
+from benchmarks.families.shapes import SHAPES
 from benchmarks.families.text import Encoder, EncoderDecoder, LargeVocabulary, MinGPT, TiedGPT
 from benchmarks.families.vision import Convolutional, HierarchicalTransformer
 
@@ -26,19 +27,20 @@ def build(name: str, *, optimizer: str = "adamw", seed: int = 0) -> Family:
     """The named family with the weights of a seed, whatever was drawn before.
 
     Args:
-        name: of `FAMILIES`.
+        name: of `FAMILIES` or `SHAPES`.
         optimizer: name of `OPTIMIZERS` that it trains with.
         seed: of its weights.
 
     Raises:
         ValueError: there is no such family or optimizer.
     """
-    for what, given, known in (("family", name, FAMILIES), ("optimizer", optimizer, OPTIMIZERS)):
+    families = {**FAMILIES, **SHAPES}
+    for what, given, known in (("family", name, families), ("optimizer", optimizer, OPTIMIZERS)):
         if given not in known:
             raise ValueError(f"Expected {what} to be one of {tuple(known)}, got {given!r}.")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return FAMILIES[name](optimizer)
+        return families[name](optimizer)
 
 
-__all__ = ["FAMILIES", "OPTIMIZERS", "Batch", "Family", "build"]
+__all__ = ["FAMILIES", "OPTIMIZERS", "SHAPES", "Batch", "Family", "build"]

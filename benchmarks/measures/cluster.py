@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -16,8 +15,9 @@ from benchmarks.measures import cluster_tables
 from benchmarks.measures.cluster_tables import FSDP, OSDP
 from benchmarks.measures.section import Row, Section
 from benchmarks.target import Target
+from benchmarks.testbed.lightning_fsdp import Way
 from benchmarks.testbed.machines import Machine, Model
-from benchmarks.testbed.recompute import fsdp_plan
+from benchmarks.testbed.plans import largest_that_fits
 from lightning_osdp import (
     Cluster,
     ComputePrecision,
@@ -33,23 +33,21 @@ from lightning_osdp.simulation import StepEstimate
 
 _NUM_SAMPLES = 4
 """That profiles are made with."""
-_MOST_SAMPLES = 2**20
 _ADAMW_BYTES = 7 * 4
 """That AdamW moves for each element: it reads parameter, gradient and both moments, and writes all but the gradient."""
 _AS_GOOD = 0.999
 """Of the best FSDP's samples/s: a sweep stops where no size can be better by more than a thousandth."""
 
-_SHARDED = {"by_operator": False, "recomputes": False, "mode": "ZDP"}
-FSDP_PLANS: dict[str, dict[str, Any]] = dict(
+FSDP_WAYS = dict(
     zip(
         FSDP,
         (
-            _SHARDED,
-            {**_SHARDED, "by_operator": True},
-            {**_SHARDED, "mode": "DP"},
-            {**_SHARDED, "recomputes": True},
-            {**_SHARDED, "by_operator": True, "recomputes": True},
-            {**_SHARDED, "mode": "DP", "recomputes": True},
+            Way(sharding="FULL_SHARD"),
+            Way(sharding="FULL_SHARD", by_operator=True),
+            Way(sharding="SHARD_GRAD_OP"),
+            Way(sharding="FULL_SHARD", recomputes=True),
+            Way(sharding="FULL_SHARD", by_operator=True, recomputes=True),
+            Way(sharding="SHARD_GRAD_OP", recomputes=True),
         ),
         strict=True,
     )
@@ -142,25 +140,11 @@ def profiled(module: Family, machine: Machine) -> ModelProfile:
 
 def _contestants(module: Family, profile: ModelProfile, case: Case) -> Iterator[tuple[str, Callable[[], Plan | None]]]:
     cluster, limit_bytes = case.machine.cluster, round(case.limit_gib * 2**30)
-    for name, options in FSDP_PLANS.items():
-        plan = fsdp_plan(module, world_size=cluster.world_size, micro_batch_size=1, **options)
+    for name, way in FSDP_WAYS.items():
+        plan = way.plan(module, world_size=cluster.world_size, micro_batch_size=1)
         yield name, partial(largest_that_fits, plan, profile, cluster, limit_bytes=limit_bytes)
     for name, space in OSDP_SPACES.items():
         yield name, partial(_planned, profile, cluster, limit_bytes=limit_bytes, space=space)
-
-
-def largest_that_fits(plan: Plan, profile: ModelProfile, cluster: Cluster, *, limit_bytes: int) -> Plan | None:
-    """The plan at its best micro-batch, which is the largest that fits; None where not even one sample does.
-
-    Every duration is affine in the samples, with no negative part, and a step's is made of them by sums and maxima: the
-    time of a sample falls as there are more of them.
-    """
-
-    def peak_bytes(size: int) -> int:
-        return simulate(replace(plan, micro_batch_size=size), profile, cluster).peak.peak_bytes
-
-    largest = bisect_right(range(1, _MOST_SAMPLES + 1), limit_bytes, key=peak_bytes)
-    return replace(plan, micro_batch_size=largest) if largest else None
 
 
 def _planned(profile: ModelProfile, cluster: Cluster, *, limit_bytes: int, space: SearchSpace) -> Plan | None:

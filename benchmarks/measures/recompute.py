@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
 
+from benchmarks.families import build
+from benchmarks.measures.baselines import FULL_SHARD
+from benchmarks.measures.contest import BEYOND_LIMIT
+from benchmarks.measures.links import on_links_that_can_be_had, on_ranks, rate_of
 from benchmarks.measures.section import Row, Section
 from benchmarks.target import Target
 from benchmarks.testbed.groups import fake_group
-from benchmarks.testbed.local import local_ranks
 from benchmarks.testbed.memory import count_step
-from benchmarks.testbed.namespaces import Hosts, why_unavailable
-from benchmarks.testbed.recompute import BY_BLOCK, EVERYWHERE, FSDP, PAPERS_FSDP, build, fsdp_plan, on_one_rank
+from benchmarks.testbed.recompute import BY_BLOCK, EVERYWHERE, FSDP, PAPERS_FSDP
 from lightning_osdp.core.byte_size import format_bytes
 from lightning_osdp.core.plan import Plan
 
-_log = logging.getLogger(__name__)
-
-MODELS = ("narrow and deep", "wide and shallow", "of changing width")
+MODELS = ("12 x 256", "3 x 1024", "256 to 768")
+"""Narrow and deep, wide and shallow, and of changing width."""
 SHARE = 0.95
 """Of what FSDP without checkpointing is counted to need."""
 TO_REACH = {FSDP: 1.25, PAPERS_FSDP: 1.5}
@@ -29,8 +29,6 @@ TO_REACH = {FSDP: 1.25, PAPERS_FSDP: 1.5}
 TO_REACH_MBIT = 200.0
 OF_EVERYWHERE = 0.97
 """Its samples/s at least, over those of OSDP with all blocks recomputing."""
-BEYOND_LIMIT = 1.001
-"""What a plan may be counted to take, of its limit: losses, of a few bytes, are not predicted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +45,9 @@ class Case:
 
 def section(cases: Sequence[Case]) -> Section:
     """Cases whose links can be had here."""
-    reason = why_unavailable() if any(case.rate_mbit is not None for case in cases) else None
-    if reason is not None:
-        _log.warning("Nothing is measured on shaped links: %s.", reason)
     return Section(
         name="recompute",
-        cases=[case for case in cases if reason is None or case.rate_mbit is None],
+        cases=on_links_that_can_be_had(cases),
         measure=measure,
         table=table,
         targets=targets,
@@ -62,32 +57,24 @@ def section(cases: Sequence[Case]) -> Section:
 
 def measure(case: Case) -> dict[str, Any]:
     """What FSDP needs, counted; steps of all that take part, interleaved; and their peaks, counted."""
-    plain = fsdp_plan(
-        build(case.model),
-        world_size=case.num_ranks,
+    sizes = {"world_size": case.num_ranks, "micro_batch_size": case.micro_batch_size}
+    needed_bytes = _counted_bytes(case.model, FULL_SHARD.plan(build(case.model), **sizes))
+    found = on_ranks(
+        case.num_ranks,
+        case.rate_mbit,
+        "benchmarks.testbed.recompute:on_one_rank",
+        model=case.model,
+        limit_bytes=round(SHARE * needed_bytes),
         micro_batch_size=case.micro_batch_size,
-        by_operator=False,
-        recomputes=False,
+        num_rounds=case.num_rounds,
     )
-    needed_bytes = _counted_bytes(case.model, plain)
-    arguments = {
-        "model": case.model,
-        "limit_bytes": round(SHARE * needed_bytes),
-        "micro_batch_size": case.micro_batch_size,
-        "num_rounds": case.num_rounds,
-    }
-    if case.rate_mbit is None:
-        found = local_ranks(case.num_ranks).run(on_one_rank, **arguments)
-    else:
-        with Hosts(case.num_ranks, rate_mbit=case.rate_mbit) as hosts:
-            found = hosts.run("benchmarks.testbed.recompute:on_one_rank", arguments, timeout_s=3600)
     entrants = []
-    for fields in found[0]["entrants"]:
+    for fields in found["entrants"]:
         plan = Plan.from_json(fields["plan"])
         modes = [mode for unit in plan.units if unit.name for mode in unit.modes]
         did = f"{modes.count('DP')} of {len(modes)} kept gathered, {len(plan.blocks)} blocks recompute"
         entrants.append({**fields, "plan": did, "counted_bytes": _counted_bytes(case.model, plan)})
-    return {"needed_bytes": needed_bytes, "bound_s": found[0]["bound_s"], "entrants": entrants}
+    return {"needed_bytes": needed_bytes, "bound_s": found["bound_s"], "entrants": entrants}
 
 
 def _counted_bytes(model: str, plan: Plan) -> int:
@@ -103,11 +90,10 @@ def table(rows: Sequence[Row]) -> Table:
         drawn.add_column(column, justify="right")
     for row in rows:
         base = of(row, FSDP)
-        rate = row["case"]["rate_mbit"]
         for entrant in row["entrants"]:
             drawn.add_row(
                 row["case"]["model"],
-                "not shaped" if rate is None else f"{rate:g} Mbit/s",
+                rate_of(row),
                 entrant["name"],
                 entrant["plan"],
                 format_bytes(entrant["counted_bytes"]),
@@ -132,7 +118,7 @@ def targets(rows: Sequence[Row]) -> list[Target]:
     for row in rows:
         case, osdp = row["case"], of(row, BY_BLOCK)
         rate = case["rate_mbit"]
-        where = f"{case['model']}, {f'{rate:g} Mbit/s' if rate else 'not shaped'}"
+        where = f"{case['model']}, {rate_of(row)}"
         over = osdp["counted_bytes"] / (SHARE * row["needed_bytes"])
         found.append(Target(name=f"{where}: bytes of the limit", limit=BEYOND_LIMIT, measured=over))
         if rate is None:

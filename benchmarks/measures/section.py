@@ -63,10 +63,11 @@ class Results:
         known = self.stored(section.name)
         rows: list[Row] = []
         for index, case in enumerate(section.cases):
-            found = next((row for row in known if row["case"] == asdict(case)), None)
+            fields = json.loads(json.dumps(asdict(case)))  # as a file has them
+            found = next((row for row in known if row["case"] == fields), None)
             if found is None:
                 progress(f"{section.name} {index + 1} of {len(section.cases)}: {case}")
-                found = {"case": asdict(case), **section.measure(case)}
+                found = {"case": fields, **section.measure(case)}
                 known = [*known, found]
                 self._write(section.name, known)
             rows.append(found)

@@ -1,21 +1,24 @@
-"""Ranks on which OSDP's plans and Lightning's own FSDP take steps in turns."""
+"""Ranks on which OSDP's plans and Lightning's own strategies train in turns, each through a Trainer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, Literal, TypeAlias
+from unittest.mock import patch
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 
-from benchmarks.families import Family
-from benchmarks.families.text import MinGPT
-from benchmarks.testbed.lightning_fsdp import LightningStep, Sharding, lightning_plan
+from benchmarks.families import Family, build
+from benchmarks.testbed.lightning_fsdp import Baseline, Way
 from benchmarks.testbed.ring import ring_reduce_scatters
-from benchmarks.testbed.step import Step, time_in_turns
-from examples.mingpt.model import GPTConfig
-from lightning_osdp import Cluster, ModelProfile, make_plan, measure_cluster, profile_model, simulate
+from benchmarks.testbed.training import quiet, train
+from benchmarks.testbed.turns import fastest_of_slowest, fits_in_turns
+from lightning_osdp import Cluster, ModelProfile, SearchSpace, make_plan, measure_cluster, profile_model, simulate
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.report.accumulation import wire_bytes
 from lightning_osdp.simulation.plan import planned_units
@@ -23,44 +26,8 @@ from lightning_osdp.simulation.plan import planned_units
 UNLIMITED = 2**62
 """Bytes."""
 
-
-class GPT6x512(MinGPT):
-    """19 million parameters, nearly all of them in six blocks."""
-
-    config = GPTConfig(sequence_length=128, num_layers=6, num_heads=8, hidden_size=512)
-
-
-class TinyGPT(MinGPT):
-    """As quick as can be."""
-
-    config = GPTConfig(vocabulary_size=32, sequence_length=8, num_layers=2, num_heads=2, hidden_size=32)
-
-
-MODELS: Mapping[str, type[MinGPT]] = {"gpt_6x512": GPT6x512, "gpt_tiny": TinyGPT}
-
-
-def build(name: str) -> Family:
-    """One of `MODELS`, with the same weights on every rank."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return MODELS[name]()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Baseline:
-    """Lightning's own FSDP with so many samples in so many micro-batches, and its counted peak."""
-
-    sharding: Sharding
-    micro_batch_size: int
-    num_micro_batches: int
-    counted_bytes: int
-
-    def plan(self, module: Family, world_size: int) -> Plan:
-        """As a plan; see `lightning_plan`."""
-        size, number = self.micro_batch_size, self.num_micro_batches
-        return lightning_plan(
-            module, self.sharding, world_size=world_size, micro_batch_size=size, num_micro_batches=number
-        )
+Division: TypeAlias = Literal["held", "auto", "scale"]
+"""What may be chosen of micro-batches: nothing; how the samples of a step are divided; any size, one of it a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,21 +35,27 @@ class Entrant:
     """One that takes part, for one limit: what is predicted, and what was measured."""
 
     name: str
-    """A sharding of Lightning's, or ``OSDP``."""
     limit: float | None
     """Factor of the counted peak of FULL_SHARD; None: unlimited."""
+    way: Way | None
+    """Of Lightning's; None: OSDP."""
     plan: str
     """As JSON; where two are equal, one was run for both."""
     counted_bytes: int | None
     """Peak; None where it is yet to be counted."""
-    predicted_bytes: int
-    predicted_s: float
+    predicted_bytes: int | None
+    predicted_s: float | None
+    """None for DDP."""
     compute_s: float
     """Predicted."""
     wire_bytes: float
     """That a rank sends in a step."""
     measured_s: float = 0.0
     """Fastest step of the slowest rank."""
+
+    @property
+    def _key(self) -> str:
+        return f"{'OSDP' if self.way is None else self.name} {self.plan}"
 
 
 _Entry: TypeAlias = tuple[str, float | None, Plan, Baseline | None]
@@ -93,37 +66,55 @@ def on_one_rank(
     model: str,
     baselines: Sequence[Mapping[str, Any]],
     limits: Sequence[tuple[float | None, int]],
+    spaces: Mapping[str, Mapping[str, Any]],
     micro_batch_size: int,
     num_micro_batches: int,
-    is_auto: bool,
+    division: Division,
     num_rounds: int,
 ) -> list[dict[str, Any]]:
     """What every rank runs: profiles, measures the links, plans for every limit, and takes steps in turns.
 
     Args:
-        model: of `MODELS`.
-        baselines: fields of `Baseline` that may take part, each under the limits that it fits.
+        model: name of a family.
+        baselines: fields of each `Baseline` that may take part under the limits that it fits; of those that are one and
+            the same way, the one that is predicted to train most samples in a second.
         limits: factor and bytes of each.
+        spaces: fields of the `SearchSpace` of each of OSDP's plans, by name.
         micro_batch_size: samples that are profiled.
         num_micro_batches: in an optimizer step.
-        is_auto: whether samples of a step may be divided in other ways; of each baseline, the one that is predicted to
-            be the fastest takes part.
+        division: what may be chosen of them.
         num_rounds: timed steps.
 
     Returns:
         Fields of an `Entrant` for each limit and competitor.
     """
-    with ring_reduce_scatters():
+    with ring_reduce_scatters(), quiet(), _no_steps_counted():
         cluster = measure_cluster(torch.device("cpu"))
-        profile = profile_model(build(model), build(model).batch(micro_batch_size))
+        profile = profile_model(build(model), build(model).batch(micro_batch_size), activations=("keep", "recompute"))
         entrants: list[Entrant] = []
         if dist.get_rank() == 0:
             known = [Baseline(**fields) for fields in baselines]
-            plans = _Plans(build(model), profile, cluster, micro_batch_size, num_micro_batches, is_auto=is_auto)
+            chosen = {name: _space(fields) for name, fields in spaces.items()}
+            sizes = _sizes(division, micro_batch_size, num_micro_batches)
+            plans = _Plans(build(model), profile, cluster, sizes, chosen)
             for limit, limit_bytes in limits:
                 fitting = [each for each in known if each.counted_bytes <= limit_bytes]
                 entrants += [plans.entrant(*entry) for entry in plans.entries(fitting, limit, limit_bytes)]
         return [asdict(entrant) for entrant in _timed(model, entrants, num_rounds)]
+
+
+def _sizes(division: Division, micro_batch_size: int, num_micro_batches: int) -> dict[str, Any]:
+    """Arguments of `make_plan`."""
+    if division == "held":
+        return {"micro_batch_size": micro_batch_size, "num_micro_batches": num_micro_batches}
+    if division == "auto":
+        return {"micro_batch_size": "auto", "samples_per_step": micro_batch_size * num_micro_batches}
+    return {"micro_batch_size": "scale"}
+
+
+def _space(fields: Mapping[str, Any]) -> SearchSpace:
+    lists: dict[str, Any] = {name: tuple(value) for name, value in fields.items()}
+    return SearchSpace(**lists)
 
 
 class _Plans:
@@ -134,45 +125,44 @@ class _Plans:
         module: Family,
         profile: ModelProfile,
         cluster: Cluster,
-        micro_batch_size: int,
-        num_micro_batches: int,
-        *,
-        is_auto: bool,
+        sizes: Mapping[str, Any],
+        spaces: Mapping[str, SearchSpace],
     ) -> None:
         self._module, self._profile, self._cluster = module, profile, cluster
-        self._size, self._number, self._is_auto = micro_batch_size, num_micro_batches, is_auto
+        self._sizes, self._spaces = sizes, spaces
 
     def entries(self, fitting: Iterable[Baseline], limit: float | None, limit_bytes: int) -> list[_Entry]:
         """Those that take part under a limit."""
         best: dict[str, tuple[float, _Entry]] = {}
         for baseline in fitting:
-            plan = self._with_bytes(baseline.plan(self._module, self._cluster.world_size))
-            predicted_s = simulate(plan, self._profile, self._cluster).time_s
-            if baseline.sharding not in best or predicted_s < best[baseline.sharding][0]:
-                best[baseline.sharding] = (predicted_s, (baseline.sharding, limit, plan, baseline))
-        plan = make_plan(
-            self._profile,
-            self._cluster,
-            memory_limit_bytes=limit_bytes,
-            micro_batch_size="auto" if self._is_auto else self._size,
-            num_micro_batches=1 if self._is_auto else self._number,
-            samples_per_step=self._size * self._number if self._is_auto else None,
-        )
-        return [*(entry for _, entry in best.values()), ("OSDP", limit, plan, None)]
+            plan = self._with_bytes(baseline.its_plan(self._module, self._cluster.world_size))
+            rate = _num_samples(plan) / simulate(plan, self._profile, self._cluster).time_s
+            if baseline.name not in best or rate > best[baseline.name][0]:
+                best[baseline.name] = (rate, (baseline.name, limit, plan, baseline))
+        return [
+            *(entry for _, entry in best.values()),
+            *((name, limit, self._searched(space, limit_bytes), None) for name, space in self._spaces.items()),
+        ]
 
     def entrant(self, name: str, limit: float | None, plan: Plan, baseline: Baseline | None) -> Entrant:
         """With what is predicted."""
         estimate = simulate(plan, self._profile, self._cluster)
+        is_planned = baseline is None or baseline.sharding != "DDP"
         return Entrant(
             name=name,
             limit=limit,
+            way=None if baseline is None else baseline.way,
             plan=replace(plan, memory_limit_bytes=UNLIMITED).to_json(),
             counted_bytes=None if baseline is None else baseline.counted_bytes,
-            predicted_bytes=estimate.peak.peak_bytes,
-            predicted_s=estimate.time_s,
+            predicted_bytes=estimate.peak.peak_bytes if is_planned else None,
+            predicted_s=estimate.time_s if is_planned else None,
             compute_s=estimate.compute_s,
             wire_bytes=wire_bytes(plan),
         )
+
+    def _searched(self, space: SearchSpace, limit_bytes: int) -> Plan:
+        arguments = {**self._sizes, "memory_limit_bytes": limit_bytes, "search_space": space}
+        return make_plan(self._profile, self._cluster, **arguments)
 
     def _with_bytes(self, plan: Plan) -> Plan:
         _, profiles, _ = planned_units(plan, self._profile)
@@ -180,25 +170,28 @@ class _Plans:
         return replace(plan, units=tuple(replace(unit, parameter_bytes=sizes[unit.name]) for unit in plan.units))
 
 
+def _num_samples(plan: Plan) -> int:
+    return plan.micro_batch_size * plan.num_micro_batches
+
+
 def _timed(model: str, entrants: Sequence[Entrant], num_rounds: int) -> list[Entrant]:
     """Those of rank 0, on every rank, with the seconds of their steps; equal plans are run once."""
     shared: list[Any] = [entrants]
     dist.broadcast_object_list(shared, src=0)
     entrants = shared[0]
-    steps = {_key(entrant): _step(model, entrant) for entrant in entrants}
-    taken = time_in_turns(steps, num_rounds=num_rounds)
-    seconds = torch.tensor([*taken.values()], dtype=torch.float64)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    fastest = dict(zip(taken, seconds.min(1).values.tolist(), strict=True))
-    return [replace(entrant, measured_s=fastest[_key(entrant)]) for entrant in entrants]
+    fits = {each._key: partial(_fit, model, each, num_steps=1 + num_rounds) for each in entrants}
+    fastest = fastest_of_slowest(fits_in_turns(fits, num_rounds=num_rounds))
+    return [replace(entrant, measured_s=fastest[entrant._key]) for entrant in entrants]
 
 
-def _key(entrant: Entrant) -> str:
-    return f"{entrant.name} {entrant.plan}"
-
-
-def _step(model: str, entrant: Entrant) -> Step:
+def _fit(model: str, entrant: Entrant, callback: pl.Callback, *, num_steps: int) -> None:
+    strategy = None if entrant.way is None else entrant.way.strategy()
     plan = Plan.from_json(entrant.plan)
-    if entrant.name == "OSDP":
-        return Step(build(model), plan)
-    return LightningStep(build(model), plan, entrant.name)  # type: ignore[arg-type]  # one of Lightning's
+    train(build(model), plan, num_steps=num_steps, callbacks=[callback], strategy=strategy)
+
+
+@contextmanager
+def _no_steps_counted() -> Iterator[None]:
+    """OSDP counts live bytes in three steps of every fit on CPU, which slows them: not in these, which are few."""
+    with patch("lightning_osdp.callbacks.peak.COUNTED_STEPS", 0):
+        yield

@@ -1,27 +1,91 @@
-"""What OSDP is compared with: Lightning's own FSDP strategy, one unit for each block, as it accumulates gradients."""
+"""What OSDP is compared with: Lightning's own strategies, as a user would give them to the Trainer."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeAlias
 
-import torch
-import torch.distributed as dist
-from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from typing_extensions import override
 
 from benchmarks.families import Family
 from benchmarks.testbed.plans import plan_of
-from benchmarks.testbed.step import Step
-from benchmarks.testbed.training import StartedRanks
 from examples.mingpt.model import Block
+from lightning_osdp.core import plan as plans
 from lightning_osdp.core.plan import Plan
 
-Sharding: TypeAlias = Literal["FULL_SHARD", "SHARD_GRAD_OP"]
+Sharding: TypeAlias = Literal["FULL_SHARD", "SHARD_GRAD_OP", "DDP"]
 _MODES = {"FULL_SHARD": "ZDP", "SHARD_GRAD_OP": "DP"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One of Lightning's own ways to train."""
+
+    sharding: Sharding
+    """DDP: none at all, and then neither of the others."""
+    by_operator: bool = False
+    """Whether every Linear is a unit, as the paper's baseline has it, or every block."""
+    recomputes: bool = False
+    """Whether blocks are checkpointed. Lightning does so inside of the units that are blocks, which is torch's best
+    order, and around the units that are inside of blocks, which is the paper's."""
+
+    @property
+    def name(self) -> str:
+        """For people, and to tell one from the others."""
+        parts = [self.sharding, *["a unit for each Linear"] * self.by_operator, *["checkpointing"] * self.recomputes]
+        return ", ".join(parts)
+
+    def strategy(self) -> ParallelStrategy:
+        """For a Trainer."""
+        if self.sharding == "DDP":
+            return DDPStrategy()
+        policy = {Block} if self.recomputes else None
+        units = {nn.Linear} if self.by_operator else {Block}
+        return LightningFSDP(self.sharding, auto_wrap_policy=units, activation_checkpointing_policy=policy)
+
+    def plan(self, module: Family, *, world_size: int, micro_batch_size: int, num_micro_batches: int = 1) -> Plan:
+        """What the strategy does, as a plan, so that it can be predicted: all gradients are reduced once, at the end.
+
+        (The root of FULL_SHARD is gathered in every micro-batch, the plan's only in the first one. DDP has no plan like
+        it: of that for SHARD_GRAD_OP, only the micro-batches are its own.)
+        """
+        kind = nn.Linear if self.by_operator else Block
+        mode = _MODES.get(self.sharding, "DP")
+        plan = plan_of(
+            module,
+            {name: mode for name, child in module.named_modules() if isinstance(child, kind)},
+            world_size=world_size,
+            micro_batch_size=micro_batch_size,
+            num_micro_batches=num_micro_batches,
+        )
+        blocks = [name for name, child in module.named_modules() if isinstance(child, Block) and self.recomputes]
+        return replace(
+            plan,
+            units=tuple(replace(unit, sync="last" if num_micro_batches > 1 else "every") for unit in plan.units),
+            blocks=tuple(plans.Block(name=name, activations="recompute") for name in blocks),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline(Way):
+    """One of these ways with so many samples in so many micro-batches, and its counted peak."""
+
+    micro_batch_size: int
+    num_micro_batches: int
+    counted_bytes: int
+
+    @property
+    def way(self) -> Way:
+        """Without sizes."""
+        return Way(**{field.name: getattr(self, field.name) for field in fields(Way)})
+
+    def its_plan(self, module: Family, world_size: int) -> Plan:
+        """See `Way.plan`."""
+        size, number = self.micro_batch_size, self.num_micro_batches
+        return self.plan(module, world_size=world_size, micro_batch_size=size, num_micro_batches=number)
 
 
 class LightningFSDP(FSDPStrategy):
@@ -29,17 +93,18 @@ class LightningFSDP(FSDPStrategy):
 
     Args:
         sharding: of all units.
+        **kwargs: of Lightning's strategy.
     """
 
     # Lightning's accelerator connector refuses CPU for the names in FSDPStrategy's own list.
     _registered_strategies: list[str] = []  # noqa: RUF012 (Lightning's declaration)
 
-    def __init__(self, sharding: Sharding, **kwargs: Any) -> None:
-        super().__init__(sharding_strategy=sharding, auto_wrap_policy={Block}, **kwargs)
+    def __init__(self, sharding: str, **kwargs: Any) -> None:
+        super().__init__(sharding_strategy=sharding, **kwargs)  # type: ignore[arg-type]  # one of FSDP1's names
 
     @override
-    def _setup_model(self, model: nn.Module) -> FullyShardedDataParallel:
-        return FullyShardedDataParallel(
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        wrapped = FullyShardedDataParallel(
             module=model,
             cpu_offload=self.cpu_offload,
             mixed_precision=self.mixed_precision_config,
@@ -47,41 +112,4 @@ class LightningFSDP(FSDPStrategy):
             device_id=self.root_device,
             **self.kwargs,
         )
-
-
-def lightning_plan(
-    module: Family, sharding: Sharding, *, world_size: int, micro_batch_size: int, num_micro_batches: int
-) -> Plan:
-    """What the strategy does, as a plan, so that it can be predicted: all gradients are reduced once, at the end.
-
-    (The root of FULL_SHARD is gathered in every micro-batch, the plan's only in the first one.)
-    """
-    blocks = {name: _MODES[sharding] for name, child in module.named_modules() if isinstance(child, Block)}
-    plan = plan_of(
-        module, blocks, world_size=world_size, micro_batch_size=micro_batch_size, num_micro_batches=num_micro_batches
-    )
-    return replace(plan, units=tuple(replace(unit, sync="last") for unit in plan.units))
-
-
-class LightningStep(Step):
-    """A `Step` as Lightning takes it with its own strategy: every micro-batch but the last in the root's ``no_sync``.
-
-    Args:
-        module: it is wrapped in place.
-        plan: of `lightning_plan`.
-        sharding: of all units.
-    """
-
-    def __init__(self, module: Family, plan: Plan, sharding: Sharding) -> None:
-        devices = [torch.device("cpu")] * dist.get_world_size()
-        self._strategy = LightningFSDP(sharding, parallel_devices=devices, cluster_environment=StartedRanks())
-        super().__init__(module, plan)
-
-    @override
-    def _wrap(self, module: Family, plan: Plan) -> FullyShardedDataParallel:
-        return self._strategy._setup_model(module)
-
-    @override
-    def _before_last(self) -> AbstractContextManager[None]:
-        context: AbstractContextManager[None] = self.root.no_sync()
-        return context
+        return super()._setup_model(wrapped)  # which applies checkpointing to what is wrapped already

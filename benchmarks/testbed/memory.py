@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from benchmarks.families import Family
-from benchmarks.testbed.training import train
+from benchmarks.testbed.training import quiet, train
 from lightning_osdp.callbacks.peak import living_tensors
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.profiler import LiveBytes
@@ -61,7 +61,7 @@ def count_step(
     precision: Any = "32-true",
     num_steps: int = 1,
     keeps_curve: bool = False,
-    strategy: FSDPStrategy | None = None,
+    strategy: ParallelStrategy | None = None,
 ) -> StepBytes:
     """Trains on this rank of the default process group and counts live bytes. Call it on all ranks that exist.
 
@@ -80,6 +80,7 @@ def count_step(
             enter = module.get_submodule(name).register_forward_pre_hook(partial(counter.enter_operator, name))
             hooks.callback(enter.remove)
         num_steps += WARM_UP_STEPS
+        hooks.enter_context(quiet())
         train(module, plan, num_steps=num_steps, precision=precision, callbacks=[counter], strategy=strategy)
     phases = {
         phase: min(step.phases[phase] for step in counter.steps) for phase in PHASES if phase in counter.steps[0].phases

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import nn
 
+from lightning_osdp import Cluster, ModelProfile, simulate
 from lightning_osdp.core.plan import Plan, Unit
 from lightning_osdp.profiler import fingerprint
+
+_MOST_SAMPLES = 2**20
 
 
 def plan_of(
@@ -55,6 +60,20 @@ def plan_of(
         backward_prefetch=backward_prefetch,
         forward_prefetch=forward_prefetch,
     )
+
+
+def largest_that_fits(plan: Plan, profile: ModelProfile, cluster: Cluster, *, limit_bytes: int) -> Plan | None:
+    """The plan at its best micro-batch, which is the largest that fits; None where not even one sample does.
+
+    Every duration is affine in the samples, with no negative part, and a step's is made of them by sums and maxima: the
+    time of a sample falls as there are more of them.
+    """
+
+    def peak_bytes(size: int) -> int:
+        return simulate(replace(plan, micro_batch_size=size), profile, cluster).peak.peak_bytes
+
+    largest = bisect_right(range(1, _MOST_SAMPLES + 1), limit_bytes, key=peak_bytes)
+    return replace(plan, micro_batch_size=largest) if largest else None
 
 
 def _of_slices(modes: str | tuple[str, ...]) -> tuple[str, ...]:

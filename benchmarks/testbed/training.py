@@ -1,4 +1,4 @@
-"""Lightning's own Trainer under a plan, quiet, on whatever process group exists already."""
+"""Lightning's own Trainer under a plan, on whatever process group exists already."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.strategies import ParallelStrategy
 from typing_extensions import override
 
 from benchmarks.families import Family
@@ -28,7 +28,7 @@ def train(
     num_steps: int,
     precision: Any = "32-true",
     callbacks: Sequence[pl.Callback] = (),
-    strategy: FSDPStrategy | None = None,
+    strategy: ParallelStrategy | None = None,
 ) -> None:
     """Trains for so many optimizer steps on this rank of the default process group, as a user's Trainer would.
 
@@ -38,10 +38,10 @@ def train(
         num_steps: optimizer steps.
         precision: the Trainer's argument of this name.
         callbacks: of the Trainer.
-        strategy: that wraps the model instead of `OSDPStrategy`; of the plan only its micro-batches count then.
+        strategy: that trains instead of `OSDPStrategy`; of the plan only its micro-batches count then.
     """
     num_batches = num_steps * plan.num_micro_batches
-    with _quiet(), tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         trainer = pl.Trainer(
             strategy=strategy or OSDPStrategy(plan=plan, batch_size="keep"),
             accelerator="cpu",
@@ -110,8 +110,8 @@ class StartedRanks(ClusterEnvironment):
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Nothing of what Lightning and the plan have to say on every fit."""
+def quiet() -> Iterator[None]:
+    """Within it nothing is printed of what Lightning and the plan have to say on every fit."""
     log = logging.getLogger("lightning.pytorch")
     level = log.level
     log.setLevel(logging.ERROR)

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from benchmarks import activations
-from benchmarks.measures.recompute import BEYOND_LIMIT, SHARE, of, targets
+from benchmarks.measures.contest import BEYOND_LIMIT
+from benchmarks.measures.recompute import SHARE, of, targets
 from benchmarks.testbed.recompute import BY_BLOCK, EVERYWHERE, FSDP, PAPERS_FSDP
 
 

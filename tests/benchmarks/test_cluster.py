@@ -7,10 +7,11 @@ import pytest
 
 from benchmarks import cluster
 from benchmarks.measures import cluster_tables, predictions
-from benchmarks.measures.cluster import Case, largest_that_fits, profiled, targets
+from benchmarks.measures.cluster import Case, profiled, targets
 from benchmarks.measures.cluster_tables import FSDP, OSDP
+from benchmarks.testbed.lightning_fsdp import Way
 from benchmarks.testbed.machines import NODE, TITANS, Model
-from benchmarks.testbed.recompute import fsdp_plan
+from benchmarks.testbed.plans import largest_that_fits
 from lightning_osdp import simulate
 
 MODEL = Model(family="usual", layers="2 x 32 + 1 x 64", sequence_length=16, vocabulary_size=32)
@@ -36,7 +37,7 @@ def test_everybody_takes_part_within_the_limit(tmp_path, capsys):
 def test_the_largest_micro_batch_that_fits_is_the_best(machine):
     module = MODEL.on_meta()
     profile = profiled(module, machine)
-    plan = fsdp_plan(module, world_size=8, micro_batch_size=1, by_operator=False, recomputes=True)
+    plan = Way(sharding="FULL_SHARD", recomputes=True).plan(module, world_size=8, micro_batch_size=1)
 
     def at(size):
         return simulate(dataclasses.replace(plan, micro_batch_size=size), profile, machine.cluster)

@@ -1,0 +1,116 @@
+"""The paper's figure 5, measured: OSDP against FSDP, each at its best, on three families of models.
+
+.. code-block:: bash
+
+    python benchmarks/headline.py
+    python benchmarks/headline.py --quick true
+
+Four ranks over links of a chosen rate. Peaks of what OSDP is compared with are counted first. Every case is written as
+soon as it is measured: a run that was killed goes on where it was.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Literal
+
+from jsonargparse import auto_cli
+from rich.console import Console
+
+# run as a script, Python looks for modules beside this file only
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.measures import baselines, contest, headline
+from benchmarks.measures.section import Results, measured
+from benchmarks.testbed.contest import Division
+from benchmarks.testbed.lightning_fsdp import Way
+
+RESULT = Path(__file__).parent / "results" / "headline.json"
+
+Name = Literal["one", "global", "loose"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What is trained, and where."""
+
+    models: tuple[str, ...] = tuple(headline.MODELS)
+    ways: tuple[Way, ...] = headline.WAYS
+    num_ranks: int = 4
+    rates_mbit: tuple[float | None, ...] = (200.0, 1000.0)
+    """10^6 bit/s; None: not shaped."""
+    samples_per_step: int = 4
+    """Of a rank, where the global batch is fixed."""
+
+
+_FEW_WAYS = (baselines.FULL_SHARD, headline.CHECKPOINTING, headline.DDP)
+QUICK = Sizes(models=("tiny",), ways=_FEW_WAYS, num_ranks=2, rates_mbit=(None,), samples_per_step=2)
+
+
+def main(
+    sections: list[Name] = ["one", "global", "loose"],  # noqa: B006 -- a list shows its default
+    output: Path | None = None,
+    num_rounds: int = 2,
+    quick: bool = False,
+    fresh: bool = False,
+) -> None:
+    """Counts what the others take, measures sections, prints tables and targets, and writes JSON.
+
+    Args:
+        sections: What to measure: one micro-batch a step of any size, as the paper does; a global batch that is fixed,
+            however it is divided; or the first under a limit of twice the memory.
+        output: JSON file; cases that it has already are not measured again. null: the one beside this program, or none
+            if quick.
+        num_rounds: timed steps of each that takes part; the fastest counts.
+        quick: Whether to go through all of it with a tiny model on two ranks whose links are not shaped.
+        fresh: Whether to measure again what the file has.
+    """
+    console = Console() if sys.stdout.isatty() else Console(width=200)
+    sizes = QUICK if quick else Sizes()
+    with ExitStack() as open_until_end:
+        if output is None:
+            output = Path(open_until_end.enter_context(TemporaryDirectory()), RESULT.name) if quick else RESULT
+        results = Results(output)
+        known = {}
+        for model in sizes.models:
+            counted = baselines.section(
+                model,
+                sizes.num_ranks,
+                ways=sizes.ways,
+                limits=(*headline.LIMITS, *headline.LOOSE_LIMITS),
+                samples_per_step=sizes.samples_per_step,
+            )
+            measured(counted, results, console, is_fresh=fresh)
+            known[model] = baselines.baselines_of(results.stored(counted.name))
+        for name in sections:
+            division: Division = "auto" if name == "global" else "scale"
+            cases = [
+                contest.Case(
+                    model=model,
+                    num_ranks=sizes.num_ranks,
+                    rate_mbit=rate_mbit,
+                    division=division,
+                    limits=headline.LOOSE_LIMITS if name == "loose" else headline.LIMITS,
+                    micro_batch_size=1,
+                    num_micro_batches=sizes.samples_per_step if name == "global" else 1,
+                    num_rounds=num_rounds,
+                )
+                for rate_mbit in sizes.rates_mbit
+                for model in sizes.models
+            ]
+            section = contest.section(
+                name,
+                cases,
+                known,
+                spaces=headline.GLOBAL_SPACES if name == "global" else headline.ONE_SPACES,
+                targets=headline.targets_of_global if name == "global" else headline.targets_of_one,
+            )
+            measured(section, results, console, is_fresh=fresh)
+
+
+if __name__ == "__main__":
+    auto_cli(main)
