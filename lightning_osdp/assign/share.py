@@ -70,7 +70,7 @@ def _share(setting: Setting, modes: Modes, blocks: Sequence[_Block], limit_bytes
         tried = _with(setting, modes, blocks[-count:])
         if tried is not None and tried[0].step_time_s(tried[1]) >= before_s * (1 - NO_GAIN):
             break
-        if tried is not None and tried[0].peak(tried[1]).peak_bytes <= limit_bytes:
+        if tried is not None and tried[0].exact_peak(tried[1]).peak_bytes <= limit_bytes:
             best, fits = tried, count
         else:
             fails = count
