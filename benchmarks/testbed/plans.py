@@ -72,7 +72,11 @@ def largest_that_fits(plan: Plan, profile: ModelProfile, cluster: Cluster, *, li
     def peak_bytes(size: int) -> int:
         return simulate(replace(plan, micro_batch_size=size), profile, cluster).peak.peak_bytes
 
-    largest = bisect_right(range(1, _MOST_SAMPLES + 1), limit_bytes, key=peak_bytes)
+    beyond = 1
+    while beyond <= _MOST_SAMPLES and peak_bytes(beyond) <= limit_bytes:
+        beyond *= 2
+    fitting = beyond // 2
+    largest = fitting + bisect_right(range(fitting + 1, beyond), limit_bytes, key=peak_bytes)
     return replace(plan, micro_batch_size=largest) if largest else None
 
 
