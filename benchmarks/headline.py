@@ -12,6 +12,7 @@ soon as it is measured: a run that was killed goes on where it was.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,14 +25,14 @@ from rich.console import Console
 # run as a script, Python looks for modules beside this file only
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measures import baselines, contest, headline
-from benchmarks.measures.section import Results, measured
+from benchmarks.measures import baselines, contest, headline, wrapper
+from benchmarks.measures.section import Results, Section, measured
 from benchmarks.testbed.contest import Division
-from benchmarks.testbed.lightning_fsdp import Way
+from benchmarks.testbed.lightning_fsdp import Baseline, Way
 
 RESULT = Path(__file__).parent / "results" / "headline.json"
 
-Name = Literal["one", "global", "loose"]
+Name = Literal["one", "global", "loose", "wrapper"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ QUICK = Sizes(models=("tiny",), ways=_FEW_WAYS, num_ranks=2, rates_mbit=(None,),
 
 
 def main(
-    sections: list[Name] = ["one", "global", "loose"],  # noqa: B006 -- a list shows its default
+    sections: list[Name] = ["one", "global", "loose", "wrapper"],  # noqa: B006 -- a list shows its default
     output: Path | None = None,
     num_rounds: int = 2,
     quick: bool = False,
@@ -62,7 +63,7 @@ def main(
 
     Args:
         sections: What to measure: one micro-batch a step of any size, as the paper does; a global batch that is fixed,
-            however it is divided; or the first under a limit of twice the memory.
+            however it is divided; the first under a limit of twice the memory; or what the strategy itself costs.
         output: JSON file; cases that it has already are not measured again. null: the one beside this program, or none
             if quick.
         num_rounds: timed steps of each that takes part; the fastest counts.
@@ -87,29 +88,42 @@ def main(
             measured(counted, results, console, is_fresh=fresh)
             known[model] = baselines.baselines_of(results.stored(counted.name))
         for name in sections:
-            division: Division = "auto" if name == "global" else "scale"
-            cases = [
-                contest.Case(
-                    model=model,
-                    num_ranks=sizes.num_ranks,
-                    rate_mbit=rate_mbit,
-                    division=division,
-                    limits=headline.LOOSE_LIMITS if name == "loose" else headline.LIMITS,
-                    micro_batch_size=1,
-                    num_micro_batches=sizes.samples_per_step if name == "global" else 1,
-                    num_rounds=num_rounds,
-                )
-                for rate_mbit in sizes.rates_mbit
-                for model in sizes.models
-            ]
-            section = contest.section(
-                name,
-                cases,
-                known,
-                spaces=headline.GLOBAL_SPACES if name == "global" else headline.ONE_SPACES,
-                targets=headline.targets_of_global if name == "global" else headline.targets_of_one,
-            )
+            if name == "wrapper":
+                section = wrapper.section([_wrapper_case(quick=quick)])
+            else:
+                section = _contest(name, sizes, known, num_rounds)
             measured(section, results, console, is_fresh=fresh)
+
+
+def _wrapper_case(*, quick: bool) -> wrapper.Case:
+    return wrapper.Case(model="tiny" if quick else "12 x 256", num_ranks=2, num_rounds=1 if quick else 20)
+
+
+def _contest(name: Name, sizes: Sizes, known: Mapping[str, Sequence[Baseline]], num_rounds: int) -> Section:
+    is_global = name == "global"
+    division: Division = "auto" if is_global else "scale"
+    cases = [
+        contest.Case(
+            model=model,
+            num_ranks=sizes.num_ranks,
+            rate_mbit=rate_mbit,
+            division=division,
+            limits=headline.LOOSE_LIMITS if name == "loose" else headline.LIMITS,
+            micro_batch_size=1,
+            num_micro_batches=sizes.samples_per_step if is_global else 1,
+            num_rounds=num_rounds,
+            is_limited=name == "one" and rate_mbit == headline.AT_MBIT,
+        )
+        for rate_mbit in sizes.rates_mbit
+        for model in sizes.models
+    ]
+    return contest.section(
+        name,
+        cases,
+        known,
+        spaces=headline.GLOBAL_SPACES if is_global else headline.ONE_SPACES,
+        targets=headline.targets_of_global if is_global else headline.targets_of_one,
+    )
 
 
 if __name__ == "__main__":

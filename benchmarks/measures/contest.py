@@ -18,12 +18,16 @@ from benchmarks.target import Target
 from benchmarks.testbed.contest import UNLIMITED, Division, Entrant
 from benchmarks.testbed.groups import fake_group
 from benchmarks.testbed.lightning_fsdp import Baseline
+from benchmarks.testbed.limit import lives_under
 from benchmarks.testbed.memory import count_step
 from lightning_osdp.core.byte_size import format_bytes
 from lightning_osdp.core.plan import Plan
 
 BEYOND_LIMIT = 1.001
 """What a plan may be counted to take, of its limit: losses, of a few bytes, are not predicted."""
+
+HARD = 0.05
+"""Beyond a limit training must live, with what the allocator keeps; so far below its predicted peak it must die."""
 
 Spaces = Mapping[str, Mapping[str, Any]]
 """Fields of the search space of each of OSDP's plans, by name: ``OSDP``, which has everything, is one of them."""
@@ -43,6 +47,8 @@ class Case:
     micro_batch_size: int
     num_micro_batches: int
     num_rounds: int
+    is_limited: bool = False
+    """Whether OSDP's plan for the first limit has to live in a process that cannot take more; see `HARD`."""
 
 
 def section(
@@ -96,9 +102,27 @@ def measure(case: Case, *, baselines: Mapping[str, Sequence[Baseline]], spaces: 
         division=case.division,
         num_rounds=case.num_rounds,
     )
-    return {
+    entrants = [Entrant(**fields) for fields in found]
+    row: Row = {
         "full_shard_bytes": full_shard.counted_bytes,
-        "entrants": [_summary(case.model, Entrant(**fields)) for fields in found],
+        "entrants": [_summary(case.model, entrant) for entrant in entrants],
+    }
+    if case.is_limited:
+        (osdp,) = (each for each in entrants if each.name == "OSDP" and each.limit == case.limits[0])
+        row["hard"] = _under_hard_limits(case, osdp, full_shard.counted_bytes)
+    return row
+
+
+def _under_hard_limits(case: Case, entrant: Entrant, full_shard_bytes: int) -> dict[str, bool]:
+    """Whether training lives a little above its limit, and a little below its peak."""
+    assert entrant.limit is not None
+    assert entrant.predicted_bytes is not None
+    plan = Plan.from_json(entrant.plan)
+    above = round(entrant.limit * full_shard_bytes * (1 + HARD))
+    below = round(entrant.predicted_bytes * (1 - HARD))
+    return {
+        "lives above the limit": lives_under(above, case.model, plan).lived,
+        "lives below the peak": lives_under(below, case.model, plan).lived,
     }
 
 

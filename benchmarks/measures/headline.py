@@ -93,6 +93,9 @@ def _of_each(rows: Sequence[Row]) -> list[Target]:
     """What holds in every cell: memory, the best of the others, and the prediction."""
     found = []
     for row in rows:
+        for name, lived in row.get("hard", {}).items():
+            expected = name == "lives above the limit"
+            found.append(Target(name=f"{row['case']['model']}: {name}: wrong", limit=1, measured=lived != expected))
         for osdp in (each for each in row["entrants"] if each["name"].startswith("OSDP")):
             where = f"{row['case']['model']}, {rate_of(row)}, {osdp['limit']:g}x, {osdp['name']}"
             found.append(

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, Literal, TypeAlias
 from unittest.mock import patch
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 
@@ -17,7 +16,7 @@ from benchmarks.families import Family, build
 from benchmarks.testbed.lightning_fsdp import Baseline, Way
 from benchmarks.testbed.ring import ring_reduce_scatters
 from benchmarks.testbed.training import quiet, train
-from benchmarks.testbed.turns import fastest_of_slowest, fits_in_turns
+from benchmarks.testbed.turns import Turns, fastest_of_slowest, fits_in_turns
 from lightning_osdp import Cluster, ModelProfile, SearchSpace, make_plan, measure_cluster, profile_model, simulate
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.report.accumulation import wire_bytes
@@ -88,7 +87,7 @@ def on_one_rank(
     Returns:
         Fields of an `Entrant` for each limit and competitor.
     """
-    with ring_reduce_scatters(), quiet(), _no_steps_counted():
+    with ring_reduce_scatters(), quiet(), no_steps_counted():
         cluster = measure_cluster(torch.device("cpu"))
         profile = profile_model(build(model), build(model).batch(micro_batch_size), activations=("keep", "recompute"))
         entrants: list[Entrant] = []
@@ -184,14 +183,14 @@ def _timed(model: str, entrants: Sequence[Entrant], num_rounds: int) -> list[Ent
     return [replace(entrant, measured_s=fastest[entrant._key]) for entrant in entrants]
 
 
-def _fit(model: str, entrant: Entrant, callback: pl.Callback, *, num_steps: int) -> None:
+def _fit(model: str, entrant: Entrant, turns: Turns, *, num_steps: int) -> None:
     strategy = None if entrant.way is None else entrant.way.strategy()
     plan = Plan.from_json(entrant.plan)
-    train(build(model), plan, num_steps=num_steps, callbacks=[callback], strategy=strategy)
+    train(build(model), plan, num_steps=num_steps, callbacks=[turns], strategy=strategy)
 
 
 @contextmanager
-def _no_steps_counted() -> Iterator[None]:
+def no_steps_counted() -> Iterator[None]:
     """OSDP counts live bytes in three steps of every fit on CPU, which slows them: not in these, which are few."""
     with patch("lightning_osdp.callbacks.peak.COUNTED_STEPS", 0):
         yield

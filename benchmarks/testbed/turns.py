@@ -13,7 +13,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 
-def fits_in_turns(fits: Mapping[str, Callable[[pl.Callback], None]], *, num_rounds: int) -> dict[str, list[float]]:
+def fits_in_turns(fits: Mapping[str, Callable[[Turns], None]], *, num_rounds: int) -> dict[str, list[float]]:
     """Seconds of the optimizer steps of each fit, taken A B C A B C. Call it on all ranks of the default process group.
 
     Each fit runs in a thread of its own, of which one runs at a time. Ranks begin every step together. What counts
@@ -21,20 +21,24 @@ def fits_in_turns(fits: Mapping[str, Callable[[pl.Callback], None]], *, num_roun
     and after it.
 
     Args:
-        fits: by name: trains for 1 + num_rounds optimizer steps with this callback.
+        fits: by name: trains for 1 + num_rounds optimizer steps with this callback, or calls it without a Trainer.
         num_rounds: timed steps of each, after one to warm up.
     """
-    turns = {name: _Turns(fit) for name, fit in fits.items()}
+    turns = {name: Turns(fit) for name, fit in fits.items()}
     for _ in range(2 + num_rounds):  # until its first step, the steps, and what comes after the last one
         for each in turns.values():
             each.take()
     return {name: each.seconds[1:] for name, each in turns.items()}
 
 
-class _Turns(pl.Callback):
-    """One fit in a thread that waits before every optimizer step."""
+class Turns(pl.Callback):
+    """One fit in a thread that waits before every optimizer step.
 
-    def __init__(self, fit: Callable[[pl.Callback], None]) -> None:
+    Args:
+        fit: what to run.
+    """
+
+    def __init__(self, fit: Callable[[Turns], None]) -> None:
         self.seconds: list[float] = []
         self._may_go, self._waits = threading.Semaphore(0), threading.Semaphore(0)
         self._error: BaseException | None = None
@@ -52,7 +56,7 @@ class _Turns(pl.Callback):
         if self._error is not None:
             raise self._error
 
-    def _run(self, fit: Callable[[pl.Callback], None]) -> None:
+    def _run(self, fit: Callable[[Turns], None]) -> None:
         self._may_go.acquire()
         torch.set_num_threads(1)  # it holds for a thread
         try:
@@ -61,24 +65,32 @@ class _Turns(pl.Callback):
             self._error = error
         self._waits.release()
 
+    def begin(self) -> None:
+        """Waits for its turn, and until all ranks are there, before an optimizer step."""
+        self._waits.release()
+        self._may_go.acquire()
+        dist.barrier()
+        self._start_s = time.perf_counter()
+
+    def end(self) -> None:
+        """An optimizer step has ended."""
+        assert self._start_s is not None
+        self.seconds.append(time.perf_counter() - self._start_s)
+        self._start_s = None
+
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._start_s is None:
-            self._waits.release()
-            self._may_go.acquire()
-            dist.barrier()
-            self._start_s = time.perf_counter()
+            self.begin()
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if trainer.global_step > len(self.seconds):  # or gradients accumulate
-            assert self._start_s is not None
-            self.seconds.append(time.perf_counter() - self._start_s)
-            self._start_s = None
+            self.end()
 
 
 def fastest_of_slowest(seconds: Mapping[str, list[float]]) -> dict[str, float]:
