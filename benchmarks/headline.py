@@ -31,6 +31,7 @@ from benchmarks.testbed.contest import Division
 from benchmarks.testbed.lightning_fsdp import Baseline, Way
 
 RESULT = Path(__file__).parent / "results" / "headline.json"
+PICTURES = Path(__file__).parents[1] / "docs" / "_static"
 
 Name = Literal["one", "global", "loose", "wrapper"]
 
@@ -54,7 +55,9 @@ QUICK = Sizes(models=("tiny",), ways=_FEW_WAYS, num_ranks=2, rates_mbit=(None,),
 
 def main(
     sections: list[Name] = ["one", "global", "loose", "wrapper"],  # noqa: B006 -- a list shows its default
+    *,
     output: Path | None = None,
+    pictures: Path | None = PICTURES,
     num_rounds: int = 2,
     quick: bool = False,
     fresh: bool = False,
@@ -66,6 +69,7 @@ def main(
             however it is divided; the first under a limit of twice the memory; or what the strategy itself costs.
         output: JSON file; cases that it has already are not measured again. null: the one beside this program, or none
             if quick.
+        pictures: Folder of the pictures, which need matplotlib; null for none. None are drawn if quick.
         num_rounds: timed steps of each that takes part; the fastest counts.
         quick: Whether to go through all of it with a tiny model on two ranks whose links are not shaped.
         fresh: Whether to measure again what the file has.
@@ -93,6 +97,18 @@ def main(
             else:
                 section = _contest(name, sizes, known, num_rounds)
             measured(section, results, console, is_fresh=fresh)
+        if pictures is not None and not quick:
+            _draw(results, pictures)
+
+
+def _draw(results: Results, folder: Path) -> None:
+    from benchmarks import headline_pictures  # matplotlib is not needed for measuring
+
+    for name in ("one", "global"):
+        rows = results.stored(name)
+        if rows:
+            headline_pictures.draw_ratios(rows, folder / f"headline_{name}.svg")
+            headline_pictures.draw_plans(rows, folder / f"headline_{name}_plans.svg")
 
 
 def _wrapper_case(*, quick: bool) -> wrapper.Case:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from benchmarks.families import build
 from benchmarks.testbed.contest import no_steps_counted
@@ -45,19 +45,16 @@ def on_one_rank(*, model: str, world_size: int, num_rounds: int) -> dict[str, fl
 
 def _by_hand(model: str, turns: Turns, *, num_steps: int) -> None:
     """What a user writes who knows FSDP1 and wants nothing else."""
-    options: dict[str, Any] = {"device_id": torch.device("cpu"), "sharding_strategy": ShardingStrategy.FULL_SHARD}
     module = build(model)
     batch = module.batch(1)
-    blocks = [
-        (parent, name)
-        for parent in module.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, Block)
-    ]
-    for parent, name in blocks:
-        setattr(parent, name, FullyShardedDataParallel(getattr(parent, name), use_orig_params=True, **options))
     module.forward = module.loss  # type: ignore[method-assign]  # FSDP's hooks are around forward
-    root = FullyShardedDataParallel(module, use_orig_params=True, **options)
+    root = FullyShardedDataParallel(
+        module,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        sharding_strategy=ShardingStrategy.FULL_SHARD,
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+    )
     optimizer = module.configure_optimizers()
     for _ in range(num_steps):
         turns.begin()
