@@ -31,16 +31,14 @@ def block_units(setting: Setting, activations: Sequence[str] = ("keep",)) -> Ite
             yield dataclasses.replace(setting, units=found, activations=tuple(activations))
 
 
-def _rest_in_root(setting: Setting, units: Sequence[UnitProfile]) -> tuple[UnitProfile, ...]:
-    (root,) = (unit for unit in units if unit.is_root)
-    dtypes = {operator.dtype for operator in root.operators}
-    members: dict[str, list[str]] = {"": []}
-    for unit in (root, *units):
-        may_join = all("" in each.enclosing and not each.stands_alone for each in unit.operators)
-        joins = unit.block is None and may_join and len(dtypes | {each.dtype for each in unit.operators}) <= 1
-        dtypes |= {each.dtype for each in unit.operators} if joins else set()
-        members.setdefault("" if joins else unit.name, []).extend(each.name for each in unit.operators)
-    return grouped(setting.profile, {name: dict.fromkeys(operators) for name, operators in members.items()})
+def _rest_in_root(setting: Setting, units: tuple[UnitProfile, ...]) -> tuple[UnitProfile, ...]:
+    """Units as they are where one outside of blocks has to stay."""
+    rest = [operator for unit in units if unit.block is None for operator in unit.operators]
+    has_to_stay = any(operator.stands_alone or "" not in operator.enclosing for operator in rest)
+    if has_to_stay or len({operator.dtype for operator in rest}) > 1:
+        return units
+    blocks = {unit.name: [operator.name for operator in unit.operators] for unit in units if unit.block is not None}
+    return grouped(setting.profile, {"": [operator.name for operator in rest], **blocks})
 
 
 def chosen_activations(setting: Setting, modes: Modes) -> dict[str, str]:
