@@ -40,6 +40,7 @@ class Step:
         self.root = self._wrap(module, plan)
         self.optimizer = module.configure_optimizers()
         self.batch = module.batch(plan.micro_batch_size)
+        self._units = FullyShardedDataParallel.fsdp_modules(self.root)
         self._num_micro_batches = plan.num_micro_batches
         self._reduced_last = units_reduced_last(self.root, plan)
         self._redirect = _ForwardRedirection()
@@ -64,7 +65,7 @@ class Step:
         loss = self._forward(index) / self._num_micro_batches
         if index == 0:
             self.optimizer.zero_grad()
-        forget_zeroed_gradients(self.root)
+        forget_zeroed_gradients(self._units)
         loss.backward()
 
     def _forward(self, index: int) -> Tensor:

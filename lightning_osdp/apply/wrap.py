@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -77,13 +78,13 @@ def wrap_whole(module: nn.Module, *, device: torch.device, **fsdp_kwargs: Any) -
     return _wrapped(module, device, **fsdp_kwargs)
 
 
-def forget_zeroed_gradients(module: nn.Module) -> None:
-    """Drops reduced gradients that ``optimizer.zero_grad()`` has set to None; call it before backward.
+def forget_zeroed_gradients(units: Iterable[FullyShardedDataParallel]) -> None:
+    """Drops reduced gradients of units that ``optimizer.zero_grad()`` has set to None; call it before backward.
 
     FSDP does so itself when backward reaches its root. Where a unit returns the loss itself, backward reaches that
     unit first, which then takes the gradients of the step before for accumulated ones.
     """
-    for unit in FullyShardedDataParallel.fsdp_modules(module):
+    for unit in units:
         if unit._handle is not None:
             unit._handle._reset_flat_param_grad_info_if_needed()
 

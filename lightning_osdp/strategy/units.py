@@ -143,8 +143,8 @@ class UnitsStrategy(RanksStrategy):
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
-        forget_zeroed_gradients(self._wrapped())
         assert self._wrapping is not None
+        forget_zeroed_gradients(self._wrapping.units)
         reduce_left_over(self._wrapping.reduced_last)
 
     @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch.distributed as dist
@@ -59,6 +60,11 @@ class Wrapping:
             module._register_load_state_dict_pre_hook(self._gather),
             module.register_load_state_dict_post_hook(self._shard),
         ]
+
+    @cached_property
+    def units(self) -> tuple[FullyShardedDataParallel, ...]:
+        """All of them: finding them takes a while in every micro-batch."""
+        return tuple(FullyShardedDataParallel.fsdp_modules(self.root))
 
     @property
     def is_whole(self) -> bool:
