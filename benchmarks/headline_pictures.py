@@ -52,8 +52,8 @@ def draw_ratios(rows: Sequence[Row], path: Path) -> None:
     memory.axhline(1, color="black", linewidth=0.5)
     speed.set(ylabel="samples/s / FULL_SHARD's")
     memory.set(ylabel="peak counted / limit", ylim=(0, 1.1))
-    names = [f"{MODELS.get(row['case']['model'], '')}\n{rate_of(row)}, {limit:g}x" for row, limit in cells]
-    memory.set_xticks(range(len(cells)), names, fontsize=7)
+    names = [f"{MODELS.get(row['case']['model'], '')}, {rate_of(row)}, {limit:g}x" for row, limit in cells]
+    memory.set_xticks(range(len(cells)), [name.replace(", ", "\n").replace(" ", "\n", 1) for name in names], fontsize=7)
     patches: list[Any] = [Patch(color=colour, label=name) for name, colour in _COLOURS.items()]
     figure.legend(handles=patches, loc="outside upper center", ncols=4, fontsize=8)
     save(figure, path)
