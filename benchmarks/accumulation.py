@@ -12,10 +12,8 @@ of a step divided anew. Every case is written as soon as it is measured: a run t
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Literal
 
 from jsonargparse import auto_cli
@@ -25,7 +23,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measures import accumulation, baselines, contest
-from benchmarks.measures.section import Results, measured
+from benchmarks.measures.section import kept_in, measured
 
 RESULT = Path(__file__).parent / "results" / "accumulation.json"
 
@@ -66,10 +64,7 @@ def main(
     """
     console = Console() if sys.stdout.isatty() else Console(width=160)
     sizes = QUICK if quick else Sizes()
-    with ExitStack() as open_until_end:
-        if output is None:
-            output = Path(open_until_end.enter_context(TemporaryDirectory()), RESULT.name) if quick else RESULT
-        results = Results(output)
+    with kept_in(output, RESULT, quick=quick) as results:
         samples_per_step = sizes.micro_batch_size * sizes.num_micro_batches
         ways = [baselines.FULL_SHARD, baselines.SHARD_GRAD_OP]
         counted = baselines.section(sizes.model, sizes.num_ranks, ways=ways, samples_per_step=samples_per_step)

@@ -12,9 +12,7 @@ paper's (a unit for each Linear, inside of checkpointed blocks). Every case is w
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from jsonargparse import auto_cli
 from rich.console import Console
@@ -23,7 +21,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measures import recompute
-from benchmarks.measures.section import Results, measured
+from benchmarks.measures.section import kept_in, measured
 
 RESULT = Path(__file__).parent / "results" / "activations.json"
 
@@ -42,16 +40,14 @@ def main(output: Path | None = None, num_rounds: int = 3, quick: bool = False, f
     """
     console = Console() if sys.stdout.isatty() else Console(width=180)
     chosen = [("tiny", None)] if quick else [(name, rate) for name in recompute.MODELS for rate in RATES_MBIT]
-    with ExitStack() as open_until_end:
-        if output is None:
-            output = Path(open_until_end.enter_context(TemporaryDirectory()), RESULT.name) if quick else RESULT
+    with kept_in(output, RESULT, quick=quick) as results:
         cases = [
             recompute.Case(
                 model=model, num_ranks=2 if quick else 4, rate_mbit=rate, micro_batch_size=2, num_rounds=num_rounds
             )
             for model, rate in chosen
         ]
-        measured(recompute.section(cases), Results(output), console, is_fresh=fresh)
+        measured(recompute.section(cases), results, console, is_fresh=fresh)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,7 @@ how far the simulator was off where steps were measured. Every case is written a
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from jsonargparse import auto_cli
 from rich.console import Console
@@ -26,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.measures import predictions
 from benchmarks.measures.cluster import Case, section
 from benchmarks.measures.cluster_tables import CHANGING, NARROW, WIDE, beside_papers, ratios
-from benchmarks.measures.section import Results, measured
+from benchmarks.measures.section import kept_in, measured
 from benchmarks.testbed.machines import NODE, NODES, TITANS, Model
 
 RESULT = Path(__file__).parent / "results" / "cluster.json"
@@ -95,10 +93,7 @@ def main(output: Path | None = None, picture: Path | None = PICTURE, quick: bool
         fresh: Whether to simulate again what the file has.
     """
     console = Console() if sys.stdout.isatty() else Console(width=200)
-    with ExitStack() as open_until_end:
-        if output is None:
-            output = Path(open_until_end.enter_context(TemporaryDirectory()), RESULT.name) if quick else RESULT
-        results = Results(output)
+    with kept_in(output, RESULT, quick=quick) as results:
         asked = section(quick_cases() if quick else cases())
         measured(asked, results, console, is_fresh=fresh)
         rows = results.stored(asked.name)

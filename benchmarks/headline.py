@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Literal
 
 from jsonargparse import auto_cli
@@ -26,7 +24,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measures import baselines, contest, headline, wrapper
-from benchmarks.measures.section import Results, Section, measured
+from benchmarks.measures.section import Results, Section, kept_in, measured
 from benchmarks.testbed.contest import Division
 from benchmarks.testbed.lightning_fsdp import Baseline, Way
 
@@ -76,10 +74,7 @@ def main(
     """
     console = Console() if sys.stdout.isatty() else Console(width=200)
     sizes = QUICK if quick else Sizes()
-    with ExitStack() as open_until_end:
-        if output is None:
-            output = Path(open_until_end.enter_context(TemporaryDirectory()), RESULT.name) if quick else RESULT
-        results = Results(output)
+    with kept_in(output, RESULT, quick=quick) as results:
         known = {}
         for model in sizes.models:
             counted = baselines.section(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 from rich.console import Console
@@ -82,6 +84,19 @@ class Results:
         unfinished = self._path.with_suffix(".part")
         unfinished.write_text(_as_text(self._sections))
         unfinished.replace(self._path)
+
+
+@contextmanager
+def kept_in(output: Path | None, usual: Path, *, quick: bool) -> Iterator[Results]:
+    """Results in a file: the given one, else the usual one, or one that goes with the context if quick.
+
+    Args:
+        output: JSON file; None: as above.
+        usual: the one beside the program.
+        quick: whether nothing is to stay.
+    """
+    with TemporaryDirectory() as folder:
+        yield Results(output or (Path(folder, usual.name) if quick else usual))
 
 
 def measured(section: Section, results: Results, console: Console, *, is_fresh: bool) -> None:
