@@ -12,6 +12,7 @@ from rich.table import Table
 
 from benchmarks.families import build
 from benchmarks.measures.baselines import as_fields
+from benchmarks.measures.fits import MARGIN
 from benchmarks.measures.links import on_links_that_can_be_had, on_ranks, rate_of
 from benchmarks.measures.section import Row, Section
 from benchmarks.target import Target
@@ -25,9 +26,6 @@ from lightning_osdp.core.plan import Plan
 
 BEYOND_LIMIT = 1.001
 """What a plan may be counted to take, of its limit: losses, of a few bytes, are not predicted."""
-
-HARD = 0.05
-"""Beyond a limit training must live, with what the allocator keeps; so far below its predicted peak it must die."""
 
 Spaces = Mapping[str, Mapping[str, Any]]
 """Fields of the search space of each of OSDP's plans, by name: ``OSDP``, which has everything, is one of them."""
@@ -48,7 +46,7 @@ class Case:
     num_micro_batches: int
     num_rounds: int
     is_limited: bool = False
-    """Whether OSDP's plan for the first limit has to live in a process that cannot take more; see `HARD`."""
+    """Whether OSDP's plan for the first limit has to live in a process that cannot take more."""
 
 
 def section(
@@ -118,8 +116,8 @@ def _under_hard_limits(case: Case, entrant: Entrant, full_shard_bytes: int) -> d
     assert entrant.limit is not None
     assert entrant.predicted_bytes is not None
     plan = Plan.from_json(entrant.plan)
-    above = round(entrant.limit * full_shard_bytes * (1 + HARD))
-    below = round(entrant.predicted_bytes * (1 - HARD))
+    above = round(entrant.limit * full_shard_bytes * (1 + MARGIN))
+    below = round(entrant.predicted_bytes * (1 - MARGIN))
     return {
         "lives above the limit": lives_under(above, case.model, plan).lived,
         "lives below the peak": lives_under(below, case.model, plan).lived,
@@ -142,7 +140,7 @@ def _summary(model: str, entrant: Entrant) -> Row:
     parts = [f"{number} {mode}" for mode, number in sorted(modes.items())]
     if plan.blocks:
         parts.append(f"{len(plan.blocks)} blocks recompute")
-    counted_bytes = entrant.counted_bytes
+    known_bytes = entrant.counted_bytes
     return {
         "name": entrant.name,
         "limit": entrant.limit,
@@ -150,7 +148,7 @@ def _summary(model: str, entrant: Entrant) -> Row:
         "strip": strip(plan),
         "micro_batch_size": plan.micro_batch_size,
         "num_micro_batches": plan.num_micro_batches,
-        "counted_bytes": _counted_bytes(model, entrant.plan) if counted_bytes is None else counted_bytes,
+        "counted_bytes": counted_bytes(model, entrant.plan) if known_bytes is None else known_bytes,
         "predicted_bytes": entrant.predicted_bytes,
         "predicted_s": entrant.predicted_s,
         "measured_s": entrant.measured_s,
@@ -175,7 +173,8 @@ def strip(plan: Plan) -> list[list[Any]]:
 
 
 @cache
-def _counted_bytes(model: str, plan: str) -> int:
+def counted_bytes(model: str, plan: str) -> int:
+    """Peak of a step of OSDP's plan, as JSON, in one process as rank 0 of its ranks."""
     made = Plan.from_json(plan)
     with fake_group(made.world_size):
         return count_step(build(model), made).peak_bytes

@@ -10,12 +10,10 @@ from rich.table import Table
 
 from benchmarks.families import build
 from benchmarks.measures.baselines import FULL_SHARD
-from benchmarks.measures.contest import BEYOND_LIMIT
+from benchmarks.measures.contest import BEYOND_LIMIT, counted_bytes
 from benchmarks.measures.links import on_links_that_can_be_had, on_ranks, rate_of
 from benchmarks.measures.section import Row, Section
 from benchmarks.target import Target
-from benchmarks.testbed.groups import fake_group
-from benchmarks.testbed.memory import count_step
 from benchmarks.testbed.recompute import BY_BLOCK, EVERYWHERE, FSDP, PAPERS_FSDP
 from lightning_osdp.core.byte_size import format_bytes
 from lightning_osdp.core.plan import Plan
@@ -58,7 +56,7 @@ def section(cases: Sequence[Case]) -> Section:
 def measure(case: Case) -> dict[str, Any]:
     """What FSDP needs, counted; steps of all that take part, interleaved; and their peaks, counted."""
     sizes = {"world_size": case.num_ranks, "micro_batch_size": case.micro_batch_size}
-    needed_bytes = _counted_bytes(case.model, FULL_SHARD.plan(build(case.model), **sizes))
+    needed_bytes = counted_bytes(case.model, FULL_SHARD.plan(build(case.model), **sizes).to_json())
     found = on_ranks(
         case.num_ranks,
         case.rate_mbit,
@@ -73,13 +71,8 @@ def measure(case: Case) -> dict[str, Any]:
         plan = Plan.from_json(fields["plan"])
         modes = [mode for unit in plan.units if unit.name for mode in unit.modes]
         did = f"{modes.count('DP')} of {len(modes)} kept gathered, {len(plan.blocks)} blocks recompute"
-        entrants.append({**fields, "plan": did, "counted_bytes": _counted_bytes(case.model, plan)})
+        entrants.append({**fields, "plan": did, "counted_bytes": counted_bytes(case.model, fields["plan"])})
     return {"needed_bytes": needed_bytes, "bound_s": found["bound_s"], "entrants": entrants}
-
-
-def _counted_bytes(model: str, plan: Plan) -> int:
-    with fake_group(plan.world_size):
-        return count_step(build(model), plan).peak_bytes
 
 
 def table(rows: Sequence[Row]) -> Table:

@@ -154,10 +154,11 @@ class Sweep:
         if setting.is_paper or not choices:
             return
         yield from block_units(setting, self.activations)
+        bases = (setting, *block_units(setting))
         for choice in choices:
             chosen = {block.name: choice for block in setting.profile.blocks if choice in block.segments}
             if chosen:
-                yield from (with_blocks(each, chosen) for each in (setting, *block_units(setting)))
+                yield from (with_blocks(each, chosen) for each in bases)
 
     def _with_recomputing(
         self, setting: Setting, before: Sequence[tuple[Setting, Assignment]]
