@@ -47,19 +47,23 @@ def assign_modes(
         worth_s: a step time that is of no use: where none below it is possible, the modes are not improved further.
     """
     first = found = _assigned(setting, limit_bytes, search, worth_s)
-    if len(setting.activations) == 1:
+    if len(setting.activations) == 1 or first is None:
         return found
     # Beside a unit that is gathered ahead, the closed form may leave out what its block keeps.
     room_bytes = limit_bytes
     for _ in range(MAX_TRIES):
-        if first is None or found is None:
-            return None
+        if found is None:
+            break
         peak = setting.exact_peak(found.modes)
         if peak.peak_bytes <= limit_bytes:
             return replace(found, peak=peak, bound_s=min(first.bound_s, found.bound_s))
         room_bytes -= peak.peak_bytes - limit_bytes
         found = _assigned(setting, room_bytes, search, worth_s)
-    return None
+    least = setting.least_memory_modes
+    peak = setting.exact_peak(least)
+    if peak.peak_bytes > limit_bytes:
+        return None
+    return replace(first, modes=least, step_time_s=setting.step_time_s(least), peak=peak)
 
 
 def _assigned(setting: Setting, limit_bytes: int, search: str, worth_s: float) -> Assignment | None:

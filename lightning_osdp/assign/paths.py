@@ -10,12 +10,14 @@ has no computing, it is the sum of all collectives; the last one is all computin
 path may make *detours*: backward of a unit that was freed waits for its gather, which waits for the reduce-scatter v
 issued before, so that v and the gather take the place of what is computed meanwhile.
 
-Modes enter a path as a sum over units: which of their collectives are on it, and the overhead. So the least seconds of
-a path under the limit are those of the nested knapsack that is solved where nothing overlaps, and its bound on them is
-a bound on the step. Where units may leave their reduce-scatters to the last micro-batch, the order above holds there
-alone: a path then has gathers after c in that one only, no detours, and waits for no gathers before c. What is computed
-does not depend on modes, so there is little to be had from weighing several paths (a Lagrangian): the largest of their
-bounds is taken.
+Modes enter a path as a sum over units: which of their collectives are on it, the overhead, and what their blocks take
+to do without what they would save. The last two count in full, although a detour, or a wait for a gather of forward,
+passes some of them by: it is worth so much less as that may be at most. So the least seconds of a path under the limit
+are those of the nested knapsack that is solved where nothing overlaps, and its bound on them is a bound on the step.
+Where units may leave their reduce-scatters to the last micro-batch, the order above holds there alone: a path then has
+gathers after c in that one only, no detours, and waits for no gathers before c. What is computed does not depend on
+modes otherwise, so there is little to be had from weighing several paths (a Lagrangian): the largest of their bounds is
+taken.
 """
 
 from __future__ import annotations
@@ -78,7 +80,9 @@ class Paths:
         computed_s = gathered_s = 0.0
         ready_s: dict[int, float] = {}
         regathered: dict[int, int] = {}
-        before_s, busy_s, reduces_s, overhead_s = [0.0], [0.0], [0.0], 0.0
+        before_s, busy_s, reduces_s = [0.0], [0.0], [0.0]
+        copied_s, rerun_s = self._most_of_segments_s()
+        passed_s = 0.0  # the most of all modes, of what is on a path whatever it passes by
         for (kind, of), event_class in self._clock.events:
             if kind == "gather" and event_class == "freed":
                 regathered[of] = len(reduces_s) - 1
@@ -88,25 +92,37 @@ class Paths:
                 gathered_s += self._gather_s[of]
                 ready_s[of] = gathered_s
             elif kind == "await" and not self._may_accumulate:
-                computed_s = max(computed_s, ready_s[of])
+                computed_s = max(computed_s, ready_s[of] - passed_s)
                 leaves = regathered.pop(of, 0)
-                more_s = reduces_s[leaves] + self._gather_s[of] - (computed_s + overhead_s - busy_s[leaves])
+                more_s = reduces_s[leaves] + self._gather_s[of] - (computed_s + passed_s - busy_s[leaves])
                 if leaves and more_s > 0:
                     found = _Detour(of, leaves, len(reduces_s), more_s)
                     self._detours.setdefault(found.returns, []).append(found)
             elif kind == "forward":
                 computed_s += durations.forward_s[of]
+                passed_s += copied_s.get(of, 0.0)
             elif kind == "backward":
                 computed_s += durations.backward_s[of]
+                passed_s += rerun_s.get(of, 0.0)
             elif kind == "flatten":
                 self._flattened[of] = len(reduces_s)
-                overhead_s += self._clock.overhead_s(of, ZDP) / self._clock.num_micro_batches  # the most of all modes
+                passed_s += self._clock.overhead_s(of, ZDP) / self._clock.num_micro_batches
             elif kind == "reduce":
                 before_s.append(computed_s)
-                busy_s.append(computed_s + overhead_s)
+                busy_s.append(computed_s + passed_s)
                 reduces_s.append(durations.reduce_s[of])
         self._constants_s = before_s
         """Seconds of a micro-batch before each reduce-scatter, whatever the modes; 0: none."""
+
+    def _most_of_segments_s(self) -> tuple[dict[int, float], dict[int, float]]:
+        """Segment -> the most that blocks take in its forward, and in its backward, to do without what they save."""
+        copied_s, rerun_s = dict[int, float](), dict[int, float]()
+        for unit, (of, options) in enumerate(zip(self._setting.units, self._setting.options, strict=True)):
+            if of.block is not None:
+                copies_s = {mode: self._clock.copied_s(unit, mode) for mode in options}
+                copied_s[of.last] = max(copies_s.values())
+                rerun_s[of.last] = max(self._clock.activations_s(unit, mode) - copies_s[mode] for mode in options)
+        return copied_s, rerun_s
 
     def longest(self, modes: Sequence[ShardingMode]) -> Path:
         """The path that takes longest with these modes, one per unit."""

@@ -81,15 +81,18 @@ class StepClock:
         if all(mode.activations == "keep" for mode in modes):
             return durations
         forward_s, backward_s = list(durations.forward_s), list(durations.backward_s)
-        for unit, mode in zip(self.units, modes, strict=True):
-            copy_s = copied_s(unit.block, mode.activations, self.cluster, self.samples)
-            forward_s[unit.last] += copy_s
-            backward_s[unit.last] += activations_s(unit, mode, self.cluster, self.samples) - copy_s
+        for unit, (of, mode) in enumerate(zip(self.units, modes, strict=True)):
+            forward_s[of.last] += self.copied_s(unit, mode)
+            backward_s[of.last] += self.activations_s(unit, mode) - self.copied_s(unit, mode)
         return durations._replace(forward_s=forward_s, backward_s=backward_s)
 
     def activations_s(self, unit: int, mode: ShardingMode) -> float:
         """Seconds of a micro-batch that a unit's block takes to do without what it would save."""
         return activations_s(self.units[unit], mode, self.cluster, self.samples)
+
+    def copied_s(self, unit: int, mode: ShardingMode) -> float:
+        """The part of that which its forward takes."""
+        return copied_s(self.units[unit].block, mode.activations, self.cluster, self.samples)
 
     def overhead_s(self, unit: int, mode: ShardingMode) -> float:
         """Seconds of a step that the runtime takes for a unit."""

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_osdp.assign import Setting, assign_modes, block_units, chosen_activations, with_blocks
@@ -112,6 +112,24 @@ def settings_to_plan(draw):
     }
 
 
+def passed_by_in_a_detour():
+    """Blocks whose recomputing goes on while a gather of backward waits: no part of both may count in a bound."""
+    sizes = {"b0.2": (1, 151, 0.3), "between1": (47, 0, 0.3)}
+    names = ["b0.0", "b0.1", "b0.2", "b1.0", "b1.1", "b1.2", "between1"]
+    fields = ("parameter_bytes", "activation_bytes_per_sample", "forward_s_per_sample")
+    return {
+        "operators": [{"name": name, **dict(zip(fields, sizes.get(name, (1, 0, 0.0)), strict=True))} for name in names],
+        "cluster": Cluster(
+            world_size=2,
+            all_gather=Link(latency_s=0.0, seconds_per_byte=0.0123),
+            reduce_scatter=Link(latency_s=0.0, seconds_per_byte=0.0),
+            host_copy_s_per_byte=1e-3,
+            overlaps=True,
+        ),
+        "workload": Workload(micro_batch_size=1),
+    }
+
+
 def simulated(setting, modes):
     return simulate_step(
         setting.profile,
@@ -126,6 +144,7 @@ def simulated(setting, modes):
 
 @settings(deadline=None, max_examples=60)
 @given(settings_to_plan(), st.floats(0, 1))
+@example(passed_by_in_a_detour(), 0.0)
 def test_blocks_and_modes_are_chosen_as_well_as_by_brute_force(blocked, fields, share):
     setting = next(block_units(blocked(**fields), CHOICES))
     every = list(itertools.product(*setting.options))
@@ -134,8 +153,7 @@ def test_blocks_and_modes_are_chosen_as_well_as_by_brute_force(blocked, fields, 
     fastest = min(setting.step_time_s(modes) for modes, peak in zip(every, peaks, strict=True) if peak <= limit_bytes)
     found = assign_modes(setting, limit_bytes=limit_bytes)
     if found is None:  # only the closed form has a plan that fits
-        ahead = max(unit.gathered_bytes for unit in setting.units) + 8 * setting.workload.micro_batch_size
-        assert min(setting.exact_peak(modes).peak_bytes for modes in every) > limit_bytes - ahead
+        assert setting.exact_peak(setting.least_memory_modes).peak_bytes > limit_bytes
         return
     assert found.peak.peak_bytes == setting.exact_peak(found.modes).peak_bytes <= limit_bytes
     assert found.bound_s <= fastest * (1 + 1e-9)
