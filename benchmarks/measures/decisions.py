@@ -23,6 +23,7 @@ from benchmarks.testbed.plans import plan_of
 from lightning_osdp import Plan, measure_cluster, profile_model
 from lightning_osdp.core.byte_size import format_bytes
 from lightning_osdp.core.units import partition
+from lightning_osdp.strategy.agreement import in_step
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ def measure(case: Case) -> dict[str, Any]:
 def on_one_rank(*, num_rounds: int) -> list[dict[str, Any]]:
     """What every rank runs."""
     cluster = measure_cluster(torch.device("cpu"))
-    profile = profile_model(build(FAMILY), build(FAMILY).batch(MICRO_BATCH))
+    profile = profile_model(build(FAMILY), build(FAMILY).batch(MICRO_BATCH), together=in_step)
     plans = decisions(cluster.world_size)
     return [asdict(each) for each in compared_s(lambda: build(FAMILY), plans, profile, cluster, num_rounds=num_rounds)]
 

@@ -15,6 +15,7 @@ from benchmarks.measures.split_peaks import MODES, NUM_SLICES, plan_for
 from benchmarks.measures.step_time import compared_s, predicted_s
 from benchmarks.testbed.local import local_ranks
 from lightning_osdp import measure_cluster, profile_model
+from lightning_osdp.strategy.agreement import in_step
 
 MEASURED, PREDICTED = (1024, 2048, 4096), (8192, 12288)
 """Hidden sizes: all plans of one that is measured live in one process."""
@@ -63,7 +64,7 @@ def measured_on_one_rank(*, hidden_size: int, num_rounds: int) -> list[dict[str,
     """What every rank runs where steps are taken."""
     cluster = measure_cluster(torch.device("cpu"))
     module = TwoLayers(hidden_size)
-    profile = profile_model(module, module.batch(NUM_SAMPLES))
+    profile = profile_model(module, module.batch(NUM_SAMPLES), together=in_step)
     plans = {
         name: plan_for(module, mode, num_slices, world_size=cluster.world_size, num_samples=NUM_SAMPLES)
         for name, (mode, num_slices) in _choices().items()

@@ -24,6 +24,7 @@ from lightning_osdp import Cluster, ModelProfile, measure_cluster, profile_model
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.units import partition
 from lightning_osdp.simulation import simulate
+from lightning_osdp.strategy.agreement import in_step
 
 _log = logging.getLogger(__name__)
 
@@ -143,7 +144,7 @@ def on_one_rank(*, family: str, num_mixes: int, num_rounds: int) -> list[dict[st
     """What every rank runs: profiles, measures the links, predicts, and then takes the steps."""
     device = torch.device("cpu")
     cluster = measure_cluster(device)
-    profile = profile_model(build(family), build(family).batch(MICRO_BATCH))
+    profile = profile_model(build(family), build(family).batch(MICRO_BATCH), together=in_step)
     plans = _plans(build(family), profile, num_mixes)
     timed = compared_s(lambda: build(family), plans, profile, cluster, num_rounds=num_rounds)
     return [asdict(each) for each in timed]

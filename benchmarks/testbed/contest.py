@@ -21,6 +21,7 @@ from lightning_osdp import Cluster, ModelProfile, SearchSpace, make_plan, measur
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.report.accumulation import wire_bytes
 from lightning_osdp.simulation.plan import planned_units
+from lightning_osdp.strategy.agreement import in_step
 
 UNLIMITED = 2**62
 """Bytes."""
@@ -89,7 +90,9 @@ def on_one_rank(
     """
     with ring_reduce_scatters(), quiet(), no_steps_counted():
         cluster = measure_cluster(torch.device("cpu"))
-        profile = profile_model(build(model), build(model).batch(micro_batch_size), activations=("keep", "recompute"))
+        profile = profile_model(
+            build(model), build(model).batch(micro_batch_size), activations=("keep", "recompute"), together=in_step
+        )
         entrants: list[Entrant] = []
         if dist.get_rank() == 0:
             known = [Baseline(**fields) for fields in baselines]

@@ -16,6 +16,7 @@ from benchmarks.testbed.step import Step, time_in_turns
 from benchmarks.testbed.turns import fastest_of_slowest
 from lightning_osdp import Cluster, ModelProfile, SearchSpace, make_plan, measure_cluster, profile_model, simulate
 from lightning_osdp.core.plan import Plan
+from lightning_osdp.strategy.agreement import in_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,9 @@ def on_one_rank(*, model: str, limit_bytes: int, micro_batch_size: int, num_roun
     """
     with ring_reduce_scatters():
         cluster = measure_cluster(torch.device("cpu"))
-        profile = profile_model(build(model), build(model).batch(micro_batch_size), activations=("keep", "recompute"))
+        profile = profile_model(
+            build(model), build(model).batch(micro_batch_size), activations=("keep", "recompute"), together=in_step
+        )
         found: list[Any] = [None]
         if dist.get_rank() == 0:
             entrants = []

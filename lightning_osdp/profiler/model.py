@@ -27,6 +27,7 @@ from lightning_osdp.profiler.segment_bytes import traced_choices
 from lightning_osdp.profiler.snapshot import untouched
 from lightning_osdp.profiler.tensors import tensors_in
 from lightning_osdp.profiler.timing import Seconds, time_step
+from lightning_osdp.profiler.together import Together, alone
 from lightning_osdp.profiler.trace import Trace, trace_step
 
 _log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ def profile_model(
     rates: DeviceRates | None = None,
     activations: Sequence[str] = ("keep", "recompute"),
     blocks: Collection[str] | None = None,
+    together: Together = alone,
     progress: Progress = silent,
 ) -> ModelProfile:
     """Bytes and seconds of every operator of a model, from running its training step on one batch.
@@ -70,6 +72,8 @@ def profile_model(
         activations: what blocks may do with what they save, see `SearchSpace`.
         blocks: names of the modules that may be blocks; None: those that stand in one container with others of their
             class. Those that are not called once are left out.
+        together: how the ranks of a job run the step at the same time, where all of them profile the model; by default
+            this process does it alone.
         progress: called with each stage as it begins, and how far it has come.
 
     Raises:
@@ -94,7 +98,7 @@ def profile_model(
     progress("tracing the model", "")
     with precision.applied(module):
         trace = trace_step(step, traced_choices(activations))
-        seconds = _seconds(step, trace, rates, progress)
+        seconds = _seconds(step, trace, rates, together, progress)
     progress("profiling the optimizer", "")
     with untouched(module):
         optimizer, optimized = profile_optimizers(module, configure_optimizers or _plain_optimizers, device)
@@ -113,22 +117,27 @@ def profile_model(
     )
 
 
-def _seconds(step: Step, trace: Trace, rates: DeviceRates | None, progress: Progress) -> dict[int, Seconds]:
+def _seconds(
+    step: Step, trace: Trace, rates: DeviceRates | None, together: Together, progress: Progress
+) -> dict[int, Seconds]:
     """Seconds at the traced sizes; only at the first where the model does not run on another one.
 
     The step is run and timed where it can be, else its operations are, one by one.
     """
     is_run = not step.is_meta and rates is None
     seconds_of = cache(seconds_on(step.device, rates))
+    timing = partial(time_step, step.module, trace.calls, step.device, progress=progress)
     found: dict[int, Seconds] = {}
     for size in trace.activations:
         stage = f"timing {size} {'sample' if size == 1 else 'samples'}"
         try:
-            if is_run and (seconds := _timed(step, trace, size, stage, progress)) is not None:
-                found[size] = seconds
-            else:
+            seconds = _timed(step, size, stage, timing, together) if is_run else None
+            if is_run and seconds is None:
+                _log.info("OSDP: %d samples do not fit on a device unsharded, so operations are timed alone", size)
+            if seconds is None:
                 progress(stage, "operation by operation")
-                found[size] = estimate_step(step, trace.short, size, seconds_of)
+                seconds = estimate_step(step, trace.short, size, seconds_of)
+            found[size] = seconds
         except Exception as error:
             if not found:
                 raise
@@ -136,14 +145,15 @@ def _seconds(step: Step, trace: Trace, rates: DeviceRates | None, progress: Prog
     return found
 
 
-def _timed(step: Step, trace: Trace, size: int, stage: str, progress: Progress) -> Seconds | None:
-    """Seconds of the whole step; None where it does not fit on the device unsharded."""
+def _timed(
+    step: Step, size: int, stage: str, time: Callable[..., Seconds | None], together: Together
+) -> Seconds | None:
+    """Seconds of the whole step; None on every rank where it does not fit on a device unsharded."""
     try:
         with step.on_real_tensors(size) as (run, _):
-            loss_of = partial(_loss_of, run)
-            return time_step(step.module, trace.calls, step.device, loss_of, stage=stage, progress=progress)
-    except torch.OutOfMemoryError as error:
-        _log.info("OSDP: %d samples do not fit on the device unsharded, so operations are timed alone: %s", size, error)
+            return time(partial(_loss_of, run), stage=stage, together=together)
+    except torch.OutOfMemoryError:  # for the batch alone; the other ranks are at their first run
+        together(lambda: None, stage=stage)
         return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from lightning_osdp.core.progress import Progress, silent
 from lightning_osdp.profiler.calls import Calls
 from lightning_osdp.profiler.loss import check_finite
 from lightning_osdp.profiler.segments import Position, followed
+from lightning_osdp.profiler.together import Together, alone
 
 _REPEATS = 5
 _REPEAT_BUDGET_S = 3.0
@@ -45,11 +46,14 @@ def time_step(
     loss_of: Callable[[], Tensor],
     *,
     stage: str = "timing",
+    together: Together = alone,
     progress: Progress = silent,
-) -> Seconds:
+) -> Seconds | None:
     """Segments of the fastest of a few forwards and backwards, after one to warm up.
 
-    The total is that of the fastest run; each segment has the share of its own fastest run in the sum of those.
+    Ranks run at the same time, as they do when they train: those that share cores, a bus or a power limit slow each
+    other down. The total is that of the fastest run on the slowest rank; each segment has the share of its own fastest
+    run in the sum of those.
 
     Args:
         module: the model, on the device.
@@ -57,36 +61,59 @@ def time_step(
         device: waited for.
         loss_of: runs forward and returns the loss.
         stage: of the progress.
+        together: how ranks run at the same time.
         progress: called with each run as it begins.
+
+    Returns:
+        None on every rank where the device of one has too little memory.
 
     Raises:
         ProfileError: the loss is not finite.
     """
     modules = dict(module.named_modules())
-    runs: list[Seconds] = []
     start = time.perf_counter()
+    runs: list[Seconds] = []
+    slowest_s: list[float] = []
+
+    def run() -> tuple[float, float] | None:
+        try:
+            runs.append(_timed(modules, calls, device, loss_of))
+        except torch.OutOfMemoryError:
+            return None
+        return runs[-1].total_s, time.perf_counter() - start
+
     for repeat in range(_REPEATS + 1):
         progress(stage, f"run {repeat + 1} of {_REPEATS + 1}")
         module.zero_grad()  # gradients that are there already would be added to
-        stopwatch = _Stopwatch(device)
-        position = Position(calls, lambda: stopwatch.mark(position))  # noqa: B023 (called in this turn only)
-        with followed(modules, position, calls):
-            stopwatch.start()
-            loss = loss_of()
-            position.start_backward()
-            loss.backward()
-            position.end()
-        check_finite(loss)
-        runs.append(stopwatch.seconds(position.num_segments))
-        if len(runs) > 1 and time.perf_counter() - start > _REPEAT_BUDGET_S:
+        of_ranks = together(run, stage=stage)
+        taken = [each for each in of_ranks if each is not None]
+        if len(taken) < len(of_ranks):
+            return None
+        slowest_s.append(max(total_s for total_s, _ in taken))
+        if len(runs) > 1 and max(since_s for _, since_s in taken) > _REPEAT_BUDGET_S:
             break
-    return _fastest(runs[1:])
+    return _fastest(runs[1:], total_s=min(slowest_s[1:]))
 
 
-def _fastest(runs: Sequence[Seconds]) -> Seconds:
+def _timed(
+    modules: Mapping[str, nn.Module], calls: Calls, device: torch.device, loss_of: Callable[[], Tensor]
+) -> Seconds:
+    stopwatch = _Stopwatch(device)
+    position = Position(calls, lambda: stopwatch.mark(position))
+    with followed(modules, position, calls):
+        stopwatch.start()
+        loss = loss_of()
+        position.start_backward()
+        loss.backward()
+        position.end()
+    check_finite(loss)
+    return stopwatch.seconds(position.num_segments)
+
+
+def _fastest(runs: Sequence[Seconds], *, total_s: float) -> Seconds:
     forward_s = [min(values) for values in zip(*(run.forward_s for run in runs), strict=True)]
     backward_s = [min(values) for values in zip(*(run.backward_s for run in runs), strict=True)]
-    scale = min(run.total_s for run in runs) / (sum(forward_s) + sum(backward_s))
+    scale = total_s / (sum(forward_s) + sum(backward_s))
     return Seconds(tuple(s * scale for s in forward_s), tuple(s * scale for s in backward_s))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -11,22 +11,47 @@ from lightning_osdp.errors import OSDPError
 
 T = TypeVar("T")
 
+_IS_TOLD = "_osdp_is_told"
+"""Attribute of errors that every rank raises."""
+
 
 def on_all_ranks(work: Callable[[], T]) -> T:
-    """Runs ``work`` on every rank; if it raises on one, every rank raises.
+    """Runs ``work`` on every rank; if it raises on one, every rank raises, as in `in_step`."""
+    results: list[T] = []
+    in_step(lambda: results.append(work()), stage="")
+    return results[0]
+
+
+def in_step(work: Callable[[], T], /, *, stage: str) -> Sequence[T]:
+    """Runs ``work`` on every rank, and gives each what it returned on all; if it raises on one, every rank raises.
+
+    ``work`` may itself do something in step: an error that all ranks have is not told again.
+
+    Args:
+        work: what to run; what it returns is sent to the other ranks.
+        stage: what it is for, the same on every rank.
+
+    Returns:
+        What it returned, by rank.
 
     Raises:
-        OSDPError: on ranks where it succeeded, with the text of the first rank where it did not.
+        OSDPError: on ranks where it succeeded, with the text of the first rank where it did not, or where ranks have
+            come to different stages.
     """
     result, failure = _attempt(work)
-    texts = from_all_ranks(None if failure is None else f"{type(failure).__name__}: {failure}")
-    if failure is not None:
+    if failure is not None and getattr(failure, _IS_TOLD, False):
         raise failure
-    failed = next((rank for rank, text in enumerate(texts) if text is not None), None)
-    if failed is not None:
-        raise OSDPError(f"Rank {failed} failed, so every rank stops: {texts[failed]}")
-    assert not isinstance(result, _Nothing)
-    return result
+    said = from_all_ranks((stage, None if failure is None else f"{type(failure).__name__}: {failure}", result))
+    failed = next((rank for rank, (_, text, _) in enumerate(said) if text is not None), None)
+    if failure is None and failed is not None:
+        failure = OSDPError(f"Rank {failed} failed, so every rank stops: {said[failed][1]}")
+    if failure is None and len({stage for stage, _, _ in said}) > 1:
+        stages = ", ".join(f"rank {rank}: {stage or 'done'}" for rank, (stage, _, _) in enumerate(said))
+        failure = OSDPError(f"Expected every rank to do the same while it profiles, but they do not: {stages}.")
+    if failure is not None:
+        setattr(failure, _IS_TOLD, True)
+        raise failure
+    return [each for _, _, each in said if not isinstance(each, _Nothing)]
 
 
 def on_rank_zero(work: Callable[[], T]) -> T:

@@ -32,7 +32,7 @@ from lightning_osdp.profiler import (
 )
 from lightning_osdp.scheduler import make_plan
 from lightning_osdp.simulation import StepEstimate, simulate
-from lightning_osdp.strategy.agreement import on_all_ranks, on_rank_zero
+from lightning_osdp.strategy.agreement import in_step, on_all_ranks, on_rank_zero
 from lightning_osdp.strategy.averaging import with_averages
 from lightning_osdp.strategy.division import Division
 from lightning_osdp.strategy.loaders import (
@@ -184,6 +184,7 @@ def _profile(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
                 device=strategy.root_device,
                 activations=_activations(options),
                 blocks=options.recomputed or None,
+                together=in_step,
                 progress=progress,
             )
     except torch.OutOfMemoryError as error:

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cases import largest_difference, plan_for, trainer, without_measuring
 from models import BATCH_SIZE, GPT, NUM_SAMPLES, Base, TiedGPT, WideMLP, build
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -180,14 +181,43 @@ class FailsOnRankOne(WideMLP):
         return super().loss(batch)
 
 
-def one_rank_fails():
+class FailsWhileTimed(WideMLP):
+    """Raises an error on rank 1 where the step runs on real tensors with so many samples, before it is wrapped."""
+
+    def __init__(self, error, num_samples):
+        super().__init__()
+        self.error, self.num_samples = error, num_samples
+
+    def loss(self, batch):
+        is_timed = torch.is_grad_enabled() and not any(isinstance(m, FullyShardedDataParallel) for m in self.modules())
+        is_real = not isinstance(batch[0], FakeTensor)
+        if dist.get_rank() == 1 and is_timed and is_real and len(batch[0]) == self.num_samples:
+            raise self.error
+        return super().loss(batch)
+
+
+def one_rank_fails(num_samples=None):
+    """While it traces the model, or while it times the step with so many samples."""
+    module = (
+        FailsOnRankOne() if num_samples is None else FailsWhileTimed(ValueError("no loss on rank one"), num_samples)
+    )
+
     def work():
-        fitted(OSDPStrategy(search_space=SPACE), FailsOnRankOne())
+        fitted(OSDPStrategy(search_space=SPACE), module)
 
     try:
         return failure(work)
     except ValueError as error:
         return type(error).__name__, str(error)
+
+
+def one_rank_lacks_memory():
+    """To time half the batch, then the whole one: the steps that are trained."""
+    steps = []
+    for num_samples in (BATCH_SIZE // 2, BATCH_SIZE):
+        fit = fitted(OSDPStrategy(search_space=SPACE), FailsWhileTimed(torch.OutOfMemoryError("no room"), num_samples))
+        steps.append(fit.global_step)
+    return steps
 
 
 def given_plans():

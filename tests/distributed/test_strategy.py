@@ -66,11 +66,19 @@ def test_no_feasible_plan_is_an_error_on_all_ranks(ranks, world_size):
 
 
 @both_sizes
-def test_a_rank_that_cannot_profile_stops_all_ranks_with_its_text(ranks, world_size):
-    first, failed, *others = ranks(world_size).run(cases.one_rank_fails)
+@pytest.mark.parametrize("num_samples", [None, cases.BATCH_SIZE], ids=["tracing", "timing"])
+def test_a_rank_that_cannot_profile_stops_all_ranks_with_its_text(ranks, world_size, num_samples):
+    first, failed, *others = ranks(world_size).run(cases.one_rank_fails, num_samples=num_samples)
     assert failed == ("ValueError", "no loss on rank one")
     assert first == ("OSDPError", "Rank 1 failed, so every rank stops: ValueError: no loss on rank one")
     assert others == [first] * (world_size - 2)
+
+
+@both_sizes
+def test_a_rank_that_lacks_memory_for_timing_has_all_ranks_time_operations(ranks, world_size):
+    found = ranks(world_size).run(cases.one_rank_lacks_memory)
+    assert all(steps > 0 for steps in found[0])
+    assert found == [found[0]] * world_size
 
 
 @both_sizes

@@ -119,9 +119,53 @@ def test_a_loss_that_is_not_finite_is_refused(value):
         timed(model, lambda: model(torch.ones(2, 4)).sum() * float(value))
 
 
-def test_the_total_is_that_of_the_fastest_run():
+def test_the_total_is_that_of_the_fastest_run_on_the_slowest_rank():
+    model, others = nn.Linear(4, 4), iter([9.0, 6.0, 3.0, 7.0, 4.0, 5.0])
+
+    def together(work, *, stage):
+        assert stage == "timing"
+        return [work(), (next(others), 0.0)]
+
+    _, seconds = timed(model, lambda: model(torch.ones(2, 4)).sum(), together=together)
+    assert seconds.total_s == pytest.approx(3.0)  # the first run warms up
+    assert next(others, None) is None
+
+
+def test_all_ranks_stop_where_one_has_taken_long_or_has_too_little_memory():
+    model, runs = nn.Linear(4, 4), []
+
+    def beside(other):
+        return lambda work, *, stage: [runs.append(1) or work(), other]
+
+    def run():
+        return model(torch.ones(2, 4)).sum()
+
+    _, seconds = timed(model, run, together=beside((1.0, 1e6)))
+    assert (len(runs), seconds.total_s) == (2, pytest.approx(1.0))
+    assert timed(model, run, together=beside(None))[1] is None
+    assert len(runs) == 3
+
+
+def test_a_rank_with_too_little_memory_tells_the_others():
+    model, told = nn.Linear(4, 4), []
+
+    def run():
+        if not model.training:
+            raise torch.OutOfMemoryError("no room")
+        return model(torch.ones(2, 4)).sum()
+
+    def together(work, *, stage):
+        model.eval()
+        told.append(work())
+        return [*told, (1.0, 1.0)]
+
+    assert timed(model, run, together=together)[1] is None
+    assert told == [None]
+
+
+def test_segments_have_their_shares_of_the_total():
     runs = [Seconds((1.0, 3.0), (2.0, 4.0)), Seconds((2.0, 2.0), (1.0, 7.0))]
-    seconds = timing._fastest(runs)
+    seconds = timing._fastest(runs, total_s=10.0)
     assert seconds.total_s == pytest.approx(10.0)
     # shares of 1 + 2 + 1 + 4
     assert seconds.forward_s == pytest.approx((1.25, 2.5))
