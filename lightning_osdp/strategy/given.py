@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
+from lightning_osdp.core.byte_size import format_bytes
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.profiler import fingerprint
@@ -19,7 +20,7 @@ from lightning_osdp.strategy.loaders import LoaderChange, common_size, training_
 from lightning_osdp.strategy.options import Options
 from lightning_osdp.strategy.stored import read_plan
 from lightning_osdp.strategy.windows import Windows
-from lightning_osdp.strategy.wishes import divisions
+from lightning_osdp.strategy.wishes import divisions, samples_per_step
 
 
 def given_plan(trainer: pl.Trainer, module: nn.Module, options: Options) -> tuple[Plan, Division]:
@@ -27,12 +28,13 @@ def given_plan(trainer: pl.Trainer, module: nn.Module, options: Options) -> tupl
 
     Raises:
         PlanMismatchError: it was made for another model or number of ranks.
-        ConfigurationError: it contradicts ``batch_size``.
+        ConfigurationError: it contradicts another option.
     """
     given = options.plan
     plan = given if isinstance(given, Plan) else on_rank_zero(lambda: read_plan(Path(str(given))))
     plan.check_matches(fingerprint(module), world_size=trainer.world_size)
     _check_accumulates_in_fp32(plan, options, trainer)
+    _check_fits(plan, options)
     return plan, given_division(trainer, plan, options)
 
 
@@ -40,17 +42,24 @@ def given_division(trainer: pl.Trainer, plan: Plan, options: Options) -> Divisio
     """Micro-batches of a plan that was there before this fit.
 
     Raises:
-        ConfigurationError: they contradict ``batch_size``.
+        ConfigurationError: they contradict ``batch_size`` or ``global_batch_size``.
     """
-    size = options.batch_size
+    size, wanted = options.batch_size, options.global_batch_size
     if isinstance(size, int) and size != plan.micro_batch_size:
         raise ConfigurationError(
             f"Expected batch_size and plan to agree, got batch_size={size} and a plan for a micro-batch of"
             f" {plan.micro_batch_size}. Leave batch_size out, or plan anew by leaving out plan."
         )
+    num_samples = plan.micro_batch_size * plan.num_micro_batches * plan.world_size
+    if wanted is not None and wanted != num_samples:
+        raise ConfigurationError(
+            f"Expected global_batch_size and plan to agree, got global_batch_size={wanted} and a plan for {num_samples}"
+            f" samples: {plan.num_micro_batches} micro-batches of {plan.micro_batch_size} on each of {plan.world_size}"
+            " ranks. Leave global_batch_size out, or plan anew by leaving out plan."
+        )
     if size == "keep" or trainer.state.fn != TrainerFn.FITTING or not trainer.fit_loop._data_source.is_defined():
         return Division()
-    return _made_up(trainer, plan, training_loaders(trainer))
+    return _made_up(trainer, plan, options, training_loaders(trainer))
 
 
 def _check_accumulates_in_fp32(plan: Plan, options: Options, trainer: pl.Trainer) -> None:
@@ -64,12 +73,21 @@ def _check_accumulates_in_fp32(plan: Plan, options: Options, trainer: pl.Trainer
         )
 
 
-def _made_up(trainer: pl.Trainer, plan: Plan, loaders: CombinedLoader) -> Division:
-    """The plan's micro-batches; where they make up the user's own optimizer step, the plan's number of them, too."""
+def _check_fits(plan: Plan, options: Options) -> None:
+    limit_bytes = options.memory_limit_bytes
+    if limit_bytes is not None and plan.peak_bytes > limit_bytes:
+        raise ConfigurationError(
+            f"Expected a plan that fits memory_limit={format_bytes(limit_bytes)}, got one that is predicted to take"
+            f" {format_bytes(plan.peak_bytes)}. Leave memory_limit out, or plan anew by leaving out plan."
+        )
+
+
+def _made_up(trainer: pl.Trainer, plan: Plan, options: Options, loaders: CombinedLoader) -> Division:
+    """The plan's micro-batches; where they make up the step that the user wants, the plan's number of them, too."""
     current, size = common_size(loaders), plan.micro_batch_size
     reason = why_kept(loaders)
     num_samples = size * plan.num_micro_batches
-    if reason is None and current is not None and current * trainer.accumulate_grad_batches == num_samples:
+    if reason is None and current is not None and samples_per_step(trainer, options, current) == num_samples:
         windows = Windows.of(trainer, micro_batch_size=current, num_samples=num_samples)
         sizes, reason = divisions(trainer, loaders, windows)
         if size in sizes:

@@ -37,8 +37,9 @@ class OSDPStrategy(RehearsingStrategy):
             ``"8GiB"`` (2^30) or ``"500MB"`` (10^6): parameters, gathered copies, gradients, optimizer state,
             activations, buffers and the batch. None: what is free on the GPU, or the rank's share of the machine's
             available memory on CPU.
-        plan: a `Plan`, or the path of one or of a checkpoint that was trained under one, that is used as it is;
-            nothing is profiled then.
+        plan: a `Plan`, or the path of one or of a checkpoint that was trained under one, that is used as it is:
+            nothing is profiled, `search`, `search_space` and `cost_model` have no effect, and the other options must
+            agree with it.
         batch_size: ``"auto"`` keeps exactly the global batch that the user configured and may divide it into other
             micro-batches; ``"keep"`` leaves the loader alone; ``"scale"`` chooses the micro-batch with the best
             predicted samples/s; an int is that micro-batch. A new size rebuilds the training loader only.

@@ -63,7 +63,7 @@ def wishes(
         ConfigurationError: ``global_batch_size`` cannot be had.
     """
     number, wanted = trainer.accumulate_grad_batches, options.batch_size
-    num_samples = _samples_per_step(trainer, options, current)
+    num_samples = samples_per_step(trainer, options, current)
     if wanted == "auto":
         windows = Windows.of(trainer, micro_batch_size=current, num_samples=num_samples)
         return _any_division(trainer, loaders, windows, why_not_mean)
@@ -113,8 +113,17 @@ def _any_division(
     return Wishes.dividing(windows, sizes)
 
 
-def _samples_per_step(trainer: pl.Trainer, options: Options, current: int) -> int:
-    """B: samples of one rank in an optimizer step."""
+def samples_per_step(trainer: pl.Trainer, options: Options, current: int) -> int:
+    """B: samples of one rank in the optimizer step that the user wants.
+
+    Args:
+        trainer: about to fit.
+        options: of the strategy.
+        current: samples that loaders give at once.
+
+    Raises:
+        ConfigurationError: ``global_batch_size`` contradicts what the Trainer accumulates, or ranks cannot share it.
+    """
     number, wanted = trainer.accumulate_grad_batches, options.global_batch_size
     if wanted is None:
         return current * number

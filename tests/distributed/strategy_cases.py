@@ -235,7 +235,19 @@ def given_plans():
         "world_size": failure(lambda: fitted(OSDPStrategy(plan=wrong), WideMLP())),
         "model": failure(lambda: fitted(OSDPStrategy(plan=plan), GPT())),
         "batch_size": failure(lambda: fitted(OSDPStrategy(plan=plan, batch_size=3), WideMLP())),
+        "global_batch_size": failure(
+            lambda: fitted(OSDPStrategy(plan=plan, global_batch_size=7 * world_size), WideMLP())
+        ),
+        "memory_limit": failure(lambda: fitted(OSDPStrategy(plan=plan, memory_limit=plan.peak_bytes - 1), WideMLP())),
+        "accumulated": _accumulated(world_size),
     }
+
+
+def _accumulated(world_size):
+    """Micro-batches of a step, where plan and ``global_batch_size`` say that there are two, and loaders nothing."""
+    plan = plan_for(WideMLP(), "mixed", world_size=world_size, num_micro_batches=2)
+    strategy = OSDPStrategy(plan=plan, global_batch_size=2 * BATCH_SIZE * world_size, memory_limit=plan.peak_bytes)
+    return fitted(strategy, WideMLP()).accumulate_grad_batches
 
 
 def modes_of(fit):

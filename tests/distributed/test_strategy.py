@@ -93,6 +93,11 @@ def test_given_plans_are_used_or_refused(ranks, world_size):
     assert "parameter 'layers.0.weight': planned float32[384, 256], found not there" in found["model"][1]
     assert found["batch_size"][0] == "ConfigurationError"
     assert "got batch_size=3 and a plan for a micro-batch of 4" in found["batch_size"][1]
+    assert found["global_batch_size"][0] == found["memory_limit"][0] == "ConfigurationError"
+    told = f"a plan for {4 * world_size} samples: 1 micro-batches of 4 on each of {world_size} ranks"
+    assert told in found["global_batch_size"][1]
+    assert "Expected a plan that fits memory_limit=" in found["memory_limit"][1]
+    assert found["accumulated"] == 2
 
 
 @pytest.mark.parametrize(("state_dict_type", "world_size"), [("full", 4), ("sharded", 2)])
