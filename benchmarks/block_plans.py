@@ -80,7 +80,7 @@ def _modes(profile: ModelProfile, limit_bytes: int, *, overlaps: bool) -> Callab
     ranks = _cluster(overlaps=overlaps)
 
     def solve() -> float:
-        found = next(block_units(replace(setting(profile, overlaps=overlaps), cluster=ranks), ACTIVATION_CHOICES))
+        found = block_units(replace(setting(profile, overlaps=overlaps), cluster=ranks), ACTIVATION_CHOICES)[0]
         assigned = assign_modes(found, limit_bytes=limit_bytes)
         assert assigned is not None
         return assigned.gap

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 from lightning_osdp.assign.additive import Modes
 from lightning_osdp.assign.setting import Setting
@@ -11,7 +12,7 @@ from lightning_osdp.core.blocks import with_activations
 from lightning_osdp.core.units import UnitProfile, grouped, merged
 
 
-def block_units(setting: Setting, activations: Sequence[str] = ("keep",)) -> Iterator[Setting]:
+def block_units(setting: Setting, activations: Sequence[str] = ("keep",)) -> list[Setting]:
     """The setting with a unit for every block, which may do with what it saves as it likes, where there are any.
 
     First with the other units as they are, then with the root instead of them, as users of FSDP have it: it gathers
@@ -21,6 +22,10 @@ def block_units(setting: Setting, activations: Sequence[str] = ("keep",)) -> Ite
         setting: in which all blocks keep what they save.
         activations: what they may do.
     """
+    return setting.once(("blocks", *activations), partial(_block_units, setting, activations))
+
+
+def _block_units(setting: Setting, activations: Sequence[str]) -> Iterator[Setting]:
     offered = {choice for choice in activations if choice != "keep"}
     names = [block.name for block in setting.profile.blocks if not offered or offered & set(block.segments)]
     units = merged(setting.profile, setting.units, names) if names else None
@@ -54,6 +59,11 @@ def with_blocks(setting: Setting, activations: Mapping[str, str]) -> Setting:
         setting: in which all blocks keep what they save, and no operator is split.
         activations: block -> what it does; those that are not named keep what they save.
     """
+    (found,) = setting.once(tuple(activations.items()), partial(_with_blocks, setting, activations))
+    return found
+
+
+def _with_blocks(setting: Setting, activations: Mapping[str, str]) -> Iterator[Setting]:
     profile = with_activations(setting.profile, activations)
     members = {unit.name: [operator.name for operator in unit.operators] for unit in setting.units}
-    return setting.decided(profile, members, blocks=dict(activations))
+    yield setting.decided(profile, members, blocks=dict(activations))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -53,11 +53,26 @@ class Setting:
     forward_prefetch: bool = False
     cost_model: str = "simulate"
     """``simulate``: the step as FSDP1 runs it. ``paper``: the sums of equation 1."""
+    made: dict[Hashable, tuple[Setting, ...]] = field(default_factory=dict, compare=False, repr=False)
+    """Of `once`; the settings that come of one another have it together."""
 
     def at(self, micro_batch_size: int, num_micro_batches: int | None = None) -> Setting:
         """The same with another micro-batch size, and another number of them."""
         repeats = self.workload.num_micro_batches if num_micro_batches is None else num_micro_batches
         return replace(self, workload=Workload(micro_batch_size=micro_batch_size, num_micro_batches=repeats))
+
+    def once(self, what: Hashable, make: Callable[[], Iterable[Setting]]) -> list[Setting]:
+        """Settings made of this one, whose units depend on neither workload nor prefetch: made once for all of these.
+
+        Args:
+            what: is made, of these units.
+            make: makes it.
+        """
+        key = (self.units, self.activations, what)
+        if key not in self.made:
+            self.made[key] = tuple(make())
+        workload, prefetch = self.workload, self.backward_prefetch
+        return [replace(each, workload=workload, backward_prefetch=prefetch) for each in self.made[key]]
 
     def decided(self, profile: ModelProfile, members: Mapping[str, Sequence[str]], **fields: Any) -> Setting:
         """The same with slices or blocks decided, which leaves nothing to choose of what blocks do.

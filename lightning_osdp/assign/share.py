@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from lightning_osdp.assign.additive import NO_GAIN, Modes
 from lightning_osdp.assign.setting import Setting
@@ -79,13 +80,21 @@ def _share(setting: Setting, modes: Modes, blocks: Sequence[_Block], limit_bytes
 
 
 def _with(setting: Setting, modes: Modes, blocks: Sequence[_Block]) -> tuple[Setting, Modes] | None:
-    units = merged(setting.profile, setting.units, [block.name for block in blocks])
-    if units is None:
+    names = tuple(block.name for block in blocks)
+    found = setting.once(("shared", *names), partial(_merged, setting, names))
+    if not found:
         return None
     by_name = {unit.name: mode for unit, mode in zip(setting.units, modes, strict=True)}
     by_name |= {block.name: block.mode for block in blocks}
-    shared = dataclasses.replace(setting, units=units)
-    return shared, tuple(DP if unit.is_root else by_name[unit.name] for unit in units)
+    (shared,) = found
+    return shared, tuple(DP if unit.is_root else by_name[unit.name] for unit in shared.units)
+
+
+def _merged(setting: Setting, names: Collection[str]) -> Iterator[Setting]:
+    """None where they cannot be."""
+    units = merged(setting.profile, setting.units, names)
+    if units is not None:
+        yield dataclasses.replace(setting, units=units)
 
 
 def _modules(setting: Setting) -> dict[str, None]:

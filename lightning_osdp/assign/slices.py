@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 from lightning_osdp.assign.additive import Modes
 from lightning_osdp.assign.setting import Setting
@@ -43,7 +44,7 @@ def ever_more_slices(setting: Setting, choices: Sequence[int]) -> Iterator[Setti
         if not number or in_vain == MAX_IN_VAIN:
             return
         counts |= dict.fromkeys(names, number)
-        current = _with_slices(setting, counts)
+        (current,) = setting.once(tuple(counts.items()), partial(_with_slices, setting, dict(counts)))
         now_bytes = _least_bytes(current)
         if now_bytes <= least_bytes * (1 - WORTH_SPLITTING):
             least_bytes, in_vain = now_bytes, 0
@@ -120,7 +121,7 @@ def _binding(setting: Setting, groups: Mapping[str, _Group]) -> list[_Group]:
     return list(dict.fromkeys(groups[name] for name in names if name in groups))
 
 
-def _with_slices(setting: Setting, counts: Mapping[str, int]) -> Setting:
+def _with_slices(setting: Setting, counts: Mapping[str, int]) -> Iterator[Setting]:
     """The setting, which has none yet, with so many slices."""
     members: dict[str, list[str]] = {}
     for unit in setting.units:
@@ -129,4 +130,4 @@ def _with_slices(setting: Setting, counts: Mapping[str, int]) -> Setting:
             members[unit.name] = [operator.name for operator in unit.operators]
         else:
             members |= {name: [name] for name in slice_names(unit.name, number)}
-    return setting.decided(split_operators(setting.profile, counts), members, num_slices=dict(counts))
+    yield setting.decided(split_operators(setting.profile, counts), members, num_slices=counts)

@@ -67,7 +67,7 @@ class Layout:
         return sum(unit.shard for unit in self.units)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def layout(
     units: tuple[UnitProfile, ...], optimizer: OptimizerProfile, world_size: int, rank: int | None = None
 ) -> Layout:

@@ -39,13 +39,14 @@ References:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
-from lightning_osdp.core.profile import ModelProfile
+from lightning_osdp.core.profile import ModelProfile, Rerun
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.cost.cost import Workload
 from lightning_osdp.cost.live_parts import LiveParts, Moment
 from lightning_osdp.cost.order import leaving_order
-from lightning_osdp.cost.schedule import Event, micro_batches
+from lightning_osdp.cost.schedule import MOST_SIMULATED, Event, micro_batches
 
 
 def largest_moments(
@@ -79,14 +80,11 @@ def largest_moments(
         workload=workload,
         reduce_scatter_copies=reduce_scatter_copies,
     )
-    simulated = micro_batches(
-        units,
-        [((unit.first, unit.last),) for unit in units],
-        [False] * len(units),
-        [False] * len(units),
-        num_micro_batches=workload.num_micro_batches,
-        num_segments=len(profile.segments),
-        rerun=profile.rerun,
+    simulated = _events(
+        tuple(units),
+        min(MOST_SIMULATED, workload.num_micro_batches),
+        len(profile.segments),
+        tuple(profile.rerun.items()),
         backward_prefetch=backward_prefetch,
         forward_prefetch=forward_prefetch,
     )
@@ -100,6 +98,30 @@ def largest_moments(
     num_freed = -1
     live.update()
     return largest, largest.pop(-1)
+
+
+@lru_cache(maxsize=128)
+def _events(
+    units: tuple[UnitProfile, ...],
+    num_micro_batches: int,
+    num_segments: int,
+    rerun: tuple[tuple[str, Rerun], ...],
+    *,
+    backward_prefetch: str,
+    forward_prefetch: bool,
+) -> list[list[Event]]:
+    """Of micro-batches in which every unit is ZDP; they do not depend on how many samples these have."""
+    return micro_batches(
+        units,
+        [((unit.first, unit.last),) for unit in units],
+        [False] * len(units),
+        [False] * len(units),
+        num_micro_batches=num_micro_batches,
+        num_segments=num_segments,
+        rerun=dict(rerun),
+        backward_prefetch=backward_prefetch,
+        forward_prefetch=forward_prefetch,
+    )
 
 
 class _Freed:

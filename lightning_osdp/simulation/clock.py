@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from lightning_osdp.core.cluster import Cluster
-from lightning_osdp.core.modes import DP, ZDP, ShardingMode
-from lightning_osdp.core.profile import ModelProfile
+from lightning_osdp.core.modes import ShardingMode
+from lightning_osdp.core.profile import ModelProfile, Rerun
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.cost import Workload, activations_s, copied_s, optimizer_s, overhead_cost
-from lightning_osdp.cost.schedule import MOST_SIMULATED, Event, events_of
+from lightning_osdp.cost.schedule import MOST_SIMULATED, Event, micro_batches
 from lightning_osdp.simulation.step import durations_of
 from lightning_osdp.simulation.timeline import Durations, Timeline
 
@@ -51,19 +51,15 @@ class StepClock:
         self.cluster, self.workload, self.num_micro_batches = cluster, workload, workload.num_micro_batches
         self.optimizer_s = optimizer_s(profile, cluster)
         self.durations = durations_of(profile, units, cluster, workload)
-        (freed,), (kept,) = (
-            events_of(
-                profile,
-                units,
-                [mode] * len(units),
-                cluster.world_size,
-                backward_prefetch=backward_prefetch,
-                forward_prefetch=forward_prefetch,
-            )
-            for mode in (ZDP, DP)
-        )
         self.units, self.samples = units, workload.micro_batch_size
-        self.events = _classed(freed, kept)
+        self.events = _classed(
+            tuple(units),
+            len(profile.segments),
+            tuple(profile.rerun.items()),
+            is_sharded=cluster.world_size > 1,
+            backward_prefetch=backward_prefetch,
+            forward_prefetch=forward_prefetch,
+        )
         """Events of a micro-batch in which every unit is freed, each with its class: see `_absent`."""
 
     def step(self, modes: Sequence[ShardingMode]) -> Step:
@@ -116,11 +112,33 @@ def _absent(mode: ShardingMode, *, is_first: bool, is_last: bool) -> frozenset[s
     return frozenset(classes)
 
 
-def _classed(freed: Sequence[Event], kept: Sequence[Event]) -> list[tuple[Event, str | None]]:
+@lru_cache(maxsize=128)
+def _classed(
+    units: tuple[UnitProfile, ...],
+    num_segments: int,
+    rerun: tuple[tuple[str, Rerun], ...],
+    *,
+    is_sharded: bool,
+    backward_prefetch: str,
+    forward_prefetch: bool,
+) -> tuple[tuple[Event, str | None], ...]:
     """Events of freed units; those of kept ones are some of these, in the same order.
 
     Each ``reduce`` is followed by the ``accumulate`` that may take its place.
     """
+    (freed,), (kept,) = (
+        micro_batches(
+            units,
+            [unit.calls for unit in units],
+            [is_kept] * len(units),
+            [False] * len(units),
+            num_segments=num_segments,
+            rerun=dict(rerun),
+            backward_prefetch=backward_prefetch,
+            forward_prefetch=forward_prefetch,
+        )
+        for is_kept in (False, is_sharded)
+    )
     left = iter(kept)
     expected = next(left, None)
     classed: list[tuple[Event, str | None]] = []
@@ -132,4 +150,4 @@ def _classed(freed: Sequence[Event], kept: Sequence[Event]) -> list[tuple[Event,
                 classed.append((Event("accumulate", event.of), "accumulate"))
         else:
             classed.append((event, "freed"))
-    return classed
+    return tuple(classed)

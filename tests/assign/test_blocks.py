@@ -146,7 +146,7 @@ def simulated(setting, modes):
 @given(settings_to_plan(), st.floats(0, 1))
 @example(passed_by_in_a_detour(), 0.0)
 def test_blocks_and_modes_are_chosen_as_well_as_by_brute_force(blocked, fields, share):
-    setting = next(block_units(blocked(**fields), CHOICES))
+    setting = block_units(blocked(**fields), CHOICES)[0]
     every = list(itertools.product(*setting.options))
     peaks = [setting.peak(modes).peak_bytes for modes in every]
     limit_bytes = int(min(peaks) + share * (max(peaks) - min(peaks)))
@@ -165,7 +165,7 @@ def test_blocks_and_modes_are_chosen_as_well_as_by_brute_force(blocked, fields, 
 @given(settings_to_plan(), st.data())
 def test_what_the_search_sees_is_what_the_simulator_says(blocked, fields, data):
     base = blocked(**fields)
-    setting = next(block_units(base, CHOICES))
+    setting = block_units(base, CHOICES)[0]
     modes = tuple(data.draw(st.sampled_from(options)) for options in setting.options)
     estimate = simulated(setting, modes)
     assert setting.step_time_s(modes) == pytest.approx(estimate.time_s, rel=1e-9)
@@ -208,7 +208,7 @@ def test_blocks_that_are_kept_longest_recompute_first(blocked, cluster):
         for index in range(2)
     ]
     fields = {"cluster": cluster(2, seconds_per_byte=0.01), "workload": Workload(micro_batch_size=1)}
-    setting = next(block_units(blocked(operators, backward_prefetch="none", **fields), CHOICES[:2]))
+    setting = block_units(blocked(operators, backward_prefetch="none", **fields), CHOICES[:2])[0]
     most = setting.peak(tuple(options[-1] for options in setting.options)).peak_bytes
     found = assign_modes(setting, limit_bytes=most - 700)
     assert list(chosen_activations(setting, found.modes)) == ["b0"]
