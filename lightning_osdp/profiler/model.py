@@ -122,9 +122,12 @@ def _seconds(
 ) -> dict[int, Seconds]:
     """Seconds at the traced sizes; only at the first where the model does not run on another one.
 
-    The step is run and timed where it can be, else its operations are, one by one.
+    The step is run and timed where it can be, else its operations are, one by one. Ranks run it together unless only
+    some have a model with values.
     """
     is_run = not step.is_meta and rates is None
+    if not all(together(lambda: is_run, stage="timing")):
+        together = alone
     seconds_of = cache(seconds_on(step.device, rates))
     timing = partial(time_step, step.module, trace.calls, step.device, progress=progress)
     found: dict[int, Seconds] = {}

@@ -321,11 +321,12 @@ class OnMeta(Base):
     """Two tied layers, a normalisation with buffers and an unseeded start; ``scale`` cannot initialise itself."""
 
     bad = False
+    rank_zero_device = "meta"
 
     def configure_model(self):
         if hasattr(self, "body"):
             return
-        with torch.device("meta"):
+        with torch.device(self.rank_zero_device if self.global_rank == 0 else "meta"):
             self.body = nn.Sequential(nn.Linear(7, 7), nn.BatchNorm1d(7), nn.Linear(7, 7))
             self.body[2].weight = self.body[0].weight
             if self.bad:
@@ -339,6 +340,10 @@ class OnMeta(Base):
         return build("odd_mlp").dataset()
 
 
+class OnMetaBesideRankZero(OnMeta):
+    rank_zero_device = "cpu"
+
+
 class OnMetaWithoutReset(OnMeta):
     bad = True
 
@@ -350,15 +355,16 @@ class Normalised(Base):
 
 
 @without_measuring
-def models_on_the_meta_device():
+def models_on_the_meta_device(is_everywhere=True):
     """Weights at the start and after training of a model that exists only from configure_model on."""
+    kind = OnMeta if is_everywhere else OnMetaBesideRankZero
     torch.manual_seed(dist.get_rank())
-    module = OnMeta()
+    module = kind()
     torch.manual_seed(dist.get_rank())
     fit = trainer(OSDPStrategy(search_space=SearchSpace(min_unit_bytes=0)))
     fit.fit(module, OnMeta().loader(dist.get_rank(), dist.get_world_size()))
     state = fit.strategy.lightning_module_state_dict()
-    given = OnMeta()
+    given = kind()
     again = trainer(OSDPStrategy(plan=fit.strategy.plan))
     again.fit(given, OnMeta().loader(dist.get_rank(), dist.get_world_size()))
     return {

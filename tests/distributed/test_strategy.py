@@ -137,8 +137,9 @@ def test_a_loader_that_cannot_be_rebuilt_is_kept_with_the_reason(ranks, world_si
 
 
 @both_sizes
-def test_a_model_on_the_meta_device_starts_equal_on_all_ranks_and_trains(ranks, world_size):
-    found = ranks(world_size).run(cases.models_on_the_meta_device)
+@pytest.mark.parametrize("is_everywhere", [True, False], ids=["on meta", "real on rank 0"])
+def test_a_model_on_the_meta_device_starts_equal_on_all_ranks_and_trains(ranks, world_size, is_everywhere):
+    found = ranks(world_size).run(cases.models_on_the_meta_device, is_everywhere=is_everywhere)
     assert found[0]["tied"]
     assert all(each["finite"] and each["steps"] == (5, 5) for each in found)
     assert found[0]["losses"][-1] < found[0]["losses"][0]
