@@ -10,6 +10,7 @@ from lightning_osdp.profiler.memory import CUDA_HEADROOM, default_memory_limit_b
 from lightning_osdp.profiler.model import profile_model
 from lightning_osdp.profiler.operators import fingerprint
 from lightning_osdp.profiler.precision import ComputePrecision
+from lightning_osdp.profiler.resize import resized
 from lightning_osdp.profiler.snapshot import untouched
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "loss_in",
     "measure_cluster",
     "profile_model",
+    "resized",
     "untouched",
     "why_not_mean",
 ]

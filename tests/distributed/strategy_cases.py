@@ -6,6 +6,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import lightning as L
 import torch
@@ -25,6 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_osdp import OSDPStrategy, SearchSpace
 from lightning_osdp.callbacks import PlanMonitor
 from lightning_osdp.errors import OSDPError
+from lightning_osdp.strategy import profiling
 
 SPACE = SearchSpace(min_unit_bytes=1024)
 
@@ -218,6 +220,26 @@ def one_rank_lacks_memory():
         fit = fitted(OSDPStrategy(search_space=SPACE), FailsWhileTimed(torch.OutOfMemoryError("no room"), num_samples))
         steps.append(fit.global_step)
     return steps
+
+
+def profiled_sizes():
+    """Samples of the batches that fits profile, where loaders give 4, by the micro-batch that is asked for."""
+    found, profile_model = {}, profiling.profile_model
+
+    def noted(*args, batch_size, **options):
+        sizes.append(batch_size)
+        return profile_model(*args, batch_size=batch_size, **options)
+
+    with mock.patch.object(profiling, "profile_model", noted):
+        for size in (8, 16):
+            sizes = []
+            fitted(OSDPStrategy(search_space=SPACE, batch_size=size), WideMLP(), max_steps=1)
+            found[size] = sizes
+        with mock.patch.object(profiling, "unsharded_bytes", lambda *_: 2**60 if dist.get_rank() == 1 else 0):
+            sizes = []
+            fitted(OSDPStrategy(search_space=SPACE, batch_size=16), WideMLP(), max_steps=1)
+            found["without memory"] = sizes
+    return found
 
 
 def given_plans():

@@ -81,6 +81,12 @@ def test_a_rank_that_lacks_memory_for_timing_has_all_ranks_time_operations(ranks
     assert found == [found[0]] * world_size
 
 
+def test_a_micro_batch_that_is_far_from_the_profiled_one_is_profiled_itself(ranks):
+    found = ranks(2).run(cases.profiled_sizes)
+    assert found[0] == {8: [4], 16: [4, 16], "without memory": [4]}
+    assert found[1] == found[0]
+
+
 @both_sizes
 def test_given_plans_are_used_or_refused(ranks, world_size):
     found = ranks(world_size).run(cases.given_plans)[0]

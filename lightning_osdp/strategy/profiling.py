@@ -1,0 +1,165 @@
+"""From a Trainer about to fit to the profile of its model, on a batch of its own training data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import nn
+
+from lightning_osdp.apply import check_initializable
+from lightning_osdp.core.profile import ModelProfile
+from lightning_osdp.core.progress import Progress
+from lightning_osdp.errors import ConfigurationError, ProfileError
+from lightning_osdp.profiler import ComputePrecision, profile_model, resized
+from lightning_osdp.strategy.agreement import in_step
+from lightning_osdp.strategy.averaging import with_averages
+from lightning_osdp.strategy.loaders import first_batch, samples_in, training_loaders
+from lightning_osdp.strategy.once import Peeked
+from lightning_osdp.strategy.options import Options
+from lightning_osdp.strategy.step import configured_optimizers, forget_loaders, muted, to_device, training_step
+
+_FAR = 2
+"""Factor by which a micro-batch may lie beyond the measured ones before it is measured itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profiled:
+    """What a fit begins with, and the profile of its model.
+
+    Attributes:
+        loaders: of the training data.
+        peeked: what was read of loaders that can be read only once.
+        batch: of the training data, on the device.
+        model: profiled on that batch, or on as many of its samples as are planned.
+        schedules: learning-rate schedulers that ``configure_optimizers`` returned.
+    """
+
+    loaders: CombinedLoader
+    peeked: list[Peeked]
+    batch: Any
+    model: ModelProfile
+    schedules: list[Any]
+
+
+class FitProfiler:
+    """Profiles the module of a Trainer that is about to fit. All ranks call it.
+
+    Args:
+        trainer: with the training data.
+        module: what it fits.
+        options: of the strategy.
+        progress: called with what is being done.
+    """
+
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, options: Options, progress: Progress) -> None:
+        self._trainer, self._module, self._options, self._progress = trainer, module, options, progress
+        self._device = trainer.strategy.root_device
+
+    def first(self) -> Profiled:
+        """On the first batch of the training data.
+
+        Raises:
+            ProfileError: the model cannot be profiled.
+            ConfigurationError: it cannot be trained on this device.
+        """
+        _check_synchronised_batch_norm(self._module, self._device)
+        check_initializable(self._module, self._device)
+        loaders = training_loaders(self._trainer)
+        batch, peeked = first_batch(loaders)
+        batch = to_device(self._trainer, self._module, batch)
+        schedules: list[Any] = []
+        with self._needing_memory():
+            if not any(parameter.is_meta for parameter in self._module.parameters()):
+                self._module.to(self._device)
+            model = self._profile(batch, schedules)
+        return Profiled(loaders=loaders, peeked=peeked, batch=batch, model=model, schedules=schedules)
+
+    def nearer(self, profiled: Profiled, num_samples: int, *, free_bytes: int) -> Profiled:
+        """The same, measured with a micro-batch of so many samples if that is far from those that were measured.
+
+        What lies beyond these is a line through two of them: the less true, the farther away. The step runs unsharded
+        while it is measured; where there is no memory for that, everything stays as it was.
+
+        Args:
+            profiled: what was measured.
+            num_samples: of the micro-batch.
+            free_bytes: on this rank's device.
+        """
+        known = profiled.model.profiled_batch_size
+        is_far = not known / (2 * _FAR) <= num_samples <= known * _FAR
+        batch = resized(profiled.batch, samples_in(profiled.batch), num_samples) if is_far else None
+        fits = batch is not None and unsharded_bytes(profiled.model, num_samples) <= free_bytes
+        if not all(in_step(lambda: fits, stage="measuring again")):
+            return profiled
+        with self._needing_memory():
+            return replace(profiled, model=self._profile(batch, []))
+
+    def _profile(self, batch: Any, schedules: list[Any]) -> ModelProfile:
+        trainer, module, strategy = self._trainer, self._module, self._trainer.strategy
+        with muted(trainer, module):
+            profile = profile_model(
+                module,
+                batch,
+                batch_size=samples_in(batch),
+                training_step=training_step(module),
+                configure_optimizers=configured_optimizers(trainer, schedules),
+                precision=_precision(strategy),
+                context=trainer.precision_plugin.train_step_context,
+                device=self._device,
+                activations=_activations(self._options),
+                blocks=self._options.recomputed or None,
+                together=in_step,
+                progress=self._progress,
+            )
+        return with_averages(profile, trainer, self._device)
+
+    @contextmanager
+    def _needing_memory(self) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise ProfileError(
+                "Expected the whole model and one step on the user's batch to fit on one device while it is profiled,"
+                f" but memory ran out: {error}. Use a smaller batch with batch_size='scale', or pass plan=."
+            ) from error
+        finally:
+            forget_loaders(self._trainer)
+
+
+def unsharded_bytes(model: ModelProfile, num_samples: int) -> int:
+    """Parameters, gradients, what forward saves, and what one segment needs besides: a step without an optimizer."""
+    states = sum(operator.parameter_bytes + operator.trainable_bytes for operator in model)
+    saved = sum(segment.saved_bytes.at(num_samples) for segment in model.segments)
+    workspaces = (
+        max(segment.forward_workspace_bytes.at(num_samples), segment.backward_workspace_bytes.at(num_samples))
+        for segment in model.segments
+    )
+    return round(states + saved + max(workspaces))
+
+
+def _activations(options: Options) -> Sequence[str]:
+    """What blocks may do with what they save; where some are named that recompute, they do, and no others."""
+    if options.cost_model == "paper":
+        return ("keep",)
+    return ("keep", "recompute") if options.recomputed else options.search_space.activations
+
+
+def _check_synchronised_batch_norm(module: nn.Module, device: torch.device) -> None:
+    if device.type == "cpu" and any(isinstance(child, nn.SyncBatchNorm) for child in module.modules()):
+        raise ConfigurationError(
+            "Expected a GPU for synchronised batch normalisation, got ranks on CPU, where torch.nn.SyncBatchNorm does"
+            " not run. Leave out sync_batchnorm=True, or train on GPUs."
+        )
+
+
+def _precision(strategy: Any) -> ComputePrecision:
+    config = strategy.mixed_precision_config
+    return (
+        ComputePrecision(config.param_dtype, tuple(config._module_classes_to_ignore)) if config else ComputePrecision()
+    )
