@@ -235,7 +235,7 @@ def profiled_sizes():
             sizes = []
             fitted(OSDPStrategy(search_space=SPACE, batch_size=size), WideMLP(), max_steps=1)
             found[size] = sizes
-        with mock.patch.object(profiling, "unsharded_bytes", lambda *_: 2**60 if dist.get_rank() == 1 else 0):
+        with mock.patch.object(profiling, "unsharded_bytes", return_value=2**60 * dist.get_rank()):
             sizes = []
             fitted(OSDPStrategy(search_space=SPACE, batch_size=16), WideMLP(), max_steps=1)
             found["without memory"] = sizes
