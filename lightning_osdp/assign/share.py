@@ -91,7 +91,7 @@ def _with(setting: Setting, modes: Modes, blocks: Sequence[_Block]) -> tuple[Set
 
 
 def _merged(setting: Setting, names: Collection[str]) -> Iterator[Setting]:
-    """None where they cannot be."""
+    """With these modules for units; nothing where one cannot be."""
     units = merged(setting.profile, setting.units, names)
     if units is not None:
         yield dataclasses.replace(setting, units=units)

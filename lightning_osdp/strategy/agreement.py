@@ -47,7 +47,10 @@ def in_step(work: Callable[[], T], /, *, stage: str) -> Sequence[T]:
         failure = OSDPError(f"Rank {failed} failed, so every rank stops: {said[failed][1]}")
     if failure is None and len({stage for stage, _, _ in said}) > 1:
         stages = ", ".join(f"rank {rank}: {stage or 'done'}" for rank, (stage, _, _) in enumerate(said))
-        failure = OSDPError(f"Expected every rank to do the same while it profiles, but they do not: {stages}.")
+        failure = OSDPError(
+            f"Expected every rank to do the same while it profiles, but they do not: {stages}. Let the module and its"
+            " loaders be the same on every rank, or plan once and pass plan=."
+        )
     if failure is not None:
         setattr(failure, _IS_TOLD, True)
         raise failure

@@ -93,9 +93,9 @@ class FitProfiler:
         """
         known = profiled.model.profiled_batch_size
         is_far = not known / (2 * _FAR) <= num_samples <= known * _FAR
-        batch = resized(profiled.batch, samples_in(profiled.batch), num_samples) if is_far else None
-        fits = batch is not None and unsharded_bytes(profiled.model, num_samples) <= free_bytes
-        if not all(in_step(lambda: fits, stage="measuring again")):
+        is_wanted = is_far and unsharded_bytes(profiled.model, num_samples) <= free_bytes
+        batch = resized(profiled.batch, samples_in(profiled.batch), num_samples) if is_wanted else None
+        if not all(in_step(lambda: batch is not None, stage="measuring again")):
             return profiled
         with self._needing_memory():
             return replace(profiled, model=self._profile(batch, []))
