@@ -56,7 +56,7 @@ def main(
     *,
     output: Path | None = None,
     pictures: Path | None = PICTURES,
-    num_rounds: int = 2,
+    num_rounds: int = 6,
     quick: bool = False,
     fresh: bool = False,
 ) -> None:
@@ -68,7 +68,8 @@ def main(
         output: JSON file; cases that it has already are not measured again. null: the one beside this program, or none
             if quick.
         pictures: Folder of the pictures, which need matplotlib; null for none. None are drawn if quick.
-        num_rounds: timed steps of each that takes part; the fastest counts.
+        num_rounds: timed steps of each that takes part; the fastest counts. (The first few
+            take longer where much memory is gathered and freed.)
         quick: Whether to go through all of it with a tiny model on two ranks whose links are not shaped.
         fresh: Whether to measure again what the file has.
     """

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from math import log
 from typing import Any, Literal, TypeAlias
 from unittest.mock import patch
 
@@ -21,10 +22,14 @@ from lightning_osdp import Cluster, ModelProfile, SearchSpace, make_plan, measur
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.report.accumulation import wire_bytes
 from lightning_osdp.simulation.plan import planned_units
+from lightning_osdp.simulation.step import StepEstimate
 from lightning_osdp.strategy.agreement import in_step
 
 UNLIMITED = 2**62
 """Bytes."""
+
+_MANY_SAMPLES = 12
+"""Profiled, too, where micro-batches may be of any size."""
 
 Division: TypeAlias = Literal["held", "auto", "scale"]
 """What may be chosen of micro-batches: nothing; how the samples of a step are divided; any size, one of it a step."""
@@ -80,7 +85,7 @@ def on_one_rank(
             the same way, the one that is predicted to train most samples in a second.
         limits: factor and bytes of each.
         spaces: fields of the `SearchSpace` of each of OSDP's plans, by name.
-        micro_batch_size: samples that are profiled.
+        micro_batch_size: the least that is profiled.
         num_micro_batches: in an optimizer step.
         division: what may be chosen of them.
         num_rounds: timed steps.
@@ -90,15 +95,17 @@ def on_one_rank(
     """
     with ring_reduce_scatters(), quiet(), no_steps_counted():
         cluster = measure_cluster(torch.device("cpu"))
-        profile = profile_model(
-            build(model), build(model).batch(micro_batch_size), activations=("keep", "recompute"), together=in_step
-        )
+        samples = _profiled(division, micro_batch_size, num_micro_batches)
+        profiles = [
+            profile_model(build(model), build(model).batch(size), activations=("keep", "recompute"), together=in_step)
+            for size in samples
+        ]
         entrants: list[Entrant] = []
         if dist.get_rank() == 0:
             known = [Baseline(**fields) for fields in baselines]
             chosen = {name: _space(fields) for name, fields in spaces.items()}
             sizes = _sizes(division, micro_batch_size, num_micro_batches)
-            plans = _Plans(build(model), profile, cluster, sizes, chosen)
+            plans = _Plans(build(model), profiles, cluster, sizes, chosen)
             for limit, limit_bytes in limits:
                 fitting = [each for each in known if each.counted_bytes <= limit_bytes]
                 entrants += [plans.entrant(*entry) for entry in plans.entries(fitting, limit, limit_bytes)]
@@ -114,6 +121,13 @@ def _sizes(division: Division, micro_batch_size: int, num_micro_batches: int) ->
     return {"micro_batch_size": "scale"}
 
 
+def _profiled(division: Division, micro_batch_size: int, num_micro_batches: int) -> Sequence[int]:
+    """Micro-batches to profile: what lies between may be predicted from the nearer one, as the strategy does."""
+    if division == "scale":
+        return micro_batch_size, _MANY_SAMPLES
+    return sorted({micro_batch_size, micro_batch_size * (1 if division == "held" else num_micro_batches)})
+
+
 def _space(fields: Mapping[str, Any]) -> SearchSpace:
     lists: dict[str, Any] = {name: tuple(value) for name, value in fields.items()}
     return SearchSpace(**lists)
@@ -125,12 +139,12 @@ class _Plans:
     def __init__(
         self,
         module: Family,
-        profile: ModelProfile,
+        profiles: Sequence[ModelProfile],
         cluster: Cluster,
         sizes: Mapping[str, Any],
         spaces: Mapping[str, SearchSpace],
     ) -> None:
-        self._module, self._profile, self._cluster = module, profile, cluster
+        self._module, self._profiles, self._cluster = module, profiles, cluster
         self._sizes, self._spaces = sizes, spaces
 
     def entries(self, fitting: Iterable[Baseline], limit: float | None, limit_bytes: int) -> list[_Entry]:
@@ -138,7 +152,7 @@ class _Plans:
         best: dict[str, tuple[float, _Entry]] = {}
         for baseline in fitting:
             plan = self._with_bytes(baseline.its_plan(self._module, self._cluster.world_size))
-            rate = _num_samples(plan) / simulate(plan, self._profile, self._cluster).time_s
+            rate = _num_samples(plan) / self._simulated(plan).time_s
             if baseline.name not in best or rate > best[baseline.name][0]:
                 best[baseline.name] = (rate, (baseline.name, limit, plan, baseline))
         return [
@@ -148,7 +162,7 @@ class _Plans:
 
     def entrant(self, name: str, limit: float | None, plan: Plan, baseline: Baseline | None) -> Entrant:
         """With what is predicted."""
-        estimate = simulate(plan, self._profile, self._cluster)
+        estimate = self._simulated(plan)
         is_planned = baseline is None or baseline.sharding != "DDP"
         return Entrant(
             name=name,
@@ -164,10 +178,20 @@ class _Plans:
 
     def _searched(self, space: SearchSpace, limit_bytes: int) -> Plan:
         arguments = {**self._sizes, "memory_limit_bytes": limit_bytes, "search_space": space}
-        return make_plan(self._profile, self._cluster, **arguments)
+        first = self._profiles[0]
+        plan = make_plan(first, self._cluster, **arguments)
+        nearer = self._nearest(plan)
+        return plan if nearer is first else make_plan(nearer, self._cluster, **arguments)
+
+    def _simulated(self, plan: Plan) -> StepEstimate:
+        return simulate(plan, self._nearest(plan), self._cluster)
+
+    def _nearest(self, plan: Plan) -> ModelProfile:
+        """Of the micro-batch that is nearest to the plan's."""
+        return min(self._profiles, key=lambda each: abs(log(each.profiled_batch_size / plan.micro_batch_size)))
 
     def _with_bytes(self, plan: Plan) -> Plan:
-        _, profiles, _ = planned_units(plan, self._profile)
+        _, profiles, _ = planned_units(plan, self._profiles[0])
         sizes = {unit.name: unit.gathered_bytes for unit in profiles}
         return replace(plan, units=tuple(replace(unit, parameter_bytes=sizes[unit.name]) for unit in plan.units))
 

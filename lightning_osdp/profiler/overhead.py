@@ -3,77 +3,91 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-from lightning_osdp.core.cluster import Cluster, UnitOverhead
-from lightning_osdp.core.modes import DP, MODES
+from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, UnitOverhead
 from lightning_osdp.profiler.timing import synchronize
 
-_STRATEGIES = {"ZDP": ShardingStrategy.FULL_SHARD, "DP": ShardingStrategy.SHARD_GRAD_OP}
-_HELD = "held"
-"""Between the first and the last micro-batch of a window, a DP unit that accumulates: without any collective."""
-_WIDTHS = (64, 512)
-"""Square float32 layers of 16 KiB and 1 MiB: overhead is affine in the bytes that are copied."""
+_SMALL, _LARGER = 64, (1024, 512)
+"""Widths of square float32 layers of 16 KiB, and of 4 and 1 MiB: overhead is affine in the bytes of a unit."""
 _FEW, _MANY = 1, 6
 _REPEATS = 5
+_COLLECTIVES = (_REPEATS + 1) * (_FEW + _MANY) * 3
+"""Timed for each width: gathers of forward alone, gathers and reduces of forward and backward."""
+_PATIENCE_S = 5.0
 
 
 def measure_unit_overhead(cluster: Cluster, device: torch.device) -> Mapping[str, UnitOverhead]:
     """Seconds of each of `UNIT_PARTS` that neither collectives nor the operators explain.
 
-    Chains of one and of six equal units are run forward and backward, wrapped and plain; the difference per unit, less
-    the links' prediction of its collectives, is the overhead. Call it on all ranks.
+    Chains of one and of six equal units are run, wrapped and plain; the difference per unit, less the links' prediction
+    of its collectives, is the overhead. Forward alone tells a gather from all the rest. Units of 16 KiB and of 4 MiB
+    are measured, or of 1 MiB where collectives of so many bytes take too long. Call it on all ranks.
 
     Returns:
         The same values on every rank: those of the slowest. Empty with one rank.
     """
     if cluster.world_size == 1:
         return {}
-    points: dict[str, list[tuple[int, float]]] = {}
     with torch.random.fork_rng(devices=[]):  # layers are initialised on the CPU
-        for width in _WIDTHS:
-            num_bytes = 4 * width * width
-            gather_s = cluster.all_gather.ring_s(num_bytes, cluster.world_size)
-            reduce_s = cluster.reduce_scatter.ring_s(num_bytes, cluster.world_size)
-            collectives_s = {name: mode.num_all_gathers() * gather_s + reduce_s for name, mode in MODES.items()}
-            for name, seconds in _per_unit_s(width, device).items():
-                points.setdefault(name, []).append((num_bytes, max(0.0, seconds - collectives_s.get(name, 0.0))))
-    measured = {name: _fitted(*of_name) for name, of_name in points.items()}
-    fixed_s = parts_s(*(measured[name].fixed_s for name in ("ZDP", "DP", _HELD)))
-    per_byte_s = parts_s(*(measured[name].seconds_per_byte for name in ("ZDP", "DP", _HELD)))
-    return {part: UnitOverhead(fixed_s=fixed_s[part], seconds_per_byte=per_byte_s[part]) for part in fixed_s}
+        small, large = (_at_width(width, cluster, device) for width in (_SMALL, _large_width(cluster)))
+    return {part: _fitted((small[0], small[1][part]), (large[0], large[1][part])) for part in UNIT_PARTS}
 
 
-def parts_s(zdp_s: float, dp_s: float, held_s: float) -> dict[str, float]:
+def parts_s(gather_s: float, dp_s: float, held_s: float) -> dict[str, float]:
     """Seconds of the parts that make up what was measured of one micro-batch: none is less than nothing.
 
-    ZDP does all that DP does and gathers once more, and without collectives there is less to do than with them: what
-    says otherwise is noise. Flattening and reducing are not told apart further than the difference shows.
+    Without collectives there is less to do than with them: what says otherwise is noise. Flattening and reducing are
+    not told apart further than the difference shows.
 
     Args:
-        zdp_s: two gathers, flattening and reducing.
+        gather_s: one gather.
         dp_s: one gather, flattening and reducing.
         held_s: flattening and accumulating.
 
     Example:
-        >>> parts_s(7.0, 5.0, 1.0)
+        >>> parts_s(2.0, 5.0, 1.0)
         {'gather': 2.0, 'flatten': 1.0, 'reduce': 2.0, 'accumulate': 0.0}
     """
-    dp_s = min(max(dp_s, zdp_s / 2), zdp_s)
-    held_s = min(held_s, dp_s)
-    gather_s = zdp_s - dp_s
-    flatten_s = min(held_s, dp_s - gather_s)
+    gather_s = max(0.0, gather_s)
+    backward_s = max(0.0, dp_s - gather_s)
+    held_s = min(max(0.0, held_s), gather_s + backward_s)
+    flatten_s = min(held_s, backward_s)
     return {
         "gather": gather_s,
         "flatten": flatten_s,
-        "reduce": dp_s - gather_s - flatten_s,
+        "reduce": backward_s - flatten_s,
         "accumulate": held_s - flatten_s,
     }
+
+
+def _large_width(cluster: Cluster) -> int:
+    """The largest one whose collectives are predicted to be done with before long; the same on every rank."""
+    links = (cluster.all_gather, cluster.reduce_scatter)
+    return next(
+        (
+            width
+            for width in _LARGER
+            if _COLLECTIVES * max(link.ring_s(4 * width * width, cluster.world_size) for link in links) <= _PATIENCE_S
+        ),
+        _LARGER[-1],
+    )
+
+
+def _at_width(width: int, cluster: Cluster, device: torch.device) -> tuple[int, dict[str, float]]:
+    """Bytes of a unit, and seconds of each part."""
+    num_bytes = 4 * width * width
+    gather_s = cluster.all_gather.ring_s(num_bytes, cluster.world_size)
+    reduce_s = cluster.reduce_scatter.ring_s(num_bytes, cluster.world_size)
+    few, many = (_chain_s(width, num_units, device) for num_units in (_FEW, _MANY))
+    gathered, dp, held = ((many[name] - few[name]) / (_MANY - _FEW) for name in ("gathered", "dp", "held"))
+    return num_bytes, parts_s(gathered - gather_s, dp - gather_s - reduce_s, held)
 
 
 def _fitted(small: tuple[int, float], large: tuple[int, float]) -> UnitOverhead:
@@ -82,52 +96,64 @@ def _fitted(small: tuple[int, float], large: tuple[int, float]) -> UnitOverhead:
     return UnitOverhead(fixed_s=max(0.0, small_s - slope * small_bytes), seconds_per_byte=slope)
 
 
-def _per_unit_s(width: int, device: torch.device) -> dict[str, float]:
-    """Seconds that one more unit adds to forward and backward, less what its layer takes unwrapped."""
-    few, many = (_chain_s(width, num_units, device) for num_units in (_FEW, _MANY))
-    slowest = torch.tensor([many[name] - few[name] for name in many], dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return dict(zip(many, (slowest / (_MANY - _FEW)).tolist(), strict=True))
-
-
 def _chain_s(width: int, num_units: int, device: torch.device) -> dict[str, float]:
-    """Seconds that wrapping a chain of layers adds to its forward and backward."""
-    seconds = {}
-    for name, strategy in _STRATEGIES.items():
-        plain = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(num_units))).to(device)
-        plain_s = _fastest_s(plain, width, device)
-        units = [
-            FullyShardedDataParallel(layer, sharding_strategy=strategy, device_id=device, use_orig_params=True)
-            for layer in plain
-        ]
-        wrapped = FullyShardedDataParallel(
-            nn.Sequential(*units),
-            sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
-            device_id=device,
-            use_orig_params=True,
-        )
-        seconds[name] = _fastest_s(wrapped, width, device) - plain_s
-        if name == DP.name:
-            seconds[_HELD] = _fastest_s(wrapped, width, device, holding=units) - plain_s
-    return seconds
-
-
-def _fastest_s(
-    module: nn.Module, width: int, device: torch.device, holding: Iterable[FullyShardedDataParallel] = ()
-) -> float:
-    """Seconds of forward and backward; units that hold what they have gathered keep it, and add up gradients."""
-    units = list(holding)
-    for unit in units:
-        unit._sync_gradients = False  # type: ignore[assignment]  # a bool, of which FSDP's annotations do not know
+    """Seconds that wrapping a chain of layers adds to forward, to a step, and to one without collectives."""
+    plain = nn.Sequential(*_layers(width, num_units, device))
     batch = torch.ones(1, width, device=device)
-    best = float("inf")
+    forward_s = _fastest_s(partial(_forward, plain, batch), device)
+    step_s = _fastest_s(partial(_step, plain, batch), device)
+    zdp, _ = _wrapped(_layers(width, num_units, device), ShardingStrategy.FULL_SHARD, device)
+    gathered_s = _fastest_s(partial(_forward, zdp, batch), device)
+    dp, units = _wrapped(_layers(width, num_units, device), ShardingStrategy.SHARD_GRAD_OP, device)
+    dp_s = _fastest_s(partial(_step, dp, batch), device)
+    for unit in units:  # they keep what they have gathered, and add up gradients
+        unit._sync_gradients = False  # type: ignore[assignment]  # a bool, of which FSDP's annotations do not know
+    held_s = _fastest_s(partial(_step, dp, batch, accumulates=True), device)
+    return {"gathered": gathered_s - forward_s, "dp": dp_s - step_s, "held": held_s - step_s}
+
+
+def _layers(width: int, num_layers: int, device: torch.device) -> list[nn.Linear]:
+    return [nn.Linear(width, width, bias=False, device=device) for _ in range(num_layers)]
+
+
+def _wrapped(
+    layers: list[nn.Linear], strategy: ShardingStrategy, device: torch.device
+) -> tuple[nn.Module, list[FullyShardedDataParallel]]:
+    """A chain of units, and these."""
+    units = [
+        FullyShardedDataParallel(layer, sharding_strategy=strategy, device_id=device, use_orig_params=True)
+        for layer in layers
+    ]
+    root = FullyShardedDataParallel(
+        nn.Sequential(*units),
+        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+        device_id=device,
+        use_orig_params=True,
+    )
+    return root, units
+
+
+@torch.no_grad()
+def _forward(module: nn.Module, batch: Tensor) -> None:
+    module(batch)
+
+
+def _step(module: nn.Module, batch: Tensor, *, accumulates: bool = False) -> None:
+    if not accumulates:
+        module.zero_grad()
+    module(batch).sum().backward()
+
+
+def _fastest_s(run: Callable[[], None], device: torch.device) -> float:
+    """The fastest run on the rank that was the slowest in it: units wait for each other's ranks."""
+    runs_s = []
     for _ in range(_REPEATS + 1):
-        if not units:
-            module.zero_grad()
         dist.barrier()
         synchronize(device)
         start = time.perf_counter()
-        module(batch).sum().backward()
+        run()
         synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return best
+        runs_s.append(time.perf_counter() - start)
+    slowest = torch.tensor(runs_s, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest.min().item())
