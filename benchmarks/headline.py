@@ -108,7 +108,7 @@ def _draw(results: Results, folder: Path) -> None:
 
 
 def _wrapper_case(*, quick: bool) -> wrapper.Case:
-    return wrapper.Case(model="tiny" if quick else "12 x 256", num_ranks=2, num_rounds=1 if quick else 20)
+    return wrapper.Case(model="tiny" if quick else "12 x 256", num_ranks=2, num_rounds=1 if quick else 100)
 
 
 def _contest(name: Name, sizes: Sizes, known: Mapping[str, Sequence[Baseline]], num_rounds: int) -> Section:

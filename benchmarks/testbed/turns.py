@@ -14,7 +14,7 @@ from typing_extensions import override
 
 
 def fits_in_turns(fits: Mapping[str, Callable[[Turns], None]], *, num_rounds: int) -> dict[str, list[float]]:
-    """Seconds of the optimizer steps of each fit, taken A B C A B C. Call it on all ranks of the default process group.
+    """Seconds of the optimizer steps of each fit, taken A B C B C A. Call it on all ranks of the default process group.
 
     Each fit runs in a thread of its own, of which one runs at a time. Ranks begin every step together. What counts
     is the step of the Trainer's loop, from its batch to its end: without loading, and without what comes before a fit
@@ -25,9 +25,11 @@ def fits_in_turns(fits: Mapping[str, Callable[[Turns], None]], *, num_rounds: in
         num_rounds: timed steps of each, after one to warm up.
     """
     turns = {name: Turns(fit) for name, fit in fits.items()}
+    order = list(turns.values())
     for _ in range(2 + num_rounds):  # until its first step, the steps, and what comes after the last one
-        for each in turns.values():
+        for each in order:
             each.take()
+        order.append(order.pop(0))  # nobody always comes after the same one
     return {name: each.seconds[1:] for name, each in turns.items()}
 
 
@@ -93,8 +95,13 @@ class Turns(pl.Callback):
             self.end()
 
 
-def fastest_of_slowest(seconds: Mapping[str, list[float]]) -> dict[str, float]:
-    """Of each, the fastest step of the rank that is slowest in it. Call it on all ranks."""
+def slowest_ranks(seconds: Mapping[str, list[float]]) -> dict[str, list[float]]:
+    """Of each, every step on the rank that is slowest in it. Call it on all ranks."""
     found = torch.tensor([*seconds.values()], dtype=torch.float64)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return dict(zip(seconds, found.min(1).values.tolist(), strict=True))
+    return dict(zip(seconds, found.tolist(), strict=True))
+
+
+def fastest_of_slowest(seconds: Mapping[str, list[float]]) -> dict[str, float]:
+    """Of each, the fastest step of the rank that is slowest in it. Call it on all ranks."""
+    return {name: min(steps) for name, steps in slowest_ranks(seconds).items()}

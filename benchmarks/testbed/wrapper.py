@@ -12,15 +12,15 @@ from benchmarks.families import build
 from benchmarks.testbed.contest import no_steps_counted
 from benchmarks.testbed.lightning_fsdp import Way
 from benchmarks.testbed.training import quiet, train
-from benchmarks.testbed.turns import Turns, fastest_of_slowest, fits_in_turns
+from benchmarks.testbed.turns import Turns, fits_in_turns, slowest_ranks
 from examples.mingpt.model import Block
 
 BY_HAND, LIGHTNING, OSDP = "FSDP1 by hand", "FSDPStrategy", "OSDPStrategy"
 _WAY = Way(sharding="FULL_SHARD")
 
 
-def on_one_rank(*, model: str, world_size: int, num_rounds: int) -> dict[str, float]:
-    """Seconds of a step of each, one sample: the fastest of the slowest rank.
+def on_one_rank(*, model: str, world_size: int, num_rounds: int) -> dict[str, list[float]]:
+    """Seconds of every step of each, one sample, on the rank that is slowest in it.
 
     Args:
         model: name of a family of blocks.
@@ -40,7 +40,7 @@ def on_one_rank(*, model: str, world_size: int, num_rounds: int) -> dict[str, fl
         OSDP: partial(through_trainer, is_osdp=True),
     }
     with quiet(), no_steps_counted():
-        return fastest_of_slowest(fits_in_turns(fits, num_rounds=num_rounds))
+        return slowest_ranks(fits_in_turns(fits, num_rounds=num_rounds))
 
 
 def _by_hand(model: str, turns: Turns, *, num_steps: int) -> None:

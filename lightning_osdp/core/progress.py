@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 Progress = Callable[[str, str], None]
-"""Takes a stage and how far it has come: ``progress("timing 8 samples", "operator 3 of 12")``; the second may be empty.
+"""Takes a stage and how far it has come: ``progress("timing 8 samples", "run 2 of 6")``; the second may be empty.
 """
 
 

@@ -19,7 +19,7 @@ class SearchSpace:
     """
 
     modes: tuple[str, ...] = tuple(MODES)
-    """Sharding modes that a unit may take: ``("ZDP",)`` is plain FSDP, ``("DP",)`` keeps all parameters gathered."""
+    """Sharding modes that a unit may take: ``("ZDP",)`` shards every one, ``("DP",)`` keeps all parameters gathered."""
     sync: tuple[str, ...] = SYNC_CHOICES
     """Which micro-batches may reduce a unit's gradients: ``("every",)`` keeps none whole between micro-batches."""
     slices: tuple[int, ...] = (1, 2, 4, 8, 16)

@@ -7,8 +7,10 @@ import pytest
 
 from benchmarks import headline
 from benchmarks.families import build
+from benchmarks.measures import wrapper
 from benchmarks.measures.contest import named, ratio
 from benchmarks.measures.headline import GLOBAL_SPACES, ONE_SPACES, WAYS, targets_of_global, targets_of_one
+from benchmarks.testbed.wrapper import BY_HAND, LIGHTNING, OSDP
 from lightning_osdp import Cluster, make_plan, profile_model, simulate
 from lightning_osdp.core.cluster import UNIT_PARTS, Link, UnitOverhead
 
@@ -39,7 +41,7 @@ def test_no_way_of_lightnings_is_predicted_to_be_faster_than_a_plan_in_its_memor
 @pytest.mark.distributed
 def test_the_benchmark_compares_all_that_fit_at_their_best(tmp_path: Path):
     output = tmp_path / "results.json"
-    headline.main(["one", "global"], output=output, num_rounds=1, quick=True)
+    headline.main(["one", "global", "wrapper"], output=output, num_rounds=1, quick=True)
     results = json.loads(output.read_text())
     assert len(results["baselines, tiny"]["rows"]) == len(headline.QUICK.ways)
     for name, spaces, targets in (
@@ -58,3 +60,9 @@ def test_the_benchmark_compares_all_that_fit_at_their_best(tmp_path: Path):
             if name == "global":
                 assert entrant["micro_batch_size"] * entrant["num_micro_batches"] == 2
         assert all(target.is_met for target in targets([row]))  # those of memory: links are not shaped
+    (row,) = results["wrapper"]["rows"]
+    assert set(row["seconds"]) == {BY_HAND, LIGHTNING, OSDP}
+    assert all(seconds > 0 for steps in row["seconds"].values() for seconds in steps)
+    assert {target.measured for target in wrapper.targets([row])} == {
+        row["seconds"][OSDP][0] / row["seconds"][other][0] for other in (BY_HAND, LIGHTNING)
+    }
