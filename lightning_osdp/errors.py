@@ -31,6 +31,10 @@ class ProfileError(OSDPError):
     """The model cannot be profiled, and therefore cannot be planned; the text says why and what to do."""
 
 
+class RanksApartError(OSDPError):
+    """Ranks that were to do the same have come to different points, or one has failed elsewhere; all ranks stop."""
+
+
 class UntraceableError(ProfileError):
     """A training step cannot be run on fake tensors; the text says why, and its cause is attached."""
 

@@ -20,10 +20,14 @@ class Buffers:
     def __init__(self, block: nn.Module) -> None:
         self._block = block
         self._changing: tuple[Place, ...] | None = None  # unknown before the first forward
+        self._learned_in: tuple[bool, ...] = ()
 
     @contextmanager
     def updated(self, values: dict[Place, Tensor]) -> Iterator[None]:
         """Runs a forward for the first time; ``values`` then has what the buffers that it changed were before."""
+        training = tuple(child.training for child in self._block.modules())
+        if training != self._learned_in:  # what evaluates may leave alone what training updates
+            self._changing, self._learned_in = None, training
         places = self._all() if self._changing is None else self._changing
         found = {(owner, name): owner.get_buffer(name) for owner, name in places}
         versions = {place: buffer._version for place, buffer in found.items()}

@@ -6,7 +6,7 @@ from lightning_osdp.profiler.cluster import measure_cluster
 from lightning_osdp.profiler.halves import why_not_mean
 from lightning_osdp.profiler.live_bytes import LiveBytes
 from lightning_osdp.profiler.loss import loss_in
-from lightning_osdp.profiler.memory import CUDA_HEADROOM, default_memory_limit_bytes
+from lightning_osdp.profiler.memory import CUDA_HEADROOM, default_memory_limit_bytes, is_out_of_memory
 from lightning_osdp.profiler.model import profile_model
 from lightning_osdp.profiler.operators import fingerprint
 from lightning_osdp.profiler.precision import ComputePrecision
@@ -19,6 +19,7 @@ __all__ = [
     "LiveBytes",
     "default_memory_limit_bytes",
     "fingerprint",
+    "is_out_of_memory",
     "loss_in",
     "measure_cluster",
     "profile_model",

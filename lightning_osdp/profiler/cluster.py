@@ -44,16 +44,17 @@ def measure_cluster(device: torch.device, *, num_nodes: int = 1, local_ranks: in
             memory_bytes=memory_bytes,
         )
     world_size = dist.get_world_size()
-    cluster = Cluster(
-        world_size=world_size,
-        all_gather=_measure_link(device, world_size, _all_gather),
-        reduce_scatter=_measure_link(device, world_size, _reduce_scatter),
-        num_nodes=num_nodes,
-        backend=dist.get_backend(),
-        overlaps=overlaps_computing(device, _all_gather),
-        reduce_scatter_copies=copies_in_reduce_scatter(device, _reduce_scatter),
-    )
-    unit_overhead = measure_unit_overhead(cluster, device)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        cluster = Cluster(
+            world_size=world_size,
+            all_gather=_measure_link(device, world_size, _all_gather),
+            reduce_scatter=_measure_link(device, world_size, _reduce_scatter),
+            num_nodes=num_nodes,
+            backend=dist.get_backend(),
+            overlaps=overlaps_computing(device, _all_gather),
+            reduce_scatter_copies=copies_in_reduce_scatter(device, _reduce_scatter),
+        )
+        unit_overhead = measure_unit_overhead(cluster, device)
     copy_s = torch.tensor(measure_host_copy(device), dtype=torch.float64, device=device)
     dist.all_reduce(copy_s, op=dist.ReduceOp.MAX)
     # Last, when the communicator has the buffers that it keeps.

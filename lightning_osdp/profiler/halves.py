@@ -43,10 +43,10 @@ def _obstacles(module: nn.Module, run: Callable[[Any], Any], batch: Any, batch_s
             yield f"{name} normalises over the samples of a micro-batch"
     samples, middle = range(batch_size), batch_size // 2
     halves = [samples[:middle], samples[middle:], samples[::2], samples[1::2]]
-    parts = [samples_of(batch, batch_size, half) for half in halves]
-    if any(part is None for part in parts):
-        yield f"no tensor of the batch has {batch_size} samples first"
     try:
+        parts = [samples_of(batch, batch_size, half) for half in halves]
+        if any(part is None for part in parts):
+            yield f"no tensor of the batch has {batch_size} samples first"
         with _without_dropout(module):
             whole, again = _loss(module, run, batch, seed=0), _loss(module, run, batch, seed=1)
             losses = [_loss(module, run, part, seed=0) for part in parts]

@@ -1,4 +1,4 @@
-"""The memory limit of a user who sets none."""
+"""The memory limit of a user who sets none, and what tells memory that runs out from other errors."""
 
 from __future__ import annotations
 
@@ -12,9 +12,19 @@ CUDA_HEADROOM = 0.1
 """Fraction of the free device memory that a default limit leaves alone, for what no plan counts: rounding and
 fragmentation of the caching allocator. [Assumption, not a measurement.]"""
 
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
+"""In a RuntimeError: of torch's allocator on CPU (Linux, Windows), of the CUDA runtime and NCCL, of its libraries."""
+
 _MEMINFO = Path("/proc/meminfo")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether this is what happens when memory runs out."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 def default_memory_limit_bytes(device: torch.device, *, local_ranks: int) -> int:

@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.progress import Progress, silent
 from lightning_osdp.core.rates import DeviceRates
-from lightning_osdp.errors import ProfileError
+from lightning_osdp.errors import ProfileError, RanksApartError
 from lightning_osdp.profiler.assemble import assemble
 from lightning_osdp.profiler.estimate import estimate_step, seconds_on
 from lightning_osdp.profiler.loss import loss_in
+from lightning_osdp.profiler.memory import is_out_of_memory
 from lightning_osdp.profiler.operators import check_parameters, find_operators
 from lightning_osdp.profiler.optimizer import profile_optimizers
 from lightning_osdp.profiler.precision import ComputePrecision
@@ -142,7 +143,7 @@ def _seconds(
                 seconds = estimate_step(step, trace.short, size, seconds_of)
             found[size] = seconds
         except Exception as error:
-            if not found:
+            if not found or isinstance(error, RanksApartError):
                 raise
             _log.warning("OSDP: the model does not run on %d samples (%s): time is taken as proportional.", size, error)
     return found
@@ -155,7 +156,10 @@ def _timed(
     try:
         with step.on_real_tensors(size) as (run, _):
             return time(partial(_loss_of, run), stage=stage, together=together)
-    except torch.OutOfMemoryError:  # for the batch alone; the other ranks are at their first run
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        # for the batch alone; the other ranks are at their first run
         together(lambda: None, stage=stage)
         return None
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_osdp.errors import ConfigurationError, UntraceableError
+from lightning_osdp.profiler.memory import is_out_of_memory
 from lightning_osdp.profiler.operations import Operand, Operation
 from lightning_osdp.profiler.timing import synchronize
 
@@ -58,9 +59,9 @@ def replayed_s(operation: Operation, device: torch.device) -> float:
             arguments = _made(operation.arguments)
             keywords = {name: _made(value) for name, value in operation.keywords}
             return _fastest_s(lambda: operation.function(*arguments, **keywords), device)
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:  # an operation may do anything with values that it does not expect
+        if is_out_of_memory(error):
+            raise
         raise UntraceableError(
             f"Expected {operation.function} to run on random numbers and zeros of the shapes that the step gives it,"
             f" but it failed: {error!r}. Profile it with real parameters."

@@ -35,8 +35,7 @@ def measure_unit_overhead(cluster: Cluster, device: torch.device) -> Mapping[str
     """
     if cluster.world_size == 1:
         return {}
-    with torch.random.fork_rng(devices=[]):  # layers are initialised on the CPU
-        small, large = (_at_width(width, cluster, device) for width in (_SMALL, _large_width(cluster)))
+    small, large = (_at_width(width, cluster, device) for width in (_SMALL, _large_width(cluster)))
     return {part: _fitted((small[0], small[1][part]), (large[0], large[1][part])) for part in UNIT_PARTS}
 
 

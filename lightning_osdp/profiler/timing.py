@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_osdp.core.progress import Progress, silent
 from lightning_osdp.profiler.calls import Calls
 from lightning_osdp.profiler.loss import check_finite
+from lightning_osdp.profiler.memory import is_out_of_memory
 from lightning_osdp.profiler.segments import Position, followed
 from lightning_osdp.profiler.together import Together, alone
 
@@ -78,7 +79,9 @@ def time_step(
     def run() -> tuple[float, float] | None:
         try:
             runs.append(_timed(modules, calls, device, loss_of))
-        except torch.OutOfMemoryError:
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             return None
         return runs[-1].total_s, time.perf_counter() - start
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from lightning_osdp.errors import OSDPError
+from lightning_osdp.errors import OSDPError, RanksApartError
 
 T = TypeVar("T")
 
@@ -35,19 +36,21 @@ def in_step(work: Callable[[], T], /, *, stage: str) -> Sequence[T]:
         What it returned, by rank.
 
     Raises:
-        OSDPError: on ranks where it succeeded, with the text of the first rank where it did not, or where ranks have
-            come to different stages.
+        OSDPError: on ranks where it succeeded, with the text of the first rank where it did not.
+        RanksApartError: the same, and ranks have come to different stages: an error that no rank may pass over.
     """
     result, failure = _attempt(work)
     if failure is not None and getattr(failure, _IS_TOLD, False):
         raise failure
     said = from_all_ranks((stage, None if failure is None else f"{type(failure).__name__}: {failure}", result))
     failed = next((rank for rank, (_, text, _) in enumerate(said) if text is not None), None)
+    are_apart = len({stage for stage, _, _ in said}) > 1
     if failure is None and failed is not None:
-        failure = OSDPError(f"Rank {failed} failed, so every rank stops: {said[failed][1]}")
-    if failure is None and len({stage for stage, _, _ in said}) > 1:
+        kind = RanksApartError if are_apart else OSDPError
+        failure = kind(f"Rank {failed} failed, so every rank stops: {said[failed][1]}")
+    if failure is None and are_apart:
         stages = ", ".join(f"rank {rank}: {stage or 'done'}" for rank, (stage, _, _) in enumerate(said))
-        failure = OSDPError(
+        failure = RanksApartError(
             f"Expected every rank to do the same while it profiles, but they do not: {stages}. Let the module and its"
             " loaders be the same on every rank, or plan once and pass plan=."
         )
@@ -64,8 +67,12 @@ def on_rank_zero(work: Callable[[], T]) -> T:
     outcome: list[object] = [None]
     if dist.get_rank() == 0:
         result, failure = _attempt(work)
-        outcome = [result if failure is None else _Failed(failure)]
-    dist.broadcast_object_list(outcome, src=0)
+        outcome = [result if failure is None else _Failed(_sendable(failure))]
+        dist.broadcast_object_list(outcome, src=0)
+        if failure is not None:
+            raise failure
+    else:
+        dist.broadcast_object_list(outcome, src=0)
     if isinstance(outcome[0], _Failed):
         raise outcome[0].error
     return outcome[0]  # type: ignore[return-value]
@@ -87,6 +94,15 @@ class _Nothing:
 class _Failed:
     def __init__(self, error: Exception) -> None:
         self.error = error
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error, or its text where other ranks could not make it from what was sent."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return OSDPError(f"Rank 0 failed, so every rank stops: {type(error).__name__}: {error}")
+    return error
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | _Nothing, Exception | None]:

@@ -13,6 +13,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.strategy.saving import SHARD_METADATA, is_of_checkpoint, saved_at
 
+_ZIP = b"PK\x03\x04"
+
 
 def to_load(path: Path, trainer: pl.Trainer) -> Path:
     """This checkpoint; if it is half-written and ``ckpt_path="last"`` may have chosen it, the newest complete one.
@@ -42,12 +44,18 @@ def to_load(path: Path, trainer: pl.Trainer) -> Path:
 def why_incomplete(path: Path) -> str | None:
     """What a half-written checkpoint lacks; None if it is complete as far as its end tells, or no checkpoint at all."""
     if path.is_file():
-        return None if is_zipfile(path) else "its file ends too early"
+        return "its file ends too early" if _is_begun(path) and not is_zipfile(path) else None
     if not path.is_dir() or not any(is_of_checkpoint(entry) for entry in path.iterdir()):
         return None
     if not (path / SHARD_METADATA).is_file():
         return f"{SHARD_METADATA} is not there"
     return None if is_zipfile(path / _METADATA_FILENAME) else f"{_METADATA_FILENAME} is not there or ends too early"
+
+
+def _is_begun(path: Path) -> bool:
+    """Whether it is the beginning of a file of ``torch.save``, or of any; what else it is, loading will say."""
+    with path.open("rb") as file:
+        return file.read(len(_ZIP)) in (b"", _ZIP)
 
 
 def _found_by_last(trainer: pl.Trainer) -> list[Path]:

@@ -54,6 +54,12 @@ class Division:
         self._trainer = trainer
         self._use(trainer, self.size, self.number)
 
+    def end(self, trainer: pl.Trainer) -> None:
+        """Gives the Trainer back what it had, before a fit of another model is planned."""
+        if self.windows is not None and self._trainer is trainer and trainer.accumulate_grad_batches == self.number:
+            own = self.windows
+            own.divide(trainer, micro_batch_size=own.micro_batch_size, num_micro_batches=own.num_micro_batches)
+
     def resume(self, trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
         """A fit goes on from a checkpoint: its progress is counted in the micro-batches of the run that wrote it."""
         if self.windows is None:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import lightning.pytorch as pl
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_osdp.core.byte_size import format_bytes
+from lightning_osdp.core.duration import format_seconds
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.scheduler import freeable_bytes, with_less_memory, with_smaller_micro_batch
 from lightning_osdp.strategy.agreement import from_all_ranks, on_rank_zero
 from lightning_osdp.strategy.division import Division
 from lightning_osdp.strategy.publish import publish
-from lightning_osdp.strategy.rehearsal import rehearse
+from lightning_osdp.strategy.rehearsal import Rehearsed, rehearse
 from lightning_osdp.strategy.shortage import Shortage
 
 MAX_TRIES = 4
@@ -37,8 +39,10 @@ def plan_that_fits(trainer: pl.Trainer, plan: Plan, division: Division, use: Cal
         InfeasibleError: none is left to try; the text says which rank ran out of memory, where, and what would help.
     """
     for tries_left in range(MAX_TRIES, -1, -1):
-        shortages = from_all_ranks(rehearse(trainer, plan))
-        failed = next(((rank, found) for rank, found in enumerate(shortages) if found is not None), None)
+        began_s = time.perf_counter()
+        rehearsed = from_all_ranks(rehearse(trainer, plan))
+        _tell(rehearsed, time.perf_counter() - began_s)
+        failed = next(((rank, each.shortage) for rank, each in enumerate(rehearsed) if each.shortage is not None), None)
         if failed is None:
             return
         lower = on_rank_zero(partial(_lower, trainer, plan, division, tries_left))
@@ -52,6 +56,14 @@ def plan_that_fits(trainer: pl.Trainer, plan: Plan, division: Division, use: Cal
         plan = dataclasses.replace(lower, notes=(*plan.notes, note))
         use(plan)
         publish(trainer, plan, None)
+
+
+def _tell(rehearsed: Sequence[Rehearsed], took_s: float) -> None:
+    failed = next(((rank, each.why_not) for rank, each in enumerate(rehearsed) if each.why_not), None)
+    if failed is None:
+        rank_zero_info(f"OSDP: rehearsed an optimizer step on each rank alone, in {format_seconds(took_s)}")
+    else:
+        rank_zero_info(f"OSDP: a step cannot be rehearsed on rank {failed[0]}, so training begins: {failed[1]}")
 
 
 def _lower(trainer: pl.Trainer, plan: Plan, division: Division, tries_left: int) -> Plan | None:

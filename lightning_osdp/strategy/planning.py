@@ -80,7 +80,14 @@ def _nearer(profiler: FitProfiler, profiled: Profiled, plan: Plan, cluster: Clus
     """The profile, measured again where the plan's micro-batch is far from what was measured."""
     free_bytes = cluster.memory_bytes
     assert free_bytes is not None
-    return on_all_ranks(lambda: profiler.nearer(profiled, plan.micro_batch_size, free_bytes=free_bytes)).model
+    try:
+        return on_all_ranks(lambda: profiler.nearer(profiled, plan.micro_batch_size, free_bytes=free_bytes)).model
+    except Exception as error:  # of the user's step, on every rank
+        rank_zero_warn(
+            f"OSDP: a micro-batch of {plan.micro_batch_size} samples cannot be profiled ({type(error).__name__}:"
+            f" {error}). What is planned of it follows from {profiled.model.profiled_batch_size}."
+        )
+        return profiled.model
 
 
 def _limit_bytes(options: Options, cluster: Cluster, device: torch.device) -> int:

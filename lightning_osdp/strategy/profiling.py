@@ -16,7 +16,7 @@ from lightning_osdp.apply import check_initializable
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.progress import Progress
 from lightning_osdp.errors import ConfigurationError, ProfileError
-from lightning_osdp.profiler import ComputePrecision, profile_model, resized
+from lightning_osdp.profiler import ComputePrecision, is_out_of_memory, profile_model, resized
 from lightning_osdp.strategy.agreement import in_step
 from lightning_osdp.strategy.averaging import with_averages
 from lightning_osdp.strategy.loaders import first_batch, samples_in, training_loaders
@@ -123,7 +123,9 @@ class FitProfiler:
     def _needing_memory(self) -> Iterator[None]:
         try:
             yield
-        except torch.OutOfMemoryError as error:
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             raise ProfileError(
                 "Expected the whole model and one step on the user's batch to fit on one device while it is profiled,"
                 f" but memory ran out: {error}. Use a smaller batch with batch_size='scale', or pass plan=."

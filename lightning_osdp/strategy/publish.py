@@ -14,12 +14,13 @@ from lightning_osdp.core.byte_size import format_bytes
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.report import plan_table, save_picture, show
 from lightning_osdp.simulation import StepEstimate
+from lightning_osdp.strategy.agreement import on_rank_zero
 
 PLAN_FILENAME = "osdp_plan.json"
 
 
 def publish(trainer: pl.Trainer, plan: Plan, estimate: StepEstimate | None) -> None:
-    """Writes, draws and prints the plan on rank 0, and has its predictions checked while it trains.
+    """Writes, draws and prints the plan on rank 0, and has its predictions checked while it trains. All ranks call it.
 
     Args:
         trainer: whose log directory gets the plan and its picture.
@@ -27,12 +28,15 @@ def publish(trainer: pl.Trainer, plan: Plan, estimate: StepEstimate | None) -> N
         estimate: what a step was predicted to take; None where a plan was given.
     """
     path = Path(trainer.log_dir or trainer.default_root_dir) / PLAN_FILENAME
-    if trainer.is_global_zero:
+
+    def write() -> None:
         plan.save(path)
         memory = [] if estimate is None else [moment for _, moment in estimate.moments]
         save_picture(plan, path.with_suffix(".svg"), memory=memory)
         show(plan_table(plan))
         _tell_of_saving(trainer, plan, estimate)
+
+    on_rank_zero(write)
     rank_zero_info(f"OSDP: plan written to {path}, and drawn beside it as {path.with_suffix('.svg').name}")
     if trainer.state.fn == TrainerFn.FITTING:
         # First, so that its clock stops before other callbacks validate, log or save.

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import FSDPStrategy
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
@@ -20,61 +19,61 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_osdp.apply import alone, flat_parameters, kept_shards, shard_gradients
 from lightning_osdp.callbacks.peak import living_tensors
-from lightning_osdp.core.duration import format_seconds
 from lightning_osdp.core.plan import Plan
-from lightning_osdp.profiler import LiveBytes, loss_in, untouched
+from lightning_osdp.profiler import LiveBytes, is_out_of_memory, loss_in, untouched
 from lightning_osdp.strategy.loaders import first_batch
 from lightning_osdp.strategy.once import read_once_source
-from lightning_osdp.strategy.shortage import Shortage, is_out_of_memory, shortage_of
+from lightning_osdp.strategy.shortage import Shortage, shortage_of
 from lightning_osdp.strategy.step import muted, step_arguments, to_device
 
 
-def rehearse(trainer: pl.Trainer, plan: Plan) -> Shortage | None:
+@dataclass(frozen=True)
+class Rehearsed:
+    """What a rehearsal on one rank came to."""
+
+    shortage: Shortage | None = None
+    """Where memory ran out, if it did."""
+    why_not: str = ""
+    """Why the step could not be taken, for another reason."""
+
+
+def rehearse(trainer: pl.Trainer, plan: Plan) -> Rehearsed:
     """Takes an optimizer step like those to come, without the other ranks, and leaves nothing of it.
 
     The gradients of a step before are alive, and so is the state of optimizers: where there is none yet, a copy of the
     optimizer steps on gradients of zero, and weights are put back from a copy on the host. On CPU tensors are counted,
     and more than the memory limit of the plan counts as out of memory.
 
-    An error of another kind says nothing of memory, as what units gather is wrong: it is told, and training begins.
+    An error of another kind says nothing of memory, as what units gather is wrong.
 
     Args:
         trainer: about to take its first step; call it on all of its ranks.
         plan: that its model is wrapped under.
-
-    Returns:
-        Where memory ran out on this rank, if it did.
     """
     strategy, module = trainer.strategy, trainer.lightning_module
     assert isinstance(strategy, FSDPStrategy)
     root = strategy.model
     assert isinstance(root, FullyShardedDataParallel)
-    began_s = time.perf_counter()
     with (
         alone(root),
         untouched(root, left_out=flat_parameters(root)),
         muted(trainer, module),
         torch.autograd.set_detect_anomaly(False),
     ):
-        shortage = _attempt(trainer, strategy, root, plan)
-    if shortage is not None:
+        found = _attempt(trainer, strategy, root, plan)
+    if found.shortage is not None:
         _give_back(strategy.root_device)
-    took = format_seconds(time.perf_counter() - began_s)
-    rank_zero_info(f"OSDP: rehearsed an optimizer step on each rank alone, in {took}")
-    return shortage
+    return found
 
 
-def _attempt(
-    trainer: pl.Trainer, strategy: FSDPStrategy, root: FullyShardedDataParallel, plan: Plan
-) -> Shortage | None:
+def _attempt(trainer: pl.Trainer, strategy: FSDPStrategy, root: FullyShardedDataParallel, plan: Plan) -> Rehearsed:
     try:
         batch = _next_batch(trainer)
         fresh = [_copied(optimizer) for optimizer in strategy.optimizers if not optimizer.state]
         with kept_shards(root) if fresh else nullcontext():
-            return _shortage(trainer, root, plan, batch, fresh)
+            return Rehearsed(shortage=_shortage(trainer, root, plan, batch, fresh))
     except Exception as error:
-        rank_zero_info(f"OSDP: a step cannot be rehearsed: {type(error).__name__}: {error}")
-        return None
+        return Rehearsed(why_not=f"{type(error).__name__}: {error}")
 
 
 def _shortage(

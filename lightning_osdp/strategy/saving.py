@@ -1,8 +1,8 @@
 """Checkpoints that are complete wherever they bear their name, whenever a rank is killed.
 
 What is being written is at ``<name>.part`` and renamed when all of it is on disk. A rename cannot replace a folder: a
-folder makes room under ``<stem>.old<suffix>``, where ``ckpt_path="last"`` finds it, too, until the new one is in place.
-What is to be deleted is renamed to ``<name>.part`` first.
+folder makes room under ``<stem>.osdp-replaced<suffix>``, where ``ckpt_path="last"`` finds it, too, until the new one is
+in place. What is to be deleted is renamed to ``<name>.part`` first.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _part(path: Path) -> Path:
 
 
 def _old(path: Path) -> Path:
-    return path.with_name(f"{path.stem}.old{path.suffix}")
+    return path.with_name(f"{path.stem}.osdp-replaced{path.suffix}")  # a name that nobody else gives
 
 
 def _make_room(path: Path) -> None:

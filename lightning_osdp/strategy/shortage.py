@@ -1,4 +1,4 @@
-"""Memory that runs out: what tells it from other errors, and what to say of it."""
+"""Memory that runs out in a step: where, and what to say of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -14,9 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from lightning_osdp.apply import place_in_step
 from lightning_osdp.core.byte_size import format_bytes
 from lightning_osdp.core.plan import Plan
-
-_TEXTS = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
-"""In a RuntimeError: of torch's allocator on CPU (Linux, Windows), of the CUDA runtime and NCCL, of its libraries."""
+from lightning_osdp.profiler import is_out_of_memory
 
 
 @dataclass(frozen=True)
@@ -27,13 +24,6 @@ class Shortage:
     """Where in a step."""
     text: str
     """What the allocator had to say."""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this is what happens when memory runs out."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
 
 
 def shortage_of(error: BaseException, root: FullyShardedDataParallel, plan: Plan) -> Shortage:

@@ -60,7 +60,11 @@ def tell_of_change(plan: Plan | None, checkpoint: Mapping[str, Any]) -> None:
     """Says so where training goes on under another plan than the checkpoint's, and for what each was made."""
     if plan is None or _KEY not in checkpoint:
         return
-    before = Plan.from_json(checkpoint[_KEY], source="the plan in the checkpoint")
+    try:
+        before = Plan.from_json(checkpoint[_KEY], source="the plan in the checkpoint")
+    except PlanFormatError as error:  # of another version: what was learned is there all the same
+        rank_zero_info(f"OSDP: training goes on under this run's plan. {error}")
+        return
     if _decided(before) == _decided(plan):
         return
     keep = " Pass the checkpoint's path as plan= to keep it." if before.world_size == plan.world_size else ""

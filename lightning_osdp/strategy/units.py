@@ -110,9 +110,15 @@ class UnitsStrategy(RanksStrategy):
         """Trains, for the first time, units that were there before."""
         assert found.plan is not None
         found.check_wishes(self._options)
+        self._forget_division(trainer)
         self._division = given_division(trainer, found.plan, self._options)
         publish(trainer, found.plan, None)
         self._is_for_training = True
+
+    def _forget_division(self, trainer: pl.Trainer) -> None:
+        """Before one is chosen, from loaders and a Trainer as the user has them."""
+        self._division.end(trainer)
+        self._division = Division()
 
     def _settings(self) -> dict[str, str]:
         """What units are made with besides a plan."""
@@ -125,9 +131,11 @@ class UnitsStrategy(RanksStrategy):
         kwargs = {**self.kwargs, "mixed_precision": self.mixed_precision_config}
         options = replace(self._options, recomputed=named_by_policy(module, self._activation_checkpointing_kwargs))
         if not module.automatic_optimization:
-            self._plan, self._division = None, Division()
+            self._plan = None
+            self._forget_division(module.trainer)
             separated(module, options, device=self.root_device, **kwargs)
             return self._finished(module, module)
+        self._forget_division(module.trainer)
         found = chosen(module, options, prefetch=self._prefetch, known=self._plan)
         self._plan, self._division, estimate = found
         self._is_for_training = module.trainer.state.fn == TrainerFn.FITTING

@@ -165,6 +165,36 @@ def test_blocks_for_which_fairscales_form_is_unsound_never_take_it(monkeypatch, 
     assert sum(taken) == (0 if kind == "pair" else 2)
 
 
+class Average(nn.Module):
+    """A buffer that training updates and evaluation leaves alone, and no normalisation of torch's."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("average", torch.ones(8))
+
+    def forward(self, x):
+        if self.training:
+            self.average.mul_(0.5).add_(x.detach().mean(0))
+        return self.linear(x) * self.average
+
+
+def test_buffers_that_change_only_in_training_are_updated_once_after_an_evaluation():
+    torch.manual_seed(0)
+    plain = nn.Sequential(Average(), Average())
+    blocks = copy.deepcopy(plain)
+    apply_activations(blocks, [Block(name=name, activations="recompute") for name in "01"], device=CPU)
+    x = torch.randn(4, 8)
+    for is_training in (False, True):
+        for net in (plain, blocks):
+            net.train(is_training)
+            net(x).pow(2).sum().backward()
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(blocks.get_buffer(name), buffer), name
+    for one, other in zip(plain.parameters(), blocks.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
 def test_names_state_dicts_and_copies_are_those_of_the_model():
     net, _ = with_blocks("recompute")
     assert list(net.state_dict()) == list(Net().state_dict())

@@ -159,6 +159,22 @@ def chooses_for_itself():
     return found
 
 
+@without_measuring
+def a_second_model_is_divided_from_the_users_own():
+    """One strategy that trains two models: of each fit the planned micro-batch, those that the model saw, and K."""
+    found = {}
+    for name, given in (("number", {"batch_size": 8}), ("auto", {"memory_limit": "64MiB"})):
+        strategy = OSDPStrategy(search_space=SPACE, **given)
+        found[name] = []
+        for _ in range(2):
+            _, module, fit = fitted(strategy, accumulate_grad_batches=4, max_epochs=1)
+            plan = strategy.plan
+            found[name].append(
+                (plan.micro_batch_size, plan.num_micro_batches, module.sizes, fit.accumulate_grad_batches)
+            )
+    return found
+
+
 class Normalised(Scheduled):
     def __init__(self):
         super().__init__()

@@ -5,6 +5,7 @@ import io
 import json
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -220,6 +221,26 @@ def one_rank_lacks_memory():
         fit = fitted(OSDPStrategy(search_space=SPACE), FailsWhileTimed(torch.OutOfMemoryError("no room"), num_samples))
         steps.append(fit.global_step)
     return steps
+
+
+class Captioned(WideMLP):
+    """With text beside the tensors: its batches cannot be made larger than they are."""
+
+    def loss(self, batch):
+        *tensors, texts = batch
+        assert len(texts) == len(tensors[0])
+        return super().loss(tensors)
+
+    def dataset(self):
+        return [(*tensors, "text") for tensors in super().dataset()]
+
+
+def a_far_micro_batch_that_cannot_be_profiled():
+    """Optimizer steps, and what was warned of, where loaders give 4 and 16 are asked for."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        fit = fitted(OSDPStrategy(search_space=SPACE, batch_size=16), Captioned(), max_steps=1)
+    return fit.global_step, [str(each.message) for each in warned if "cannot be profiled" in str(each.message)]
 
 
 def profiled_sizes():

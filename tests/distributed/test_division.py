@@ -41,6 +41,16 @@ def test_a_resumed_run_counts_as_its_checkpoint_does(ranks):
     assert max(difference for difference, *_ in found) < 1e-9
 
 
+def test_a_strategy_that_trains_a_second_model_begins_with_the_users_own_micro_batches(ranks):
+    found = ranks(2).run(cases.a_second_model_is_divided_from_the_users_own)[0]
+    for fits in found.values():
+        for planned, number, sizes, accumulated in fits:
+            assert sizes == {planned}
+            assert accumulated == number
+    assert [size * number for size, number, *_ in found["auto"]] == [16, 16]
+    assert [size for size, *_ in found["number"]] == [8, 8]
+
+
 def test_a_given_plan_divides_after_validation_too(ranks):
     for sizes, number, callbacks in ranks(2).run(cases.divides_after_validating):
         assert (sizes, number) == ({8}, 2)

@@ -87,6 +87,14 @@ def test_a_micro_batch_that_is_far_from_the_profiled_one_is_profiled_itself(rank
     assert found[1] == found[0]
 
 
+def test_a_micro_batch_that_cannot_be_profiled_is_planned_from_the_one_that_was(ranks):
+    found = ranks(2).run(cases.a_far_micro_batch_that_cannot_be_profiled)
+    assert [steps for steps, _ in found] == [1, 1]
+    (text,) = found[0][1]
+    assert text.startswith("OSDP: a micro-batch of 16 samples cannot be profiled (")
+    assert text.endswith("What is planned of it follows from 4.")
+
+
 @both_sizes
 def test_given_plans_are_used_or_refused(ranks, world_size):
     found = ranks(world_size).run(cases.given_plans)[0]

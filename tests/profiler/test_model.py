@@ -7,7 +7,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_osdp.core.affine import Affine
-from lightning_osdp.errors import ProfileError
+from lightning_osdp.errors import ProfileError, RanksApartError
 from lightning_osdp.profiler import ComputePrecision, profile_model
 
 
@@ -319,6 +319,16 @@ def test_a_batch_that_cannot_be_resized_is_profiled_as_it_is_and_says_so(caplog)
     profile = profile_model(Net(), BATCH, batch_size=3)
     assert profile.segments[0].forward_s.fixed == 0.0
     assert "the model does not run on 1 samples (no tensor of the batch has 3 samples first)" in caplog.text
+
+
+def test_ranks_that_part_while_they_are_timed_are_not_passed_over():
+    def together(work, *, stage):
+        if stage == "timing 2 samples":
+            raise RanksApartError("Rank 1 failed, so every rank stops: ValueError: lost")
+        return [work()]
+
+    with pytest.raises(RanksApartError, match="Rank 1 failed"):
+        profile_model(Net(), BATCH, together=together)
 
 
 def test_a_step_that_does_not_fit_unsharded_is_timed_operation_by_operation(caplog):

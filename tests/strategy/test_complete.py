@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_osdp import ConfigurationError
 from lightning_osdp.strategy.complete import to_load, why_incomplete
+from lightning_osdp.strategy.loading import read_saved
 
 
 def written(path, kind, *, mtime):
@@ -69,6 +70,14 @@ def test_without_a_complete_one_nothing_starts_anew(tmp_path, trainer):
     cut_short(broken)
     with pytest.raises(ConfigurationError, match="Delete it, and resume from another one"):
         to_load(broken, trainer)
+
+
+def test_a_file_of_another_format_is_not_called_half_written(tmp_path, trainer):
+    path = tmp_path / "last.ckpt"
+    torch.save({"epoch": 1}, path, _use_new_zipfile_serialization=False)
+    assert to_load(path, trainer) == path
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        read_saved(path, weights_only=None)
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])

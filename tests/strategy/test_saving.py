@@ -118,10 +118,19 @@ def test_a_kill_while_a_checkpoint_is_removed_leaves_all_of_it_or_nothing_that_i
 
 
 def test_the_checkpoint_before_is_used_where_a_kill_left_no_other(tmp_path):
-    save(1, tmp_path / "last.old.ckpt", "sharded")
-    with pytest.warns(UserWarning, match=r"last.ckpt was being replaced .* last.old.ckpt is used"):
-        assert saving.saved_at(tmp_path / "last.ckpt") == tmp_path / "last.old.ckpt"
+    save(1, tmp_path / "last.osdp-replaced.ckpt", "sharded")
+    with pytest.warns(UserWarning, match=r"last.ckpt was being replaced .* last.osdp-replaced.ckpt is used"):
+        assert saving.saved_at(tmp_path / "last.ckpt") == tmp_path / "last.osdp-replaced.ckpt"
     assert saving.saved_at(tmp_path / "none.ckpt") == tmp_path / "none.ckpt"
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_a_backup_beside_a_checkpoint_is_left_alone(tmp_path, kind):
+    backup = tmp_path / "last.old.ckpt"
+    backup.write_text("mine")
+    for number in range(2):
+        save(number, tmp_path / "last.ckpt", kind)
+    assert backup.read_text() == "mine"
 
 
 def test_what_a_killed_run_left_half_written_is_told_of_once_per_folder(tmp_path):

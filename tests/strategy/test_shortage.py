@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_osdp.strategy.shortage import is_out_of_memory
+from lightning_osdp.profiler import is_out_of_memory
 
 
 @pytest.mark.parametrize(

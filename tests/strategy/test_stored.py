@@ -162,5 +162,12 @@ def test_the_same_plan_and_none_are_passed_over(told, before):
     assert told(PLAN, before) == []
 
 
+@pytest.mark.parametrize("text", ['{"schema_version": 1}', "{", PLAN.to_json().replace("{", '{"later": 1, ', 1)])
+def test_a_plan_of_another_version_does_not_stop_training(told, text):
+    assert told(PLAN, None) == []
+    stored.tell_of_change(PLAN, {"osdp_plan": text})
+    assert told(PLAN, None)[0].startswith("OSDP: training goes on under this run's plan. ")
+
+
 def test_evaluation_as_one_unit_has_no_plan_to_compare(told):
     assert told(None, PLAN) == []
