@@ -23,10 +23,14 @@ def deep(model, operator):
         for block in range(6)
         for index in range(2)
     ]
-    profile = model(*operators)
+    return recomputable(model(*operators), [f"h.{block}" for block in range(6)])
+
+
+def recomputable(profile, names):
+    """The profile with these blocks, each of two operators like those of `deep`."""
     blocks = []
-    for block in range(6):
-        ((first, last),) = profile.spans[f"h.{block}"]
+    for name in names:
+        ((first, last),) = profile.spans[name]
         ways = {
             choice: tuple(
                 dataclasses.replace(
@@ -40,7 +44,7 @@ def deep(model, operator):
         }
         blocks.append(
             BlockProfile(
-                name=f"h.{block}",
+                name=name,
                 span=(first, last),
                 segments=ways,
                 rerun_s=Affine(0.0, 0.2),
@@ -135,3 +139,57 @@ def test_where_activations_dominate_the_error_says_what_would_help(deep, cluster
 def test_where_no_blocks_were_found_the_error_says_how_to_name_them(deep, cluster):
     with pytest.raises(InfeasibleError, match="name modules that may recompute them: activation_checkpointing_policy"):
         plan(dataclasses.replace(deep, blocks=()), cluster, 1000, micro_batch_size=8)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_stack_of_blocks_is_never_one_unit(model, operator, cluster, overlaps):
+    """Of an encoder that holds a third of the model, and of a decoder."""
+    names = ["enc.0", "enc.1", *(f"dec.{block}" for block in range(4))]
+    operators = (
+        operator(f"{name}.{index}", 100, activation_bytes_per_sample=300, forward_s_per_sample=0.1)
+        for name in names
+        for index in range(2)
+    )
+    profile = recomputable(model(*operators), names)
+    ranks = dataclasses.replace(cluster(2, latency_s=0.5, seconds_per_byte=0.01), overlaps=overlaps)
+    options = {"micro_batch_size": 1, "search_space": RECOMPUTE}
+    numbers = set()
+    for limit_bytes in range(6000, 1000, -250):
+        try:
+            found = make_plan(profile, ranks, memory_limit_bytes=limit_bytes, **options)
+        except InfeasibleError:
+            break
+        assert {unit.name for unit in found.units}.isdisjoint({"enc", "dec"})
+        assert simulate(found, profile, ranks).peak.peak_bytes <= limit_bytes
+        numbers.add(len(found.blocks))
+    assert len(numbers) > 2
+
+
+def test_gradients_that_only_the_last_micro_batch_may_reduce_are_planned_with_blocks_that_recompute(deep, cluster):
+    space = SearchSpace(sync=("last",), activations=("keep", "recompute"))
+    options = {"num_micro_batches": 2, "search_space": space}
+    ranks = dataclasses.replace(cluster(2, latency_s=1.0, seconds_per_byte=0.01))
+    most = make_plan(deep, ranks, memory_limit_bytes=10**6, micro_batch_size=1, **options).peak_bytes
+    numbers = set()
+    for limit_bytes in range(most, 0, -200):
+        try:
+            found = make_plan(deep, ranks, memory_limit_bytes=limit_bytes, micro_batch_size=1, **options)
+        except InfeasibleError:
+            break
+        assert {unit.sync for unit in found.units if unit.name} == {"last"}
+        numbers.add(len(found.blocks))
+    assert len(numbers) > 1
+
+
+def test_where_units_may_not_be_shared_blocks_recompute_with_units_inside(deep, cluster):
+    space = SearchSpace(activations=("keep", "recompute"), share_units=False, min_unit_bytes=0)
+    ranks = cluster(2, latency_s=1.0, seconds_per_byte=0.01)
+    numbers = []
+    for limit_bytes in range(10_000, 0, -200):
+        try:
+            found = make_plan(deep, ranks, memory_limit_bytes=limit_bytes, micro_batch_size=1, search_space=space)
+        except InfeasibleError:
+            break
+        assert all(len(unit.operators) <= 1 for unit in found.units)
+        numbers.append(len(found.blocks))
+    assert (numbers[0], numbers[-1]) == (0, 6)

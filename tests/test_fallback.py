@@ -45,6 +45,20 @@ def test_what_is_kept_counts_as_freeable():
     assert freeable_bytes(PLAN) == 100 + 100 + 100 + 50
 
 
+def test_a_unit_that_holds_parameters_and_gradients_between_micro_batches_frees_them_one_after_the_other():
+    both = unit("both", "DP", sync="last", keep_costs_bytes=100, accumulate_costs_bytes=150)
+    plan = dataclasses.replace(PLAN, units=(PLAN.units[0], both))
+    assert freeable_bytes(plan) == 150
+    lower = with_less_memory(plan, 150)
+    assert kept(lower)["both"] == ("ZDP", "every")
+    assert lower.peak_bytes == 850
+
+
+def test_where_blocks_recompute_less_than_plain_fsdp_may_be_enough():
+    plan = dataclasses.replace(PLAN, all_zdp_peak_bytes=1500)
+    assert with_less_memory(plan, 350).peak_bytes == 650
+
+
 @pytest.mark.parametrize(
     ("wanted_bytes", "changed", "lost_s", "peak_bytes"),
     [

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lightning_osdp import OSDPError, OSDPStrategy, Plan, SearchSpace, apply_plan, make_plan, profile_model
 from lightning_osdp.core.cluster import Cluster, Link, UnitOverhead
 from lightning_osdp.profiler import fingerprint
-from lightning_osdp.report import plan_table, save_picture
+from lightning_osdp.report import render_plan, save_picture
 from lightning_osdp.simulation import simulate
 
 fuzzed = settings(
@@ -107,7 +107,7 @@ def used(text, profile, folder):
     assert Plan.from_json(plan.to_json()) == plan
     module = net()
     plan.check_matches(fingerprint(module), world_size=2)
-    plan_table(plan)
+    render_plan(plan)
     save_picture(plan, folder / "plan.svg", memory=[])
     root = apply_plan(module, plan, device=torch.device("cpu"))
     assert simulate(plan, profile, RANKS).peak.peak_bytes > 0

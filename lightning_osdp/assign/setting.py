@@ -122,7 +122,9 @@ class Setting:
         return tuple(
             {
                 mode: unit_cost(unit, mode, cluster=self.cluster, workload=self.workload, terms=terms).time_s
-                for mode in dict.fromkeys((*MODES.values(), *options))
+                for mode in dict.fromkeys(
+                    (*MODES.values(), *(replace(mode, sync="every") for mode in options), *options)
+                )
             }
             for unit, options in zip(self.units, self.options, strict=True)
         )
@@ -187,6 +189,11 @@ class Setting:
         return tuple(options[0] for options in self.options)
 
     @property
+    def least_bytes(self) -> int:
+        """What the step needs with these."""
+        return self.peak(self.least_memory_modes).peak_bytes
+
+    @property
     def all_zdp_modes(self) -> Modes:
         """Plain FSDP, offered or not: every unit ZDP, the root gathered as ever."""
         return tuple(DP if unit.is_root else ZDP for unit in self.units)
@@ -204,7 +211,7 @@ class Setting:
         """Seconds per optimizer step that reducing this unit's gradients in the last micro-batch only saves."""
         every, last = (replace(mode, sync=sync) for sync in SYNC_CHOICES)
         times_s = self.times_s[unit]
-        return times_s[every] - times_s[last] if last in times_s else 0.0
+        return times_s[every] - times_s[last] if last in self.options[unit] else 0.0
 
     def accumulating_costs_bytes(self, unit: int, mode: ShardingMode) -> int:
         """Bytes that it holds for that from one micro-batch to the next."""

@@ -2,8 +2,8 @@
 
 A unit costs latency and overhead of its own in every micro-batch; one that wraps a whole block costs them once. It
 also gathers and reduces the whole block at once, so every step of the way is checked against the exact peak. What is
-never merged is a stack: a module with two equal modules of several units inside. Its units are what communication and
-computation overlap by, where they do.
+never merged is a stack: a module with two equal modules inside that hold several operators each. Its units are what
+communication and computation overlap by, where they do.
 
 This is outside the space that the certified gap is about: it can only make a plan faster than that bound.
 """
@@ -118,11 +118,13 @@ def _upwards(name: str) -> list[str]:
 
 
 def _block(setting: Setting, modes: Modes, name: str, inside: Sequence[int], most_bytes: float) -> _Block | None:
-    """The block at this module; None where its units differ in mode, are one already, or hold too much together."""
+    """The block at this module; None where its units differ in mode, are one already, hold too much or recompute."""
     chosen = {modes[index] for index in inside}
     if len(inside) < 2 or len(chosen) > 1 or sum(setting.units[i].gathered_bytes for i in inside) > most_bytes:
         return None
     mode = chosen.pop()
+    if mode.activations != "keep":  # what recomputes is a block by itself
+        return None
     return _Block(name=name, mode=mode, key=(mode, _structure(setting, inside)))
 
 
@@ -132,11 +134,12 @@ def _structure(setting: Setting, inside: Sequence[int]) -> tuple[object, ...]:
 
 
 def _stacks(setting: Setting) -> set[str]:
-    """Modules with two equal modules inside that hold several units each, neither of them inside the other."""
+    """Modules with two equal modules inside, neither of them inside the other, that hold several operators."""
     structures: dict[tuple[object, ...], list[str]] = {}
     inside = _inside(setting.units)
     for name in _modules(setting):
-        if len(inside.get(name, [])) > 1:
+        here = inside.get(name, [])
+        if sum(len(setting.units[index].operators) for index in here) > 1:
             structures.setdefault(_structure(setting, inside[name]), []).append(name)
     found = set()
     for names in structures.values():

@@ -36,7 +36,7 @@ def ever_more_slices(setting: Setting, choices: Sequence[int]) -> Iterator[Setti
     """
     groups = _groups(setting)
     counts: dict[str, int] = {}
-    least_bytes, in_vain = _least_bytes(setting), 0
+    least_bytes, in_vain = setting.least_bytes, 0
     current = setting
     for _ in range(MAX_STEPS):
         more = ((group.names, group.more(counts, choices)) for group in _binding(current, groups))
@@ -45,7 +45,7 @@ def ever_more_slices(setting: Setting, choices: Sequence[int]) -> Iterator[Setti
             return
         counts |= dict.fromkeys(names, number)
         (current,) = setting.once(tuple(counts.items()), partial(_with_slices, setting, dict(counts)))
-        now_bytes = _least_bytes(current)
+        now_bytes = current.least_bytes
         if now_bytes <= least_bytes * (1 - WORTH_SPLITTING):
             least_bytes, in_vain = now_bytes, 0
             yield current
@@ -71,10 +71,6 @@ def one_sync(setting: Setting, modes: Modes) -> Modes:
 def _every(mode: ShardingMode, options: Modes) -> ShardingMode:
     every = dataclasses.replace(mode, sync="every")
     return every if every in options else options[0]
-
-
-def _least_bytes(setting: Setting) -> int:
-    return setting.peak(setting.least_memory_modes).peak_bytes
 
 
 @dataclasses.dataclass(frozen=True)

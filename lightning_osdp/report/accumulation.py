@@ -52,7 +52,7 @@ def tell_accumulation(plan: Plan, without: Plan) -> str:
     sent, sent_before = wire_bytes(plan), wire_bytes(without)
     if sent != sent_before and min(sent, sent_before) > 0:
         ratio = max(sent, sent_before) / min(sent, sent_before)
-        changes.append(f"{ratio:.2g}x {'fewer' if sent < sent_before else 'more'} bytes on the wire")
+        changes.append(f"{ratio:.3g}x {'fewer' if sent < sent_before else 'more'} bytes on the wire")
     return ", ".join(changes)
 
 

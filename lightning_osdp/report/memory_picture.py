@@ -38,7 +38,8 @@ _BAR_PX = 22.0
 def draw_step(drawing: Drawing, area: Area, plan: Plan, moments: Sequence[Moment]) -> None:
     """Bytes of one rank at each moment of a step, by what they are, under the limit."""
     left, top, width, height = area
-    drawing.text(left, top - 12, "Memory of one rank over a step, as predicted")
+    part = "a step" if plan.num_micro_batches <= 3 else "the first, a steady and the last micro-batch"
+    drawing.text(left, top - 12, f"Memory of one rank over {part}, as predicted")
     moments = _thinned(moments)
     peak = max(range(len(moments)), key=lambda i: moments[i].num_bytes)
     peak_bytes = moments[peak].num_bytes
@@ -79,8 +80,11 @@ def draw_bars(drawing: Drawing, area: Area, plan: Plan) -> None:
     drawing.text(left, top - 12, "Peak memory of one rank, as predicted")
     peaks = {"this plan": (plan.peak_bytes, Fill("#0072B2"))}
     if plan.all_zdp_peak_bytes:
-        peaks["all-ZDP (plain FSDP)"] = (plan.all_zdp_peak_bytes, Fill("#F0B84C", "lines"))
-    largest = max(num_bytes for num_bytes, _ in peaks.values())
+        peaks["all-ZDP (plain FSDP)" if plan.num_micro_batches == 1 else "all-ZDP"] = (
+            plan.all_zdp_peak_bytes,
+            Fill("#F0B84C", "lines"),
+        )
+    largest = max(1, *(num_bytes for num_bytes, _ in peaks.values()))
     is_far = plan.memory_limit_bytes >= FAR * largest
     highest = largest if is_far else max(largest, plan.memory_limit_bytes)
     names_px, values_px = 130.0, 60.0

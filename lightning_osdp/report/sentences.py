@@ -151,7 +151,8 @@ def summarise(plan: Plan) -> list[tuple[str, str]]:
 def _where(plan: Plan) -> str:
     """Phase and operator of the peak, and its parts, largest first."""
     phase = plan.peak_phase
-    where = phase if phase == "optimizer step" else f"{phase} of {plan.peak_operator or 'the loss'}"
+    has_place = phase not in ("optimizer step", "all phases")  # the latter is the paper's
+    where = f"{phase} of {plan.peak_operator or 'the loss'}" if has_place else phase
     parts = sorted(plan.peak_parts.items(), key=lambda part: part[1], reverse=True)
     return f"{where}: " + ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in parts)
 
@@ -165,27 +166,34 @@ def _gap(plan: Plan) -> str:
         return NOT_PREDICTED
     if plan.gap <= 0:
         return "none: no plan in the search space is predicted to be faster"
+    if plan.gap >= 1e6:
+        return f"no plan in the search space is predicted to be more than {plan.gap:.3g} times as fast"
     # rounded up, since it certifies; the small subtrahend keeps 0.003 at 0.3%
     percent = math.ceil(plan.gap * 1e4 - 1e-6) / 100
     return f"no plan in the search space is predicted to be faster by more than {max(percent, 0.01):g}%"
 
 
 def _gain(plan: Plan) -> str:
-    """Predicted samples/s against plain FSDP, which is the plan with every unit ZDP."""
+    """Predicted samples/s against the plan with every unit ZDP that reduces each time: plain FSDP, if K is 1."""
     if plan.world_size == 1:
         return f"none: {ONE_RANK}"
     chosen = [unit for unit in plan.units if unit.name != ""]
     if not plan.blocks and all({*unit.modes} == {ZDP.name} and unit.sync == "every" for unit in chosen):
-        return "none: this plan is all-ZDP (plain FSDP)"
+        return f"none: this plan is {name_all_zdp(plan)}"
     if not is_predicted(plan) or plan.all_zdp_step_time_s == 0:
         return NOT_PREDICTED
     gain = plan.predicted_gain - 1
     more = f"{abs(gain):.1%} {'more' if gain >= 0 else 'fewer'} samples/s"
     fits = "" if plan.all_zdp_peak_bytes <= plan.memory_limit_bytes else ", which is over the limit"
     return (
-        f"{more} than all-ZDP (plain FSDP): {format_seconds(plan.all_zdp_step_time_s)} a step,"
+        f"{more} than {name_all_zdp(plan)}: {format_seconds(plan.all_zdp_step_time_s)} a step,"
         f" peak {format_bytes(plan.all_zdp_peak_bytes)}{fits}"
     )
+
+
+def name_all_zdp(plan: Plan) -> str:
+    """Under accumulation, plain FSDP reduces in the last micro-batch only, and keeps all gradients whole."""
+    return "all-ZDP (plain FSDP)" if plan.num_micro_batches == 1 else "all-ZDP that reduces in every micro-batch"
 
 
 def format_span(values: Iterable[float], form: Callable[[float], str]) -> str:

@@ -87,7 +87,10 @@ def _moves(plan: Plan, units: Iterable[Unit]) -> Iterator[_Move]:
 def _moves_of(unit: Unit) -> Iterator[_Move]:
     if unit.sync == "last":
         reduced = dataclasses.replace(unit, sync="every", time_s=max(0.0, unit.time_s + unit.accumulate_saves_s))
-        yield _Move(reduced, unit.accumulate_costs_bytes, unit.accumulate_saves_s)
+        kept_bytes = (
+            unit.modes.count(DP.name) / unit.num_slices * unit.keep_costs_bytes
+        )  # and still is, in a micro-batch
+        yield _Move(reduced, max(0.0, unit.accumulate_costs_bytes - kept_bytes), unit.accumulate_saves_s)
     if DP.name in unit.modes:
         part = unit.modes.count(DP.name) / unit.num_slices
         lost_s = part * unit.keep_saves_s
@@ -98,7 +101,8 @@ def _moves_of(unit: Unit) -> Iterator[_Move]:
 def _predicted(plan: Plan, units: tuple[Unit, ...], freed_bytes: float, lost_s: float) -> Plan:
     changed = dataclasses.replace(_without_peak(plan), units=units)
     if plan.peak_bytes > 0:
-        least_bytes = min(plan.peak_bytes, plan.all_zdp_peak_bytes)
+        # with blocks that recompute, or slices, a plan may take less than plain FSDP
+        least_bytes = plan.all_zdp_peak_bytes if plan.all_zdp_peak_bytes <= plan.peak_bytes else 0
         changed = dataclasses.replace(changed, peak_bytes=max(least_bytes, round(plan.peak_bytes - freed_bytes)))
     if plan.step_time_s > 0:
         step_time_s = max(plan.step_time_s, plan.step_time_s + lost_s)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from lightning_osdp.assign import Assignment, Setting, chosen_activations
 from lightning_osdp.core.blocks import freed_bytes
+from lightning_osdp.core.modes import DP, ZDP, ShardingMode
 from lightning_osdp.core.plan import Block, Unit
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.cost import block_s
+
+_MOST_KINDS = 64
+"""Units that are told apart where each takes a simulated step."""
 
 
 def planned(setting: Setting, assignment: Assignment) -> tuple[Unit, ...]:
@@ -32,7 +37,34 @@ def planned_blocks(setting: Setting, assignment: Assignment) -> tuple[Block, ...
     )
 
 
+def _keeping_saves_s(setting: Setting, modes: Sequence[ShardingMode]) -> list[float]:
+    """Seconds that keeping each unit gathered saves, or would save, in this plan.
+
+    Where communication overlaps computing, one unit of each kind is changed and the step simulated; where there are
+    too many kinds for that, it is what the unit saves if nothing overlaps.
+    """
+    if not setting.overlaps:
+        return [setting.saved_s(unit) for unit in range(len(setting.units))]
+    kinds = [(unit.kind, unit.gathered_bytes, mode) for unit, mode in zip(setting.units, modes, strict=True)]
+    first = {kind: index for index, kind in reversed([*enumerate(kinds)])}
+    if len(first) > _MOST_KINDS:
+        return [setting.saved_s(unit) for unit in range(len(setting.units))]
+    saved_s = {kind: _saved_in_step_s(setting, modes, unit) for kind, unit in first.items()}
+    return [saved_s[kind] for kind in kinds]
+
+
+def _saved_in_step_s(setting: Setting, modes: Sequence[ShardingMode], unit: int) -> float:
+    if setting.units[unit].is_root:
+        return 0.0
+    sharded_s, kept_s = (
+        setting.step_time_s([*modes[:unit], replace(mode, activations=modes[unit].activations), *modes[unit + 1 :]])
+        for mode in (ZDP, DP)
+    )
+    return sharded_s - kept_s
+
+
 def _units(setting: Setting, assignment: Assignment) -> Iterator[Unit]:
+    saves_s = _keeping_saves_s(setting, assignment.modes)
     places = {unit.name: index for index, unit in enumerate(setting.units)}
     of_first = {slice_names(name, number)[0]: name for name, number in setting.num_slices.items()}
     further = {part for name, number in setting.num_slices.items() for part in slice_names(name, number)[1:]}
@@ -40,13 +72,20 @@ def _units(setting: Setting, assignment: Assignment) -> Iterator[Unit]:
         if unit.name in of_first:
             name = of_first[unit.name]
             slices = [places[part] for part in slice_names(name, setting.num_slices[name])]
-            yield _unit(setting, assignment, name, (name,), slices)
+            yield _unit(setting, assignment, name, (name,), slices, keeping_saves_s=saves_s)
         elif unit.name not in further:
-            yield _unit(setting, assignment, unit.name, tuple(operator.name for operator in unit.operators), [index])
+            operators = tuple(operator.name for operator in unit.operators)
+            yield _unit(setting, assignment, unit.name, operators, [index], keeping_saves_s=saves_s)
 
 
 def _unit(
-    setting: Setting, assignment: Assignment, name: str, operators: tuple[str, ...], slices: Sequence[int]
+    setting: Setting,
+    assignment: Assignment,
+    name: str,
+    operators: tuple[str, ...],
+    slices: Sequence[int],
+    *,
+    keeping_saves_s: Sequence[float],
 ) -> Unit:
     modes = [assignment.modes[index] for index in slices]
     units = [setting.units[index] for index in slices]
@@ -60,7 +99,7 @@ def _unit(
         sync=modes[0].sync,
         parameter_bytes=parameter_bytes,
         time_s=sum(setting.times_s[index][mode] for index, mode in each),
-        keep_saves_s=sum(setting.saved_s(index) for index in slices),
+        keep_saves_s=sum(keeping_saves_s[index] for index in slices),
         keep_costs_bytes=0 if name == "" else parameter_bytes,
         accumulate_saves_s=sum(setting.accumulating_saves_s(index, mode) for index, mode in each),
         accumulate_costs_bytes=sum(setting.accumulating_costs_bytes(index, mode) for index, mode in each),

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from operator import attrgetter
 
 from lightning_osdp.assign import (
     NO_GAIN,
@@ -51,10 +52,6 @@ MAX_SIZES = 64
 
 def _time_s(assigned: tuple[Setting, Assignment]) -> float:
     return assigned[1].step_time_s
-
-
-def _least_bytes(setting: Setting) -> int:
-    return setting.peak(setting.least_memory_modes).peak_bytes
 
 
 class Sweep:
@@ -98,16 +95,16 @@ class Sweep:
     def smallest(self, micro_batch_size: int) -> Setting:
         """The setting that needs the fewest bytes at this size; with operators split where it would not fit else."""
         settings = [self._at(setting, micro_batch_size) for setting in self._settings]
-        best = min(settings, key=_least_bytes)
+        best = min(settings, key=attrgetter("least_bytes"))
         for found in (self._recomputing(best), self._split(best)):
-            if _least_bytes(best) <= self._limit_bytes:
+            if best.least_bytes <= self._limit_bytes:
                 break
-            best = min((best, *found), key=_least_bytes)
+            best = min((best, *found), key=attrgetter("least_bytes"))
         return best
 
     def fits(self, micro_batch_size: int) -> bool:
         """Whether any assignment does."""
-        return _least_bytes(self.smallest(micro_batch_size)) <= self._limit_bytes
+        return self.smallest(micro_batch_size).least_bytes <= self._limit_bytes
 
     def candidate(self, micro_batch_size: int) -> Candidate | None:
         """Best assignment at this size; None if none fits."""
@@ -120,7 +117,10 @@ class Sweep:
         fastest = min(found, key=_time_s, default=None)
         if fastest is None or fastest[1].step_time_s > fastest[0].fastest_s * (1 + NO_GAIN):
             prefetch = None if fastest is None else fastest[0].backward_prefetch
-            base = next((each for each in whole if each.backward_prefetch == prefetch), min(whole, key=_least_bytes))
+            base = next(
+                (each for each in whole if each.backward_prefetch == prefetch),
+                min(whole, key=attrgetter("least_bytes")),
+            )
             for each in self._split(base):
                 found += self._assigned(each, found)
             found += self._with_recomputing(base, found)
@@ -149,12 +149,16 @@ class Sweep:
             yield from ever_more_slices(setting, self._slices)
 
     def _recomputing(self, setting: Setting) -> Iterator[Setting]:
-        """The same with blocks that may save less: units of their own, and all of them, with units inside, too."""
+        """The same with blocks that may save less: units of their own, and all of them, with units inside, too.
+
+        Where units may not be shared, only with units inside.
+        """
         choices = [choice for choice in self.activations if choice != "keep"]
         if setting.is_paper or not choices:
             return
-        yield from block_units(setting, self.activations)
-        bases = (setting, *block_units(setting))
+        if self._shares:
+            yield from block_units(setting, self.activations)
+        bases = (setting, *block_units(setting)) if self._shares else (setting,)
         for choice in choices:
             chosen = {block.name: choice for block in setting.profile.blocks if choice in block.segments}
             if chosen:

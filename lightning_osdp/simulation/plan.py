@@ -10,6 +10,7 @@ from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.slices import slice_names, split_operators
 from lightning_osdp.core.units import UnitProfile, grouped
 from lightning_osdp.cost import Workload
+from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.simulation.step import StepEstimate, simulate_step
 
 
@@ -44,8 +45,10 @@ def planned_units(
     """The profile with blocks and slices as planned, its units, and their modes.
 
     Raises:
-        ConfigurationError: an operator has more slices than it can have, or a block does what was not profiled.
+        ConfigurationError: an operator has more slices than it can have, a block does what was not profiled, or a unit
+            has operators that the model has not.
     """
+    _check_names(plan, profile)
     profile = with_activations(profile, {block.name: block.activations for block in plan.blocks})
     profile = split_operators(profile, {unit.name: unit.num_slices for unit in plan.units})
     operators: dict[str, tuple[str, ...]] = {}
@@ -58,3 +61,18 @@ def planned_units(
         modes |= dict(zip(names, unit.sharding_modes, strict=True))
     units = grouped(profile, operators)
     return profile, units, tuple(modes[unit.name] for unit in units)
+
+
+def _check_names(plan: Plan, profile: ModelProfile) -> None:
+    known = {operator.name for operator in profile}
+    for unit in plan.units:
+        missing = [name for name in unit.operators if name not in known]
+        if missing:
+            raise ConfigurationError(
+                f"Expected operators of the profiled model in unit {unit.name!r}, got {missing[0]!r}. Plan anew."
+            )
+        if unit.num_slices > 1 and unit.operators != (unit.name,):
+            raise ConfigurationError(
+                f"Expected one operator in a unit with {unit.num_slices} slices, got {len(unit.operators)} in"
+                f" {unit.name!r}. Plan anew."
+            )

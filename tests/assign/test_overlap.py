@@ -14,6 +14,7 @@ from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, Link, UnitOverhead
 from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload
+from lightning_osdp.scheduler.planned import planned
 
 
 @st.composite
@@ -147,6 +148,14 @@ def test_everything_is_kept_where_collectives_take_longest(chain):
     assert assigned.step_time_s == pytest.approx(16.0 + 0.3)
     assert assigned.gap == pytest.approx(0.0, abs=1e-9)
     assert sum(mode is ZDP for mode in assigned.modes) == 0
+
+
+@pytest.mark.parametrize(("forward_s", "saves"), [(3.0, False), (0.1, True)])
+def test_what_a_plan_says_that_keeping_saves_is_what_the_step_would(chain, forward_s, saves):
+    found = chain(forward_s)
+    units = planned(found, assign_modes(found, limit_bytes=10**6))
+    assert all((unit.keep_saves_s > 0.5) == saves for unit in units[1:])
+    assert saves or all(unit.keep_saves_s == pytest.approx(0, abs=1e-9) for unit in units)
 
 
 def test_as_many_are_kept_as_fit_where_collectives_take_longest(chain):

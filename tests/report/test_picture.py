@@ -126,7 +126,7 @@ def test_the_title_says_what_is_predicted():
     assert title == "OSDP plan: 2 units DP, 1 unit ZDP"
     assert subtitle == (
         "8 x 1 x 2 samples (micro-batch x micro-batches x ranks) a step; 180 ms and 88.9 samples/s predicted;"
-        " 11.1% more than with every unit ZDP (plain FSDP)"
+        " 11.1% more than all-ZDP (plain FSDP)"
     )
 
 
@@ -177,6 +177,10 @@ def test_without_moments_the_peaks_are_bars():
     svg = draw_plan(PLAN)
     assert {"this plan", "62.0 MiB", "all-ZDP (plain FSDP)", "48.0 MiB", "limit is 64.0 MiB"} <= {*words(svg)}
     assert bands(svg) == []
+
+
+def test_a_plan_that_says_a_time_and_no_peak_can_be_drawn():
+    assert "this plan" in words(draw_plan(dataclasses.replace(PLAN, peak_bytes=0, all_zdp_peak_bytes=0)))
 
 
 def test_a_plan_without_prediction_has_its_strip():

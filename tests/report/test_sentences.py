@@ -249,6 +249,7 @@ def test_a_plan_without_a_profile_predicts_nothing_rather_than_zeros():
         (0.00301, "no plan in the search space is predicted to be faster by more than 0.31%"),  # rounded up
         (0.29, "no plan in the search space is predicted to be faster by more than 29%"),
         (2.5, "no plan in the search space is predicted to be faster by more than 250%"),
+        (1e305, "no plan in the search space is predicted to be more than 1e+305 times as fast"),
     ],
 )
 def test_the_gap_is_certified_and_so_rounded_up(gap, sentence):
@@ -273,10 +274,19 @@ def test_the_gap_is_certified_and_so_rounded_up(gap, sentence):
             "25.0% more samples/s than all-ZDP (plain FSDP): 250 ms a step, peak 65.0 MiB, which is over the limit",
         ),
         (dataclasses.replace(PLAN, all_zdp_step_time_s=0.0), "not predicted"),
+        (
+            dataclasses.replace(PLAN, num_micro_batches=2),
+            "25.0% more samples/s than all-ZDP that reduces in every micro-batch: 250 ms a step, peak 48.0 MiB",
+        ),
     ],
 )
 def test_the_gain_is_over_plain_fsdp(plan, sentence):
     assert summary(plan)["gain"] == sentence
+
+
+def test_the_papers_peak_is_in_no_operator():
+    plan = dataclasses.replace(PLAN, peak_phase="all phases", peak_parts={"activations": 3 * MIB})
+    assert summary(plan)["peak is in"] == "all phases: activations 3.00 MiB"
 
 
 def test_the_batch_is_spelled_out():

@@ -42,6 +42,14 @@ def test_slices_of_what_cannot_be_split_are_refused(profile, cluster):
         simulate(dataclasses.replace(plan, units=(plan.units[0], split, *plan.units[2:])), profile, cluster(2))
 
 
+@pytest.mark.parametrize("changes", [{"operators": ("h.9",)}, {"name": "h.0", "modes": ("ZDP", "DP")}])
+def test_units_of_other_operators_are_refused(profile, cluster, changes):
+    plan = make_plan(profile, cluster(2), memory_limit_bytes=2**20, micro_batch_size=3)
+    other = dataclasses.replace(plan.units[1], **{"operators": ("h.0.m0", "h.0.m1"), **changes})
+    with pytest.raises(ConfigurationError, match=r"in (unit )?'h\.0"):
+        simulate(dataclasses.replace(plan, units=(plan.units[0], other, *plan.units[2:])), profile, cluster(2))
+
+
 def test_slices_are_gathered_one_after_the_other(model, linear, cluster):
     # base 2 * 4 * 1100 / 2 * 3; P = 4400 each
     profile = model(linear("a", 10, 100), linear("b", 10, 100, position=1))
