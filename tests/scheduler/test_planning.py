@@ -92,7 +92,7 @@ def test_units_are_in_forward_order_and_name_what_they_hold(model, operator, clu
 
 
 def test_of_equal_operators_the_later_ones_are_kept(model, operator, cluster):
-    # as in tests/test_assign.py: base 900, bwd(m5) 1600 with four freed, and 200 more are allowed
+    # as in tests/assign/test_assign.py: base 900, bwd(m5) 1600 with four freed, and 200 more are allowed
     profile = model(*(operator(f"m{i}", 100, activation_bytes_per_sample=50) for i in range(6)))
     found = plan(profile, cluster(2), memory_limit_bytes=1800, micro_batch_size=1)
     assert [unit.modes[0] for unit in found.units] == ["DP", "ZDP", "ZDP", "ZDP", "DP", "DP", "DP"]
