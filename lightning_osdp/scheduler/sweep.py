@@ -10,7 +10,7 @@ leaves open between two sizes is tried, until no size can be better by more than
 
 Where the samples of a step are given, the sizes are those that make them up in whole micro-batches, and all are tried.
 
-At each size all settings compete: prefetch settings, units of an operator or of a block, and slices of operators.
+What competes at each size is in `competition`.
 
 References:
     OSDP (Jiang et al. 2022), equation 1 and algorithm 1. Deviation: the paper tries b = 1, 2, 3, ... up to the first
@@ -19,26 +19,14 @@ References:
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from operator import attrgetter
 
-from lightning_osdp.assign import (
-    NO_GAIN,
-    Assignment,
-    Setting,
-    assign_modes,
-    block_units,
-    chosen_activations,
-    ever_more_slices,
-    fill_spare,
-    share_units,
-    with_blocks,
-)
+from lightning_osdp.assign import Setting, fill_spare
 from lightning_osdp.core.duration import three_digits
 from lightning_osdp.core.progress import Progress, silent
 from lightning_osdp.scheduler.candidate import Candidate
+from lightning_osdp.scheduler.competition import Competition
 
 TOLERANCE = 1e-3
 """Fraction of samples/s by which some size may be better than the one that is chosen."""
@@ -48,10 +36,6 @@ WORTH_CHANGING = 0.01
 
 MAX_SIZES = 64
 """Sizes that a sweep assigns modes for; past them the best of those is chosen."""
-
-
-def _time_s(assigned: tuple[Setting, Assignment]) -> float:
-    return assigned[1].step_time_s
 
 
 class Sweep:
@@ -81,26 +65,23 @@ class Sweep:
         samples_per_step: int | None = None,
         progress: Progress = silent,
     ) -> None:
-        self._slices, self.activations = slices, tuple(activations)
+        self.activations = tuple(activations)
+        self._competition = Competition(
+            limit_bytes=limit_bytes, search=search, shares=shares, slices=slices, activations=activations
+        )
         self._samples_per_step = samples_per_step
-        self._settings, self._limit_bytes, self._search, self._shares = settings, limit_bytes, search, shares
-        self._progress = progress
+        self._settings, self._limit_bytes, self._progress = settings, limit_bytes, progress
         self._candidates: dict[int, Candidate] = {}
         self._open: dict[tuple[int, int], float] = {}
 
-    def _at(self, setting: Setting, micro_batch_size: int) -> Setting:
+    def _of_size(self, micro_batch_size: int) -> list[Setting]:
         samples = self._samples_per_step
-        return setting.at(micro_batch_size, None if samples is None else samples // micro_batch_size)
+        repeats = None if samples is None else samples // micro_batch_size
+        return [setting.at(micro_batch_size, repeats) for setting in self._settings]
 
     def smallest(self, micro_batch_size: int) -> Setting:
         """The setting that needs the fewest bytes at this size; with operators split where it would not fit else."""
-        settings = [self._at(setting, micro_batch_size) for setting in self._settings]
-        best = min(settings, key=attrgetter("least_bytes"))
-        for found in (self._recomputing(best), self._split(best)):
-            if best.least_bytes <= self._limit_bytes:
-                break
-            best = min((best, *found), key=attrgetter("least_bytes"))
-        return best
+        return self._competition.smallest(self._of_size(micro_batch_size))
 
     def fits(self, micro_batch_size: int) -> bool:
         """Whether any assignment does."""
@@ -110,23 +91,10 @@ class Sweep:
         """Best assignment at this size; None if none fits."""
         best = f", best {three_digits(self._best().samples_per_s)} samples/s so far" if self._candidates else ""
         self._progress("searching", f"micro-batch {micro_batch_size}{best}")
-        whole = [self._at(setting, micro_batch_size) for setting in self._settings]
-        found: list[tuple[Setting, Assignment]] = []
-        for setting in (*whole, *self._by_block(whole)):
-            found += self._assigned(setting, found)
-        fastest = min(found, key=_time_s, default=None)
-        if fastest is None or fastest[1].step_time_s > fastest[0].fastest_s * (1 + NO_GAIN):
-            prefetch = None if fastest is None else fastest[0].backward_prefetch
-            base = next(
-                (each for each in whole if each.backward_prefetch == prefetch),
-                min(whole, key=attrgetter("least_bytes")),
-            )
-            for each in self._split(base):
-                found += self._assigned(each, found)
-            found += self._with_recomputing(base, found)
+        found = self._competition.assigned(self._of_size(micro_batch_size))
         if not found:
             return None
-        setting, assignment = min(found, key=_time_s)
+        setting, assignment = min(found, key=lambda one: one[1].step_time_s)
         self._candidates[micro_batch_size] = Candidate(
             setting=setting,
             assignment=fill_spare(setting, assignment, limit_bytes=self._limit_bytes),
@@ -134,88 +102,11 @@ class Sweep:
         )
         return self._candidates[micro_batch_size]
 
-    def _by_block(self, settings: Sequence[Setting]) -> list[Setting]:
-        """The same with a unit for each block, where units may be shared."""
-        plain = [setting for setting in settings if self._shares and not setting.is_paper]
-        return [by_block for setting in plain for by_block in block_units(setting)]
-
-    def _split(self, setting: Setting) -> Iterator[Setting]:
-        """The same with operators split, where that can help."""
-        if setting.cluster.world_size == 1 or len(self._slices) == 1:
-            return
-        peak = setting.peak(setting.least_memory_modes)
-        whole = sum(peak.parts.get(part, 0) for part in ("gathered parameters", "unsharded gradients"))
-        if peak.peak_bytes - whole <= self._limit_bytes:
-            yield from ever_more_slices(setting, self._slices)
-
-    def _recomputing(self, setting: Setting) -> Iterator[Setting]:
-        """The same with blocks that may save less: units of their own, and all of them, with units inside, too.
-
-        Where units may not be shared, only with units inside.
-        """
-        choices = [choice for choice in self.activations if choice != "keep"]
-        if setting.is_paper or not choices:
-            return
-        if self._shares:
-            yield from block_units(setting, self.activations)
-        bases = (setting, *block_units(setting)) if self._shares else (setting,)
-        for choice in choices:
-            chosen = {block.name: choice for block in setting.profile.blocks if choice in block.segments}
-            if chosen:
-                yield from (with_blocks(each, chosen) for each in bases)
-
-    def _with_recomputing(
-        self, setting: Setting, before: Sequence[tuple[Setting, Assignment]]
-    ) -> list[tuple[Setting, Assignment]]:
-        """The best with blocks that recompute or offload.
-
-        First as units of their own; then, as chosen there or all of them, with units inside, which may be split.
-        """
-        found: list[tuple[Setting, Assignment]] = []
-        tried: list[dict[str, str]] = []
-        settings = list(self._recomputing(setting))
-        for each in settings:
-            assigned = self._assigned(each, [*before, *found])
-            found += assigned
-            chosen = (chosen_activations(one, assignment.modes) for one, assignment in assigned)
-            tried += [blocks for blocks in chosen if blocks and blocks not in tried]
-        for blocks in tried:
-            fine = with_blocks(setting, blocks)
-            if all(fine.blocks != each.blocks for each in settings):
-                found += self._assigned(fine, [*before, *found])
-            for split in self._split(fine):
-                found += self._assigned(split, [*before, *found])
-        return found
-
-    def _assigned(
-        self, setting: Setting, before: Sequence[tuple[Setting, Assignment]]
-    ) -> list[tuple[Setting, Assignment]]:
-        """The best modes of a setting, and of those that its units shared make of it where that is faster.
-
-        Where memory is short, what keeping units saves may be less than what sharing them would have saved: so units
-        are shared as if all were sharded, too.
-        """
-        worth_s = min(map(_time_s, before), default=math.inf)
-        assignment = assign_modes(setting, limit_bytes=self._limit_bytes, search=self._search, worth_s=worth_s)
-        if assignment is None:
-            return []
-        found = [(setting, assignment)]
-        for modes in (assignment.modes, setting.least_memory_modes) if self._shares else ():
-            shared, _ = share_units(setting, modes, limit_bytes=self._limit_bytes)
-            if shared is not setting and all(shared.units != other.units for other, _ in found):
-                worth_s = min(worth_s, *map(_time_s, found))
-                again = assign_modes(shared, limit_bytes=self._limit_bytes, search=self._search, worth_s=worth_s)
-                found += [] if again is None else [(shared, again)]
-        return found
-
     def all_zdp(self, candidate: Candidate) -> tuple[float, int]:
         """Step time and peak of plain FSDP like this candidate, its units shared likewise, under the same limit."""
-        prefetch, size = candidate.setting.backward_prefetch, candidate.setting.workload.micro_batch_size
-        setting = next(self._at(each, size) for each in self._settings if each.backward_prefetch == prefetch)
-        modes = setting.all_zdp_modes
-        if self._shares:
-            setting, modes = share_units(setting, modes, limit_bytes=self._limit_bytes)
-        return setting.step_time_s(modes), setting.peak(modes).peak_bytes
+        prefetch = candidate.setting.backward_prefetch
+        settings = self._of_size(candidate.setting.workload.micro_batch_size)
+        return self._competition.all_zdp(next(each for each in settings if each.backward_prefetch == prefetch))
 
     def largest(self, most: int) -> int:
         """Largest size that fits, 0 if not even one sample does: doubling to the first that does not, then halving."""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_osdp.core.search_space import SearchSpace
 from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.scheduler import make_plan, sweep
+from lightning_osdp.scheduler import competition, make_plan, sweep
 from lightning_osdp.search import SOLVERS
 
 EVERY_UNIT = SearchSpace(min_unit_bytes=0)
@@ -22,7 +22,7 @@ def plan(profile, cluster, **options):
 def tried(monkeypatch):
     """Sizes that modes were assigned for, and that were looked at for whether they fit, in order."""
     assigned, looked_at = [], []
-    assign, fits = sweep.assign_modes, sweep.Sweep.fits
+    assign, fits = competition.assign_modes, sweep.Sweep.fits
 
     def record_assign(setting, **options):
         assigned.append(setting.workload.micro_batch_size)
@@ -32,7 +32,7 @@ def tried(monkeypatch):
         looked_at.append(size)
         return fits(self, size)
 
-    monkeypatch.setattr(sweep, "assign_modes", record_assign)
+    monkeypatch.setattr(competition, "assign_modes", record_assign)
     monkeypatch.setattr(sweep.Sweep, "fits", record_fits)
     return assigned, looked_at
 

@@ -1,0 +1,146 @@
+"""What competes at one micro-batch size: prefetch settings, units of an operator or of a block, slices, recomputing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+
+from lightning_osdp.assign import (
+    NO_GAIN,
+    Assignment,
+    Setting,
+    assign_modes,
+    block_units,
+    chosen_activations,
+    ever_more_slices,
+    share_units,
+    with_blocks,
+)
+
+
+def _time_s(assigned: tuple[Setting, Assignment]) -> float:
+    return assigned[1].step_time_s
+
+
+class Competition:
+    """Assignments of one model in the same memory.
+
+    Args:
+        limit_bytes: the most bytes that may live on one rank.
+        search: name of a solver in ``search.SOLVERS``.
+        shares: whether units of blocks compete, too.
+        slices: numbers of slices that an operator may be split into.
+        activations: what blocks may do with what they save.
+    """
+
+    def __init__(
+        self, *, limit_bytes: int, search: str, shares: bool, slices: Sequence[int], activations: Sequence[str]
+    ) -> None:
+        self._limit_bytes, self._search, self._shares = limit_bytes, search, shares
+        self._slices, self._activations = slices, tuple(activations)
+
+    def smallest(self, settings: Sequence[Setting]) -> Setting:
+        """The setting that needs the fewest bytes; with operators split where it would not fit else."""
+        best = min(settings, key=attrgetter("least_bytes"))
+        for found in (self._recomputing(best), self._split(best)):
+            if best.least_bytes <= self._limit_bytes:
+                break
+            best = min((best, *found), key=attrgetter("least_bytes"))
+        return best
+
+    def assigned(self, settings: Sequence[Setting]) -> list[tuple[Setting, Assignment]]:
+        """All that fit, each with its best modes."""
+        found: list[tuple[Setting, Assignment]] = []
+        for setting in (*settings, *self._by_block(settings)):
+            found += self._assigned(setting, found)
+        fastest = min(found, key=_time_s, default=None)
+        if fastest is None or fastest[1].step_time_s > fastest[0].fastest_s * (1 + NO_GAIN):
+            prefetch = None if fastest is None else fastest[0].backward_prefetch
+            smallest = min(settings, key=attrgetter("least_bytes"))
+            base = next((each for each in settings if each.backward_prefetch == prefetch), smallest)
+            for each in self._split(base):
+                found += self._assigned(each, found)
+            found += self._with_recomputing(base, found)
+        return found
+
+    def all_zdp(self, setting: Setting) -> tuple[float, int]:
+        """Step time and peak of plain FSDP, its units shared likewise, under the same limit."""
+        modes = setting.all_zdp_modes
+        if self._shares:
+            setting, modes = share_units(setting, modes, limit_bytes=self._limit_bytes)
+        return setting.step_time_s(modes), setting.peak(modes).peak_bytes
+
+    def _by_block(self, settings: Sequence[Setting]) -> list[Setting]:
+        """The same with a unit for each block, where units may be shared."""
+        plain = [setting for setting in settings if self._shares and not setting.is_paper]
+        return [by_block for setting in plain for by_block in block_units(setting)]
+
+    def _split(self, setting: Setting) -> Iterator[Setting]:
+        """The same with operators split, where that can help."""
+        if setting.cluster.world_size == 1 or len(self._slices) == 1:
+            return
+        peak = setting.peak(setting.least_memory_modes)
+        whole = sum(peak.parts.get(part, 0) for part in ("gathered parameters", "unsharded gradients"))
+        if peak.peak_bytes - whole <= self._limit_bytes:
+            yield from ever_more_slices(setting, self._slices)
+
+    def _recomputing(self, setting: Setting) -> Iterator[Setting]:
+        """The same with blocks that may save less: units of their own, and all of them, with units inside, too.
+
+        Where units may not be shared, only with units inside.
+        """
+        choices = [choice for choice in self._activations if choice != "keep"]
+        if setting.is_paper or not choices:
+            return
+        if self._shares:
+            yield from block_units(setting, self._activations)
+        bases = (setting, *block_units(setting)) if self._shares else (setting,)
+        for choice in choices:
+            chosen = {block.name: choice for block in setting.profile.blocks if choice in block.segments}
+            if chosen:
+                yield from (with_blocks(each, chosen) for each in bases)
+
+    def _with_recomputing(
+        self, setting: Setting, before: Sequence[tuple[Setting, Assignment]]
+    ) -> list[tuple[Setting, Assignment]]:
+        """The best with blocks that recompute or offload.
+
+        First as units of their own; then, as chosen there or all of them, with units inside, which may be split.
+        """
+        found: list[tuple[Setting, Assignment]] = []
+        tried: list[dict[str, str]] = []
+        settings = list(self._recomputing(setting))
+        for each in settings:
+            assigned = self._assigned(each, [*before, *found])
+            found += assigned
+            chosen = (chosen_activations(one, assignment.modes) for one, assignment in assigned)
+            tried += [blocks for blocks in chosen if blocks and blocks not in tried]
+        for blocks in tried:
+            fine = with_blocks(setting, blocks)
+            if all(fine.blocks != each.blocks for each in settings):
+                found += self._assigned(fine, [*before, *found])
+            for split in self._split(fine):
+                found += self._assigned(split, [*before, *found])
+        return found
+
+    def _assigned(
+        self, setting: Setting, before: Sequence[tuple[Setting, Assignment]]
+    ) -> list[tuple[Setting, Assignment]]:
+        """The best modes of a setting, and of those that its units shared make of it where that is faster.
+
+        Where memory is short, what keeping units saves may be less than what sharing them would have saved: so units
+        are shared as if all were sharded, too.
+        """
+        worth_s = min(map(_time_s, before), default=math.inf)
+        assignment = assign_modes(setting, limit_bytes=self._limit_bytes, search=self._search, worth_s=worth_s)
+        if assignment is None:
+            return []
+        found = [(setting, assignment)]
+        for modes in (assignment.modes, setting.least_memory_modes) if self._shares else ():
+            shared, _ = share_units(setting, modes, limit_bytes=self._limit_bytes)
+            if shared is not setting and all(shared.units != other.units for other, _ in found):
+                worth_s = min(worth_s, *map(_time_s, found))
+                again = assign_modes(shared, limit_bytes=self._limit_bytes, search=self._search, worth_s=worth_s)
+                found += [] if again is None else [(shared, again)]
+        return found
