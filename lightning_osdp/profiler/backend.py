@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
+from lightning_osdp.profiler.fastest import fastest_s
 from lightning_osdp.profiler.live_bytes import LiveBytes
 from lightning_osdp.profiler.timing import synchronize
 
@@ -16,7 +16,6 @@ Collective = Callable[[torch.Tensor, torch.Tensor], None]
 
 _NUM_BYTES = 4 * 1024**2
 _WIDTH = 2048
-_REPEATS = 5
 
 
 def copies_in_reduce_scatter(device: torch.device, reduce_scatter: Collective) -> bool:
@@ -54,11 +53,9 @@ def overlaps_computing(device: torch.device, all_gather: Collective) -> bool:
         with torch.cuda.stream(stream):
             all_gather(whole, shard)
 
-    gather_s = _fastest_s(device, gather)
-    once_s = _fastest_s(device, lambda: matrix @ matrix)
-    repeats = torch.tensor(max(1, round(gather_s / once_s)), device=device)
-    dist.broadcast(repeats, src=0)  # all ranks compute for as long
-    num_repeats = int(repeats.item())
+    gather_s = fastest_s(gather, device)
+    once_s = fastest_s(lambda: matrix @ matrix, device)
+    num_repeats = max(1, round(gather_s / once_s))  # on every rank, as they have the same times
 
     def compute() -> None:
         for _ in range(num_repeats):
@@ -68,26 +65,14 @@ def overlaps_computing(device: torch.device, all_gather: Collective) -> bool:
         gather()
         compute()
 
-    compute_s, both_s = _fastest_s(device, compute), _fastest_s(device, both)
+    compute_s, both_s = fastest_s(compute, device), fastest_s(both, device)
     # half of the shorter one hidden
-    return not _any(both_s > max(gather_s, compute_s) + 0.5 * min(gather_s, compute_s), device)
+    return both_s <= max(gather_s, compute_s) + 0.5 * min(gather_s, compute_s)
 
 
 def _tensors(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     elements = _NUM_BYTES // 4 // dist.get_world_size()
     return torch.zeros(elements * dist.get_world_size(), device=device), torch.zeros(elements, device=device)
-
-
-def _fastest_s(device: torch.device, run: Callable[[], object]) -> float:
-    best = float("inf")
-    for _ in range(_REPEATS + 1):
-        dist.barrier()
-        synchronize(device)
-        start = time.perf_counter()
-        run()
-        synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return best
 
 
 def _any(value: bool, device: torch.device) -> bool:

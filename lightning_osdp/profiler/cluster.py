@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -12,13 +11,12 @@ import torch.distributed as dist
 
 from lightning_osdp.core.cluster import Cluster, Link
 from lightning_osdp.profiler.backend import copies_in_reduce_scatter, overlaps_computing
+from lightning_osdp.profiler.fastest import fastest_s
 from lightning_osdp.profiler.host_copy import measure_host_copy
 from lightning_osdp.profiler.memory import default_memory_limit_bytes
 from lightning_osdp.profiler.overhead import measure_unit_overhead
-from lightning_osdp.profiler.timing import synchronize
 
 _SIZES_BYTES = (16 * 1024, 256 * 1024, 2 * 1024**2, 8 * 1024**2)
-_REPEATS = 5
 
 
 def measure_cluster(device: torch.device, *, num_nodes: int = 1, local_ranks: int = 1) -> Cluster:
@@ -93,23 +91,8 @@ def _measure_link(
         elements = num_bytes // 4 // world_size
         whole = torch.zeros(elements * world_size, device=device)
         shard = torch.zeros(elements, device=device)
-        points.append((whole.numel() * 4, _fastest_s(device, partial(collective, whole, shard))))
+        points.append((whole.numel() * 4, fastest_s(partial(collective, whole, shard), device)))
     return fit_link(points, world_size)
-
-
-def _fastest_s(device: torch.device, run: Callable[[], None]) -> float:
-    """The slowest rank's fastest run: a collective ends when its last rank does."""
-    best = float("inf")
-    for _ in range(_REPEATS + 1):
-        dist.barrier()
-        synchronize(device)
-        start = time.perf_counter()
-        run()
-        synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    slowest = torch.tensor([best], dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return float(slowest.item())
 
 
 def fit_link(points: list[tuple[int, float]], world_size: int) -> Link:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, UnitOverhead
-from lightning_osdp.profiler.timing import synchronize
+from lightning_osdp.profiler.fastest import REPEATS, fastest_s
 
 _SMALL, _LARGER = 64, (1024, 512)
 """Widths of square float32 layers of 16 KiB, and of 4 and 1 MiB: overhead is affine in the bytes of a unit."""
 _FEW, _MANY = 1, 6
-_REPEATS = 5
-_COLLECTIVES = (_REPEATS + 1) * (_FEW + _MANY) * 3
+_COLLECTIVES = (REPEATS + 1) * (_FEW + _MANY) * 3
 """Timed for each width: gathers of forward alone, gathers and reduces of forward and backward."""
 _PATIENCE_S = 5.0
 
@@ -99,15 +96,15 @@ def _chain_s(width: int, num_units: int, device: torch.device) -> dict[str, floa
     """Seconds that wrapping a chain of layers adds to forward, to a step, and to one without collectives."""
     plain = nn.Sequential(*_layers(width, num_units, device))
     batch = torch.ones(1, width, device=device)
-    forward_s = _fastest_s(partial(_forward, plain, batch), device)
-    step_s = _fastest_s(partial(_step, plain, batch), device)
+    forward_s = fastest_s(partial(_forward, plain, batch), device)
+    step_s = fastest_s(partial(_step, plain, batch), device)
     zdp, _ = _wrapped(_layers(width, num_units, device), ShardingStrategy.FULL_SHARD, device)
-    gathered_s = _fastest_s(partial(_forward, zdp, batch), device)
+    gathered_s = fastest_s(partial(_forward, zdp, batch), device)
     dp, units = _wrapped(_layers(width, num_units, device), ShardingStrategy.SHARD_GRAD_OP, device)
-    dp_s = _fastest_s(partial(_step, dp, batch), device)
+    dp_s = fastest_s(partial(_step, dp, batch), device)
     for unit in units:  # they keep what they have gathered, and add up gradients
         unit._sync_gradients = False  # type: ignore[assignment]  # a bool, of which FSDP's annotations do not know
-    held_s = _fastest_s(partial(_step, dp, batch, accumulates=True), device)
+    held_s = fastest_s(partial(_step, dp, batch, accumulates=True), device)
     return {"gathered": gathered_s - forward_s, "dp": dp_s - step_s, "held": held_s - step_s}
 
 
@@ -141,18 +138,3 @@ def _step(module: nn.Module, batch: Tensor, *, accumulates: bool = False) -> Non
     if not accumulates:
         module.zero_grad()
     module(batch).sum().backward()
-
-
-def _fastest_s(run: Callable[[], None], device: torch.device) -> float:
-    """The fastest run on the rank that was the slowest in it: units wait for each other's ranks."""
-    runs_s = []
-    for _ in range(_REPEATS + 1):
-        dist.barrier()
-        synchronize(device)
-        start = time.perf_counter()
-        run()
-        synchronize(device)
-        runs_s.append(time.perf_counter() - start)
-    slowest = torch.tensor(runs_s, dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return float(slowest.min().item())

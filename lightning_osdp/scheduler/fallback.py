@@ -87,10 +87,9 @@ def _moves(plan: Plan, units: Iterable[Unit]) -> Iterator[_Move]:
 def _moves_of(unit: Unit) -> Iterator[_Move]:
     if unit.sync == "last":
         reduced = dataclasses.replace(unit, sync="every", time_s=max(0.0, unit.time_s + unit.accumulate_saves_s))
-        kept_bytes = (
-            unit.modes.count(DP.name) / unit.num_slices * unit.keep_costs_bytes
-        )  # and still is, in a micro-batch
-        yield _Move(reduced, max(0.0, unit.accumulate_costs_bytes - kept_bytes), unit.accumulate_saves_s)
+        # parameters that are held between micro-batches are there within them all the same
+        held_bytes = unit.modes.count(DP.name) / unit.num_slices * unit.keep_costs_bytes
+        yield _Move(reduced, max(0.0, unit.accumulate_costs_bytes - held_bytes), unit.accumulate_saves_s)
     if DP.name in unit.modes:
         part = unit.modes.count(DP.name) / unit.num_slices
         lost_s = part * unit.keep_saves_s

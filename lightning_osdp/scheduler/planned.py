@@ -60,7 +60,7 @@ def _saved_in_step_s(setting: Setting, modes: Sequence[ShardingMode], unit: int)
         setting.step_time_s([*modes[:unit], replace(mode, activations=modes[unit].activations), *modes[unit + 1 :]])
         for mode in (ZDP, DP)
     )
-    return sharded_s - kept_s
+    return max(0.0, sharded_s - kept_s)
 
 
 def _units(setting: Setting, assignment: Assignment) -> Iterator[Unit]:

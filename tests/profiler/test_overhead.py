@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.testbed.groups import fake_group
 from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, Link
-from lightning_osdp.profiler import overhead
+from lightning_osdp.profiler import fastest, overhead
 from lightning_osdp.profiler.overhead import parts_s
 
 SECONDS = st.floats(0.0, 10.0)
@@ -54,7 +54,7 @@ def test_a_chain_gathers_and_reduces_as_is_subtracted(monkeypatch):
                 return collective(*args, **kwargs)
 
             monkeypatch.setattr(dist, kind, counted)
-    num_units, num_runs = 2, overhead._REPEATS + 1
+    num_units, num_runs = 2, fastest.REPEATS + 1
     with fake_group(2):
         found = overhead._chain_s(8, num_units, torch.device("cpu"))
     assert set(found) == {"gathered", "dp", "held"}
