@@ -41,7 +41,7 @@ def test_a_resumed_run_counts_as_its_checkpoint_does(ranks):
     assert max(difference for difference, *_ in found) < 1e-9
 
 
-def test_a_strategy_that_trains_a_second_model_begins_with_the_users_own_micro_batches(ranks):
+def test_a_trainer_that_trains_a_second_model_begins_with_the_users_own_micro_batches(ranks):
     found = ranks(2).run(cases.a_second_model_is_divided_from_the_users_own)[0]
     for fits in found.values():
         for planned, number, sizes, accumulated in fits:
