@@ -37,14 +37,14 @@ class Competition:
     def __init__(
         self, *, limit_bytes: int, search: str, shares: bool, slices: Sequence[int], activations: Sequence[str]
     ) -> None:
-        self._limit_bytes, self._search, self._shares = limit_bytes, search, shares
-        self._slices, self._activations = slices, tuple(activations)
+        self.limit_bytes, self.activations = limit_bytes, tuple(activations)
+        self._search, self._shares, self._slices = search, shares, slices
 
     def smallest(self, settings: Sequence[Setting]) -> Setting:
         """The setting that needs the fewest bytes; with operators split where it would not fit else."""
         best = min(settings, key=attrgetter("least_bytes"))
         for found in (self._recomputing(best), self._split(best)):
-            if best.least_bytes <= self._limit_bytes:
+            if best.least_bytes <= self.limit_bytes:
                 break
             best = min((best, *found), key=attrgetter("least_bytes"))
         return best
@@ -68,7 +68,7 @@ class Competition:
         """Step time and peak of plain FSDP, its units shared likewise, under the same limit."""
         modes = setting.all_zdp_modes
         if self._shares:
-            setting, modes = share_units(setting, modes, limit_bytes=self._limit_bytes)
+            setting, modes = share_units(setting, modes, limit_bytes=self.limit_bytes)
         return setting.step_time_s(modes), setting.peak(modes).peak_bytes
 
     def _by_block(self, settings: Sequence[Setting]) -> list[Setting]:
@@ -82,7 +82,7 @@ class Competition:
             return
         peak = setting.peak(setting.least_memory_modes)
         whole = sum(peak.parts.get(part, 0) for part in ("gathered parameters", "unsharded gradients"))
-        if peak.peak_bytes - whole <= self._limit_bytes:
+        if peak.peak_bytes - whole <= self.limit_bytes:
             yield from ever_more_slices(setting, self._slices)
 
     def _recomputing(self, setting: Setting) -> Iterator[Setting]:
@@ -90,11 +90,11 @@ class Competition:
 
         Where units may not be shared, only with units inside.
         """
-        choices = [choice for choice in self._activations if choice != "keep"]
+        choices = [choice for choice in self.activations if choice != "keep"]
         if setting.is_paper or not choices:
             return
         if self._shares:
-            yield from block_units(setting, self._activations)
+            yield from block_units(setting, self.activations)
         bases = (setting, *block_units(setting)) if self._shares else (setting,)
         for choice in choices:
             chosen = {block.name: choice for block in setting.profile.blocks if choice in block.segments}
@@ -133,14 +133,14 @@ class Competition:
         are shared as if all were sharded, too.
         """
         worth_s = min(map(_time_s, before), default=math.inf)
-        assignment = assign_modes(setting, limit_bytes=self._limit_bytes, search=self._search, worth_s=worth_s)
+        assignment = assign_modes(setting, limit_bytes=self.limit_bytes, search=self._search, worth_s=worth_s)
         if assignment is None:
             return []
         found = [(setting, assignment)]
         for modes in (assignment.modes, setting.least_memory_modes) if self._shares else ():
-            shared, _ = share_units(setting, modes, limit_bytes=self._limit_bytes)
+            shared, _ = share_units(setting, modes, limit_bytes=self.limit_bytes)
             if shared is not setting and all(shared.units != other.units for other, _ in found):
                 worth_s = min(worth_s, *map(_time_s, found))
-                again = assign_modes(shared, limit_bytes=self._limit_bytes, search=self._search, worth_s=worth_s)
+                again = assign_modes(shared, limit_bytes=self.limit_bytes, search=self._search, worth_s=worth_s)
                 found += [] if again is None else [(shared, again)]
         return found

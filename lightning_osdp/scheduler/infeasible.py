@@ -32,10 +32,11 @@ def why_infeasible(sweep: Sweep, micro_batch_size: int, limit_bytes: int) -> str
         remedy = f"a micro-batch of {fits} fits: OSDPStrategy(batch_size={fits}), or batch_size='scale'"
     else:
         remedy = f"raise memory_limit to {format_at_least(peak.peak_bytes)!r}" + _more_ranks(setting, limit_bytes)
+    saving_less = _saving_less(setting, peak, sweep.competition.activations)
     return (
         f"No plan fits: the limit is {format_bytes(limit_bytes)} per rank, and a micro-batch of {samples} on {ranks}"
         f" {'rank' if ranks == 1 else 'ranks'} needs at least {format_bytes(peak.peak_bytes)} ({where}: {parts})."
-        f" Largest contributors: {listed}. Nearest remedy: {remedy}.{_saving_less(setting, peak, sweep.activations)}"
+        f" Largest contributors: {listed}. Nearest remedy: {remedy}.{saving_less}"
     )
 
 

@@ -17,6 +17,7 @@ from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.scheduler.candidate import Candidate
+from lightning_osdp.scheduler.competition import Competition
 from lightning_osdp.scheduler.infeasible import why_infeasible
 from lightning_osdp.scheduler.planned import planned, planned_blocks
 from lightning_osdp.scheduler.sweep import Sweep
@@ -90,11 +91,13 @@ def make_plan(
         first = with_blocks(first, blocks)
     sweep = Sweep(
         [dataclasses.replace(first, backward_prefetch=each) for each in _prefetches(first, backward_prefetch)],
-        limit_bytes=memory_limit_bytes,
-        search=search,
-        shares=search_space.share_units,
-        slices=search_space.slices,
-        activations=search_space.activations if blocks is None else ("keep",),
+        Competition(
+            limit_bytes=memory_limit_bytes,
+            search=search,
+            shares=search_space.share_units,
+            slices=search_space.slices,
+            activations=search_space.activations if blocks is None else ("keep",),
+        ),
         samples_per_step=samples_per_step if micro_batch_size == "auto" else None,
         progress=progress,
     )

@@ -43,11 +43,7 @@ class Sweep:
 
     Args:
         settings: that compete; of equally fast ones the first is chosen.
-        limit_bytes: the most bytes that may live on one rank.
-        search: name of a solver in ``search.SOLVERS``.
-        shares: whether units of blocks compete, too.
-        slices: numbers of slices that an operator may be split into.
-        activations: what blocks may do with what they save.
+        competition: what else competes at each size, and the memory.
         samples_per_step: samples of a rank and optimizer step that every size makes up, in as many micro-batches as
             that takes; None: the number of micro-batches is that of the settings.
         progress: called with each size that is tried.
@@ -56,21 +52,13 @@ class Sweep:
     def __init__(
         self,
         settings: Sequence[Setting],
+        competition: Competition,
         *,
-        limit_bytes: int,
-        search: str,
-        shares: bool,
-        slices: Sequence[int] = (1,),
-        activations: Sequence[str] = ("keep",),
         samples_per_step: int | None = None,
         progress: Progress = silent,
     ) -> None:
-        self.activations = tuple(activations)
-        self._competition = Competition(
-            limit_bytes=limit_bytes, search=search, shares=shares, slices=slices, activations=activations
-        )
-        self._samples_per_step = samples_per_step
-        self._settings, self._limit_bytes, self._progress = settings, limit_bytes, progress
+        self.competition = competition
+        self._settings, self._samples_per_step, self._progress = settings, samples_per_step, progress
         self._candidates: dict[int, Candidate] = {}
         self._open: dict[tuple[int, int], float] = {}
 
@@ -81,23 +69,23 @@ class Sweep:
 
     def smallest(self, micro_batch_size: int) -> Setting:
         """The setting that needs the fewest bytes at this size; with operators split where it would not fit else."""
-        return self._competition.smallest(self._of_size(micro_batch_size))
+        return self.competition.smallest(self._of_size(micro_batch_size))
 
     def fits(self, micro_batch_size: int) -> bool:
         """Whether any assignment does."""
-        return self.smallest(micro_batch_size).least_bytes <= self._limit_bytes
+        return self.smallest(micro_batch_size).least_bytes <= self.competition.limit_bytes
 
     def candidate(self, micro_batch_size: int) -> Candidate | None:
         """Best assignment at this size; None if none fits."""
         best = f", best {three_digits(self._best().samples_per_s)} samples/s so far" if self._candidates else ""
         self._progress("searching", f"micro-batch {micro_batch_size}{best}")
-        found = self._competition.assigned(self._of_size(micro_batch_size))
+        found = self.competition.assigned(self._of_size(micro_batch_size))
         if not found:
             return None
         setting, assignment = min(found, key=lambda one: one[1].step_time_s)
         self._candidates[micro_batch_size] = Candidate(
             setting=setting,
-            assignment=fill_spare(setting, assignment, limit_bytes=self._limit_bytes),
+            assignment=fill_spare(setting, assignment, limit_bytes=self.competition.limit_bytes),
             bounds=tuple((setting, assignment.bound_s) for setting, assignment in found),
         )
         return self._candidates[micro_batch_size]
@@ -106,7 +94,7 @@ class Sweep:
         """Step time and peak of plain FSDP like this candidate, its units shared likewise, under the same limit."""
         prefetch = candidate.setting.backward_prefetch
         settings = self._of_size(candidate.setting.workload.micro_batch_size)
-        return self._competition.all_zdp(next(each for each in settings if each.backward_prefetch == prefetch))
+        return self.competition.all_zdp(next(each for each in settings if each.backward_prefetch == prefetch))
 
     def largest(self, most: int) -> int:
         """Largest size that fits, 0 if not even one sample does: doubling to the first that does not, then halving."""
