@@ -12,12 +12,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, UnitOverhead
 from lightning_osdp.profiler.fastest import REPEATS, fastest_s
 
-_SMALL, _LARGER = 64, (1024, 512)
-"""Widths of square float32 layers of 16 KiB, and of 4 and 1 MiB: overhead is affine in the bytes of a unit."""
+_SMALL, _MEDIUM, _LARGE = 64, 512, 1024
+"""Widths of square float32 layers of 16 KiB, 1 and 4 MiB: overhead is affine in the bytes of a unit."""
 _FEW, _MANY = 1, 6
 _COLLECTIVES = (REPEATS + 1) * (_FEW + _MANY) * 3
 """Timed for each width: gathers of forward alone, gathers and reduces of forward and backward."""
 _PATIENCE_S = 5.0
+"""For collectives of the largest width."""
 
 
 def measure_unit_overhead(cluster: Cluster, device: torch.device) -> Mapping[str, UnitOverhead]:
@@ -64,16 +65,10 @@ def parts_s(gather_s: float, dp_s: float, held_s: float) -> dict[str, float]:
 
 
 def _large_width(cluster: Cluster) -> int:
-    """The largest one whose collectives are predicted to be done with before long; the same on every rank."""
-    links = (cluster.all_gather, cluster.reduce_scatter)
-    return next(
-        (
-            width
-            for width in _LARGER
-            if _COLLECTIVES * max(link.ring_s(4 * width * width, cluster.world_size) for link in links) <= _PATIENCE_S
-        ),
-        _LARGER[-1],
-    )
+    """The largest one, unless its collectives are predicted to take too long; the same on every rank."""
+    num_bytes, links = 4 * _LARGE * _LARGE, (cluster.all_gather, cluster.reduce_scatter)
+    longest_s = max(link.ring_s(num_bytes, cluster.world_size) for link in links)
+    return _LARGE if _COLLECTIVES * longest_s <= _PATIENCE_S else _MEDIUM
 
 
 def _at_width(width: int, cluster: Cluster, device: torch.device) -> tuple[int, dict[str, float]]:
@@ -98,11 +93,11 @@ def _chain_s(width: int, num_units: int, device: torch.device) -> dict[str, floa
     batch = torch.ones(1, width, device=device)
     forward_s = fastest_s(partial(_forward, plain, batch), device)
     step_s = fastest_s(partial(_step, plain, batch), device)
-    zdp, _ = _wrapped(_layers(width, num_units, device), ShardingStrategy.FULL_SHARD, device)
+    zdp = _wrapped(_layers(width, num_units, device), ShardingStrategy.FULL_SHARD, device)
     gathered_s = fastest_s(partial(_forward, zdp, batch), device)
-    dp, units = _wrapped(_layers(width, num_units, device), ShardingStrategy.SHARD_GRAD_OP, device)
+    dp = _wrapped(_layers(width, num_units, device), ShardingStrategy.SHARD_GRAD_OP, device)
     dp_s = fastest_s(partial(_step, dp, batch), device)
-    for unit in units:  # they keep what they have gathered, and add up gradients
+    for unit in dp.module.children():  # they keep what they have gathered, and add up gradients
         unit._sync_gradients = False  # type: ignore[assignment]  # a bool, of which FSDP's annotations do not know
     held_s = fastest_s(partial(_step, dp, batch, accumulates=True), device)
     return {"gathered": gathered_s - forward_s, "dp": dp_s - step_s, "held": held_s - step_s}
@@ -112,21 +107,18 @@ def _layers(width: int, num_layers: int, device: torch.device) -> list[nn.Linear
     return [nn.Linear(width, width, bias=False, device=device) for _ in range(num_layers)]
 
 
-def _wrapped(
-    layers: list[nn.Linear], strategy: ShardingStrategy, device: torch.device
-) -> tuple[nn.Module, list[FullyShardedDataParallel]]:
-    """A chain of units, and these."""
+def _wrapped(layers: list[nn.Linear], strategy: ShardingStrategy, device: torch.device) -> FullyShardedDataParallel:
+    """A chain of units."""
     units = [
         FullyShardedDataParallel(layer, sharding_strategy=strategy, device_id=device, use_orig_params=True)
         for layer in layers
     ]
-    root = FullyShardedDataParallel(
+    return FullyShardedDataParallel(
         nn.Sequential(*units),
         sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
         device_id=device,
         use_orig_params=True,
     )
-    return root, units
 
 
 @torch.no_grad()
