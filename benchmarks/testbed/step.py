@@ -46,7 +46,10 @@ class Step:
         self._redirect = _ForwardRedirection()
 
     def _wrap(self, module: Family, plan: Plan) -> FullyShardedDataParallel:
-        return apply_plan(module, plan, device=_CPU, mixed_precision=self._precision.mixed_precision_config)
+        root: FullyShardedDataParallel = apply_plan(
+            module, plan, device=_CPU, mixed_precision=self._precision.mixed_precision_config
+        )
+        return root
 
     def _before_last(self) -> AbstractContextManager[None]:
         """Around every micro-batch but the last."""

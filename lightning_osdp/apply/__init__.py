@@ -1,40 +1,30 @@
-"""A plan made real: the module wrapped in FSDP units, and its state dicts."""
+"""A plan made real: the module sharded by an engine, and its states."""
 
 from __future__ import annotations
 
-from lightning_osdp.apply.accumulate import reduce_left_over, units_reduced_last, without_reducing
 from lightning_osdp.apply.activations import apply_activations, remove_activations
-from lightning_osdp.apply.alone import alone, flat_parameters, kept_shards, shard_gradients
+from lightning_osdp.apply.children import called_children
+from lightning_osdp.apply.engines import ENGINES, apply_plan
+from lightning_osdp.apply.fsdp1.accumulate import units_reduced_last, without_reducing
+from lightning_osdp.apply.fsdp1.state_dict import full_state
+from lightning_osdp.apply.fsdp1.wrap import forget_zeroed_gradients
+from lightning_osdp.apply.fsdp2.internals import local
 from lightning_osdp.apply.materialize import check_initializable
-from lightning_osdp.apply.optimizer_state import load_state, named_state, numbered
-from lightning_osdp.apply.separate import wrap_separately
-from lightning_osdp.apply.state_dict import full_state, sharded_state
-from lightning_osdp.apply.units import place_in_step, use_modes
-from lightning_osdp.apply.unwrap import free_gathered, unwrap_whole
-from lightning_osdp.apply.wrap import apply_plan, forget_zeroed_gradients, wrap_whole
+from lightning_osdp.apply.sharded import ShardedModel
+from lightning_osdp.apply.sharded_checkpoint import check_number
 
 __all__ = [
-    "alone",
+    "ENGINES",
+    "ShardedModel",
     "apply_activations",
     "apply_plan",
+    "called_children",
     "check_initializable",
-    "flat_parameters",
+    "check_number",
     "forget_zeroed_gradients",
-    "free_gathered",
     "full_state",
-    "kept_shards",
-    "load_state",
-    "named_state",
-    "numbered",
-    "place_in_step",
-    "reduce_left_over",
+    "local",
     "remove_activations",
-    "shard_gradients",
-    "sharded_state",
     "units_reduced_last",
-    "unwrap_whole",
-    "use_modes",
     "without_reducing",
-    "wrap_separately",
-    "wrap_whole",
 ]

@@ -10,11 +10,13 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from typing_extensions import override
 
 from lightning_osdp.errors import ProfileError
 from lightning_osdp.splitting import SplitModule, split
+
+_UNITS = (FullyShardedDataParallel, FSDPModule)
 
 
 def unit_initializer(module: nn.Module, device: torch.device) -> UnitInitializer | None:
@@ -108,7 +110,7 @@ class UnitInitializer:
             self(whole)
             module.fill(whole._parameters)
             for part in module.slices:
-                self._wholes.pop(part.module if isinstance(part, FullyShardedDataParallel) else part)
+                self._wholes.pop(_inside(part))
             return
         modules = list(_children_first(unit))
         if not any(tensor.is_meta for child in modules for _, tensor in _own(child)):
@@ -154,15 +156,20 @@ class UnitInitializer:
             (parent, name, child)
             for parent in modules
             for name, child in parent._modules.items()
-            if isinstance(child, FullyShardedDataParallel)
+            if isinstance(child, _UNITS)
         ]
         for parent, name, unit in units:
-            parent._modules[name] = _Sharded(self._paths[unit.module])
+            parent._modules[name] = _Sharded(self._paths[_inside(unit)])
         try:
             yield
         finally:
             for parent, name, unit in units:
                 parent._modules[name] = unit
+
+
+def _inside(unit: nn.Module) -> nn.Module:
+    """The module itself, without FSDP1's wrapper around it."""
+    return unit.module if isinstance(unit, FullyShardedDataParallel) else unit
 
 
 class _Sharded(nn.Module):
@@ -207,7 +214,7 @@ def _reset(module: nn.Module) -> Any:
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:
     """Modules of one unit in the order in which constructors initialise them, so that a parent has the last word."""
     for child in module.children():
-        if not isinstance(child, FullyShardedDataParallel):
+        if not isinstance(child, _UNITS):
             yield from _children_first(child)
     yield module
 

@@ -15,7 +15,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
-from lightning_osdp.apply.gathered import gathered_tensors
+from lightning_osdp.apply.fsdp1.gathered import gathered_tensors
+from lightning_osdp.apply.fsdp2.internals import local, whole_storages
 
 
 class HostMemory:
@@ -151,8 +152,9 @@ def _unpack(saved: Tensor | _Saved) -> Tensor:
 
 def _owned(block: nn.Module) -> Iterator[Tensor]:
     """Parameters and buffers of a block, those of units inside it as they will be gathered."""
-    yield from block.parameters()
+    yield from (local(parameter) for parameter in block.parameters())
     yield from block.buffers()
+    yield from whole_storages(block)
     for unit in FullyShardedDataParallel.fsdp_modules(block):
         if unit._handle is not None:
             yield from gathered_tensors(unit._handle)

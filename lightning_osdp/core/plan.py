@@ -45,6 +45,11 @@ class Plan:
     """No plan in the search space is predicted to be faster by more than this fraction."""
     blocks: tuple[Block, ...] = ()
     """Modules that recompute or offload what they save for backward, in forward order; all others keep it."""
+    engine: str = "fsdp1"
+    """What runs it: ``fsdp1`` or ``fsdp2`` (torch's ``fully_shard``)."""
+    asynchronous_unshard: bool = False
+    """Whether all-gathers are issued asynchronously, so that those that are prefetched run beside computing, on gloo,
+    too; ``fsdp2`` alone."""
     solver: str = ""
     cost_model: str = "simulate"
     """What predicted it: ``simulate``, a step as FSDP1 runs it, or ``paper``, the sums of its equation 1."""

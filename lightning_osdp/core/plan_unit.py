@@ -19,6 +19,8 @@ class Unit:
     """Class names of the operators, for reports."""
     modes: tuple[str, ...]
     """Sharding mode of each slice; one slice where the operator is not split."""
+    modules: tuple[str, ...] = ()
+    """Qualified names of the modules that are one unit together, in forward order; empty: the one of its name."""
     sync: str = "every"
     """Which micro-batches reduce gradients: ``every`` or ``last``."""
     parameter_bytes: int = 0

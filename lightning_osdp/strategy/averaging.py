@@ -14,10 +14,9 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_osdp.apply import free_gathered, full_state
+from lightning_osdp.apply import ShardedModel
 from lightning_osdp.core.profile import ModelProfile, OperatorProfile
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.strategy.checkpoint import whole_state
 
 
 def check_averaging(trainer: pl.Trainer, state_dict_type: str) -> None:
@@ -71,17 +70,17 @@ def no_copies_of(module: nn.Module) -> Iterator[None]:
         del vars(module)["__deepcopy__"]
 
 
-def average_shards(trainer: pl.Trainer, root: nn.Module, device: torch.device) -> None:
+def average_shards(trainer: pl.Trainer, sharded: ShardedModel, device: torch.device) -> None:
     """Puts shards in the place of the whole copies that callbacks have made of the model.
 
     Args:
         trainer: about to fit.
-        root: the wrapped model.
+        sharded: the model.
         device: of its shards.
     """
     for callback in _callbacks(trainer):
         assert callback._average_model is not None
-        callback._average_model.module = AveragedShards(root, _device_of(callback, device))
+        callback._average_model.module = AveragedShards(sharded, _device_of(callback, device))
 
 
 class AveragedShards(nn.Module):
@@ -90,50 +89,50 @@ class AveragedShards(nn.Module):
     Its state dict has whole tensors under the names of the unwrapped model; all ranks must ask for it, rank 0 gets it.
 
     Args:
-        root: the wrapped model.
+        sharded: the model.
         device: where the average is.
     """
 
-    def __init__(self, root: nn.Module, device: torch.device) -> None:
+    def __init__(self, sharded: ShardedModel, device: torch.device) -> None:
         super().__init__()
-        self._roots = [root]  # no child of this module
-        free_gathered(root)
-        for index, shard in enumerate(root.parameters()):
+        self._sharded = sharded
+        sharded.reshard()
+        for index, shard in enumerate(sharded.root.parameters()):
             self.register_parameter(f"shard_{index}", nn.Parameter(_copy(shard, device), requires_grad=False))
-        for index, buffer in enumerate(root.buffers()):
+        for index, buffer in enumerate(sharded.root.buffers()):
             self.register_buffer(f"buffer_{index}", _copy(buffer, device))
 
     @override
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Shards; the model's are shards then, too, for evaluation leaves units gathered."""
-        free_gathered(self._roots[0])
+        self._sharded.reshard()
         return super().parameters(recurse)
 
     @override
     def state_dict(self, *_: Any, destination: dict[str, Any] | None = None, prefix: str = "", **__: Any) -> Any:
         found = {} if destination is None else destination
-        with self._in_model() as root:
-            whole = whole_state(root, on_all_ranks=False) or {}
+        with self._in_model():
+            whole = self._sharded.whole_state(on_all_ranks=False) or {}
         found.update({prefix + name: value for name, value in whole.items()})
         return found
 
     @override
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
         whole = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
-        with self._in_model() as root, full_state(root, rank0_only=False):
-            root.load_state_dict(whole)
+        with self._in_model():
+            self._sharded.load_model(whole, strict=True)
 
     @contextmanager
-    def _in_model(self) -> Iterator[nn.Module]:
+    def _in_model(self) -> Iterator[None]:
         """Within it, the model has the average, and this has the model's own weights."""
         self._swap()
         try:
-            yield self._roots[0]
+            yield
         finally:
             self._swap()
 
     def _swap(self) -> None:
-        model = self._roots[0]
+        model = self._sharded.root
         own, others = chain(self.parameters(), self.buffers()), chain(model.parameters(), model.buffers())
         for mine, other in zip(own, others, strict=True):
             kept = mine.detach().clone()

@@ -8,9 +8,9 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from lightning_osdp.apply import apply_activations, apply_plan, units_reduced_last, wrap_separately, wrap_whole
+from lightning_osdp.apply import ENGINES, ShardedModel, called_children
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.plan_unit import Block
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
@@ -22,6 +22,11 @@ from lightning_osdp.strategy.given import given_plan
 from lightning_osdp.strategy.options import Options, Prefetch
 from lightning_osdp.strategy.planning import plan_fit
 from lightning_osdp.strategy.recomputed import with_recomputed
+
+_WITHOUT_PLAN = {
+    "fsdp1": "the whole model is one unit",
+    "fsdp2": "each child and each block is a unit that is freed after forward",
+}
 
 
 def chosen(
@@ -39,9 +44,9 @@ def chosen(
         ConfigurationError: the model is wrapped already.
         OSDPError: the given plan does not fit, or none can be made.
     """
-    if any(isinstance(child, FullyShardedDataParallel) for child in module.modules()):
+    if any(isinstance(child, (FullyShardedDataParallel, FSDPModule)) for child in module.modules()):
         raise ConfigurationError(
-            "Expected a model without FSDP wrappers, so that it can be wrapped as planned, but it has some already."
+            "Expected a model without FSDP units, so that it can be sharded as planned, but it has some already."
             " Go on with the Trainer that wrapped it, or build the model anew and load its checkpoint."
         )
     trainer = module.trainer
@@ -51,12 +56,28 @@ def chosen(
         return plan_fit(trainer, module, options, prefetch=prefetch)
     if known is not None and known.fingerprint == fingerprint(module):
         return known, Division(), None
-    rank_zero_info("OSDP: evaluating without a plan; the whole model is one unit. Pass plan= to shard it.")
+    how = _WITHOUT_PLAN[options.engine_in_use]
+    rank_zero_info(f"OSDP: evaluating without a plan; {how}. Pass plan= to shard it as planned.")
     return None, Division(), None
 
 
-def separated(module: pl.LightningModule, options: Options, *, device: torch.device, **fsdp_kwargs: Any) -> None:
-    """Wraps the children of a module that optimizes manually, each by itself, and says why.
+def sharded(
+    module: pl.LightningModule, plan: Plan | None, options: Options, *, device: torch.device, **fsdp_kwargs: Any
+) -> ShardedModel:
+    """The module as planned; for want of a plan, in the engine's own units."""
+    if plan is None:
+        engine = ENGINES[options.engine_in_use]
+        return engine.unplanned(module, device=device, **engine.arguments(fsdp_kwargs))
+    executed, engine = with_recomputed(plan, options.recomputed), ENGINES[plan.engine]
+    found = engine.planned(module, executed, device=device, **engine.arguments(fsdp_kwargs))
+    found.plan = plan
+    return found
+
+
+def separated(
+    module: pl.LightningModule, options: Options, *, device: torch.device, **fsdp_kwargs: Any
+) -> ShardedModel:
+    """A module that optimizes manually, with each child sharded by itself; says why.
 
     Raises:
         ConfigurationError: a plan is given, or a parameter is in no child.
@@ -67,23 +88,15 @@ def separated(module: pl.LightningModule, options: Options, *, device: torch.dev
             " plan's root could not end it. Leave it out, or use automatic optimization."
         )
     blocks = [Block(name=name, activations="recompute") for name in options.recomputed]
-    apply_activations(module, blocks, device=device)
     size = options.search_space.min_unit_bytes
     smallest = SMALL_UNIT_BYTES if size is None else size
-    roots = wrap_separately(module, min_unit_bytes=smallest, device=device, **fsdp_kwargs)
-    num_units = len(FullyShardedDataParallel.fsdp_modules(module))
+    names = ", ".join(name for name, _ in called_children(module))
+    engine = ENGINES[options.engine_in_use]
+    arguments = engine.arguments(fsdp_kwargs)
+    found = engine.separated(module, blocks, min_unit_bytes=smallest, device=device, **arguments)
     rank_zero_info(
-        f"OSDP: nothing is planned in manual optimization, whose backward runs inside training_step: {', '.join(roots)}"
-        f" are sharded each by itself, in {num_units} ZDP units (plain FSDP). memory_limit and batch_size have no"
+        f"OSDP: nothing is planned in manual optimization, whose backward runs inside training_step: {names} are"
+        f" sharded each by itself, in {found.num_units} ZDP units (plain FSDP). memory_limit and batch_size have no"
         " effect."
     )
-
-
-def wrapped(
-    module: pl.LightningModule, plan: Plan | None, options: Options, *, device: torch.device, **fsdp_kwargs: Any
-) -> tuple[FullyShardedDataParallel, tuple[FullyShardedDataParallel, ...]]:
-    """The module as planned, or as one unit without a plan; and the units that reduce in the last micro-batch only."""
-    if plan is None:
-        return wrap_whole(module, device=device, **fsdp_kwargs), ()
-    root = apply_plan(module, with_recomputed(plan, options.recomputed), device=device, **fsdp_kwargs)
-    return root, units_reduced_last(root, plan)
+    return found

@@ -10,6 +10,7 @@ from functools import partial
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_osdp.apply import ShardedModel
 from lightning_osdp.core.byte_size import format_bytes
 from lightning_osdp.core.duration import format_seconds
 from lightning_osdp.core.plan import Plan
@@ -26,12 +27,15 @@ MAX_TRIES = 4
 smaller micro-batches."""
 
 
-def plan_that_fits(trainer: pl.Trainer, plan: Plan, division: Division, use: Callable[[Plan], None]) -> None:
+def plan_that_fits(
+    trainer: pl.Trainer, sharded: ShardedModel, plan: Plan, division: Division, use: Callable[[Plan], None]
+) -> None:
     """Rehearses on all ranks, and changes to plans with less memory until a step fits on each of them.
 
     Args:
         trainer: about to take its first step.
-        plan: that its model is wrapped under.
+        sharded: its model.
+        plan: that it is sharded by.
         division: of optimizer steps into micro-batches.
         use: changes the model to another plan with the same units.
 
@@ -40,7 +44,7 @@ def plan_that_fits(trainer: pl.Trainer, plan: Plan, division: Division, use: Cal
     """
     for tries_left in range(MAX_TRIES, -1, -1):
         began_s = time.perf_counter()
-        rehearsed = from_all_ranks(rehearse(trainer, plan))
+        rehearsed = from_all_ranks(rehearse(trainer, sharded, plan))
         _tell(rehearsed, time.perf_counter() - began_s)
         failed = next(((rank, each.shortage) for rank, each in enumerate(rehearsed) if each.shortage is not None), None)
         if failed is None:

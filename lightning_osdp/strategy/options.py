@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch.strategies import FSDPStrategy
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision
 
+from lightning_osdp.apply import ENGINES
 from lightning_osdp.core.byte_size import parse_bytes
 from lightning_osdp.core.document import shown
 from lightning_osdp.core.plan import COST_MODELS, Plan
@@ -18,6 +19,8 @@ from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.search import SOLVERS
 
 BATCH_SIZES = ("auto", "keep", "scale")
+
+DEFAULT_ENGINE = "fsdp1"
 
 _STATE_DICT_TYPES = ("full", "sharded")
 
@@ -45,8 +48,15 @@ class Options:
     cost_model: str
     global_batch_size: int | None
     accumulate_in_fp32: bool
+    engine: str | None
+    """None: that of the plan that is given, or the default."""
     recomputed: tuple[str, ...] = ()
     """Modules that recompute what they save whatever a plan would choose; known once there is a model."""
+
+    @property
+    def engine_in_use(self) -> str:
+        """Of a plan that is made, or where there is none."""
+        return self.engine or DEFAULT_ENGINE
 
     @classmethod
     def checked(
@@ -60,6 +70,7 @@ class Options:
         cost_model: str,
         global_batch_size: int | None,
         accumulate_in_fp32: bool,
+        engine: str | None,
     ) -> Options:
         """Options from the strategy's arguments.
 
@@ -80,6 +91,8 @@ class Options:
             raise ConfigurationError(f"search_space must be None or a SearchSpace, got {search_space!r}.")
         if not isinstance(accumulate_in_fp32, bool):
             raise ConfigurationError(f"accumulate_in_fp32 must be True or False, got {accumulate_in_fp32!r}.")
+        if engine not in (None, *ENGINES):
+            raise ConfigurationError(f"engine must be one of {tuple(ENGINES)}, got {engine!r}.")
         return cls(
             memory_limit_bytes=None if memory_limit is None else _limit_bytes(memory_limit),
             plan=Path(plan) if isinstance(plan, str) else plan,
@@ -89,6 +102,7 @@ class Options:
             cost_model=cost_model,
             global_batch_size=global_batch_size,
             accumulate_in_fp32=accumulate_in_fp32,
+            engine=engine,
         )
 
 

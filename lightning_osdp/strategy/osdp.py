@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_osdp.apply import free_gathered
+from lightning_osdp.apply import ENGINES
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.search_space import SearchSpace
 from lightning_osdp.strategy import averaging, checkpoint, saving, stored
@@ -54,6 +55,8 @@ class OSDPStrategy(RehearsingStrategy):
         cost_model: ``"simulate"`` (a step as FSDP1 runs it) or ``"paper"`` (the sums of equation 1).
         start_method: ``"popen"`` runs the script once per rank; ``"spawn"``, ``"forkserver"`` and, for notebooks,
             ``"fork"`` start workers, after which this process has the trained weights. Unused under torchrun.
+        engine: what runs the plan: ``"fsdp1"`` (the default), or ``"fsdp2"``, torch's ``fully_shard``. A plan that is
+            given names its own.
         **fsdp_kwargs: arguments of Lightning's ``FSDPStrategy``.
 
     Raises:
@@ -77,6 +80,7 @@ class OSDPStrategy(RehearsingStrategy):
         rehearse: bool | Literal["auto"] = "auto",
         cost_model: str = "simulate",
         start_method: StartMethod = "popen",
+        engine: Literal["fsdp1", "fsdp2"] | None = None,
         **fsdp_kwargs: Any,
     ) -> None:
         check_fsdp_kwargs(fsdp_kwargs)
@@ -90,7 +94,9 @@ class OSDPStrategy(RehearsingStrategy):
             cost_model=cost_model,
             global_batch_size=global_batch_size,
             accumulate_in_fp32=accumulate_in_fp32,
+            engine=engine,
         )
+        ENGINES[options.engine_in_use].arguments(fsdp_kwargs)  # what it cannot take is said now
         self._generators = Generators()
         self._whole_state: dict[str, Any] | None = None
         # What the plan decides is given here, so that LightningCLI does not offer it.
@@ -135,7 +141,7 @@ class OSDPStrategy(RehearsingStrategy):
     def teardown(self) -> None:
         if self._wrapping is not None and self.optimizers and isinstance(self._launcher, GatheringLauncher):
             # The weights are about to move to the CPU, out of the process group's reach.
-            self._whole_state = checkpoint.whole_state(self._wrapped(), on_all_ranks=self.num_nodes > 1)
+            self._whole_state = self._sharded.whole_state(on_all_ranks=self.num_nodes > 1)
         super().teardown()
 
     def whole_state_dict(self, *, on_all_ranks: bool = False) -> dict[str, Any] | None:
@@ -144,7 +150,7 @@ class OSDPStrategy(RehearsingStrategy):
         Args:
             on_all_ranks: whether every rank gets them, and holds all of them; otherwise rank 0 does, the others None.
         """
-        return checkpoint.whole_state(self._wrapped(), on_all_ranks=on_all_ranks)
+        return self._sharded.whole_state(on_all_ranks=on_all_ranks)
 
     def take_whole_state(self) -> dict[str, Any] | None:
         """Weights as they were when fit ended, for the main process; the strategy forgets them."""
@@ -160,12 +166,14 @@ class OSDPStrategy(RehearsingStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
         if averaging.is_averaging(self.lightning_module.trainer):
-            free_gathered(self._wrapped())  # of which the state dict would have views, and the average goes there next
-        return checkpoint.model_state(self._wrapped(), self._state_dict_type)
+            self._sharded.reshard()  # the state dict would have views of what is gathered, where the average goes next
+        return self._sharded.model_state(self._state_dict_type)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        return checkpoint.optimizer_state(self._wrapped(), optimizer, self._state_dict_type)
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        return self._sharded.optimizer_state(optimizer, self._state_dict_type)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
@@ -188,7 +196,7 @@ class OSDPStrategy(RehearsingStrategy):
         path = Path(self.broadcast(checkpoint_path))
         loaded = checkpoint.load(
             on_rank_zero(lambda: to_load(path, module.trainer)),
-            self._wrapped(),
+            self._sharded,
             self.optimizers if is_fitting else [],
             strict=module.strict_loading,
             weights_only=weights_only,

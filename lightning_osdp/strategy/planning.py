@@ -117,7 +117,7 @@ def _searched(
     prefetch: Prefetch,
     progress: Progress,
 ) -> Plan:
-    return on_rank_zero(
+    plan = on_rank_zero(
         lambda: make_plan(
             profile,
             cluster,
@@ -132,6 +132,8 @@ def _searched(
             **wanted.arguments,
         )
     )
+    engine = options.engine_in_use
+    return dataclasses.replace(plan, engine=engine, asynchronous_unshard=engine == "fsdp2")
 
 
 def _search_space(options: Options, trainer: pl.Trainer) -> SearchSpace:

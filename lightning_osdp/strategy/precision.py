@@ -13,6 +13,8 @@ from torch.distributed.fsdp import MixedPrecision
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_osdp.apply import local
+
 
 class OSDPPrecision(FSDPPrecision):
     """Lightning's FSDP precision without its limits: CPU autocast, clipping by norm, and ``"64-true"``.
@@ -57,7 +59,7 @@ class OSDPPrecision(FSDPPrecision):
         if clip_val <= 0:
             return
         assert isinstance(optimizer, Optimizer)
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if gradients:
             device = gradients[0].device
             accumulate = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32

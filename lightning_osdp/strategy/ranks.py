@@ -18,7 +18,6 @@ from typing_extensions import override
 
 from lightning_osdp.strategy.failure import FailureWatch, explain
 from lightning_osdp.strategy.launcher import GatheringLauncher, StartMethod, check_start_method, refuse_in_notebook
-from lightning_osdp.strategy.shortage import explain_shortage
 from lightning_osdp.strategy.shutdown import settle_at_exit
 from lightning_osdp.strategy.termination import EXIT_CODE, SigtermWatch, end_together, forget
 
@@ -86,7 +85,6 @@ class RanksStrategy(FSDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        explain_shortage(exception, self)
         if self._watch is not None:
             cause = self._watch.report(exception)
             explain(exception, cause)

@@ -12,12 +12,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import FSDPStrategy
-from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_osdp.apply import alone, flat_parameters, kept_shards, shard_gradients
+from lightning_osdp.apply import ShardedModel
 from lightning_osdp.callbacks.peak import living_tensors
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.profiler import LiveBytes, is_out_of_memory, loss_in, untouched
@@ -37,7 +36,7 @@ class Rehearsed:
     """Why the step could not be taken, for another reason."""
 
 
-def rehearse(trainer: pl.Trainer, plan: Plan) -> Rehearsed:
+def rehearse(trainer: pl.Trainer, sharded: ShardedModel, plan: Plan) -> Rehearsed:
     """Takes an optimizer step like those to come, without the other ranks, and leaves nothing of it.
 
     The gradients of a step before are alive, and so is the state of optimizers: where there is none yet, a copy of the
@@ -48,50 +47,49 @@ def rehearse(trainer: pl.Trainer, plan: Plan) -> Rehearsed:
 
     Args:
         trainer: about to take its first step; call it on all of its ranks.
-        plan: that its model is wrapped under.
+        sharded: its model.
+        plan: that it is sharded by.
     """
     strategy, module = trainer.strategy, trainer.lightning_module
     assert isinstance(strategy, FSDPStrategy)
-    root = strategy.model
-    assert isinstance(root, FullyShardedDataParallel)
     with (
-        alone(root),
-        untouched(root, left_out=flat_parameters(root)),
+        sharded.alone(),
+        untouched(sharded.root, left_out=sharded.shards),
         muted(trainer, module),
         torch.autograd.set_detect_anomaly(False),
     ):
-        found = _attempt(trainer, strategy, root, plan)
+        found = _attempt(trainer, strategy, sharded, plan)
     if found.shortage is not None:
         _give_back(strategy.root_device)
     return found
 
 
-def _attempt(trainer: pl.Trainer, strategy: FSDPStrategy, root: FullyShardedDataParallel, plan: Plan) -> Rehearsed:
+def _attempt(trainer: pl.Trainer, strategy: FSDPStrategy, sharded: ShardedModel, plan: Plan) -> Rehearsed:
     try:
         batch = _next_batch(trainer)
         fresh = [_copied(optimizer) for optimizer in strategy.optimizers if not optimizer.state]
-        with kept_shards(root) if fresh else nullcontext():
-            return Rehearsed(shortage=_shortage(trainer, root, plan, batch, fresh))
+        with sharded.kept_shards() if fresh else nullcontext():
+            return Rehearsed(shortage=_shortage(trainer, sharded, plan, batch, fresh))
     except Exception as error:
         return Rehearsed(why_not=f"{type(error).__name__}: {error}")
 
 
 def _shortage(
-    trainer: pl.Trainer, root: FullyShardedDataParallel, plan: Plan, batch: Any, fresh: Sequence[Optimizer]
+    trainer: pl.Trainer, sharded: ShardedModel, plan: Plan, batch: Any, fresh: Sequence[Optimizer]
 ) -> Shortage | None:
     """Takes the step, and returns where memory ran out, if it did; other errors are raised."""
     strategy = trainer.strategy
     assert isinstance(strategy, FSDPStrategy)
     try:
-        with _counted(strategy, root, batch, plan):
-            shard_gradients(root)
+        with _counted(strategy, sharded.root, batch, plan):
+            sharded.shard_gradients()
             for optimizer in fresh:
                 optimizer.step()
             _window(trainer, strategy, batch)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        return shortage_of(error, root, plan)
+        return shortage_of(error, sharded)
     return None
 
 
@@ -127,9 +125,7 @@ def _next_batch(trainer: pl.Trainer) -> Any:
     return first_batch(loaders)[0]
 
 
-def _counted(
-    strategy: FSDPStrategy, root: FullyShardedDataParallel, batch: Any, plan: Plan
-) -> AbstractContextManager[Any]:
+def _counted(strategy: FSDPStrategy, root: nn.Module, batch: Any, plan: Plan) -> AbstractContextManager[Any]:
     """Counts live tensors where nothing else limits them."""
     if strategy.root_device.type != "cpu":
         return nullcontext()

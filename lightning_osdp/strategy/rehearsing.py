@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from torch.distributed.fsdp import FullyShardedDataParallel
 from typing_extensions import override
 
-from lightning_osdp.apply import units_reduced_last, use_modes
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.strategy.fallback import plan_that_fits
@@ -42,15 +40,12 @@ class RehearsingStrategy(UnitsStrategy):
         rehearses = self.root_device.type != "cpu" if self._rehearse == "auto" else self._rehearse
         if rehearses and self._plan is not None:
             assert self.lightning_module is not None
-            plan_that_fits(self.lightning_module.trainer, self._plan, self._division, self._use)
+            plan_that_fits(self.lightning_module.trainer, self._sharded, self._plan, self._division, self._use)
 
     def _use(self, plan: Plan) -> None:
         """Changes to a plan with the same units."""
         assert self._wrapping is not None
-        root = self._wrapping.root
-        assert isinstance(root, FullyShardedDataParallel)  # there is a plan
-        use_modes(root, plan)
         assert self._plan is not None
+        self._sharded.use(plan)
         self._wrapping.given_up.append(self._plan)
-        self._plan = self._wrapping.plan = plan
-        self._wrapping.reduced_last = units_reduced_last(root, plan)
+        self._plan = plan

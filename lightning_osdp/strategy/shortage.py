@@ -8,11 +8,9 @@ from pathlib import Path
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy
-from torch.distributed.fsdp import FullyShardedDataParallel
 
-from lightning_osdp.apply import place_in_step
+from lightning_osdp.apply import ShardedModel
 from lightning_osdp.core.byte_size import format_bytes
-from lightning_osdp.core.plan import Plan
 from lightning_osdp.profiler import is_out_of_memory
 
 
@@ -26,22 +24,22 @@ class Shortage:
     """What the allocator had to say."""
 
 
-def shortage_of(error: BaseException, root: FullyShardedDataParallel, plan: Plan) -> Shortage:
+def shortage_of(error: BaseException, sharded: ShardedModel) -> Shortage:
     """What happened, and where the model was then."""
     text = str(error).partition("\n")[0]
-    return Shortage(place_in_step(root, plan) or "the optimizer step", f"{type(error).__name__}: {text}")
+    return Shortage(sharded.place_in_step() or "the optimizer step", f"{type(error).__name__}: {text}")
 
 
-def explain_shortage(error: BaseException, strategy: FSDPStrategy) -> None:
+def explain_shortage(error: BaseException, strategy: FSDPStrategy, sharded: ShardedModel | None) -> None:
     """Appends to an error of a real step, if memory ran out: which rank, where, under which plan, and what helps."""
-    plan, root, module = getattr(strategy, "plan", None), strategy.model, strategy.lightning_module
-    if not is_out_of_memory(error) or plan is None or not isinstance(root, FullyShardedDataParallel):
+    plan, module = None if sharded is None else sharded.plan, strategy.lightning_module
+    if not is_out_of_memory(error) or sharded is None or plan is None:
         return
     assert module is not None
     limit = format_bytes(plan.memory_limit_bytes)
     predicted = f" that is predicted to take {format_bytes(plan.peak_bytes)} of {limit}" if plan.peak_bytes else ""
     told = (
-        f"OSDP: rank {strategy.global_rank} ran out of memory in {shortage_of(error, root, plan).place}, under a plan"
+        f"OSDP: rank {strategy.global_rank} ran out of memory in {shortage_of(error, sharded).place}, under a plan"
         f"{predicted}. Pass a lower memory_limit than {limit}, so that more is sharded, or use a smaller micro-batch."
     )
     last = last_checkpoint(module.trainer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.strategies.fsdp import _move_torchmetrics_to_device
@@ -13,24 +13,24 @@ from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_osdp.apply import forget_zeroed_gradients, free_gathered, reduce_left_over, without_reducing
+from lightning_osdp.apply import ShardedModel
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.strategy import averaging, saving
-from lightning_osdp.strategy.choice import chosen, separated, wrapped
+from lightning_osdp.strategy.agreement import on_all_ranks
+from lightning_osdp.strategy.choice import chosen, separated, sharded
 from lightning_osdp.strategy.division import Division
 from lightning_osdp.strategy.given import given_division
 from lightning_osdp.strategy.options import Options, Prefetch
 from lightning_osdp.strategy.publish import publish
 from lightning_osdp.strategy.ranks import RanksStrategy
 from lightning_osdp.strategy.recomputed import named_by_policy
+from lightning_osdp.strategy.resharding import reshard_before_hooks
+from lightning_osdp.strategy.shortage import explain_shortage
 from lightning_osdp.strategy.summary import show_whole, whole_summaries
 from lightning_osdp.strategy.wrapping import Wrapping, wrapping_of
-
-Units: TypeAlias = tuple[FullyShardedDataParallel, ...]
 
 
 class UnitsStrategy(RanksStrategy):
@@ -72,6 +72,11 @@ class UnitsStrategy(RanksStrategy):
         super().setup(trainer)
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        explain_shortage(exception, self, None if self._wrapping is None else self._wrapping.sharded)
+        super().on_exception(exception)
+
+    @override
     def teardown(self) -> None:
         self._setting_up.close()
         super().teardown()
@@ -81,7 +86,7 @@ class UnitsStrategy(RanksStrategy):
         assert isinstance(model, pl.LightningModule)
         is_fitting = model.trainer.state.fn == TrainerFn.FITTING
         found = wrapping_of(model)
-        if found is not None and found.is_whole and is_fitting:
+        if found is not None and found.sharded.is_whole and is_fitting:
             found.undo()  # it was evaluated first, when there was nothing to plan for
             found = None
         if found is None:
@@ -98,8 +103,10 @@ class UnitsStrategy(RanksStrategy):
             self._division.begin(model.trainer)
             saving.tell_of_incomplete(model.trainer)
             show_whole(model.trainer, found.summaries)
-            averaging.average_shards(model.trainer, found.root, self.root_device)
-        return found.root
+            averaging.average_shards(model.trainer, found.sharded, self.root_device)
+        reshard_before_hooks(model.trainer, found.sharded)
+        found.sharded.reshard()
+        return found.sharded.root
 
     def _take_over(self, found: Wrapping) -> None:
         """Goes on with the units that another strategy wrapped the model in."""
@@ -133,34 +140,50 @@ class UnitsStrategy(RanksStrategy):
         if not module.automatic_optimization:
             self._plan = None
             self._forget_division(module.trainer)
-            separated(module, options, device=self.root_device, **kwargs)
-            return self._finished(module, module)
+            return self._finished(separated(module, options, device=self.root_device, **kwargs))
         self._forget_division(module.trainer)
         found = chosen(module, options, prefetch=self._prefetch, known=self._plan)
         self._plan, self._division, estimate = found
         self._is_for_training = module.trainer.state.fn == TrainerFn.FITTING
         if self._plan is not None:
             publish(module.trainer, self._plan, estimate)
-        root, reduced_last = wrapped(module, self._plan, options, device=self.root_device, **kwargs)
-        return self._finished(module, root, reduced_last)
+        return self._finished(sharded(module, self._plan, options, device=self.root_device, **kwargs))
 
-    def _finished(self, module: nn.Module, root: nn.Module, reduced_last: Units = ()) -> Wrapping:
-        _move_torchmetrics_to_device(root, self.root_device)
-        return Wrapping(module, root, self._plan, reduced_last, self._settings())
+    def _finished(self, found: ShardedModel) -> Wrapping:
+        _move_torchmetrics_to_device(found.root, self.root_device)
+        return Wrapping(found, self._settings())
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        on_all_ranks(lambda: self._sharded.check_optimizers(self.optimizers))
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._sharded.run(super().training_step, *args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._sharded.run(super().validation_step, *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._sharded.run(super().test_step, *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._sharded.run(super().predict_step, *args, **kwargs)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
-        assert self._wrapping is not None
-        forget_zeroed_gradients(self._wrapping.units)
-        reduce_left_over(self._wrapping.reduced_last)
+        self._sharded.before_backward()
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Reduces gradients in every micro-batch but of units with ``sync="last"``: Lightning would keep all whole."""
-        assert self._wrapping is not None
-        with without_reducing(self._wrapping.reduced_last):
+        with self._sharded.accumulating():
             yield
 
     @override
@@ -177,12 +200,15 @@ class UnitsStrategy(RanksStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        wrapped = self._wrapped()
-        if wrapped is self.lightning_module:
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization:
             # Of a child that ran without a backward, optimizers would see gathered parameters.
-            free_gathered(wrapped)
-        return super().optimizer_step(optimizer, closure, *args, **kwargs)
+            self._sharded.reshard()
+        result = super().optimizer_step(optimizer, closure, *args, **kwargs)
+        self._sharded.after_optimizer_step()
+        return result
 
-    def _wrapped(self) -> nn.Module:
+    @property
+    def _sharded(self) -> ShardedModel:
         assert self._wrapping is not None
-        return self._wrapping.root
+        return self._wrapping.sharded

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp._common_utils import TrainingState
 from torch.utils.hooks import RemovableHandle
 
-from lightning_osdp.apply import unwrap_whole
+from lightning_osdp.apply import ShardedModel
 from lightning_osdp.core.byte_size import format_bytes
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.errors import ConfigurationError
@@ -29,24 +26,18 @@ class Wrapping:
     """A wrapped module, which holds this as a hook of its own ``state_dict()``, as long as it is wrapped.
 
     Attributes:
-        module: the user's.
-        root: the unit around it; in manual optimization, where only its children are units, the module itself.
-        plan: of its units; None where there is none.
-        reduced_last: units that reduce their gradients in the last micro-batch only.
+        sharded: the module, its units and their plan.
         settings: what else the units were made with, as text.
         summaries: of the module as it was before, by depth.
         given_up: plans with the same units that did not fit in rehearsal.
     """
 
-    module: nn.Module
-    root: nn.Module
-    plan: Plan | None
-    reduced_last: tuple[FullyShardedDataParallel, ...]
+    sharded: ShardedModel
     settings: Mapping[str, str]
     summaries: Mapping[int, WholeSummary] = field(default_factory=dict)
     given_up: list[Plan] = field(default_factory=list)
     _handles: list[RemovableHandle] = field(default_factory=list)
-    _gathered: ExitStack = field(default_factory=ExitStack)
+    _taking: ExitStack = field(default_factory=ExitStack)
 
     def hold(self) -> None:
         """Has the module hold this.
@@ -54,27 +45,26 @@ class Wrapping:
         Its own ``state_dict()`` raises wherever it would give this rank's shards; its own ``load_state_dict()`` takes
         whole tensors, on all ranks.
         """
-        module = self.module
+        module = self.sharded.module
         self._handles += [
             module.register_state_dict_pre_hook(self),
-            module._register_load_state_dict_pre_hook(self._gather),
-            module.register_load_state_dict_post_hook(self._shard),
+            module._register_load_state_dict_pre_hook(self._take),
+            module.register_load_state_dict_post_hook(self._end_taking),
         ]
 
-    @cached_property
-    def units(self) -> tuple[FullyShardedDataParallel, ...]:
-        """All of them: finding them takes a while in every micro-batch."""
-        return tuple(FullyShardedDataParallel.fsdp_modules(self.root))
+    @property
+    def module(self) -> nn.Module:
+        """The user's."""
+        return self.sharded.module
 
     @property
-    def is_whole(self) -> bool:
-        """Whether all of the module is one unit, for want of a plan."""
-        return self.plan is None and self.root is not self.module
+    def plan(self) -> Plan | None:
+        """Of its units; None where there is none."""
+        return self.sharded.plan
 
     def undo(self) -> None:
-        """Gives a module that is one unit whole parameters again. Call it on all ranks."""
-        assert isinstance(self.root, FullyShardedDataParallel)
-        unwrap_whole(self.root)
+        """Gives a module that was sharded for want of a plan whole parameters again. Call it on all ranks."""
+        self.sharded.undo()
         for handle in self._handles:
             handle.remove()
 
@@ -84,7 +74,7 @@ class Wrapping:
         Raises:
             ConfigurationError: they would not.
         """
-        if FullyShardedDataParallel.fsdp_modules(self.root)[0].process_group is not dist.group.WORLD:
+        if not self.sharded.shares_world:
             raise _disagree("the process group that it was sharded over", "another one")
         for name, own in self.settings.items():
             if settings[name] != own:
@@ -114,24 +104,20 @@ class Wrapping:
             ConfigurationError: it would give shards.
         """
         del keep_vars
-        if prefix or self.module is not module or not isinstance(self.root, FullyShardedDataParallel):
-            return
-        if self.root.world_size == 1:
-            return
-        if self.root.training_state is not TrainingState.SUMMON_FULL_PARAMS:
+        if not prefix and self.module is module and not self.sharded.is_opened:
             raise ConfigurationError(
                 "Expected the whole weights to be asked of the strategy, got state_dict() of the module, which has only"
                 " this rank's shards. Call trainer.strategy.whole_state_dict() on all ranks, or load a checkpoint."
             )
 
-    def _gather(self, _: object, prefix: str, *__: object) -> None:
+    def _take(self, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
         """Runs before the module loads a state dict; units inside it gather themselves."""
-        if not prefix and isinstance(self.root, FullyShardedDataParallel):
-            self._gathered.enter_context(FullyShardedDataParallel.summon_full_params(self.root, recurse=False))
+        if not prefix:
+            self._taking.enter_context(self.sharded.taking(state_dict))
 
-    def _shard(self, *_: object) -> None:
+    def _end_taking(self, *_: object) -> None:
         """Runs when it has loaded it."""
-        self._gathered.close()
+        self._taking.close()
 
 
 def wrapping_of(module: nn.Module) -> Wrapping | None:

@@ -29,8 +29,29 @@ class _Pools:
 
 
 @pytest.fixture(scope="session")
-def ranks():
+def pools():
     """Makes a pool of so many ranks, the same one for the whole session."""
-    pools = _Pools()
-    yield pools
-    pools.close()
+    made = _Pools()
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["fsdp1", "fsdp2"])
+def engine(request):
+    """What runs plans where a case does not say; a test may name it with ``@pytest.mark.engine``."""
+    named = request.node.get_closest_marker("engine")
+    if named is not None and request.param not in named.args:
+        pytest.skip("about the other engine")
+    return request.param
+
+
+@pytest.fixture
+def ranks(pools, engine):
+    """Makes a pool of so many ranks, on which this engine is the default."""
+
+    def made(world_size):
+        pool = pools(world_size)
+        pool.engine = engine
+        return pool
+
+    return made

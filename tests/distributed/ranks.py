@@ -25,6 +25,7 @@ class RankPool:
 
     def __init__(self, world_size, *, start_method="forkserver"):
         self.world_size = world_size
+        self.engine = "fsdp1"
         context = get_context(start_method)
         context.set_forkserver_preload(_IMPORTED)
         with socket.socket() as probe:
@@ -56,7 +57,7 @@ class RankPool:
         """Per rank, (True, result) or (False, the traceback's text)."""
         path = inspect.unwrap(case).__code__.co_filename
         for connection in self._connections:
-            connection.send((path, case.__name__, kwargs))
+            connection.send((path, case.__name__, kwargs, self.engine))
         outcomes = [None] * self.world_size
         deadline = time.monotonic() + _TIMEOUT_S
         while None in outcomes:
@@ -99,12 +100,21 @@ def _serve(connection: Connection, rank, world_size, port):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     while True:
-        path, name, kwargs = connection.recv()
+        path, name, kwargs, engine = connection.recv()
         try:
+            _use(engine)
             outcome = (True, getattr(_load(path), name)(**kwargs))
         except BaseException:
             outcome = (False, traceback.format_exc())
         connection.send(outcome)
+
+
+def _use(engine):
+    """Makes an engine the default of strategies and plans."""
+    from lightning_osdp import OSDPStrategy, Plan
+
+    OSDPStrategy.__init__.__kwdefaults__["engine"] = engine
+    Plan.__init__.__kwdefaults__.update(engine=engine, asynchronous_unshard=engine == "fsdp2")
 
 
 def _load(path):

@@ -12,7 +12,7 @@ from lightning_osdp.strategy.options import Options, Prefetch, check_fsdp_kwargs
 
 def options(**given):
     defaults = {"memory_limit": None, "plan": None, "batch_size": "auto", "search": "greedy", "search_space": None}
-    defaults |= {"cost_model": "simulate", "global_batch_size": None, "accumulate_in_fp32": False}
+    defaults |= {"cost_model": "simulate", "global_batch_size": None, "accumulate_in_fp32": False, "engine": None}
     return Options.checked(**{**defaults, **given})
 
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp._runtime_utils import _lazy_init
 from torch.distributed.utils import _free_storage
 
-from lightning_osdp.apply.gathered import gathered_tensors
+from lightning_osdp.apply.fsdp1.gathered import gathered_tensors
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 from torch.distributed.fsdp._runtime_utils import _reduce_grad, _reshard
 
-from lightning_osdp.apply.units import units_of
+from lightning_osdp.apply.fsdp1.units import units_of
 from lightning_osdp.core.plan import Plan
 
 

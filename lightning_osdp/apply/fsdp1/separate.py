@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,10 +9,10 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from lightning_osdp.apply.wrap import call_layers_in_evaluation, wrap_whole
+from lightning_osdp.apply.children import blocks_in, called_children
+from lightning_osdp.apply.fsdp1.wrap import wrap_whole
+from lightning_osdp.apply.prepare import call_layers_in_evaluation
 from lightning_osdp.errors import ConfigurationError
-
-_NOT_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def wrap_separately(
@@ -36,7 +35,7 @@ def wrap_separately(
     Raises:
         ConfigurationError: a parameter is in no child that can be called, or in two of them.
     """
-    found = list(_called(module, ""))
+    found = list(called_children(module))
     _check_each_has_one(module, dict(found))
     call_layers_in_evaluation(module)
     for inner in module.modules():
@@ -44,7 +43,7 @@ def wrap_separately(
             inner.to(device)  # buffers that no root moves
     roots = {}
     for name, child in found:
-        blocks = set(_blocks(child, min_unit_bytes))
+        blocks = set(blocks_in(child, min_unit_bytes))
         parent, _, own_name = name.rpartition(".")
         roots[name] = wrap_whole(
             child,
@@ -73,14 +72,6 @@ def _forget_frozen(unit: nn.Module, *_: object) -> None:
     delattr(flat, "_post_backward_hook_state")
 
 
-def _called(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in module.named_children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from _called(child, f"{prefix}{name}.")
-        elif not isinstance(child, _NOT_CALLED) and any(True for _ in child.parameters()):
-            yield f"{prefix}{name}", child
-
-
 def _check_each_has_one(module: nn.Module, children: dict[str, nn.Module]) -> None:
     holders: dict[nn.Parameter, str] = {}
     for child_name, child in children.items():
@@ -97,22 +88,3 @@ def _check_each_has_one(module: nn.Module, children: dict[str, nn.Module]) -> No
                 f"Expected every parameter inside a child that training_step calls in manual optimization, where each"
                 f" is sharded by itself, but {name!r} is in none. Put it into a module that is called."
             )
-
-
-def _blocks(root: nn.Module, min_unit_bytes: int) -> Iterator[nn.Module]:
-    """Entries of lists and sequences, the outermost, whose parameters are theirs alone."""
-    num_holders: dict[nn.Parameter, int] = {}
-    for inner in root.modules():
-        for parameter in inner.parameters(recurse=False):
-            num_holders[parameter] = num_holders.get(parameter, 0) + 1
-    pending = [root]
-    while pending:
-        inner = pending.pop()
-        for child in inner.children():
-            parameters = list(child.parameters())
-            is_block = isinstance(inner, (nn.ModuleList, nn.Sequential)) and not isinstance(child, _NOT_CALLED)
-            num_bytes = sum(parameter.nbytes for parameter in parameters)
-            if is_block and num_bytes >= max(1, min_unit_bytes) and all(num_holders[each] == 1 for each in parameters):
-                yield child
-            else:
-                pending.append(child)

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 from torch.distributed.fsdp._init_utils import SHARDING_STRATEGY_MAP
 
-from lightning_osdp.apply.wrap import STRATEGIES
+from lightning_osdp.apply.fsdp1.wrap import STRATEGIES
 from lightning_osdp.core.plan import Plan, Unit
 
 _BACKWARD = (HandleTrainingState.BACKWARD_PRE, HandleTrainingState.BACKWARD_POST)

@@ -1,0 +1,386 @@
+"""A module under FSDP2: `ShardedModel` over ``fully_shard``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecision
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_osdp.apply.activations import apply_activations, remove_activations
+from lightning_osdp.apply.children import blocks_in, called_children
+from lightning_osdp.apply.fsdp2 import internals, load, state
+from lightning_osdp.apply.fsdp2.agreement import Agreement
+from lightning_osdp.apply.fsdp2.arguments import fsdp2_arguments
+from lightning_osdp.apply.fsdp2.optimizers import try_optimizer
+from lightning_osdp.apply.fsdp2.units import ShardedUnit, check_shardable, set_prefetch, shard, without_views
+from lightning_osdp.apply.materialize import unit_initializer
+from lightning_osdp.apply.prepare import call_layers_in_evaluation, modules_of, prepared, slices_of
+from lightning_osdp.apply.sharded import ShardedModel, T
+from lightning_osdp.core.modes import DP, ZDP, ShardingMode
+from lightning_osdp.core.plan import Plan
+from lightning_osdp.core.plan_unit import Block, Unit
+from lightning_osdp.core.slices import slice_names
+from lightning_osdp.core.units import SMALL_UNIT_BYTES
+from lightning_osdp.errors import ConfigurationError
+
+
+class Fsdp2Model(ShardedModel):
+    """A module whose units are sharded in place.
+
+    Args:
+        module: the user's, not sharded yet.
+        units: root first, then in forward order.
+        plan: of the units; None where there is none.
+        given: what else to shard with.
+        device: where the parameters go.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[ShardedUnit],
+        plan: Plan | None,
+        given: _Given,
+        *,
+        device: torch.device,
+    ) -> None:
+        super().__init__(module, module, plan)
+        self.units = tuple(units)
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        shard(self.units, mesh, given.mixed_precision, given.initialize)
+        internals.begin(module)
+        for child in module.modules():
+            if isinstance(child, FSDPModule):
+                child.set_reduce_scatter_unused_params(True, recurse=False)
+        is_pre = plan is None or plan.backward_prefetch == "pre"
+        set_prefetch(self.units, backward=is_pre, forward=plan is not None and plan.forward_prefetch)
+        internals.set_asynchronous(module, is_asynchronous=plan is not None and plan.asynchronous_unshard)
+        self._agreement = Agreement(self._groups, device)
+        self._is_opened = False
+
+    @classmethod
+    def arguments(cls, fsdp_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Those that ``fully_shard`` has a counterpart of.
+
+        Raises:
+            ConfigurationError: it has none of one that is given.
+        """
+        return fsdp2_arguments(fsdp_kwargs)
+
+    @classmethod
+    def planned(cls, module: nn.Module, plan: Plan, *, device: torch.device, **kwargs: Any) -> Fsdp2Model:
+        """As a plan says; arguments as of `apply_plan`."""
+        given = _begin(module, device, **kwargs)
+        modules = prepared(module, plan, is_one_tensor=False)
+        units: list[ShardedUnit] = []
+        for unit in plan.units:
+            if unit.num_slices == 1:
+                found = tuple(modules[name] for name in modules_of(unit))
+                units.append(ShardedUnit(unit.name, found, unit.sharding_modes[0] if unit.name else DP))
+                continue
+            slices = slices_of(modules[unit.name], unit.num_slices, given.initialize)
+            named = zip(_modes(unit), slices, strict=True)
+            units += [ShardedUnit(name, (each,), mode) for (name, mode), each in named]
+        apply_activations(module, plan.blocks, device=device, units=[unit.name for unit in plan.units])
+        return cls(module, units, plan, given, device=device)
+
+    @classmethod
+    def unplanned(cls, module: nn.Module, *, device: torch.device, **kwargs: Any) -> Fsdp2Model:
+        """Each child by itself, and each block in it, all freed after forward; what is in no child is the root's."""
+        given = _begin(module, device, **kwargs)
+        call_layers_in_evaluation(module)
+        units = [ShardedUnit("", (module,)), *_children_and_blocks(module, min_unit_bytes=SMALL_UNIT_BYTES)]
+        return cls(module, units, None, given, device=device)
+
+    @classmethod
+    def separated(
+        cls, module: nn.Module, blocks: Sequence[Block], *, min_unit_bytes: int, device: torch.device, **kwargs: Any
+    ) -> Fsdp2Model:
+        """The same, for steps that run backward between the calls of the module's children.
+
+        Raises:
+            ConfigurationError: a parameter is in no child.
+        """
+        names = [name for name, _ in called_children(module)]
+        for name, _ in module.named_parameters():
+            if not any(name.startswith(f"{child}.") for child in names):
+                raise ConfigurationError(
+                    f"Expected every parameter inside a child that training_step calls in manual optimization, where"
+                    f" the module itself is not gathered anew for a second backward, but {name!r} is in none. Put it"
+                    " into a module that is called."
+                )
+        del min_unit_bytes
+        apply_activations(module, blocks, device=device)
+        return cls.unplanned(module, device=device, **kwargs)
+
+    @property
+    @override
+    def num_units(self) -> int:
+        return len(self._groups)
+
+    @property
+    @override
+    def is_whole(self) -> bool:
+        return self.plan is None
+
+    @property
+    @override
+    def shares_world(self) -> bool:
+        return internals.process_group_of(self._groups[0]) is dist.group.WORLD
+
+    @cached_property
+    def _groups(self) -> tuple[Any, ...]:
+        """Parameters of each unit that has any."""
+        found = (internals.group_of(unit.handle) for unit in self.units)
+        return tuple(group for group in found if group is not None)
+
+    @property
+    @override
+    def is_opened(self) -> bool:
+        return self._is_opened or dist.get_world_size() == 1
+
+    @override
+    def undo(self) -> None:
+        internals.make_plain(self.module)
+        remove_activations(self.module)
+
+    @override
+    def run(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        result: T = internals.run_as_forward(self.module, step, args, kwargs, without_views)
+        return result
+
+    @override
+    def before_backward(self) -> None:
+        self._agreement.begin_backward()
+
+    @override
+    def before_optimizer_step(self, optimizer: Optimizer) -> None:
+        self._agreement.settle(optimizer)
+
+    @override
+    def after_optimizer_step(self) -> None:
+        self.reshard()  # of a child that ran without a backward, the next forward would see what was gathered before
+
+    @contextmanager
+    @override
+    def accumulating(self) -> Iterator[None]:
+        waiting = [unit for unit in self.units if unit.mode.sync == "last"]
+        _set_reducing(waiting, False)
+        try:
+            yield
+        finally:
+            _set_reducing(waiting, True)
+
+    @override
+    def reshard(self) -> None:
+        internals.reshard(self.module, self._groups)
+
+    @override
+    def use(self, plan: Plan) -> None:
+        self.reshard()
+        modes = {name: mode for unit in plan.units for name, mode in _modes(unit)}
+        self.units = tuple(dataclasses.replace(unit, mode=modes[unit.name]) for unit in self.units)
+        for unit in self.units:
+            if unit.name:
+                unit.handle.set_reshard_after_forward(not unit.mode.resident, recurse=False)
+        set_prefetch(self.units, backward=plan.backward_prefetch == "pre", forward=plan.forward_prefetch)
+        self.plan = plan
+
+    @override
+    def place_in_step(self) -> str:
+        phases = {unit.name: internals.phase_of(unit.handle) for unit in self.units}
+        reached = [name for name, phase in phases.items() if phase == "backward" and name]
+        running = [name for name, phase in phases.items() if phase == "forward"]
+        if internals.is_in_backward(self.module):
+            return f"backward of {_told(reached[0] if reached else '')}"
+        return f"forward of {_told(running[-1])}" if running else ""
+
+    @contextmanager
+    @override
+    def alone(self) -> Iterator[None]:
+        self.reshard()
+        group, real = dist.new_group(backend="fake"), dist.group.WORLD
+        assert real is not None
+        gradients = [(parameter, parameter.grad) for parameter in self.module.parameters()]
+        for each in self._groups:
+            internals.use_group(each, group)
+        dist.group.WORLD = group
+        try:
+            with self._agreement.paused():
+                yield
+        finally:
+            dist.group.WORLD = real
+            internals.forget_step(self.module, self._groups)
+            for each in self._groups:
+                internals.use_group(each, real)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            dist.destroy_process_group(group)
+
+    @contextmanager
+    @override
+    def kept_shards(self) -> Iterator[None]:
+        shards = [internals.local(parameter) for parameter in self._parameters if parameter.requires_grad]
+        copies = [shard.to("cpu", copy=True) for shard in shards]
+        try:
+            yield
+        finally:
+            for shard, copy in zip(shards, copies, strict=True):
+                shard.copy_(copy)
+
+    @override
+    def shard_gradients(self) -> None:
+        for group in self._groups:
+            for parameter, gradient in internals.sharded_zeros(group):
+                parameter.grad = gradient
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self._groups for parameter, _ in internals.parameters_of(group)]
+
+    @property
+    @override
+    def shards(self) -> Sequence[Tensor]:
+        return self._parameters
+
+    @override
+    def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        for optimizer in optimizers:
+            try_optimizer(optimizer)
+
+    # states
+
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
+        """Within it, ``state_dict()`` of the module may give DTensors."""
+        self.reshard()
+        self._is_opened = True
+        try:
+            yield
+        finally:
+            self._is_opened = False
+
+    @override
+    def whole_state(self, *, on_all_ranks: bool) -> dict[str, Any] | None:
+        with self._opened():
+            return state.whole_state(self.module, on_all_ranks=on_all_ranks)
+
+    @override
+    def model_state(self, state_dict_type: str) -> dict[str, Any]:
+        with self._opened():
+            return state.model_state(self.module, state_dict_type)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer, state_dict_type: str) -> dict[str, Any]:
+        with self._opened():
+            return state.optimizer_state(self.module, optimizer, state_dict_type)
+
+    @override
+    def load_model(self, state_dict: Mapping[str, Any], *, strict: bool) -> None:
+        with self._opened():
+            load.load_model(self.module, state_dict, strict=strict)
+
+    @override
+    def taking(self, state_dict: dict[str, Any]) -> AbstractContextManager[object]:
+        self.reshard()
+        return nullcontext()
+
+    @override
+    def load_optimizer(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+        with self._opened():
+            load.load_optimizer(self.module, optimizer, state_dict)
+
+    @override
+    def load_sharded(self, path: Path, optimizers: Sequence[Optimizer], *, strict: bool) -> None:
+        with self._opened():
+            load.load_sharded(path, self.module, optimizers, strict=strict)
+
+
+class _Given(NamedTuple):
+    """Beside units and modes."""
+
+    mixed_precision: MixedPrecision | None
+    initialize: Callable[[nn.Module], None]
+
+
+def _begin(
+    module: nn.Module,
+    device: torch.device,
+    *,
+    mixed_precision: MixedPrecision | None = None,
+    param_init_fn: Callable[[nn.Module], None] | None = None,
+    sync_module_states: bool = False,
+) -> _Given:
+    internals.check_torch()
+    check_shardable(module)
+    initialize = _initializer(module, device, param_init_fn)
+    if sync_module_states:
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not tensor.is_meta:
+                tensor.data = tensor.data.to(device)
+                dist.broadcast(tensor.data, src=0)
+    return _Given(mixed_precision, initialize)
+
+
+def _initializer(
+    module: nn.Module, device: torch.device, param_init_fn: Callable[[nn.Module], None] | None
+) -> Callable[[nn.Module], None]:
+    """What gives the tensors of a unit's module storage and values; the user's own where there is one."""
+    if param_init_fn is None:
+        return unit_initializer(module, device) or _leave
+
+    def initialize(unit: nn.Module) -> None:
+        for child in unit.modules():
+            if any(tensor.is_meta for tensor in (*child.parameters(recurse=False), *child.buffers(recurse=False))):
+                param_init_fn(child)
+
+    return initialize
+
+
+def _leave(module: nn.Module) -> None:
+    """Everything has its values."""
+
+
+def _set_reducing(units: Sequence[ShardedUnit], reduces: bool) -> None:
+    """Whether backward reduces these units' gradients; where it does not, kept ones stay gathered, too."""
+    for unit in units:
+        unit.handle.set_requires_gradient_sync(reduces, recurse=False)
+        if unit.mode.resident:
+            unit.handle.set_reshard_after_backward(reduces, recurse=False)
+
+
+def _modes(unit: Unit) -> Iterator[tuple[str, ShardingMode]]:
+    """Modes of a plan's unit, by the name that each of its slices has as a unit."""
+    return zip(slice_names(unit.name, unit.num_slices), unit.sharding_modes, strict=True)
+
+
+def _children_and_blocks(module: nn.Module, *, min_unit_bytes: int) -> Iterator[ShardedUnit]:
+    """In forward order; children that share a parameter are one unit."""
+    names = {child: name for name, child in module.named_modules()}
+    groups: list[list[tuple[str, nn.Module]]] = []
+    for name, child in called_children(module):
+        own = set(child.parameters())
+        sharing = [group for group in groups if any(not own.isdisjoint(other.parameters()) for _, other in group)]
+        groups = [group for group in groups if group not in sharing]
+        groups.append([*(each for group in sharing for each in group), (name, child)])
+    for group in groups:
+        yield ShardedUnit(group[0][0], tuple(child for _, child in group), ZDP)
+        for _, child in group:
+            blocks = list(blocks_in(child, min_unit_bytes)) if len(group) == 1 else []
+            yield from (ShardedUnit(names[block], (block,), ZDP) for block in sorted(blocks, key=list(names).index))
+
+
+def _told(name: str) -> str:
+    return repr(name) if name else "the root unit"

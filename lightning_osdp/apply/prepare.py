@@ -1,0 +1,139 @@
+"""What every engine does with a module before it shards it: checks that it is the plan's, and splits operators."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import nn
+
+from lightning_osdp.apply.materialize import UnitInitializer
+from lightning_osdp.core.plan import Plan
+from lightning_osdp.core.plan_unit import Unit
+from lightning_osdp.errors import ConfigurationError, PlanMismatchError
+from lightning_osdp.splitting import split, splittable
+
+
+def prepared(module: nn.Module, plan: Plan, *, is_one_tensor: bool) -> dict[str, nn.Module]:
+    """The module's own modules by name, if the plan is for it.
+
+    Args:
+        module: the unwrapped model that the plan was made for.
+        plan: what to shard how.
+        is_one_tensor: whether a unit's frozen parameters must have the dtype of its trainable ones, too.
+
+    Raises:
+        PlanMismatchError: the module of a unit or block is not there or cannot be one, operators' parameters would end
+            up in another unit, or the model has parameters that the plan does not know.
+        ConfigurationError: a unit has parameters of several dtypes, or slices and several operators.
+    """
+    modules = dict(module.named_modules())
+    _check_units(plan, modules)
+    _check_parameters(plan, module, is_one_tensor=is_one_tensor)
+    _check_slices(plan, module)
+    call_layers_in_evaluation(module)
+    return modules
+
+
+def modules_of(unit: Unit) -> tuple[str, ...]:
+    """Names of the modules that a unit consists of."""
+    return unit.modules or (unit.name,)
+
+
+def slices_of(operator: nn.Module, num_slices: int, initializer: object) -> list[nn.Module]:
+    """The modules to wrap for a unit: its own, or the slices that it is split into."""
+    if num_slices == 1:
+        return [operator]
+    if isinstance(initializer, UnitInitializer):
+        return list(initializer.split(operator, num_slices).slices)
+    if initializer is not None and any(parameter.is_meta for parameter in operator.parameters()):
+        raise ConfigurationError(
+            f"Expected no param_init_fn where {type(operator).__name__} on the meta device is split into {num_slices}"
+            " slices: it would initialise each slice as an operator of its own. Leave param_init_fn out."
+        )
+    return list(split(operator, num_slices).slices)
+
+
+def call_layers_in_evaluation(module: nn.Module) -> None:
+    """Keeps torch's encoder layers off their fast path, which reads weights of layers that may be units not gathered.
+
+    They take it in evaluation unless there are hooks.
+    """
+    for layer in module.modules():
+        if isinstance(layer, nn.TransformerEncoderLayer):
+            layer.register_forward_pre_hook(_no_change)
+
+
+def _no_change(*_: object) -> None:
+    """A hook that does nothing."""
+
+
+def _check_units(plan: Plan, modules: dict[str, nn.Module]) -> None:
+    unit_at = {name: unit.name for unit in plan.units for name in modules_of(unit)}
+    for unit in plan.units:
+        missing = [name for name in (*modules_of(unit), *unit.operators) if name not in modules]
+        if missing:
+            raise PlanMismatchError(
+                f"Expected the model to have the modules of the plan's unit {unit.name!r}, but {missing[0]!r} is not"
+                " there. Plan anew by leaving out `plan=`."
+            )
+        for operator in unit.operators:
+            holder = unit_at[_nearest(operator, unit_at)]
+            if holder != unit.name:
+                raise PlanMismatchError(
+                    f"Expected operator {operator!r} inside unit {unit.name!r}, as the plan says, but FSDP would put"
+                    f" its parameters into unit {holder!r}. Plan anew by leaving out `plan=`."
+                )
+
+
+def _check_slices(plan: Plan, module: nn.Module) -> None:
+    split_units = [unit for unit in plan.units if unit.num_slices > 1]
+    features = splittable(module) if split_units else {}
+    for unit in split_units:
+        if unit.operators != (unit.name,):
+            raise ConfigurationError(
+                f"Expected a unit with {unit.num_slices} slices to be one operator, wrapped itself, but unit"
+                f" {unit.name!r} holds {list(unit.operators)}. Give it one slice, or each operator a unit of its own."
+            )
+        if unit.name not in features:
+            raise PlanMismatchError(
+                f"Expected operator {unit.name!r} to be one that can be split into {unit.num_slices} slices, but this"
+                f" {type(module.get_submodule(unit.name)).__name__} cannot: it is of a class without a splitter,"
+                " changed, shares a parameter, or is not called by the module around it. Plan anew by leaving out"
+                " `plan=`."
+            )
+        if unit.num_slices > features[unit.name]:
+            raise PlanMismatchError(
+                f"Expected operator {unit.name!r} to have a feature for each of its {unit.num_slices} slices, but it"
+                f" has {features[unit.name]}. Plan anew by leaving out `plan=`."
+            )
+
+
+def _check_parameters(plan: Plan, module: nn.Module, *, is_one_tensor: bool) -> None:
+    holders = {operator: unit.name for unit in plan.units for operator in unit.operators}
+    first: dict[str, tuple[str, nn.Parameter]] = {}
+    for name, parameter in module.named_parameters():
+        operator = name.rpartition(".")[0]
+        if operator not in holders:
+            raise PlanMismatchError(
+                f"Expected the plan to say where every parameter goes, but no unit holds the operator of {name!r}."
+                " Plan anew by leaving out `plan=`."
+            )
+        if not is_one_tensor and not parameter.requires_grad:
+            continue
+        unit = holders[operator]
+        other_name, other = first.setdefault(unit, (name, parameter))
+        if parameter.dtype != other.dtype:
+            raise ConfigurationError(
+                f"FSDP {'keeps the parameters' if is_one_tensor else 'reduces the gradients'} of a unit in one tensor"
+                f" of one dtype, but unit {unit!r} would hold {other_name!r} ({other.dtype}) and {name!r}"
+                f" ({parameter.dtype}). Give them one dtype, or make a module of those that differ and plan with"
+                " search_space=SearchSpace(min_unit_bytes=0)."
+            )
+
+
+def _nearest(operator: str, wrapped: Collection[str]) -> str:
+    """The unit that FSDP puts an operator's parameters into: the nearest wrapped module at or above it."""
+    name = operator
+    while name and name not in wrapped:
+        name = name.rpartition(".")[0]
+    return name

@@ -1,0 +1,80 @@
+"""Sharded parameters wherever somebody may look at them: before each hook that a user has written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_osdp.apply import ShardedModel
+
+_HOOKS = tuple(
+    name
+    for name in vars(pl.Callback)
+    if name.startswith("on_") and name not in ("on_save_checkpoint", "on_load_checkpoint", "on_exception")
+)
+"""Of callbacks, which a Trainer calls before the hook of the same name of its module."""
+_OWN = ("lightning.", "lightning_osdp.")
+"""Modules whose callbacks look at no parameters, or reshard before they do."""
+
+
+def reshard_before_hooks(trainer: pl.Trainer, sharded: ShardedModel) -> None:
+    """Has a Trainer reshard before each hook that its module or one of its callbacks implements.
+
+    In forward, in an evaluation and between micro-batches units may stay gathered. What a hook changed of them would be
+    lost, and what it read would be of the wrong shape.
+
+    Args:
+        trainer: whose callbacks are all there.
+        sharded: its model.
+    """
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    others = [callback for callback in callbacks if not isinstance(callback, Resharding)]
+    callbacks[:] = [Resharding(sharded), *others]
+
+
+class Resharding(pl.Callback):
+    """Reshards before hooks; the first of its Trainer's callbacks.
+
+    Args:
+        sharded: the model.
+    """
+
+    def __init__(self, sharded: ShardedModel) -> None:
+        self._sharded = sharded
+        self._is_written: dict[str, bool] = {}
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        self._sharded.before_optimizer_step(optimizer)
+        self._before("on_before_optimizer_step", trainer)
+
+    def _before(self, hook: str, trainer: pl.Trainer) -> None:
+        if hook not in self._is_written:
+            self._is_written[hook] = _is_written(hook, trainer)
+        if self._is_written[hook]:
+            self._sharded.reshard()
+
+
+def _is_written(hook: str, trainer: pl.Trainer) -> bool:
+    """Whether a user's code runs in this hook."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    written = [type(callback) for callback in callbacks] + [type(trainer.lightning_module)]
+    owners = (next((base.__module__ for base in kind.__mro__ if hook in vars(base)), _OWN[0]) for kind in written)
+    return not all(module.startswith(_OWN) for module in owners)
+
+
+def _hook(name: str) -> Any:
+    def run(self: Resharding, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        self._before(name, trainer)
+
+    run.__name__ = name
+    return run
+
+
+for _name in set(_HOOKS) - set(vars(Resharding)):
+    setattr(Resharding, _name, _hook(_name))
