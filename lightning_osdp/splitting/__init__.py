@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_osdp.splitting.joined import JoinedShards
 from lightning_osdp.splitting.module import SplitModule
 from lightning_osdp.splitting.pieces import sharded_like
 from lightning_osdp.splitting.splitters import SPLITTERS, cut_dims, num_features, split, splittable
@@ -9,6 +10,7 @@ from lightning_osdp.splitting.states import cut_states, cuts_of, join_names, joi
 
 __all__ = [
     "SPLITTERS",
+    "JoinedShards",
     "SplitModule",
     "cut_dims",
     "cut_states",

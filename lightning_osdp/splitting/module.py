@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from typing_extensions import Self, override
 
 from lightning_osdp.core.slices import slice_sizes
@@ -72,7 +73,7 @@ class SplitModule(nn.Module):
             ConfigurationError: the slices are sharded.
         """
         parameters = {name: self._parameter(name) for name in self._whole_shapes}
-        if any(isinstance(parameter, ShardedParameter) for parameter in parameters.values()):
+        if any(isinstance(parameter, ShardedParameter | DTensor) for parameter in parameters.values()):
             raise ConfigurationError("Expected slices that are not wrapped yet, but they are sharded over ranks.")
         pieces = {name: getattr(self._holders(name)[0], name) for name in parameters}
         module: nn.Module = self
@@ -141,8 +142,10 @@ class SplitModule(nn.Module):
         if cut is None:
             return None
         pieces = [getattr(holder, name) for holder in self._holders(name)]
+        if isinstance(pieces[0], DTensor):
+            return cut.join(pieces)
         for piece, shape in zip(pieces, cut.piece_shapes, strict=True):
-            # FSDP shows what it holds of a parameter as one dimension, or frees the storage.
+            # FSDP1 shows what it holds of a parameter as one dimension, or frees the storage.
             if piece.shape != shape or piece.untyped_storage().nbytes() < piece.numel() * piece.element_size():
                 return ShardedParameter(cut.shape, piece, name)
         return cut.join(pieces)

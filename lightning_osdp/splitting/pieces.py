@@ -13,6 +13,9 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
 from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.tensor import DTensor
+
+from lightning_osdp.splitting.joined import JoinedShards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +41,12 @@ class Cut:
         """One tensor of the pieces; the piece itself where there is one.
 
         Shards are joined on the rank that holds them, without communication: FSDP cuts tensors into rows, so beside
-        each other they are one shard, below each other several.
+        each other they are one shard, below each other several. Those of FSDP2 stay where they are, as `JoinedShards`.
         """
         if len(pieces) == 1:
             return pieces[0]
+        if isinstance(pieces[0], DTensor):
+            return JoinedShards(pieces, self.dim, self.whole)
         if not isinstance(pieces[0], ShardedTensor):
             return torch.cat(list(pieces), self.dim)
         return self._join_rows(pieces) if self.dim == 0 else self._join_columns(pieces)
@@ -50,6 +55,8 @@ class Cut:
         """Pieces of one tensor, as views where they can be; of a sharded one, with the shards that `join` makes."""
         if len(self.sizes) == 1:
             return [whole]
+        if isinstance(whole, JoinedShards):
+            return list(whole.pieces)
         if not isinstance(whole, ShardedTensor):
             return list(torch.split(whole, list(self.sizes), self.dim))
         starts = [sum(self.sizes[:index]) for index in range(len(self.sizes))]

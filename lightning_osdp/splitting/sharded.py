@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,6 +21,11 @@ class ShardedParameter(Tensor):
         name: of the parameter in its module, for the error.
     """
 
+    remedy: ClassVar[str] = (
+        "Read it within FullyShardedDataParallel.summon_full_params(trainer.model), or from"
+        " trainer.strategy.whole_state_dict(); give an optimizer the module's parameters() instead."
+    )
+    """How to read the values, for the error."""
     _name: str
 
     def __new__(cls, shape: Sequence[int], piece: Tensor, name: str) -> Self:
@@ -36,7 +41,7 @@ class ShardedParameter(Tensor):
 
     @override
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"ShardedParameter({self._name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"{type(self).__name__}({self._name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
     @override
@@ -51,6 +56,5 @@ class ShardedParameter(Tensor):
         name = next((arg._name for arg in args if isinstance(arg, cls)), "weight")
         raise ShardedParameterError(
             f"Expected the whole {name!r} of a split operator for {func}, but it is cut into slices that are sharded"
-            " over ranks. Read it within FullyShardedDataParallel.summon_full_params(trainer.model), or from"
-            " trainer.strategy.whole_state_dict(); give an optimizer the module's parameters() instead."
+            f" over ranks. {cls.remedy}"
         )

@@ -1,0 +1,98 @@
+"""A whole parameter where FSDP2 shards the slices that it is cut into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+from typing_extensions import Self
+
+from lightning_osdp.splitting.sharded import ShardedParameter
+
+
+class JoinedShards(ShardedParameter):
+    """DTensors beside or below each other, as one tensor of which this rank has a shard in each.
+
+    One DTensor they are not: rows below each other are no one chunk of rows. ``torch.distributed.checkpoint`` writes
+    and reads each rank's shards where they lie, without a copy and without communication, for any other sharding.
+
+    Args:
+        pieces: DTensors of one dtype and mesh, with equal shapes but for ``dim``.
+        dim: along which they are joined.
+        name: of the parameter, for the error where values are needed.
+    """
+
+    remedy: ClassVar[str] = (
+        "Call its full_tensor() on all ranks, or read trainer.strategy.whole_state_dict(); give an optimizer the"
+        " module's parameters() instead."
+    )
+    pieces: tuple[Any, ...]
+    """The DTensors; annotations of torch do not know their methods."""
+    _dim: int
+
+    def __new__(cls, pieces: Sequence[Any], dim: int, name: str) -> Self:
+        """Takes no memory."""
+        shape = list(pieces[0].shape)
+        shape[dim] = sum(piece.shape[dim] for piece in pieces)
+        made = super().__new__(cls, shape, pieces[0], name)
+        made.pieces, made._dim = tuple(pieces), dim
+        return made
+
+    def __init__(self, pieces: Sequence[Any], dim: int, name: str) -> None:
+        """All is done in ``__new__``."""
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor, on every rank; all must call it."""
+        whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        for place, piece in zip(whole.split(self._sizes, self._dim), self.pieces, strict=True):
+            place.copy_(piece.detach().full_tensor())
+        return whole
+
+    def empty_like(self, dtype: torch.dtype) -> JoinedShards:
+        """The same shards of another dtype, without values."""
+        return JoinedShards([torch.empty_like(piece, dtype=dtype) for piece in self.pieces], self._dim, self._name)
+
+    # What torch.distributed.checkpoint asks of tensors that know their shards, as DTensor does.
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        items = []
+        for start, piece in zip(self._starts, self.pieces, strict=True):
+            for item in piece.__create_write_items__(fqn, piece):
+                chunk = self._moved(item.tensor_data.chunk, start)
+                if 0 not in chunk.sizes:
+                    data = replace(item.tensor_data, chunk=chunk, size=self.shape)
+                    items.append(replace(item, index=MetadataIndex(fqn, chunk.offsets), tensor_data=data))
+        return items
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [chunk for chunk, _ in self._shards()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return next(local for chunk, local in self._shards() if chunk.offsets == index.offset)
+
+    def _shards(self) -> list[tuple[ChunkStorageMetadata, Tensor]]:
+        """This rank's shards that are not empty, and where they lie."""
+        found = []
+        for start, piece in zip(self._starts, self.pieces, strict=True):
+            local = piece.detach().to_local()
+            if local.numel():
+                found += [(self._moved(chunk, start), local) for chunk in piece.__create_chunk_list__()]
+        return found
+
+    def _moved(self, chunk: ChunkStorageMetadata, start: int) -> ChunkStorageMetadata:
+        offsets = list(chunk.offsets)
+        offsets[self._dim] += start
+        return replace(chunk, offsets=torch.Size(offsets))
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [piece.shape[self._dim] for piece in self.pieces]
+
+    @property
+    def _starts(self) -> list[int]:
+        return [sum(self._sizes[:index]) for index in range(len(self.pieces))]
