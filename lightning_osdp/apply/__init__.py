@@ -8,6 +8,7 @@ from lightning_osdp.apply.alone import alone, flat_parameters, kept_shards, shar
 from lightning_osdp.apply.materialize import check_initializable
 from lightning_osdp.apply.optimizer_state import load_state, named_state, numbered
 from lightning_osdp.apply.separate import wrap_separately
+from lightning_osdp.apply.sharded_checkpoint import check_number, read_optimizers
 from lightning_osdp.apply.state_dict import full_state, sharded_state
 from lightning_osdp.apply.units import place_in_step, use_modes
 from lightning_osdp.apply.unwrap import free_gathered, unwrap_whole
@@ -18,6 +19,7 @@ __all__ = [
     "apply_activations",
     "apply_plan",
     "check_initializable",
+    "check_number",
     "flat_parameters",
     "forget_zeroed_gradients",
     "free_gathered",
@@ -27,6 +29,7 @@ __all__ = [
     "named_state",
     "numbered",
     "place_in_step",
+    "read_optimizers",
     "reduce_left_over",
     "remove_activations",
     "shard_gradients",

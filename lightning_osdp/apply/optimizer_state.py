@@ -6,7 +6,7 @@ model's parameters nor frozen ones matter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -42,37 +42,46 @@ def load_state(root: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) 
     Raises:
         PlanMismatchError: its parameter groups are not the optimizer's.
     """
-    cuts = cuts_of(root)
-    # Shards have nothing of a state without entries, such as that of SGD without momentum.
-    named = cut_states(_named({"state": {}, **state}, root, optimizer), cuts)
-    flat = FullyShardedDataParallel.optim_state_dict_to_load(model=root, optim=optimizer, optim_state_dict=named)
-    optimizer.load_state_dict(flat)
-
-
-def _named(state: Mapping[str, Any], root: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
-    saved = [list(group["params"]) for group in state["param_groups"]]
-    if len(saved) != len(optimizer.param_groups):
-        raise PlanMismatchError(
-            f"Expected a checkpoint whose optimizer has {len(optimizer.param_groups)} parameter groups, as configured,"
-            f" got {len(saved)}. Configure the groups that were saved, or load the weights alone."
-        )
-    if not all(isinstance(number, int) for group in saved for number in group):
-        return state
-    names_of, cuts = _get_param_to_fqns(root), cuts_of(root)
-    found = [
+    cuts, names_of = cuts_of(root), _get_param_to_fqns(root)
+    groups = [
         join_names([name for parameter in group["params"] for name in names_of[parameter]], cuts)
         for group in optimizer.param_groups
     ]
-    if [len(group) for group in saved] != [len(group) for group in found]:
+    flat = FullyShardedDataParallel.optim_state_dict_to_load(
+        model=root, optim=optimizer, optim_state_dict=cut_states(named(state, groups), cuts)
+    )
+    optimizer.load_state_dict(flat)
+
+
+def named(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """State by name, from state by name or by number.
+
+    Args:
+        state: of an optimizer; what is stored of one without state may have no ``state``.
+        groups: names of the parameters in each group of the optimizer that it is for.
+
+    Raises:
+        PlanMismatchError: its parameter groups are others.
+    """
+    entries = state.get("state", {})
+    saved = [list(group["params"]) for group in state["param_groups"]]
+    if len(saved) != len(groups):
         raise PlanMismatchError(
-            f"Expected a checkpoint whose optimizer has {[len(group) for group in found]} parameters in its groups, as"
+            f"Expected a checkpoint whose optimizer has {len(groups)} parameter groups, as configured, got"
+            f" {len(saved)}. Configure the groups that were saved, or load the weights alone."
+        )
+    if not all(isinstance(number, int) for group in saved for number in group):
+        return {"state": entries, "param_groups": state["param_groups"]}
+    if [len(group) for group in saved] != [len(group) for group in groups]:
+        raise PlanMismatchError(
+            f"Expected a checkpoint whose optimizer has {[len(group) for group in groups]} parameters in its groups, as"
             f" configured, got {[len(group) for group in saved]}. Configure the groups that were saved, or load the"
             " weights alone."
         )
-    names = {number: name for a, b in zip(saved, found, strict=True) for number, name in zip(a, b, strict=True)}
+    names = {number: name for a, b in zip(saved, groups, strict=True) for number, name in zip(a, b, strict=True)}
     return {
-        "state": {names[number]: fields for number, fields in state["state"].items()},
+        "state": {names[number]: fields for number, fields in entries.items()},
         "param_groups": [
-            {**group, "params": group_names} for group, group_names in zip(state["param_groups"], found, strict=True)
+            {**group, "params": list(names)} for group, names in zip(state["param_groups"], groups, strict=True)
         ],
     }

@@ -5,26 +5,27 @@ Lightning's own helpers gather with ``offload_to_cpu=True``, which reads freed m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.fabric.strategies.fsdp import _distributed_checkpoint_load, _is_sharded_checkpoint
 from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed._shard.sharded_tensor.shard import Shard
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from lightning_osdp.apply import full_state, load_state, named_state, numbered, sharded_state
+from lightning_osdp.apply import (
+    check_number,
+    full_state,
+    load_state,
+    named_state,
+    numbered,
+    read_optimizers,
+    sharded_state,
+)
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.splitting import sharded_like
 from lightning_osdp.strategy.loading import copied, fitting, read_saved
 
 
@@ -100,46 +101,10 @@ def _load_sharded(
         with fitting(path):
             _distributed_checkpoint_load(state, path)
         root.load_state_dict(state["model"], strict=strict)
-        stored = FileSystemReader(path).read_metadata()
-        num_stored = len({place[0] for place in stored.planner_data.values()} - {"model"})
-        if num_stored and optimizers:
-            _check_number(num_stored, len(optimizers))
-            for index, optimizer in enumerate(optimizers):
-                load_state(root, optimizer, _read_sharded(path, stored, f"optimizer_{index}", state["model"]))
+        states = read_optimizers(path, len(optimizers), state["model"])
+        for optimizer, saved in zip(optimizers, states, strict=False):  # without state none is stored
+            load_state(root, optimizer, saved)
     return copied(read_saved(path / _METADATA_FILENAME, weights_only=weights_only))
-
-
-def _check_number(num_stored: int, num_optimizers: int) -> None:
-    if num_stored != num_optimizers:
-        raise RuntimeError(
-            f"Expected a checkpoint with the state of {num_optimizers} optimizers, as configured, got {num_stored}."
-            " Configure as many as were saved, or load the weights alone."
-        )
-
-
-def _read_sharded(path: Path, metadata: Metadata, optimizer: str, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-    """State of an optimizer by name, sharded as the parameters are."""
-    places = metadata.planner_data
-    entries: dict[str, Any] = {}
-    for key, stored in metadata.state_dict_metadata.items():
-        if places[key][0] != optimizer:
-            continue
-        if isinstance(stored, TensorStorageMetadata):
-            entries[key] = _empty(stored, parameters.get(places[key][2]) if len(places[key]) > 2 else None)
-        else:
-            entries[key] = "read in its place"
-    _distributed_checkpoint_load(entries, path)
-    state: dict[str, Any] = unflatten_state_dict(entries, places)[optimizer]
-    return state
-
-
-def _empty(stored: TensorStorageMetadata, parameter: Tensor | None) -> Tensor:
-    """Memory to read an entry into: shards like the parameter's, or all of what has another shape."""
-    dtype = stored.properties.dtype
-    if not isinstance(parameter, ShardedTensor) or parameter.shape != stored.size:
-        return torch.empty(stored.size, dtype=dtype)
-    local = [Shard(torch.empty_like(shard.tensor, dtype=dtype), shard.metadata) for shard in parameter.local_shards()]
-    return sharded_like(parameter, local, parameter.metadata().shards_metadata, stored.size, dtype)
 
 
 def _load_full(
@@ -165,7 +130,7 @@ def _load_full(
         states = checkpoint.get("optimizer_states")
         if states is None or not optimizers:
             return checkpoint
-        _check_number(len(states), len(optimizers))
+        check_number(len(states), len(optimizers))
         for optimizer, state in zip(optimizers, states, strict=True):
             load_state(root, optimizer, state)
     return checkpoint
