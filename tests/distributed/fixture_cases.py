@@ -113,7 +113,7 @@ def expected(name):
     return torch.load(FOLDER / f"{name}-expected.pt", weights_only=True)
 
 
-def goes_on(engine, checkpoints):
+def goes_on(engine, checkpoints, folder=FOLDER):
     """Where training resumes from each: what differs from what was saved, its step, and how far off it ends."""
     found = {}
     for checkpoint in checkpoints:
@@ -124,7 +124,7 @@ def goes_on(engine, checkpoints):
             wrong += [trainer.global_step, *differing(trainer, expected(name))]
 
         fit = trainer(strategy(module, engine), max_steps=NUM_STEPS + 2, callbacks=[AtStart(compare)])
-        fit.fit(module, module.same_loader(), ckpt_path=FOLDER / checkpoint)
+        fit.fit(module, module.same_loader(), ckpt_path=Path(folder) / checkpoint)
         state = fit.strategy.lightning_module_state_dict()
         if dist.get_rank() == 0:
             end = plainly_trained(name, NUM_STEPS + 2)["state_dict"]

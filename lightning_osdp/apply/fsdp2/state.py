@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_osdp.apply.optimizer_state import numbered
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.splitting import JoinedShards, cuts_of, join_states
+from lightning_osdp.splitting import JoinedShards, cuts_of, gathered, join_states
 
 
 def whole_state(module: nn.Module, *, on_all_ranks: bool) -> dict[str, Any] | None:
@@ -131,11 +131,11 @@ def _whole(value: Any, *, keeps: bool) -> Any:
     """A tensor whole and in memory of its own, or None; anything else as it is. All ranks must call it."""
     if not isinstance(value, Tensor):
         return value
-    if not isinstance(value, DTensor | JoinedShards):
+    if isinstance(value, JoinedShards):
+        whole = value.full_tensor()
+    elif isinstance(value, DTensor):
+        whole = gathered(value.detach())
+    else:
         return value.detach().to("cpu", copy=True) if keeps else None
-    whole = value.full_tensor().detach()
-    if not keeps:
-        return None
-    shares = isinstance(value, DTensor) and whole.data_ptr() == value.to_local().data_ptr()
-    is_part = whole.untyped_storage().nbytes() != whole.nbytes
-    return whole.to("cpu", copy=shares or is_part)
+    is_part = whole.untyped_storage().nbytes() != whole.nbytes  # of a buffer with padding
+    return whole.to("cpu", copy=is_part) if keeps else None
