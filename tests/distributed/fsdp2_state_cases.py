@@ -350,6 +350,19 @@ def odd_fields(folder):
     return found, {key: str(value) for key, value in fields.items()}
 
 
+def names_in_groups():
+    """Of an optimizer of named_parameters(), whole and in shards, and its own after both are loaded."""
+    module = sharded(Everything(), SLICES[2])
+    optimizer = torch.optim.SGD(module.named_parameters())
+    full, by_name = (state.optimizer_state(module, optimizer, kind) for kind in ("full", "sharded"))
+    states = [full]
+    dist.broadcast_object_list(states)
+    for each in (*states, by_name):
+        load.load_optimizer(module, optimizer, each)
+    saved = [each["param_groups"][0]["param_names"] for each in (*states, by_name)]
+    return saved, optimizer.param_groups[0]["param_names"] == list(dict(module.named_parameters()))
+
+
 class Wide(Varied):
     """Equal operators that outweigh all else, whose rows no number of ranks divides."""
 

@@ -95,6 +95,11 @@ def test_odd_fields_of_optimizer_states_survive(ranks, tmp_path):
         assert found == [expected] * 3
 
 
+def test_names_that_an_optimizer_holds_are_those_of_whole_operators(ranks):
+    names = [name for name, _ in cases.Everything().named_parameters()]
+    assert ranks(2).run(cases.names_in_groups) == [([names, names], True)] * 2
+
+
 @pytest.mark.parametrize(("world_size", "num_slices"), [(2, 1), (2, 3), (4, 1)])
 def test_no_rank_holds_more_than_it_keeps_and_two_parameters(ranks, world_size, num_slices):
     for rank, (found, sizes) in enumerate(ranks(world_size).run(cases.taken, num_slices=num_slices)):

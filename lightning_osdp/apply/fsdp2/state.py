@@ -67,6 +67,9 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer, state_dict_type: st
         },
         cuts_of(module),
     )
+    for group in state["param_groups"]:
+        if "param_names" in group:  # of an optimizer of named_parameters(): slices have no names of their own
+            group["param_names"] = list(group["params"])
     if state_dict_type == "sharded":
         return state
     keeps = dist.get_rank() == 0
