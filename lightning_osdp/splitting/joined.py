@@ -107,7 +107,7 @@ def gathered(shards: Any) -> Tensor:
     """
     whole: Tensor
     if shards.placements != (Shard(0),):
-        whole = shards.full_tensor()
+        whole = shards.full_tensor().clone()  # which may have been a view of the rank's own
         return whole
     mesh, local = shards.device_mesh, shards.to_local()
     num_rows = -(-len(shards) // mesh.size())

@@ -293,12 +293,21 @@ def hooked():
         state_dict[f"{prefix}turned"] = state_dict[f"{prefix}up.weight"].t()
         state_dict[f"{prefix}added"] = "text"
 
-    module, reference = sharded(Everything(), SLICES[2]), Everything()
-    for each in (module, reference):
-        each.register_state_dict_post_hook(change)
-    found, expected = state.whole_state(module, on_all_ranks=True), reference.state_dict()
-    assert list(found) == list(expected)
-    return [n for n, v in expected.items() if not (torch.equal(v, found[n]) if torch.is_tensor(v) else v == found[n])]
+    def move(module, state_dict, prefix, _):
+        state_dict[f"{prefix}tokens.weight"] = state_dict.pop(f"{prefix}tokens.weight")
+
+    wrong = []
+    for hook in (change, move):
+        module, reference = sharded(Everything(), SLICES[2]), Everything()
+        for each in (module, reference):
+            each.register_state_dict_post_hook(hook)
+        found, expected = state.whole_state(module, on_all_ranks=True), reference.state_dict()
+        assert list(found) == list(expected)
+        assert found._metadata[""] == expected._metadata[""]
+        wrong += [
+            n for n, v in expected.items() if not (torch.equal(v, found[n]) if torch.is_tensor(v) else v == found[n])
+        ]
+    return wrong
 
 
 def reads_weights():

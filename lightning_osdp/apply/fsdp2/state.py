@@ -30,13 +30,14 @@ def whole_state(module: nn.Module, *, on_all_ranks: bool) -> dict[str, Any] | No
     """
     keeps = on_all_ranks or dist.get_rank() == 0
     state = sharded_state(module)
-    shards = dict(state)  # alive to the end: what is one tensor is told by its storage
+    whole: dict[str, Any] = {}
     first_names = {parameter: name for name, parameter in module.named_parameters()}
     ties = {name: first_names[parameter] for name, parameter in module.named_parameters(remove_duplicate=False)}
-    for name, value in shards.items():
+    for name, value in state.items():
         first = ties.get(name, name)
-        is_tied = first != name and first in shards and _is_same(shards[first], value)
-        state[name] = state[first] if is_tied else _whole(value, keeps=keeps)
+        is_tied = first in whole and _is_same(state[first], value)
+        whole[name] = whole[first] if is_tied else _whole(value, keeps=keeps)
+    state.update(whole)  # it may know versions of modules, which are saved with it
     return state if keeps else None
 
 
@@ -114,7 +115,7 @@ def names_by_group(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 
 def reshard(module: nn.Module) -> None:
     """Frees gathered parameters, so that the module has its shards."""
-    # To be replaced by what also waits for all-gathers that nobody asked for the result of.
+    # A stand-in: all-gathers that were prefetched and not used are to be waited for and dropped here, too.
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
