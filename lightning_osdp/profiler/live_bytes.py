@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_osdp.core.byte_size import format_bytes
+from lightning_osdp.splitting import JoinedShards
 
 
 class LiveBytes(TorchDispatchMode):
@@ -59,8 +61,12 @@ class LiveBytes(TorchDispatchMode):
         self.peak_bytes = self.current_bytes
 
     def _count(self, tensor: Tensor) -> None:
+        if isinstance(tensor, DTensor):
+            tensor = tensor._local_tensor
         if tensor.device.type != self.device_type or tensor.layout is not torch.strided:
             return
+        if isinstance(tensor, JoinedShards):
+            return  # its pieces count
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._sizes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_osdp.splitting.joined import JoinedShards
+from lightning_osdp.splitting.joined import JoinedShards, gathered
 from lightning_osdp.splitting.module import SplitModule
 from lightning_osdp.splitting.pieces import sharded_like
 from lightning_osdp.splitting.splitters import SPLITTERS, cut_dims, num_features, split, splittable
@@ -15,6 +15,7 @@ __all__ = [
     "cut_dims",
     "cut_states",
     "cuts_of",
+    "gathered",
     "join_names",
     "join_states",
     "num_features",

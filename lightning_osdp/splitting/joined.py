@@ -7,9 +7,11 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.tensor import Shard
 from typing_extensions import Self
 
 from lightning_osdp.splitting.sharded import ShardedParameter
@@ -50,7 +52,7 @@ class JoinedShards(ShardedParameter):
         """The whole tensor, on every rank; all must call it."""
         whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         for place, piece in zip(whole.split(self._sizes, self._dim), self.pieces, strict=True):
-            place.copy_(piece.detach().full_tensor())
+            place.copy_(gathered(piece.detach()))
         return whole
 
     def empty_like(self, dtype: torch.dtype) -> JoinedShards:
@@ -96,3 +98,23 @@ class JoinedShards(ShardedParameter):
     @property
     def _starts(self) -> list[int]:
         return [sum(self._sizes[:index]) for index in range(len(self.pieces))]
+
+
+def gathered(shards: Any) -> Tensor:
+    """The whole tensor of a DTensor, on every rank; all must call it.
+
+    Rows are gathered into one buffer, of which the result may be a view; ``full_tensor`` holds up to three such.
+    """
+    whole: Tensor
+    if shards.placements != (Shard(0),):
+        whole = shards.full_tensor().clone()  # which may have been a view of the rank's own
+        return whole
+    mesh, local = shards.device_mesh, shards.to_local()
+    num_rows = -(-len(shards) // mesh.size())
+    buffer = local.new_empty(num_rows * mesh.size(), *local.shape[1:])
+    own = buffer.narrow(0, mesh.get_local_rank() * num_rows, num_rows)
+    own[: len(local)].copy_(local)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    gather(buffer, own, group=mesh.get_group())
+    whole = buffer[: len(shards)]
+    return whole

@@ -69,11 +69,9 @@ def _load_full(
     weights = checkpoint["state_dict"] if keeps_weights else checkpoint.pop("state_dict")
     with fitting(path):
         sharded.load_model(weights, strict=strict)
-    checkpoint = copied(checkpoint)
     states = checkpoint.get("optimizer_states")
-    if states is None or not optimizers:
-        return checkpoint
-    check_number(len(states), len(optimizers))
-    for optimizer, state in zip(optimizers, states, strict=True):
-        sharded.load_optimizer(optimizer, state)
-    return checkpoint
+    if states is not None and optimizers:
+        check_number(len(states), len(optimizers))
+        for optimizer, state in zip(optimizers, checkpoint.pop("optimizer_states"), strict=True):
+            sharded.load_optimizer(optimizer, state)
+    return copied(checkpoint)

@@ -66,7 +66,10 @@ def load_optimizer(module: nn.Module, optimizer: Optimizer, state: Mapping[str, 
                 for name, fields in fields_of.items()
             },
             "param_groups": [
-                {**group, "params": [numbers[name] for name in names]}
+                {
+                    **{key: value for key, value in group.items() if key != "param_names"},
+                    "params": [numbers[name] for name in names],
+                }
                 for group, names in zip(saved["param_groups"], groups, strict=True)
             ],
         }

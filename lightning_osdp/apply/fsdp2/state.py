@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_osdp.apply.optimizer_state import numbered
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.splitting import JoinedShards, cuts_of, join_states
+from lightning_osdp.splitting import JoinedShards, cuts_of, gathered, join_states
 
 
 def whole_state(module: nn.Module, *, on_all_ranks: bool) -> dict[str, Any] | None:
@@ -29,13 +29,14 @@ def whole_state(module: nn.Module, *, on_all_ranks: bool) -> dict[str, Any] | No
     """
     keeps = on_all_ranks or dist.get_rank() == 0
     state = sharded_state(module)
-    shards = dict(state)  # alive to the end: what is one tensor is told by its storage
+    whole: dict[str, Any] = {}
     first_names = {parameter: name for name, parameter in module.named_parameters()}
     ties = {name: first_names[parameter] for name, parameter in module.named_parameters(remove_duplicate=False)}
-    for name, value in shards.items():
+    for name, value in state.items():
         first = ties.get(name, name)
-        is_tied = first != name and first in shards and _is_same(shards[first], value)
-        state[name] = state[first] if is_tied else _whole(value, keeps=keeps)
+        is_tied = first in whole and _is_same(state[first], value)
+        whole[name] = whole[first] if is_tied else _whole(value, keeps=keeps)
+    state.update(whole)  # it may know versions of modules, which are saved with it
     return state if keeps else None
 
 
@@ -65,6 +66,9 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer, state_dict_type: st
         },
         cuts_of(module),
     )
+    for group in state["param_groups"]:
+        if "param_names" in group:  # of an optimizer of named_parameters(): slices have no names of their own
+            group["param_names"] = list(group["params"])
     if state_dict_type == "sharded":
         return state
     keeps = dist.get_rank() == 0
@@ -120,11 +124,11 @@ def _whole(value: Any, *, keeps: bool) -> Any:
     """A tensor whole and in memory of its own, or None; anything else as it is. All ranks must call it."""
     if not isinstance(value, Tensor):
         return value
-    if not isinstance(value, DTensor | JoinedShards):
+    if isinstance(value, JoinedShards):
+        whole = value.full_tensor()
+    elif isinstance(value, DTensor):
+        whole = gathered(value.detach())
+    else:
         return value.detach().to("cpu", copy=True) if keeps else None
-    whole = value.full_tensor().detach()
-    if not keeps:
-        return None
-    shares = isinstance(value, DTensor) and whole.data_ptr() == value.to_local().data_ptr()
-    is_part = whole.untyped_storage().nbytes() != whole.nbytes
-    return whole.to("cpu", copy=shares or is_part)
+    is_part = whole.untyped_storage().nbytes() != whole.nbytes  # of a buffer with padding
+    return whole.to("cpu", copy=is_part) if keeps else None
