@@ -72,6 +72,8 @@ def _load_full(
     states = checkpoint.get("optimizer_states")
     if states is not None and optimizers:
         check_number(len(states), len(optimizers))
-        for optimizer, state in zip(optimizers, checkpoint.pop("optimizer_states"), strict=True):
+        for optimizer, state in zip(optimizers, states, strict=True):
             sharded.load_optimizer(optimizer, state)
-    return copied(checkpoint)
+    # Each rank has taken its part of these; whole they stay in the file.
+    in_file = {} if states is None else {"optimizer_states": checkpoint.pop("optimizer_states")}
+    return {**copied(checkpoint), **in_file}

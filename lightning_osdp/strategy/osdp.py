@@ -96,7 +96,6 @@ class OSDPStrategy(RehearsingStrategy):
             accumulate_in_fp32=accumulate_in_fp32,
             engine=engine,
         )
-        ENGINES[options.engine_in_use].arguments(fsdp_kwargs)  # what it cannot take is said now
         self._generators = Generators()
         self._whole_state: dict[str, Any] | None = None
         # What the plan decides is given here, so that LightningCLI does not offer it.
@@ -111,6 +110,7 @@ class OSDPStrategy(RehearsingStrategy):
             device_mesh=None,
             **fsdp_kwargs,
         )
+        ENGINES[options.engine_in_use].arguments(self._engine_kwargs)  # what it cannot take is said now
 
     @property
     def plan(self) -> Plan | None:

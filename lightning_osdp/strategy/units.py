@@ -134,8 +134,13 @@ class UnitsStrategy(RanksStrategy):
             "arguments": f"{self.kwargs}, {self._activation_checkpointing_kwargs}",
         }
 
+    @property
+    def _engine_kwargs(self) -> dict[str, Any]:
+        """What the user gave for FSDP itself."""
+        return {**self.kwargs, "mixed_precision": self.mixed_precision}
+
     def _wrap(self, module: pl.LightningModule) -> Wrapping:
-        kwargs = {**self.kwargs, "mixed_precision": self.mixed_precision_config}
+        kwargs = {**self._engine_kwargs, "mixed_precision": self.mixed_precision_config}
         options = replace(self._options, recomputed=named_by_policy(module, self._activation_checkpointing_kwargs))
         if not module.automatic_optimization:
             self._plan = None

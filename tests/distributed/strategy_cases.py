@@ -21,7 +21,7 @@ from cases import largest_difference, plan_for, trainer, without_measuring
 from models import BATCH_SIZE, GPT, NUM_SAMPLES, Base, TiedGPT, WideMLP, build
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_osdp import OSDPStrategy, SearchSpace
@@ -192,7 +192,7 @@ class FailsWhileTimed(WideMLP):
         self.error, self.num_samples = error, num_samples
 
     def loss(self, batch):
-        is_timed = torch.is_grad_enabled() and not any(isinstance(m, FullyShardedDataParallel) for m in self.modules())
+        is_timed = torch.is_grad_enabled() and not any(isinstance(m, (FullyShardedDataParallel, FSDPModule)) for m in self.modules())
         is_real = not isinstance(batch[0], FakeTensor)
         if dist.get_rank() == 1 and is_timed and is_real and len(batch[0]) == self.num_samples:
             raise self.error
@@ -489,9 +489,12 @@ def whole_weights():
     fit = trainer(OSDPStrategy(plan=plan, state_dict_type="sharded"))
     fit.fit(module, module.loader(dist.get_rank(), world_size))
     refused = failure(module.state_dict)
-    with FullyShardedDataParallel.summon_full_params(fit.strategy.model):
-        summoned = {k.replace("_fsdp_wrapped_module.", ""): v.clone() for k, v in module.state_dict().items()}
     everywhere = fit.strategy.whole_state_dict(on_all_ranks=True)
+    if plan.engine == "fsdp1":
+        with FullyShardedDataParallel.summon_full_params(fit.strategy.model):
+            summoned = {k.replace("_fsdp_wrapped_module.", ""): v.clone() for k, v in module.state_dict().items()}
+    else:
+        summoned = {name: parameter.full_tensor().detach() for name, parameter in module.named_parameters()}
     plain = GPT()
     plain.load_state_dict(everywhere)
     own = fit.strategy.whole_state_dict()

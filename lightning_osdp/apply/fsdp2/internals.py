@@ -193,7 +193,7 @@ def is_in_backward(root: nn.Module) -> bool:
 def make_plain(module: nn.Module) -> None:
     """Undoes ``fully_shard`` for a module and all inside it: whole parameters, no hooks, its own class."""
     whole = {}
-    states = {state_of(child) for child in module.modules() if isinstance(child, FSDPModule)}
+    states = list(dict.fromkeys(state_of(child) for child in module.modules() if isinstance(child, FSDPModule)))
     for state in states:
         for group in state._fsdp_param_groups:
             group._to_sharded()
