@@ -19,13 +19,16 @@ from lightning_osdp.profiler.overhead import measure_unit_overhead
 _SIZES_BYTES = (16 * 1024, 256 * 1024, 2 * 1024**2, 8 * 1024**2)
 
 
-def measure_cluster(device: torch.device, *, num_nodes: int = 1, local_ranks: int = 1) -> Cluster:
+def measure_cluster(
+    device: torch.device, *, num_nodes: int = 1, local_ranks: int = 1, engine: str = "fsdp1"
+) -> Cluster:
     """Links of the default process group and what the runtime takes for a unit, both timed. Call it on all ranks.
 
     Args:
         device: where the tensors are, as in training.
         num_nodes: machines that the ranks are spread over.
         local_ranks: ranks on this machine, which share its memory on CPU.
+        engine: what the runtime shards with: ``fsdp1`` or ``fsdp2``.
 
     Returns:
         The same values on every rank. With one rank, or no process group, links that cost nothing.
@@ -52,7 +55,7 @@ def measure_cluster(device: torch.device, *, num_nodes: int = 1, local_ranks: in
             overlaps=overlaps_computing(device, _all_gather),
             reduce_scatter_copies=copies_in_reduce_scatter(device, _reduce_scatter),
         )
-        unit_overhead = measure_unit_overhead(cluster, device)
+        unit_overhead = measure_unit_overhead(cluster, device, engine=engine)
     copy_s = torch.tensor(measure_host_copy(device), dtype=torch.float64, device=device)
     dist.all_reduce(copy_s, op=dist.ReduceOp.MAX)
     # Last, when the communicator has the buffers that it keeps.

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy, fully_shard
 
 from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, UnitOverhead
 from lightning_osdp.profiler.fastest import REPEATS, fastest_s
@@ -21,19 +23,24 @@ _PATIENCE_S = 5.0
 """For collectives of the largest width."""
 
 
-def measure_unit_overhead(cluster: Cluster, device: torch.device) -> Mapping[str, UnitOverhead]:
+def measure_unit_overhead(cluster: Cluster, device: torch.device, *, engine: str) -> Mapping[str, UnitOverhead]:
     """Seconds of each of `UNIT_PARTS` that neither collectives nor the operators explain.
 
     Chains of one and of six equal units are run, wrapped and plain; the difference per unit, less the links' prediction
     of its collectives, is the overhead. Forward alone tells a gather from all the rest. Units of 16 KiB and of 4 MiB
     are measured, or of 1 MiB where collectives of so many bytes take too long. Call it on all ranks.
 
+    Args:
+        cluster: with the links.
+        device: where to run.
+        engine: what shards: ``fsdp1`` or ``fsdp2``.
+
     Returns:
         The same values on every rank: those of the slowest. Empty with one rank.
     """
     if cluster.world_size == 1:
         return {}
-    small, large = (_at_width(width, cluster, device) for width in (_SMALL, _large_width(cluster)))
+    small, large = (_at_width(width, cluster, device, engine) for width in (_SMALL, _large_width(cluster)))
     return {part: _fitted((small[0], small[1][part]), (large[0], large[1][part])) for part in UNIT_PARTS}
 
 
@@ -71,12 +78,12 @@ def _large_width(cluster: Cluster) -> int:
     return _LARGE if _COLLECTIVES * longest_s <= _PATIENCE_S else _MEDIUM
 
 
-def _at_width(width: int, cluster: Cluster, device: torch.device) -> tuple[int, dict[str, float]]:
+def _at_width(width: int, cluster: Cluster, device: torch.device, engine: str) -> tuple[int, dict[str, float]]:
     """Bytes of a unit, and seconds of each part."""
     num_bytes = 4 * width * width
     gather_s = cluster.all_gather.ring_s(num_bytes, cluster.world_size)
     reduce_s = cluster.reduce_scatter.ring_s(num_bytes, cluster.world_size)
-    few, many = (_chain_s(width, num_units, device) for num_units in (_FEW, _MANY))
+    few, many = (_chain_s(width, num_units, device, engine) for num_units in (_FEW, _MANY))
     gathered, dp, held = ((many[name] - few[name]) / (_MANY - _FEW) for name in ("gathered", "dp", "held"))
     return num_bytes, parts_s(gathered - gather_s, dp - gather_s - reduce_s, held)
 
@@ -87,18 +94,23 @@ def _fitted(small: tuple[int, float], large: tuple[int, float]) -> UnitOverhead:
     return UnitOverhead(fixed_s=max(0.0, small_s - slope * small_bytes), seconds_per_byte=slope)
 
 
-def _chain_s(width: int, num_units: int, device: torch.device) -> dict[str, float]:
+def _chain_s(width: int, num_units: int, device: torch.device, engine: str) -> dict[str, float]:
     """Seconds that wrapping a chain of layers adds to forward, to a step, and to one without collectives."""
     plain = nn.Sequential(*_layers(width, num_units, device))
     batch = torch.ones(1, width, device=device)
     forward_s = fastest_s(partial(_forward, plain, batch), device)
     step_s = fastest_s(partial(_step, plain, batch), device)
-    zdp = _wrapped(_layers(width, num_units, device), ShardingStrategy.FULL_SHARD, device)
+    sharded = _wrapped if engine == "fsdp1" else _fully_sharded
+    zdp = sharded(_layers(width, num_units, device), device, keeps=False)
     gathered_s = fastest_s(partial(_forward, zdp, batch), device)
-    dp = _wrapped(_layers(width, num_units, device), ShardingStrategy.SHARD_GRAD_OP, device)
+    dp = sharded(_layers(width, num_units, device), device, keeps=True)
     dp_s = fastest_s(partial(_step, dp, batch), device)
-    for unit in dp.module.children():  # they keep what they have gathered, and add up gradients
-        unit._sync_gradients = False  # type: ignore[assignment]  # a bool, of which FSDP's annotations do not know
+    for unit in dp.modules():  # they keep what they have gathered, and add up gradients
+        if isinstance(unit, FSDPModule):
+            unit.set_requires_gradient_sync(False, recurse=False)
+            unit.set_reshard_after_backward(False, recurse=False)
+        elif isinstance(unit, FullyShardedDataParallel) and unit is not dp:
+            unit._sync_gradients = False  # type: ignore[assignment]  # a bool, of which FSDP's annotations do not know
     held_s = fastest_s(partial(_step, dp, batch, accumulates=True), device)
     return {"gathered": gathered_s - forward_s, "dp": dp_s - step_s, "held": held_s - step_s}
 
@@ -107,8 +119,19 @@ def _layers(width: int, num_layers: int, device: torch.device) -> list[nn.Linear
     return [nn.Linear(width, width, bias=False, device=device) for _ in range(num_layers)]
 
 
-def _wrapped(layers: list[nn.Linear], strategy: ShardingStrategy, device: torch.device) -> FullyShardedDataParallel:
-    """A chain of units."""
+def _fully_sharded(layers: list[nn.Linear], device: torch.device, *, keeps: bool) -> nn.Module:
+    """A chain of units of FSDP2."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=not keeps)
+    chain = nn.Sequential(*layers)
+    fully_shard(chain, mesh=mesh)
+    return chain
+
+
+def _wrapped(layers: list[nn.Linear], device: torch.device, *, keeps: bool) -> nn.Module:
+    """A chain of units of FSDP1."""
+    strategy = ShardingStrategy.SHARD_GRAD_OP if keeps else ShardingStrategy.FULL_SHARD
     units = [
         FullyShardedDataParallel(layer, sharding_strategy=strategy, device_id=device, use_orig_params=True)
         for layer in layers

@@ -46,7 +46,10 @@ def plan_fit(
     with shown_progress(is_global_zero=trainer.is_global_zero) as progress:
         progress("measuring links and the overhead of a unit", "")
         cluster = measure_cluster(
-            strategy.root_device, num_nodes=strategy.num_nodes, local_ranks=strategy.num_processes
+            strategy.root_device,
+            num_nodes=strategy.num_nodes,
+            local_ranks=strategy.num_processes,
+            engine=options.engine_in_use,
         )
     for name, link in (("all-gather", cluster.all_gather), ("reduce-scatter", cluster.reduce_scatter)):
         rank_zero_info(
