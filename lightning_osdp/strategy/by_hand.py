@@ -1,0 +1,90 @@
+"""A step that optimizes manually, as the profiler can run it: one forward, and one backward of the sum of its losses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor
+
+from lightning_osdp.errors import ProfileError
+from lightning_osdp.strategy.step import configured_optimizers, step_arguments
+
+
+def summed_step(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[Any], Tensor]:
+    """``module.training_step`` as a function of the batch that returns the sum of its losses, and updates nothing.
+
+    All graphs are alive at once then, and every parameter gets all of its gradients: no step of the user's takes more.
+    """
+    schedules: list[Any] = []
+    optimizers = configured_optimizers(trainer, schedules)(copy.copy(module))
+    stand_ins = [_Idle(optimizer) for optimizer in optimizers]
+    schedulers = [_Idle(each["scheduler"] if isinstance(each, dict) else each) for each in schedules]
+
+    def step(batch: Any) -> Tensor:
+        losses: list[Tensor] = []
+        with _replaced(
+            module,
+            manual_backward=lambda loss, *_, **__: losses.append(loss),
+            optimizers=lambda **_: _as_lightning_gives(stand_ins),
+            lr_schedulers=lambda: _as_lightning_gives(schedulers) if schedulers else None,
+            toggle_optimizer=_nothing,
+            untoggle_optimizer=_nothing,
+            clip_gradients=_nothing,
+        ):
+            module.training_step(*step_arguments(module, batch))
+        if not losses:
+            raise ProfileError(
+                "Expected training_step to call self.manual_backward(loss) with automatic_optimization=False, but it"
+                " did not on the profiling batch."
+            )
+        total = losses[0]
+        for loss in losses[1:]:
+            total = total + loss
+        return total
+
+    return step
+
+
+class _Idle:
+    """An optimizer or a learning-rate schedule that is asked to do something, and does not."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def step(self, closure: Callable[[], Any] | None = None, **_: Any) -> Any:
+        """Runs the closure alone."""
+        return closure() if callable(closure) else None
+
+    def zero_grad(self, *_: Any, **__: Any) -> None:
+        """Leaves gradients alone."""
+
+    @contextmanager
+    def toggle_model(self, **_: Any) -> Iterator[None]:
+        """Leaves what is trained as it is."""
+        yield
+
+
+def _as_lightning_gives(found: Sequence[Any]) -> Any:
+    return found[0] if len(found) == 1 else list(found)
+
+
+@contextmanager
+def _replaced(module: pl.LightningModule, **methods: Callable[..., Any]) -> Iterator[None]:
+    for name, method in methods.items():
+        vars(module)[name] = method
+    try:
+        yield
+    finally:
+        for name in methods:
+            del vars(module)[name]
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
