@@ -10,7 +10,7 @@ import pytest
 import lightning_osdp
 
 PACKAGE = Path(lightning_osdp.__file__).parent
-PLANNER = ["errors", "core", "cost", "simulation", "search", "assign", "scheduler", "report"]
+PLANNER = ["errors", "core", "engine", "cost", "simulation", "search", "assign", "scheduler", "report"]
 BLOCKED = ["torch", "lightning", "fairscale", "torchmetrics"]
 
 # The package's own __init__ imports everything; a bare module in its place leaves only what is asked for.

@@ -28,7 +28,7 @@ def block_units(setting: Setting, activations: Sequence[str] = ("keep",)) -> lis
 def _block_units(setting: Setting, activations: Sequence[str]) -> Iterator[Setting]:
     offered = {choice for choice in activations if choice != "keep"}
     names = [block.name for block in setting.profile.blocks if not offered or offered & set(block.segments)]
-    units = merged(setting.profile, setting.units, names) if names else None
+    units = merged(setting.profile, setting.units, names, setting.engine.rules) if names else None
     if units is None or not any(unit.block for unit in units):
         return
     for found in dict.fromkeys((units, _rest_in_root(setting, units))):

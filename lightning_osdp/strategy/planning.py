@@ -17,6 +17,7 @@ from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.progress import Progress
 from lightning_osdp.core.search_space import SearchSpace
+from lightning_osdp.engine import FSDP1
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.profiler import CUDA_HEADROOM, measure_cluster, why_not_mean
 from lightning_osdp.scheduler import make_plan
@@ -126,8 +127,7 @@ def _searched(
             search_space=_search_space(options, trainer),
             cost_model=options.cost_model,
             blocks={block.name: "recompute" for block in profile.blocks} if options.recomputed else None,
-            backward_prefetch=prefetch.backward,
-            forward_prefetch=prefetch.forward,
+            engine=FSDP1(backward_prefetch=prefetch.backward, forward_prefetch=prefetch.forward),
             progress=progress,
             **wanted.arguments,
         )

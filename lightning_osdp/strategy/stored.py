@@ -12,6 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_osdp.core.byte_size import format_bytes
 from lightning_osdp.core.plan import Plan
+from lightning_osdp.engine import engine_of
 from lightning_osdp.errors import PlanFormatError
 from lightning_osdp.strategy.inert import read_text
 
@@ -77,7 +78,7 @@ def tell_of_change(plan: Plan | None, checkpoint: Mapping[str, Any]) -> None:
 def _decided(plan: Plan) -> object:
     units = [(unit.name, unit.operators, unit.modes, unit.sync) for unit in plan.units]
     blocks = [(block.name, block.activations) for block in plan.blocks]
-    return plan.world_size, units, blocks, plan.backward_prefetch, plan.forward_prefetch
+    return plan.world_size, units, blocks, engine_of(plan)
 
 
 def _cluster(plan: Plan) -> str:

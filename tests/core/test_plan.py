@@ -127,7 +127,7 @@ def plans(draw: st.DrawFn) -> Plan:
         ),
         solver=draw(NAMES),
         cost_model=draw(st.sampled_from(COST_MODELS)),
-        backward_prefetch=draw(st.sampled_from(PREFETCH_CHOICES)),
+        backward_prefetch=draw(st.sampled_from(PREFETCH_CHOICES["fsdp1"])),
         forward_prefetch=draw(st.booleans()),
         all_zdp_step_time_s=draw(TIMES),
         all_zdp_peak_bytes=draw(BYTES),

@@ -2,6 +2,7 @@ import dataclasses
 
 import pytest
 
+from lightning_osdp.engine import FSDP1
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.scheduler import make_plan
 from lightning_osdp.simulation import simulate
@@ -27,7 +28,7 @@ def test_the_largest_moment_is_the_peak_of_the_plan(profile, cluster, world_size
         ranks,
         memory_limit_bytes=limit_bytes * (3 - world_size),
         micro_batch_size=3,
-        backward_prefetch=prefetch,
+        engine=FSDP1(backward_prefetch=prefetch),
     )
     estimate = simulate(plan, profile, ranks)
     assert estimate.peak.peak_bytes == plan.peak_bytes
@@ -53,7 +54,9 @@ def test_units_of_other_operators_are_refused(profile, cluster, changes):
 def test_slices_are_gathered_one_after_the_other(model, linear, cluster):
     # base 2 * 4 * 1100 / 2 * 3; P = 4400 each
     profile = model(linear("a", 10, 100), linear("b", 10, 100, position=1))
-    plan = make_plan(profile, cluster(2), memory_limit_bytes=2**20, micro_batch_size=1, backward_prefetch="none")
+    plan = make_plan(
+        profile, cluster(2), memory_limit_bytes=2**20, micro_batch_size=1, engine=FSDP1(backward_prefetch="none")
+    )
     states = 3 * 8800 / 2
 
     def peak_bytes(*modes):
