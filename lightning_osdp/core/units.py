@@ -44,6 +44,9 @@ class UnitProfile:
     """Of these operators."""
     calls: tuple[Span, ...]
     """When forward runs the wrapped module, and so gathers the unit."""
+    trained_from: int = 0
+    """The model's first segment with anything to train: backward comes to no segment before it, and what is called in
+    it or before has inputs that need no gradient."""
     num_reruns: int = 0
     """Further calls in backward, of a block around it that recomputes, for which it has to be gathered."""
     block: BlockProfile | None = None
@@ -247,12 +250,14 @@ def _units(
         spans = [span for module in modules[name] for span in profile.spans.get(module, ())]
         return ((min(first for first, _ in spans), max(last for _, last in spans)),) if spans else _NEVER_CALLED
 
+    trained_from = _trained_from(profile)
     units = (
         UnitProfile(
             name=name,
             operators=tuple(sorted(operators, key=lambda operator: position[operator.name])),
             segments=tuple(part for operator in operators for part in segments.get(operator.name, ())),
             calls=calls_of(name),
+            trained_from=trained_from,
             num_reruns=num_reruns(name, calls_of(name)) if name else 0,
             block=blocks.get(name),
         )
@@ -262,6 +267,23 @@ def _units(
     return tuple(
         sorted(units, key=lambda unit: (not unit.is_root, unit.first, -unit.last, _depth(unit.name), unit.name))
     )
+
+
+def _trained_from(profile: ModelProfile) -> int:
+    """The first segment whose operator has something to train; 0 where only the root has, as nobody knows where it is.
+
+    An operator that is never called itself counts where the nearest module around it is called; where nothing is
+    trained, it is the segment after all others.
+    """
+    trained = [operator for operator in profile if operator.num_trainable]
+    first: dict[str, int] = {}
+    for index, segment in enumerate(profile.segments[:-1]):
+        first.setdefault(segment.operator, index)
+    for operator in trained:
+        around = (profile.spans[name][0][0] for name in operator.enclosing if name in profile.spans)
+        first.setdefault(operator.name, next(around, len(profile.segments)))
+    places = [first[operator.name] for operator in trained if operator.name]
+    return min(places, default=0 if trained else len(profile.segments))
 
 
 def _depth(name: str) -> int:
