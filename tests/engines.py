@@ -2,7 +2,13 @@
 
 from hypothesis import strategies as st
 
-from lightning_osdp.engine import FSDP1
+from lightning_osdp.engine import FSDP1, FSDP2
 
 FSDP1S = st.builds(FSDP1, backward_prefetch=st.sampled_from(FSDP1.prefetches), forward_prefetch=st.booleans())
-ENGINES = FSDP1S
+FSDP2S = st.builds(
+    FSDP2,
+    backward_prefetch=st.sampled_from(FSDP2.prefetches),
+    forward_prefetch=st.booleans(),
+    asynchronous_unshard=st.booleans(),
+)
+ENGINES = FSDP1S | FSDP2S

@@ -168,14 +168,36 @@ def partition(
     members: dict[str, list[OperatorProfile]] = {"": []}
     for operator in profile:
         members.setdefault(operator.enclosing[0], []).append(operator)
+    around = {name for operator in profile for name in operator.enclosing}
     for name in sorted(members, key=_depth, reverse=True):
         own_bytes = sum(operator.parameter_bytes for operator in members[name])
         if name == "" or own_bytes >= min_unit_bytes or any(operator.stands_alone for operator in members[name]):
             continue
         above = next(ancestor for ancestor in _ancestors(name) if ancestor in members)
-        if rules.agree((*members[above], *members[name])) and all(above in one.enclosing for one in members[name]):
-            members[above] += members.pop(name)
+        child = _child(name)
+        if not above and not rules.joins_root and child in around and any(one.name != child for one in members[name]):
+            above = child
+        joined = (*members.get(above, ()), *members[name])
+        if above != name and rules.agree(joined) and all(above in one.enclosing for one in members[name]):
+            members.setdefault(above, []).extend(members.pop(name))
     return _units(profile, members)
+
+
+def outermost(operators: Sequence[OperatorProfile], rules: UnitRules = _ANY) -> dict[str, list[OperatorProfile]]:
+    """Operators by the outermost module that may be their unit: the root, or under some `UnitRules` a child of it.
+
+    A child that is the unit of what is inside it holds its own parameters, too.
+    """
+    children = {
+        child
+        for operator in operators
+        if not rules.joins_root and (child := _child(operator.name)) in operator.enclosing and child != operator.name
+    }
+    found: dict[str, list[OperatorProfile]] = {"": []}
+    for operator in operators:
+        child = _child(operator.name)
+        found.setdefault(child if child in children and child in operator.enclosing else "", []).append(operator)
+    return found
 
 
 def merged(
@@ -288,6 +310,11 @@ def _trained_from(profile: ModelProfile) -> int:
 
 def _depth(name: str) -> int:
     return name.count(".") + 1 if name else 0
+
+
+def _child(name: str) -> str:
+    """The child of the root that the module is, or is in."""
+    return name.partition(".")[0]
 
 
 def _ancestors(name: str) -> Sequence[str]:

@@ -12,11 +12,12 @@ from lightning_osdp.core.plan import Plan
 from lightning_osdp.engine.engine import AUTO, Engine
 from lightning_osdp.engine.events import MOST_SIMULATED, Event
 from lightning_osdp.engine.fsdp1 import FSDP1
+from lightning_osdp.engine.fsdp2 import FSDP2
 from lightning_osdp.engine.layout import Layout, UnitBytes
 from lightning_osdp.engine.live_parts import LiveParts, Moment
 from lightning_osdp.engine.order import leaving_order
 
-ENGINES: dict[str, type[Engine]] = {FSDP1.name: FSDP1}
+ENGINES: dict[str, type[Engine]] = {engine.name: engine for engine in (FSDP1, FSDP2)}
 """By the name that a plan has for it."""
 
 DEFAULT = FSDP1()
@@ -34,6 +35,7 @@ __all__ = [
     "DEFAULT",
     "ENGINES",
     "FSDP1",
+    "FSDP2",
     "MOST_SIMULATED",
     "Engine",
     "Event",

@@ -65,6 +65,8 @@ class Host(ABC):
             for first, last in calls[unit]:
                 self.starts[first].append(unit)
                 self.ends[last].append(unit)
+        self.leaves = self.ends
+        """Units that forward is through with, by segment."""
         self.ahead: list[list[int]] = [[] for _ in range(self.num_segments)]
         if forward_prefetch:
             self.ahead = gathered_ahead(units, [spans[0][0] for spans in calls], self.num_segments)
@@ -119,7 +121,7 @@ class Host(ABC):
             for unit in self.ahead[segment]:
                 self.gather(unit)
             self.note("forward", segment)
-            for unit in sorted(set(self.ends[segment]), key=self.place.__getitem__):
+            for unit in sorted(set(self.leaves[segment]), key=self.place.__getitem__):
                 if not self.is_kept[unit]:
                     self.free(unit)
         if self.is_first:

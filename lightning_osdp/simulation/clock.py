@@ -147,7 +147,7 @@ def _classed(
             own = event.kind if event.kind in {"gather", "free", "reduce"} else None
             classed.append((event, "between" if is_between else own))
             expected = next(left, None)
-            is_in_backward = is_in_backward or event.kind == "backward"
+            is_in_backward = is_in_backward or event == Event("forward", num_segments - 1)
             if event.kind == "flatten":
                 flattened.add(event.of)
             if event.kind == "reduce":

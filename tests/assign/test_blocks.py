@@ -180,6 +180,7 @@ def test_what_the_search_sees_is_what_the_simulator_says(blocked, fields, data):
     estimate = simulated(fine, modes)
     assert fine.step_time_s(modes) == pytest.approx(estimate.time_s, rel=1e-9)
     assert estimate.peak.peak_bytes <= fine.peak(modes).peak_bytes
+    assert all(num_bytes > -1e-6 for _, moment in estimate.moments for num_bytes in moment.parts.values())
 
 
 def test_a_unit_inside_a_block_that_recomputes_is_gathered_three_times_but_for_the_last(blocked, cluster):

@@ -381,9 +381,7 @@ def test_a_number_of_a_unit_below_zero_is_refused(name, value):
 
 
 def test_an_unknown_engine_is_refused():
-    refused(
-        edited(engine="fsdp3"), "Expected 'engine' of the plan to be one of ('fsdp1', 'fsdp2'), got 'fsdp3'."
-    )
+    refused(edited(engine="fsdp3"), "Expected 'engine' of the plan to be one of ('fsdp1', 'fsdp2'), got 'fsdp3'.")
 
 
 def test_settings_of_the_other_engine_are_refused():

@@ -3,12 +3,12 @@
 With explicit lists of modules to prefetch, one for each unit:
 
 - Forward gathers a unit at each call of its module and frees it after, unless its mode keeps it. The root is gathered
-  first and kept to the end of backward. ``forward_prefetch`` gathers the next unit right after a unit is copied out.
+  first and kept to the end of backward. ``forward_prefetch`` gathers the next unit once a unit is copied out.
 - Backward gathers a unit when it reaches what a call of it has returned, and frees it when the gradients of that call's
-  inputs are there: so a unit that forward calls twice is gathered twice in backward, kept or not. Its gradients are
-  reduced at the first call, autograd holds them until then.
-- Prefetching ("pre") gathers the unit that forward left before, once backward has come to a unit, whatever it needs;
-  but none that backward does not come to, as everything in it and before it is frozen.
+  inputs are there: a unit that forward calls twice is gathered twice in backward, unless it is kept and this is the
+  first time. Its gradients are reduced at its first call; autograd holds them until then.
+- Prefetching ("pre") gathers the unit that forward left before, once backward has come to a unit; but none that
+  backward does not come to, as everything up to it is frozen.
 - Where the inputs of a unit's first call need no gradient, nothing tells that backward is through with it: it is freed
   and reduced at the end of backward, after the root, in the order of ``named_modules()`` (here: of forward). So are
   units that backward does not come to.
@@ -17,7 +17,7 @@ With explicit lists of modules to prefetch, one for each unit:
 - A unit that accumulates does not reduce its gradients until the last micro-batch; where its mode keeps it gathered, it
   stays so to the end of the last backward.
 
-A list may prefetch what is not needed any more, where forward calls a unit again; it is taken that none does.
+A list might gather what is not needed any more, where forward calls a unit again; it is taken that none does.
 
 References:
     torch/distributed/fsdp/_fully_shard/_fsdp_state.py (``_pre_forward``, ``_pre_backward``,
@@ -26,6 +26,11 @@ References:
 """
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from typing_extensions import override
 
 from lightning_osdp.engine.host import Course, Host
 
@@ -42,25 +47,77 @@ class FSDP2Host(Host):
     def __init__(self, course: Course, *, backward_prefetch: str, forward_prefetch: bool) -> None:
         calls = [unit.calls for unit in course.units]
         super().__init__(course, calls, backward_prefetch=backward_prefetch, forward_prefetch=forward_prefetch)
-        self.trained_from = course.units[0].trained_from if course.units else 0
+        self.trained_from = course.units[0].trained_from
         self.merges_calls = course.merges_calls
         if course.merges_calls:
             self.leaves = [[unit for unit in ends if calls[unit][-1][1] == i] for i, ends in enumerate(self.ends)]
         self.returns: list[list[tuple[int, bool]]] = [[] for _ in range(self.num_segments)]
-        """By segment, units with whose call backward is through then, and whether it is the last that it comes to."""
+        """By segment, the units with a call of which backward is through then, and whether that is their last one."""
         self.at_the_end: list[int] = []
-        """Units that are freed and reduced at the end of backward."""
-        for unit in sorted(self.order, key=self.place.__getitem__):
-            reached = [first for first, last in calls[unit] if last >= self.trained_from]
+        """Units that are freed and reduced at the end of backward, in order."""
+        self.comes_back: set[int] = set()
+        """Units that backward comes to."""
+        for unit in self.order:
+            # calls in one segment have no backward between them
+            reached = [first for first, last in dict.fromkeys(calls[unit]) if last >= self.trained_from]
+            if reached:
+                self.comes_back.add(unit)
             if not reached or reached[0] <= self.trained_from:
                 self.at_the_end.append(unit)
-                reached = reached[1:]
-                last_is_in_turn = False
             else:
-                last_is_in_turn = True
-            for index, first in enumerate(reached):
-                self.returns[first].append((unit, index == 0 and last_is_in_turn))
+                self.returns[reached[0]].append((unit, True))
+            for first in reached[1:]:
+                self.returns[first].append((unit, False))
         self.at_the_end.sort()
 
+    @override
     def backward(self) -> None:
-        """All of it."""
+        if self.prefetch == "pre":
+            self.gather_before(len(self.order))
+        for segment in range(self.num_segments - 1, -1, -1):
+            if segment >= self.trained_from:
+                self.come_to(segment)
+            self.note("backward", segment)
+            for unit, is_through in self.returns[segment]:
+                if is_through:
+                    self.reduce(unit)
+                elif not self.merges_calls:
+                    self.leave(unit)
+            self.note("release", segment)
+        for unit in (*self.root, *self.at_the_end):
+            self.reduce(unit)
+
+    @override
+    def gather_before(self, place: int) -> None:
+        if place > 0 and self.order[place - 1] in self.comes_back:
+            super().gather_before(place)
+
+    @override
+    def come_to(self, segment: int) -> None:
+        self.calls_here = Counter(self.ends[segment])
+        super().come_to(segment)
+
+    @override
+    def reach(self, units: Iterable[int]) -> None:
+        for unit in units:
+            if self.merges_calls and unit in self.reached:
+                self.free(unit)  # and gathered again: what that takes is seen, though it has been there meanwhile
+            super().reach((unit,))
+            for _ in range(self.calls_here[unit] - 1):
+                self.leave(unit)
+                self.need(unit)
+
+    @override
+    def leave_again(self, unit: int) -> None:
+        """It stays."""
+
+    def leave(self, unit: int) -> None:
+        """Backward is through with a call of it."""
+        if not (self.accumulates[unit] and self.is_kept[unit] and not self.is_last):
+            self.free(unit)
+
+    def reduce(self, unit: int) -> None:
+        """Backward is through with it."""
+        self.note("flatten", unit)
+        self.leave(unit)
+        self.note("accumulate" if self.accumulates[unit] and not self.is_last else "reduce", unit)
