@@ -104,9 +104,13 @@ class Setting:
     def options(self) -> tuple[Modes, ...]:
         """Modes that each unit may take, the one with the least memory first; the root stays gathered in any mode."""
         accumulates = self.workload.num_micro_batches > 1 and self.cluster.world_size > 1
-        sync = self.sync if accumulates else SYNC_CHOICES[:1]
-        offered = tuple(mode for mode in ALL_MODES if mode.name in self.modes and mode.sync in sync)
-        return tuple((DP,) if unit.is_root else self._with_activations(unit, offered) for unit in self.units)
+        offered = [mode for mode in ALL_MODES if mode.name in self.modes]
+
+        def of(unit: UnitProfile) -> Modes:
+            sync = self.sync if accumulates and self.engine.may_wait(unit) else SYNC_CHOICES[:1]
+            return self._with_activations(unit, tuple(mode for mode in offered if mode.sync in sync))
+
+        return tuple((DP,) if unit.is_root else of(unit) for unit in self.units)
 
     def _with_activations(self, unit: UnitProfile, modes: Modes) -> Modes:
         """The modes with every choice of activations: those first that save least, and the mode itself."""

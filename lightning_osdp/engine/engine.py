@@ -90,6 +90,10 @@ class Engine(ABC):
         """Whether a unit in this mode stays gathered from forward to backward."""
 
     @abstractmethod
+    def may_wait(self, unit: UnitProfile) -> bool:
+        """Whether the unit may reduce its gradients in the last micro-batch only."""
+
+    @abstractmethod
     def num_all_gathers(
         self, mode: ShardingMode, unit: UnitProfile | None = None, *, num_micro_batches: int = 1
     ) -> int:

@@ -149,18 +149,15 @@ class Host(ABC):
             if self.prefetch == "pre":
                 self.gather_before(self.place[unit])
 
-    def run_again(self, first: int, last: int, inside: frozenset[int]) -> None:
-        """Forward of a block that recomputes, if one ends with this segment."""
-        for segment in range(first, last + 1):
-            for unit in sorted(inside.intersection(self.starts[segment])):
-                self.need(unit)
-            self.note("rerun", segment)
-            for unit in sorted(inside.intersection(self.ends[segment]), key=self.place.__getitem__):
-                self.leave_again(unit)
-
     @abstractmethod
-    def leave_again(self, unit: int) -> None:
-        """Forward that is run again leaves a unit inside the block, which backward then comes to."""
+    def run_again(self, first: int, last: int, inside: frozenset[int]) -> None:
+        """Forward of a block that recomputes, if one ends with this segment.
+
+        Args:
+            first: its first segment; behind the last one where there is none.
+            last: the segment.
+            inside: the units inside.
+        """
 
 
 def _inside(units: Sequence[UnitProfile], block: str) -> frozenset[int]:

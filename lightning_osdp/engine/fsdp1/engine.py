@@ -52,6 +52,10 @@ class FSDP1(Engine):
         return mode.resident and world_size > 1  # on one rank it does not shard
 
     @override
+    def may_wait(self, unit: UnitProfile) -> bool:
+        return True
+
+    @override
     def num_all_gathers(
         self, mode: ShardingMode, unit: UnitProfile | None = None, *, num_micro_batches: int = 1
     ) -> int:

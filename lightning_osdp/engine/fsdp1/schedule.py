@@ -22,6 +22,8 @@ References:
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 from lightning_osdp.engine.fsdp1.order import completed
 from lightning_osdp.engine.host import Course, Host
 
@@ -43,8 +45,8 @@ class FSDP1Host(Host):
         begins = [spans[0][0] for spans in calls]
         self.complete = completed(units, begins, self.num_segments, is_ahead=forward_prefetch)
 
+    @override
     def backward(self) -> None:
-        """All of it."""
         if self.prefetch == "pre" and self.root_gathers:
             # The root's backward begins with the loss; without parameters it has nothing to prefetch from.
             self.gather_before(len(self.order))
@@ -58,10 +60,15 @@ class FSDP1Host(Host):
                     self.reduce(unit, prefetches=False)
             self.note("release", segment)
 
-    def leave_again(self, unit: int) -> None:
-        """Freed as after any forward, unless backward has reached it before."""
-        if not self.is_kept[unit] and unit not in self.reached:
-            self.free(unit)
+    @override
+    def run_again(self, first: int, last: int, inside: frozenset[int]) -> None:
+        for segment in range(first, last + 1):
+            for unit in sorted(inside.intersection(self.starts[segment])):
+                self.need(unit)
+            self.note("rerun", segment)
+            for unit in sorted(inside.intersection(self.ends[segment]), key=self.place.__getitem__):
+                if not self.is_kept[unit] and unit not in self.reached:
+                    self.free(unit)
 
     def reduce(self, unit: int, *, prefetches: bool) -> None:
         """Backward is through with it."""

@@ -58,6 +58,11 @@ class FSDP2(Engine):
         return mode.resident  # on one rank it copies, too
 
     @override
+    def may_wait(self, unit: UnitProfile) -> bool:
+        """Not if forward calls it more than once: what the micro-batches before have left is reduced by itself then."""
+        return len(unit.calls) == 1
+
+    @override
     def num_all_gathers(
         self, mode: ShardingMode, unit: UnitProfile | None = None, *, num_micro_batches: int = 1
     ) -> int:

@@ -15,9 +15,11 @@ With explicit lists of modules to prefetch, one for each unit:
 - A block that recomputes runs its forward again when backward reaches it. Units inside it are gathered for that, and
   stay gathered until backward is through with them.
 - A unit that accumulates does not reduce its gradients until the last micro-batch; where its mode keeps it gathered, it
-  stays so to the end of the last backward.
+  stays so to the end of the last backward. It must be called once (`Engine.may_wait`).
 
-A list might gather what is not needed any more, where forward calls a unit again; it is taken that none does.
+Lists hold at every call, so two kinds of unit must not have them, or they would gather what nobody needs any more: one
+that forward calls more than once has none; and in forward one inside of a block that recomputes has none that leads out
+of the block.
 
 References:
     torch/distributed/fsdp/_fully_shard/_fsdp_state.py (``_pre_forward``, ``_pre_backward``,
@@ -28,7 +30,7 @@ References:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from typing_extensions import override
 
@@ -47,10 +49,14 @@ class FSDP2Host(Host):
     def __init__(self, course: Course, *, backward_prefetch: str, forward_prefetch: bool) -> None:
         calls = [unit.calls for unit in course.units]
         super().__init__(course, calls, backward_prefetch=backward_prefetch, forward_prefetch=forward_prefetch)
+        self.is_called_once = [len(spans) == 1 for spans in calls]
         self.trained_from = course.units[0].trained_from
         self.merges_calls = course.merges_calls
         if course.merges_calls:
             self.leaves = [[unit for unit in ends if calls[unit][-1][1] == i] for i, ends in enumerate(self.ends)]
+        for segment, starting in enumerate(self.starts):
+            if self.ahead[segment] and not self._leads_on(segment, starting):
+                self.ahead[segment] = []
         self.returns: list[list[tuple[int, bool]]] = [[] for _ in range(self.num_segments)]
         """By segment, the units with a call of which backward is through then, and whether that is their last one."""
         self.at_the_end: list[int] = []
@@ -69,6 +75,14 @@ class FSDP2Host(Host):
             for first in reached[1:]:
                 self.returns[first].append((unit, False))
         self.at_the_end.sort()
+
+    def _leads_on(self, segment: int, starting: Sequence[int]) -> bool:
+        """Whether what begins with this segment, or else the root, prefetches in forward."""
+        if not starting:
+            return segment == 0
+        (following,), innermost = self.ahead[segment], max(starting)
+        around = (inside for _, inside, _ in self.rerun.values() if innermost in inside)
+        return self.is_called_once[innermost] and all(following in inside for inside in around)
 
     @override
     def backward(self) -> None:
@@ -102,14 +116,22 @@ class FSDP2Host(Host):
         for unit in units:
             if self.merges_calls and unit in self.reached:
                 self.free(unit)  # and gathered again: what that takes is seen, though it has been there meanwhile
-            super().reach((unit,))
+            self.reached.add(unit)
+            self.need(unit)
+            if self.prefetch == "pre" and self.is_called_once[unit]:
+                self.gather_before(self.place[unit])
             for _ in range(self.calls_here[unit] - 1):
                 self.leave(unit)
                 self.need(unit)
 
     @override
-    def leave_again(self, unit: int) -> None:
-        """It stays."""
+    def run_again(self, first: int, last: int, inside: frozenset[int]) -> None:
+        for segment in range(first, last + 1):
+            for unit in sorted(inside.intersection(self.starts[segment])):
+                self.need(unit)
+            for unit in inside.intersection(self.ahead[segment]):
+                self.gather(unit)
+            self.note("rerun", segment)
 
     def leave(self, unit: int) -> None:
         """Backward is through with a call of it."""
