@@ -102,6 +102,8 @@ def test_the_public_names_are_these():
         "ComputePrecision",
         "ConfigurationError",
         "DeviceRates",
+        "FSDP1",
+        "FSDP2",
         "InfeasibleError",
         "ModelProfile",
         "OSDPError",
