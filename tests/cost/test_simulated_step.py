@@ -1,19 +1,21 @@
 """The closed form against a simulation that tracks which units are gathered, and knows nothing of prefixes."""
 
+from dataclasses import replace
+
 import pytest
-from engines import FSDP1S
+from engines import ENGINES, FSDP1S
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.core.units import partition
-from lightning_osdp.cost import Workload, step_memory
+from lightning_osdp.cost import Workload, exact_peak, step_memory
 from lightning_osdp.engine import leaving_order
 
 
 @st.composite
-def steps(draw):
+def steps(draw, engines=ENGINES):
     """A random module tree in forward order, and the rest of what `step_memory` takes."""
     names = [""]
     for index in range(draw(st.integers(1, 7))):
@@ -41,7 +43,7 @@ def steps(draw):
     arguments = {
         "world_size": draw(st.sampled_from([1, 2, 4])),
         "workload": Workload(micro_batch_size=draw(st.integers(1, 3)), num_micro_batches=draw(st.integers(1, 2))),
-        "engine": draw(FSDP1S),
+        "engine": draw(engines),
     }
     return (
         operators,
@@ -53,7 +55,7 @@ def steps(draw):
 
 
 @settings(deadline=None, max_examples=300)
-@given(step=steps())
+@given(step=steps(FSDP1S))
 def test_the_peak_is_that_of_a_simulation_which_tracks_what_is_gathered(model, operator, step):
     operators, fields, min_unit_bytes, kept, arguments = step
     profile = model(*(operator(**made) for made in operators), **fields)
@@ -63,6 +65,21 @@ def test_the_peak_is_that_of_a_simulation_which_tracks_what_is_gathered(model, o
     assert found.peak_bytes == pytest.approx(simulated_peak(profile, units, modes, **arguments), abs=1.0)
     assert sum(found.parts.values()) == pytest.approx(found.peak_bytes, abs=len(found.parts) / 2 + 1)
     assert all(num_bytes > 0 for num_bytes in found.parts.values())
+
+
+@settings(deadline=None, max_examples=200)
+@given(step=steps(), waits=st.lists(st.booleans(), min_size=8, max_size=8))
+def test_the_closed_form_is_no_less_than_the_peak_of_any_modes(model, operator, step, waits):
+    operators, fields, min_unit_bytes, kept, arguments = step
+    profile = model(*(operator(**made) for made in operators), **fields)
+    units = partition(profile, min_unit_bytes=min_unit_bytes, rules=arguments["engine"].rules)
+    may_wait = arguments["workload"].num_micro_batches > 1 and arguments["world_size"] > 1
+    modes = [
+        DP if unit.is_root else replace(DP if dp else ZDP, sync="last" if may_wait and last else "every")
+        for unit, dp, last in zip(units, kept, waits, strict=False)
+    ]
+    exact = exact_peak(profile, units, modes, **arguments).peak_bytes
+    assert exact <= step_memory(profile, units, **arguments).peak(modes).peak_bytes
 
 
 @settings(deadline=None, max_examples=100)

@@ -98,7 +98,7 @@ def chosen(found, choices):
     """These modes as far as the units have the choice."""
     waits = found.workload.num_micro_batches > 1 and found.cluster.world_size > 1
     return [
-        DP if unit.is_root else mode if waits else MODES[mode.name]
+        DP if unit.is_root else mode if waits and found.engine.may_wait(unit) else MODES[mode.name]
         for unit, mode in zip(found.units, choices, strict=False)
     ]
 
