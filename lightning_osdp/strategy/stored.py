@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from zipfile import is_zipfile
+from zipfile import BadZipFile, is_zipfile
 
 from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -53,7 +53,7 @@ def read_plan(path: Path) -> Plan:
 def _is_checkpoint(path: Path) -> bool:
     try:
         return path.is_dir() or (path.is_file() and is_zipfile(path))
-    except (OSError, ValueError):  # no file can have such a path, and reading it will say so
+    except (OSError, ValueError, BadZipFile):  # no file can have such a path, or it is damaged: reading it will say so
         return False
 
 
