@@ -22,6 +22,7 @@ from lightning_osdp.core.modes import DP
 from lightning_osdp.core.profile import ModelProfile, OperatorProfile, Segment
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload
+from lightning_osdp.engine import FSDP1
 from lightning_osdp.scheduler import make_plan
 
 LINK = Link(latency_s=10e-6, seconds_per_byte=1 / 50e9)
@@ -135,7 +136,7 @@ def setting(profile: ModelProfile, *, overlaps: bool, prefetch: str = "pre", num
         units=partition(profile, min_unit_bytes=0),
         cluster=cluster(overlaps=overlaps),
         workload=Workload(micro_batch_size=SAMPLES, num_micro_batches=num_micro_batches),
-        backward_prefetch=prefetch,
+        engine=FSDP1(backward_prefetch=prefetch),
     )
 
 

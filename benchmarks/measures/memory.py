@@ -24,6 +24,7 @@ from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.rates import DeviceRates
 from lightning_osdp.core.units import UnitProfile, partition
 from lightning_osdp.cost import Workload
+from lightning_osdp.engine import FSDP1
 from lightning_osdp.profiler import ComputePrecision
 from lightning_osdp.simulation import StepEstimate, planned_units, simulate_step
 
@@ -135,7 +136,7 @@ def predict(case: Case, *, rank: int = 0, reduce_scatter_copies: bool = False) -
         *planned_units(plan, profile),
         cluster,
         Workload(micro_batch_size=case.micro_batch_size, num_micro_batches=case.num_micro_batches),
-        backward_prefetch=case.backward_prefetch,
+        engine=FSDP1(backward_prefetch=case.backward_prefetch),
         rank=rank,
     )
     return estimate, plan

@@ -151,7 +151,7 @@ class Paths:
         more_s = [0.0] * (len(self._constants_s) + 1)
         for unit, turn in self._flattened.items():
             more_s[turn] += min(self._own_s(unit, mode) for mode in options[unit])
-            reduces_s = self._reduce_s[unit] * min(mode.num_reduce_scatters(repeats) for mode in options[unit])
+            reduces_s = self._reduce_s[unit] * min(map(self._num_reduces, options[unit]))
             more_s[0] += reduces_s
             more_s[turn + 1] -= reduces_s
         for unit in self._gathered:
@@ -177,6 +177,10 @@ class Paths:
         """How often a step gathers a unit that is not there, whether or not forward frees it."""
         return 1 if mode.resident and mode.sync == "last" else self._clock.num_micro_batches
 
+    def _num_reduces(self, mode: ShardingMode) -> int:
+        """Reduce-scatters of a unit in a step."""
+        return self._setting.engine.num_reduce_scatters(mode, num_micro_batches=self._clock.num_micro_batches)
+
     @property
     def _num_ordered(self) -> int:
         """Micro-batches of a step in which a gather comes after every reduce-scatter that was issued before it.
@@ -201,7 +205,7 @@ class Paths:
             times_s.append(
                 {
                     mode: (self._own_s(unit, mode) if turn <= path.turn else 0.0)
-                    + (mode.num_reduce_scatters(repeats) * reduce_s if turn >= path.turn else 0.0)
+                    + (self._num_reduces(mode) * reduce_s if turn >= path.turn else 0.0)
                     + gathered[unit] * self._num_gathers(mode) * self._gather_s[unit]
                     + (0.0 if mode.resident else freed_s[unit])
                     for mode in options

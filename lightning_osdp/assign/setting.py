@@ -27,6 +27,7 @@ from lightning_osdp.cost import (
     step_memory,
     unit_cost,
 )
+from lightning_osdp.engine import DEFAULT, Engine
 from lightning_osdp.simulation import StepClock, in_modes
 
 
@@ -49,10 +50,10 @@ class Setting:
     """Which micro-batches may reduce a unit's gradients; with one micro-batch there is nothing to choose."""
     activations: tuple[str, ...] = ("keep",)
     """What units that are blocks may do with what they save."""
-    backward_prefetch: str = "pre"
-    forward_prefetch: bool = False
+    engine: Engine = DEFAULT
+    """What runs the step, with nothing left to choose of its settings."""
     cost_model: str = "simulate"
-    """``simulate``: the step as FSDP1 runs it. ``paper``: the sums of equation 1."""
+    """``simulate``: the step as the engine runs it. ``paper``: the sums of equation 1."""
     made: dict[Hashable, tuple[Setting, ...]] = field(default_factory=dict, compare=False, repr=False)
     """Of `once`; the settings that come of one another have it together."""
 
@@ -71,8 +72,7 @@ class Setting:
         key = (self.units, self.activations, what)
         if key not in self.made:
             self.made[key] = tuple(make())
-        workload, prefetch = self.workload, self.backward_prefetch
-        return [replace(each, workload=workload, backward_prefetch=prefetch) for each in self.made[key]]
+        return [replace(each, workload=self.workload, engine=self.engine) for each in self.made[key]]
 
     def decided(self, profile: ModelProfile, members: Mapping[str, Sequence[str]], **fields: Any) -> Setting:
         """The same with slices or blocks decided, which leaves nothing to choose of what blocks do.
@@ -104,9 +104,13 @@ class Setting:
     def options(self) -> tuple[Modes, ...]:
         """Modes that each unit may take, the one with the least memory first; the root stays gathered in any mode."""
         accumulates = self.workload.num_micro_batches > 1 and self.cluster.world_size > 1
-        sync = self.sync if accumulates else SYNC_CHOICES[:1]
-        offered = tuple(mode for mode in ALL_MODES if mode.name in self.modes and mode.sync in sync)
-        return tuple((DP,) if unit.is_root else self._with_activations(unit, offered) for unit in self.units)
+        offered = [mode for mode in ALL_MODES if mode.name in self.modes]
+
+        def of(unit: UnitProfile) -> Modes:
+            sync = self.sync if accumulates and self.engine.may_wait(unit) else SYNC_CHOICES[:1]
+            return self._with_activations(unit, tuple(mode for mode in offered if mode.sync in sync))
+
+        return tuple((DP,) if unit.is_root else of(unit) for unit in self.units)
 
     def _with_activations(self, unit: UnitProfile, modes: Modes) -> Modes:
         """The modes with every choice of activations: those first that save least, and the mode itself."""
@@ -121,7 +125,9 @@ class Setting:
         terms = PAPER_TIME_TERMS if self.is_paper else TERMS
         return tuple(
             {
-                mode: unit_cost(unit, mode, cluster=self.cluster, workload=self.workload, terms=terms).time_s
+                mode: unit_cost(
+                    unit, mode, cluster=self.cluster, workload=self.workload, engine=self.engine, terms=terms
+                ).time_s
                 for mode in dict.fromkeys(
                     (*MODES.values(), *(replace(mode, sync="every") for mode in options), *options)
                 )
@@ -140,8 +146,7 @@ class Setting:
             world_size=self.cluster.world_size,
             workload=self.workload,
             activations=self.activations,
-            backward_prefetch=self.backward_prefetch,
-            forward_prefetch=self.forward_prefetch,
+            engine=self.engine,
             reduce_scatter_copies=self.cluster.reduce_scatter_copies,
         )
 
@@ -174,14 +179,7 @@ class Setting:
     @cached_property
     def clock(self) -> StepClock:
         """The simulator of its time."""
-        return StepClock(
-            self.profile,
-            self.units,
-            self.cluster,
-            self.workload,
-            backward_prefetch=self.backward_prefetch,
-            forward_prefetch=self.forward_prefetch,
-        )
+        return StepClock(self.profile, self.units, self.cluster, self.workload, self.engine)
 
     @property
     def least_memory_modes(self) -> Modes:
@@ -234,6 +232,7 @@ class Setting:
             modes,
             world_size=self.cluster.world_size,
             num_samples=self.workload.micro_batch_size,
+            engine=self.engine,
         )
         return math.ceil(peak)
 
@@ -243,7 +242,11 @@ class Setting:
 
     def exact_peak(self, modes: Sequence[ShardingMode]) -> PeakMemory:
         """Predicted peak of one optimizer step."""
-        if self.is_paper or (len(self.activations) == 1 and all(mode.sync == "every" for mode in modes)):
+        if self.is_paper or (
+            self.engine.is_closed_form_exact
+            and len(self.activations) == 1
+            and all(mode.sync == "every" for mode in modes)
+        ):
             return self.peak(modes)
         return exact_peak(
             in_modes(self.profile, self.units, modes),
@@ -251,7 +254,6 @@ class Setting:
             modes,
             world_size=self.cluster.world_size,
             workload=self.workload,
-            backward_prefetch=self.backward_prefetch,
-            forward_prefetch=self.forward_prefetch,
+            engine=self.engine,
             reduce_scatter_copies=self.cluster.reduce_scatter_copies,
         )

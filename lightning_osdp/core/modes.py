@@ -24,26 +24,12 @@ class ShardingMode:
     activations: str = "keep"
     """What becomes of what the unit's block saves for backward: one of `ACTIVATION_CHOICES`."""
 
-    def num_all_gathers(self, num_calls: int = 1, num_micro_batches: int = 1) -> int:
-        """All-gathers per optimizer step of a unit that forward calls ``num_calls`` times.
-
-        A unit that frees its parameter after forward gathers it again at every call; backward gathers it once,
-        because FSDP1 reshards only after the last of the gradients (``_runtime_utils._post_backward_hook``).
-        """
-        if self.resident and self.sync == "last":
-            return 1
-        return num_micro_batches * ((1 if self.resident else num_calls) + self.backward_all_gathers)
-
-    def num_reduce_scatters(self, num_micro_batches: int = 1) -> int:
-        """Reduce-scatters of the unit's gradients per optimizer step."""
-        return 1 if self.sync == "last" else num_micro_batches
-
 
 ZDP = ShardingMode("ZDP", resident=False, backward_all_gathers=1)
-"""Freed after forward, gathered again for backward: FSDP1's ``FULL_SHARD``."""
+"""Freed after forward, gathered again for backward: ``FULL_SHARD`` or ``reshard_after_forward=True``."""
 
 DP = ShardingMode("DP", resident=True, backward_all_gathers=0)
-"""Gathered once, kept from forward to the end of its backward: FSDP1's ``SHARD_GRAD_OP``."""
+"""Gathered once, kept from forward to the end of its backward: ``SHARD_GRAD_OP`` or ``reshard_after_forward=False``."""
 
 MODES = {mode.name: mode for mode in (ZDP, DP)}
 """Every mode by name, in the order in which it is offered to the search: least memory first."""

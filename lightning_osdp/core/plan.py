@@ -14,7 +14,8 @@ from lightning_osdp.core.plan_unit import Block, Decision, Unit
 from lightning_osdp.errors import PlanFormatError, PlanMismatchError
 
 SCHEMA_VERSION = 2
-PREFETCH_CHOICES = ("pre", "post", "none")
+PREFETCH_CHOICES = {"fsdp1": ("pre", "post", "none"), "fsdp2": ("pre", "none")}
+"""Settings of backward prefetch by the engine that a plan may be for."""
 COST_MODELS = ("simulate", "paper")
 
 
@@ -45,16 +46,15 @@ class Plan:
     """No plan in the search space is predicted to be faster by more than this fraction."""
     blocks: tuple[Block, ...] = ()
     """Modules that recompute or offload what they save for backward, in forward order; all others keep it."""
-    engine: str = "fsdp1"
-    """What runs it: ``fsdp1`` or ``fsdp2`` (torch's ``fully_shard``)."""
-    asynchronous_unshard: bool = False
-    """Whether all-gathers are issued asynchronously, so that those that are prefetched run beside computing, on gloo,
-    too; ``fsdp2`` alone."""
     solver: str = ""
     cost_model: str = "simulate"
-    """What predicted it: ``simulate``, a step as FSDP1 runs it, or ``paper``, the sums of its equation 1."""
+    """What predicted it: ``simulate``, a step as its engine runs it, or ``paper``, the sums of its equation 1."""
+    engine: str = "fsdp1"
+    """What runs it: ``fsdp1``, `torch.distributed.fsdp.FullyShardedDataParallel`, or ``fsdp2``, its `fully_shard`."""
     backward_prefetch: str = "pre"
     forward_prefetch: bool = False
+    asynchronous_unshard: bool = False
+    """Whether all-gathers are issued so that computing may go on, and their buffers are gone sooner; of ``fsdp2``."""
     all_zdp_step_time_s: float = 0.0
     """Predicted seconds of one optimizer step with every unit ZDP (plain FSDP) at the same micro-batch."""
     all_zdp_peak_bytes: int = 0
@@ -198,6 +198,7 @@ def _plan_from_document(document: object, source: str) -> Plan:
 def _check_units(units: tuple[Unit, ...], source: str) -> None:
     seen_units: set[str] = set()
     seen_operators: set[str] = set()
+    seen_modules: set[str] = set()
     for unit in units:
         where = f"unit {unit.name!r} of {source}"
         if not unit.modes:
@@ -213,6 +214,11 @@ def _check_units(units: tuple[Unit, ...], source: str) -> None:
         repeated = seen_operators.intersection(unit.operators) | ({unit.name} & seen_units)
         if repeated or len(set(unit.operators)) < len(unit.operators):
             raise PlanFormatError(f"Expected units and operators of {source} once each, got {where} again.")
+        if seen_modules.intersection(unit.modules) or len(set(unit.modules)) < len(unit.modules):
+            raise PlanFormatError(f"Expected modules of {source} in one unit each, got those of {where} again.")
+        if unit.modules and (unit.num_slices > 1 or not unit.name):
+            raise PlanFormatError(f"Expected no 'modules' in {where}: neither slices nor the root are grouped.")
+        seen_modules.update(unit.modules)
         seen_units.add(unit.name)
         seen_operators.update(unit.operators)
     if "" not in seen_units:
@@ -243,10 +249,16 @@ def _check_numbers(plan: Plan, source: str) -> None:
         value = getattr(plan, name)
         if value < least:
             raise PlanFormatError(f"Expected {name!r} of {source} to be at least {least}, got {value!r}.")
-    for name, choices in (("backward_prefetch", PREFETCH_CHOICES), ("cost_model", COST_MODELS)):
+    choices_of: dict[str, tuple[str, ...]] = {"engine": tuple(PREFETCH_CHOICES), "cost_model": COST_MODELS}
+    if plan.engine in PREFETCH_CHOICES:
+        choices_of["backward_prefetch"] = PREFETCH_CHOICES[plan.engine]
+    for name, choices in choices_of.items():
         value = getattr(plan, name)
         if value not in choices:
             raise PlanFormatError(f"Expected {name!r} of {source} to be one of {choices}, got {value!r}.")
+
+    if plan.asynchronous_unshard and plan.engine == "fsdp1":
+        raise PlanFormatError(f"Expected 'asynchronous_unshard' of {source} to be false with engine 'fsdp1', got true.")
 
 
 __all__ = ["ACTIVATION_CHOICES", "DP", "SCHEMA_VERSION", "SYNC_CHOICES", "ZDP", "Block", "Decision", "Plan", "Unit"]

@@ -9,10 +9,10 @@ from lightning_osdp.core.modes import MODES, ShardingMode
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """What one FSDP wrapper gathers and frees at once, and how."""
+    """What is gathered and freed at once, and how."""
 
     name: str
-    """Qualified name of the module that is wrapped; the empty string is the root."""
+    """Qualified name of the module that is sharded; the empty string is the root."""
     operators: tuple[str, ...]
     """Qualified names of the operators whose parameters it holds, in forward order."""
     kind: str
@@ -20,7 +20,8 @@ class Unit:
     modes: tuple[str, ...]
     """Sharding mode of each slice; one slice where the operator is not split."""
     modules: tuple[str, ...] = ()
-    """Qualified names of the modules that are one unit together, in forward order; empty: the one of its name."""
+    """Modules that are grouped in this unit, where that is not just the module of its name: it stays gathered from the
+    first of their calls to the last."""
     sync: str = "every"
     """Which micro-batches reduce gradients: ``every`` or ``last``."""
     parameter_bytes: int = 0

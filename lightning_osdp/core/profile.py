@@ -28,6 +28,8 @@ class ParameterProfile:
     """Bytes of an element at rest."""
     gathered_itemsize: int
     """Bytes of an element as gathered for computing, and of its unsharded gradient."""
+    num_rows: int | None = None
+    """Length of its first dimension; None: not known, every element counts as a row."""
     is_trainable: bool = True
     state_bytes_per_element: float = 0.0
     """Optimizer state that is sharded with it."""
@@ -60,6 +62,8 @@ class Cut:
     """Length of the dimension that is cut: the most slices there can be."""
     is_cut: tuple[bool, ...]
     """For each of its parameters, in order; the others are whole, in the last slice."""
+    cuts_rows: bool = False
+    """Whether the dimension that is cut is the parameters' first."""
     input_bytes: Affine = ZERO
     """Input as it is saved for backward."""
     input_gradient_bytes: Affine = ZERO

@@ -138,7 +138,8 @@ def _slices(operator: OperatorProfile, number: int) -> Iterator[OperatorProfile]
 def _parameters(operator: OperatorProfile, cut: Cut, size: int, *, is_last: bool) -> Iterator[ParameterProfile]:
     for parameter, is_cut in zip(operator.parameters, cut.is_cut, strict=True):
         if is_cut:
-            yield replace(parameter, num_elements=parameter.num_elements // cut.num_features * size)
+            num_rows = size if cut.cuts_rows else parameter.num_rows
+            yield replace(parameter, num_elements=parameter.num_elements // cut.num_features * size, num_rows=num_rows)
         elif is_last:
             yield parameter
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 from lightning_osdp.core.affine import ZERO, Affine
 from lightning_osdp.core.profile import (
@@ -15,6 +16,21 @@ from lightning_osdp.core.profile import (
     Segment,
     Span,
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitRules:
+    """What an engine asks of units."""
+
+    frozen_may_differ: bool = False
+    """Whether frozen parameters may have another dtype than the rest of their unit."""
+    joins_root: bool = True
+    """Whether small operators may join the root from inside its children, rather than the outermost module around them:
+    not where children of the root are called, and run backward, one by one."""
+
+    def agree(self, operators: Iterable[OperatorProfile]) -> bool:
+        """Whether these operators may share a unit, as far as their dtypes go."""
+        return len({each.dtype for each in operators if each.num_trainable or not self.frozen_may_differ}) <= 1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,6 +44,9 @@ class UnitProfile:
     """Of these operators."""
     calls: tuple[Span, ...]
     """When forward runs the wrapped module, and so gathers the unit."""
+    trained_from: int = 0
+    """The model's first segment with anything to train: backward comes to no segment before it, and what is called in
+    it or before has inputs that need no gradient."""
     num_reruns: int = 0
     """Further calls in backward, of a block around it that recomputes, for which it has to be gathered."""
     block: BlockProfile | None = None
@@ -35,7 +54,7 @@ class UnitProfile:
 
     @property
     def is_root(self) -> bool:
-        """The root unit: FSDP never frees it between forward and backward, whatever its mode."""
+        """The root unit: it is never freed between forward and backward, whatever its mode."""
         return self.name == ""
 
     @property
@@ -115,6 +134,10 @@ _NEVER_CALLED: tuple[Span, ...] = ((0, 0),)
 """Where a module stands that this batch does not run: FSDP never gathers it, nor does it matter to any plan."""
 
 
+_ANY = UnitRules()
+"""What every engine can run."""
+
+
 def default_min_unit_bytes(profile: ModelProfile) -> int:
     """Bytes below which an operator joins its parent's unit: 64 KiB, or 1% of the model where that is less.
 
@@ -125,42 +148,71 @@ def default_min_unit_bytes(profile: ModelProfile) -> int:
     return min(SMALL_UNIT_BYTES, int(total * SMALL_UNIT_FRACTION))
 
 
-def partition(profile: ModelProfile, *, min_unit_bytes: int | None = None) -> tuple[UnitProfile, ...]:
+def partition(
+    profile: ModelProfile, *, min_unit_bytes: int | None = None, rules: UnitRules = _ANY
+) -> tuple[UnitProfile, ...]:
     """Candidate units, root first, then in forward order; every operator is in exactly one.
 
     Each operator gets a unit at the smallest module that encloses all uses of its parameters; operators with the
     same such module (tied ones) share it. A unit smaller than ``min_unit_bytes`` joins the nearest unit above it in
     the module tree -- which is where FSDP puts parameters that no unit of their own holds -- unless it is also used
     outside that unit's forward, where its parameters would not be gathered, or has another dtype.
+
+    Args:
+        profile: the model.
+        min_unit_bytes: None: see `default_min_unit_bytes`.
+        rules: the engine's.
     """
     if min_unit_bytes is None:
         min_unit_bytes = default_min_unit_bytes(profile)
     members: dict[str, list[OperatorProfile]] = {"": []}
     for operator in profile:
         members.setdefault(operator.enclosing[0], []).append(operator)
+    around = {name for operator in profile for name in operator.enclosing}
     for name in sorted(members, key=_depth, reverse=True):
         own_bytes = sum(operator.parameter_bytes for operator in members[name])
         if name == "" or own_bytes >= min_unit_bytes or any(operator.stands_alone for operator in members[name]):
             continue
         above = next(ancestor for ancestor in _ancestors(name) if ancestor in members)
-        dtypes = {operator.dtype for operator in (*members[above], *members[name])}
-        if len(dtypes) == 1 and all(above in operator.enclosing for operator in members[name]):
-            members[above] += members.pop(name)
+        child = _child(name)
+        if not above and not rules.joins_root and child in around and any(one.name != child for one in members[name]):
+            above = child
+        joined = (*members.get(above, ()), *members[name])
+        if above != name and rules.agree(joined) and all(above in one.enclosing for one in members[name]):
+            members.setdefault(above, []).extend(members.pop(name))
     return _units(profile, members)
 
 
+def outermost(operators: Sequence[OperatorProfile], rules: UnitRules = _ANY) -> dict[str, list[OperatorProfile]]:
+    """Operators by the outermost module that may be their unit: the root, or under some `UnitRules` a child of it.
+
+    A child that is the unit of what is inside it holds its own parameters, too.
+    """
+    children = {
+        child
+        for operator in operators
+        if not rules.joins_root and (child := _child(operator.name)) in operator.enclosing and child != operator.name
+    }
+    found: dict[str, list[OperatorProfile]] = {"": []}
+    for operator in operators:
+        child = _child(operator.name)
+        found.setdefault(child if child in children and child in operator.enclosing else "", []).append(operator)
+    return found
+
+
 def merged(
-    profile: ModelProfile, units: Sequence[UnitProfile], names: Collection[str]
+    profile: ModelProfile, units: Sequence[UnitProfile], names: Collection[str], rules: UnitRules = _ANY
 ) -> tuple[UnitProfile, ...] | None:
     """The units with one at each named module in place of all units and parameters inside it; None where one cannot be.
 
     A module cannot hold all parameters below it where some of them are also used outside its forward, or where they
-    differ in dtype: FSDP keeps a unit in one tensor.
+    differ in dtype: a unit is gathered in one tensor.
 
     Args:
         profile: the model.
         units: its partition so far.
         names: modules, none of them inside another.
+        rules: the engine's.
     """
     wanted = set(names)
     members: dict[str, list[OperatorProfile]] = {"": []}
@@ -171,18 +223,33 @@ def merged(
             if above is not None and above not in operator.enclosing:
                 return None
             members.setdefault(unit.name if above is None else above, []).append(operator)
-    if any(len({operator.dtype for operator in members.get(name, ())}) > 1 for name in wanted):
+    if not all(rules.agree(members.get(name, ())) for name in wanted):
         return None
     return _units(profile, members)
 
 
-def grouped(profile: ModelProfile, members: Mapping[str, Collection[str]]) -> tuple[UnitProfile, ...]:
-    """The units of these names, made of the operators of these names."""
+def grouped(
+    profile: ModelProfile,
+    members: Mapping[str, Collection[str]],
+    modules: Mapping[str, Collection[str]] | None = None,
+) -> tuple[UnitProfile, ...]:
+    """The units of these names, made of the operators of these names.
+
+    Args:
+        profile: the model.
+        members: unit -> its operators.
+        modules: units of several modules -> these; such a unit is gathered from their first call to their last.
+    """
     operators = {operator.name: operator for operator in profile}
-    return _units(profile, {unit: [operators[name] for name in names] for unit, names in members.items()})
+    found = {unit: [operators[name] for name in names] for unit, names in members.items()}
+    return _units(profile, found, modules or {})
 
 
-def _units(profile: ModelProfile, members: Mapping[str, Sequence[OperatorProfile]]) -> tuple[UnitProfile, ...]:
+def _units(
+    profile: ModelProfile,
+    members: Mapping[str, Sequence[OperatorProfile]],
+    modules: Mapping[str, Collection[str]] = MappingProxyType({}),
+) -> tuple[UnitProfile, ...]:
     """Units by name, with what runs inside them; root first, then in forward order."""
     position = {operator.name: index for index, operator in enumerate(profile)}
     above = {around for name in members for around in _ancestors(name)}
@@ -197,13 +264,23 @@ def _units(profile: ModelProfile, members: Mapping[str, Sequence[OperatorProfile
         around = [profile.rerun[module] for module in _ancestors(name) if module in profile.rerun]
         return sum(last < span[1] or is_early for span, is_early in around for _, last in calls)
 
+    def calls_of(name: str) -> tuple[Span, ...]:
+        if not name:
+            return whole
+        if name not in modules:
+            return profile.spans.get(name, _NEVER_CALLED)
+        spans = [span for module in modules[name] for span in profile.spans.get(module, ())]
+        return ((min(first for first, _ in spans), max(last for _, last in spans)),) if spans else _NEVER_CALLED
+
+    trained_from = _trained_from(profile)
     units = (
         UnitProfile(
             name=name,
             operators=tuple(sorted(operators, key=lambda operator: position[operator.name])),
             segments=tuple(part for operator in operators for part in segments.get(operator.name, ())),
-            calls=profile.spans.get(name, _NEVER_CALLED) if name else whole,
-            num_reruns=num_reruns(name, profile.spans.get(name, _NEVER_CALLED)),
+            calls=calls_of(name),
+            trained_from=trained_from,
+            num_reruns=num_reruns(name, calls_of(name)) if name else 0,
             block=blocks.get(name),
         )
         for name, operators in members.items()
@@ -214,8 +291,30 @@ def _units(profile: ModelProfile, members: Mapping[str, Sequence[OperatorProfile
     )
 
 
+def _trained_from(profile: ModelProfile) -> int:
+    """The first segment whose operator has something to train; 0 where only the root has, as nobody knows where it is.
+
+    An operator that is never called itself counts where the nearest module around it is called; where nothing is
+    trained, it is the segment after all others.
+    """
+    trained = [operator for operator in profile if operator.num_trainable]
+    first: dict[str, int] = {}
+    for index, segment in enumerate(profile.segments[:-1]):
+        first.setdefault(segment.operator, index)
+    for operator in trained:
+        around = (profile.spans[name][0][0] for name in operator.enclosing if name in profile.spans)
+        first.setdefault(operator.name, next(around, len(profile.segments)))
+    places = [first[operator.name] for operator in trained if operator.name]
+    return min(places, default=0 if trained else len(profile.segments))
+
+
 def _depth(name: str) -> int:
     return name.count(".") + 1 if name else 0
+
+
+def _child(name: str) -> str:
+    """The child of the root that the module is, or is in."""
+    return name.partition(".")[0]
 
 
 def _ancestors(name: str) -> Sequence[str]:

@@ -7,14 +7,19 @@ from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.profile import BlockProfile
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.cost.cost import Cost, Workload
+from lightning_osdp.core.workload import Workload
+from lightning_osdp.cost.cost import Cost
+from lightning_osdp.engine import DEFAULT, Engine
 
 
-def activations_cost(unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload) -> Cost:
+def activations_cost(
+    unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload, engine: Engine = DEFAULT
+) -> Cost:
     """Bytes saved for backward at the micro-batch in hand, and seconds of running the unit's block again or of copies.
 
     Bytes are the same in every sharding mode.
     """
+    del engine
     time_s = workload.num_micro_batches * activations_s(unit, mode, cluster, workload.micro_batch_size)
     return Cost(time_s=time_s, memory_bytes=saved_bytes(unit, mode.activations, workload.micro_batch_size))
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_osdp.core.modes import ShardingMode
+from lightning_osdp.core.modes import DP, ShardingMode
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.cost.layout import UnitBytes, layout
+from lightning_osdp.engine import DEFAULT, Engine, UnitBytes
 
 
 def evaluation_peak(
@@ -21,12 +21,14 @@ def evaluation_peak(
     *,
     world_size: int,
     num_samples: int,
+    engine: Engine = DEFAULT,
 ) -> float:
     """Most bytes alive on one rank while the model runs forward without gradients.
 
         base + [P of the root and of all DP units] + max_i ( [P of ZDP units that run] + e_i )
 
-    Without a backward to free it, a DP unit stays gathered after its first forward. Lightning has zeroed the gradients.
+    and the buffers of all-gathers, where the engine has any. Without a backward to free it, a DP unit stays gathered
+    after its first forward. Lightning has zeroed the gradients.
 
     Args:
         profile: the model; e_i is measured on its training step.
@@ -34,14 +36,15 @@ def evaluation_peak(
         modes: one per unit.
         world_size: N.
         num_samples: of one evaluation batch.
+        engine: what runs it.
     """
-    sizes = layout(tuple(units), profile.optimizer, world_size).units
-    stays = [world_size > 1 and (unit.is_root or mode.resident) for unit, mode in zip(units, modes, strict=True)]
+    sizes = engine.layout(units, profile.optimizer, world_size).units
+    stays = [engine.keeps(DP if unit.is_root else mode, world_size) for unit, mode in zip(units, modes, strict=True)]
     running = [0.0] * len(profile.segments)
     gathering = [0.0] * len(profile.segments)
     for unit, size, is_kept in zip(units, sizes, stays, strict=True):
         for first, last in unit.calls:
-            gathering[first] = max(gathering[first], size.cast_shard)
+            gathering[first] = max(gathering[first], size.cast_shard, size.buffer)
             for segment in range(first, last + 1) if not is_kept else ():
                 running[segment] += size.gathered
     kept = sum(size.gathered for size, is_kept in zip(sizes, stays, strict=True) if is_kept)
@@ -49,7 +52,9 @@ def evaluation_peak(
         whole + max(segment.evaluation_bytes.at(num_samples), cast)
         for segment, whole, cast in zip(profile.segments, running, gathering, strict=True)
     )
-    return _between_steps(profile, units, world_size) + profile.batch_bytes.at(num_samples) + kept + max(transient)
+    lingering = engine.most_lingering * max((size.buffer for size in sizes), default=0.0)
+    states = _between_steps(profile, units, world_size, engine) + profile.batch_bytes.at(num_samples)
+    return states + kept + lingering + max(transient)
 
 
 def saving_peak(
@@ -60,6 +65,7 @@ def saving_peak(
     world_size: int,
     is_sharded: bool,
     goes_to_host: bool,
+    engine: Engine = DEFAULT,
 ) -> float:
     """Most bytes alive on rank 0 while a checkpoint of model and optimizer is made; a bound.
 
@@ -73,8 +79,9 @@ def saving_peak(
         world_size: N.
         is_sharded: ``state_dict_type="sharded"``.
         goes_to_host: whether state dicts leave the device, as Lightning has it on GPUs.
+        engine: what shards the model.
     """
-    sizes = layout(tuple(units), profile.optimizer, world_size).units
+    sizes = engine.layout(units, profile.optimizer, world_size).units
     whole = sum(unit.parameter_bytes + unit.optimizer_bytes for unit in units)
     states = 0.0 if goes_to_host else whole / world_size if is_sharded else float(whole)
     gathered = [_at_rest(size, world_size) for size in sizes]
@@ -82,11 +89,11 @@ def saving_peak(
         num_bytes for unit, mode, num_bytes in zip(units, modes, gathered, strict=True) if unit.is_root or mode.resident
     )
     one = max((num_bytes + size.shard for num_bytes, size in zip(gathered, sizes, strict=True)), default=0.0)
-    return _between_steps(profile, units, world_size) + left + one + states
+    return _between_steps(profile, units, world_size, engine) + left + one + states
 
 
-def _between_steps(profile: ModelProfile, units: Sequence[UnitProfile], world_size: int) -> float:
-    found = layout(tuple(units), profile.optimizer, world_size)
+def _between_steps(profile: ModelProfile, units: Sequence[UnitProfile], world_size: int, engine: Engine) -> float:
+    found = engine.layout(units, profile.optimizer, world_size)
     return found.shards + found.optimizer_state + profile.buffer_bytes
 
 

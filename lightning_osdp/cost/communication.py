@@ -5,10 +5,14 @@ from __future__ import annotations
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.cost.cost import Cost, Workload
+from lightning_osdp.core.workload import Workload
+from lightning_osdp.cost.cost import Cost
+from lightning_osdp.engine import DEFAULT, Engine
 
 
-def communication_cost(unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload) -> Cost:
+def communication_cost(
+    unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload, engine: Engine = DEFAULT
+) -> Cost:
     """Seconds of all-gathers and reduce-scatters in one optimizer step.
 
     Equation 2, with alpha and beta of each collective apart, for each of K micro-batches that reduces gradients:
@@ -18,7 +22,8 @@ def communication_cost(unit: UnitProfile, mode: ShardingMode, *, cluster: Cluste
 
     Where only the last one reduces them, a step takes 2 K AG(S) + RS(S) of a ZDP unit and AG(S) + RS(S) of a DP one.
 
-    A ZDP unit inside a block that is run again in backward is gathered once more.
+    How many collectives there are where forward calls a module again, or backward runs a block again, and how many
+    bytes they carry, is the engine's.
 
     Frozen parameters have no gradient: a unit without trainable parameters reduces nothing.
 
@@ -26,15 +31,18 @@ def communication_cost(unit: UnitProfile, mode: ShardingMode, *, cluster: Cluste
         OSDP (Jiang et al. 2022), equation 2.
     """
     repeats = workload.num_micro_batches
-    gathers_s = mode.num_all_gathers(len(unit.calls) + unit.num_reruns, repeats) * gather_s(unit, cluster)
-    return Cost(time_s=gathers_s + mode.num_reduce_scatters(repeats) * reduce_s(unit, cluster))
+    num_gathers = engine.num_all_gathers(mode, unit, num_micro_batches=repeats)
+    num_reduces = engine.num_reduce_scatters(mode, num_micro_batches=repeats)
+    return Cost(time_s=num_gathers * gather_s(unit, cluster, engine) + num_reduces * reduce_s(unit, cluster, engine))
 
 
-def gather_s(unit: UnitProfile, cluster: Cluster) -> float:
+def gather_s(unit: UnitProfile, cluster: Cluster, engine: Engine = DEFAULT) -> float:
     """Seconds of one all-gather of a unit."""
-    return cluster.all_gather.ring_s(unit.gathered_bytes, cluster.world_size) if unit.gathered_bytes else 0.0
+    num_bytes = engine.all_gather_bytes(unit, cluster.world_size)
+    return cluster.all_gather.ring_s(num_bytes, cluster.world_size) if num_bytes else 0.0
 
 
-def reduce_s(unit: UnitProfile, cluster: Cluster) -> float:
-    """Seconds of one reduce-scatter of its gradients: of the whole flat parameter once any of it is trainable."""
-    return cluster.reduce_scatter.ring_s(unit.gathered_bytes, cluster.world_size) if unit.gradient_bytes else 0.0
+def reduce_s(unit: UnitProfile, cluster: Cluster, engine: Engine = DEFAULT) -> float:
+    """Seconds of one reduce-scatter of its gradients."""
+    num_bytes = engine.reduce_scatter_bytes(unit, cluster.world_size)
+    return cluster.reduce_scatter.ring_s(num_bytes, cluster.world_size) if num_bytes else 0.0

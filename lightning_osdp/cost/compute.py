@@ -6,10 +6,14 @@ from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.cost.cost import Cost, Workload
+from lightning_osdp.core.workload import Workload
+from lightning_osdp.cost.cost import Cost
+from lightning_osdp.engine import DEFAULT, Engine
 
 
-def compute_cost(unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload) -> Cost:
+def compute_cost(
+    unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload, engine: Engine = DEFAULT
+) -> Cost:
     """Forward and backward seconds of one optimizer step, ``K (fixed + b gamma)``; the same in every mode.
 
     The paper's time is proportional to the batch; small ones do not fill the device, so it is affine here.
@@ -17,7 +21,7 @@ def compute_cost(unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, wor
     References:
         OSDP (Jiang et al. 2022), equation 2.
     """
-    del mode, cluster
+    del mode, cluster, engine
     return Cost(time_s=workload.num_micro_batches * unit.compute_s.at(workload.micro_batch_size))
 
 

@@ -15,13 +15,3 @@ class Cost:
     def __add__(self, other: Cost) -> Cost:
         """Both costs together."""
         return Cost(self.time_s + other.time_s, self.memory_bytes + other.memory_bytes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """What one rank does in one optimizer step."""
-
-    micro_batch_size: int
-    """b: samples per rank and micro-batch."""
-    num_micro_batches: int = 1
-    """K: micro-batches per optimizer step."""

@@ -5,10 +5,14 @@ from __future__ import annotations
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.cost.cost import Cost, Workload
+from lightning_osdp.core.workload import Workload
+from lightning_osdp.cost.cost import Cost
+from lightning_osdp.engine import DEFAULT, Engine
 
 
-def model_states_cost(unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload) -> Cost:
+def model_states_cost(
+    unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload, engine: Engine = DEFAULT
+) -> Cost:
     """Bytes of the unit's model states on one rank.
 
         m_ZDP = (parameters + gradients + optimizer) / N
@@ -20,7 +24,7 @@ def model_states_cost(unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster
     References:
         OSDP (Jiang et al. 2022), appendix B (profiler), with the deviation above.
     """
-    del workload
+    del workload, engine
     sharded = unit.trainable_bytes + unit.optimizer_bytes
     whole = 0
     if mode.resident:

@@ -1,4 +1,6 @@
-"""Bytes alive at each moment of one optimizer step under FSDP1: a running sum over the events of `schedule`.
+"""The largest moments of one optimizer step, whatever the modes: a running sum over the engine's events.
+
+What lives at each moment is the engine's to say (`engine.live_parts`). Under FSDP1 it is this.
 
 Notation: units u with P_u gathered bytes, S_u unsharded gradient bytes, s_u reduced gradient shard; i are segments
 in forward order, the last of them the loss. Between optimizer steps lives
@@ -43,10 +45,8 @@ from functools import lru_cache
 
 from lightning_osdp.core.profile import ModelProfile, Rerun
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.cost.cost import Workload
-from lightning_osdp.cost.live_parts import LiveParts, Moment
-from lightning_osdp.cost.order import leaving_order
-from lightning_osdp.cost.schedule import MOST_SIMULATED, Event, micro_batches
+from lightning_osdp.core.workload import Workload
+from lightning_osdp.engine import DEFAULT, MOST_SIMULATED, Engine, Event, Moment, leaving_order
 
 
 def largest_moments(
@@ -55,8 +55,7 @@ def largest_moments(
     *,
     world_size: int,
     workload: Workload,
-    backward_prefetch: str = "pre",
-    forward_prefetch: bool = False,
+    engine: Engine = DEFAULT,
     reduce_scatter_copies: bool = True,
 ) -> tuple[dict[int, Moment], Moment]:
     """Of a step in which every unit is ZDP and reduces its gradients in each micro-batch.
@@ -72,27 +71,27 @@ def largest_moments(
         if num_freed not in largest or num_bytes > largest[num_freed].num_bytes:
             largest[num_freed] = moment()
 
-    live = LiveParts(
+    live = engine.live_parts(
         profile,
         units,
         keep_if_largest,
         world_size=world_size,
         workload=workload,
         reduce_scatter_copies=reduce_scatter_copies,
+        is_bound=True,
     )
     simulated = _events(
         tuple(units),
         min(MOST_SIMULATED, workload.num_micro_batches),
         len(profile.segments),
         tuple(profile.rerun.items()),
-        backward_prefetch=backward_prefetch,
-        forward_prefetch=forward_prefetch,
+        engine,
     )
     for events in simulated:
         live.begin_micro_batch()
         freed = _Freed(units)
         for event in events:
-            freed.read(event, is_in_backward=live.is_in_backward)
+            freed.read(event)
             num_freed = freed.num
             live.read(event)
     num_freed = -1
@@ -106,21 +105,17 @@ def _events(
     num_micro_batches: int,
     num_segments: int,
     rerun: tuple[tuple[str, Rerun], ...],
-    *,
-    backward_prefetch: str,
-    forward_prefetch: bool,
+    engine: Engine,
 ) -> list[list[Event]]:
     """Of micro-batches in which every unit is ZDP; they do not depend on how many samples these have."""
-    return micro_batches(
+    return engine.micro_batches(
         units,
-        [((unit.first, unit.last),) for unit in units],
         [False] * len(units),
         [False] * len(units),
         num_micro_batches=num_micro_batches,
         num_segments=num_segments,
         rerun=dict(rerun),
-        backward_prefetch=backward_prefetch,
-        forward_prefetch=forward_prefetch,
+        merges_calls=True,
     )
 
 
@@ -136,7 +131,7 @@ class _Freed:
         self._is_freed = [False] * len(self._places)
         self._through: set[int] = set()
 
-    def read(self, event: Event, *, is_in_backward: bool) -> None:
+    def read(self, event: Event) -> None:
         """One more event of a micro-batch."""
         place = self._places.get(event.of)
         if place is None:
@@ -146,7 +141,7 @@ class _Freed:
         elif event.kind == "free" and place not in self._through:
             self._is_freed[place] = True
             self.num = max(self.num, place + 1)
-        elif event.kind == "gather" and is_in_backward:
+        elif event.kind == "gather":
             self._is_freed[place] = False
             while self.num and not self._is_freed[self.num - 1]:
                 self.num -= 1

@@ -5,10 +5,14 @@ from __future__ import annotations
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.cost.cost import Cost, Workload
+from lightning_osdp.core.workload import Workload
+from lightning_osdp.cost.cost import Cost
+from lightning_osdp.engine import DEFAULT, Engine
 
 
-def overhead_cost(unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload) -> Cost:
+def overhead_cost(
+    unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload, engine: Engine = DEFAULT
+) -> Cost:
     """Seconds of hooks, views and copies in one optimizer step, as measured on the cluster; none where it was not.
 
     With G all-gathers and R reduce-scatters in K micro-batches:
@@ -18,9 +22,9 @@ def overhead_cost(unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, wo
     The paper has no such term. [Empirical, measured by `profiler.measure_unit_overhead` in every run.]
     """
     repeats = workload.num_micro_batches
-    num_reduces = mode.num_reduce_scatters(repeats)
+    num_reduces = engine.num_reduce_scatters(mode, num_micro_batches=repeats)
     counts = {
-        "gather": mode.num_all_gathers(len(unit.calls) + unit.num_reruns, repeats),
+        "gather": engine.num_all_gathers(mode, unit, num_micro_batches=repeats),
         "flatten": repeats,
         "reduce": num_reduces,
         "accumulate": repeats - num_reduces,

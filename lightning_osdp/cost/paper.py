@@ -19,11 +19,10 @@ from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.cost.cost import Workload
-from lightning_osdp.cost.live_parts import Moment
+from lightning_osdp.core.workload import Workload
 from lightning_osdp.cost.model_states import model_states_cost
-from lightning_osdp.cost.order import leaving_order
 from lightning_osdp.cost.peak_memory import StepMemory
+from lightning_osdp.engine import Moment, leaving_order
 
 TIME_TERMS = ("communication", "compute")
 """Terms of `cost.TERMS` whose seconds the paper adds up."""

@@ -1,4 +1,4 @@
-"""Peak of live bytes in one optimizer step under FSDP1, in closed form, as a function of the modes.
+"""Peak of live bytes in one optimizer step, in closed form, as a function of the modes.
 
 With the units in the order in which forward leaves them, x_u = 1 where unit u is kept gathered (DP), P_u its gathered
 bytes, and floor_k the largest moment of an all-ZDP step at which the first k units are freed (`moments`):
@@ -32,16 +32,13 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from lightning_osdp.core.blocks import with_activations
-from lightning_osdp.core.modes import ShardingMode
+from lightning_osdp.core.modes import DP, ShardingMode
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile
+from lightning_osdp.core.workload import Workload
 from lightning_osdp.cost.activations import saved_bytes
-from lightning_osdp.cost.cost import Workload
-from lightning_osdp.cost.layout import layout
-from lightning_osdp.cost.live_parts import LiveParts, Moment
 from lightning_osdp.cost.moments import largest_moments
-from lightning_osdp.cost.order import leaving_order
-from lightning_osdp.cost.schedule import events_of
+from lightning_osdp.engine import DEFAULT, Engine, Moment, leaving_order
 
 ROUNDING_BYTES = 1e-3
 """What the rounding of sums may add to a peak, which is else rounded up to whole bytes."""
@@ -159,8 +156,7 @@ def exact_peak(
     *,
     world_size: int,
     workload: Workload,
-    backward_prefetch: str = "pre",
-    forward_prefetch: bool = False,
+    engine: Engine = DEFAULT,
     reduce_scatter_copies: bool = True,
 ) -> PeakMemory:
     """Peak of one optimizer step in these modes, event by event; arguments as in `step_memory`."""
@@ -170,7 +166,7 @@ def exact_peak(
         if not largest or num_bytes > largest[0].num_bytes:
             largest[:] = [moment()]
 
-    live = LiveParts(
+    live = engine.live_parts(
         profile,
         units,
         keep_if_largest,
@@ -178,15 +174,7 @@ def exact_peak(
         workload=workload,
         reduce_scatter_copies=reduce_scatter_copies,
     )
-    for events in events_of(
-        profile,
-        units,
-        modes,
-        world_size,
-        num_micro_batches=workload.num_micro_batches,
-        backward_prefetch=backward_prefetch,
-        forward_prefetch=forward_prefetch,
-    ):
+    for events in engine.events_of(profile, units, modes, world_size, num_micro_batches=workload.num_micro_batches):
         live.begin_micro_batch()
         for event in events:
             live.read(event)
@@ -201,8 +189,7 @@ def step_memory(
     world_size: int,
     workload: Workload,
     activations: Sequence[str] = ("keep",),
-    backward_prefetch: str = "pre",
-    forward_prefetch: bool = False,
+    engine: Engine = DEFAULT,
     reduce_scatter_copies: bool = True,
 ) -> StepMemory:
     """Peak of one optimizer step on one rank, for any choice of modes.
@@ -210,14 +197,13 @@ def step_memory(
     Args:
         profile: the model.
         units: partition of its operators.
-        world_size: N. With one rank FSDP1 does not shard, and nothing is gathered.
+        world_size: N.
         workload: micro-batch size and number of micro-batches.
         activations: what units that are blocks may do with what they save.
-        backward_prefetch: FSDP1's ``BACKWARD_PRE`` ("pre"), ``BACKWARD_POST`` ("post") or None ("none").
-        forward_prefetch: FSDP1's option of the same name.
+        engine: what runs the step.
         reduce_scatter_copies: whether the backend copies what it reduces, as gloo does.
     """
-    order, sizes = leaving_order(units), layout(tuple(units), profile.optimizer, world_size).units
+    order, sizes = leaving_order(units), engine.layout(units, profile.optimizer, world_size).units
     saved = [_saved_bytes(units[unit], activations, workload) for unit in order]
     moments: dict[int, Moment] = {}
     update: Moment | None = None
@@ -227,8 +213,7 @@ def step_memory(
             units,
             world_size=world_size,
             workload=workload,
-            backward_prefetch=backward_prefetch,
-            forward_prefetch=forward_prefetch,
+            engine=engine,
             reduce_scatter_copies=reduce_scatter_copies,
         )
         before = list(accumulate((each.get(choice, 0.0) for each in saved), initial=0.0))
@@ -238,8 +223,9 @@ def step_memory(
                 moments[k] = floor
     return StepMemory(
         order=order,
-        gathered_bytes=tuple(sizes[unit].gathered if world_size > 1 else 0.0 for unit in order),
-        whole_bytes=tuple(sizes[unit].flat_gradient - sizes[unit].reduced for unit in order),
+        gathered_bytes=tuple(sizes[unit].gathered if engine.keeps(DP, world_size) else 0.0 for unit in order),
+        # with paddings a shard may be larger than what it is a shard of
+        whole_bytes=tuple(max(0.0, sizes[unit].whole_gradient - sizes[unit].reduced) for unit in order),
         saved_bytes=tuple(saved),
         moments=moments,
         update=update,

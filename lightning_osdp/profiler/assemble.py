@@ -114,6 +114,7 @@ def _cut(operator: Operator, num_features: int | None, flows: Mapping[str, Flow]
     return Cut(
         num_features=num_features,
         is_cut=tuple(names[parameter] in dims for parameter in operator.parameters),
+        cuts_rows=0 in dims.values(),
         input_bytes=Affine.proportional(batch_size, flow.input_bytes),
         input_gradient_bytes=Affine.proportional(batch_size, flow.input_gradient_bytes),
         output_bytes=Affine.proportional(batch_size, flow.output_bytes),
@@ -128,6 +129,7 @@ def _parameter(
         num_elements=parameter.numel(),
         itemsize=parameter.element_size(),
         gathered_itemsize=_itemsize(parameter, compute_dtype),
+        num_rows=parameter.shape[0],
         is_trainable=parameter.requires_grad,
         state_bytes_per_element=optimized.state_bytes / max(1, parameter.numel()) if optimized else 0.0,
         group=optimized.group if optimized else 0,

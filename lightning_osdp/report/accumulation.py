@@ -7,6 +7,7 @@ from dataclasses import replace
 from lightning_osdp.core.byte_size import format_bytes
 from lightning_osdp.core.modes import DP
 from lightning_osdp.core.plan import Plan, Unit
+from lightning_osdp.engine import Engine, engine_of
 
 
 def wire_bytes(plan: Plan) -> float:
@@ -22,7 +23,8 @@ def wire_bytes(plan: Plan) -> float:
     Frozen units, which reduce nothing, modules that forward calls more than once, and units inside of blocks that are
     run again are counted as any other.
     """
-    sent = sum(_collectives(unit, plan.num_micro_batches) * unit.parameter_bytes for unit in plan.units)
+    engine = engine_of(plan)
+    sent = sum(_collectives(unit, engine, plan.num_micro_batches) * unit.parameter_bytes for unit in plan.units)
     return sent * (plan.world_size - 1) / plan.world_size
 
 
@@ -56,8 +58,8 @@ def tell_accumulation(plan: Plan, without: Plan) -> str:
     return ", ".join(changes)
 
 
-def _collectives(unit: Unit, num_micro_batches: int) -> float:
+def _collectives(unit: Unit, engine: Engine, num_micro_batches: int) -> float:
     """All-gathers and reduce-scatters of a unit in an optimizer step: of its slices, the mean."""
     modes = (unit if unit.name else replace(unit, modes=(DP.name,))).sharding_modes  # the root is never freed
-    gathers = sum(mode.num_all_gathers(num_micro_batches=num_micro_batches) for mode in modes)
-    return gathers / len(modes) + modes[0].num_reduce_scatters(num_micro_batches)
+    gathers = sum(engine.num_all_gathers(mode, num_micro_batches=num_micro_batches) for mode in modes)
+    return gathers / len(modes) + engine.num_reduce_scatters(modes[0], num_micro_batches=num_micro_batches)

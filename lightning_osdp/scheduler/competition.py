@@ -56,9 +56,9 @@ class Competition:
             found += self._assigned(setting, found)
         fastest = min(found, key=_time_s, default=None)
         if fastest is None or fastest[1].step_time_s > fastest[0].fastest_s * (1 + NO_GAIN):
-            prefetch = None if fastest is None else fastest[0].backward_prefetch
+            engine = None if fastest is None else fastest[0].engine
             smallest = min(settings, key=attrgetter("least_bytes"))
-            base = next((each for each in settings if each.backward_prefetch == prefetch), smallest)
+            base = next((each for each in settings if each.engine == engine), smallest)
             for each in self._split(base):
                 found += self._assigned(each, found)
             found += self._with_recomputing(base, found)

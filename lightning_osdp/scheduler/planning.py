@@ -9,12 +9,13 @@ from typing import Literal
 from lightning_osdp.assign import Setting, with_blocks
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.document import shown
-from lightning_osdp.core.plan import COST_MODELS, PREFETCH_CHOICES, Plan
+from lightning_osdp.core.plan import COST_MODELS, Plan
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.progress import Progress, silent
 from lightning_osdp.core.search_space import SearchSpace
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload
+from lightning_osdp.engine import AUTO, FSDP1, Engine
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.scheduler.candidate import Candidate
 from lightning_osdp.scheduler.competition import Competition
@@ -22,6 +23,8 @@ from lightning_osdp.scheduler.infeasible import why_infeasible
 from lightning_osdp.scheduler.planned import planned, planned_blocks
 from lightning_osdp.scheduler.sweep import Sweep
 from lightning_osdp.search import SOLVERS
+
+_ANY_PREFETCH = FSDP1(backward_prefetch=AUTO)
 
 _MOST_SAMPLES = 2**20
 """Of a micro-batch that a sweep may choose by itself."""
@@ -40,8 +43,7 @@ def make_plan(
     search: str = "depth_first",
     search_space: SearchSpace | None = None,
     blocks: Mapping[str, str] | None = None,
-    backward_prefetch: str = "auto",
-    forward_prefetch: bool = False,
+    engine: Engine = _ANY_PREFETCH,
     cost_model: str = "simulate",
     progress: Progress = silent,
 ) -> Plan:
@@ -61,36 +63,35 @@ def make_plan(
         search_space: what may be chosen; None: everything.
         blocks: what blocks do with what they save, where that is not to be chosen; those that are not named then keep
             it. None: it is chosen.
-        backward_prefetch: FSDP1's setting, ``pre``, ``post`` or ``none``: it decides when units are gathered, and how
-            many at once. ``auto``: what is fastest.
-        forward_prefetch: FSDP1's setting.
-        cost_model: what plans are judged by: ``simulate``, a step as FSDP1 runs it, or ``paper``, the sums of equation
-            1 over operators.
+        engine: what runs the plan, such as ``FSDP1()``, with its settings, which decide when units are gathered, and
+            how many at once. With ``backward_prefetch="auto"`` that is what is fastest.
+        cost_model: what plans are judged by: ``simulate``, a step as the engine runs it, or ``paper``, the sums of
+            equation 1 over operators.
         progress: called with each micro-batch size that is tried, and the best samples/s so far.
 
     Raises:
-        ConfigurationError: no such solver, prefetch setting or block, a number of samples or micro-batches below 1, a
+        ConfigurationError: no such solver or block, a number of samples or micro-batches below 1, a
             limit below 1 or of 2^63 bytes or more, or sizes that do not divide the samples of a step.
         InfeasibleError: no plan fits; the text says what would.
     """
-    _check_choices(search, backward_prefetch, cost_model)
+    _check_choices(search, cost_model)
     _check_numbers(memory_limit_bytes, micro_batch_size, max_micro_batch_size, num_micro_batches)
     search_space = search_space or SearchSpace()
     sizes = _sizes(micro_batch_size, samples_per_step, micro_batch_sizes)
     first = Setting(
         profile=profile,
-        units=partition(profile, min_unit_bytes=search_space.min_unit_bytes),
+        units=partition(profile, min_unit_bytes=search_space.min_unit_bytes, rules=engine.rules),
         cluster=cluster,
         workload=Workload(micro_batch_size=sizes[0], num_micro_batches=num_micro_batches),
         modes=search_space.modes,
         sync=search_space.sync,
-        forward_prefetch=forward_prefetch,
+        engine=engine,
         cost_model=cost_model,
     )
     if blocks is not None:
         first = with_blocks(first, blocks)
     sweep = Sweep(
-        [dataclasses.replace(first, backward_prefetch=each) for each in _prefetches(first, backward_prefetch)],
+        [dataclasses.replace(first, engine=each) for each in engine.alternatives(overlaps=first.overlaps)],
         Competition(
             limit_bytes=memory_limit_bytes,
             search=search,
@@ -132,23 +133,9 @@ def _sizes(
     return divisors
 
 
-def _prefetches(setting: Setting, wanted: str) -> tuple[str, ...]:
-    """Settings of backward prefetch that may be best, the one first that is preferred where they are equally fast.
-
-    Where nothing overlaps, all take the same time, and none takes the least memory. Where something does, a gather
-    after a unit's backward runs as early as one before it, as the host is ahead of the device, and holds one unit less.
-    """
-    if wanted != "auto":
-        return (wanted,)
-    return ("pre", "post", "none") if setting.overlaps else ("none",)
-
-
-def _check_choices(search: str, backward_prefetch: str, cost_model: str) -> None:
+def _check_choices(search: str, cost_model: str) -> None:
     if search not in SOLVERS:
         raise ConfigurationError(f"search must be one of {tuple(SOLVERS)}, got {search!r}.")
-    choices = (*PREFETCH_CHOICES, "auto")
-    if backward_prefetch not in choices:
-        raise ConfigurationError(f"backward_prefetch must be one of {choices}, got {backward_prefetch!r}.")
     if cost_model not in COST_MODELS:
         raise ConfigurationError(f"cost_model must be one of {COST_MODELS}, got {cost_model!r}.")
 
@@ -187,13 +174,13 @@ def _plan(best: Candidate, sweep: Sweep, memory_limit_bytes: int, search: str) -
         gap=max(0.0, sweep.most_samples_per_s / best.samples_per_s - 1) if predicts else 0.0,
         solver=search,
         cost_model=setting.cost_model,
-        backward_prefetch=setting.backward_prefetch,
-        forward_prefetch=setting.forward_prefetch,
+        engine=setting.engine.name,
+        **setting.engine.settings,
         all_zdp_step_time_s=all_zdp_step_time_s,
         all_zdp_peak_bytes=all_zdp_peak_bytes,
         peak_phase=assignment.peak.phase,
         peak_operator=assignment.peak.operator,
         peak_parts=dict(assignment.peak.parts),
         evaluation_peak_bytes=setting.evaluation_peak_bytes(assignment.modes),
-        notes=(assignment.note,) if assignment.note else (),
+        notes=tuple(note for note in (assignment.note, setting.engine.note) if note),
     )

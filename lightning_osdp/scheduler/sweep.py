@@ -92,9 +92,8 @@ class Sweep:
 
     def all_zdp(self, candidate: Candidate) -> tuple[float, int]:
         """Step time and peak of plain FSDP like this candidate, its units shared likewise, under the same limit."""
-        prefetch = candidate.setting.backward_prefetch
         settings = self._of_size(candidate.setting.workload.micro_batch_size)
-        return self.competition.all_zdp(next(each for each in settings if each.backward_prefetch == prefetch))
+        return self.competition.all_zdp(next(each for each in settings if each.engine == candidate.setting.engine))
 
     def largest(self, most: int) -> int:
         """Largest size that fits, 0 if not even one sample does: doubling to the first that does not, then halving."""

@@ -7,11 +7,11 @@ from functools import cache, lru_cache
 from typing import NamedTuple
 
 from lightning_osdp.core.cluster import Cluster
-from lightning_osdp.core.modes import ShardingMode
+from lightning_osdp.core.modes import DP, ShardingMode
 from lightning_osdp.core.profile import ModelProfile, Rerun
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.cost import Workload, activations_s, copied_s, optimizer_s, overhead_cost
-from lightning_osdp.cost.schedule import MOST_SIMULATED, Event, micro_batches
+from lightning_osdp.engine import DEFAULT, MOST_SIMULATED, Engine, Event
 from lightning_osdp.simulation.step import durations_of
 from lightning_osdp.simulation.timeline import Durations, Timeline
 
@@ -34,8 +34,7 @@ class StepClock:
         units: partition of its operators.
         cluster: ranks, links, and whether collectives overlap computing.
         workload: micro-batch size and number of micro-batches.
-        backward_prefetch: ``pre``, ``post`` or ``none``.
-        forward_prefetch: FSDP1's option.
+        engine: what runs the step.
     """
 
     def __init__(
@@ -44,27 +43,29 @@ class StepClock:
         units: Sequence[UnitProfile],
         cluster: Cluster,
         workload: Workload,
-        *,
-        backward_prefetch: str,
-        forward_prefetch: bool,
+        engine: Engine = DEFAULT,
     ) -> None:
         self.cluster, self.workload, self.num_micro_batches = cluster, workload, workload.num_micro_batches
+        self.engine = engine
         self.optimizer_s = optimizer_s(profile, cluster)
-        self.durations = durations_of(profile, units, cluster, workload)
+        self.durations = durations_of(profile, units, cluster, workload, engine)
         self.units, self.samples = units, workload.micro_batch_size
         self.events = _classed(
             tuple(units),
             len(profile.segments),
             tuple(profile.rerun.items()),
-            is_sharded=cluster.world_size > 1,
-            backward_prefetch=backward_prefetch,
-            forward_prefetch=forward_prefetch,
+            engine,
+            may_keep=engine.keeps(DP, cluster.world_size),
         )
         """Events of a micro-batch in which every unit is freed, each with its class: see `_absent`."""
 
     def step(self, modes: Sequence[ShardingMode]) -> Step:
         """One optimizer step with these modes, one per unit."""
-        timeline = Timeline(self._with_activations(modes), overlaps=self.cluster.overlaps)
+        timeline = Timeline(
+            self._with_activations(modes),
+            overlaps=self.cluster.overlaps,
+            gathers_in_flight=self.engine.gathers_in_flight,
+        )
         num_simulated = min(MOST_SIMULATED, self.num_micro_batches)
         for index in range(num_simulated):
             absent = [_absent(mode, is_first=index == 0, is_last=index == num_simulated - 1) for mode in modes]
@@ -92,7 +93,8 @@ class StepClock:
 
     def overhead_s(self, unit: int, mode: ShardingMode) -> float:
         """Seconds of a step that the runtime takes for a unit."""
-        return overhead_cost(self.units[unit], mode, cluster=self.cluster, workload=self.workload).time_s
+        of = self.units[unit]
+        return overhead_cost(of, mode, cluster=self.cluster, workload=self.workload, engine=self.engine).time_s
 
 
 @cache
@@ -100,13 +102,13 @@ def _absent(mode: ShardingMode, *, is_first: bool, is_last: bool) -> frozenset[s
     """Classes of events that a unit in this mode does without in such a micro-batch.
 
     ``freed``: those of a unit that is freed in forward, alone; ``gather``, ``free``, ``reduce`` and, in its place,
-    ``accumulate``: those of all units.
+    ``accumulate``: those of all units; ``between``: a free and a gather of all units between two calls in backward.
     """
     classes = {"freed"} if mode.resident else set()
     waits = mode.sync == "last" and not is_last
     classes.add("reduce" if waits else "accumulate")
     if waits and mode.resident:
-        classes.add("free")
+        classes |= {"free", "between"}
     if mode.sync == "last" and mode.resident and not is_first:
         classes.add("gather")
     return frozenset(classes)
@@ -117,35 +119,37 @@ def _classed(
     units: tuple[UnitProfile, ...],
     num_segments: int,
     rerun: tuple[tuple[str, Rerun], ...],
+    engine: Engine,
     *,
-    is_sharded: bool,
-    backward_prefetch: str,
-    forward_prefetch: bool,
+    may_keep: bool,
 ) -> tuple[tuple[Event, str | None], ...]:
     """Events of freed units; those of kept ones are some of these, in the same order.
 
     Each ``reduce`` is followed by the ``accumulate`` that may take its place.
     """
     (freed,), (kept,) = (
-        micro_batches(
+        engine.micro_batches(
             units,
-            [unit.calls for unit in units],
             [is_kept] * len(units),
             [False] * len(units),
             num_segments=num_segments,
             rerun=dict(rerun),
-            backward_prefetch=backward_prefetch,
-            forward_prefetch=forward_prefetch,
         )
-        for is_kept in (False, is_sharded)
+        for is_kept in (False, may_keep)
     )
     left = iter(kept)
     expected = next(left, None)
     classed: list[tuple[Event, str | None]] = []
+    is_in_backward, flattened = False, set[int]()
     for event in freed:
         if event == expected:
-            classed.append((event, event.kind if event.kind in {"gather", "free", "reduce"} else None))
+            is_between = is_in_backward and event.of not in flattened and event.kind in {"gather", "free"}
+            own = event.kind if event.kind in {"gather", "free", "reduce"} else None
+            classed.append((event, "between" if is_between else own))
             expected = next(left, None)
+            is_in_backward = is_in_backward or event == Event("forward", num_segments - 1)
+            if event.kind == "flatten":
+                flattened.add(event.of)
             if event.kind == "reduce":
                 classed.append((Event("accumulate", event.of), "accumulate"))
         else:

@@ -10,6 +10,7 @@ from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.slices import slice_names, split_operators
 from lightning_osdp.core.units import UnitProfile, grouped
 from lightning_osdp.cost import Workload
+from lightning_osdp.engine import engine_of
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.simulation.step import StepEstimate, simulate_step
 
@@ -18,7 +19,7 @@ def simulate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> StepEstimat
     """Time and memory of one optimizer step under a plan.
 
     Args:
-        plan: the units, their modes, the workload and the prefetch settings.
+        plan: the units, their modes, the workload, and the engine with its settings.
         profile: of the model that the plan is for, without slices.
         cluster: ranks and links; its number of ranks must be the plan's.
 
@@ -34,8 +35,7 @@ def simulate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> StepEstimat
         modes,
         cluster,
         Workload(micro_batch_size=plan.micro_batch_size, num_micro_batches=plan.num_micro_batches),
-        backward_prefetch=plan.backward_prefetch,
-        forward_prefetch=plan.forward_prefetch,
+        engine=engine_of(plan),
     )
 
 
@@ -59,7 +59,7 @@ def planned_units(
             zip(names, [unit.operators] if unit.num_slices == 1 else [(name,) for name in names], strict=True)
         )
         modes |= dict(zip(names, unit.sharding_modes, strict=True))
-    units = grouped(profile, operators)
+    units = grouped(profile, operators, {unit.name: unit.modules for unit in plan.units if unit.modules})
     return profile, units, tuple(modes[unit.name] for unit in units)
 
 

@@ -1,4 +1,4 @@
-"""One optimizer step under FSDP1, event by event: its time, its memory, and where both go."""
+"""One optimizer step, event by event: its time, its memory, and where both go."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from lightning_osdp.cost import (
     reduce_s,
     saving_peak,
 )
-from lightning_osdp.cost.live_parts import LiveParts
-from lightning_osdp.cost.schedule import Event, events_of
+from lightning_osdp.engine import DEFAULT, Engine, Event
 from lightning_osdp.simulation.timeline import Durations, Interval, Timeline
 
 
@@ -64,8 +63,7 @@ def simulate_step(
     cluster: Cluster,
     workload: Workload,
     *,
-    backward_prefetch: str = "pre",
-    forward_prefetch: bool = False,
+    engine: Engine = DEFAULT,
     rank: int | None = None,
 ) -> StepEstimate:
     """Goes through one optimizer step.
@@ -76,29 +74,22 @@ def simulate_step(
         modes: one per unit; what blocks do with what they save comes on top of what the profile has of it.
         cluster: ranks, links, and whether collectives overlap computing.
         workload: micro-batch size and number of micro-batches.
-        backward_prefetch: FSDP1's ``BACKWARD_PRE`` ("pre"), ``BACKWARD_POST`` ("post") or None ("none").
-        forward_prefetch: FSDP1's option of the same name.
+        engine: what runs the step.
         rank: whose memory; None: of the rank that holds most.
     """
     repeats = workload.num_micro_batches
     profile = in_modes(profile, units, modes)
-    simulated = events_of(
-        profile,
-        units,
-        modes,
-        cluster.world_size,
-        num_micro_batches=repeats,
-        backward_prefetch=backward_prefetch,
-        forward_prefetch=forward_prefetch,
+    simulated = engine.events_of(profile, units, modes, cluster.world_size, num_micro_batches=repeats)
+    durations = durations_of(profile, units, cluster, workload, engine)
+    timeline = Timeline(
+        durations, overlaps=cluster.overlaps, gathers_in_flight=engine.gathers_in_flight, keeps_intervals=True
     )
-    durations = durations_of(profile, units, cluster, workload)
-    timeline = Timeline(durations, overlaps=cluster.overlaps, keeps_intervals=True)
     moments: list[tuple[float, Moment]] = []
 
     def note(_: float, moment: Callable[[], Moment]) -> None:
         moments.append((timeline.now_s, moment()))
 
-    live = LiveParts(
+    live = engine.live_parts(
         profile,
         units,
         note,
@@ -122,7 +113,14 @@ def simulate_step(
         overhead_s=_total_s(simulated, durations.overhead_s, repeats),
         peak=PeakMemory.of(max((moment for _, moment in moments), key=lambda moment: moment.num_bytes)),
         evaluation_bytes=math.ceil(
-            evaluation_peak(profile, units, modes, world_size=cluster.world_size, num_samples=workload.micro_batch_size)
+            evaluation_peak(
+                profile,
+                units,
+                modes,
+                world_size=cluster.world_size,
+                num_samples=workload.micro_batch_size,
+                engine=engine,
+            )
         ),
         saving_bytes={
             kind: math.ceil(
@@ -133,6 +131,7 @@ def simulate_step(
                     world_size=cluster.world_size,
                     is_sharded=kind == "sharded",
                     goes_to_host=False,
+                    engine=engine,
                 )
             )
             for kind in ("full", "sharded")
@@ -153,6 +152,7 @@ def durations_of(
     units: Sequence[UnitProfile],
     cluster: Cluster,
     workload: Workload,
+    engine: Engine,
 ) -> Durations:
     """Seconds of each event of one micro-batch."""
     samples = workload.micro_batch_size
@@ -162,8 +162,8 @@ def durations_of(
     return Durations(
         forward_s=[segment.forward_s.at(samples) + s for segment, s in zip(profile.segments, copies_s, strict=True)],
         backward_s=[segment.backward_s.at(samples) + s for segment, s in zip(profile.segments, copies_s, strict=True)],
-        gather_s=[gather_s(unit, cluster) for unit in units],
-        reduce_s=[reduce_s(unit, cluster) for unit in units],
+        gather_s=[gather_s(unit, cluster, engine) for unit in units],
+        reduce_s=[reduce_s(unit, cluster, engine) for unit in units],
         overhead_s={part: [overhead_s(unit, part, cluster) for unit in units] for part in UNIT_PARTS},
     )
 

@@ -3,13 +3,13 @@
 The host issues events ahead of the device. A backend that blocks (gloo) has one resource for everything: time is the
 sum. Where communication overlaps computing, a gather begins as soon as the communicator is free and
 
-- the limiter lets it: FSDP1 waits with a gather while two freed units' memory may still be in use;
+- the engine lets it: a gather waits while the memory of too many freed units may still be in use;
 - computing waits for the gathers that it needs (AWAIT);
 - a reduce-scatter waits for the backward that made its gradients, and the end of backward for all of them.
 
 References:
-    torch/distributed/fsdp/_limiter_utils.py (two in flight), _runtime_utils.py (streams, and
-    ``_post_backward_final_callback``); collectives of one process group share one stream of NCCL.
+    torch/distributed/fsdp/_runtime_utils.py (streams, and ``_post_backward_final_callback``); collectives of one
+    process group share one stream of NCCL.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from lightning_osdp.cost.schedule import Event
-
-GATHERS_IN_FLIGHT = 2
-"""``_FreeEventQueue._max_num_inflight_all_gathers``."""
+from lightning_osdp.engine import Event
 
 COMPUTE, COMMUNICATION = "compute", "communication"
 
@@ -54,11 +51,14 @@ class Timeline:
     Args:
         durations: seconds of every event.
         overlaps: whether collectives run beside computing.
+        gathers_in_flight: of `Engine`.
         keeps_intervals: whether to note them, for a picture.
     """
 
-    def __init__(self, durations: Durations, *, overlaps: bool, keeps_intervals: bool = False) -> None:
-        self.durations, self.overlaps = durations, overlaps
+    def __init__(
+        self, durations: Durations, *, overlaps: bool, gathers_in_flight: int, keeps_intervals: bool = False
+    ) -> None:
+        self.durations, self.overlaps, self.gathers_in_flight = durations, overlaps, gathers_in_flight
         self.compute_s = self.communicator_s = 0.0
         self.keeps_intervals = keeps_intervals
         self.intervals: list[Interval] = []
@@ -81,7 +81,7 @@ class Timeline:
         durations = self.durations
         if kind == "gather":
             may_start_s = 0.0
-            if len(self._freed_s) >= GATHERS_IN_FLIGHT:
+            if len(self._freed_s) >= self.gathers_in_flight:
                 may_start_s = self._freed_s.popleft()
             self._ready_s[of] = self._communicate(event, micro_batch, durations.gather_s[of], may_start_s)
             self._due_s[of] = self._due_s.get(of, 0.0) + durations.overhead_s["gather"][of]

@@ -17,6 +17,7 @@ from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.progress import Progress
 from lightning_osdp.core.search_space import SearchSpace
+from lightning_osdp.engine import ENGINES
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.profiler import CUDA_HEADROOM, measure_cluster, why_not_mean
 from lightning_osdp.scheduler import make_plan
@@ -120,7 +121,8 @@ def _searched(
     prefetch: Prefetch,
     progress: Progress,
 ) -> Plan:
-    plan = on_rank_zero(
+    kind = ENGINES[options.engine_in_use]
+    return on_rank_zero(
         lambda: make_plan(
             profile,
             cluster,
@@ -129,14 +131,11 @@ def _searched(
             search_space=_search_space(options, trainer),
             cost_model=options.cost_model,
             blocks={block.name: "recompute" for block in profile.blocks} if options.recomputed else None,
-            backward_prefetch=prefetch.backward,
-            forward_prefetch=prefetch.forward,
+            engine=kind(backward_prefetch=prefetch.backward, forward_prefetch=prefetch.forward),
             progress=progress,
             **wanted.arguments,
         )
     )
-    engine = options.engine_in_use
-    return dataclasses.replace(plan, engine=engine, asynchronous_unshard=engine == "fsdp2")
 
 
 def _search_space(options: Options, trainer: pl.Trainer) -> SearchSpace:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from zipfile import is_zipfile
+from zipfile import BadZipFile, is_zipfile
 
 from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_osdp.core.byte_size import format_bytes
 from lightning_osdp.core.plan import Plan
+from lightning_osdp.engine import engine_of
 from lightning_osdp.errors import PlanFormatError
 from lightning_osdp.strategy.inert import read_text
 
@@ -52,7 +53,7 @@ def read_plan(path: Path) -> Plan:
 def _is_checkpoint(path: Path) -> bool:
     try:
         return path.is_dir() or (path.is_file() and is_zipfile(path))
-    except (OSError, ValueError):  # no file can have such a path, and reading it will say so
+    except (OSError, ValueError, BadZipFile):  # no file can have such a path, or it is damaged: reading it will say so
         return False
 
 
@@ -77,7 +78,7 @@ def tell_of_change(plan: Plan | None, checkpoint: Mapping[str, Any]) -> None:
 def _decided(plan: Plan) -> object:
     units = [(unit.name, unit.operators, unit.modes, unit.sync) for unit in plan.units]
     blocks = [(block.name, block.activations) for block in plan.blocks]
-    return plan.world_size, units, blocks, plan.backward_prefetch, plan.forward_prefetch
+    return plan.world_size, units, blocks, engine_of(plan)
 
 
 def _cluster(plan: Plan) -> str:

@@ -4,6 +4,7 @@ import itertools
 from typing import NamedTuple
 
 import pytest
+from engines import ENGINES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -51,8 +52,7 @@ def settings_to_plan(draw):
             world_size=draw(st.sampled_from([1, 2, 3, 8])), all_gather=draw(link), reduce_scatter=draw(link)
         ),
         "workload": Workload(micro_batch_size=draw(st.integers(1, 3)), num_micro_batches=num_micro_batches),
-        "backward_prefetch": draw(st.sampled_from(["pre", "post", "none"])),
-        "forward_prefetch": draw(st.booleans()),
+        "engine": draw(ENGINES),
         "modes": draw(st.sampled_from([("ZDP", "DP"), ("ZDP", "DP"), ("ZDP",), ("DP",)])),
     }
 
@@ -72,8 +72,7 @@ def every_assignment(found):
     arguments = {
         "world_size": found.cluster.world_size,
         "workload": found.workload,
-        "backward_prefetch": found.backward_prefetch,
-        "forward_prefetch": found.forward_prefetch,
+        "engine": found.engine,
     }
     memory = step_memory(found.profile, found.units, **arguments)
     return [

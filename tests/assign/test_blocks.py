@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 
 import pytest
+from engines import ENGINES
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ from lightning_osdp.core.modes import DP
 from lightning_osdp.core.profile import BlockProfile
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload
+from lightning_osdp.engine import FSDP1
 from lightning_osdp.simulation import simulate_step
 
 CHOICES = ("keep", "recompute", "offload")
@@ -107,8 +109,7 @@ def settings_to_plan(draw):
         "workload": Workload(
             micro_batch_size=draw(st.integers(1, 3)), num_micro_batches=draw(st.sampled_from([1, 1, 2]))
         ),
-        "backward_prefetch": draw(st.sampled_from(["pre", "post", "none"])),
-        "forward_prefetch": draw(st.booleans()),
+        "engine": draw(ENGINES),
     }
 
 
@@ -137,8 +138,7 @@ def simulated(setting, modes):
         modes,
         setting.cluster,
         setting.workload,
-        backward_prefetch=setting.backward_prefetch,
-        forward_prefetch=setting.forward_prefetch,
+        engine=setting.engine,
     )
 
 
@@ -157,7 +157,7 @@ def test_blocks_and_modes_are_chosen_as_well_as_by_brute_force(blocked, fields, 
         return
     assert found.peak.peak_bytes == setting.exact_peak(found.modes).peak_bytes <= limit_bytes
     assert found.bound_s <= fastest * (1 + 1e-9)
-    if not setting.overlaps and setting.backward_prefetch == "none":
+    if not setting.overlaps and setting.engine.backward_prefetch == "none":
         assert found.step_time_s == pytest.approx(fastest, rel=1e-9)
 
 
@@ -172,7 +172,7 @@ def test_what_the_search_sees_is_what_the_simulator_says(blocked, fields, data):
     assert setting.exact_peak(modes).peak_bytes == estimate.peak.peak_bytes
     # where the unit before is gathered ahead, it and its inputs, 8 bytes a sample, may be left out
     ahead = max(unit.gathered_bytes for unit in setting.units) + 8 * setting.workload.micro_batch_size
-    left_out = 0 if setting.backward_prefetch == "none" else ahead
+    left_out = 0 if setting.engine.backward_prefetch == "none" else ahead
     assert estimate.peak.peak_bytes <= setting.peak(modes).peak_bytes + left_out
     # the same decided before, with the operators for units
     fine = with_blocks(base, chosen_activations(setting, modes))
@@ -180,12 +180,13 @@ def test_what_the_search_sees_is_what_the_simulator_says(blocked, fields, data):
     estimate = simulated(fine, modes)
     assert fine.step_time_s(modes) == pytest.approx(estimate.time_s, rel=1e-9)
     assert estimate.peak.peak_bytes <= fine.peak(modes).peak_bytes
+    assert all(num_bytes > -1e-6 for _, moment in estimate.moments for num_bytes in moment.parts.values())
 
 
 def test_a_unit_inside_a_block_that_recomputes_is_gathered_three_times_but_for_the_last(blocked, cluster):
     fields = {"cluster": cluster(2, seconds_per_byte=0.01), "workload": Workload(micro_batch_size=1)}
     operators = [{"name": f"b{block}.{index}", "parameter_bytes": 100} for block in range(2) for index in range(4)]
-    base = blocked(operators, backward_prefetch="none", **fields)
+    base = blocked(operators, engine=FSDP1(backward_prefetch="none"), **fields)
     fine = with_blocks(base, {"b0": "recompute"})
     more_s = fine.step_time_s(fine.all_zdp_modes) - base.step_time_s(base.all_zdp_modes)
     assert more_s == pytest.approx(3 * 100 / 2 * 0.01)
@@ -208,7 +209,7 @@ def test_blocks_that_are_kept_longest_recompute_first(blocked, cluster):
         for index in range(2)
     ]
     fields = {"cluster": cluster(2, seconds_per_byte=0.01), "workload": Workload(micro_batch_size=1)}
-    setting = block_units(blocked(operators, backward_prefetch="none", **fields), CHOICES[:2])[0]
+    setting = block_units(blocked(operators, engine=FSDP1(backward_prefetch="none"), **fields), CHOICES[:2])[0]
     most = setting.peak(tuple(options[-1] for options in setting.options)).peak_bytes
     found = assign_modes(setting, limit_bytes=most - 700)
     assert list(chosen_activations(setting, found.modes)) == ["b0"]

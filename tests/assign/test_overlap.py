@@ -5,6 +5,7 @@ import itertools
 import math
 
 import pytest
+from engines import ENGINES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, Link, UnitOverhead
 from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload
+from lightning_osdp.engine import FSDP1
 from lightning_osdp.scheduler.planned import planned
 
 
@@ -50,8 +52,7 @@ def overlapped(draw, most=7):
     return operators, {
         "cluster": cluster,
         "workload": Workload(micro_batch_size=draw(st.integers(1, 3)), num_micro_batches=num_micro_batches),
-        "backward_prefetch": draw(st.sampled_from(["pre", "post", "none"])),
-        "forward_prefetch": draw(st.booleans()),
+        "engine": draw(ENGINES),
     }
 
 
@@ -178,7 +179,7 @@ def test_where_no_plan_below_the_wanted_time_is_possible_modes_are_not_improved(
 
 @pytest.mark.parametrize("forward_s", [0.3, 0.5, 1.0])
 def test_a_gather_after_backward_is_as_early_and_holds_one_unit_less(chain, forward_s):
-    before, after, late = (chain(forward_s, backward_prefetch=each) for each in ("pre", "post", "none"))
+    before, after, late = (chain(forward_s, engine=FSDP1(backward_prefetch=each)) for each in ("pre", "post", "none"))
     modes = before.all_zdp_modes
     assert before.step_time_s(modes) == after.step_time_s(modes) < late.step_time_s(modes)
     assert before.peak(modes).peak_bytes > after.peak(modes).peak_bytes >= late.peak(modes).peak_bytes

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from lightning_osdp.core.cluster import Cluster, Link
 from lightning_osdp.core.modes import DP, ZDP
+from lightning_osdp.engine import DEFAULT
 
 LINK = Link(latency_s=1e-5, seconds_per_byte=1e-9)
 
@@ -32,8 +33,8 @@ def test_a_step_of_eight_ranks_costs_what_equation_2_says():
     # S = 400 MB at 10 GB/s, alpha = 20 us, N = 8: 3 * 7 * 20 us + 3 * 7/8 * 40 ms, and two thirds of it
     link = Link(latency_s=20e-6, seconds_per_byte=1 / 10e9)
     ring_s = link.ring_s(400e6, 8)
-    assert (ZDP.num_all_gathers() + ZDP.num_reduce_scatters()) * ring_s == pytest.approx(0.42e-3 + 105e-3)
-    assert (DP.num_all_gathers() + DP.num_reduce_scatters()) * ring_s == pytest.approx(0.28e-3 + 70e-3)
+    assert (DEFAULT.num_all_gathers(ZDP) + DEFAULT.num_reduce_scatters(ZDP)) * ring_s == pytest.approx(0.42e-3 + 105e-3)
+    assert (DEFAULT.num_all_gathers(DP) + DEFAULT.num_reduce_scatters(DP)) * ring_s == pytest.approx(0.28e-3 + 70e-3)
 
 
 @settings(deadline=None)

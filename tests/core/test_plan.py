@@ -110,6 +110,7 @@ def plans(draw: st.DrawFn) -> Plan:
         )
         for name in unit_names
     )
+    engine = draw(st.sampled_from([*PREFETCH_CHOICES]))
     return Plan(
         fingerprint=draw(st.dictionaries(NAMES, NAMES, max_size=4)),
         world_size=draw(st.integers(1, 4096)),
@@ -127,8 +128,10 @@ def plans(draw: st.DrawFn) -> Plan:
         ),
         solver=draw(NAMES),
         cost_model=draw(st.sampled_from(COST_MODELS)),
-        backward_prefetch=draw(st.sampled_from(PREFETCH_CHOICES)),
+        engine=engine,
+        backward_prefetch=draw(st.sampled_from(PREFETCH_CHOICES[engine])),
         forward_prefetch=draw(st.booleans()),
+        asynchronous_unshard=engine == "fsdp2" and draw(st.booleans()),
         all_zdp_step_time_s=draw(TIMES),
         all_zdp_peak_bytes=draw(BYTES),
         notes=tuple(draw(st.lists(NAMES, max_size=3))),
@@ -182,6 +185,12 @@ def test_decisions_may_be_left_out_and_defaults_too():
     minimal = edited(**dict.fromkeys(left_out, ...))
     plan = Plan.from_json(minimal)
     assert plan == dataclasses.replace(PLAN, solver="", all_zdp_step_time_s=0.0)
+
+
+def test_a_plan_of_before_there_were_engines_is_for_fsdp1():
+    plan = Plan.from_json(edited(engine=..., asynchronous_unshard=...))
+    assert plan == PLAN
+    assert (plan.engine, plan.asynchronous_unshard) == ("fsdp1", False)
 
 
 def test_whole_numbers_are_fine_where_seconds_are_meant():
@@ -368,6 +377,34 @@ def test_a_number_below_its_least_is_refused(name, value, least):
 def test_a_number_of_a_unit_below_zero_is_refused(name, value):
     refused(
         edited_unit(**{name: value}), f"Expected {name!r} of unit 'head' of the plan to be at least 0, got {value!r}."
+    )
+
+
+def test_an_unknown_engine_is_refused():
+    refused(edited(engine="fsdp3"), "Expected 'engine' of the plan to be one of ('fsdp1', 'fsdp2'), got 'fsdp3'.")
+
+
+def test_settings_of_the_other_engine_are_refused():
+    refused(
+        edited(engine="fsdp2", backward_prefetch="post"),
+        "Expected 'backward_prefetch' of the plan to be one of ('pre', 'none'), got 'post'.",
+    )
+    refused(
+        edited(asynchronous_unshard=True),
+        "Expected 'asynchronous_unshard' of the plan to be false with engine 'fsdp1', got true.",
+    )
+
+
+def test_modules_are_grouped_in_one_unit_each():
+    whole = {"modes": ["ZDP"], "modules": ["embedding", "head"]}
+    assert Plan.from_json(edited_unit(**whole)).units[1].modules == ("embedding", "head")
+    refused(
+        edited_unit(**whole | {"modules": ["head", "head"]}),
+        "Expected modules of the plan in one unit each, got those of unit 'head' of the plan again.",
+    )
+    refused(
+        edited_unit(modules=["embedding", "head"]),
+        "Expected no 'modules' in unit 'head' of the plan: neither slices nor the root are grouped.",
     )
 
 

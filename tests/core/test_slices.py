@@ -77,6 +77,16 @@ def test_a_slice_is_an_operator_with_calls_of_its_own(profile):
     assert [unit.name for unit in units] == ["", "a.slices.0", "a.slices.1", "a.slices.2"]
 
 
+@pytest.mark.parametrize(("cuts_rows", "rows"), [(False, [(6,), (6,), (6, 6)]), (True, [(4,), (3,), (3, 6)])])
+def test_rows_are_cut_where_they_are_the_features(profile, cuts_rows, rows):
+    first, *others = profile.operators
+    weight, bias = (dataclasses.replace(parameter, num_rows=6) for parameter in first.parameters)
+    cut = dataclasses.replace(first.cut, cuts_rows=cuts_rows)
+    first = dataclasses.replace(first, parameters=(weight, bias), cut=cut)
+    found = split_operators(dataclasses.replace(profile, operators=(first, *others)), {"a": 3})
+    assert [tuple(part.num_rows for part in each.parameters) for each in found if each.name.startswith("a.")] == rows
+
+
 def test_only_what_can_be_cut_is_split(profile):
     with pytest.raises(ConfigurationError, match="an operator that can be split, got 'norm'"):
         split_operators(profile, {"norm": 2})

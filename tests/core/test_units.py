@@ -1,10 +1,12 @@
 """Which operators share a unit."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_osdp.core.units import default_min_unit_bytes, merged, partition
+from lightning_osdp.core.units import UnitRules, default_min_unit_bytes, merged, outermost, partition
 
 
 def contents(units):
@@ -180,3 +182,105 @@ def _at_and_above(name):
         yield name
         name = name.rpartition(".")[0]
     yield ""
+
+
+CHILDREN = UnitRules(joins_root=False)
+
+
+def test_small_operators_join_the_outermost_module_around_them_where_they_may_not_join_the_root(model, operator):
+    profile = model(
+        operator("model.embedding", 400),
+        operator("model.h.0.ln", 10),
+        operator("model.h.0.fc", 400),
+        operator("model.ln", 10),
+        operator("head", 10),
+        operator("", 10),
+    )
+    assert contents(partition(profile, min_unit_bytes=11, rules=CHILDREN)) == {
+        "": ("head", ""),  # a child of its own, and what the root owns
+        "model": ("model.h.0.ln", "model.ln"),
+        "model.embedding": ("model.embedding",),
+        "model.h.0.fc": ("model.h.0.fc",),
+    }
+
+
+def test_a_child_of_the_root_that_is_a_unit_holds_its_own_parameters_too(model, operator):
+    profile = model(operator("model", 10), operator("model.ln", 10), operator("model.fc", 400))
+    expected = {"": (), "model": ("model", "model.ln"), "model.fc": ("model.fc",)}
+    assert contents(partition(profile, min_unit_bytes=100, rules=CHILDREN)) == expected
+    alone = model(operator("model", 10), operator("model.fc", 400))
+    assert contents(partition(alone, min_unit_bytes=100, rules=CHILDREN)) == {"": ("model",), "model.fc": ("model.fc",)}
+
+
+def test_tied_operators_in_a_child_are_its_unit_however_small(model, operator):
+    tied = {"enclosing": ("model", "")}
+    profile = model(operator("model.wte", 40, **tied), operator("model.fc", 400), operator("model.head", 0, **tied))
+    expected = {"": (), "model": ("model.wte", "model.head"), "model.fc": ("model.fc",)}
+    assert contents(partition(profile, min_unit_bytes=100, rules=CHILDREN)) == expected
+
+
+def test_where_a_child_would_take_what_is_shared_with_another_small_operators_join_the_root(model, operator):
+    tied = {"enclosing": ("",)}
+    profile = model(
+        operator("model.wte", 400, **tied),
+        operator("model.ln", 10, enclosing=("model.ln", "")),
+        operator("head", 0, **tied),
+    )
+    expected = {"": ("model.wte", "model.ln", "head")}
+    assert contents(partition(profile, min_unit_bytes=100, rules=CHILDREN)) == expected
+
+
+def test_what_is_used_outside_of_the_child_stays_its_own(model, operator):
+    elsewhere = operator("model.scale", 10, enclosing=("model.scale", ""))
+    profile = model(operator("model.ln", 10), elsewhere)
+    expected = {"": (), "model": ("model.ln",), "model.scale": ("model.scale",)}
+    assert contents(partition(profile, min_unit_bytes=100, rules=CHILDREN)) == expected
+
+
+def test_frozen_parameters_may_have_another_dtype_where_the_engine_takes_that(model, operator):
+    frozen = operator("h.fc", 10, frozen=True, dtype="bfloat16")
+    profile = model(operator("h", 400), frozen, operator("h.ln", 10, dtype="bfloat16"))
+    rules = UnitRules(frozen_may_differ=True)
+    assert contents(partition(profile, min_unit_bytes=20)) == {
+        "": (),
+        "h": ("h",),
+        "h.fc": ("h.fc",),
+        "h.ln": ("h.ln",),
+    }
+    assert contents(partition(profile, min_unit_bytes=20, rules=rules)) == {
+        "": (),
+        "h": ("h", "h.fc"),
+        "h.ln": ("h.ln",),
+    }
+    two = model(operator("h.a", 10), operator("h.b", 10, frozen=True, dtype="bfloat16"))
+    units = partition(two, min_unit_bytes=0)
+    assert merged(two, units, ["h"]) is None
+    assert contents(merged(two, units, ["h"], rules)) == {"": (), "h": ("h.a", "h.b")}
+
+
+def test_the_outermost_unit_of_the_rest_is_the_root_or_its_children(model, operator):
+    rest = (operator("model", 10), operator("model.ln", 10), operator("head", 10), operator("", 10))
+
+    def names(found):
+        return {name: [one.name for one in operators] for name, operators in found.items()}
+
+    assert names(outermost(rest)) == {"": ["model", "model.ln", "head", ""]}
+    assert names(outermost(rest, CHILDREN)) == {"": ["head", ""], "model": ["model", "model.ln"]}
+
+
+@pytest.mark.parametrize(
+    ("frozen", "expected"), [((), 0), (("m0",), 1), (("m1",), 0), (("m0", "m1"), 2), (("m0", "m1", "m2"), 4)]
+)
+def test_units_know_where_training_begins(model, operator, frozen, expected):
+    profile = model(*(operator(f"m{index}", 100, frozen=f"m{index}" in frozen) for index in range(3)))
+    assert {unit.trained_from for unit in partition(profile, min_unit_bytes=0)} == {expected}
+
+
+def test_training_begins_where_the_module_around_an_operator_that_is_never_called_does(model, operator):
+    first, around = operator("first", 100, frozen=True), operator("h.fc", 100, frozen=True)
+    held = operator("h.list", 100, enclosing=("h", ""))
+    profile = model(first, around)
+    profile = dataclasses.replace(profile, operators=(*profile.operators, held))
+    assert {unit.trained_from for unit in partition(profile, min_unit_bytes=0)} == {1}
+    root = dataclasses.replace(profile, operators=(first, around, operator("", 100)))
+    assert {unit.trained_from for unit in partition(root, min_unit_bytes=0)} == {0}

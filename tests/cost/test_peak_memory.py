@@ -15,7 +15,7 @@ from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload, step_memory
-from lightning_osdp.cost.order import leaving_order
+from lightning_osdp.engine import FSDP1, leaving_order
 from lightning_osdp.simulation import simulate_step
 
 
@@ -38,7 +38,7 @@ def peak(profile, modes, *, world_size=2, samples=2, num_micro_batches=1, **pref
     units = partition(profile, min_unit_bytes=0)
     workload = Workload(micro_batch_size=samples, num_micro_batches=num_micro_batches)
     chosen = [DP, *({"D": DP, "Z": ZDP}[letter] for letter in modes)]
-    return step_memory(profile, units, world_size=world_size, workload=workload, **prefetch).peak(chosen)
+    return step_memory(profile, units, world_size=world_size, workload=workload, engine=FSDP1(**prefetch)).peak(chosen)
 
 
 def seen(found):

@@ -1,18 +1,21 @@
 """The closed form against a simulation that tracks which units are gathered, and knows nothing of prefixes."""
 
+from dataclasses import replace
+
 import pytest
+from engines import ENGINES, FSDP1S
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.core.units import partition
-from lightning_osdp.cost import Workload, step_memory
-from lightning_osdp.cost.order import leaving_order
+from lightning_osdp.cost import Workload, exact_peak, step_memory
+from lightning_osdp.engine import leaving_order
 
 
 @st.composite
-def steps(draw):
+def steps(draw, engines=ENGINES):
     """A random module tree in forward order, and the rest of what `step_memory` takes."""
     names = [""]
     for index in range(draw(st.integers(1, 7))):
@@ -40,8 +43,7 @@ def steps(draw):
     arguments = {
         "world_size": draw(st.sampled_from([1, 2, 4])),
         "workload": Workload(micro_batch_size=draw(st.integers(1, 3)), num_micro_batches=draw(st.integers(1, 2))),
-        "backward_prefetch": draw(st.sampled_from(["pre", "post", "none"])),
-        "forward_prefetch": draw(st.booleans()),
+        "engine": draw(engines),
     }
     return (
         operators,
@@ -53,7 +55,7 @@ def steps(draw):
 
 
 @settings(deadline=None, max_examples=300)
-@given(step=steps())
+@given(step=steps(FSDP1S))
 def test_the_peak_is_that_of_a_simulation_which_tracks_what_is_gathered(model, operator, step):
     operators, fields, min_unit_bytes, kept, arguments = step
     profile = model(*(operator(**made) for made in operators), **fields)
@@ -63,6 +65,21 @@ def test_the_peak_is_that_of_a_simulation_which_tracks_what_is_gathered(model, o
     assert found.peak_bytes == pytest.approx(simulated_peak(profile, units, modes, **arguments), abs=1.0)
     assert sum(found.parts.values()) == pytest.approx(found.peak_bytes, abs=len(found.parts) / 2 + 1)
     assert all(num_bytes > 0 for num_bytes in found.parts.values())
+
+
+@settings(deadline=None, max_examples=200)
+@given(step=steps(), waits=st.lists(st.booleans(), min_size=8, max_size=8))
+def test_the_closed_form_is_no_less_than_the_peak_of_any_modes(model, operator, step, waits):
+    operators, fields, min_unit_bytes, kept, arguments = step
+    profile = model(*(operator(**made) for made in operators), **fields)
+    units = partition(profile, min_unit_bytes=min_unit_bytes, rules=arguments["engine"].rules)
+    may_wait = arguments["workload"].num_micro_batches > 1 and arguments["world_size"] > 1
+    modes = [
+        DP if unit.is_root else replace(DP if dp else ZDP, sync="last" if may_wait and last else "every")
+        for unit, dp, last in zip(units, kept, waits, strict=False)
+    ]
+    exact = exact_peak(profile, units, modes, **arguments).peak_bytes
+    assert exact <= step_memory(profile, units, **arguments).peak(modes).peak_bytes
 
 
 @settings(deadline=None, max_examples=100)
@@ -79,7 +96,7 @@ def test_modes_fit_where_every_prefix_has_room(model, operator, step, limit_byte
     assert rooms == sorted(rooms)
 
 
-def simulated_peak(profile, units, modes, *, world_size, workload, backward_prefetch, forward_prefetch):
+def simulated_peak(profile, units, modes, *, world_size, workload, engine):
     """Peak of a step in which FSDP's hooks gather and free units one by one: an oracle that knows no prefixes."""
     samples, accumulates = workload.micro_batch_size, workload.num_micro_batches > 1
     order = leaving_order(units)
@@ -103,35 +120,35 @@ def simulated_peak(profile, units, modes, *, world_size, workload, backward_pref
     reduced = set()
     # where forward gathers ahead, autograd is through with a unit when it is through with the one called before it
     called = [u for u in range(len(units)) if u != root or units[u].gathered_bytes]
-    before_it = dict(zip(called[1:], called[:-1], strict=True)) if forward_prefetch else {}
+    before_it = dict(zip(called[1:], called[:-1], strict=True)) if engine.forward_prefetch else {}
     ends = [units[before_it.get(u, u) if flat[u] else u].first for u in range(len(units))]
     for i, segment in enumerate(profile.segments[:-1]):
         gathered |= {u for u in order if units[u].first == i}
         state["saved"] += segment.saved_bytes.at(samples)
         following = [u for u in order if units[u].first > i]
-        ahead = [min(following, key=lambda u: (units[u].first, u))] if forward_prefetch and following else []
+        ahead = [min(following, key=lambda u: (units[u].first, u))] if engine.forward_prefetch and following else []
         look(segment.forward_workspace_bytes.at(samples), ahead)
         gathered -= {u for u in order if units[u].last == i and not modes[u].resident}
     state["saved"] += profile.loss.saved_bytes.at(samples)
     look(profile.loss.forward_workspace_bytes.at(samples))
     state["reduced"] *= accumulates
-    if backward_prefetch == "pre" and units[root].gathered_bytes and order:
+    if engine.backward_prefetch == "pre" and units[root].gathered_bytes and order:
         gathered.add(order[-1])
     look(profile.loss.backward_workspace_bytes.at(samples))
     state["saved"] -= profile.loss.saved_bytes.at(samples)
     for i, segment in reversed(list(enumerate(profile.segments[:-1]))):
         for u in [u for u in reversed(order) if units[u].last == i]:
-            gathered |= {u} | (before(u) if backward_prefetch == "pre" else set())
+            gathered |= {u} | (before(u) if engine.backward_prefetch == "pre" else set())
         made_here = {segment.operator, ""} if i == 0 else {segment.operator}
         state["gradients"] += sum(made.get(name, 0) for name in made_here)
         look(segment.backward_workspace_bytes.at(samples))
-        through = [u for u in (reversed(range(len(units))) if forward_prefetch else order) if ends[u] == i]
+        through = [u for u in (reversed(range(len(units))) if engine.forward_prefetch else order) if ends[u] == i]
         for u in [*(u for u in through if u != root), *([root] if i == 0 else [])]:
             state["gradients"] += flat[u] - sum(made.get(operator.name, 0) for operator in units[u].operators)
             look(flat[u])
             gathered.discard(u)
             reduced.add(u)
-            gathered |= before(u) if backward_prefetch == "post" else set()
+            gathered |= before(u) if engine.backward_prefetch == "post" else set()
             look(shard[u] + (flat[u] if world_size > 1 else 0))
             state["gradients"] -= flat[u] if world_size > 1 or accumulates else 0
             state["reduced"] += 0 if accumulates or world_size == 1 else shard[u]

@@ -111,8 +111,10 @@ def _serve(connection: Connection, rank, world_size, port):
 
 def _use(engine):
     """Makes an engine the default of strategies and plans."""
-    from lightning_osdp import OSDPStrategy, Plan
+    from lightning_osdp import OSDPStrategy, Plan, make_plan
+    from lightning_osdp.engine import ENGINES
 
+    make_plan.__kwdefaults__["engine"] = ENGINES[engine](backward_prefetch="auto")
     OSDPStrategy.__init__.__kwdefaults__["engine"] = engine
     Plan.__init__.__kwdefaults__.update(engine=engine, asynchronous_unshard=engine == "fsdp2")
 

@@ -16,7 +16,7 @@ from benchmarks.testbed.plans import plan_of
 from lightning_osdp import profile_model
 from lightning_osdp.apply import apply_plan, units_reduced_last, without_reducing
 from lightning_osdp.core.plan import Block
-from lightning_osdp.cost.schedule import events_of
+from lightning_osdp.engine import engine_of
 from lightning_osdp.simulation import planned_units
 
 WIDTH, NUM_BLOCKS = 8, 3
@@ -116,10 +116,9 @@ def done(model, plan, monkeypatch):
 def predicted(profile, plan):
     """The same, predicted."""
     profile, units, modes = planned_units(plan, profile)
-    settings = {"backward_prefetch": plan.backward_prefetch, "forward_prefetch": plan.forward_prefetch}
+    simulated = engine_of(plan).events_of(profile, units, modes, 2, num_micro_batches=plan.num_micro_batches)
     return [
-        [(kind, units[of].name) for kind, of in events if kind in {"gather", "free", "reduce"}]
-        for events in events_of(profile, units, modes, 2, num_micro_batches=plan.num_micro_batches, **settings)
+        [(kind, units[of].name) for kind, of in events if kind in {"gather", "free", "reduce"}] for events in simulated
     ]
 
 

@@ -12,6 +12,7 @@ from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.slices import split_operators
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload, exact_peak
+from lightning_osdp.engine import FSDP1
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.profiler import profile_model
 from lightning_osdp.profiler.blocks import find_blocks
@@ -78,7 +79,7 @@ def peak(profile, mode, world_size):
         [DP if unit.is_root else mode for unit in units],
         world_size=world_size,
         workload=Workload(micro_batch_size=32),
-        backward_prefetch="none",
+        engine=FSDP1(backward_prefetch="none"),
     )
 
 

@@ -78,6 +78,7 @@ def test_parameters_are_laid_out_as_named_parameters_has_them():
     assert [p.position for p in found["b"] + found["norm"] + found["a"]] == [4, 2, 3, 0, 1]
     weight, bias = found["norm"]
     assert (weight.num_elements, weight.itemsize, weight.gathered_itemsize, weight.is_trainable) == (6, 4, 2, True)
+    assert weight.num_rows == 6
     assert (weight.state_bytes_per_element, bias.state_bytes_per_element) == (8, 0)
     assert not bias.is_trainable
     # all in AdamW's one group

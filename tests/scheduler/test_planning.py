@@ -10,6 +10,7 @@ from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.cluster import UnitOverhead
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.search_space import SearchSpace
+from lightning_osdp.engine import FSDP1
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.scheduler import make_plan
 from lightning_osdp.simulation import simulate
@@ -148,10 +149,6 @@ def test_on_one_rank_the_error_speaks_of_one_rank_and_the_root_is_named(model, o
     ("options", "text"),
     [
         ({"search": "magic"}, "search must be one of ('depth_first', 'greedy', 'exhaustive'), got 'magic'."),
-        (
-            {"backward_prefetch": "both"},
-            "backward_prefetch must be one of ('pre', 'post', 'none', 'auto'), got 'both'.",
-        ),
         ({"cost_model": "guess"}, "cost_model must be one of ('simulate', 'paper'), got 'guess'."),
         (
             {"micro_batch_size": 0},
@@ -203,7 +200,9 @@ def test_backward_prefetch_is_chosen_by_what_it_is_worth(model, operator, cluste
     ring = dataclasses.replace(cluster(2, seconds_per_byte=0.02), overlaps=overlaps)
     options = {"micro_batch_size": 1, "memory_limit_bytes": limit_bytes}
     chosen = plan(profile, ring, **options)
-    given = {each: plan(profile, ring, backward_prefetch=each, **options) for each in ("none", "post", "pre")}
+    given = {
+        each: plan(profile, ring, engine=FSDP1(backward_prefetch=each), **options) for each in ("none", "post", "pre")
+    }
     assert chosen.step_time_s == min(each.step_time_s for each in given.values())
     assert chosen.units == given[chosen.backward_prefetch].units
     if not overlaps:

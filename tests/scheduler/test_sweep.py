@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_osdp.core.search_space import SearchSpace
+from lightning_osdp.engine import FSDP1
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.scheduler import competition, make_plan, sweep
 from lightning_osdp.search import SOLVERS
@@ -84,7 +85,7 @@ def test_no_size_is_better_than_the_chosen_one_by_more_than_the_tolerance(
     ring = dataclasses.replace(cluster(world_size, latency_s=0.01, seconds_per_byte=0.001), overlaps=overlaps)
     limit_bytes = int(share * 4 * sum(made["parameter_bytes"] for made in operators))
     options = {"memory_limit_bytes": limit_bytes, "search": search}
-    unlimited = {**options, "memory_limit_bytes": 10**9, "backward_prefetch": "none"}
+    unlimited = {**options, "memory_limit_bytes": 10**9, "engine": FSDP1(backward_prefetch="none")}
     least = [plan(profile, ring, micro_batch_size=size, **unlimited).all_zdp_peak_bytes for size in range(1, most + 1)]
     fitting = [size for size, peak_bytes in enumerate(least, start=1) if peak_bytes <= limit_bytes]
     if not fitting:
@@ -123,8 +124,7 @@ def test_what_a_plan_states_agrees_with_itself(model, operator, cluster, case, n
         micro_batch_size=size,
         num_micro_batches=number,
         search_space=SearchSpace(modes=modes, min_unit_bytes=100),
-        backward_prefetch="post",
-        forward_prefetch=True,
+        engine=FSDP1(backward_prefetch="post", forward_prefetch=True),
     )
     assert found.fingerprint == {"weight": "float32[2]"}
     assert (found.world_size, found.micro_batch_size, found.num_micro_batches) == (world_size, size, number)
@@ -144,8 +144,7 @@ def test_what_a_plan_states_agrees_with_itself(model, operator, cluster, case, n
         micro_batch_size=size,
         num_micro_batches=number,
         search_space=SearchSpace(modes=("ZDP",), sync=("every",), min_unit_bytes=100),
-        backward_prefetch="post",
-        forward_prefetch=True,
+        engine=FSDP1(backward_prefetch="post", forward_prefetch=True),
     )
     assert (found.all_zdp_step_time_s, found.all_zdp_peak_bytes) == (plain.step_time_s, plain.peak_bytes)
     assert [unit.keep_saves_s for unit in found.units] == [unit.keep_saves_s for unit in plain.units]

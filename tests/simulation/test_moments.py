@@ -10,6 +10,7 @@ from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.profile import ParameterProfile
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload, step_memory
+from lightning_osdp.engine import FSDP1
 from lightning_osdp.simulation import simulate_step
 
 
@@ -25,7 +26,7 @@ def over_step(model, cluster, modes, *, world_size=2, **options):
 
 # base 120 + 240 = 360, s = 20, 40, 60; no activations
 def test_moments_come_in_order(model, cluster):
-    moments, _ = over_step(model, cluster, "ZDZ", backward_prefetch="none")
+    moments, _ = over_step(model, cluster, "ZDZ", engine=FSDP1(backward_prefetch="none"))
     assert [(m.phase, m.operator, m.num_bytes) for m in moments] == [
         ("forward", "m0", 480 + 40),
         ("forward", "m1", 480 + 80),
@@ -80,7 +81,7 @@ def test_a_gather_that_casts_its_shard_finds_what_was_handed_on(model, operator,
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("prefetch", [{}, {"backward_prefetch": "post"}, {"forward_prefetch": True}])
 def test_the_largest_moment_is_the_peak(model, cluster, modes, world_size, prefetch):
-    moments, peak = over_step(model, cluster, modes, world_size=world_size, **prefetch)
+    moments, peak = over_step(model, cluster, modes, world_size=world_size, engine=FSDP1(**prefetch))
     largest = max(moment.num_bytes for moment in moments)
     assert largest == pytest.approx(peak.peak_bytes)
     assert (peak.phase, peak.operator) in [(m.phase, m.operator) for m in moments if m.num_bytes == largest]

@@ -2,9 +2,10 @@ import dataclasses
 
 import pytest
 
+from lightning_osdp.engine import FSDP1
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.scheduler import make_plan
-from lightning_osdp.simulation import simulate
+from lightning_osdp.simulation import planned_units, simulate
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def test_the_largest_moment_is_the_peak_of_the_plan(profile, cluster, world_size
         ranks,
         memory_limit_bytes=limit_bytes * (3 - world_size),
         micro_batch_size=3,
-        backward_prefetch=prefetch,
+        engine=FSDP1(backward_prefetch=prefetch),
     )
     estimate = simulate(plan, profile, ranks)
     assert estimate.peak.peak_bytes == plan.peak_bytes
@@ -53,7 +54,9 @@ def test_units_of_other_operators_are_refused(profile, cluster, changes):
 def test_slices_are_gathered_one_after_the_other(model, linear, cluster):
     # base 2 * 4 * 1100 / 2 * 3; P = 4400 each
     profile = model(linear("a", 10, 100), linear("b", 10, 100, position=1))
-    plan = make_plan(profile, cluster(2), memory_limit_bytes=2**20, micro_batch_size=1, backward_prefetch="none")
+    plan = make_plan(
+        profile, cluster(2), memory_limit_bytes=2**20, micro_batch_size=1, engine=FSDP1(backward_prefetch="none")
+    )
     states = 3 * 8800 / 2
 
     def peak_bytes(*modes):
@@ -63,3 +66,16 @@ def test_slices_are_gathered_one_after_the_other(model, linear, cluster):
     assert peak_bytes("ZDP") == states + 4400 + 2 * 4400 + 4400 / 2  # b is reduced, then a
     assert peak_bytes(*["ZDP"] * 5) < states + 4400 / 2 + 4400 / 5 * 4 + 1000
     assert peak_bytes(*["ZDP"] * 5) < peak_bytes("ZDP", "ZDP", "ZDP", "ZDP", "DP") < peak_bytes(*["DP"] * 5)
+
+
+def test_modules_in_one_unit_are_gathered_from_the_first_to_the_last(model, operator, cluster):
+    profile = model(operator("a", 100), operator("b", 200), operator("c", 400))
+    plan = make_plan(profile, cluster(2), memory_limit_bytes=2**20, micro_batch_size=1)
+    root, *_, b, _ = plan.units
+    ends = dataclasses.replace(b, name="a", operators=("a", "c"), modules=("a", "c"), modes=("ZDP",))
+    middle = dataclasses.replace(b, modes=("ZDP",))
+    _, units, _ = planned_units(dataclasses.replace(plan, units=(root, ends, middle)), profile)
+    assert [unit.calls for unit in units] == [((0, 3),), ((0, 2),), ((1, 1),)]
+    apart = dataclasses.replace(ends, modules=())
+    _, units, _ = planned_units(dataclasses.replace(plan, units=(root, apart, middle)), profile)
+    assert [unit.calls for unit in units] == [((0, 3),), ((0, 0),), ((1, 1),)]

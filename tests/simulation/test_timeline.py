@@ -8,6 +8,7 @@ from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload
+from lightning_osdp.engine import FSDP1
 from lightning_osdp.simulation import simulate_step
 
 
@@ -35,7 +36,7 @@ def estimate(profile, cluster, modes, *, overlaps, ring_s, num_micro_batches=1, 
         [DP, *({"D": DP, "Z": ZDP}[letter] for letter in modes)],
         ranks,
         Workload(micro_batch_size=1, num_micro_batches=num_micro_batches),
-        backward_prefetch=prefetch,
+        engine=FSDP1(backward_prefetch=prefetch),
     )
 
 

@@ -28,6 +28,7 @@ from lightning_osdp.apply.fsdp2.units import ShardedUnit, check_shardable, set_p
 from lightning_osdp.apply.materialize import unit_initializer
 from lightning_osdp.apply.prepare import call_layers_in_evaluation, modules_of, prepared, slices_of
 from lightning_osdp.apply.sharded import ShardedModel, T
+from lightning_osdp.core.blocks import RERUN
 from lightning_osdp.core.modes import DP, ZDP, ShardingMode
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.plan_unit import Block, Unit
@@ -64,8 +65,7 @@ class Fsdp2Model(ShardedModel):
         for child in module.modules():
             if isinstance(child, FSDPModule):
                 child.set_reduce_scatter_unused_params(True, recurse=False)
-        is_pre = plan is None or plan.backward_prefetch == "pre"
-        set_prefetch(self.units, backward=is_pre, forward=plan is not None and plan.forward_prefetch)
+        self._set_prefetch()
         internals.set_asynchronous(module, is_asynchronous=plan is not None and plan.asynchronous_unshard)
         self._agreement = Agreement(self._groups, device)
         self._is_opened = False
@@ -195,8 +195,18 @@ class Fsdp2Model(ShardedModel):
         for unit in self.units:
             if unit.name:
                 unit.handle.set_reshard_after_forward(not unit.mode.resident, recurse=False)
-        set_prefetch(self.units, backward=plan.backward_prefetch == "pre", forward=plan.forward_prefetch)
+        internals.set_asynchronous(self.module, is_asynchronous=plan.asynchronous_unshard)
         self.plan = plan
+        self._set_prefetch()
+
+    def _set_prefetch(self) -> None:
+        plan = self.plan
+        set_prefetch(
+            self.units,
+            backward=plan is None or plan.backward_prefetch == "pre",
+            forward=plan is not None and plan.forward_prefetch,
+            rerun=() if plan is None else [block.name for block in plan.blocks if block.activations in RERUN],
+        )
 
     @override
     def place_in_step(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +85,7 @@ def shard(
             vars(child._parameters[name]).update(attributes)
 
 
-def set_prefetch(units: Sequence[ShardedUnit], *, backward: bool, forward: bool) -> None:
+def set_prefetch(units: Sequence[ShardedUnit], *, backward: bool, forward: bool, rerun: Collection[str] = ()) -> None:
     """Says explicitly what each unit gathers ahead, for torch's own order is that of the forward before.
 
     That one may have been an evaluation, and it has units that no backward comes to.
@@ -94,6 +94,7 @@ def set_prefetch(units: Sequence[ShardedUnit], *, backward: bool, forward: bool)
         units: root first, then in forward order.
         backward: whether a unit gathers the one that forward left before, once backward has come to it.
         forward: whether a unit gathers the next one of forward, once forward has come to it.
+        rerun: names of blocks that run again in backward, where what comes after them is not needed.
     """
     (root,) = (unit for unit in units if not unit.name)
     order = leaving_order(units)
@@ -104,7 +105,9 @@ def set_prefetch(units: Sequence[ShardedUnit], *, backward: bool, forward: bool)
         unit.handle.set_modules_to_backward_prefetch([before.handle if comes and before is not None else unit.handle])
     inner = [unit for unit in units if unit.name]
     for unit, following in zip([root, *inner], [*inner, None], strict=True):
-        unit.handle.set_modules_to_forward_prefetch([following.handle] if forward and following is not None else [])
+        around = next((block for block in rerun if unit.name.startswith(f"{block}.")), "")
+        comes = forward and following is not None and following.name.startswith(around)
+        unit.handle.set_modules_to_forward_prefetch([following.handle] if comes and following is not None else [])
 
 
 def _own_parameters(unit: ShardedUnit) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:

@@ -17,12 +17,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 
 from lightning_osdp.core.profile import OptimizerProfile, ParameterProfile
 from lightning_osdp.core.units import UnitProfile
+from lightning_osdp.engine.layout import Layout, UnitBytes, optimizer_bytes
 
 ALIGNMENT_BYTES = 16
 """``_FLAT_PARAM_ALIGNMENT``: of each parameter's beginning in the gathered tensor."""
@@ -30,41 +29,6 @@ ALIGNMENT_BYTES = 16
 
 MOST_RANKS = 64
 """Of more ranks, about so many are looked at, evenly spaced: neighbours differ by little then."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnitBytes:
-    """One unit on one rank."""
-
-    shard: float
-    """Parameters at rest."""
-    gathered: float
-    """P; on one rank nothing is gathered, unless computing has another dtype."""
-    cast_shard: float
-    """The shard in the dtype of computing, which lives while the unit is gathered under mixed precision."""
-    gradients: float
-    """Unsharded gradients as backward makes them, one by one; of frozen parameters, too, unless all are frozen."""
-    flat_gradient: float
-    """S: all of them as one tensor, paddings included."""
-    scattered: float
-    """What a reduce-scatter returns, in the dtype of computing."""
-    reduced: float
-    """s: the shard of the reduced gradient, in the dtype at rest."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """All units on the rank that holds most."""
-
-    units: tuple[UnitBytes, ...]
-    optimizer_state: float
-    optimizer_temporaries: float
-    """Most bytes that the optimizer step allocates and frees."""
-
-    @property
-    def shards(self) -> float:
-        """Parameters at rest."""
-        return sum(unit.shard for unit in self.units)
 
 
 @lru_cache(maxsize=256)
@@ -81,7 +45,16 @@ def layout(
     """
     ranks = range(0, world_size, max(1, world_size // MOST_RANKS)) if rank is None else (rank,)
     begins = [_begins(unit.parameters) for unit in units]
-    most = max((_optimizer_bytes(units, begins, optimizer, world_size, each) for each in ranks), key=sum)
+
+    def optimized(rank: int) -> tuple[float, float]:
+        return optimizer_bytes(
+            units,
+            lambda index: _pieces(units[index].parameters, begins[index], world_size, rank),
+            optimizer,
+            world_size,
+        )
+
+    most = max(map(optimized, ranks), key=sum)
     return Layout(
         units=tuple(_unit_bytes(unit, world_size) for unit in units),
         optimizer_state=most[0],
@@ -135,44 +108,12 @@ def _unit_bytes(unit: UnitProfile, world_size: int) -> UnitBytes:
     shard, has_gradient = at_rest / world_size, bool(unit.gradient_bytes)
     return UnitBytes(
         shard=shard,
-        gathered=gathered if world_size > 1 or is_cast else 0.0,
+        gathered=gathered if world_size > 1 or is_cast else 0.0,  # on one rank nothing is gathered, but perhaps cast
         cast_shard=gathered / world_size if is_cast and world_size > 1 else 0.0,
+        # of frozen parameters, too, unless all are frozen: they are views of a flat parameter that requires one
         gradients=float(unit.gradient_bytes + unit.frozen_bytes) if has_gradient else 0.0,
         flat_gradient=gathered if has_gradient else 0.0,
+        whole_gradient=gathered if has_gradient else 0.0,
         scattered=gathered / world_size if has_gradient else 0.0,
         reduced=shard if has_gradient else 0.0,
     )
-
-
-def _optimizer_bytes(
-    units: Sequence[UnitProfile],
-    begins: Sequence[Sequence[int]],
-    optimizer: OptimizerProfile,
-    world_size: int,
-    rank: int,
-) -> tuple[float, float]:
-    """State and temporaries of one rank."""
-    state = 0.0
-    updated: list[tuple[int, int, float]] = []
-    for unit, unit_begins in zip(units, begins, strict=True):
-        if not unit.parameters:
-            state += unit.optimizer_bytes / world_size
-            updated.append((0, len(updated), unit.trainable_bytes / world_size))
-            continue
-        held = _pieces(unit.parameters, unit_begins, world_size, rank)
-        for parameter, elements in zip(unit.parameters, held, strict=True):
-            if parameter.is_trainable and elements:
-                state += parameter.state_bytes_per_element * elements
-                updated.append((parameter.group, parameter.place, float(elements * parameter.itemsize)))
-    groups: dict[int, list[float]] = {}
-    for group, _, num_bytes in sorted(updated):
-        groups.setdefault(group, []).append(num_bytes)
-    return state, max((_temporaries(optimizer, sizes) for sizes in groups.values()), default=0.0)
-
-
-def _temporaries(optimizer: OptimizerProfile, sizes: Sequence[float]) -> float:
-    """Most bytes alive in the step over one parameter group."""
-    if optimizer.is_foreach:
-        return optimizer.foreach_temporaries * sum(sizes)
-    turns = pairwise([0.0, *sizes])
-    return max((x * before + y * own for before, own in turns for x, y in optimizer.temporaries), default=0.0)

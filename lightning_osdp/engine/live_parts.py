@@ -1,18 +1,16 @@
-"""What is alive on one rank while an optimizer step goes on: the events of `schedule` read as bytes.
-
-The formulas that come of it are in `moments`.
-"""
+"""What is alive on one rank while an optimizer step goes on: events read as bytes, as far as all engines agree."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_osdp.core.profile import ModelProfile
+from lightning_osdp.core.profile import ModelProfile, OperatorProfile
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.cost.cost import Workload
-from lightning_osdp.cost.layout import layout
-from lightning_osdp.cost.schedule import Event
+from lightning_osdp.core.workload import Workload
+from lightning_osdp.engine.events import Event
+from lightning_osdp.engine.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +37,18 @@ Observer = Callable[[float, Callable[[], Moment]], None]
 """Takes the bytes of each moment, and what makes a `Moment` of it where that is wanted."""
 
 
-class LiveParts:
-    """What is alive, by what it is, while one step goes on."""
+class LiveParts(ABC):
+    """What is alive, by what it is, while one step goes on.
+
+    Args:
+        profile: the model.
+        units: partition of its operators.
+        observer: told of every moment.
+        layout: of the units on the rank in question.
+        world_size: N.
+        workload: micro-batch size and number of micro-batches.
+        reduce_scatter_copies: whether the backend copies what it reduces, as gloo does.
+    """
 
     def __init__(
         self,
@@ -48,10 +56,10 @@ class LiveParts:
         units: Sequence[UnitProfile],
         observer: Observer,
         *,
+        layout: Layout,
         world_size: int,
         workload: Workload,
         reduce_scatter_copies: bool,
-        rank: int | None = None,
     ) -> None:
         self.profile, self.units, self.observer, self.world_size = profile, units, observer, world_size
         self.samples, self.repeats = workload.micro_batch_size, workload.num_micro_batches
@@ -60,9 +68,8 @@ class LiveParts:
         self.segment = 0  # that backward has come to
         self.handed = 0.0  # bytes beyond the saved tensors where one segment of forward follows another
         self.settled = 0.0  # bytes beyond the saved tensors while a unit's gradients are reduced
-        self.gradients = _gradients(profile, units)
-        self.layout = layout(tuple(units), profile.optimizer, world_size, rank)
-        self.sizes = self.layout.units
+        self.layout, self.sizes = layout, layout.units
+        self.gradients = self._gradients()
         self.accumulated: set[int] = set()  # units whose gradients are whole
         self.reduced: set[int] = set()  # units whose gradients this step has reduced
         self.parts = {
@@ -79,6 +86,7 @@ class LiveParts:
         }
         self._readers = {
             "gather": self._gather,
+            "await": self._await,
             "free": self._free,
             "forward": self._forward,
             "zero": self._zero,
@@ -95,10 +103,35 @@ class LiveParts:
         self.is_in_backward = False
 
     def read(self, event: Event) -> None:
-        """What one event of `schedule.micro_batches` allocates and frees."""
-        reader = self._readers.get(event.kind)
-        if reader is not None:
-            reader(event.of)
+        """What one event of `Engine.micro_batches` allocates and frees."""
+        self._readers[event.kind](event.of)
+
+    def update(self) -> None:
+        """The optimizer step: all gradients are reduced, nothing is gathered."""
+        self.parts |= {"reduced gradients": sum(size.reduced for size in self.sizes), "unsharded gradients": 0.0}
+        self._observe("optimizer step", "", "workspace", self.layout.optimizer_temporaries)
+
+    @abstractmethod
+    def _gather(self, unit: int) -> None: ...
+
+    @abstractmethod
+    def _await(self, unit: int) -> None: ...
+
+    def _free(self, unit: int) -> None:
+        self._add("gathered parameters", -self.sizes[unit].gathered)
+
+    @abstractmethod
+    def _flatten(self, unit: int) -> None: ...
+
+    @abstractmethod
+    def _accumulate(self, unit: int) -> None: ...
+
+    @abstractmethod
+    def _reduce(self, unit: int) -> None: ...
+
+    @abstractmethod
+    def _gradient_bytes(self, unit: UnitProfile, operator: OperatorProfile) -> int:
+        """Gradients that an operator's backward makes in this unit."""
 
     def _add(self, part: str, num_bytes: float) -> None:
         self.parts[part] += num_bytes
@@ -114,15 +147,10 @@ class LiveParts:
 
         self.observer(total, moment)
 
-    def _gather(self, unit: int) -> None:
-        size = self.sizes[unit]
-        self._add("gathered parameters", size.gathered)
-        if size.cast_shard:
-            phase = "backward" if self.is_in_backward else "forward"
-            self._observe(phase, self._name(unit), "workspace", size.cast_shard + self.handed)
-
-    def _free(self, unit: int) -> None:
-        self._add("gathered parameters", -self.sizes[unit].gathered)
+    def _observe_gather(self, unit: int, num_bytes: float) -> None:
+        """The present moment, at which a unit is gathered."""
+        phase = "backward" if self.is_in_backward else "forward"
+        self._observe(phase, self._name(unit), "workspace", num_bytes + self.handed)
 
     def _forward(self, index: int) -> None:
         segment = self.profile.segments[index]
@@ -143,79 +171,47 @@ class LiveParts:
 
     def _backward(self, index: int) -> None:
         self.segment, segment = index, self.profile.segments[index]
-        self._add("unsharded gradients", self.gradients.get(index, 0))
+        passing = 0.0
+        for unit, num_bytes in self.gradients.get(index, ()):
+            if self._adds_in_place(unit):
+                passing += num_bytes
+            else:
+                self._add("unsharded gradients", num_bytes)
         workspace = segment.backward_workspace_bytes.at(self.samples)
-        self._observe("backward", segment.operator, "workspace", workspace)
+        self._observe("backward", segment.operator, "workspace", workspace + passing)
+
+    def _adds_in_place(self, unit: int) -> bool:
+        """Whether new gradients of a unit are gone as soon as they are made."""
+        del unit
+        return False
 
     def _release(self, index: int) -> None:
         self._add("activations", -self.profile.segments[index].saved_bytes.at(self.samples))
 
-    def _flatten(self, unit: int) -> None:
-        """Per-parameter gradients and their flat concatenation live together."""
-        size = self.sizes[unit]
+    def _settle(self, unit: int) -> None:
+        """A unit's gradients are complete."""
         inside = self.profile.segments[self.segment : self.units[unit].last + 1]
         settled = next((segment.settled_bytes for segment in inside if segment.settled_bytes is not None), None)
         if settled is not None:
             # what the unit's backward has left of saved tensors, and the gradient that it hands on
             self.settled = settled.at(self.samples) - self.parts["activations"]
-        self._observe("backward", self._name(unit), "unsharded gradients", size.flat_gradient)
-        self._add("unsharded gradients", size.flat_gradient - size.gradients)
-
-    def _accumulate(self, unit: int) -> None:
-        """The gradient is left whole, or is gone once it is added to the one that is there."""
-        flat = self.sizes[unit].flat_gradient
-        self._add("unsharded gradients", -flat)
-        if unit not in self.accumulated:
-            self.accumulated.add(unit)
-            self._add("accumulated gradients", flat)
-        self.settled = 0.0
-
-    def _reduce(self, unit: int) -> None:
-        """The gradient is reduced, cast to the dtype at rest where that is another, and its shard is kept.
-
-        Where gradients were accumulated, it is their sum that is reduced; the last micro-batch's own one still lives.
-        """
-        size = self.sizes[unit]
-        flat, name, is_sharded = size.flat_gradient, self._name(unit), self.world_size > 1
-        is_cast = size.scattered != size.reduced
-        if is_sharded:
-            self._observe("reduce-scatter", name, "unsharded gradients", size.scattered + flat * self.copies)
-        if is_cast:
-            # on one rank the sum of micro-batches is cast down and up again
-            beside = size.reduced + (size.scattered if is_sharded else flat * (self.repeats > 1))
-            self._observe("backward", name, "unsharded gradients", beside)
-        self._add("unsharded gradients", -flat)
-        if unit in self.accumulated:
-            self.accumulated.remove(unit)
-            self._add("accumulated gradients", -flat)
-        if unit not in self.reduced:
-            self.reduced.add(unit)
-            self._add("reduced gradients", size.reduced)
-        self.settled = 0.0
 
     def _name(self, unit: int) -> str:
         """The operator whose backward ends that of the unit."""
         return self.profile.segments[self.units[unit].first].operator
 
-    def update(self) -> None:
-        """The optimizer step: all gradients are reduced, nothing is gathered."""
-        self.parts |= {"reduced gradients": sum(size.reduced for size in self.sizes), "unsharded gradients": 0.0}
-        self._observe("optimizer step", "", "workspace", self.layout.optimizer_temporaries)
+    def _gradients(self) -> dict[int, list[tuple[int, int]]]:
+        """Segment -> units, each with the bytes of gradients that the segment's backward makes first.
 
-
-def _gradients(profile: ModelProfile, units: Sequence[UnitProfile]) -> dict[int, int]:
-    """Segment -> bytes of the gradients that its backward makes first.
-
-    Those of an operator come where backward reaches it; of one that is never called itself, where it reaches the
-    nearest module around; of the root's own parameters at the end. In a unit that is not all frozen, frozen parameters
-    have gradients, too: they are views of a flat parameter that requires one.
-    """
-    partly = {operator.name for unit in units if unit.gradient_bytes for operator in unit.operators}
-    last = {segment.operator: index for index, segment in enumerate(profile.segments[:-1])}
-    made: dict[int, int] = {}
-    for operator in profile:
-        around = (profile.spans[name][-1][1] for name in operator.enclosing if name in profile.spans)
-        index = last.get(operator.name, next(around, 0)) if operator.name else 0
-        frozen = operator.frozen_bytes if operator.name in partly else 0
-        made[index] = made.get(index, 0) + operator.gradient_bytes + frozen
-    return made
+        Those of an operator come where backward reaches it; of one that is never called itself, where it reaches the
+        nearest module around; of the root's own parameters at the end.
+        """
+        unit_of = {operator.name: index for index, unit in enumerate(self.units) for operator in unit.operators}
+        last = {segment.operator: index for index, segment in enumerate(self.profile.segments[:-1])}
+        made: dict[int, list[tuple[int, int]]] = {}
+        for operator in self.profile:
+            around = (self.profile.spans[name][-1][1] for name in operator.enclosing if name in self.profile.spans)
+            index = last.get(operator.name, next(around, 0)) if operator.name else 0
+            unit = unit_of[operator.name]
+            made.setdefault(index, []).append((unit, self._gradient_bytes(self.units[unit], operator)))
+        return made

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_osdp.core.profile import ModelProfile, OperatorProfile, OptimizerProfile, ParameterProfile
 from lightning_osdp.core.units import partition
-from lightning_osdp.cost.layout import flat_elements, layout, pieces
+from lightning_osdp.engine.fsdp1.layout import flat_elements, layout, pieces
 from lightning_osdp.profiler import LiveBytes
 from lightning_osdp.profiler.optimizer import profile_optimizers
 from lightning_osdp.profiler.tensors import tensors_in

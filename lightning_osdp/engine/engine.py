@@ -1,0 +1,217 @@
+"""What an engine does in a step, with its settings: the one thing that cost, simulation and search ask.
+
+An engine is whatever shards a module and runs it: FSDP1 or FSDP2. All that differs between them is behind `Engine`;
+nothing outside of this package knows which one there is.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar
+
+from typing_extensions import Self
+
+from lightning_osdp.core.modes import ShardingMode
+from lightning_osdp.core.profile import ModelProfile, OptimizerProfile, Rerun
+from lightning_osdp.core.units import UnitProfile, UnitRules
+from lightning_osdp.core.workload import Workload
+from lightning_osdp.engine.events import MOST_SIMULATED, Event
+from lightning_osdp.engine.host import Course, Host
+from lightning_osdp.engine.layout import Layout
+from lightning_osdp.engine.live_parts import LiveParts, Observer
+from lightning_osdp.errors import ConfigurationError
+
+AUTO = "auto"
+"""Backward prefetch that is still to be chosen, see `Engine.alternatives`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine(ABC):
+    """An engine with its settings, which are fields of a `Plan` by the same names.
+
+    Raises:
+        ConfigurationError: the engine has no such backward prefetch.
+    """
+
+    backward_prefetch: str = "pre"
+    """When backward gathers the unit that comes next: one of `prefetches`, or ``auto`` where that is to be chosen."""
+    forward_prefetch: bool = False
+    """Whether forward gathers the next unit before one runs."""
+
+    name: ClassVar[str]
+    """As in ``Plan.engine``."""
+    prefetches: ClassVar[tuple[str, ...]]
+    """Settings of backward prefetch, the one first that is preferred where they are equally fast."""
+    rules: ClassVar[UnitRules]
+    """What it asks of units."""
+    flips: ClassVar[frozenset[str]]
+    """Fields of a plan and of its units that may change on a module that is trained already, between two steps."""
+    is_closed_form_exact: ClassVar[bool]
+    """Whether `cost.StepMemory` is the peak where every micro-batch reduces all gradients, and not a bound on it."""
+    note: ClassVar[str] = ""
+    """What a plan says of its predictions."""
+
+    def __post_init__(self) -> None:
+        choices = (*self.prefetches, AUTO)
+        if self.backward_prefetch not in choices:
+            raise ConfigurationError(f"backward_prefetch must be one of {choices}, got {self.backward_prefetch!r}.")
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Fields of a plan."""
+        return asdict(self)
+
+    def alternatives(self, *, overlaps: bool) -> tuple[Self, ...]:
+        """The engine with every setting that may be best; itself where nothing is left to choose.
+
+        Where nothing overlaps, all prefetches take the same time, and none takes the least memory.
+
+        Args:
+            overlaps: whether collectives run beside computing.
+        """
+        if self.backward_prefetch != AUTO:
+            return (self,)
+        return tuple(replace(self, backward_prefetch=each) for each in (self.prefetches if overlaps else ("none",)))
+
+    @property
+    @abstractmethod
+    def gathers_in_flight(self) -> int:
+        """All-gathers that may run before what was freed so many units ago is no longer in use."""
+
+    @property
+    @abstractmethod
+    def most_lingering(self) -> int:
+        """All-gather buffers of other units that may live while forward runs a unit."""
+
+    @abstractmethod
+    def keeps(self, mode: ShardingMode, world_size: int) -> bool:
+        """Whether a unit in this mode stays gathered from forward to backward."""
+
+    @abstractmethod
+    def may_wait(self, unit: UnitProfile) -> bool:
+        """Whether the unit may reduce its gradients in the last micro-batch only."""
+
+    @abstractmethod
+    def num_all_gathers(
+        self, mode: ShardingMode, unit: UnitProfile | None = None, *, num_micro_batches: int = 1
+    ) -> int:
+        """All-gathers per optimizer step of a unit in this mode.
+
+        Args:
+            mode: of the unit.
+            unit: None: one that forward calls once.
+            num_micro_batches: of an optimizer step.
+        """
+
+    def num_reduce_scatters(self, mode: ShardingMode, *, num_micro_batches: int = 1) -> int:
+        """Reduce-scatters per optimizer step of a unit in this mode."""
+        return 1 if mode.sync == "last" else num_micro_batches
+
+    @abstractmethod
+    def all_gather_bytes(self, unit: UnitProfile, world_size: int) -> float:
+        """Bytes of the whole tensor that an all-gather of the unit makes."""
+
+    @abstractmethod
+    def reduce_scatter_bytes(self, unit: UnitProfile, world_size: int) -> float:
+        """Bytes of the whole tensor that its reduce-scatter takes; 0 where it has no gradients."""
+
+    @abstractmethod
+    def layout(
+        self, units: Sequence[UnitProfile], optimizer: OptimizerProfile, world_size: int, *, rank: int | None = None
+    ) -> Layout:
+        """Bytes of units on one rank.
+
+        Args:
+            units: of the model.
+            optimizer: its step.
+            world_size: N.
+            rank: whose bytes; None: for state and temporaries together, those of the rank that has most.
+        """
+
+    @abstractmethod
+    def live_parts(
+        self,
+        profile: ModelProfile,
+        units: Sequence[UnitProfile],
+        observer: Observer,
+        *,
+        world_size: int,
+        workload: Workload,
+        reduce_scatter_copies: bool,
+        rank: int | None = None,
+        is_bound: bool = False,
+    ) -> LiveParts:
+        """What reads events as bytes.
+
+        Args:
+            profile: the model.
+            units: partition of its operators.
+            observer: told of every moment.
+            world_size: N.
+            workload: micro-batch size and number of micro-batches.
+            reduce_scatter_copies: whether the backend copies what it reduces, as gloo does.
+            rank: whose bytes; None: those of the rank that holds most.
+            is_bound: whether what follows is to hold whatever the modes of other units.
+        """
+
+    @abstractmethod
+    def host(self, course: Course) -> Host:
+        """What goes through a step."""
+
+    def micro_batches(
+        self,
+        units: Sequence[UnitProfile],
+        is_kept: Sequence[bool],
+        accumulates: Sequence[bool],
+        *,
+        num_micro_batches: int = 1,
+        num_segments: int,
+        rerun: Mapping[str, Rerun],
+        merges_calls: bool = False,
+    ) -> list[list[Event]]:
+        """Events of forward, loss and backward in the first, a steady and the last micro-batch, as many as there are.
+
+        Arguments are those of `Course`.
+        """
+        if self.backward_prefetch == AUTO:
+            raise ValueError("An engine with backward_prefetch='auto' runs nothing: ask for its alternatives.")
+        host = self.host(
+            Course(
+                units=units,
+                is_kept=is_kept,
+                accumulates=accumulates,
+                num_segments=num_segments,
+                rerun=rerun,
+                merges_calls=merges_calls,
+            )
+        )
+        found = []
+        num_simulated = min(MOST_SIMULATED, num_micro_batches)
+        for index in range(num_simulated):
+            host.begin(is_first=index == 0, is_last=index == num_simulated - 1)
+            host.forward()
+            host.backward()
+            found.append(host.events)
+        return found
+
+    def events_of(
+        self,
+        profile: ModelProfile,
+        units: Sequence[UnitProfile],
+        modes: Iterable[ShardingMode],
+        world_size: int,
+        *,
+        num_micro_batches: int = 1,
+    ) -> list[list[Event]]:
+        """Events of the micro-batches that are gone through, with these modes."""
+        modes = tuple(modes)
+        return self.micro_batches(
+            units,
+            [self.keeps(mode, world_size) for mode in modes],
+            [mode.sync == "last" and world_size > 1 for mode in modes],
+            num_micro_batches=num_micro_batches,
+            num_segments=len(profile.segments),
+            rerun=profile.rerun,
+        )

@@ -1,0 +1,112 @@
+"""FSDP1, `torch.distributed.fsdp.FullyShardedDataParallel`, as an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from typing_extensions import override
+
+from lightning_osdp.core.modes import ShardingMode
+from lightning_osdp.core.profile import ModelProfile, OptimizerProfile
+from lightning_osdp.core.units import UnitProfile, UnitRules
+from lightning_osdp.core.workload import Workload
+from lightning_osdp.engine.engine import Engine
+from lightning_osdp.engine.fsdp1.layout import layout
+from lightning_osdp.engine.fsdp1.live_parts import FSDP1LiveParts
+from lightning_osdp.engine.fsdp1.schedule import FSDP1Host
+from lightning_osdp.engine.host import Course
+from lightning_osdp.engine.layout import Layout
+from lightning_osdp.engine.live_parts import Observer
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDP1(Engine):
+    """Units are flat tensors, wrapped one inside the other.
+
+    Where communication overlaps computing, a gather after a unit's backward (``post``) runs as early as one before it
+    (``pre``), as the host is ahead of the device, and holds one unit less.
+    """
+
+    name: ClassVar[str] = "fsdp1"
+    prefetches: ClassVar[tuple[str, ...]] = ("pre", "post", "none")
+    rules: ClassVar[UnitRules] = UnitRules()
+    flips: ClassVar[frozenset[str]] = frozenset({"sync"})
+    is_closed_form_exact: ClassVar[bool] = True
+
+    @property
+    @override
+    def gathers_in_flight(self) -> int:
+        """``_FreeEventQueue._max_num_inflight_all_gathers`` of torch/distributed/fsdp/_limiter_utils.py."""
+        return 2
+
+    @property
+    @override
+    def most_lingering(self) -> int:
+        """The gathered unit is the buffer."""
+        return 0
+
+    @override
+    def keeps(self, mode: ShardingMode, world_size: int) -> bool:
+        return mode.resident and world_size > 1  # on one rank it does not shard
+
+    @override
+    def may_wait(self, unit: UnitProfile) -> bool:
+        return True
+
+    @override
+    def num_all_gathers(
+        self, mode: ShardingMode, unit: UnitProfile | None = None, *, num_micro_batches: int = 1
+    ) -> int:
+        """A unit that frees its parameter after forward gathers it again at every call, also of a forward in backward.
+
+        Backward gathers it once, because FSDP1 reshards only after the last of the gradients
+        (``_runtime_utils._post_backward_hook``).
+        """
+        if mode.resident and mode.sync == "last":
+            return 1
+        num_calls = 1 if mode.resident or unit is None else len(unit.calls) + unit.num_reruns
+        return num_micro_batches * (num_calls + mode.backward_all_gathers)
+
+    @override
+    def all_gather_bytes(self, unit: UnitProfile, world_size: int) -> float:
+        return unit.gathered_bytes
+
+    @override
+    def reduce_scatter_bytes(self, unit: UnitProfile, world_size: int) -> float:
+        """Of the whole flat parameter once any of it is trainable."""
+        return unit.gathered_bytes if unit.gradient_bytes else 0
+
+    @override
+    def layout(
+        self, units: Sequence[UnitProfile], optimizer: OptimizerProfile, world_size: int, *, rank: int | None = None
+    ) -> Layout:
+        return layout(tuple(units), optimizer, world_size, rank)
+
+    @override
+    def live_parts(
+        self,
+        profile: ModelProfile,
+        units: Sequence[UnitProfile],
+        observer: Observer,
+        *,
+        world_size: int,
+        workload: Workload,
+        reduce_scatter_copies: bool,
+        rank: int | None = None,
+        is_bound: bool = False,
+    ) -> FSDP1LiveParts:
+        return FSDP1LiveParts(
+            profile,
+            units,
+            observer,
+            layout=self.layout(units, profile.optimizer, world_size, rank=rank),
+            world_size=world_size,
+            workload=workload,
+            reduce_scatter_copies=reduce_scatter_copies,
+        )
+
+    @override
+    def host(self, course: Course) -> FSDP1Host:
+        return FSDP1Host(course, backward_prefetch=self.backward_prefetch, forward_prefetch=self.forward_prefetch)

@@ -1,0 +1,5 @@
+"""FSDP2's rules."""
+
+from lightning_osdp.engine.fsdp2.engine import FSDP2
+
+__all__ = ["FSDP2"]

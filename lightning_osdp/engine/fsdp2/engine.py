@@ -1,0 +1,121 @@
+"""FSDP2, `torch.distributed.fsdp.fully_shard`, as an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from typing_extensions import override
+
+from lightning_osdp.core.modes import ShardingMode
+from lightning_osdp.core.profile import ModelProfile, OptimizerProfile
+from lightning_osdp.core.units import UnitProfile, UnitRules
+from lightning_osdp.core.workload import Workload
+from lightning_osdp.engine.engine import Engine
+from lightning_osdp.engine.fsdp2.layout import gathered_bytes, layout, sent_bytes
+from lightning_osdp.engine.fsdp2.live_parts import FSDP2LiveParts
+from lightning_osdp.engine.fsdp2.schedule import FSDP2Host
+from lightning_osdp.engine.host import Course
+from lightning_osdp.engine.layout import Layout
+from lightning_osdp.engine.live_parts import Observer
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDP2(Engine):
+    """Units are groups of parameters, each sharded along its rows; modules stay as they are."""
+
+    asynchronous_unshard: bool = True
+    """Whether all-gathers are issued so that computing may go on, and their buffers are gone sooner."""
+
+    name: ClassVar[str] = "fsdp2"
+    prefetches: ClassVar[tuple[str, ...]] = ("pre", "none")
+    rules: ClassVar[UnitRules] = UnitRules(frozen_may_differ=True, joins_root=False)
+    flips: ClassVar[frozenset[str]] = frozenset(
+        {"modes", "sync", "backward_prefetch", "forward_prefetch", "asynchronous_unshard"}
+    )
+    is_closed_form_exact: ClassVar[bool] = False
+    note: ClassVar[str] = "Memory and times of engine='fsdp2' are predicted roughly as yet."
+
+    @property
+    @override
+    def gathers_in_flight(self) -> int:
+        """In forward an all-gather waits until the unit before it is copied out, or the one before that.
+
+        A unit is copied out when the one before it is freed. [Read: ``_wait_all_gather_streams_on_event`` in
+        ``wait_for_unshard`` of _fsdp_param_group.py.]
+        """
+        return 2 if self.asynchronous_unshard else 3
+
+    @property
+    @override
+    def most_lingering(self) -> int:
+        """That of the unit before, and that of the next one."""
+        return (not self.asynchronous_unshard) + self.forward_prefetch
+
+    @override
+    def keeps(self, mode: ShardingMode, world_size: int) -> bool:
+        return mode.resident  # on one rank it copies, too
+
+    @override
+    def may_wait(self, unit: UnitProfile) -> bool:
+        """Not if forward calls it more than once: what the micro-batches before have left is reduced by itself then."""
+        return len(unit.calls) == 1
+
+    @override
+    def num_all_gathers(
+        self, mode: ShardingMode, unit: UnitProfile | None = None, *, num_micro_batches: int = 1
+    ) -> int:
+        """One at each call in forward, and one for each that backward comes to: less those that find the unit there.
+
+        A unit that is kept is there at all calls in forward, and at the first that backward comes to.
+        """
+        num_calls = 1 if unit is None else len(unit.calls)
+        num_reached = 1 if unit is None else sum(last >= unit.trained_from for _, last in unit.calls)
+        if not mode.resident:
+            return num_micro_batches * (num_calls + num_reached)
+        return (1 if mode.sync == "last" else num_micro_batches) * max(1, num_reached)
+
+    @override
+    def all_gather_bytes(self, unit: UnitProfile, world_size: int) -> float:
+        return gathered_bytes(unit, world_size)
+
+    @override
+    def reduce_scatter_bytes(self, unit: UnitProfile, world_size: int) -> float:
+        """Frozen parameters are not reduced."""
+        return sent_bytes(unit, world_size)
+
+    @override
+    def layout(
+        self, units: Sequence[UnitProfile], optimizer: OptimizerProfile, world_size: int, *, rank: int | None = None
+    ) -> Layout:
+        return layout(tuple(units), optimizer, world_size, rank or 0)
+
+    @override
+    def live_parts(
+        self,
+        profile: ModelProfile,
+        units: Sequence[UnitProfile],
+        observer: Observer,
+        *,
+        world_size: int,
+        workload: Workload,
+        reduce_scatter_copies: bool,
+        rank: int | None = None,
+        is_bound: bool = False,
+    ) -> FSDP2LiveParts:
+        return FSDP2LiveParts(
+            profile,
+            units,
+            observer,
+            asynchronous_unshard=self.asynchronous_unshard,
+            is_bound=is_bound,
+            layout=self.layout(units, profile.optimizer, world_size, rank=rank),
+            world_size=world_size,
+            workload=workload,
+            reduce_scatter_copies=reduce_scatter_copies,
+        )
+
+    @override
+    def host(self, course: Course) -> FSDP2Host:
+        return FSDP2Host(course, backward_prefetch=self.backward_prefetch, forward_prefetch=self.forward_prefetch)

@@ -1,0 +1,111 @@
+"""How FSDP2 lays units out on the ranks: bytes to the element, paddings included.
+
+Each parameter is cut along its first dimension into chunks of
+
+    c = ceil(rows / N)
+
+rows, and a shard has the storage of c rows on every rank, also on those that own fewer or none. An all-gather and a
+reduce-scatter carry N c rows of each parameter, in one collective; gradients as backward makes them have no paddings,
+and neither have the tensors that the optimizer sees. Rank 0 owns most.
+
+References:
+    torch/distributed/fsdp/_fully_shard/_fsdp_param.py (``_init_sharded_param``), _fsdp_collectives.py
+    (``foreach_all_gather``, ``foreach_reduce``). [Seen in torch 2.13.]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+from lightning_osdp.core.profile import OptimizerProfile, ParameterProfile
+from lightning_osdp.core.units import UnitProfile
+from lightning_osdp.engine.layout import Layout, UnitBytes, optimizer_bytes
+
+
+@lru_cache(maxsize=256)
+def layout(units: tuple[UnitProfile, ...], optimizer: OptimizerProfile, world_size: int, rank: int = 0) -> Layout:
+    """Bytes of units on one rank.
+
+    Args:
+        units: of the model.
+        optimizer: its step.
+        world_size: N.
+        rank: whose bytes.
+    """
+    state, temporaries = optimizer_bytes(
+        units,
+        lambda index: [owned_elements(parameter, world_size, rank) for parameter in units[index].parameters],
+        optimizer,
+        world_size,
+    )
+    return Layout(
+        units=tuple(_unit_bytes(unit, world_size) for unit in units),
+        optimizer_state=state,
+        optimizer_temporaries=temporaries,
+    )
+
+
+def chunk_elements(parameter: ParameterProfile, world_size: int) -> int:
+    """Elements of one chunk of a parameter, which a shard has storage for."""
+    rows = _rows(parameter)
+    return math.ceil(rows / world_size) * (parameter.num_elements // rows) if rows else 0
+
+
+def owned_elements(parameter: ParameterProfile, world_size: int, rank: int) -> int:
+    """Elements of a parameter that a rank owns."""
+    chunk = chunk_elements(parameter, world_size)
+    return max(0, min(chunk, parameter.num_elements - rank * chunk))
+
+
+def gathered_bytes(unit: UnitProfile, world_size: int) -> float:
+    """w: of all parameters, in the dtype of computing, paddings included."""
+    if not unit.parameters:
+        return float(unit.gathered_bytes)
+    return float(
+        world_size * sum(chunk_elements(each, world_size) * each.gathered_itemsize for each in unit.parameters)
+    )
+
+
+def sent_bytes(unit: UnitProfile, world_size: int) -> float:
+    """r: of the gradients of all trainable parameters, in the dtype of computing, paddings included."""
+    if not unit.parameters:
+        return float(unit.gradient_bytes)
+    trained = _trained(unit)
+    return float(world_size * sum(chunk_elements(each, world_size) * each.gathered_itemsize for each in trained))
+
+
+def _rows(parameter: ParameterProfile) -> int:
+    return parameter.num_elements if parameter.num_rows is None else parameter.num_rows
+
+
+def _trained(unit: UnitProfile) -> Sequence[ParameterProfile]:
+    return [parameter for parameter in unit.parameters if parameter.is_trainable]
+
+
+def _unit_bytes(unit: UnitProfile, world_size: int) -> UnitBytes:
+    gathered, sent, trained = gathered_bytes(unit, world_size), sent_bytes(unit, world_size), _trained(unit)
+    if unit.parameters:
+        shard = float(sum(chunk_elements(each, world_size) * each.itemsize for each in unit.parameters))
+        reduced = float(sum(chunk_elements(each, world_size) * each.itemsize for each in trained))
+        cast = [each for each in unit.parameters if each.itemsize != each.gathered_itemsize]
+        casts = [float(chunk_elements(each, world_size) * each.gathered_itemsize) for each in cast]
+        last = float(trained[-1].num_elements * trained[-1].gathered_itemsize) if trained else 0.0
+    else:
+        shard, reduced = unit.parameter_bytes / world_size, unit.trainable_bytes / world_size
+        casts = [gathered / world_size] if unit.gathered_bytes != unit.parameter_bytes else []
+        last = float(unit.operators[-1].gradient_bytes) if unit.operators else 0.0
+    is_sharded = world_size > 1
+    return UnitBytes(
+        shard=shard,
+        gathered=gathered,
+        cast_shard=sum(casts) if is_sharded else max(casts, default=0.0),  # on one rank, one after the other
+        gradients=float(unit.gradient_bytes),
+        flat_gradient=sent,
+        whole_gradient=float(unit.gradient_bytes),
+        scattered=sent / world_size,
+        reduced=reduced if sent else 0.0,
+        buffer=gathered if is_sharded else 0.0,
+        last_gradient=last if is_sharded else 0.0,
+    )

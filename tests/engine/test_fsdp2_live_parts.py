@@ -1,0 +1,177 @@
+"""Live bytes of equal units under FSDP2 against the closed forms that were counted in torch."""
+
+from itertools import product
+
+import pytest
+
+from lightning_osdp.core.affine import Affine
+from lightning_osdp.core.cluster import Cluster, Link
+from lightning_osdp.core.modes import DP, ZDP
+from lightning_osdp.core.profile import ModelProfile, OperatorProfile, ParameterProfile, Segment
+from lightning_osdp.core.units import partition
+from lightning_osdp.core.workload import Workload
+from lightning_osdp.cost import evaluation_peak, step_memory
+from lightning_osdp.engine import FSDP2
+from lightning_osdp.simulation import simulate_step
+
+ROWS, COLUMNS, NUM_UNITS = 24, 10, 6
+PRECISIONS = {"fp32": (4, 4), "bf16-mixed": (4, 2), "bf16": (2, 2)}
+FREE = Link(latency_s=0.0, seconds_per_byte=0.0)
+
+
+def linears(itemsize, gathered_itemsize, rows=ROWS, saved=0.0):
+    """Equal Linear operators with bias, under AdamW."""
+
+    def part(position, elements):
+        return ParameterProfile(
+            position=position,
+            num_elements=elements,
+            itemsize=itemsize,
+            gathered_itemsize=gathered_itemsize,
+            num_rows=rows,
+            state_bytes_per_element=2 * itemsize,
+        )
+
+    elements = rows * (COLUMNS + 1)
+    operators = [
+        OperatorProfile(
+            name=f"m{index}",
+            kind="Linear",
+            enclosing=(f"m{index}", ""),
+            parameter_bytes=elements * itemsize,
+            num_trainable=elements,
+            gathered_bytes=elements * gathered_itemsize,
+            trainable_bytes=elements * itemsize,
+            gradient_bytes=elements * gathered_itemsize,
+            optimizer_bytes=2 * elements * itemsize,
+            parameters=(part(2 * index, rows * COLUMNS), part(2 * index + 1, rows)),
+        )
+        for index in range(NUM_UNITS)
+    ]
+    segments = {one.name: Segment(operator=one.name, saved_bytes=Affine(saved)) for one in operators}
+    return ModelProfile.in_turn(operators, segments)
+
+
+def moments(profile, mode, engine, *, world_size, copies=True, num_micro_batches=1):
+    units = partition(profile, min_unit_bytes=0)
+    modes = [DP if unit.is_root else mode for unit in units]
+    cluster = Cluster(world_size=world_size, all_gather=FREE, reduce_scatter=FREE, reduce_scatter_copies=copies)
+    workload = Workload(micro_batch_size=1, num_micro_batches=num_micro_batches)
+    estimate = simulate_step(profile, units, modes, cluster, workload, engine=engine)
+    bound = step_memory(
+        profile, units, world_size=world_size, workload=workload, engine=engine, reduce_scatter_copies=copies
+    ).peak(modes)
+    assert estimate.peak.peak_bytes <= bound.peak_bytes
+    return [moment for _, moment in estimate.moments], bound
+
+
+def closed_form(itemsize, gathered_itemsize, mode, engine, *, world_size, copies):
+    """The largest moment, its bytes by what they are; gradients of the step before live to the end of forward."""
+    n, num, at_rest = world_size, NUM_UNITS, ROWS * (COLUMNS + 1) * itemsize
+    s, w = at_rest / n, ROWS * (COLUMNS + 1) * gathered_itemsize
+    g, r, last = w, w, ROWS * gathered_itemsize
+    k = w if mode is DP else 0
+    cast_shard, cast = (w / n, s) if itemsize != gathered_itemsize else (0, 0)
+    base = num * (s + 2 * s)
+    found = [base + num * s + (num - 1) * k + (2 if engine.asynchronous_unshard else 3) * w]
+    if engine.forward_prefetch:
+        # the next unit is gathered beside this one, and beside its buffer where that is still there
+        beside = 2 * w + (0 if engine.asynchronous_unshard else w)
+        found.append(base + num * s + (num - 2) * k + beside + cast_shard)
+    for i in range(num):
+        held = base + (num - 1 - i) * s + i * k
+        p = w if engine.backward_prefetch == "pre" and i > 0 and mode is ZDP else 0
+        q = r if i < num - 1 else 0
+        found.append(held + q + w + p + (cast_shard if p else 0))  # the next unit is gathered
+        found.append(held + q + w + p + g)  # compute
+        found.append(held + p + r + last + r / n + max(cast, r * copies))  # reduce
+        if mode is ZDP:
+            found.append(held + q + 2 * w)  # copy-out
+    return max(found)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("mode", [ZDP, DP], ids=["ZDP", "DP"])
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize("copies", [True, False])
+def test_the_peak_of_equal_units_is_that_of_the_closed_form(precision, mode, world_size, copies):
+    sizes = PRECISIONS[precision]
+    for prefetch, ahead, asynchronous in product(FSDP2.prefetches, (False, True), (False, True)):
+        engine = FSDP2(backward_prefetch=prefetch, forward_prefetch=ahead, asynchronous_unshard=asynchronous)
+        found, bound = moments(linears(*sizes), mode, engine, world_size=world_size, copies=copies)
+        expected = closed_form(*sizes, mode, engine, world_size=world_size, copies=copies)
+        assert max(moment.num_bytes for moment in found) == pytest.approx(expected), engine
+        assert bound.peak_bytes == pytest.approx(expected, rel=0.1)
+
+
+# in units of w: shards and optimizer state 6 * 3 / 2 = 9, gradient shards 1/2 each, without biases' l
+@pytest.mark.parametrize(
+    ("mode", "asynchronous", "expected"),
+    [
+        (ZDP, False, 9 + 3 + 3),
+        (ZDP, True, 9 + 3 + 2),
+        (DP, False, 9 + 3 + 5 + 3),
+        (DP, True, 9 + 3 + 5 + 2),
+    ],
+)
+def test_forward_holds_two_buffers_or_one(mode, asynchronous, expected):
+    w = ROWS * (COLUMNS + 1) * 4
+    found, _ = moments(linears(4, 4), mode, FSDP2(asynchronous_unshard=asynchronous), world_size=2)
+    assert max(moment.num_bytes for moment in found if moment.phase == "forward") == expected * w
+
+
+def test_saved_tensors_are_gone_one_unit_after_the_other():
+    # backward is through with m0 at the end only: its gradients are reduced last, after everything else is gone
+    w = ROWS * (COLUMNS + 1) * 4
+    found, _ = moments(linears(4, 4, saved=1000.0), ZDP, FSDP2(backward_prefetch="none"), world_size=2, copies=False)
+    reduced = [moment for moment in found if moment.phase == "reduce-scatter"]
+    assert [moment.operator for moment in reduced] == ["m5", "m4", "m3", "m2", "m1", "m0"]
+    assert [moment.parts["activations"] for moment in reduced] == [6000.0, 5000.0, 4000.0, 3000.0, 2000.0, 0.0]
+    assert [moment.parts["gathered parameters"] for moment in reduced] == [0.0] * 6
+    assert [moment.parts["reduced gradients"] for moment in reduced] == [i * w / 2 for i in range(6)]
+
+
+def test_one_rank_copies_its_shards_too():
+    w = ROWS * (COLUMNS + 1) * 4
+    for mode, kept in ((ZDP, 1), (DP, NUM_UNITS)):
+        found, _ = moments(linears(4, 4), mode, FSDP2(), world_size=1)
+        forward = [moment for moment in found if moment.phase == "forward"]
+        assert max(moment.parts["gathered parameters"] for moment in forward) == kept * w
+
+
+def test_paddings_are_gathered_and_sent_but_no_gradients():
+    # 5 rows on 4 ranks: chunks of 2, so that 8 are gathered
+    padded, whole = 8 * (COLUMNS + 1) * 4, 5 * (COLUMNS + 1) * 4
+    found, _ = moments(linears(4, 4, rows=5), ZDP, FSDP2(backward_prefetch="none"), world_size=4, copies=False)
+    assert found[0].parts["parameter shards"] == NUM_UNITS * padded / 4
+    assert found[0].parts["optimizer state"] == NUM_UNITS * 2 * padded / 4  # of rank 0, which owns all of its chunk
+    backward = next(moment for moment in found if moment.phase == "backward" and moment.operator == "m5")
+    assert backward.parts["gathered parameters"] == 2 * padded  # copied out
+    reduced = next(moment for moment in found if moment.phase == "reduce-scatter")
+    assert reduced.parts["unsharded gradients"] == padded + padded / 4 + 5 * 4
+    assert max(moment.parts["unsharded gradients"] for moment in found) == padded + whole
+
+
+@pytest.mark.parametrize("mode", [ZDP, DP], ids=["ZDP", "DP"])
+def test_gradients_that_wait_are_whole_and_added_to_in_place(mode):
+    w = ROWS * (COLUMNS + 1) * 4
+    mode = {"ZDP": ZDP, "DP": DP}[mode.name]
+    last = type(mode)(mode.name, mode.resident, mode.backward_all_gathers, sync="last")
+    found, _ = moments(linears(4, 4), last, FSDP2(), world_size=2, num_micro_batches=3)
+    assert max(moment.parts["accumulated gradients"] for moment in found) == NUM_UNITS * w
+    forward = [moment for moment in found if moment.phase == "forward"]
+    kept = NUM_UNITS if mode is DP else 0
+    assert max(moment.parts["gathered parameters"] for moment in forward[-3:]) == max(kept, 2 if kept == 0 else 0) * w
+
+
+@pytest.mark.parametrize(
+    ("engine", "buffers"), [(FSDP2(), 1), (FSDP2(asynchronous_unshard=False), 2), (FSDP2(forward_prefetch=True), 2)]
+)
+def test_an_evaluation_gathers_into_buffers(engine, buffers):
+    profile, w = linears(4, 4), ROWS * (COLUMNS + 1) * 4
+    units = partition(profile, min_unit_bytes=0)
+    states = NUM_UNITS * 3 * w / 2
+    for mode, kept in ((ZDP, 1), (DP, NUM_UNITS)):
+        modes = [DP if unit.is_root else mode for unit in units]
+        peak = evaluation_peak(profile, units, modes, world_size=2, num_samples=1, engine=engine)
+        assert peak == states + (kept + buffers) * w

@@ -1,0 +1,183 @@
+"""Gathers, frees and reductions of torch's `fully_shard`, in order, against the predicted ones."""
+
+import dataclasses
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+
+from lightning_osdp import profile_model
+from lightning_osdp.core.modes import ALL_MODES, DP
+from lightning_osdp.core.profile import Rerun
+from lightning_osdp.core.units import merged, partition
+from lightning_osdp.engine import FSDP2, leaving_order
+
+WIDTH = 8
+BLOCKS = [f"blocks.{index}" for index in range(3)]
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+class Model(nn.Module):
+    """A root with a parameter of its own; the blocks may recompute, and the first layer may be called again."""
+
+    def __init__(self, *, recomputes=False, calls_again=False, frozen=()):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Layer() for _ in range(3))
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.recomputes, self.calls_again = recomputes, calls_again
+        for name in frozen:
+            self.get_submodule(name).requires_grad_(False)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+        if self.calls_again:
+            x = self.last(self.first(x).relu())
+        return (self.last(x) * self.scale).square().mean()
+
+    def training_step(self, batch, batch_idx):
+        return self(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.0)
+
+
+@pytest.fixture(autouse=True)
+def group():
+    """A process group of one process that takes itself for one of two."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def sharded(model, units, modes, engine, rerun):
+    """The model with these units, and what each of them prefetches."""
+    for unit in sorted(units, key=lambda unit: unit.name.count(".") + bool(unit.name), reverse=True):
+        fully_shard(model.get_submodule(unit.name))
+    modules = [model.get_submodule(unit.name) for unit in units]
+    order, places = leaving_order(units), {unit: place for place, unit in enumerate(leaving_order(units))}
+    comes_back = [any(last >= unit.trained_from for _, last in unit.calls) for unit in units]
+    for index, (module, mode) in enumerate(zip(modules, modes, strict=True)):
+        if index:
+            module.set_reshard_after_forward(not mode.resident, recurse=False)
+        module._set_unshard_async_op(engine.asynchronous_unshard)
+        place = places.get(index, len(order))
+        before = order[place - 1] if place else index
+        is_called_once = len(units[index].calls) == 1
+        prefetches = engine.backward_prefetch == "pre" and comes_back[before] and is_called_once
+        module.set_modules_to_backward_prefetch([modules[before if prefetches else index]])
+        leads_out = index + 1 < len(units) and any(
+            units[index].name.startswith(f"{block}.") and not units[index + 1].name.startswith(f"{block}.")
+            for block in rerun
+        )
+        if engine.forward_prefetch and index + 1 < len(modules) and is_called_once and not leads_out:
+            module.set_modules_to_forward_prefetch([modules[index + 1]])
+    return modules
+
+
+def done(model, units, modes, engine, num_micro_batches, monkeypatch, rerun):
+    """By micro-batch of the second step: what FSDP2 does."""
+    modules = sharded(model, units, modes, engine, rerun)
+    seen = []
+    names = {}
+
+    def noted(kind, original):
+        def call(params, *args, **kwargs):
+            seen.append((kind, names[id(params[0])]))
+            return original(params, *args, **kwargs)
+
+        return call
+
+    to_sharded = _fsdp_param_group.FSDPParamGroup._to_sharded
+
+    def freed(group):
+        if group.is_unsharded:
+            seen.append(("free", names[id(group.fsdp_params[0])]))
+        to_sharded(group)
+
+    found = []
+    with monkeypatch.context() as patched:
+        patched.setattr(_fsdp_param_group, "foreach_all_gather", noted("gather", _fsdp_param_group.foreach_all_gather))
+        patched.setattr(_fsdp_param_group, "foreach_reduce", noted("reduce", _fsdp_param_group.foreach_reduce))
+        patched.setattr(_fsdp_param_group.FSDPParamGroup, "_to_sharded", freed)
+        for unit, module in zip(units, modules, strict=True):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                names.update(dict.fromkeys(map(id, group.fsdp_params), unit.name))
+        for _ in range(2):
+            found = []
+            for index in range(num_micro_batches):
+                seen.clear()
+                is_last = index == num_micro_batches - 1
+                for module, mode in zip(modules, modes, strict=True):
+                    waits = mode.sync == "last" and not is_last
+                    module.set_requires_gradient_sync(not waits, recurse=False)
+                    module.set_reshard_after_backward(not (waits and mode.resident), recurse=False)
+                model(torch.randn(4, WIDTH)).backward()
+                found.append(list(seen))
+            for parameter in model.parameters():
+                parameter.grad = None
+    return found
+
+
+def predicted(profile, units, modes, engine, num_micro_batches):
+    """The same, predicted: without frees of what is not there, and reductions of nothing."""
+    gathered, found = set(), []
+    for events in engine.events_of(profile, units, modes, 2, num_micro_batches=num_micro_batches):
+        effective = []
+        for kind, of in events:
+            unit = units[of] if kind in {"gather", "free", "reduce"} else None
+            if unit is None or not unit.gathered_bytes or (kind == "reduce" and not unit.gradient_bytes):
+                continue
+            if kind == "free" and of not in gathered:
+                continue
+            (gathered.add if kind == "gather" else gathered.discard)(of)
+            effective.append((kind, unit.name))
+        found.append(effective)
+    return found
+
+
+CASES = {
+    "plain": {},
+    "frozen from the beginning": {"frozen": ("first", "blocks.0")},
+    "frozen in between": {"frozen": ("blocks.1", "last")},
+    "recomputing": {"recomputes": True},
+    "called again": {"calls_again": True},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("by_block", [True, False])
+def test_fully_shard_does_in_this_order_what_is_predicted(case, by_block, monkeypatch):
+    profile = profile_model(Model(**CASES[case] | {"recomputes": False}), torch.randn(4, WIDTH))
+    if case == "recomputing":
+        profile = dataclasses.replace(
+            profile, rerun={name: Rerun(profile.spans[name][0], is_early=False) for name in BLOCKS}
+        )
+    units = partition(profile, min_unit_bytes=0)
+    if by_block:
+        units = merged(profile, units, BLOCKS)
+    for mode, ahead, asynchronous in product(ALL_MODES, (False, True), (False, True)):
+        for prefetch, number in product(FSDP2.prefetches, (1, 2)):
+            engine = FSDP2(backward_prefetch=prefetch, forward_prefetch=ahead, asynchronous_unshard=asynchronous)
+            allowed = [mode if engine.may_wait(unit) else dataclasses.replace(mode, sync="every") for unit in units]
+            modes = [DP if unit.is_root else each for unit, each in zip(units, allowed, strict=True)]
+            seen = done(Model(**CASES[case]), units, modes, engine, number, monkeypatch, profile.rerun)
+            expected = predicted(profile, units, modes, engine, number)
+            assert seen == expected, (mode, engine, number)
