@@ -1,8 +1,9 @@
-"""A step that optimizes manually, as the profiler can run it: one forward, and one backward of the sum of its losses."""
+"""A step that optimizes manually, for the profiler: one forward, and one backward of the sum of its losses."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,8 +11,36 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import Tensor
 
-from lightning_osdp.errors import ProfileError
+from lightning_osdp.apply import called_children
+from lightning_osdp.core.profile import ModelProfile
+from lightning_osdp.errors import ConfigurationError, ProfileError
 from lightning_osdp.strategy.step import configured_optimizers, step_arguments
+
+
+def check_in_children(module: pl.LightningModule) -> None:
+    """Returns if every parameter is in a child that is called, and so is gathered anew for every backward.
+
+    Raises:
+        ConfigurationError: one is the module's own.
+    """
+    children = [name for name, _ in called_children(module)]
+    for name, _ in module.named_parameters():
+        if not any(name.startswith(f"{child}.") for child in children):
+            raise ConfigurationError(
+                f"Expected every parameter inside a child that training_step calls in manual optimization, where each"
+                f" is sharded by itself, but {name!r} is in none. Put it into a module that is called."
+            )
+
+
+def in_children(profile: ModelProfile) -> ModelProfile:
+    """The profile with no operator that may join the root unit, which the first backward of a step would free."""
+    return dataclasses.replace(
+        profile,
+        operators=tuple(
+            dataclasses.replace(operator, stands_alone=True) if len(operator.enclosing) == 2 else operator
+            for operator in profile
+        ),
+    )
 
 
 def summed_step(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[Any], Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,9 +15,10 @@ from lightning_osdp.apply import ENGINES, ShardedModel, called_children
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.plan_unit import Block
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
-from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.errors import ConfigurationError, ProfileError
 from lightning_osdp.profiler import fingerprint
 from lightning_osdp.simulation import StepEstimate
+from lightning_osdp.strategy.by_hand import check_in_children
 from lightning_osdp.strategy.division import Division
 from lightning_osdp.strategy.given import given_plan
 from lightning_osdp.strategy.options import Options, Prefetch
@@ -74,18 +76,42 @@ def sharded(
     return found
 
 
+def planned_by_hand(
+    module: pl.LightningModule, options: Options, *, prefetch: Prefetch, known: Plan | None
+) -> tuple[Plan, Division, StepEstimate | None] | str:
+    """As `chosen`, for a module that optimizes manually; or why there is no plan.
+
+    Raises:
+        ConfigurationError: a given plan does not fit, or a parameter is in no child.
+        InfeasibleError: no plan fits under the limit.
+    """
+    if options.engine_in_use == "fsdp1":
+        return "its backward runs inside training_step, where FSDP1's root could not end it"
+    check_in_children(module)
+    if options.batch_size == "auto":
+        options = replace(options, batch_size="keep")
+    try:
+        plan, division, estimate = chosen(module, options, prefetch=prefetch, known=known)
+    except ProfileError as error:
+        return f"its step cannot be profiled as one backward of the sum of its losses: {error}"
+    if plan is None:
+        return "it is evaluated before there is a plan"
+    shared = next((operator for unit in plan.units if not unit.name for operator in unit.operators), None)
+    return f"{shared!r} shares parameters with another child" if shared else (plan, division, estimate)
+
+
 def separated(
-    module: pl.LightningModule, options: Options, *, device: torch.device, **fsdp_kwargs: Any
+    module: pl.LightningModule, why: str, options: Options, *, device: torch.device, **fsdp_kwargs: Any
 ) -> ShardedModel:
-    """A module that optimizes manually, with each child sharded by itself; says why.
+    """A module that optimizes manually, without a plan, with each child sharded by itself; says why.
 
     Raises:
         ConfigurationError: a plan is given, or a parameter is in no child.
     """
     if options.plan is not None:
         raise ConfigurationError(
-            "Expected no plan= with automatic_optimization=False, whose backward runs inside training_step, where the"
-            " plan's root could not end it. Leave it out, or use automatic optimization."
+            f"Expected no plan= with automatic_optimization=False here, for {why}. Leave it out, or use automatic"
+            " optimization."
         )
     blocks = [Block(name=name, activations="recompute") for name in options.recomputed]
     size = options.search_space.min_unit_bytes
@@ -95,8 +121,7 @@ def separated(
     arguments = engine.arguments(fsdp_kwargs)
     found = engine.separated(module, blocks, min_unit_bytes=smallest, device=device, **arguments)
     rank_zero_info(
-        f"OSDP: nothing is planned in manual optimization, whose backward runs inside training_step: {names} are"
-        f" sharded each by itself, in {found.num_units} ZDP units (plain FSDP). memory_limit and batch_size have no"
-        " effect."
+        f"OSDP: nothing is planned in manual optimization, for {why}: {names} are sharded each by itself, in"
+        f" {found.num_units} ZDP units (plain FSDP). memory_limit and batch_size have no effect."
     )
     return found

@@ -19,6 +19,7 @@ from lightning_osdp.errors import ConfigurationError, ProfileError
 from lightning_osdp.profiler import ComputePrecision, is_out_of_memory, profile_model, resized
 from lightning_osdp.strategy.agreement import in_step
 from lightning_osdp.strategy.averaging import with_averages
+from lightning_osdp.strategy.by_hand import in_children, summed_step
 from lightning_osdp.strategy.loaders import first_batch, samples_in, training_loaders
 from lightning_osdp.strategy.once import Peeked
 from lightning_osdp.strategy.options import Options
@@ -103,11 +104,12 @@ class FitProfiler:
     def _profile(self, batch: Any, schedules: list[Any]) -> ModelProfile:
         trainer, module, strategy = self._trainer, self._module, self._trainer.strategy
         with muted(trainer, module):
+            step = training_step(module) if module.automatic_optimization else summed_step(trainer, module)
             profile = profile_model(
                 module,
                 batch,
                 batch_size=samples_in(batch),
-                training_step=training_step(module),
+                training_step=step,
                 configure_optimizers=configured_optimizers(trainer, schedules),
                 precision=_precision(strategy),
                 context=trainer.precision_plugin.train_step_context,
@@ -117,6 +119,8 @@ class FitProfiler:
                 together=in_step,
                 progress=self._progress,
             )
+        if not module.automatic_optimization:
+            profile = in_children(profile)
         return with_averages(profile, trainer, self._device)
 
     @contextmanager

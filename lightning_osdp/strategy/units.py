@@ -20,7 +20,7 @@ from lightning_osdp.apply import ShardedModel
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.strategy import averaging, saving
 from lightning_osdp.strategy.agreement import on_all_ranks
-from lightning_osdp.strategy.choice import chosen, separated, sharded
+from lightning_osdp.strategy.choice import chosen, planned_by_hand, separated, sharded
 from lightning_osdp.strategy.division import Division
 from lightning_osdp.strategy.given import given_division
 from lightning_osdp.strategy.options import Options, Prefetch
@@ -142,12 +142,12 @@ class UnitsStrategy(RanksStrategy):
     def _wrap(self, module: pl.LightningModule) -> Wrapping:
         kwargs = {**self._engine_kwargs, "mixed_precision": self.mixed_precision_config}
         options = replace(self._options, recomputed=named_by_policy(module, self._activation_checkpointing_kwargs))
-        if not module.automatic_optimization:
-            self._plan = None
-            self._forget_division(module.trainer)
-            return self._finished(separated(module, options, device=self.root_device, **kwargs))
         self._forget_division(module.trainer)
-        found = chosen(module, options, prefetch=self._prefetch, known=self._plan)
+        choose = chosen if module.automatic_optimization else planned_by_hand
+        found = choose(module, options, prefetch=self._prefetch, known=self._plan)
+        if isinstance(found, str):
+            self._plan = None
+            return self._finished(separated(module, found, options, device=self.root_device, **kwargs))
         self._plan, self._division, estimate = found
         self._is_for_training = module.trainer.state.fn == TrainerFn.FITTING
         if self._plan is not None:

@@ -22,8 +22,8 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from transposed import Conv1D
 
-from lightning_osdp.apply import numbered
 from lightning_osdp.apply.fsdp2 import load, state
+from lightning_osdp.apply.optimizer_state import numbered
 from lightning_osdp.errors import OSDPError
 from lightning_osdp.profiler import LiveBytes
 from lightning_osdp.splitting import JoinedShards, split

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -156,7 +156,10 @@ def manual_training():
             plain = torch.load(half[2], weights_only=False)
             found["optimizers"] = [len(state["state"]) for state in plain["optimizer_states"]]
             module = own[0]
-            found["units"] = [n for n, m in module.named_modules() if isinstance(m, FullyShardedDataParallel)]
+            found["plan"] = module.trainer.strategy.plan
+            found["units"] = [
+                n for n, m in module.named_modules() if isinstance(m, (FullyShardedDataParallel, FSDPModule))
+            ]
     averaged = [trained(GAN, make, 1, averaging=[WeightAveraging()]) for make in (ours(), ddp)]
     found["averaged"] = compared(*averaged)
     return found
@@ -169,9 +172,15 @@ class Direct(GAN):
 
 
 class Shared(GAN):
+    """Two children that share a parameter."""
+
     def __init__(self):
         super().__init__()
+        self.discriminator = nn.ModuleDict({"body": nn.Linear(7, 7), "head": nn.Linear(7, 7)})
         self.discriminator["body"].weight = self.discriminator["head"].weight
+
+    def judged(self, x):
+        return super().judged(x).mean(1)
 
 
 def refused():
@@ -183,3 +192,8 @@ def refused():
 
     plan = plan_for(OddMLP(), "mixed", world_size=dist.get_world_size())
     return {"direct": told(Direct()), "shared": told(Shared()), "plan": told(GAN(), plan=plan)}
+
+
+def shared():
+    """Difference from DDP where two children share a parameter."""
+    return compared(trained(Shared, ours(), 1), trained(Shared, ddp, 1))

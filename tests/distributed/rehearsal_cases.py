@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_osdp import OSDPStrategy
+from lightning_osdp.apply import local
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.errors import OSDPError
 from lightning_osdp.strategy.agreement import from_all_ranks
@@ -139,7 +140,7 @@ def fitted(plan, *, rehearse, module=None, folder=None, ckpt_path=None, most_byt
         "drawn": torch.rand(3).tolist(),
         "metrics": {name: float(v) for name, v in fit.logged_metrics.items() if not name.startswith("osdp/")},
         "optimizer": [
-            value.tolist() if isinstance(value, torch.Tensor) else value
+            local(value).tolist() if isinstance(value, torch.Tensor) else value
             for entries in fit.strategy.optimizers[0].state.values()
             for value in entries.values()
         ],

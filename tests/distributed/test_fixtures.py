@@ -8,7 +8,6 @@ pytestmark = pytest.mark.distributed
 FULL, SHARDED = [f"{name}.pt" for name in cases.OPTIMIZERS], list(cases.OPTIMIZERS)
 
 
-@pytest.mark.parametrize("engine", ["fsdp1"])
 @pytest.mark.parametrize(("world_size", "checkpoints"), [(2, FULL + SHARDED), (4, SHARDED)])
 def test_checkpoints_of_an_earlier_version_load(ranks, engine, world_size, checkpoints):
     found = ranks(world_size).run(cases.goes_on, engine=engine, checkpoints=checkpoints)[0]

@@ -4,7 +4,7 @@ import fixture_cases
 import fsdp2_state_cases as cases
 import pytest
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.engine("fsdp2")]
 
 
 @pytest.mark.parametrize(

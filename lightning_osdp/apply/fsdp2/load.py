@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_osdp.apply.fsdp2.state import names_by_group, sharded_state, whole_parameters
 from lightning_osdp.apply.optimizer_state import named
@@ -32,13 +33,15 @@ def load_model(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> 
     Raises:
         RuntimeError: the state is of another module, as ``load_state_dict`` says it.
     """
-    # Last of each module's hooks: users' own may rename or reshape whole tensors before.
-    hooks = [part.register_load_state_dict_pre_hook(_take_rows) for part in module.modules() if _holds_shards(part)]
-    try:
-        module.load_state_dict(state, strict=strict)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    module.load_state_dict(state, strict=strict)
+
+
+def takes_whole(module: nn.Module) -> list[RemovableHandle]:
+    """Has a module's own ``load_state_dict`` take whole tensors; returns what ends that.
+
+    These are the last of each module's hooks: users' own may rename or reshape whole tensors before.
+    """
+    return [part.register_load_state_dict_pre_hook(_take_rows) for part in module.modules() if _holds_shards(part)]
 
 
 def load_optimizer(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:

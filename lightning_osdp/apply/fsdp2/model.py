@@ -34,7 +34,6 @@ from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.plan_unit import Block, Unit
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
-from lightning_osdp.errors import ConfigurationError
 
 
 class Fsdp2Model(ShardedModel):
@@ -68,6 +67,7 @@ class Fsdp2Model(ShardedModel):
         self._set_prefetch()
         internals.set_asynchronous(module, is_asynchronous=plan is not None and plan.asynchronous_unshard)
         self._agreement = Agreement(self._groups, device)
+        self._taking = load.takes_whole(module)
         self._is_opened = False
 
     @classmethod
@@ -108,19 +108,7 @@ class Fsdp2Model(ShardedModel):
     def separated(
         cls, module: nn.Module, blocks: Sequence[Block], *, min_unit_bytes: int, device: torch.device, **kwargs: Any
     ) -> Fsdp2Model:
-        """The same, for steps that run backward between the calls of the module's children.
-
-        Raises:
-            ConfigurationError: a parameter is in no child.
-        """
-        names = [name for name, _ in called_children(module)]
-        for name, _ in module.named_parameters():
-            if not any(name.startswith(f"{child}.") for child in names):
-                raise ConfigurationError(
-                    f"Expected every parameter inside a child that training_step calls in manual optimization, where"
-                    f" the module itself is not gathered anew for a second backward, but {name!r} is in none. Put it"
-                    " into a module that is called."
-                )
+        """The same, for steps that run backward between the calls of the module's children."""
         del min_unit_bytes
         apply_activations(module, blocks, device=device)
         return cls.unplanned(module, device=device, **kwargs)
@@ -153,6 +141,8 @@ class Fsdp2Model(ShardedModel):
 
     @override
     def undo(self) -> None:
+        for handle in self._taking:
+            handle.remove()
         internals.make_plain(self.module)
         remove_activations(self.module)
 
