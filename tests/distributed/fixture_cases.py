@@ -1,6 +1,6 @@
 """Checkpoints that an earlier version wrote, and their model; as the ranks write, load and go on with them."""
 
-import inspect
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -70,12 +70,11 @@ class Varied(Base):
 
 
 def strategy(module, engine, kind="full"):
-    """Under a plan with two slices of an operator, on this engine where there is a choice."""
+    """Under a plan with two slices of an operator, on this engine."""
     modes = {"up": "ZDP", "down": ("ZDP", "DP"), "frozen": "ZDP"}
     plan = plan_of(module, modes, world_size=dist.get_world_size(), micro_batch_size=BATCH_SIZE)
-    has_choice = "engine" in inspect.signature(OSDPStrategy).parameters
-    options = {"engine": engine} if has_choice else {}
-    return OSDPStrategy(plan=plan, batch_size="keep", state_dict_type=kind, **options)
+    plan = dataclasses.replace(plan, engine=engine, asynchronous_unshard=engine == "fsdp2")
+    return OSDPStrategy(plan=plan, batch_size="keep", state_dict_type=kind, engine=engine)
 
 
 def write(folder):

@@ -82,6 +82,7 @@ def sharded(module, num_slices, *, kept=()):
     for name in names:
         fully_shard(module.get_submodule(name), mesh=mesh, reshard_after_forward=name not in kept)
     fully_shard(module, mesh=mesh)
+    load.takes_whole(module)
     register_fsdp_forward_method(module, "loss")
     return module
 
@@ -401,6 +402,7 @@ def taken(num_slices):
         for unit in layer.slices if num_slices > 1 else [layer]:
             fully_shard(unit, mesh=mesh)
     fully_shard(module, mesh=mesh)
+    load.takes_whole(module)
     optimizer, found = torch.optim.AdamW(module.layers.parameters(), foreach=False), {}
     for parameter in module.layers.parameters():
         parameter.grad = torch.ones_like(parameter)

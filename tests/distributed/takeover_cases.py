@@ -43,7 +43,7 @@ def later_wishes():
         "memory_limit": refused(memory_limit="1GiB"),
         "batch_size": refused(batch_size=2),
         "precision": refused(precision="bf16-true"),
-        "arguments": refused(limit_all_gathers=False),
+        "arguments": refused(sync_module_states=True),
         "same": refused(plan=plan),
         "same_limit": refused(memory_limit=plan.memory_limit_bytes, batch_size=4),
         "nothing": refused(),

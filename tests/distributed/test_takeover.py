@@ -10,7 +10,7 @@ REFUSED = {
     "path": "the plan that it was sharded by, got another plan=",
     "memory_limit": "memory_limit 1.00 TiB, got 1.00 GiB",
     "precision": "precision 32-true, got bf16-true",
-    "arguments": "'limit_all_gathers': False",
+    "arguments": "'sync_module_states': True",
 }
 
 
