@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_osdp.apply import ShardedModel
+from lightning_osdp.callbacks import PlanMonitor
 
 _HOOKS = tuple(
     name
@@ -32,11 +33,12 @@ def reshard_before_hooks(trainer: pl.Trainer, sharded: ShardedModel) -> None:
     """
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     others = [callback for callback in callbacks if not isinstance(callback, Resharding)]
-    callbacks[:] = [Resharding(sharded), *others]
+    num_monitors = sum(isinstance(callback, PlanMonitor) for callback in others)  # they come first, for their clocks
+    callbacks[:] = [*others[:num_monitors], Resharding(sharded), *others[num_monitors:]]
 
 
 class Resharding(pl.Callback):
-    """Reshards before hooks; the first of its Trainer's callbacks.
+    """Reshards before hooks; before all callbacks that look at parameters.
 
     Args:
         sharded: the model.

@@ -13,7 +13,7 @@ from torchmetrics.aggregation import MeanMetric
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import plan_for, trainer
+from cases import notes_of, plan_for, trainer
 from models import BATCH_SIZE, Base, build
 from strategy_cases import shared_folder
 from torch import nn
@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.apply import local
+from lightning_osdp.apply.fsdp2.internals import whole_storages
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.errors import OSDPError
 from lightning_osdp.strategy.agreement import from_all_ranks
@@ -44,8 +45,9 @@ class Gate(nn.Module):
     def check(self, phase):
         if self.phase == phase and self.root is not None and dist.get_rank() == 1:
             units = FullyShardedDataParallel.fsdp_modules(self.root())
-            flats = [unit._handle.flat_param for unit in units if unit._handle is not None]
-            gathered = sum(flat._full_param_padded.untyped_storage().size() for flat in flats)
+            wholes = [unit._handle.flat_param._full_param_padded for unit in units if unit._handle is not None]
+            wholes += whole_storages(self.root())
+            gathered = sum(whole.untyped_storage().size() for whole in wholes)
             if gathered > self.most_bytes:
                 raise torch.OutOfMemoryError(f"{gathered} bytes are gathered, of {self.most_bytes}")
 
@@ -159,7 +161,7 @@ def differences(modes, **options):
     _, expected, num_calls = fitted(plan, rehearse=False, **options)
     _, left, more_calls = fitted(plan, rehearse=True, **options)
     found["resumed"] = [name for name in expected if left[name] != expected[name]], more_calls - num_calls
-    return found, fit.strategy.plan.notes
+    return found, notes_of(fit.strategy.plan)
 
 
 def runs_short(phase, most_bytes):
@@ -176,7 +178,7 @@ def runs_short(phase, most_bytes):
         "differs": [name for name in expected if left[name] != expected[name]],
         "another Trainer's": again.strategy.plan is plan,
         "kept": [(unit.modes[0], unit.sync) for unit in plan.units],
-        "notes": plan.notes,
+        "notes": notes_of(plan),
         "monitored": fit.callbacks[0]._plan is plan,
         "saved": Plan.load(folder / "logs" / "osdp_plan.json") == plan,
         "in checkpoint": read_plan(folder / "step=3.ckpt") == plan,
@@ -198,7 +200,7 @@ def _outcome(plan, **options):
             fit, _, _ = fitted(plan, rehearse=True, **options)
         except OSDPError as error:
             return type(error).__name__, str(error)
-    return fit.strategy.plan.notes
+    return notes_of(fit.strategy.plan)
 
 
 class Shrinks(Restless):
@@ -226,7 +228,7 @@ def shrinks():
         warnings.simplefilter("ignore")
         fit, _, _ = fitted(agreed(plan), rehearse=True, module=(module := Shrinks()))
     plan = fit.strategy.plan
-    return {*module.sizes}, len(module.sizes), fit.accumulate_grad_batches, plan.num_micro_batches, plan.notes
+    return {*module.sizes}, len(module.sizes), fit.accumulate_grad_batches, plan.num_micro_batches, notes_of(plan)
 
 
 class Odd(Restless):

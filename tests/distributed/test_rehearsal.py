@@ -35,13 +35,17 @@ def test_what_one_rank_lacks_all_save_and_train_as_if_planned_so(ranks, phase, p
         assert found["in checkpoint"]
 
 
-def test_on_cpu_tensors_are_counted_against_the_limit(ranks):
-    for fits, saves, (kind, text) in ranks(2).run(cases.counted, shares=(1.01, 0.995, 0.5)):
+def test_on_cpu_tensors_are_counted_against_the_limit(ranks, engine):
+    # Alone, a rank does not see gloo's copy of what it reduces, which lives at the peak of FSDP2's step.
+    short, place = (0.995, "backward of 'layers.2'") if engine == "fsdp1" else (0.98, "forward of 'layers.2'")
+    for fits, saves, (kind, text) in ranks(2).run(cases.counted, shares=(1.01, short, 0.5)):
         assert fits == ()
         assert 1 <= len(saves) <= 3
-        assert "ran out of memory in backward of 'layers.2', so 1 unit keeps less, 16.2 KiB together" in saves[0]
+        assert f"ran out of memory in {place}, so 1 unit keeps less, 16.2 KiB together" in saves[0]
         assert kind == "InfeasibleError"
-        assert "in rehearsal rank 0 ran out of memory in the optimizer step: MemoryError: live tensors take" in text
+        where = "the optimizer step" if engine == "fsdp1" else "forward of "
+        assert f"in rehearsal rank 0 ran out of memory in {where}" in text
+        assert "MemoryError: live tensors take" in text
         assert "Use a smaller batch, more ranks or, where tensors are counted, a higher memory_limit" in text
 
 

@@ -176,13 +176,11 @@ def process_group_of(group: Any) -> dist.ProcessGroup:
     return process_group
 
 
-def phase_of(group: Any) -> str:
-    """``forward``, ``backward`` or nothing: what a unit is in."""
-    phases = {
-        TrainingState.FORWARD: "forward",
-        TrainingState.PRE_BACKWARD: "backward",
-    }
-    return phases.get(group._training_state, "")
+def phase_of(module: nn.Module) -> str:
+    """``forward``, ``backward`` or nothing: what a unit is in, or was in this step."""
+    backward = dict.fromkeys((TrainingState.PRE_BACKWARD, TrainingState.POST_BACKWARD), "backward")
+    phases = {TrainingState.FORWARD: "forward", **backward}
+    return phases.get((group_of(module) or state_of(module))._training_state, "")
 
 
 def is_in_backward(root: nn.Module) -> bool:
