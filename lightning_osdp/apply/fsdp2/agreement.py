@@ -26,20 +26,22 @@ class Agreement:
     - Ranks that gathered different units have computed with one another's weights, or would wait for each other.
 
     Args:
+        root: of the units.
         groups: parameters of each unit that has any.
         device: of the parameters.
     """
 
-    def __init__(self, groups: Sequence[Any], device: torch.device) -> None:
+    def __init__(self, root: nn.Module, groups: Sequence[Any], device: torch.device) -> None:
         self._device = device
         self._gathers = 0  # a hash of the units in the order in which they were gathered
         self._is_paused = False
         self._parameters: list[tuple[nn.Parameter, Any]] = []
+        self._starts: list[int] = []
         for index, group in enumerate(groups):
-            start = len(self._parameters)
+            self._starts.append(len(self._parameters))
             self._parameters += internals.parameters_of(group)
-            internals.on_post_backward(group, partial(self._note_gradients, start))
             internals.on_all_gather(group, partial(self._note_gather, index))
+        internals.BackwardWatch(root, groups, self._note_gradients)
         self._places = {parameter: place for place, (parameter, _) in enumerate(self._parameters)}
         self._has_gradient = [False] * len(self._places)
 
@@ -89,6 +91,6 @@ class Agreement:
         if not self._is_paused:
             self._gathers = (self._gathers * 31 + unit + 1) % _PRIME
 
-    def _note_gradients(self, start: int, have: Sequence[bool]) -> None:
-        for place, has in enumerate(have, start):
+    def _note_gradients(self, unit: int, have: Sequence[bool]) -> None:
+        for place, has in enumerate(have, self._starts[unit]):
             self._has_gradient[place] |= has

@@ -6,6 +6,7 @@ Seen in torch 2.13; `check_torch` says clearly what a torch of another version l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,13 @@ from lightning_osdp.errors import ConfigurationError
 
 _METHODS = {
     FSDPModule: ("_get_fsdp_state", "_set_unshard_async_op", "reset_iter_state"),
-    FSDPState: ("_lazy_init", "_pre_forward", "_post_forward", "_reset_iter_state"),
+    FSDPState: (
+        "_lazy_init",
+        "_pre_forward",
+        "_post_forward",
+        "_reset_iter_state",
+        "_root_post_backward_final_callback",
+    ),
     FSDPParamGroup: ("_to_sharded", "unshard", "wait_for_unshard", "post_backward"),
     FSDPParam: ("_setattr_on_modules", "init_unsharded_param", "to_sharded_dtensor"),
 }
@@ -112,15 +119,44 @@ def forget_step(root: nn.Module, groups: Sequence[Any]) -> None:
                 parameter._unsharded_param.grad = None
 
 
-def on_post_backward(group: Any, note: Callable[[list[bool]], None]) -> None:
-    """Calls ``note`` whenever backward is through with a unit: for each parameter, whether it got a gradient."""
-    post_backward = group.post_backward
+class BackwardWatch:
+    """Tells when backward is through with units, and has what no loss reaches reduced once, at its end.
 
-    def noted(*unused: Any) -> None:
-        note([has_whole_gradient(parameter) for parameter in group.fsdp_params])
-        post_backward(*unused)
+    ``fully_shard`` is through with a unit at each call of it that backward undoes, and autograd gives parameters their
+    gradients with the last of them. Zeros in place of gradients that are yet to come would be reduced for nothing.
 
-    group.post_backward = noted
+    Args:
+        root: of the units.
+        groups: parameters of each unit that has any.
+        note: called with the number of a group and, for each parameter, whether it got a gradient.
+    """
+
+    def __init__(self, root: nn.Module, groups: Sequence[Any], note: Callable[[int, list[bool]], None]) -> None:
+        self._is_ending, self._note = False, note
+        for index, group in enumerate(groups):
+            group.post_backward = partial(self._post_backward, group, group.post_backward, index)
+        for state in state_of(root)._state_ctx.all_states:
+            state._root_post_backward_final_callback = partial(self._end, state._root_post_backward_final_callback)
+
+    def _post_backward(self, group: Any, post_backward: Callable[..., None], index: int, *unused: Any) -> None:
+        have = [has_whole_gradient(parameter) for parameter in group.fsdp_params]
+        self._note(index, have)
+        if any(have) or self._is_ending:
+            post_backward(*unused)
+            return
+        group.reduce_scatter_unused_params = False
+        try:
+            post_backward(*unused)
+        finally:
+            group.reduce_scatter_unused_params = True
+        group._training_state = TrainingState.IDLE  # so that the end of backward comes to it again
+
+    def _end(self, end: Callable[[], None]) -> None:
+        self._is_ending = True
+        try:
+            end()
+        finally:
+            self._is_ending = False
 
 
 def on_all_gather(group: Any, note: Callable[[], None]) -> None:

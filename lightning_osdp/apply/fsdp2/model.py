@@ -66,7 +66,7 @@ class Fsdp2Model(ShardedModel):
                 child.set_reduce_scatter_unused_params(True, recurse=False)
         self._set_prefetch()
         internals.set_asynchronous(module, is_asynchronous=plan is not None and plan.asynchronous_unshard)
-        self._agreement = Agreement(self._groups, device)
+        self._agreement = Agreement(module, self._groups, device)
         self._taking = load.takes_whole(module)
         self._is_opened = False
 
