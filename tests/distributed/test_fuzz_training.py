@@ -207,3 +207,27 @@ def test_two_ranks_train_as_one_process_does(ranks, case):
 @given(case=cases())
 def test_four_ranks_train_as_one_process_does(ranks, case):
     check(ranks, 4, case)
+
+
+@fuzzed(0.3)
+@given(case=cases())
+def test_one_rank_trains_as_one_process_does(ranks, case):
+    check(ranks, 1, case)
+
+
+def test_a_layer_that_a_step_leaves_out_is_not_updated_on_one_rank(ranks):
+    layers = [("linear", True), ("linear", True)]
+    batch = {"skip": [], "reshards": False, "events": []}
+    case = {
+        "model": {"width": 2, "vocabulary": 0, "layers": layers, "gain": False},
+        "units": [
+            {"name": "", "operators": ("layers.0", "head"), "modes": ("DP",)},
+            {"name": "layers.1", "operators": ("layers.1",), "modes": ("ZDP",)},
+        ],
+        "blocks": [],
+        "options": {},
+        "optimizer": "adamw",
+        "clip": 0.0,
+        "steps": [{"batches": [{**batch, "skip": skip}], "events": []} for skip in ([], [1])],
+    }
+    check(ranks, 1, case)
