@@ -63,9 +63,13 @@ class Resharding(pl.Callback):
 def _is_written(hook: str, trainer: pl.Trainer) -> bool:
     """Whether a user's code runs in this hook."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    written = [type(callback) for callback in callbacks] + [type(trainer.lightning_module)]
-    owners = (next((base.__module__ for base in kind.__mro__ if hook in vars(base)), _OWN[0]) for kind in written)
-    return not all(module.startswith(_OWN) for module in owners)
+    for holder in (*callbacks, trainer.lightning_module):
+        if hook in vars(holder):  # such as a LambdaCallback's
+            return True
+        owner = next((base.__module__ for base in type(holder).__mro__ if hook in vars(base)), _OWN[0])
+        if not owner.startswith(_OWN):
+            return True
+    return False
 
 
 def _hook(name: str) -> Any:
