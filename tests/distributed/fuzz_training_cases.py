@@ -14,11 +14,15 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from lightning_osdp import OSDPPrecision
+from cases import trainer
+from torch.utils.data import DataLoader
+
+from lightning_osdp import OSDPPrecision, OSDPStrategy
 from lightning_osdp.apply import ENGINES
 from lightning_osdp.apply.fsdp2.state import whole_parameters
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.plan_unit import Block, Unit
+from lightning_osdp.profiler import fingerprint
 
 CPU = torch.device("cpu")
 OUTPUTS = 3
@@ -384,3 +388,84 @@ def differences(drawn):
 def _apart(own, whole):
     assert own.shape == whole.shape
     return float((own - whole).abs().max()) if whole.numel() else 0.0
+
+
+# ---- the same by a Trainer
+
+
+class Fitted(Net):
+    """Trains on its own batches, and leaves out the layers that the case says."""
+
+    def __init__(self, case):
+        super().__init__(**case["model"])
+        self.case, self.found = case, []
+
+    def configure_optimizers(self):
+        return optimizer_of(self, self.case["optimizer"])
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(*batch, self.case["skips"][batch_idx])
+        self.found.append(loss.detach().clone())
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.found.append(self.loss(*batch, self.case["val_skip"]).clone())
+
+
+class Changing(L.Callback):
+    """Changes weights in one hook."""
+
+    def __init__(self, hook):
+        setattr(self, hook, self._change)
+
+    def _change(self, trainer, module, *_):
+        Plain.change(Module(module))
+
+
+class Module:
+    def __init__(self, module):
+        self.module = module
+
+
+def fits_apart(drawn):
+    """What differs between weights and losses of a fit, and of one plain process that plays the same."""
+    rank, world_size, number = dist.get_rank(), dist.get_world_size(), drawn["num_micro_batches"]
+    play_out, change, every = Plain(drawn, world_size), drawn["changes"], drawn["validates_every"]
+    losses, skips = [], drawn["skips"]
+
+    def changed(hook):
+        if change == hook:
+            play_out.change()
+
+    for index, skip in enumerate(skips):
+        losses.append(play_out.forward((index,), skip))
+        if index % number == 0:
+            play_out.optimizer.zero_grad()
+        play_out.backward(number)
+        if index % number == number - 1:
+            changed("on_before_optimizer_step")
+            play_out.step(drawn["clip"])
+        changed("on_train_batch_end")
+        if every and index % every == every - 1:
+            losses.append(play_out.evaluate(("val",), drawn["val_skip"]))
+            changed("on_validation_end")
+
+    module = Fitted(drawn)
+    plan = dataclasses.replace(plan_of(drawn, world_size), fingerprint=fingerprint(module))
+    fit = trainer(
+        OSDPStrategy(plan=plan, batch_size="keep", engine="fsdp2"),
+        plugins=[OSDPPrecision("64-true")],
+        callbacks=[Changing(change)] if change else [],
+        max_steps=len(skips) // number,
+        accumulate_grad_batches=number,
+        gradient_clip_val=drawn["clip"] or None,
+        limit_val_batches=1.0 if every else 0,
+        val_check_interval=every or None,
+        num_sanity_val_steps=0,
+    )
+    batches = [module.batch(index, rank) for index in range(len(skips))]
+    fit.fit(module, DataLoader(batches, batch_size=None), DataLoader([module.batch("val", rank)], batch_size=None))
+    state = fit.strategy.whole_state_dict(on_all_ranks=True)
+    found = {name: _apart(state[name], value) for name, value in play_out.weights().items()}
+    found |= {f"loss {i}": abs(float(a) - b) for i, (a, b) in enumerate(zip(module.found, losses, strict=True))}
+    return {name: value for name, value in found.items() if not value < 1e-9}

@@ -7,7 +7,7 @@ import os
 from itertools import combinations, pairwise
 
 import pytest
-from fuzz_training_cases import Net, differences
+from fuzz_training_cases import Net, differences, fits_apart
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -185,12 +185,30 @@ def cases(draw):
     }
 
 
-def check(ranks, world_size, case):
+@st.composite
+def fits(draw):
+    """Of a Trainer: the same micro-batches in each step, what a callback changes, and when it validates."""
+    case = draw(cases())
+    number, num_layers = draw(st.integers(1, 3)), len(case["model"]["layers"])
+    batches = [batch["skip"] for step in case.pop("steps") for batch in step["batches"]]
+    skips = [batches[index % len(batches)] for index in range(number * draw(st.integers(1, 3)))]
+    is_apart = any(unit["modules"] for unit in case["units"])  # a layer alone may be half a unit
+    return {
+        **case,
+        "num_micro_batches": number,
+        "skips": skips,
+        "val_skip": [] if is_apart or not draw(st.booleans()) else [num_layers - 1],
+        "validates_every": draw(st.sampled_from([0, 1, len(skips)])),
+        "changes": draw(st.sampled_from(["", "on_before_optimizer_step", "on_train_batch_end", "on_validation_end"])),
+    }
+
+
+def check(ranks, world_size, case, played=differences):
     """A pool of which a rank has raised is not used again: others may be somewhere else."""
     pool = ranks(world_size)
     pool.timeout_s = HANGS_AFTER_S
     try:
-        found = pool.run(differences, drawn=case)
+        found = pool.run(played, drawn=case)
     except BaseException:
         pool.close()
         raise
@@ -207,6 +225,12 @@ def test_two_ranks_train_as_one_process_does(ranks, case):
 @given(case=cases())
 def test_four_ranks_train_as_one_process_does(ranks, case):
     check(ranks, 4, case)
+
+
+@fuzzed(0.1)
+@given(case=fits())
+def test_two_ranks_fit_as_one_process_does(ranks, case):
+    check(ranks, 2, case, fits_apart)
 
 
 @fuzzed(0.3)
