@@ -14,13 +14,11 @@ from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
-from typing_extensions import override
 
 from lightning_osdp.errors import ConfigurationError
 
@@ -125,7 +123,7 @@ def on_post_backward(group: Any, note: Callable[[list[bool]], None]) -> None:
 
 def on_all_gather(group: Any, note: Callable[[], None]) -> None:
     """Calls ``note`` before each all-gather of a unit."""
-    group._all_gather_comm = NotedAllGather(note)
+    group._all_gather_comm = NotedAllGather(group._all_gather_comm, note)
 
 
 def has_whole_gradient(parameter: Any) -> bool:
@@ -222,18 +220,23 @@ def make_plain(module: nn.Module) -> None:
         child.__dict__.pop("_fsdp_use_orig_params", None)
 
 
-class NotedAllGather(DefaultAllGather):
-    """Torch's own all-gather, which tells of each that it runs.
+class NotedAllGather:
+    """A unit's own all-gather, which tells of each that it runs.
 
     Args:
+        own: what runs it, and allocates what it fills.
         note: called before each.
     """
 
-    def __init__(self, note: Callable[[], None]) -> None:
-        super().__init__()
-        self._note = note
+    def __init__(self, own: Any, note: Callable[[], None]) -> None:
+        self._own, self._note = own, note
 
-    @override
+    def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What an all-gather fills."""
+        memory: Tensor = self._own.allocate(*args, **kwargs)
+        return memory
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs one."""
         self._note()
-        return super().__call__(*args, **kwargs)
+        return self._own(*args, **kwargs)
