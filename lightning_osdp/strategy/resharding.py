@@ -16,6 +16,9 @@ _HOOKS = tuple(
     if name.startswith("on_") and name not in ("on_save_checkpoint", "on_load_checkpoint", "on_exception")
 )
 """Of callbacks, which a Trainer calls before the hook of the same name of its module."""
+_RIGHT_AFTER = {"on_before_zero_grad": "optimizer_zero_grad"}
+"""What a Trainer calls of the module after a hook, where units may be gathered still: a user's own may clear gradients
+of all parameters that it finds."""
 _OWN = ("lightning.", "lightning_osdp.")
 """Modules whose callbacks look at no parameters, or reshard before they do."""
 
@@ -55,7 +58,8 @@ class Resharding(pl.Callback):
 
     def _before(self, hook: str, trainer: pl.Trainer) -> None:
         if hook not in self._is_written:
-            self._is_written[hook] = _is_written(hook, trainer)
+            names = (hook, _RIGHT_AFTER.get(hook, hook))
+            self._is_written[hook] = any(_is_written(name, trainer) for name in names)
         if self._is_written[hook]:
             self._sharded.reshard()
 

@@ -48,3 +48,17 @@ def test_so_do_those_of_the_module_itself():
     reshard_before_hooks(trainer, sharded)
     trainer.callbacks[0].on_train_epoch_end(trainer, module)
     assert sharded.reshard.call_count == 1
+
+
+class Clearing(L.LightningModule):
+    def optimizer_zero_grad(self, *_):
+        self.zero_grad()
+
+
+@pytest.mark.parametrize(("module", "times"), [(L.LightningModule, 0), (Clearing, 1)])
+def test_gradients_are_cleared_of_shards(module, times):
+    sharded = mock.Mock()
+    trainer = SimpleNamespace(callbacks=[], lightning_module=module())
+    reshard_before_hooks(trainer, sharded)
+    trainer.callbacks[0].on_before_zero_grad(trainer, trainer.lightning_module, None)
+    assert sharded.reshard.call_count == times
