@@ -412,6 +412,14 @@ class Fitted(Net):
         self.found.append(self.loss(*batch, self.case["val_skip"]).clone())
 
 
+class Clearing(Fitted):
+    """Clears gradients itself, of what parameters it finds."""
+
+    def optimizer_zero_grad(self, *_):
+        for parameter in self.parameters():
+            parameter.grad = None
+
+
 class Changing(L.Callback):
     """Changes weights in one hook."""
 
@@ -450,7 +458,7 @@ def fits_apart(drawn):
             losses.append(play_out.evaluate(("val",), drawn["val_skip"]))
             changed("on_validation_end")
 
-    module = Fitted(drawn)
+    module = (Clearing if drawn["clears"] else Fitted)(drawn)
     plan = dataclasses.replace(plan_of(drawn, world_size), fingerprint=fingerprint(module))
     fit = trainer(
         OSDPStrategy(plan=plan, batch_size="keep", engine="fsdp2"),

@@ -199,6 +199,7 @@ def fits(draw):
         "skips": skips,
         "val_skip": [] if is_apart or not draw(st.booleans()) else [num_layers - 1],
         "validates_every": draw(st.sampled_from([0, 1, len(skips)])),
+        "clears": draw(st.booleans()),
         "changes": draw(st.sampled_from(["", "on_before_optimizer_step", "on_train_batch_end", "on_validation_end"])),
     }
 
