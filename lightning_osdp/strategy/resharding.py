@@ -17,6 +17,9 @@ _HOOKS = tuple(
     if name.startswith("on_") and name not in ("on_save_checkpoint", "on_load_checkpoint", "on_exception")
 )
 """Of callbacks, which a Trainer calls before the hook of the same name of its module."""
+_RIGHT_AFTER = {"on_before_zero_grad": "optimizer_zero_grad"}
+"""What a Trainer calls of the module after a hook, where units may be gathered still: a user's own may clear gradients
+of all parameters that it finds."""
 _OWN = ("lightning.", "lightning_osdp.")
 """Modules whose callbacks look at no parameters, or reshard before they do."""
 
@@ -57,7 +60,8 @@ class Resharding(pl.Callback):
 
     def _before(self, hook: str, trainer: pl.Trainer) -> None:
         if hook not in self._is_written:
-            self._is_written[hook] = _is_written(hook, trainer)
+            names = (hook, _RIGHT_AFTER.get(hook, hook))
+            self._is_written[hook] = any(_is_written(name, trainer) for name in names)
         if self._is_written[hook]:
             self._sharded.reshard()
 
@@ -65,9 +69,13 @@ class Resharding(pl.Callback):
 def _is_written(hook: str, trainer: pl.Trainer) -> bool:
     """Whether a user's code runs in this hook."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    written = [type(callback) for callback in callbacks] + [type(trainer.lightning_module)]
-    owners = (next((base.__module__ for base in kind.__mro__ if hook in vars(base)), _OWN[0]) for kind in written)
-    return not all(module.startswith(_OWN) for module in owners)
+    for holder in (*callbacks, trainer.lightning_module):
+        if hook in vars(holder):  # such as a LambdaCallback's
+            return True
+        owner = next((base.__module__ for base in type(holder).__mro__ if hook in vars(base)), _OWN[0])
+        if not owner.startswith(_OWN):
+            return True
+    return False
 
 
 def _hook(name: str) -> Any:

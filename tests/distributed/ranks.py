@@ -26,6 +26,7 @@ class RankPool:
     def __init__(self, world_size, *, start_method="forkserver"):
         self.world_size = world_size
         self.engine = "fsdp1"
+        self.timeout_s = _TIMEOUT_S
         context = get_context(start_method)
         context.set_forkserver_preload(_IMPORTED)
         with socket.socket() as probe:
@@ -59,16 +60,21 @@ class RankPool:
         for connection in self._connections:
             connection.send((path, case.__name__, kwargs, self.engine))
         outcomes = [None] * self.world_size
-        deadline = time.monotonic() + _TIMEOUT_S
+        deadline = time.monotonic() + self.timeout_s
         while None in outcomes:
             pending = [c for c, outcome in zip(self._connections, outcomes, strict=True) if outcome is None]
             ready = wait(pending, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 missing = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
                 self.close()
-                raise AssertionError(f"Ranks {missing} did not answer in {_TIMEOUT_S} s; the others: {outcomes}")
+                raise AssertionError(f"Ranks {missing} did not answer in {self.timeout_s} s; the others: {outcomes}")
             for connection in ready:
-                outcomes[self._connections.index(connection)] = connection.recv()
+                rank = self._connections.index(connection)
+                try:
+                    outcomes[rank] = connection.recv()
+                except EOFError:
+                    self.close()
+                    raise AssertionError(f"Rank {rank} is dead; the others: {outcomes}") from None
         return outcomes
 
     @property

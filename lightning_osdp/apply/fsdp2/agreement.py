@@ -57,8 +57,14 @@ class Agreement:
         Raises:
             RanksApartError: ranks have gathered different units since the last step.
         """
-        if dist.get_world_size() == 1:
-            return
+        used = self._has_gradient if dist.get_world_size() == 1 else self._agreed()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in self._places and not used[self._places[parameter]]:
+                    parameter.grad = None
+
+    def _agreed(self) -> list[int]:
+        """For each parameter, whether any rank has a gradient of it."""
         found = torch.tensor([self._gathers, -self._gathers, *self._has_gradient], dtype=torch.int32)
         told = found.to(self._device)
         dist.all_reduce(told, dist.ReduceOp.MAX)
@@ -71,11 +77,7 @@ class Agreement:
                 " chosen by rank."
             )
         self._gathers = 0
-        used = found[2:].tolist()
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter in self._places and not used[self._places[parameter]]:
-                    parameter.grad = None
+        return found[2:].tolist()
 
     @contextmanager
     def paused(self) -> Iterator[None]:

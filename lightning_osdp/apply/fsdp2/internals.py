@@ -1,11 +1,11 @@
 """Everything of torch's ``fully_shard`` that is used and not public: this file, and no other.
 
-Seen in torch 2.13; `check_torch` says clearly what a torch of another version lacks.
+Seen in torch 2.13; `check_torch` and `check_units` say clearly what a torch of another version lacks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,18 +15,21 @@ from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
-from typing_extensions import override
 
 from lightning_osdp.errors import ConfigurationError
 
 _METHODS = {
-    FSDPModule: ("_get_fsdp_state", "_set_unshard_async_op", "reset_iter_state"),
+    FSDPModule: (
+        "_get_fsdp_state",
+        "_orig_cls_mro_index",
+        "_set_unshard_async_op",
+        "set_reduce_scatter_unused_params",  # public, and of 2.13
+    ),
     FSDPState: (
         "_lazy_init",
         "_pre_forward",
@@ -34,20 +37,77 @@ _METHODS = {
         "_reset_iter_state",
         "_root_post_backward_final_callback",
     ),
-    FSDPParamGroup: ("_to_sharded", "unshard", "wait_for_unshard", "post_backward"),
-    FSDPParam: ("_setattr_on_modules", "init_unsharded_param", "to_sharded_dtensor"),
+    FSDPParamGroup: ("_to_sharded", "post_backward"),
+    FSDPParam: ("_setattr_on_modules", "_sharded_local_tensor", "to_sharded_dtensor"),
+    TrainingState: ("FORWARD", "PRE_BACKWARD", "POST_BACKWARD", "IDLE"),
 }
-"""What this file and torch's own code call of one another."""
+"""What this file uses of classes."""
+_ATTRIBUTES = {
+    "state": ("_fsdp_param_groups", "_modules", "_pre_forward_hook_handle", "_post_forward_hook_handle"),
+    "state._comm_ctx": ("all_gather_state", "post_forward_order"),
+    "state._state_ctx": ("all_states", "post_backward_final_callback_queued"),
+    "group": (
+        "_all_gather_comm",
+        "_all_gather_result",
+        "_module_to_pre_load_state_dict_hook_handle",
+        "_module_to_pre_save_state_dict_hook_handle",
+        "_post_forward_indices",
+        "_training_state",
+        "fsdp_params",
+    ),
+    "group.mesh_info": ("shard_process_group",),
+    "parameter": (
+        "_post_load_hook_handle",
+        "all_gather_outputs",
+        "sharded_param",
+        "unsharded_accumulated_grad",
+    ),
+}
+"""What it uses of the objects that make a unit; `_unsharded_param` of a parameter comes with its first all-gather."""
 
 
 def check_torch() -> None:
-    """Returns if this torch has all that this file uses of it.
+    """Returns if the classes of this torch have all that this file uses of them.
 
     Raises:
         ConfigurationError: something is missing.
     """
     used = [(kind, name) for kind, names in _METHODS.items() for name in names]
-    missing = [f"{kind.__name__}.{name}" for kind, name in used if not hasattr(kind, name)]
+    _refuse([f"{kind.__name__}.{name}" for kind, name in used if not hasattr(kind, name)])
+
+
+def check_units(root: nn.Module) -> None:
+    """Returns if the objects that ``fully_shard`` has made of a module have all that this file uses of them.
+
+    Raises:
+        ConfigurationError: something is missing.
+    """
+    missing: dict[str, None] = {}
+    for state in dict.fromkeys(state_of(child) for child in root.modules() if isinstance(child, FSDPModule)):
+        missing |= _missing("state", state)
+        for group in getattr(state, "_fsdp_param_groups", ()):
+            missing |= _missing("group", group)
+            for parameter in getattr(group, "fsdp_params", ()):
+                missing |= _missing("parameter", parameter)
+    _refuse(missing)
+
+
+def _missing(kind: str, found: object) -> dict[str, None]:
+    """What one of these objects does not have."""
+    missing: dict[str, None] = {}
+    for path, names in _ATTRIBUTES.items():
+        first, _, inner = path.partition(".")
+        if first != kind:
+            continue
+        if inner and not hasattr(found, inner):
+            missing[path] = None
+            continue
+        holder = getattr(found, inner) if inner else found
+        missing |= {f"{path}.{name}": None for name in names if not hasattr(holder, name)}
+    return missing
+
+
+def _refuse(missing: Collection[str]) -> None:
     if missing:
         raise ConfigurationError(
             f"Expected a torch whose fully_shard is built as that of 2.13, got {torch.__version__} without"
@@ -161,7 +221,7 @@ class BackwardWatch:
 
 def on_all_gather(group: Any, note: Callable[[], None]) -> None:
     """Calls ``note`` before each all-gather of a unit."""
-    group._all_gather_comm = NotedAllGather(note)
+    group._all_gather_comm = NotedAllGather(group._all_gather_comm, note)
 
 
 def has_whole_gradient(parameter: Any) -> bool:
@@ -256,18 +316,23 @@ def make_plain(module: nn.Module) -> None:
         child.__dict__.pop("_fsdp_use_orig_params", None)
 
 
-class NotedAllGather(DefaultAllGather):
-    """Torch's own all-gather, which tells of each that it runs.
+class NotedAllGather:
+    """A unit's own all-gather, which tells of each that it runs.
 
     Args:
+        own: what runs it, and allocates what it fills.
         note: called before each.
     """
 
-    def __init__(self, note: Callable[[], None]) -> None:
-        super().__init__()
-        self._note = note
+    def __init__(self, own: Any, note: Callable[[], None]) -> None:
+        self._own, self._note = own, note
 
-    @override
+    def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What an all-gather fills."""
+        memory: Tensor = self._own.allocate(*args, **kwargs)
+        return memory
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs one."""
         self._note()
-        return super().__call__(*args, **kwargs)
+        return self._own(*args, **kwargs)

@@ -61,6 +61,7 @@ class Fsdp2Model(ShardedModel):
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         shard(self.units, mesh, given.mixed_precision, given.initialize)
         internals.begin(module)
+        internals.check_units(module)
         for child in module.modules():
             if isinstance(child, FSDPModule):
                 child.set_reduce_scatter_unused_params(True, recurse=False)
