@@ -73,8 +73,10 @@ class UnitsStrategy(RanksStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        explain_shortage(exception, self, None if self._wrapping is None else self._wrapping.sharded)
-        super().on_exception(exception)
+        try:
+            explain_shortage(exception, self, None if self._wrapping is None else self._wrapping.sharded)
+        finally:
+            super().on_exception(exception)  # the others wait to be told
 
     @override
     def teardown(self) -> None:
