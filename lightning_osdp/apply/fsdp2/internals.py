@@ -26,7 +26,13 @@ from lightning_osdp.errors import ConfigurationError
 
 _METHODS = {
     FSDPModule: ("_get_fsdp_state", "_set_unshard_async_op", "reset_iter_state"),
-    FSDPState: ("_lazy_init", "_pre_forward", "_post_forward", "_reset_iter_state"),
+    FSDPState: (
+        "_lazy_init",
+        "_pre_forward",
+        "_post_forward",
+        "_reset_iter_state",
+        "_root_post_backward_final_callback",
+    ),
     FSDPParamGroup: ("_to_sharded", "unshard", "wait_for_unshard", "post_backward"),
     FSDPParam: ("_setattr_on_modules", "init_unsharded_param", "to_sharded_dtensor"),
 }
@@ -110,6 +116,27 @@ def forget_step(root: nn.Module, groups: Sequence[Any]) -> None:
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
+
+
+def reduce_what_is_left(root: nn.Module, groups: Sequence[Any]) -> None:
+    """Has the end of a backward reduce gradients that came to a unit after backward was through with it.
+
+    They do where a module is called twice, once of it under a reentrant checkpoint: that one's backward runs by itself,
+    and torch would leave its gradients to the next step.
+    """
+
+    def ending(end: Callable[[], None]) -> Callable[[], None]:
+        def ended() -> None:
+            for group in groups:
+                is_through = group.reduce_grads and group._training_state == TrainingState.POST_BACKWARD
+                if is_through and any(has_whole_gradient(parameter) for parameter in group.fsdp_params):
+                    group._training_state = TrainingState.PRE_BACKWARD  # torch then takes it for one that is left
+            end()
+
+        return ended
+
+    for state in dict.fromkeys(state_of(module) for module in root.modules() if isinstance(module, FSDPModule)):
+        state._root_post_backward_final_callback = ending(state._root_post_backward_final_callback)
 
 
 def on_post_backward(group: Any, note: Callable[[list[bool]], None]) -> None:

@@ -67,6 +67,7 @@ class Fsdp2Model(ShardedModel):
         is_pre = plan is None or plan.backward_prefetch == "pre"
         set_prefetch(self.units, backward=is_pre, forward=plan is not None and plan.forward_prefetch)
         internals.set_asynchronous(module, is_asynchronous=plan is not None and plan.asynchronous_unshard)
+        internals.reduce_what_is_left(module, self._groups)
         self._agreement = Agreement(self._groups, device)
         self._is_opened = False
 
