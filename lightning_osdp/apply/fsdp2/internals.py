@@ -217,6 +217,20 @@ def is_in_backward(root: nn.Module) -> bool:
     return bool(state_of(root)._state_ctx.post_backward_final_callback_queued)
 
 
+def keep_attributes(module: nn.Module) -> None:
+    """Has ``module.to(...)`` and the like leave what is set on parameters, which torch drops of DTensors."""
+    apply: Any = module._apply
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        attributes = [(parameter, dict(vars(parameter))) for parameter in module.parameters()]
+        result = apply(*args, **kwargs)
+        for parameter, own in attributes:
+            vars(parameter).update(own)
+        return result
+
+    module._apply = kept  # type: ignore[method-assign]  # of this module alone: its class may be that of others
+
+
 def make_plain(module: nn.Module) -> None:
     """Undoes ``fully_shard`` for a module and all inside it: whole parameters, no hooks, its own class."""
     whole = {}
@@ -242,6 +256,7 @@ def make_plain(module: nn.Module) -> None:
                 for handle in handles.values():
                     handle.remove()
         for child in state._modules:
+            child.__dict__.pop("_apply", None)
             child.__class__ = type(child).__mro__[type(child)._orig_cls_mro_index]
             del child.__dict__[STATE_KEY], child.__dict__[REGISTRY_KEY], _module_state_mapping[child]
     for child in module.modules():
