@@ -54,6 +54,20 @@ def check_torch() -> None:
         )
 
 
+def read_whole_values() -> None:
+    """Has ``item()`` and ``float()`` of a DTensor give the value over all ranks, which must all call it.
+
+    torch gives this rank's part of it, so that ``float(parameter.grad.norm())`` is the norm of the shard.
+    """
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    handlers.setdefault(torch.ops.aten._local_scalar_dense.default, _whole_value)
+
+
+def _whole_value(operation: Any, args: Any, _: Any) -> Any:
+    (tensor,) = args
+    return operation(tensor.full_tensor())
+
+
 def state_of(module: nn.Module) -> Any:
     """The state of a unit, given any of its modules."""
     assert isinstance(module, FSDPModule)

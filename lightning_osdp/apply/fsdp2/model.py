@@ -325,6 +325,7 @@ def _begin(
     sync_module_states: bool = False,
 ) -> _Given:
     internals.check_torch()
+    internals.read_whole_values()
     check_shardable(module)
     initialize = _initializer(module, device, param_init_fn)
     if sync_module_states:
