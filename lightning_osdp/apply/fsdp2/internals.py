@@ -6,6 +6,7 @@ Seen in torch 2.13; `check_torch` says clearly what a torch of another version l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +15,12 @@ from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
-from typing_extensions import override
 
 from lightning_osdp.errors import ConfigurationError
 
@@ -164,9 +164,10 @@ def on_post_backward(group: Any, note: Callable[[list[bool]], None]) -> None:
     group.post_backward = noted
 
 
-def on_all_gather(group: Any, note: Callable[[], None]) -> None:
-    """Calls ``note`` before each all-gather of a unit."""
-    group._all_gather_comm = NotedAllGather(note)
+def on_collectives(group: Any, note: Callable[[bool], None]) -> None:
+    """Calls ``note`` before each all-gather (False) and reduce-scatter (True) of a unit."""
+    group._all_gather_comm = NotedAllGather(partial(note, False))
+    group._reduce_scatter_comm = NotedReduceScatter(partial(note, True))
 
 
 def has_whole_gradient(parameter: Any) -> bool:
@@ -278,8 +279,8 @@ def make_plain(module: nn.Module) -> None:
         child.__dict__.pop("_fsdp_use_orig_params", None)
 
 
-class NotedAllGather(DefaultAllGather):
-    """Torch's own all-gather, which tells of each that it runs.
+class _Noted:
+    """Tells of each call, before it.
 
     Args:
         note: called before each.
@@ -289,7 +290,14 @@ class NotedAllGather(DefaultAllGather):
         super().__init__()
         self._note = note
 
-    @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._note()
-        return super().__call__(*args, **kwargs)
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]  # of what it is mixed into
+
+
+class NotedAllGather(_Noted, DefaultAllGather):
+    """Torch's own all-gather, which tells of each that it runs."""
+
+
+class NotedReduceScatter(_Noted, DefaultReduceScatter):
+    """Torch's own reduce-scatter, likewise."""

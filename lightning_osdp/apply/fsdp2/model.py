@@ -155,6 +155,7 @@ class Fsdp2Model(ShardedModel):
     @override
     def undo(self) -> None:
         internals.make_plain(self.module)
+        self._agreement.close()
         remove_activations(self.module)
 
     @override
