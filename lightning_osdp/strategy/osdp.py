@@ -84,7 +84,6 @@ class OSDPStrategy(RehearsingStrategy):
         **fsdp_kwargs: Any,
     ) -> None:
         check_fsdp_kwargs(fsdp_kwargs)
-        prefetch = pop_prefetch(fsdp_kwargs)
         options = Options.checked(
             memory_limit=memory_limit,
             plan=plan,
@@ -96,6 +95,7 @@ class OSDPStrategy(RehearsingStrategy):
             accumulate_in_fp32=accumulate_in_fp32,
             engine=engine,
         )
+        prefetch = pop_prefetch(fsdp_kwargs, options.engine_in_use)
         self._generators = Generators()
         self._whole_state: dict[str, Any] | None = None
         # What the plan decides is given here, so that LightningCLI does not offer it.
