@@ -192,7 +192,9 @@ class FailsWhileTimed(WideMLP):
         self.error, self.num_samples = error, num_samples
 
     def loss(self, batch):
-        is_timed = torch.is_grad_enabled() and not any(isinstance(m, (FullyShardedDataParallel, FSDPModule)) for m in self.modules())
+        is_timed = torch.is_grad_enabled() and not any(
+            isinstance(m, (FullyShardedDataParallel, FSDPModule)) for m in self.modules()
+        )
         is_real = not isinstance(batch[0], FakeTensor)
         if dist.get_rank() == 1 and is_timed and is_real and len(batch[0]) == self.num_samples:
             raise self.error
