@@ -49,7 +49,8 @@ def chosen(
     if any(isinstance(child, (FullyShardedDataParallel, FSDPModule)) for child in module.modules()):
         raise ConfigurationError(
             "Expected a model without FSDP units, so that it can be sharded as planned, but it has some already."
-            " Go on with the Trainer that wrapped it, or build the model anew and load its checkpoint."
+            " Go on with the Trainer that wrapped it, build the model anew and load its checkpoint, or leave out a"
+            " fully_shard of your own: the plan shards."
         )
     trainer = module.trainer
     if options.plan is not None:

@@ -171,12 +171,21 @@ def _known_to_fsdp() -> set[str]:
     return {name for kind in kinds for name in inspect.signature(kind.__init__).parameters}
 
 
-def pop_prefetch(fsdp_kwargs: dict[str, Any]) -> Prefetch:
-    """Takes FSDP1's prefetch settings out of its arguments: they belong to the plan, which chooses what is not said."""
+def pop_prefetch(fsdp_kwargs: dict[str, Any], engine: str) -> Prefetch:
+    """Takes FSDP1's prefetch settings out of its arguments: they belong to the plan, which chooses what is not said.
+
+    Raises:
+        ConfigurationError: one cannot be used, or not by this engine.
+    """
     backward = fsdp_kwargs.pop("backward_prefetch", "auto")
     names = {BackwardPrefetch.BACKWARD_PRE: "pre", BackwardPrefetch.BACKWARD_POST: "post", None: "none", "auto": "auto"}
     if backward not in tuple(names):
         raise ConfigurationError(f"backward_prefetch must be a BackwardPrefetch or None, got {backward!r}.")
+    if engine == "fsdp2" and names[backward] == "post":
+        raise ConfigurationError(
+            "engine='fsdp2' cannot take BackwardPrefetch.BACKWARD_POST: fully_shard gathers ahead before a unit's"
+            " backward, or not at all. Pass BackwardPrefetch.BACKWARD_PRE or None, or leave it out."
+        )
     forward = fsdp_kwargs.pop("forward_prefetch", False)
     if not isinstance(forward, bool):
         raise ConfigurationError(f"forward_prefetch must be True or False, got {forward!r}.")

@@ -16,7 +16,6 @@ from typing_extensions import override
 from lightning_osdp.apply import ENGINES
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.search_space import SearchSpace
-from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.strategy import averaging, checkpoint, saving, stored
 from lightning_osdp.strategy.agreement import on_rank_zero
 from lightning_osdp.strategy.complete import to_load
@@ -85,7 +84,6 @@ class OSDPStrategy(RehearsingStrategy):
         **fsdp_kwargs: Any,
     ) -> None:
         check_fsdp_kwargs(fsdp_kwargs)
-        prefetch = pop_prefetch(fsdp_kwargs)
         options = Options.checked(
             memory_limit=memory_limit,
             plan=plan,
@@ -97,11 +95,7 @@ class OSDPStrategy(RehearsingStrategy):
             accumulate_in_fp32=accumulate_in_fp32,
             engine=engine,
         )
-        if prefetch.backward == "post" and options.engine_in_use == "fsdp2":
-            raise ConfigurationError(
-                "engine='fsdp2' cannot take backward_prefetch=BackwardPrefetch.BACKWARD_POST: fully_shard gathers ahead"
-                " before a unit's backward, or not at all. Use BACKWARD_PRE or None."
-            )
+        prefetch = pop_prefetch(fsdp_kwargs, options.engine_in_use)
         self._generators = Generators()
         self._whole_state: dict[str, Any] | None = None
         # What the plan decides is given here, so that LightningCLI does not offer it.

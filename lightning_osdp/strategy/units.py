@@ -30,6 +30,7 @@ from lightning_osdp.strategy.recomputed import named_by_policy
 from lightning_osdp.strategy.resharding import reshard_before_hooks
 from lightning_osdp.strategy.shortage import explain_shortage
 from lightning_osdp.strategy.summary import show_whole, whole_summaries
+from lightning_osdp.strategy.unread import explain_unread
 from lightning_osdp.strategy.wrapping import Wrapping, wrapping_of
 
 
@@ -73,8 +74,10 @@ class UnitsStrategy(RanksStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        sharded = None if self._wrapping is None else self._wrapping.sharded
         try:
-            explain_shortage(exception, self, None if self._wrapping is None else self._wrapping.sharded)
+            explain_shortage(exception, self, sharded)
+            explain_unread(exception, sharded)
         finally:
             super().on_exception(exception)  # the others wait to be told
 

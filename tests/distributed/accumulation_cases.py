@@ -188,12 +188,16 @@ class PerStep(Callback):
             self.before = Counter(self.counts)
 
 
-def expected_collectives(kinds, number):
-    """By the table: of each unit, and of the root, which is a DP unit that reduces in every micro-batch."""
+def expected_collectives(kinds, number, engine):
+    """By the table: of each unit, and of the root, which is a DP unit that reduces in every micro-batch.
+
+    fsdp2 frees a unit after each of its calls in backward, and gathers it again for the one before.
+    """
     gathers, reduces = number, number
     for unit, (mode, sync) in zip(UNITS, kinds, strict=True):
         calls = 2 if unit == "twice" else 1
-        gathers += number * (calls + 1) if mode == "ZDP" else 1 if sync == "last" else number
+        again = calls - 1 if engine == "fsdp2" else 0
+        gathers += number * (calls + 1 + again) if mode == "ZDP" else (1 if sync == "last" else number) * (1 + again)
         reduces += 0 if unit == "frozen" else 1 if sync == "last" else number
     return {"gather": gathers, "reduce": reduces}
 
@@ -208,7 +212,7 @@ def collectives():
             # Ahead of a module that is called twice, fsdp2 gathers once in vain.
             plan = dataclasses.replace(plan_with(kinds, number), backward_prefetch="none")
             fitted(OSDPStrategy(plan=plan), **options)
-        found.append((steps.found, expected_collectives(kinds, number)))
+        found.append((steps.found, expected_collectives(kinds, number, plan.engine)))
     return found
 
 

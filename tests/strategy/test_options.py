@@ -102,13 +102,13 @@ def test_other_arguments_reach_fsdp():
 )
 def test_prefetch_settings_belong_to_the_plan(given, expected):
     given = {**given, "limit_all_gathers": True}
-    assert pop_prefetch(given) == expected
+    assert pop_prefetch(given, "fsdp1") == expected
     assert given == {"limit_all_gathers": True}
 
 
 def test_prefetch_that_does_not_exist_is_refused():
     with pytest.raises(ConfigurationError, match="must be a BackwardPrefetch or None, got 'soon'"):
-        pop_prefetch({"backward_prefetch": "soon"})
+        pop_prefetch({"backward_prefetch": "soon"}, "fsdp1")
 
 
 def test_a_rehearsal_is_on_off_or_left_to_the_device():

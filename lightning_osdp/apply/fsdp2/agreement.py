@@ -1,4 +1,4 @@
-"""What ranks must agree on in a step: which units they gathered, and which parameters have a gradient at all."""
+"""What ranks must agree on in a step: the order of units, and which parameters have a gradient at all."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ from lightning_osdp.apply.fsdp2 import internals
 from lightning_osdp.errors import RanksApartError
 
 _PRIME = 2**31 - 1
+_STEP = -1
+"""What a rank tells at the end of a step."""
+_NUM_CHECKED = 2
+"""Optimizer steps, with the evaluation before them, in which each collective is told before."""
 
 
 class Agreement:
@@ -23,7 +27,9 @@ class Agreement:
 
     - A parameter that no rank used has no gradient, as under DDP with ``find_unused_parameters``: ``fully_shard``
       reduces zeros for it, so that a rank on which it was used finds the others in the same reduce-scatter.
-    - Ranks that gathered different units have computed with one another's weights, or would wait for each other.
+    - Ranks that gathered or reduced different units at a time have computed with one another's weights, added up one
+      another's gradients, or would wait for each other for ever. In the first steps each rank tells what it is about
+      to do before it does it, for whoever waits tells nothing.
 
     Args:
         root: of the units.
@@ -33,14 +39,16 @@ class Agreement:
 
     def __init__(self, root: nn.Module, groups: Sequence[Any], device: torch.device) -> None:
         self._device = device
-        self._gathers = 0  # a hash of the units in the order in which they were gathered
+        self._group = dist.new_group() if dist.get_world_size() > 1 else None  # nothing else is in its order
+        self._num_checked = 0
+        self._order = 0  # a hash of the units in the order in which they were gathered and reduced
         self._is_paused = False
         self._parameters: list[tuple[nn.Parameter, Any]] = []
         self._starts: list[int] = []
         for index, group in enumerate(groups):
             self._starts.append(len(self._parameters))
             self._parameters += internals.parameters_of(group)
-            internals.on_all_gather(group, partial(self._note_gather, index))
+            internals.on_collectives(group, partial(self._note_collective, index))
         internals.BackwardWatch(root, groups, self._note_gradients)
         self._places = {parameter: place for place, (parameter, _) in enumerate(self._parameters)}
         self._has_gradient = [False] * len(self._places)
@@ -55,29 +63,23 @@ class Agreement:
         """Before a step of an optimizer: drops gradients of what no rank has used. Call it on all ranks.
 
         Raises:
-            RanksApartError: ranks have gathered different units since the last step.
+            RanksApartError: ranks have gathered or reduced different units since the last step.
         """
-        used = self._has_gradient if dist.get_world_size() == 1 else self._agreed()
+        used = self._has_gradient if self._group is None else self._agreed()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter in self._places and not used[self._places[parameter]]:
                     parameter.grad = None
 
-    def _agreed(self) -> list[int]:
+    def _agreed(self) -> Sequence[int]:
         """For each parameter, whether any rank has a gradient of it."""
-        found = torch.tensor([self._gathers, -self._gathers, *self._has_gradient], dtype=torch.int32)
-        told = found.to(self._device)
-        dist.all_reduce(told, dist.ReduceOp.MAX)
-        found = told.cpu()
-        if found[0] != -found[1]:
-            raise RanksApartError(
-                "Expected every rank to run the same modules in the same order, but they ran different units in this"
-                " step, so that weights of one were gathered as another's. Call all modules on every rank, with inputs"
-                " that do not count if need be, or use SearchSpace(modes=('DP',)) with one unit around all that is"
-                " chosen by rank."
-            )
-        self._gathers = 0
-        return found[2:].tolist()
+        if self._num_checked < _NUM_CHECKED:
+            self._check(_STEP)
+            self._num_checked += 1
+        most, least, *used = self._largest([self._order, -self._order, *self._has_gradient])
+        self._order = 0
+        _check_same(most, least)
+        return used
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -89,10 +91,40 @@ class Agreement:
         finally:
             self._is_paused, self._has_gradient[:] = False, kept
 
-    def _note_gather(self, unit: int) -> None:
-        if not self._is_paused:
-            self._gathers = (self._gathers * 31 + unit + 1) % _PRIME
+    def close(self) -> None:
+        """Gives back what it talks to other ranks by. Call it on all ranks."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+    def _note_collective(self, unit: int, is_reduction: bool) -> None:
+        if self._is_paused:
+            return
+        told = 2 * unit + is_reduction
+        self._order = (self._order * 31 + told + 1) % _PRIME
+        if self._num_checked < _NUM_CHECKED:
+            self._check(told)
+
+    def _check(self, told: int) -> None:
+        """Returns if all ranks tell the same."""
+        if self._group is not None:
+            _check_same(*self._largest([told, -told]))
+
+    def _largest(self, values: Sequence[int]) -> list[int]:
+        """Of each value, the largest over all ranks."""
+        told = torch.tensor(values, dtype=torch.int32, device=self._device)
+        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
+        return told.tolist()
 
     def _note_gradients(self, unit: int, have: Sequence[bool]) -> None:
         for place, has in enumerate(have, self._starts[unit]):
             self._has_gradient[place] |= has
+
+
+def _check_same(most: int, negated_least: int) -> None:
+    if most != -negated_least:
+        raise RanksApartError(
+            "Expected every rank to run the same modules in the same order, but they ran different units in this step,"
+            " so that one's weights and gradients would be taken for another's. Call all modules on every rank, with"
+            " inputs that do not count if need be, or make one unit of all that is chosen by rank."
+        )

@@ -49,6 +49,7 @@ _ATTRIBUTES = {
     "group": (
         "_all_gather_comm",
         "_all_gather_result",
+        "_reduce_scatter_comm",
         "_module_to_pre_load_state_dict_hook_handle",
         "_module_to_pre_save_state_dict_hook_handle",
         "_post_forward_indices",
@@ -113,6 +114,20 @@ def _refuse(missing: Collection[str]) -> None:
             f"Expected a torch whose fully_shard is built as that of 2.13, got {torch.__version__} without"
             f" {', '.join(missing)}. Install torch 2.13, or use engine='fsdp1'."
         )
+
+
+def read_whole_values() -> None:
+    """Has ``item()`` and ``float()`` of a DTensor give the value over all ranks, which must all call it.
+
+    torch gives this rank's part of it, so that ``float(parameter.grad.norm())`` is the norm of the shard.
+    """
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    handlers.setdefault(torch.ops.aten._local_scalar_dense.default, _whole_value)
+
+
+def _whole_value(operation: Any, args: Any, _: Any) -> Any:
+    (tensor,) = args
+    return operation(tensor.full_tensor())
 
 
 def state_of(module: nn.Module) -> Any:
@@ -183,7 +198,8 @@ class BackwardWatch:
     """Tells when backward is through with units, and has what no loss reaches reduced once, at its end.
 
     ``fully_shard`` is through with a unit at each call of it that backward undoes, and autograd gives parameters their
-    gradients with the last of them. Zeros in place of gradients that are yet to come would be reduced for nothing.
+    gradients with the last of them. Zeros in place of gradients that are yet to come would be reduced for nothing, and
+    gradients of a reentrant checkpoint, whose backward runs by itself, may come when torch takes the unit for done.
 
     Args:
         root: of the units.
@@ -192,7 +208,7 @@ class BackwardWatch:
     """
 
     def __init__(self, root: nn.Module, groups: Sequence[Any], note: Callable[[int, list[bool]], None]) -> None:
-        self._is_ending, self._note = False, note
+        self._is_ending, self._note, self._groups = False, note, groups
         for index, group in enumerate(groups):
             group.post_backward = partial(self._post_backward, group, group.post_backward, index)
         for state in state_of(root)._state_ctx.all_states:
@@ -213,15 +229,20 @@ class BackwardWatch:
 
     def _end(self, end: Callable[[], None]) -> None:
         self._is_ending = True
+        for group in self._groups:
+            is_through = group.reduce_grads and group._training_state == TrainingState.POST_BACKWARD
+            if is_through and any(has_whole_gradient(parameter) for parameter in group.fsdp_params):
+                group._training_state = TrainingState.PRE_BACKWARD  # torch then takes it for one that is left
         try:
             end()
         finally:
             self._is_ending = False
 
 
-def on_all_gather(group: Any, note: Callable[[], None]) -> None:
-    """Calls ``note`` before each all-gather of a unit."""
-    group._all_gather_comm = NotedAllGather(group._all_gather_comm, note)
+def on_collectives(group: Any, note: Callable[[bool], None]) -> None:
+    """Calls ``note`` before each all-gather (False) and reduce-scatter (True) of a unit."""
+    group._all_gather_comm = NotedCollective(group._all_gather_comm, partial(note, False))
+    group._reduce_scatter_comm = NotedCollective(group._reduce_scatter_comm, partial(note, True))
 
 
 def has_whole_gradient(parameter: Any) -> bool:
@@ -284,6 +305,20 @@ def is_in_backward(root: nn.Module) -> bool:
     return bool(state_of(root)._state_ctx.post_backward_final_callback_queued)
 
 
+def keep_attributes(module: nn.Module) -> None:
+    """Has ``module.to(...)`` and the like leave what is set on parameters, which torch drops of DTensors."""
+    apply: Any = module._apply
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        attributes = [(parameter, dict(vars(parameter))) for parameter in module.parameters()]
+        result = apply(*args, **kwargs)
+        for parameter, own in attributes:
+            vars(parameter).update(own)
+        return result
+
+    module._apply = kept  # type: ignore[method-assign]  # of this module alone: its class may be that of others
+
+
 def make_plain(module: nn.Module) -> None:
     """Undoes ``fully_shard`` for a module and all inside it: whole parameters, no hooks, its own class."""
     whole = {}
@@ -309,6 +344,7 @@ def make_plain(module: nn.Module) -> None:
                 for handle in handles.values():
                     handle.remove()
         for child in state._modules:
+            child.__dict__.pop("_apply", None)
             child.__class__ = type(child).__mro__[type(child)._orig_cls_mro_index]
             del child.__dict__[STATE_KEY], child.__dict__[REGISTRY_KEY], _module_state_mapping[child]
     for child in module.modules():
@@ -316,8 +352,8 @@ def make_plain(module: nn.Module) -> None:
         child.__dict__.pop("_fsdp_use_orig_params", None)
 
 
-class NotedAllGather:
-    """A unit's own all-gather, which tells of each that it runs.
+class NotedCollective:
+    """A unit's own all-gather or reduce-scatter, which tells of each that it runs.
 
     Args:
         own: what runs it, and allocates what it fills.
@@ -328,7 +364,7 @@ class NotedAllGather:
         self._own, self._note = own, note
 
     def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
-        """What an all-gather fills."""
+        """What it fills, or reads."""
         memory: Tensor = self._own.allocate(*args, **kwargs)
         return memory
 

@@ -145,6 +145,7 @@ class Fsdp2Model(ShardedModel):
         for handle in self._taking:
             handle.remove()
         internals.make_plain(self.module)
+        self._agreement.close()
         remove_activations(self.module)
 
     @override
@@ -325,6 +326,7 @@ def _begin(
     sync_module_states: bool = False,
 ) -> _Given:
     internals.check_torch()
+    internals.read_whole_values()
     check_shardable(module)
     initialize = _initializer(module, device, param_init_fn)
     if sync_module_states:

@@ -1,26 +1,33 @@
-"""Which optimizers can update what ``fully_shard`` has cut over ranks: those that can take one step of it."""
+"""Which optimizers can update what ``fully_shard`` has cut over ranks: those that take the step of whole parameters."""
 
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_osdp.errors import ConfigurationError
 
+_NUM_STEPS = 2
+_TOLERANCE = 0.05
+"""Of the largest step: Muon rounds to bfloat16, and norms of two shards are off by a third."""
+
 
 def try_optimizer(optimizer: Optimizer) -> None:
-    """Returns if a copy of the optimizer can step on small parameters that are cut like the real ones.
+    """Returns if copies of the optimizer take the same steps on small parameters, whole and cut like the real ones.
 
-    Their rows are uneven, and one is tried for each number of dimensions in each group. Call it on all ranks.
+    Their rows are uneven, and one is tried for each number of dimensions in each group. Neither the optimizer nor a
+    hook of it is called, and random numbers go on as if nothing had been. Call it on all ranks.
 
     Raises:
-        ConfigurationError: it cannot, or takes the shards for the whole of a vector, as L-BFGS does.
+        ConfigurationError: it cannot step on shards, or takes the shards for the whole of a vector, as L-BFGS does.
     """
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -28,38 +35,107 @@ def try_optimizer(optimizer: Optimizer) -> None:
             "Expected an optimizer that updates each parameter by itself, got LBFGS, which takes inner products over"
             " all of them and would see shards alone. Use AdamW, or DDPStrategy for a model that fits whole."
         )
-    stand_ins: dict[int, object] = {}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    devices = sorted({p.device.index for p in parameters if p.device.type == "cuda"})
+    with torch.random.fork_rng(devices), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected, failure = _attempt(optimizer, _whole)
+        again, _ = _attempt(optimizer, _whole)
+        found, sharded_failure = _attempt(optimizer, _cut)
+    if failure is not None:
+        warnings.warn(
+            f"OSDP: whether {name} can update parameters that are cut over ranks could not be tried, for a copy of it"
+            f" cannot update whole ones either: {_told(failure)}. Compare losses with those under DDPStrategy.",
+            stacklevel=2,
+        )
+    elif sharded_failure is not None:
+        raise ConfigurationError(
+            f"Expected an optimizer that can update parameters that are cut over ranks, but {name} cannot:"
+            f" {_told(sharded_failure)}. Use another one or another of its implementations (foreach=True, fused=False),"
+            " or engine='fsdp1'."
+        ) from sharded_failure
+    elif _is_same(expected, again) and not _is_close(expected, found):
+        raise ConfigurationError(
+            f"Expected an optimizer that updates parameters that are cut over ranks as it does whole ones, but {name}"
+            " takes other steps: it reads values of this rank's rows alone, as to_local() does, and takes them for all."
+            " Compute with the DTensors themselves, or use DDPStrategy for a model that fits whole."
+        )
+
+
+def _attempt(optimizer: Optimizer, make: Callable[[Tensor, DTensor], Tensor]) -> tuple[list[Tensor], Exception | None]:
+    """Small parameters and their values after steps of a copy of the optimizer, or what it raised."""
+    try:
+        return _stepped(optimizer, make), None
+    except Exception as error:
+        return [], error
+
+
+def _stepped(optimizer: Optimizer, make: Callable[[Tensor, DTensor], Tensor]) -> list[Tensor]:
+    """Differences from where they started, after steps of a copy of the optimizer, of parameters made by this."""
+    trial: Any = object.__new__(type(optimizer))
+    attributes = {**vars(optimizer), "state": defaultdict(dict)}  # whatever the state is, it need not be copied
+    attributes.pop("step", None)  # a schedule's, which would step the optimizer itself
+    attributes |= {name: OrderedDict() for name in attributes if name.endswith("_hooks")}
+    memo: dict[int, object] = {id(optimizer): trial}
+    memo |= {id(value): value for value in attributes.values() if isinstance(value, nn.Module)}
     tried: list[list[nn.Parameter]] = []
+    starts: list[tuple[Tensor, nn.Parameter]] = []
     for group in optimizer.param_groups:
         by_dims: dict[int, nn.Parameter] = {}
         for parameter in group["params"]:
+            memo[id(parameter)] = parameter
             if isinstance(parameter, DTensor) and parameter.requires_grad:
-                by_dims.setdefault(parameter.dim(), _small(parameter))
-                stand_ins[id(parameter)] = by_dims[parameter.dim()]
-            else:
-                stand_ins[id(parameter)] = parameter
+                if parameter.dim() not in by_dims:
+                    start, gradient = _small(parameter)
+                    by_dims[parameter.dim()] = small = nn.Parameter(make(start.clone(), parameter))
+                    small.grad = make(gradient, parameter)
+                    starts.append((start, small))
+                memo[id(parameter)] = by_dims[parameter.dim()]
         tried.append(list(by_dims.values()))
-    fresh: defaultdict[Any, Any] = defaultdict(dict)  # whatever the state is, it need not be copied
-    trial = copy.copy(optimizer)
-    trial.__dict__ = copy.deepcopy({**vars(optimizer), "state": fresh}, stand_ins)
+    trial.__dict__ = copy.deepcopy(attributes, memo)
     for group, parameters in zip(trial.param_groups, tried, strict=True):
         group["params"] = parameters
-    trial.param_groups = [group for group in trial.param_groups if group["params"]]
-    try:
-        trial.step(lambda: 0.0)
-    except Exception as error:
-        raise ConfigurationError(
-            f"Expected an optimizer that can update parameters that are cut over ranks, but {name} cannot:"
-            f" {type(error).__name__}: {str(error).partition(chr(10))[0]}. Use another one or another of its"
-            " implementations (foreach=True, fused=False), or engine='fsdp1'."
-        ) from error
+    trial.param_groups[:] = [group for group in trial.param_groups if group["params"]]
+    step: Any = type(optimizer).step
+    if getattr(step, "hooked", False):  # around it are hooks of all optimizers
+        step = step.__wrapped__
+    for _ in range(_NUM_STEPS):
+        step(trial, closure=lambda: torch.zeros(()))
+    return [_value(small) - start for start, small in starts]
 
 
-def _small(parameter: DTensor) -> nn.Parameter:
-    """One with few rows, more than ranks and unevenly many, and a gradient."""
-    mesh = parameter.device_mesh
-    shape = (2 * mesh.size() + 1, *(3 for _ in range(parameter.dim() - 1)))
-    values = torch.ones(shape, dtype=parameter.dtype, device=parameter.device)
-    small = nn.Parameter(distribute_tensor(values, mesh, parameter.placements))
-    small.grad = distribute_tensor(values, mesh, parameter.placements)
-    return small
+def _small(parameter: DTensor) -> tuple[Tensor, Tensor]:
+    """Values with few rows, more than ranks and unevenly many, and a gradient."""
+    shape = (2 * parameter.device_mesh.size() + 1, *(3 for _ in range(parameter.dim() - 1)))
+    places = torch.arange(torch.Size(shape).numel(), device=parameter.device, dtype=torch.float64).view(shape)
+    return places.square().cos().to(parameter.dtype), places.square().sin().to(parameter.dtype)  # of full rank
+
+
+def _whole(values: Tensor, parameter: DTensor) -> Tensor:
+    del parameter
+    return values
+
+
+def _cut(values: Tensor, parameter: DTensor) -> Tensor:
+    return distribute_tensor(values, parameter.device_mesh, parameter.placements)
+
+
+def _value(parameter: nn.Parameter) -> Tensor:
+    found = parameter.detach()
+    return found.full_tensor() if isinstance(found, DTensor) else found
+
+
+def _is_same(steps: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(step, other) for step, other in zip(steps, others, strict=True))
+
+
+def _is_close(steps: list[Tensor], others: list[Tensor]) -> bool:
+    """Whether they differ by rounding, which weights of about one do, too."""
+    return all(
+        bool((step - other).abs().max() <= _TOLERANCE * step.abs().max() + 4 * torch.finfo(step.dtype).eps)
+        for step, other in zip(steps, others, strict=True)
+    )
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecision, MixedPrecisionPol
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
+from lightning_osdp.apply.fsdp2 import internals
 from lightning_osdp.core.modes import DP, ShardingMode
 from lightning_osdp.errors import ConfigurationError
 
@@ -83,6 +84,8 @@ def shard(
         )
         for child, name, attributes in kept:
             vars(child._parameters[name]).update(attributes)
+        for module in unit.modules:
+            internals.keep_attributes(module)
 
 
 def set_prefetch(units: Sequence[ShardedUnit], *, backward: bool, forward: bool, rerun: Collection[str] = ()) -> None:

@@ -1,0 +1,50 @@
+"""Optimizers on shards, and gradients before they step: as under DDP, or refused before training."""
+
+import pytest
+import user_optimizer_cases as cases
+from test_user_code import check
+
+pytestmark = [pytest.mark.distributed, pytest.mark.engine("fsdp2")]
+
+
+def test_optimizers_that_can_update_shards_equal_ddp(ranks):
+    found = ranks(2).run(cases.optimized)[0]
+    assert len(found) == 20
+    check(found)
+
+
+def test_optimizers_equal_ddp_on_four_ranks(ranks):
+    check(ranks(4).run(cases.optimized, names=["AdamW, default", "Lamb"])[0])
+
+
+def test_muon_equals_ddp_within_its_own_rounding(ranks):
+    check(ranks(2).run(cases.muon)[0], 5e-3)
+
+
+def test_optimizers_that_cannot_are_refused_before_training(ranks):
+    for found in ranks(2).run(cases.refused):
+        for name, (told, has_begun) in found.items():
+            assert told is not None, name
+            assert told.startswith("ConfigurationError: Expected an optimizer that"), told
+            assert name.split(",")[0] in told
+            assert not has_begun, name
+
+
+def test_the_trial_of_an_optimizer_leaves_no_trace(ranks):
+    for before, after, is_same in ranks(2).run(cases.tried):
+        assert before == (0, 0, 0, 0)
+        assert after[::2] == (3, 3)
+        assert after[1] in (6, 12)  # torch may call hooks around the step that is inherited, too
+        assert is_same
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_norms_of_gradients_and_clipping_equal_ddp(ranks, world_size):
+    kinds = ["mixed", "zdp", "dp"] if world_size == 2 else ["mixed"]
+    check(ranks(world_size).run(cases.gradients, kinds=kinds)[0])
+
+
+def test_what_reads_values_of_shards_together_is_told_how_to_read_them(ranks):
+    for told in ranks(2).run(cases.lightnings_norms):
+        assert told is not None
+        assert "Take each value itself, on all ranks" in told

@@ -1,0 +1,247 @@
+"""Optimizers and what is done with gradients before they step, as the ranks run it; against DDP."""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from lightning.pytorch.utilities import grad_norm
+from user_runs import Chain, ddp, differences, fitted, plan_with, refusal
+
+from lightning_osdp import OSDPStrategy
+
+
+class Lamb(torch.optim.Optimizer):
+    """Momentum, scaled for each tensor by its norm over that of its step, in operations that anybody would write."""
+
+    def __init__(self, params, lr=1e-2, beta=0.9, weight_decay=0.1):
+        super().__init__(params, {"lr": lr, "beta": beta, "weight_decay": weight_decay})
+        self.norm = lambda tensor: float(tensor.norm())
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["average"] = torch.zeros_like(p)
+                clipped = p.grad / max(1.0, self.norm(p.grad))
+                state["average"].mul_(group["beta"]).add_(clipped)
+                step = state["average"] + group["weight_decay"] * p
+                trust = p.norm() / (step.norm() + 1e-8)
+                if float(trust) == 0.0:
+                    trust = torch.ones_like(trust)
+                p.add_(step * trust, alpha=-group["lr"])
+        return loss
+
+
+def decaying(parameters, **options):
+    """AdamW that decays matrices alone."""
+    parameters = list(parameters)
+    matrices, others = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
+    assert matrices
+    assert others
+    groups = [{"params": matrices, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-2, **options)
+
+
+KINDS = {
+    "SGD": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1),
+    "AdamW": decaying,
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.05),
+    "RMSprop": partial(torch.optim.RMSprop, lr=1e-2, momentum=0.5),
+    "NAdam": partial(torch.optim.NAdam, lr=1e-2),
+}
+IMPLEMENTATIONS = {"default": {}, "loop": {"foreach": False}, "foreach": {"foreach": True}}
+OPTIMIZERS = {
+    f"{name}, {how}": partial(make, **options)
+    for name, make in KINDS.items()
+    for how, options in IMPLEMENTATIONS.items()
+} | {
+    "AdamW, fused": partial(decaying, fused=True),
+    "AdamW, amsgrad": partial(decaying, amsgrad=True),
+    "Adam, tensor lr": lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(1e-2)),
+    "SGD, Nesterov": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "Lamb": Lamb,
+}
+
+
+class Optimized(Chain):
+    """Trained by any optimizer."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def configure_optimizers(self):
+        return self.make(self.parameters())
+
+
+def optimized(names=tuple(OPTIMIZERS), kinds=("mixed",)):
+    """Differences from DDP, by optimizer."""
+    return {name: differences(partial(Optimized, OPTIMIZERS[name]), kinds, max_steps=3) for name in names}
+
+
+class Matrices(Chain):
+    """What Muon takes: matrices alone."""
+
+    def __init__(self):
+        super().__init__()
+        for parameter in self.parameters():
+            parameter.requires_grad_(parameter.ndim == 2)
+
+    def configure_optimizers(self):
+        return torch.optim.Muon([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+def muon():
+    """Difference from DDP of Muon, which rounds to bfloat16 inside."""
+    return {"Muon": differences(Matrices, max_steps=4)}
+
+
+def scheduled(make, parameters):
+    """An optimizer with a schedule, which puts a step of its own on it."""
+    optimizer = make(parameters)
+    return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+
+
+def seeing_shards(parameters):
+    """Lamb that reads the norm of its shard."""
+    optimizer = Lamb(parameters)
+    optimizer.norm = lambda tensor: float(getattr(tensor, "_local_tensor", tensor).norm())
+    return optimizer
+
+
+REFUSED = {
+    "Adafactor": torch.optim.Adafactor,
+    "LBFGS": torch.optim.LBFGS,
+    "SGD, fused": partial(torch.optim.SGD, lr=0.1, fused=True),
+    "Adagrad, fused": partial(torch.optim.Adagrad, lr=0.1, fused=True),
+    "Adafactor, scheduled": partial(scheduled, torch.optim.Adafactor),
+    "Lamb, of shards": seeing_shards,
+}
+
+
+class Noted(Optimized):
+    """Notes whether a step of training was begun."""
+
+    def on_train_start(self):
+        self.has_begun = True
+
+
+def refused():
+    """What each of these optimizers is refused with before training."""
+    found = {}
+    for name, make in REFUSED.items():
+        module = Noted(make)
+        plan = plan_with(lambda make=make: Noted(make), "mixed")
+        found[name] = refusal(lambda plan=plan, module=module: fitted(OSDPStrategy(plan=plan), module, max_steps=2))
+        found[name] = (found[name], hasattr(module, "has_begun"))
+    return found
+
+
+class Counting(torch.optim.Adam):
+    """Counts what hooks and draws it has seen."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=1e-2)
+        self.num_steps, self.num_hooks, self.draws = [0], [0], []
+        self.register_step_pre_hook(self._note)
+        self.register_step_post_hook(self._note)
+
+    def _note(self, *_):
+        self.num_hooks[0] += 1
+
+    def step(self, closure=None):
+        self.num_steps[0] += 1
+        self.draws.append(float(torch.rand(())))
+        return super().step(closure)
+
+
+class Checked(Optimized):
+    """Looks at its optimizer and at random numbers before the first step."""
+
+    def __init__(self):
+        super().__init__(Counting)
+
+    def on_train_start(self):
+        (self.optimizer,) = (optimizer,) = self.trainer.optimizers
+        self.counted = (*optimizer.num_steps, *optimizer.num_hooks, len(optimizer.draws), len(optimizer.state))
+        self.generator = torch.get_rng_state()
+
+
+def tried():
+    """Steps, hooks, draws and states before training and after it, and whether random numbers are as under DDP."""
+    module, expected = Checked(), Checked()
+    plan = plan_with(Checked, "mixed")
+    for strategy, each in ((OSDPStrategy(plan=plan), module), (ddp(), expected)):
+        torch.manual_seed(3)
+        fitted(strategy, each, max_steps=3)
+    optimizer = module.optimizer
+    after = (*optimizer.num_steps, *optimizer.num_hooks, len(optimizer.draws))
+    return module.counted, after, torch.equal(module.generator, expected.generator)
+
+
+class Logging(Chain):
+    """Takes the norms of its gradients where people do."""
+
+    def __init__(self):
+        super().__init__("sgd")
+        self.norms = []
+
+    def on_before_optimizer_step(self, optimizer):
+        norms = {f"grad_{name}": p.grad.norm() for name, p in self.named_parameters()}
+        squares = sum(parameter.grad.norm() ** 2 for parameter in self.parameters())
+        total = torch.nn.utils.get_total_norm([parameter.grad for parameter in self.parameters()])
+        self.log_dict(norms)
+        for value in (*norms.values(), squares, total):
+            self.norms += [float(value), value.item()]
+
+    @property
+    def losses(self):
+        return [*super().losses, *self.norms, *self.logged]  # compared with DDP's as losses are
+
+    def on_fit_end(self):
+        self.logged = [float(v) for k, v in sorted(self.trainer.callback_metrics.items()) if k.startswith("grad")]
+
+
+class OfLightning(Chain):
+    """Takes norms of gradients by Lightning's own function."""
+
+    def on_before_optimizer_step(self, optimizer):
+        grad_norm(self, norm_type=2)
+
+
+def lightnings_norms():
+    """What is told where values of DTensors are read together."""
+    plan = plan_with(OfLightning, "mixed")
+    try:
+        fitted(OSDPStrategy(plan=plan), OfLightning(), max_steps=1)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+class ClippingItself(Chain):
+    """Clips as a user without Lightning would."""
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+
+
+def gradients(kinds):
+    """Differences from DDP of norms and of training with clipped gradients."""
+    clipped = {"gradient_clip_val": 0.01}
+    return {
+        "norms": differences(Logging, kinds, **clipped),
+        "norm": differences(lambda: Chain("sgd"), **clipped),
+        "value": differences(lambda: Chain("sgd"), **clipped, gradient_clip_algorithm="value"),
+        "own": differences(ClippingItself),
+    }
