@@ -142,8 +142,11 @@ class SplitModule(nn.Module):
         if cut is None:
             return None
         pieces = [getattr(holder, name) for holder in self._holders(name)]
-        if isinstance(pieces[0], DTensor):
+        sharded = [piece for piece in pieces if isinstance(piece, DTensor)]
+        if len(sharded) == len(pieces):
             return cut.join(pieces)
+        if sharded:  # the other slices are gathered now
+            return ShardedParameter(cut.shape, sharded[0], name)
         for piece, shape in zip(pieces, cut.piece_shapes, strict=True):
             # FSDP1 shows what it holds of a parameter as one dimension, or frees the storage.
             if piece.shape != shape or piece.untyped_storage().nbytes() < piece.numel() * piece.element_size():

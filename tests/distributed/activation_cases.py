@@ -9,17 +9,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "profiler"))
 
 from cases import largest_difference
 from models import Base, OddMLP
+from wrapped import whole
 
 from benchmarks.testbed.plans import plan_of
-from lightning_osdp.apply import apply_plan, units_reduced_last, without_reducing
+from lightning_osdp.apply import ENGINES
 from lightning_osdp.apply.activations import block_forwards
 from lightning_osdp.core.modes import ACTIVATION_CHOICES
 from lightning_osdp.core.plan_unit import Block
@@ -140,13 +141,14 @@ def trained(activations, *, kind, num_micro_batches, **choices):
     module = kind().double()
     plan = plan_with(module, activations, num_micro_batches=num_micro_batches, **choices)
     module.forward = module.loss
-    root = apply_plan(module, plan, device=CPU)
-    optimizer, reduced_last = torch.optim.AdamW(root.parameters(), lr=1e-2), units_reduced_last(root, plan)
+    sharded = ENGINES[plan.engine].planned(module, plan, device=CPU)
+    root = sharded.root
+    optimizer = torch.optim.AdamW(root.parameters(), lr=1e-2)
     batches, losses = batches_of(module, dist.get_rank(), STEPS * num_micro_batches), []
     torch.manual_seed(7 + dist.get_rank())  # last: a loader draws a number, too
     for index, batch in enumerate(batches):
         is_last = (index + 1) % num_micro_batches == 0
-        with nullcontext() if is_last else without_reducing(reduced_last):
+        with nullcontext() if is_last else sharded.accumulating():
             loss = root(batch) / num_micro_batches
             loss.backward()
         losses.append(loss.detach())
@@ -154,9 +156,7 @@ def trained(activations, *, kind, num_micro_batches, **choices):
             optimizer.step()
         if is_last and len(losses) < STEPS * num_micro_batches:
             optimizer.zero_grad()
-    with FullyShardedDataParallel.summon_full_params(root, with_grads=True):
-        weights = {name: p.detach().clone() for name, p in root.named_parameters()}
-        gradients = {name: p.grad.clone() for name, p in root.named_parameters()}
+    weights, gradients = whole(root)
     for cut in cuts_of(root):
         for tensors in (weights, gradients):
             tensors[cut.whole] = cut.join([tensors.pop(piece) for piece in cut.pieces])

@@ -17,6 +17,15 @@ from lightning_osdp import OSDPStrategy, SearchSpace
 STEPS = 3
 
 
+def without_key_biases(state):
+    """Attention's bias of keys has a gradient of zero but for rounding, of which Adam makes whole steps."""
+    kept = {name: value.clone() for name, value in state.items()}
+    for name, value in kept.items():
+        if name.endswith("in_proj_bias"):
+            value.chunk(3)[1].zero_()
+    return kept
+
+
 @without_measuring
 def family(name, optimizer, dtype, given=("zdp", "dp", "mixed"), own=True):
     """Per plan its distance from DDP after three steps, with its units and modes; DDP's from one process (rank 0)."""
@@ -31,7 +40,10 @@ def family(name, optimizer, dtype, given=("zdp", "dp", "mixed"), own=True):
         found = {"units": [unit.name for unit in plan.units], "modes": {u.modes[0] for u in plan.units if u.name}}
         if dist.get_rank() == 0:
             # FSDP lists the second name of a tied weight after the rest of its module.
-            found["difference"] = largest_difference(dict(sorted(state.items())), dict(sorted(ddp.items())))
+            ours, theirs = (dict(sorted(each.items())) for each in (state, ddp))
+            if dtype == "float32" and optimizer == "adamw":
+                ours, theirs = without_key_biases(ours), without_key_biases(theirs)
+            found["difference"] = largest_difference(ours, theirs)
         found["loss"] = max(abs(a - b) for a, b in zip(losses, ddp_losses, strict=True))
         return found, plan
 

@@ -5,16 +5,19 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "profiler"))
 
 from cases import trainer
 from meta_models import LAYERS, VOCABULARY, WIDTH, Evaluated, InitialisesAll, Net, Recurrent
+from wrapped import whole
 from wrapped_units import plan, units_of
 
 from lightning_osdp import OSDPStrategy
-from lightning_osdp.apply import apply_plan, full_state
+from lightning_osdp.apply import ENGINES
 from lightning_osdp.errors import OSDPError
 from lightning_osdp.profiler import LiveBytes
 
@@ -39,17 +42,25 @@ def made(start, *, seed=0):
         return Net()
 
 
-def values(root):
+def values(sharded):
     """Whole state dict in memory of its own on every rank, and the buffers that it leaves out."""
-    with full_state(root, rank0_only=False):
-        state = {name: value.clone() for name, value in root.state_dict().items()}
-    names = ((name.replace("_fsdp_wrapped_module.", ""), buffer) for name, buffer in root.named_buffers())
+    state = sharded.whole_state(on_all_ranks=True)
+    names = ((name.replace("_fsdp_wrapped_module.", ""), buffer) for name, buffer in sharded.root.named_buffers())
     return state | {name: buffer.clone() for name, buffer in names}
+
+
+def planned(module, plan):
+    return ENGINES[plan.engine].planned(module, plan, device=CPU)
 
 
 def wrapped(start, **options):
     module = made(start)
-    return apply_plan(module, plan_of(module, **options), device=CPU)
+    return planned(module, plan_of(module, **options))
+
+
+def inside(module):
+    """Without FSDP1's wrapper around it."""
+    return module.module if isinstance(module, FullyShardedDataParallel) else module
 
 
 def memory_while_wrapping(start):
@@ -59,8 +70,8 @@ def memory_while_wrapping(start):
     parameters = {name: p.numel() * p.element_size() for name, p in module.named_parameters()}
     with LiveBytes("cpu") as live:
         live.track([*module.parameters(), *module.buffers()])
-        root = apply_plan(module, chosen, device=CPU)
-    units = [sum(parameters[name] for name in held) for held, _ in units_of(root).values()]
+        sharded = planned(module, chosen)
+    units = [sum(parameters[name] for name in held) for held, _ in units_of(sharded.root).values()]
     return {
         "peak": live.peak_bytes,
         "end": live.current_bytes,
@@ -73,13 +84,13 @@ def starts(start):
     """What a model starts with: its values, whether they are those of rank 0 and of other units, ties, attributes."""
     module = made(start)
     expected = {name: value.clone() for name, value in module.state_dict().items()} if start == "rank 0" else {}
-    root = apply_plan(module, plan_of(module), device=CPU)
+    sharded = planned(module, plan_of(module))
     after = torch.get_rng_state()
-    found = values(root)
+    found = values(sharded)
     from_zero = [found]
     dist.broadcast_object_list(from_zero, src=0)
     other = values(wrapped(start, blocks=False))
-    net = root.module
+    net = sharded.module
     is_rank_zeros = dist.get_rank() > 0 or all(torch.equal(found[name], expected[name]) for name in expected)
     torch.manual_seed(dist.get_rank())
     torch.randint(2**62, ())
@@ -88,8 +99,8 @@ def starts(start):
         "rank 0's": is_rank_zeros,
         "any units": all(torch.equal(found[name], value) for name, value in other.items()),
         "tied": net.head.weight is net.tokens.weight,
-        "shared": len({block.module.shared.offset.data_ptr() for block in net.blocks}),
-        "no_decay": all(hasattr(block.module.scale.gain, "no_decay") for block in net.blocks),
+        "shared": len({inside(block).shared.offset.data_ptr() for block in net.blocks}),
+        "no_decay": all(hasattr(inside(block).scale.gain, "no_decay") for block in net.blocks),
         "ramp": found["blocks.3.scale.ramp"][:, 0].tolist() == list(range(0, 4 * WIDTH, 4)),
         "std": (found["tokens.weight"].std().item(), found["blocks.0.scale.gain"].std().item()),
         "one draw": torch.equal(after, torch.get_rng_state()),
@@ -99,22 +110,22 @@ def starts(start):
 def trains(start, steps=4):
     """Largest difference from the unwrapped model after some steps of AdamW in float64, all starting alike."""
     module = made(start).double()
-    root = apply_plan(module, plan_of(module), device=CPU)
+    sharded = planned(module, plan_of(module))
     plain = made("real").double()
-    before = values(root)
+    before = values(sharded)
     plain.load_state_dict(before, strict=False)
     plain.load_state_dict({name: before[name] for name, _ in plain.named_buffers()}, strict=False)
     tokens = torch.randint(VOCABULARY, (steps, dist.get_world_size(), 3, 6), generator=torch.Generator().manual_seed(1))
-    ours, theirs = (torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (root, plain))
+    ours, theirs = (torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (sharded.root, plain))
     for step in range(steps):
         for optimizer, loss in (
-            (ours, lambda batch: root(batch[dist.get_rank()])),
+            (ours, lambda batch: sharded.root(batch[dist.get_rank()])),
             (theirs, lambda batch: plain(batch.flatten(0, 1))),
         ):
             optimizer.zero_grad()
             loss(tokens[step]).backward()
             optimizer.step()
-    found = values(root)
+    found = values(sharded)
     reached = plain.state_dict()
     moved = max((reached[name] - before[name]).abs().max().item() for name in reached if "weight" in name)
     return max((found[name] - value).abs().max().item() for name, value in reached.items() if value.numel()), moved
@@ -125,12 +136,11 @@ def loads_a_checkpoint():
     source = values(wrapped("real", modes=("DP",)))
     sources = [source]
     dist.broadcast_object_list(sources, src=0)
-    root = wrapped("meta")
-    differed = not torch.equal(values(root)["positions"], sources[0]["positions"])
-    with full_state(root, rank0_only=False):
-        persistent = root.state_dict().keys()
-        root.load_state_dict({name: sources[0][name] for name in persistent})
-    found = values(root)
+    sharded = wrapped("meta")
+    differed = not torch.equal(values(sharded)["positions"], sources[0]["positions"])
+    persistent = sharded.whole_state(on_all_ranks=True).keys()
+    sharded.load_model({name: sources[0][name] for name in persistent}, strict=True)
+    found = values(sharded)
     return differed, all(torch.equal(found[name], sources[0][name]) for name in persistent)
 
 
@@ -139,7 +149,7 @@ def initialises_other_units():
     with torch.device("meta"):
         module = InitialisesAll()
     try:
-        apply_plan(module, plan_of(module), device=CPU)
+        planned(module, plan_of(module))
     except OSDPError as error:
         return type(error).__name__, str(error)
     return None
@@ -151,10 +161,11 @@ def torch_modules():
         module = Recurrent()
     owners = [name for name, child in module.named_modules() if list(child.parameters(recurse=False))]
     units = {unit: ([name for name in owners if name.split(".")[0] == unit], "ZDP") for unit in ("lstm", "layer")}
-    root = apply_plan(module, plan({"": ([], "DP"), **units}, dist.get_world_size()), device=CPU)
-    zero = not values(root)["layer.self_attn.out_proj.bias"].any()
-    root(torch.randn(2, 3, 8)).sum().backward()
-    return zero, all(bool(p.grad.isfinite().all()) for p in root.parameters() if p.grad is not None)
+    sharded = planned(module, plan({"": ([], "DP"), **units}, dist.get_world_size()))
+    zero = not values(sharded)["layer.self_attn.out_proj.bias"].any()
+    sharded.root(torch.randn(2, 3, 8)).sum().backward()
+    _, gradients = whole(sharded.root)
+    return zero, all(bool(gradient.isfinite().all()) for gradient in gradients.values() if gradient is not None)
 
 
 def evaluates_without_a_plan():
@@ -164,7 +175,7 @@ def evaluates_without_a_plan():
     fit = trainer(OSDPStrategy(), limit_val_batches=1.0)
     data = module.dataset()
     found = fit.validate(module, DataLoader(data, batch_size=len(data)), verbose=False)[0]["val_loss"]
-    state = values(fit.strategy.model)
+    state = fit.strategy.whole_state_dict(on_all_ranks=True)
     plain = Evaluated()
     plain.configure_model()
     plain.to_empty(device=CPU)

@@ -1,9 +1,10 @@
-"""What FSDP made of a module, read back from its wrappers."""
+"""What FSDP made of a module, read back from its wrappers or, under FSDP2, from its states."""
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 
+from lightning_osdp.apply.fsdp2 import internals
 from lightning_osdp.core.plan import Plan, Unit
 
 MODES = {ShardingStrategy.FULL_SHARD: "ZDP", ShardingStrategy.SHARD_GRAD_OP: "DP", ShardingStrategy.NO_SHARD: "none"}
@@ -60,12 +61,25 @@ NESTED_PARAMETERS = {
 
 
 def units_of(root):
-    """Unit -> (names of the parameters that its flat tensor holds, mode)."""
+    """Unit -> (names of the parameters that are gathered with it, mode)."""
     found = {}
+    if isinstance(root, FSDPModule):
+        return _fsdp2_units(root)
     for path, module in root.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             name = path.replace("_fsdp_wrapped_module.", "").replace("_fsdp_wrapped_module", "").strip(".")
             infos = module._handle.flat_param._fqns if module._handle is not None else []
             held = [f"{name}.{fqn}".strip(".").replace("_fsdp_wrapped_module.", "") for fqn in infos]
             found[name] = (held, MODES[module.sharding_strategy])
+    return found
+
+
+def _fsdp2_units(root):
+    """Units by the first of their modules."""
+    found, names = {}, {parameter: name for name, parameter in root.named_parameters()}
+    for path, module in root.named_modules():
+        if isinstance(module, FSDPModule) and internals.state_of(module)._modules[0] is module:
+            group = internals.group_of(module)
+            held = [] if group is None else [names[p] for p, _ in internals.parameters_of(group)]
+            found[path] = (held, "DP" if group is None or group.post_forward_mesh_info is None else "ZDP")
     return found

@@ -6,7 +6,7 @@ import torch
 from entangled_models import MODELS
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from lightning_osdp.apply import apply_plan
+from lightning_osdp.apply import ENGINES
 from lightning_osdp.core.plan import Plan, Unit
 from lightning_osdp.core.units import partition
 from lightning_osdp.profiler import fingerprint, profile_model
@@ -47,8 +47,11 @@ def gradients(model, step, batch):
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}, loss.item()
 
 
-def through_root(root, model):
+def through_root(sharded):
     """training_step as Lightning runs it: inside the forward of FSDP's root."""
+    root, model = sharded.root, sharded.module
+    if root is model:
+        return lambda batch: sharded.run(model.training_step, batch, 0)
 
     def step(batch):
         def redirected(batch):
@@ -65,6 +68,18 @@ def plain_name(name):
     return name.replace("_fsdp_wrapped_module.", "")
 
 
+def whole(root):
+    """Weights and gradients by name, whole and in memory of their own; None for a parameter without a gradient."""
+    if isinstance(root, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(root, with_grads=True):
+            named = {plain_name(name): parameter for name, parameter in root.named_parameters()}
+            weights = {name: parameter.detach().clone() for name, parameter in named.items()}
+            return weights, {name: None if p.grad is None else p.grad.clone() for name, p in named.items()}
+    named = dict(root.named_parameters())
+    weights = {name: parameter.detach().full_tensor().clone() for name, parameter in named.items()}
+    return weights, {name: None if p.grad is None else p.grad.full_tensor().clone() for name, p in named.items()}
+
+
 def compare(name, world_size, modes=("ZDP",)):
     """Largest difference of loss and gradients from the plain model's, relative to the largest gradient; unit names."""
     expected, expected_loss = gradients(
@@ -73,14 +88,13 @@ def compare(name, world_size, modes=("ZDP",)):
     model = MODELS[name]()
     plan = plan_of(profile_model(model, model.batch()), world_size, modes)
     assert plan.fingerprint == fingerprint(model)
-    root = apply_plan(model, plan, device=torch.device("cpu"))
-    _, loss = gradients(model, through_root(root, model), model.batch())
+    sharded = ENGINES[plan.engine].planned(model, plan, device=torch.device("cpu"))
+    _, loss = gradients(model, through_root(sharded), model.batch())
     difference = abs(loss - expected_loss) / abs(expected_loss)
-    with FullyShardedDataParallel.summon_full_params(root, with_grads=True):
-        found = {plain_name(key): parameter.grad for key, parameter in root.named_parameters()}
-        scale = max(float(gradient.abs().max()) for gradient in expected.values() if gradient is not None)
-        assert list(found) == list(expected)
-        for key, gradient in expected.items():
-            other = found[key] if found[key] is not None else torch.zeros(())
-            difference = max(difference, float((other - (0 if gradient is None else gradient)).abs().max()) / scale)
+    _, found = whole(sharded.root)
+    scale = max(float(gradient.abs().max()) for gradient in expected.values() if gradient is not None)
+    assert list(found) == list(expected)
+    for key, gradient in expected.items():
+        other = found[key] if found[key] is not None else torch.zeros(())
+        difference = max(difference, float((other - (0 if gradient is None else gradient)).abs().max()) / scale)
     return difference, [unit.name for unit in plan.units]

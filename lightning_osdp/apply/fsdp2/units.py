@@ -63,13 +63,18 @@ def shard(
 ) -> None:
     """Calls ``fully_shard`` for all units, those inside others first and the root last.
 
+    Otherwise in the order of the modules, in which they are initialised where they are one unit: a buffer that several
+    units have is initialised by the first of its owners.
+
     Args:
         units: root first, then in forward order.
         mesh: of all ranks, on their devices.
         precision: what to compute and reduce in; None: in the parameters' own dtype.
         initialize: gives the tensors of a unit's module storage and values, right before they are sharded.
     """
-    for unit in reversed(units):
+    (root,) = (unit.handle for unit in units if not unit.name)
+    places = {module: place for place, module in enumerate(_children_first(root, set()))}
+    for unit in sorted(units, key=lambda unit: max(places[module] for module in unit.modules)):
         for module in unit.modules:
             initialize(module)
         kept = [(child, name, vars(parameter)) for child, name, parameter in _own_parameters(unit)]
@@ -111,6 +116,15 @@ def set_prefetch(units: Sequence[ShardedUnit], *, backward: bool, forward: bool,
         around = next((block for block in rerun if unit.name.startswith(f"{block}.")), "")
         comes = forward and following is not None and following.name.startswith(around)
         unit.handle.set_modules_to_forward_prefetch([following.handle] if comes and following is not None else [])
+
+
+def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    """All modules inside a module, each once, and the module itself behind them."""
+    seen.add(module)
+    for child in module.children():
+        if child not in seen:
+            yield from _children_first(child, seen)
+    yield module
 
 
 def _own_parameters(unit: ShardedUnit) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
