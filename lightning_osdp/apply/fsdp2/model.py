@@ -34,6 +34,7 @@ from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.plan_unit import Block, Unit
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
+from lightning_osdp.engine import engine_of
 
 
 class Fsdp2Model(ShardedModel):
@@ -69,7 +70,7 @@ class Fsdp2Model(ShardedModel):
         internals.set_asynchronous(module, is_asynchronous=plan is not None and plan.asynchronous_unshard)
         self._agreement = Agreement(module, self._groups, device)
         self._taking = load.takes_whole(module)
-        self._is_opened = False
+        self._is_opened, self._may_be_planned = False, True
 
     @classmethod
     def arguments(cls, fsdp_kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,6 +84,7 @@ class Fsdp2Model(ShardedModel):
     @classmethod
     def planned(cls, module: nn.Module, plan: Plan, *, device: torch.device, **kwargs: Any) -> Fsdp2Model:
         """As a plan says; arguments as of `apply_plan`."""
+        engine_of(plan)  # which refuses settings that it has not
         given = _begin(module, device, **kwargs)
         modules = prepared(module, plan, is_one_tensor=False)
         units: list[ShardedUnit] = []
@@ -98,11 +100,13 @@ class Fsdp2Model(ShardedModel):
         return cls(module, units, plan, given, device=device)
 
     @classmethod
-    def unplanned(cls, module: nn.Module, *, device: torch.device, **kwargs: Any) -> Fsdp2Model:
+    def unplanned(
+        cls, module: nn.Module, *, device: torch.device, min_unit_bytes: int = SMALL_UNIT_BYTES, **kwargs: Any
+    ) -> Fsdp2Model:
         """Each child by itself, and each block in it, all freed after forward; what is in no child is the root's."""
         given = _begin(module, device, **kwargs)
         call_layers_in_evaluation(module)
-        units = [ShardedUnit("", (module,)), *_children_and_blocks(module, min_unit_bytes=SMALL_UNIT_BYTES)]
+        units = [ShardedUnit("", (module,)), *_children_and_blocks(module, min_unit_bytes=min_unit_bytes)]
         return cls(module, units, None, given, device=device)
 
     @classmethod
@@ -110,9 +114,10 @@ class Fsdp2Model(ShardedModel):
         cls, module: nn.Module, blocks: Sequence[Block], *, min_unit_bytes: int, device: torch.device, **kwargs: Any
     ) -> Fsdp2Model:
         """The same, for steps that run backward between the calls of the module's children."""
-        del min_unit_bytes
         apply_activations(module, blocks, device=device)
-        return cls.unplanned(module, device=device, **kwargs)
+        found = cls.unplanned(module, device=device, min_unit_bytes=min_unit_bytes, **kwargs)
+        found._may_be_planned = False
+        return found
 
     @property
     @override
@@ -122,7 +127,7 @@ class Fsdp2Model(ShardedModel):
     @property
     @override
     def is_whole(self) -> bool:
-        return self.plan is None
+        return self.plan is None and self._may_be_planned
 
     @property
     @override
