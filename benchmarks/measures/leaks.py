@@ -96,6 +96,8 @@ class Sampler(pl.Callback):
         seconds: that training will take.
     """
 
+    reads_parameters = False
+
     def __init__(self, folder: Path, checkpoints: Sequence[str], seconds: float) -> None:
         self._folder, self._checkpoints, self._seconds = folder, checkpoints, seconds
         self._start_s = self._last_s = 0.0

@@ -127,6 +127,8 @@ class _PhaseBytes(LiveBytes):
 class _StepCounter(pl.Callback):
     """Counts all steps after `WARM_UP_STEPS`."""
 
+    reads_parameters = False
+
     def __init__(self, *, keeps_curve: bool) -> None:
         self.steps: list[StepBytes] = []
         self._keeps_curve = keeps_curve

@@ -40,6 +40,8 @@ class Turns(pl.Callback):
         fit: what to run.
     """
 
+    reads_parameters = False
+
     def __init__(self, fit: Callable[[Turns], None]) -> None:
         self.seconds: list[float] = []
         self._may_go, self._waits = threading.Semaphore(0), threading.Semaphore(0)

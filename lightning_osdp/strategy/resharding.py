@@ -17,6 +17,8 @@ _HOOKS = tuple(
     if name.startswith("on_") and name not in ("on_save_checkpoint", "on_load_checkpoint", "on_exception")
 )
 """Of callbacks, which a Trainer calls before the hook of the same name of its module."""
+READS_PARAMETERS = "reads_parameters"
+"""Attribute of a callback: False where it neither reads nor changes parameters, so that none need be resharded."""
 _RIGHT_AFTER = {"on_before_zero_grad": "optimizer_zero_grad"}
 """What a Trainer calls of the module after a hook, where units may be gathered still: a user's own may clear gradients
 of all parameters that it finds."""
@@ -70,6 +72,8 @@ def _is_written(hook: str, trainer: pl.Trainer) -> bool:
     """Whether a user's code runs in this hook."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     for holder in (*callbacks, trainer.lightning_module):
+        if not getattr(holder, READS_PARAMETERS, True):
+            continue
         if hook in vars(holder):  # such as a LambdaCallback's
             return True
         owner = next((base.__module__ for base in type(holder).__mro__ if hook in vars(base)), _OWN[0])

@@ -25,6 +25,8 @@ class HardLimit(L.Callback):
     hold a moment longer.
     """
 
+    reads_parameters = False
+
     def __init__(self, limit_bytes):
         self.limit_bytes, self.steps = limit_bytes, 0
 
