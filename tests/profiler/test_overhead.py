@@ -56,7 +56,7 @@ def test_a_chain_gathers_and_reduces_as_is_subtracted(monkeypatch):
             monkeypatch.setattr(dist, kind, counted)
     num_units, num_runs = 2, fastest.REPEATS + 1
     with fake_group(2):
-        found = overhead._chain_s(8, num_units, torch.device("cpu"))
+        found = overhead._chain_s(8, num_units, torch.device("cpu"), "fsdp1")
     assert set(found) == {"gathered", "dp", "held"}
     # forward alone once a run, forward and backward once; and once for all runs that hold what they have gathered
     assert counts == {"all_gather": num_units * (2 * num_runs + 1), "reduce_scatter": num_units * num_runs}
