@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -39,7 +39,8 @@ class Agreement:
 
     def __init__(self, root: nn.Module, groups: Sequence[Any], device: torch.device) -> None:
         self._device = device
-        self._group = dist.new_group() if dist.get_world_size() > 1 else None  # nothing else is in its order
+        world = dist.group.WORLD
+        self._group = _own_group(world) if world is not None and world.size() > 1 else None
         self._num_checked = 0
         self._order = 0  # a hash of the units in the order in which they were gathered and reduced
         self._is_paused = False
@@ -91,12 +92,6 @@ class Agreement:
         finally:
             self._is_paused, self._has_gradient[:] = False, kept
 
-    def close(self) -> None:
-        """Gives back what it talks to other ranks by. Call it on all ranks."""
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
-            self._group = None
-
     def _note_collective(self, unit: int, is_reduction: bool) -> None:
         if self._is_paused:
             return
@@ -119,6 +114,13 @@ class Agreement:
     def _note_gradients(self, unit: int, have: Sequence[bool]) -> None:
         for place, has in enumerate(have, self._starts[unit]):
             self._has_gradient[place] |= has
+
+
+@lru_cache(maxsize=1)
+def _own_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """What ranks talk to each other by in no order but this file's; one for all models, for each has its threads."""
+    del world
+    return dist.new_group()
 
 
 def _check_same(most: int, negated_least: int) -> None:

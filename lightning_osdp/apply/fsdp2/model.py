@@ -150,7 +150,6 @@ class Fsdp2Model(ShardedModel):
         for handle in self._taking:
             handle.remove()
         internals.make_plain(self.module)
-        self._agreement.close()
         remove_activations(self.module)
 
     @override
