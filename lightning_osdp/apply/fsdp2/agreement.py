@@ -120,7 +120,8 @@ class Agreement:
 def _own_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
     """What ranks talk to each other by in no order but this file's; one for all models, for each has its threads."""
     del world
-    return dist.new_group()
+    group: dist.ProcessGroup = dist.new_group()
+    return group
 
 
 def _check_same(most: int, negated_least: int) -> None:
