@@ -7,7 +7,7 @@ import pytest
 # Ranks and pytest must find the same modules; test folders are no packages in importlib mode.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from ranks import RankPool
+from ranks import TIMEOUT_S, RankPool
 
 # Collecting doctests imports every file; this one needs the optional dependency group "models".
 collect_ignore = [] if find_spec("transformers") else ["hf_models.py"]
@@ -52,11 +52,11 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module")
 def ranks(pools, engine):
-    """Makes a pool of so many ranks, on which this engine is the default."""
+    """Makes a pool of so many ranks, on which this engine is the default; pools outlive a test, its settings do not."""
 
     def made(world_size):
         pool = pools(world_size)
-        pool.engine = engine
+        pool.engine, pool.timeout_s = engine, TIMEOUT_S
         return pool
 
     return made

@@ -10,7 +10,7 @@ import traceback
 from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection, wait
 
-_TIMEOUT_S = 240
+TIMEOUT_S = 240
 _IMPORTED = ["lightning_osdp", "torch._dynamo", "torch.distributed.checkpoint"]
 """Once, by the process that ranks are forked from. It runs no operation: no thread of torch is lost with the fork."""
 
@@ -26,7 +26,7 @@ class RankPool:
     def __init__(self, world_size, *, start_method="forkserver"):
         self.world_size = world_size
         self.engine = "fsdp1"
-        self.timeout_s = _TIMEOUT_S
+        self.timeout_s = TIMEOUT_S
         context = get_context(start_method)
         context.set_forkserver_preload(_IMPORTED)
         with socket.socket() as probe:
