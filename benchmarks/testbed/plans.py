@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_osdp import Cluster, ModelProfile, simulate
 from lightning_osdp.core.plan import Plan, Unit
+from lightning_osdp.engine import DEFAULT
 from lightning_osdp.profiler import fingerprint
 
 _MOST_SAMPLES = 2**20
@@ -24,6 +25,7 @@ def plan_of(
     num_micro_batches: int = 1,
     backward_prefetch: str = "pre",
     forward_prefetch: bool = False,
+    engine: str = DEFAULT.name,
 ) -> Plan:
     """A plan that predicts nothing, with one unit at each named module and the root around them.
 
@@ -35,7 +37,8 @@ def plan_of(
         micro_batch_size: samples per rank and micro-batch.
         num_micro_batches: per optimizer step.
         backward_prefetch: ``"pre"``, ``"post"`` or ``"none"``.
-        forward_prefetch: FSDP1's option of this name.
+        forward_prefetch: whether forward gathers the next unit before one runs.
+        engine: what shards.
     """
     held: dict[str, list[str]] = {"": [], **{name: [] for name in modes}}
     for operator in dict.fromkeys(name.rpartition(".")[0] for name, _ in module.named_parameters()):
@@ -59,6 +62,8 @@ def plan_of(
         gap=0.0,
         backward_prefetch=backward_prefetch,
         forward_prefetch=forward_prefetch,
+        engine=engine,
+        asynchronous_unshard=engine == "fsdp2",
     )
 
 

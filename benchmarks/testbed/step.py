@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
-from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch import Tensor, nn
 
 from benchmarks.families import Family, build
-from lightning_osdp.apply import apply_plan, forget_zeroed_gradients, units_reduced_last, without_reducing
+from lightning_osdp.apply import ENGINES
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.strategy.precision import OSDPPrecision
 
@@ -28,7 +26,7 @@ class Step:
     when the plan says, as `OSDPStrategy` does.
 
     Args:
-        module: the model that the plan is for; it is wrapped in place.
+        module: the model that the plan is for; it is sharded in place.
         plan: with the micro-batch and the number of micro-batches to train with.
         precision: the Trainer's argument of this name.
     """
@@ -37,44 +35,43 @@ class Step:
         self._precision = OSDPPrecision(precision)
         self._precision.use_device(_CPU)
         self._module = module
-        self.root = self._wrap(module, plan)
+        mixed_precision = self._precision.mixed_precision_config
+        self.sharded = ENGINES[plan.engine].planned(module, plan, device=_CPU, mixed_precision=mixed_precision)
         self.optimizer = module.configure_optimizers()
         self.batch = module.batch(plan.micro_batch_size)
-        self._units = FullyShardedDataParallel.fsdp_modules(self.root)
         self._num_micro_batches = plan.num_micro_batches
-        self._reduced_last = units_reduced_last(self.root, plan)
         self._redirect = _ForwardRedirection()
 
-    def _wrap(self, module: Family, plan: Plan) -> FullyShardedDataParallel:
-        root: FullyShardedDataParallel = apply_plan(
-            module, plan, device=_CPU, mixed_precision=self._precision.mixed_precision_config
-        )
-        return root
-
-    def _before_last(self) -> AbstractContextManager[None]:
-        """Around every micro-batch but the last."""
-        return without_reducing(self._reduced_last)
+    @property
+    def root(self) -> nn.Module:
+        """What is trained."""
+        return self.sharded.root
 
     def __call__(self) -> None:
         """Takes one step."""
         last = self._num_micro_batches - 1
         for index in range(last):
-            with self._before_last():
+            with self.sharded.accumulating():
                 self._backward(index)
         self._backward(last)
+        self.sharded.before_optimizer_step(self.optimizer)
         self.optimizer.step()
+        self.sharded.after_optimizer_step()
 
     def _backward(self, index: int) -> None:
         loss = self._forward(index) / self._num_micro_batches
         if index == 0:
             self.optimizer.zero_grad()
-        forget_zeroed_gradients(self._units)
+        self.sharded.before_backward()
         loss.backward()
 
     def _forward(self, index: int) -> Tensor:
-        # the root's forward calls training_step, so that FSDP's hooks are around all of it
+        step = self._module.training_step
         with self._precision.train_step_context():
-            loss = self._redirect(self.root, self._module, "training_step", self.batch, index)
+            if self.root is self._module:
+                loss: Any = self.sharded.run(step, self.batch, index)
+            else:  # the root's forward calls training_step, so that FSDP1's hooks are around all of it
+                loss = self._redirect(self.root, self._module, "training_step", self.batch, index)
         assert isinstance(loss, Tensor)
         return loss
 
