@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from lightning_osdp.profiler.together import Together, alone
 _REPEATS = 5
 _REPEAT_BUDGET_S = 3.0
 """What takes longer than this all together is not repeated further."""
+_LEAST_SHARE = 0.1
+"""Of what a segment takes with hooks, so much is its own at least."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,9 @@ def time_step(
 ) -> Seconds | None:
     """Segments of the fastest of a few forwards and backwards, after one to warm up.
 
-    Ranks run at the same time, as they do when they train: those that share cores, a bus or a power limit slow each
-    other down. The total is that of the fastest run on the slowest rank; each segment has the share of its own fastest
-    run in the sum of those.
+    Hooks tell segments apart and take time themselves, so each run with them is followed by one without. Ranks run at
+    the same time, as they do when they train: those that share cores, a bus or a power limit slow each other down. The
+    total is that of the fastest run without hooks on the slowest rank; segments share it as in `shared_out`.
 
     Args:
         module: the model, on the device.
@@ -74,28 +77,60 @@ def time_step(
     modules = dict(module.named_modules())
     start = time.perf_counter()
     runs: list[Seconds] = []
+    plain_s: list[float] = []
     slowest_s: list[float] = []
 
-    def run() -> tuple[float, float] | None:
+    def with_hooks() -> float:
+        runs.append(_timed(modules, calls, device, loss_of))
+        return runs[-1].total_s
+
+    def without_hooks() -> float:
+        plain_s.append(_plain_s(device, loss_of))
+        return plain_s[-1]
+
+    def attempt(run: Callable[[], float]) -> tuple[float, float] | None:
         try:
-            runs.append(_timed(modules, calls, device, loss_of))
+            return run(), time.perf_counter() - start
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             return None
-        return runs[-1].total_s, time.perf_counter() - start
+
+    def on_all_ranks(run: Callable[[], float]) -> list[tuple[float, float]] | None:
+        module.zero_grad()  # gradients that are there already would be added to
+        of_ranks = together(partial(attempt, run), stage=stage)
+        taken = [each for each in of_ranks if each is not None]
+        return taken if len(taken) == len(of_ranks) else None
 
     for repeat in range(_REPEATS + 1):
         progress(stage, f"run {repeat + 1} of {_REPEATS + 1}")
-        module.zero_grad()  # gradients that are there already would be added to
-        of_ranks = together(run, stage=stage)
-        taken = [each for each in of_ranks if each is not None]
-        if len(taken) < len(of_ranks):
+        if on_all_ranks(with_hooks) is None or (taken := on_all_ranks(without_hooks)) is None:
             return None
         slowest_s.append(max(total_s for total_s, _ in taken))
         if len(runs) > 1 and max(since_s for _, since_s in taken) > _REPEAT_BUDGET_S:
             break
-    return _fastest(runs[1:], total_s=min(slowest_s[1:]))
+    return shared_out(runs[1:], plain_s=min(plain_s[1:]), total_s=min(slowest_s[1:]))
+
+
+def shared_out(runs: Sequence[Seconds], *, plain_s: float, total_s: float) -> Seconds:
+    """The total, with what hooks take left out of each segment's share.
+
+    A share is the segment's own fastest run, less what all runs with hooks took longer than those without, divided
+    evenly among the segments of forward and of backward that there are.
+
+    Args:
+        runs: with hooks.
+        plain_s: the fastest run without them, on this rank.
+        total_s: what the segments are to add up to.
+    """
+    forward_s = [min(values) for values in zip(*(run.forward_s for run in runs), strict=True)]
+    backward_s = [min(values) for values in zip(*(run.backward_s for run in runs), strict=True)]
+    both_s = [*forward_s, *backward_s]
+    hook_s = (min(run.total_s for run in runs) - plain_s) / sum(seconds > 0 for seconds in both_s)
+    shares = [max(_LEAST_SHARE * seconds, seconds - max(0.0, hook_s)) for seconds in both_s]
+    scale = total_s / sum(shares)
+    scaled_s = tuple(share * scale for share in shares)
+    return Seconds(scaled_s[: len(forward_s)], scaled_s[len(forward_s) :])
 
 
 def _timed(
@@ -113,11 +148,12 @@ def _timed(
     return stopwatch.seconds(position.num_segments)
 
 
-def _fastest(runs: Sequence[Seconds], *, total_s: float) -> Seconds:
-    forward_s = [min(values) for values in zip(*(run.forward_s for run in runs), strict=True)]
-    backward_s = [min(values) for values in zip(*(run.backward_s for run in runs), strict=True)]
-    scale = total_s / (sum(forward_s) + sum(backward_s))
-    return Seconds(tuple(s * scale for s in forward_s), tuple(s * scale for s in backward_s))
+def _plain_s(device: torch.device, loss_of: Callable[[], Tensor]) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    loss_of().backward()
+    synchronize(device)
+    return time.perf_counter() - start
 
 
 class _Stopwatch:

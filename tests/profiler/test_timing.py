@@ -108,7 +108,7 @@ def test_a_step_that_takes_long_is_repeated_once_after_it_has_warmed_up(monkeypa
         return model(torch.ones(2, 4)).sum()
 
     timed(model, run, stage="timing", progress=lambda stage, detail: told.append((stage, detail)))
-    assert len(runs) == 3  # one of them to record
+    assert len(runs) == 5  # one of them to record, two with hooks, two without
     assert told == [("timing", "run 1 of 6"), ("timing", "run 2 of 6")]
 
 
@@ -120,7 +120,8 @@ def test_a_loss_that_is_not_finite_is_refused(value):
 
 
 def test_the_total_is_that_of_the_fastest_run_on_the_slowest_rank():
-    model, others = nn.Linear(4, 4), iter([9.0, 6.0, 3.0, 7.0, 4.0, 5.0])
+    # with hooks and without, in turns
+    model, others = nn.Linear(4, 4), iter([9.0, 9.0, 2.0, 6.0, 2.0, 3.0, 2.0, 7.0, 2.0, 4.0, 2.0, 5.0])
 
     def together(work, *, stage):
         assert stage == "timing"
@@ -141,9 +142,9 @@ def test_all_ranks_stop_where_one_has_taken_long_or_has_too_little_memory():
         return model(torch.ones(2, 4)).sum()
 
     _, seconds = timed(model, run, together=beside((1.0, 1e6)))
-    assert (len(runs), seconds.total_s) == (2, pytest.approx(1.0))
+    assert (len(runs), seconds.total_s) == (4, pytest.approx(1.0))
     assert timed(model, run, together=beside(None))[1] is None
-    assert len(runs) == 3
+    assert len(runs) == 5
 
 
 @pytest.mark.parametrize(
@@ -168,8 +169,21 @@ def test_a_rank_with_too_little_memory_tells_the_others(error):
 
 def test_segments_have_their_shares_of_the_total():
     runs = [Seconds((1.0, 3.0), (2.0, 4.0)), Seconds((2.0, 2.0), (1.0, 7.0))]
-    seconds = timing._fastest(runs, total_s=10.0)
+    seconds = timing.shared_out(runs, plain_s=10.0, total_s=10.0)
     assert seconds.total_s == pytest.approx(10.0)
     # shares of 1 + 2 + 1 + 4
     assert seconds.forward_s == pytest.approx((1.25, 2.5))
     assert seconds.backward_s == pytest.approx((1.25, 5.0))
+
+
+def test_what_hooks_take_is_left_out_of_every_segment():
+    runs = [Seconds((2.0, 3.0), (0.0, 5.0))]  # the first has no backward
+    seconds = timing.shared_out(runs, plain_s=7.0, total_s=14.0)
+    assert seconds.forward_s == pytest.approx((2.0, 4.0))
+    assert seconds.backward_s == pytest.approx((0.0, 8.0))
+
+
+def test_a_segment_that_is_all_hooks_keeps_a_little():
+    seconds = timing.shared_out([Seconds((1.0, 8.0), (0.0, 1.0))], plain_s=4.0, total_s=6.2)
+    assert seconds.forward_s == pytest.approx((0.1, 6.0))
+    assert seconds.backward_s == pytest.approx((0.0, 0.1))
