@@ -38,14 +38,17 @@ micro-batch (hooks, one tensor of all gradients); for each reduce-scatter; and w
 
 @dataclass(frozen=True, kw_only=True)
 class UnitOverhead:
-    """What the runtime takes for one part of a unit's work, beside collectives: affine in its gathered bytes."""
+    """What the runtime takes for one part of a unit's work, beside collectives: affine in its parameters."""
 
     fixed_s: float = 0.0
     seconds_per_byte: float = 0.0
+    """Gathered."""
+    seconds_per_tensor: float = 0.0
+    """Each parameter has views, or a tensor, of its own."""
 
-    def seconds(self, gathered_bytes: float) -> float:
+    def seconds(self, gathered_bytes: float, num_tensors: int) -> float:
         """Seconds of this part, once."""
-        return self.fixed_s + self.seconds_per_byte * gathered_bytes
+        return self.fixed_s + self.seconds_per_byte * gathered_bytes + self.seconds_per_tensor * num_tensors
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,4 +37,4 @@ def overhead_s(unit: UnitProfile, part: str, cluster: Cluster) -> float:
     overhead = cluster.unit_overhead.get(part)
     if overhead is None or not unit.operators or cluster.world_size == 1:
         return 0.0
-    return overhead.seconds(unit.gathered_bytes)
+    return overhead.seconds(unit.gathered_bytes, max(1, len(unit.parameters)))

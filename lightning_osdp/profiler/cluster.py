@@ -44,15 +44,15 @@ def measure_cluster(
             host_copy_s_per_byte=measure_host_copy(device),
             memory_bytes=memory_bytes,
         )
-    world_size = dist.get_world_size()
+    world_size, all_gather = dist.get_world_size(), partial(_all_gather, engine)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         cluster = Cluster(
             world_size=world_size,
-            all_gather=_measure_link(device, world_size, _all_gather),
+            all_gather=_measure_link(device, world_size, all_gather),
             reduce_scatter=_measure_link(device, world_size, _reduce_scatter),
             num_nodes=num_nodes,
             backend=dist.get_backend(),
-            overlaps=overlaps_computing(device, _all_gather),
+            overlaps=overlaps_computing(device, all_gather),
             reduce_scatter_copies=copies_in_reduce_scatter(device, _reduce_scatter),
         )
         unit_overhead = measure_unit_overhead(cluster, device, engine=engine)
@@ -69,9 +69,9 @@ def measure_cluster(
     )
 
 
-def _all_gather(whole: torch.Tensor, shard: torch.Tensor) -> None:
-    # FSDP1 gathers into a list on CPU, into one tensor elsewhere (torch/distributed/fsdp/_flat_param.py).
-    if whole.device.type == "cpu":
+def _all_gather(engine: str, whole: torch.Tensor, shard: torch.Tensor) -> None:
+    # FSDP1 gathers into a list on CPU (torch/distributed/fsdp/_flat_param.py).
+    if engine == "fsdp1" and whole.device.type == "cpu":
         dist.all_gather(list(whole.chunk(dist.get_world_size())), shard)
     else:
         _single("all_gather_single", "all_gather_into_tensor")(whole, shard)

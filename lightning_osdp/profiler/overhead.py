@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -17,8 +17,10 @@ from lightning_osdp.profiler.fastest import REPEATS, fastest_s
 _SMALL, _MEDIUM, _LARGE = 64, 512, 1024
 """Widths of square float32 layers of 16 KiB, 1 and 4 MiB: overhead is affine in the bytes of a unit."""
 _FEW, _MANY = 1, 6
+_ONE, _SEVERAL = 1, 6
+"""Parameters of a unit."""
 _COLLECTIVES = (REPEATS + 1) * (_FEW + _MANY) * 3
-"""Timed for each width: gathers of forward alone, gathers and reduces of forward and backward."""
+"""Timed for each kind of unit: gathers of forward alone, gathers and reduces of forward and backward."""
 _PATIENCE_S = 5.0
 """For collectives of the largest width."""
 
@@ -27,8 +29,9 @@ def measure_unit_overhead(cluster: Cluster, device: torch.device, *, engine: str
     """Seconds of each of `UNIT_PARTS` that neither collectives nor the operators explain.
 
     Chains of one and of six equal units are run, wrapped and plain; the difference per unit, less the links' prediction
-    of its collectives, is the overhead. Forward alone tells a gather from all the rest. Units of 16 KiB and of 4 MiB
-    are measured, or of 1 MiB where collectives of so many bytes take too long. Call it on all ranks.
+    of its collectives, is the overhead. Forward alone tells a gather from all the rest. Units of one parameter of 16
+    KiB, of six of them, and of one of 4 MiB are measured, or of 1 MiB where collectives of so many bytes take too long.
+    Call it on all ranks.
 
     Args:
         cluster: with the links.
@@ -40,8 +43,18 @@ def measure_unit_overhead(cluster: Cluster, device: torch.device, *, engine: str
     """
     if cluster.world_size == 1:
         return {}
-    small, large = (_at_width(width, cluster, device, engine) for width in (_SMALL, _large_width(cluster)))
-    return {part: _fitted((small[0], small[1][part]), (large[0], large[1][part])) for part in UNIT_PARTS}
+    kinds = (_SMALL, _ONE), (_large_width(cluster), _ONE), (_SMALL, _SEVERAL)
+    small_s, large_s, several_s = (_measured_s(*kind, cluster, device, engine) for kind in kinds)
+    small_bytes, large_bytes, several_bytes = (_num_bytes(*kind) for kind in kinds)
+    return {
+        part: fitted(
+            (small_bytes, small_s[part]),
+            (large_bytes, large_s[part]),
+            (several_bytes, several_s[part]),
+            num_tensors=_SEVERAL,
+        )
+        for part in UNIT_PARTS
+    }
 
 
 def parts_s(gather_s: float, dp_s: float, held_s: float) -> dict[str, float]:
@@ -71,39 +84,62 @@ def parts_s(gather_s: float, dp_s: float, held_s: float) -> dict[str, float]:
     }
 
 
+def fitted(
+    small: tuple[int, float], large: tuple[int, float], several: tuple[int, float], *, num_tensors: int
+) -> UnitOverhead:
+    """What explains the seconds of three kinds of units; no part of it is less than nothing.
+
+    Args:
+        small: bytes of a small unit of one parameter, and its seconds.
+        large: of a large one.
+        several: of a unit of several small parameters.
+        num_tensors: how many.
+
+    Example:
+        >>> fitted((10, 2.6), (110, 3.6), (30, 6.8), num_tensors=3)
+        UnitOverhead(fixed_s=0.5, seconds_per_byte=0.01, seconds_per_tensor=2.0)
+    """
+    per_byte_s = max(0.0, (large[1] - small[1]) / (large[0] - small[0]))
+    rest_s = small[1] - per_byte_s * small[0]
+    per_tensor_s = max(0.0, (several[1] - per_byte_s * several[0] - rest_s) / (num_tensors - 1))
+    per_tensor_s = min(per_tensor_s, max(0.0, rest_s))
+    return UnitOverhead(
+        fixed_s=max(0.0, rest_s - per_tensor_s), seconds_per_byte=per_byte_s, seconds_per_tensor=per_tensor_s
+    )
+
+
+def _num_bytes(width: int, num_tensors: int) -> int:
+    return 4 * width * width * num_tensors
+
+
 def _large_width(cluster: Cluster) -> int:
     """The largest one, unless its collectives are predicted to take too long; the same on every rank."""
-    num_bytes, links = 4 * _LARGE * _LARGE, (cluster.all_gather, cluster.reduce_scatter)
-    longest_s = max(link.ring_s(num_bytes, cluster.world_size) for link in links)
+    links = (cluster.all_gather, cluster.reduce_scatter)
+    longest_s = max(link.ring_s(_num_bytes(_LARGE, _ONE), cluster.world_size) for link in links)
     return _LARGE if _COLLECTIVES * longest_s <= _PATIENCE_S else _MEDIUM
 
 
-def _at_width(width: int, cluster: Cluster, device: torch.device, engine: str) -> tuple[int, dict[str, float]]:
-    """Bytes of a unit, and seconds of each part."""
-    num_bytes = 4 * width * width
+def _measured_s(width: int, num_tensors: int, cluster: Cluster, device: torch.device, engine: str) -> dict[str, float]:
+    """Seconds of each part of a unit."""
+    num_bytes = _num_bytes(width, num_tensors)
     gather_s = cluster.all_gather.ring_s(num_bytes, cluster.world_size)
     reduce_s = cluster.reduce_scatter.ring_s(num_bytes, cluster.world_size)
-    few, many = (_chain_s(width, num_units, device, engine) for num_units in (_FEW, _MANY))
+    make = partial(_unit, width, num_tensors, device)
+    few, many = (_chain_s(make, num_units, device, engine) for num_units in (_FEW, _MANY))
     gathered, dp, held = ((many[name] - few[name]) / (_MANY - _FEW) for name in ("gathered", "dp", "held"))
-    return num_bytes, parts_s(gathered - gather_s, dp - gather_s - reduce_s, held)
+    return parts_s(gathered - gather_s, dp - gather_s - reduce_s, held)
 
 
-def _fitted(small: tuple[int, float], large: tuple[int, float]) -> UnitOverhead:
-    (small_bytes, small_s), (large_bytes, large_s) = small, large
-    slope = max(0.0, (large_s - small_s) / (large_bytes - small_bytes))
-    return UnitOverhead(fixed_s=max(0.0, small_s - slope * small_bytes), seconds_per_byte=slope)
-
-
-def _chain_s(width: int, num_units: int, device: torch.device, engine: str) -> dict[str, float]:
-    """Seconds that wrapping a chain of layers adds to forward, to a step, and to one without collectives."""
-    plain = nn.Sequential(*_layers(width, num_units, device))
-    batch = torch.ones(1, width, device=device)
+def _chain_s(make: Callable[[], nn.Module], num_units: int, device: torch.device, engine: str) -> dict[str, float]:
+    """Seconds that sharding a chain of units adds to forward, to a step, and to one without collectives."""
+    plain = nn.Sequential(*(make() for _ in range(num_units)))
+    batch = torch.ones(1, next(plain.parameters()).shape[1], device=device)
     forward_s = fastest_s(partial(_forward, plain, batch), device)
     step_s = fastest_s(partial(_step, plain, batch), device)
     sharded = _wrapped if engine == "fsdp1" else _fully_sharded
-    zdp = sharded(_layers(width, num_units, device), device, keeps=False)
+    zdp = sharded([make() for _ in range(num_units)], device, keeps=False)
     gathered_s = fastest_s(partial(_forward, zdp, batch), device)
-    dp = sharded(_layers(width, num_units, device), device, keeps=True)
+    dp = sharded([make() for _ in range(num_units)], device, keeps=True)
     dp_s = fastest_s(partial(_step, dp, batch), device)
     for unit in dp.modules():  # they keep what they have gathered, and add up gradients
         if isinstance(unit, FSDPModule):
@@ -115,21 +151,21 @@ def _chain_s(width: int, num_units: int, device: torch.device, engine: str) -> d
     return {"gathered": gathered_s - forward_s, "dp": dp_s - step_s, "held": held_s - step_s}
 
 
-def _layers(width: int, num_layers: int, device: torch.device) -> list[nn.Linear]:
-    return [nn.Linear(width, width, bias=False, device=device) for _ in range(num_layers)]
+def _unit(width: int, num_tensors: int, device: torch.device) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(width, width, bias=False, device=device) for _ in range(num_tensors)))
 
 
-def _fully_sharded(layers: list[nn.Linear], device: torch.device, *, keeps: bool) -> nn.Module:
-    """A chain of units of FSDP2."""
+def _fully_sharded(units: list[nn.Module], device: torch.device, *, keeps: bool) -> nn.Module:
+    """A chain of units of FSDP2, gathered as plans gather them."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=not keeps)
-    chain = nn.Sequential(*layers)
+    for unit in units:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=not keeps)
+    chain = nn.Sequential(*units)
     fully_shard(chain, mesh=mesh)
     return chain
 
 
-def _wrapped(layers: list[nn.Linear], device: torch.device, *, keeps: bool) -> nn.Module:
+def _wrapped(layers: list[nn.Module], device: torch.device, *, keeps: bool) -> nn.Module:
     """A chain of units of FSDP1."""
     strategy = ShardingStrategy.SHARD_GRAD_OP if keeps else ShardingStrategy.FULL_SHARD
     units = [

@@ -1,6 +1,7 @@
 """What the runtime takes for a unit: parts of what was measured, and which collectives were in it."""
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 from benchmarks.testbed.groups import fake_group
 from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, Link
 from lightning_osdp.profiler import fastest, overhead
-from lightning_osdp.profiler.overhead import parts_s
+from lightning_osdp.profiler.overhead import fitted, parts_s
 
+CPU = torch.device("cpu")
 SECONDS = st.floats(0.0, 10.0)
 
 
@@ -43,20 +45,47 @@ def test_larger_units_are_measured_where_that_takes_no_time(seconds_per_byte, wi
     assert overhead._large_width(Cluster(world_size=4, all_gather=link, reduce_scatter=link)) == width
 
 
-def test_a_chain_gathers_and_reduces_as_is_subtracted(monkeypatch):
+@given(fixed=SECONDS, per_byte=st.floats(0.0, 1e-3), per_tensor=SECONDS)
+def test_three_kinds_of_units_tell_what_a_unit_a_byte_and_a_tensor_take(fixed, per_byte, per_tensor):
+    def seconds(num_bytes, num_tensors):
+        return num_bytes, fixed + per_byte * num_bytes + per_tensor * num_tensors
+
+    found = fitted(seconds(100, 1), seconds(10_000, 1), seconds(600, 6), num_tensors=6)
+    for kind in ((100, 1), (10_000, 1), (600, 6), (5000, 3)):
+        assert found.seconds(*kind) == pytest.approx(seconds(*kind)[1], abs=1e-6)
+
+
+@given(NOISY, NOISY, NOISY)
+def test_nothing_takes_less_than_no_time(small_s, large_s, several_s):
+    found = fitted((100, small_s), (10_000, large_s), (600, several_s), num_tensors=6)
+    assert min(found.fixed_s, found.seconds_per_byte, found.seconds_per_tensor) >= 0
+
+
+COLLECTIVES = {
+    "fsdp1": {"all_gather": ["all_gather"], "reduce_scatter": ["reduce_scatter_single", "reduce_scatter_tensor"]},
+    "fsdp2": {
+        "all_gather": ["all_gather_single", "all_gather_into_tensor"],
+        "reduce_scatter": ["reduce_scatter_single", "reduce_scatter_tensor"],
+    },
+}
+
+
+@pytest.mark.parametrize("engine", COLLECTIVES)
+def test_a_chain_gathers_and_reduces_as_is_subtracted(monkeypatch, engine):
     counts = Counter()
-    for kind in ("all_gather", "reduce_scatter_single", "reduce_scatter_tensor"):
-        if hasattr(dist, kind):
-            collective = getattr(dist, kind)
+    for kind, names in COLLECTIVES[engine].items():
+        for name in names:
+            if hasattr(dist, name):
+                collective = getattr(dist, name)
 
-            def counted(*args, kind=kind, collective=collective, **kwargs):
-                counts[kind.removesuffix("_single").removesuffix("_tensor")] += 1
-                return collective(*args, **kwargs)
+                def counted(*args, kind=kind, collective=collective, **kwargs):
+                    counts[kind] += 1
+                    return collective(*args, **kwargs)
 
-            monkeypatch.setattr(dist, kind, counted)
+                monkeypatch.setattr(dist, name, counted)
     num_units, num_runs = 2, fastest.REPEATS + 1
     with fake_group(2):
-        found = overhead._chain_s(8, num_units, torch.device("cpu"), "fsdp1")
+        found = overhead._chain_s(partial(overhead._unit, 8, 3, CPU), num_units, CPU, engine)
     assert set(found) == {"gathered", "dp", "held"}
     # forward alone once a run, forward and backward once; and once for all runs that hold what they have gathered
     assert counts == {"all_gather": num_units * (2 * num_runs + 1), "reduce_scatter": num_units * num_runs}
