@@ -79,7 +79,7 @@ def sharded(
 
 def planned_by_hand(
     module: pl.LightningModule, options: Options, *, prefetch: Prefetch, known: Plan | None
-) -> tuple[Plan, Division, StepEstimate | None] | str:
+) -> tuple[Plan | None, Division, StepEstimate | None] | str:
     """As `chosen`, for a module that optimizes manually; or why there is no plan.
 
     Raises:
@@ -95,9 +95,8 @@ def planned_by_hand(
         plan, division, estimate = chosen(module, options, prefetch=prefetch, known=known)
     except ProfileError as error:
         return f"its step cannot be profiled as one backward of the sum of its losses: {error}"
-    if plan is None:
-        return "it is evaluated before there is a plan"
-    shared = next((operator for unit in plan.units if not unit.name for operator in unit.operators), None)
+    units = () if plan is None else plan.units  # evaluated before there is one
+    shared = next((operator for unit in units if not unit.name for operator in unit.operators), None)
     return f"{shared!r} shares parameters with another child" if shared else (plan, division, estimate)
 
 
