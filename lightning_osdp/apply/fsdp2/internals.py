@@ -20,6 +20,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_osdp.errors import ConfigurationError
 
@@ -270,6 +272,12 @@ def sharded_zeros(group: Any) -> Iterator[tuple[nn.Parameter, DTensor]]:
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def call_first(optimizer: Optimizer, handle: RemovableHandle) -> None:
+    """Has a hook run right after the optimizer's step, before the hooks that others have registered."""
+    hooks: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict
+    hooks.move_to_end(handle.id, last=False)
 
 
 def whole_storages(module: nn.Module) -> Iterator[Tensor]:
