@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -118,8 +118,6 @@ def largest_from_plain(of, plain):
 
 def equals_dtensors(names=tuple(CLASSES)):
     """Per case, what differs from steps on DTensors, and how much from those of one process."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    cut = partial(distribute_tensor, device_mesh=mesh)
     found = {}
     for name in names:
         for how in (False, True, *["fused"] * (name in FUSED)):
@@ -160,8 +158,13 @@ def kinds_in(optimizer):
     return kinds.seen
 
 
+def cut(whole):
+    """Into rows, of all ranks."""
+    return distribute_tensor(whole, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
+
+
 def cut_parameters():
-    return parameters_of(partial(distribute_tensor, device_mesh=init_device_mesh("cpu", (dist.get_world_size(),))))
+    return parameters_of(cut)
 
 
 def arithmetic():
