@@ -274,6 +274,16 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def is_cut_alike(value: Tensor, parameter: DTensor) -> bool:
+    """Whether each rank holds of a tensor, as a plain one, the rows that it holds of a parameter."""
+    if not isinstance(value, DTensor) or type(value._local_tensor) is not Tensor:  # nothing that is still on its way
+        return False
+    spec, other = value._spec, parameter._spec
+    return spec is other or (
+        value.shape == parameter.shape and spec.placements == other.placements and spec.mesh == other.mesh
+    )
+
+
 def call_first(optimizer: Optimizer, handle: RemovableHandle) -> None:
     """Has a hook run right after the optimizer's step, before the hooks that others have registered."""
     hooks: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict

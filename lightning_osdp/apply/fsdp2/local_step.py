@@ -6,9 +6,9 @@ Operators of DTensors find out anew in each step, for each parameter, that every
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,23 +70,24 @@ def on_rows(optimizer: Optimizer) -> Iterator[None]:
     it has the same DTensors, groups and states as before; a new state with the shape of the rows is a DTensor. Where
     something is not cut as its parameter is, all stays as it is.
     """
-    rows_of: Mapping[Any, Tensor] = _rows(optimizer) if _is_elementwise(optimizer) else {}
-    if not rows_of:
+    stepped = _with_gradients(optimizer) if _is_elementwise(optimizer) else None
+    if not stepped:
         yield
         return
     states, kept = optimizer.state, [group["params"] for group in optimizer.param_groups]
+    rows_of = {id(parameter): internals.local(parameter) for parameter, _ in stepped}  # a tensor's own hash is slow
     local_states: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
     for key, fields in states.items():
-        rows = rows_of.get(key)
+        rows = rows_of.get(id(key))
         if rows is None:
             local_states[key] = fields
         else:
             local_states[rows] = {name: internals.local(value) for name, value in fields.items()}
     try:
-        for parameter, rows in rows_of.items():
-            rows.grad = internals.local(cast(Tensor, parameter.grad))
+        for parameter, gradient in stepped:
+            rows_of[id(parameter)].grad = internals.local(gradient)
         for group, parameters in zip(optimizer.param_groups, kept, strict=True):
-            group["params"] = [rows_of.get(parameter, parameter) for parameter in parameters]
+            group["params"] = [rows_of.get(id(parameter), parameter) for parameter in parameters]
         optimizer.state = local_states
         yield
     finally:
@@ -95,13 +96,14 @@ def on_rows(optimizer: Optimizer) -> Iterator[None]:
             group["params"] = parameters
         for rows in rows_of.values():
             rows.grad = None
-        torch.autograd.graph.increment_version(list(rows_of))
-        parameter_of = {rows: parameter for parameter, rows in rows_of.items()}
+        torch.autograd.graph.increment_version([parameter for parameter, _ in stepped])
+        parameter_of = {id(rows_of[id(parameter)]): parameter for parameter, _ in stepped}
         for key, fields in local_states.items():
-            if key in parameter_of:
-                _take_new(states[parameter_of[key]], fields, parameter_of[key])
-            else:
+            of = parameter_of.get(id(key))
+            if of is None:
                 states[key] = fields
+            else:
+                _take_new(states[of], fields, of)
 
 
 def _is_elementwise(optimizer: Optimizer) -> bool:
@@ -110,30 +112,29 @@ def _is_elementwise(optimizer: Optimizer) -> bool:
     return kind in _ELEMENTWISE and str(kind.step.__module__).startswith("torch.optim.")
 
 
-def _rows(optimizer: Optimizer) -> dict[DTensor, Tensor]:
-    """This rank's rows of each DTensor that has a gradient; none if the step cannot be taken on all of them."""
-    found: dict[DTensor, Tensor] = {}
+def _with_gradients(optimizer: Optimizer) -> list[tuple[DTensor, DTensor]] | None:
+    """Each DTensor that has a gradient, with it; None where the step cannot be taken on the rows of all of them."""
+    found: list[tuple[DTensor, DTensor]] = []
     for group in optimizer.param_groups:
         if group.get("differentiable") or any(isinstance(value, DTensor) for value in group.values()):
-            return {}
+            return None
         for parameter in group["params"]:
-            if isinstance(parameter, DTensor) and parameter.grad is not None:
-                states = [value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, Tensor)]
-                shaped = [value for value in states if value.dim() > 0]  # the others count steps, and the like
-                if not all(_is_cut_alike(value, parameter) for value in (parameter, parameter.grad, *shaped)):
-                    return {}
-                found[parameter] = internals.local(parameter)
+            gradient = parameter.grad
+            if gradient is None or not isinstance(parameter, DTensor):
+                continue
+            if not (internals.is_cut_alike(parameter, parameter) and internals.is_cut_alike(gradient, parameter)):
+                return None
+            found.append((parameter, gradient))
+    of = {id(parameter): parameter for parameter, _ in found}
+    for key, fields in optimizer.state.items():
+        parameter = of.get(id(key))
+        if parameter is not None and not all(
+            internals.is_cut_alike(value, parameter)
+            for value in fields.values()
+            if isinstance(value, Tensor) and value.dim() > 0  # the others count steps, and the like
+        ):
+            return None
     return found
-
-
-def _is_cut_alike(value: Tensor, parameter: DTensor) -> bool:
-    return (
-        isinstance(value, DTensor)
-        and type(internals.local(value)) is Tensor  # nothing that is still on its way
-        and value.shape == parameter.shape
-        and value.placements == parameter.placements
-        and value.device_mesh == parameter.device_mesh
-    )
 
 
 def _take_new(fields: dict[str, Any], local_fields: dict[str, Any], parameter: DTensor) -> None:
@@ -142,10 +143,11 @@ def _take_new(fields: dict[str, Any], local_fields: dict[str, Any], parameter: D
         if name in fields and value is internals.local(fields[name]):
             continue
         is_rows = isinstance(value, Tensor) and value.dim() > 0
-        fields[name] = _like(value, parameter) if is_rows else value
+        fields[name] = _cut(value, parameter) if is_rows else value
 
 
-def _like(rows: Tensor, parameter: DTensor) -> DTensor:
+def _cut(rows: Tensor, parameter: DTensor) -> DTensor:
+    """The tensor of which this rank has these rows, and others the rest, as they have of a parameter."""
     mesh, placements = parameter.device_mesh, parameter.placements
     found = DTensor.from_local(rows, mesh, placements, shape=parameter.shape, stride=parameter.stride())
     assert isinstance(found, DTensor)
