@@ -251,7 +251,8 @@ def has_whole_gradient(parameter: Any) -> bool:
     """Whether one of `parameters_of` has a gradient that is not reduced yet."""
     if parameter.unsharded_accumulated_grad is not None:
         return True
-    return hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.grad is not None
+    whole = getattr(parameter, "_unsharded_param", None)
+    return whole is not None and whole.grad is not None
 
 
 def parameters_of(group: Any) -> list[tuple[nn.Parameter, Any]]:
@@ -380,11 +381,7 @@ class NotedCollective:
 
     def __init__(self, own: Any, note: Callable[[], None]) -> None:
         self._own, self._note = own, note
-
-    def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
-        """What it fills, or reads."""
-        memory: Tensor = self._own.allocate(*args, **kwargs)
-        return memory
+        self.allocate: Callable[..., Tensor] = own.allocate  # what it fills, or reads
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one."""
