@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from benchmarks.measures.section import Row
@@ -30,15 +31,22 @@ def on_links_that_can_be_had(cases: Sequence[_CaseT]) -> list[_CaseT]:
     return [case for case in cases if reason is None or case.rate_mbit is None]
 
 
-def on_ranks(num_ranks: int, rate_mbit: float | None, function: str, **arguments: Any) -> Any:
+def on_ranks(
+    num_ranks: int, rate_mbit: float | None, function: str, *, root: Path | None = None, **arguments: Any
+) -> Any:
     """What a function returns on rank 0 of so many, one thread each; plain processes where links are not shaped.
 
     Args:
         num_ranks: N.
         rate_mbit: 10^6 bit/s; None: not shaped.
         function: ``"package.module:function"``.
+        root: folder of another version of this project, whose function it is, on network namespaces at any rate; None:
+            of this one.
         **arguments: of the function, as JSON can write them.
     """
+    if root is not None:
+        with Hosts(num_ranks, rate_mbit=rate_mbit, root=root) as hosts:
+            return hosts.run(function, arguments, timeout_s=3600)[0]
     if rate_mbit is None:
         return local_ranks(num_ranks).run(call, target=function, arguments=arguments)[0]
     with Hosts(num_ranks, rate_mbit=rate_mbit) as hosts:

@@ -51,13 +51,14 @@ class Hosts:
     Args:
         num_hosts: one rank runs in each.
         rate_mbit: 10^6 bit/s that each host may send, or None for as fast as the kernel copies.
+        root: folder whose packages ranks import: this project, or another version of it.
 
     Raises:
         OSError: the kernel or its tools refuse; `why_unavailable` tells beforehand.
     """
 
-    def __init__(self, num_hosts: int, *, rate_mbit: float | None = None) -> None:
-        self.num_hosts, self._rate_mbit = num_hosts, rate_mbit
+    def __init__(self, num_hosts: int, *, rate_mbit: float | None = None, root: Path = _ROOT) -> None:
+        self.num_hosts, self._rate_mbit, self._root = num_hosts, rate_mbit, root.resolve()
         prefix = f"{_PREFIX}{os.getpid()}-{next(_SERIAL)}"
         self._bridge, self._hosts = f"{prefix}-bridge", [f"{prefix}-{index}" for index in range(num_hosts)]
 
@@ -122,11 +123,15 @@ class Hosts:
             "MASTER_PORT": "29500",  # the namespace is ours alone
             "GLOO_SOCKET_IFNAME": "eth0",
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "PYTHONPATH": os.pathsep.join([str(self._root), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
         command = [sys.executable, "-m", "benchmarks.testbed.rank", target, str(folder)]
         return subprocess.Popen(
-            ["ip", "netns", "exec", self._hosts[rank], *command], env=environment, stdout=log, stderr=subprocess.STDOUT
+            ["ip", "netns", "exec", self._hosts[rank], *command],
+            env=environment,
+            cwd=self._root,  # which Python looks into before all other folders
+            stdout=log,
+            stderr=subprocess.STDOUT,
         )
 
     def _wait(self, processes: list[subprocess.Popen[bytes]], folder: Path, deadline_s: float) -> None:

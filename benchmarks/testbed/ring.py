@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 _NAMES = ("reduce_scatter_single", "reduce_scatter_tensor")
 """In torch.distributed, the second before torch 2.13."""
 
 
-def ring_reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Sums over ranks; each sends (N-1)/N of the whole tensor. Of torch's arguments, those that FSDP1 gives.
+def ring_reduce_scatter(
+    output: Tensor,
+    input: Tensor,  # noqa: A002 -- torch calls it so
+    op: Any = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> None:
+    """Adds up over ranks; each sends (N-1)/N of the whole tensor. Arguments are those of torch's.
 
     Args:
         output: this rank's shard, which is written; contiguous, 1/N of the whole tensor.
-        whole: summands of all shards in the order of ranks; it stays as it is.
-        group: all ranks.
+        input: summands of all shards in the order of ranks; it stays as it is.
+        op: SUM or AVG.
+        group: of the ranks.
+        async_op: False; it returns when this rank has its shard.
+
+    Raises:
+        ValueError: another op, or ``async_op``.
     """
+    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) or async_op:
+        raise ValueError(f"Expected SUM or AVG that is waited for, got {op} and async_op={async_op}.")
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-    shards = list(whole.view(num_ranks, -1).unbind())
+    shards = list(input.view(num_ranks, -1).unbind())
     received = output.view(-1)
     if num_ranks == 1:
         received.copy_(shards[0])
@@ -32,16 +47,40 @@ def ring_reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup 
     for step in range(num_ranks - 1):
         # what comes last must come into the output
         into = received if (num_ranks - step) % 2 == 0 else spare
-        sending = dist.isend(sent, (rank + 1) % num_ranks, group=group)
-        dist.recv(into, (rank - 1) % num_ranks, group=group)
+        sending = dist.isend(sent, group=group, group_dst=(rank + 1) % num_ranks)
+        dist.recv(into, group=group, group_src=(rank - 1) % num_ranks)
         assert sending is not None
         sending.wait()
         sent = into.add_(shards[(rank - step - 2) % num_ranks])
+    if op == dist.ReduceOp.AVG:
+        received.div_(num_ranks)
+
+
+class RingReduceScatter:
+    """The same for ``set_custom_reduce_scatter`` of FSDP2's units, with the methods of torch's ``ReduceScatter``."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """What it reads or writes."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """See `ring_reduce_scatter`."""
+        ring_reduce_scatter(output_tensor, input_tensor, op, group, async_op)
+
+
+def use_ring(root: nn.Module) -> None:
+    """Has the units of a module that somebody else has put under ``fully_shard`` reduce in a ring from now on."""
+    ring: Any = RingReduceScatter()
+    for unit in root.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_custom_reduce_scatter(ring)
 
 
 @contextmanager
 def ring_reduce_scatters() -> Iterator[None]:
-    """Within it, whoever takes torch.distributed's reduce-scatter takes this one: FSDP1, and who measures links."""
+    """Within it, whoever takes torch.distributed's reduce-scatter takes this one: either engine, who measures links."""
     replaced = {name: getattr(dist, name) for name in _NAMES if hasattr(dist, name)}
     for name in replaced:
         setattr(dist, name, ring_reduce_scatter)

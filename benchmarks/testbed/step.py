@@ -55,7 +55,8 @@ class Step:
                 self._backward(index)
         self._backward(last)
         self.sharded.before_optimizer_step(self.optimizer)
-        self.optimizer.step()
+        with self.sharded.stepping(self.optimizer):
+            self.optimizer.step()
         self.sharded.after_optimizer_step()
 
     def _backward(self, index: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -70,6 +70,11 @@ class ShardedModel(ABC):
         Raises:
             RanksApartError: ranks have not run the same units.
         """
+
+    def stepping(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """To call ``step()`` of an optimizer in, with or without a closure."""
+        del optimizer
+        return nullcontext()
 
     @abstractmethod
     def after_optimizer_step(self) -> None:

@@ -84,7 +84,8 @@ def _shortage(
         with _counted(strategy, sharded.root, batch, plan):
             sharded.shard_gradients()
             for optimizer in fresh:
-                optimizer.step()
+                with sharded.stepping(optimizer):
+                    optimizer.step()
             _window(trainer, strategy, batch)
     except Exception as error:
         if not is_out_of_memory(error):

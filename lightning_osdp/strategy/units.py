@@ -214,7 +214,8 @@ class UnitsStrategy(RanksStrategy):
         if not self.lightning_module.automatic_optimization:
             # Of a child that ran without a backward, optimizers would see gathered parameters.
             self._sharded.reshard()
-        result = super().optimizer_step(optimizer, closure, *args, **kwargs)
+        with self._sharded.stepping(optimizer):
+            result = super().optimizer_step(optimizer, closure, *args, **kwargs)
         self._sharded.after_optimizer_step()
         return result
 

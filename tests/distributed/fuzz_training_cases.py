@@ -291,7 +291,8 @@ class Sharded:
     def step(self, clip):
         self.model.before_optimizer_step(self.optimizer)
         OSDPPrecision("64-true").clip_grad_by_norm(self.optimizer, clip)
-        self.optimizer.step()
+        with self.model.stepping(self.optimizer):
+            self.optimizer.step()
         self.model.after_optimizer_step()
 
     def change(self):

@@ -1,7 +1,7 @@
 """Counts with one process for rank 0 of N, against counts in real ranks."""
 
 import pytest
-from testbed_cases import counted, reduced
+from testbed_cases import counted, reduced, reduced_in_a_ring, refused_by_the_ring
 
 from benchmarks.testbed.groups import fake_group, simulated_group
 from benchmarks.testbed.simulated import SimulatedLinks
@@ -34,8 +34,30 @@ def test_rank_0_of_n_alone_counts_what_real_ranks_count(ranks, case):
     assert fake == alone
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_the_ring_adds_up_what_all_ranks_have(ranks, world_size):
-    for ours, expected, is_left_alone in ranks(world_size).run(reduced, num_elements=5):
-        assert ours == expected
+@pytest.mark.engine("fsdp2")
+@pytest.mark.parametrize("op", ["SUM", "AVG"])
+@pytest.mark.parametrize(("world_size", "group"), [(2, None), (3, None), (3, [2, 1]), (3, [0, 2]), (3, [1])])
+def test_the_ring_reduces_as_gloo_does(ranks, world_size, group, op):
+    found = ranks(world_size).run(reduced, num_elements=5, op=op, ranks_of_group=group)
+    for rank, result in enumerate(found):
+        if group is not None and rank not in group:
+            assert result is None
+            continue
+        ours, expected, is_left_alone = result
+        assert ours == pytest.approx(expected, rel=1e-6)
         assert is_left_alone
+
+
+@pytest.mark.engine("fsdp2")
+@pytest.mark.parametrize("options", [{"op": "MAX"}, {"async_op": True}])
+def test_the_ring_refuses_what_it_cannot_do(ranks, options):
+    for told in ranks(2).run(refused_by_the_ring, **options):
+        assert told.startswith("Expected SUM or AVG that is waited for")
+
+
+@pytest.mark.engine("fsdp2")
+@pytest.mark.parametrize("how", ["fsdp1", "fsdp2", "by hand"])
+def test_either_engine_reduces_in_the_ring(ranks, how):
+    for without, with_ring, num_rings in ranks(3).run(reduced_in_a_ring, how=how):
+        assert num_rings == 12  # three blocks and the root, in three steps
+        assert with_ring == pytest.approx(without, rel=1e-5)

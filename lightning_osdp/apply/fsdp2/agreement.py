@@ -51,7 +51,8 @@ class Agreement:
             self._parameters += internals.parameters_of(group)
             internals.on_collectives(group, partial(self._note_collective, index))
         internals.BackwardWatch(root, groups, self._note_gradients)
-        self._places = {parameter: place for place, (parameter, _) in enumerate(self._parameters)}
+        # by identity, for a tensor's own hash is slow
+        self._places = {id(parameter): place for place, (parameter, _) in enumerate(self._parameters)}
         self._has_gradient = [False] * len(self._places)
 
     def begin_backward(self) -> None:
@@ -69,7 +70,8 @@ class Agreement:
         used = self._has_gradient if self._group is None else self._agreed()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter in self._places and not used[self._places[parameter]]:
+                place = self._places.get(id(parameter))
+                if place is not None and not used[place]:
                     parameter.grad = None
 
     def _agreed(self) -> Sequence[int]:

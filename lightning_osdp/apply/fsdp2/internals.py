@@ -20,6 +20,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_osdp.errors import ConfigurationError
 
@@ -249,7 +251,8 @@ def has_whole_gradient(parameter: Any) -> bool:
     """Whether one of `parameters_of` has a gradient that is not reduced yet."""
     if parameter.unsharded_accumulated_grad is not None:
         return True
-    return hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.grad is not None
+    whole = getattr(parameter, "_unsharded_param", None)
+    return whole is not None and whole.grad is not None
 
 
 def parameters_of(group: Any) -> list[tuple[nn.Parameter, Any]]:
@@ -270,6 +273,22 @@ def sharded_zeros(group: Any) -> Iterator[tuple[nn.Parameter, DTensor]]:
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def is_cut_alike(value: Tensor, parameter: DTensor) -> bool:
+    """Whether each rank holds of a tensor, as a plain one, the rows that it holds of a parameter."""
+    if not isinstance(value, DTensor) or type(value._local_tensor) is not Tensor:  # nothing that is still on its way
+        return False
+    spec, other = value._spec, parameter._spec
+    return spec is other or (
+        value.shape == parameter.shape and spec.placements == other.placements and spec.mesh == other.mesh
+    )
+
+
+def call_first(optimizer: Optimizer, handle: RemovableHandle) -> None:
+    """Has a hook run right after the optimizer's step, before the hooks that others have registered."""
+    hooks: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict
+    hooks.move_to_end(handle.id, last=False)
 
 
 def whole_storages(module: nn.Module) -> Iterator[Tensor]:
@@ -362,11 +381,7 @@ class NotedCollective:
 
     def __init__(self, own: Any, note: Callable[[], None]) -> None:
         self._own, self._note = own, note
-
-    def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
-        """What it fills, or reads."""
-        memory: Tensor = self._own.allocate(*args, **kwargs)
-        return memory
+        self.allocate: Callable[..., Tensor] = own.allocate  # what it fills, or reads
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one."""

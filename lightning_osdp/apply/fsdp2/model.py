@@ -23,6 +23,7 @@ from lightning_osdp.apply.children import blocks_in, called_children
 from lightning_osdp.apply.fsdp2 import internals, load, state
 from lightning_osdp.apply.fsdp2.agreement import Agreement
 from lightning_osdp.apply.fsdp2.arguments import fsdp2_arguments
+from lightning_osdp.apply.fsdp2.local_step import stepping_on_rows
 from lightning_osdp.apply.fsdp2.optimizers import try_optimizer
 from lightning_osdp.apply.fsdp2.units import ShardedUnit, check_shardable, set_prefetch, shard, without_views
 from lightning_osdp.apply.materialize import unit_initializer
@@ -164,6 +165,10 @@ class Fsdp2Model(ShardedModel):
     @override
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         self._agreement.settle(optimizer)
+
+    @override
+    def stepping(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        return stepping_on_rows(optimizer)
 
     @override
     def after_optimizer_step(self) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from lightning_osdp.apply.fsdp2.local_step import on_rows
 from lightning_osdp.errors import ConfigurationError
 
 _NUM_STEPS = 2
@@ -100,7 +101,8 @@ def _stepped(optimizer: Optimizer, make: Callable[[Tensor, DTensor], Tensor]) ->
     if getattr(step, "hooked", False):  # around it are hooks of all optimizers
         step = step.__wrapped__
     for _ in range(_NUM_STEPS):
-        step(trial, closure=lambda: torch.zeros(()))
+        with on_rows(trial):
+            step(trial, closure=lambda: torch.zeros(()))
     return [_value(small) - start for start, small in starts]
 
 

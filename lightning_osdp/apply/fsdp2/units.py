@@ -183,7 +183,9 @@ def without_views(output: Any) -> Any:
 
     An operation in place on a view takes away the hook by which backward finds the unit.
     """
-    return tree_map_only(Tensor, _no_view, output) if torch.is_grad_enabled() else output
+    if not torch.is_grad_enabled():
+        return output
+    return _no_view(output) if isinstance(output, Tensor) else tree_map_only(Tensor, _no_view, output)
 
 
 def _without_views(module: nn.Module, _: Any, output: Any) -> Any:
