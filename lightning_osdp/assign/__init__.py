@@ -8,6 +8,7 @@ bounds every plan from below, and `repair` makes plans of the solutions that vio
 """
 
 from lightning_osdp.assign.additive import NO_GAIN, Modes
+from lightning_osdp.assign.ahead import as_far_as_fits, assign_ahead
 from lightning_osdp.assign.assign import Assignment, assign_modes, bound_later_s, fill_spare
 from lightning_osdp.assign.blocks import block_units, chosen_activations, with_blocks
 from lightning_osdp.assign.setting import Setting
@@ -19,6 +20,8 @@ __all__ = [
     "Assignment",
     "Modes",
     "Setting",
+    "as_far_as_fits",
+    "assign_ahead",
     "assign_modes",
     "block_units",
     "bound_later_s",
