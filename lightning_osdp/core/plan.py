@@ -275,8 +275,8 @@ def _check_late(plan: Plan, source: str) -> None:
         unknown = [name for name in late if name not in known or plan.engine == "fsdp1"]
         if unknown:
             raise PlanFormatError(
-                f"Expected {field_name!r} of {source} to name units or slices but the root, and none with engine 'fsdp1',"
-                f" got {shown(unknown[0])}."
+                f"Expected {field_name!r} of {source} to name units or slices but the root, and none with engine"
+                f" 'fsdp1', got {shown(unknown[0])}."
             )
 
 

@@ -36,7 +36,7 @@ class FSDP2(Engine):
 
     name: ClassVar[str] = "fsdp2"
     prefetches: ClassVar[tuple[str, ...]] = ("pre", "none")
-    rules: ClassVar[UnitRules] = UnitRules(frozen_may_differ=True, joins_root=False)
+    rules: ClassVar[UnitRules] = UnitRules(frozen_may_differ=True, joins_root=False, joins_modules=True)
     flips: ClassVar[frozenset[str]] = frozenset(
         {
             "modes",
