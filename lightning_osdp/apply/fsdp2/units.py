@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecision, MixedPrecisionPolicy, fully_shard
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from lightning_osdp.apply.fsdp2 import internals
@@ -91,6 +91,8 @@ def shard(
             vars(child._parameters[name]).update(attributes)
         for module in unit.modules:
             internals.keep_attributes(module)
+        for module in unit.modules[:-1]:
+            module.register_forward_hook(_gathering(unit.handle))
 
 
 def set_prefetch(
@@ -195,6 +197,23 @@ def without_views(output: Any) -> Any:
     An operation in place on a view takes away the hook by which backward finds the unit.
     """
     return tree_map_only(Tensor, _no_view, output) if torch.is_grad_enabled() else output
+
+
+def _gathering(handle: Any) -> Callable[[nn.Module, Any, Any], None]:
+    """A hook that gathers a unit of several modules where backward comes to the output of one that is not the last.
+
+    fully_shard does that at the output of the last one, which the loss may not depend on.
+    """
+
+    def gather(_: Tensor) -> None:
+        handle.unshard()  # nothing where it is there
+
+    def hook(_: nn.Module, __: Any, output: Any) -> None:
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(gather)
+
+    return hook
 
 
 def _without_views(module: nn.Module, _: Any, output: Any) -> Any:
