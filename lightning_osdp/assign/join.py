@@ -54,7 +54,7 @@ def _join(setting: Setting, modes: Modes, pairs: Sequence[_Pair], limit_bytes: f
     count = len(pairs)
     while count:
         tried = _with(setting, modes, pairs[-count:])
-        if tried is None or tried[0].step_time_s(tried[1]) > worth_s:
+        if tried is None or tried[0].step_time_s(tried[1]) >= worth_s:
             break
         if tried[0].exact_peak(tried[1]).peak_bytes <= limit_bytes:
             return tried

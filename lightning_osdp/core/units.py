@@ -281,7 +281,8 @@ def may_join(profile: ModelProfile, first: UnitProfile, second: UnitProfile, fol
         return False
     if not operators or any(operator.stands_alone for operator in operators):
         return False
-    if first.calls == _NEVER_CALLED or second.last < second.trained_from:
+    called = (name for unit in (first, second) for name in unit.modules or (unit.name,))
+    if not all(name in profile.spans for name in called) or second.last < second.trained_from:
         return False
     if first.name in profile.rerun or second.name in profile.rerun:
         return False
