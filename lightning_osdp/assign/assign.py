@@ -66,6 +66,20 @@ def assign_modes(
     return replace(first, modes=least, step_time_s=setting.step_time_s(least), peak=peak)
 
 
+def assigned_as(setting: Setting, modes: Modes, *, bound_s: float | None) -> Assignment:
+    """These modes with what they cost, bytes as simulated.
+
+    Args:
+        setting: model, units, cluster and workload.
+        modes: one per unit, which fit.
+        bound_s: no other assignment is faster; None: it is as if memory were no concern.
+    """
+    time_s = setting.step_time_s(modes)
+    if bound_s is None:
+        bound_s = Paths(setting.lead).least_s() if setting.overlaps else setting.additive.fastest_s
+    return Assignment(modes=modes, step_time_s=time_s, peak=setting.exact_peak(modes), bound_s=min(time_s, bound_s))
+
+
 def _assigned(setting: Setting, limit_bytes: int, search: str, worth_s: float) -> Assignment | None:
     """What fits by the closed form."""
     if setting.peak(setting.least_memory_modes).peak_bytes > limit_bytes:

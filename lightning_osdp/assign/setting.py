@@ -52,6 +52,11 @@ class Setting:
     """What units that are blocks may do with what they save."""
     engine: Engine = DEFAULT
     """What runs the step, with nothing left to choose of its settings."""
+    frugal: Engine | None = None
+    """The engine with as little gathered ahead as may be, see `Engine.without_prefetch`; None: it is `engine`."""
+    counts_frugal: bool = False
+    """Whether bytes are those under `frugal`, and only seconds those under `engine`: nothing between the two is both
+    faster and smaller."""
     cost_model: str = "simulate"
     """``simulate``: the step as the engine runs it. ``paper``: the sums of equation 1."""
     made: dict[Hashable, tuple[Setting, ...]] = field(default_factory=dict, compare=False, repr=False)
@@ -72,7 +77,25 @@ class Setting:
         key = (self.units, self.activations, what)
         if key not in self.made:
             self.made[key] = tuple(make())
-        return [replace(each, workload=self.workload, engine=self.engine) for each in self.made[key]]
+        own = {name: getattr(self, name) for name in ("workload", "engine", "frugal", "counts_frugal")}
+        return [replace(each, **own) for each in self.made[key]]
+
+    @property
+    def bytes_engine(self) -> Engine:
+        """The engine whose bytes count."""
+        return self.frugal if self.counts_frugal and self.frugal is not None else self.engine
+
+    @cached_property
+    def ideal(self) -> Setting:
+        """The same with every unit gathered ahead that may be, and no memory for that: what bounds all in between."""
+        if self.frugal in {None, self.engine}:
+            return self
+        return replace(self, engine=self.engine.all_ahead, counts_frugal=True)
+
+    @property
+    def lead(self) -> Setting:
+        """The same with every unit gathered ahead that may be."""
+        return replace(self, engine=self.engine.all_ahead, counts_frugal=False)
 
     def decided(self, profile: ModelProfile, members: Mapping[str, Sequence[str]], **fields: Any) -> Setting:
         """The same with slices or blocks decided, which leaves nothing to choose of what blocks do.
@@ -146,7 +169,7 @@ class Setting:
             world_size=self.cluster.world_size,
             workload=self.workload,
             activations=self.activations,
-            engine=self.engine,
+            engine=self.bytes_engine,
             reduce_scatter_copies=self.cluster.reduce_scatter_copies,
         )
 
@@ -188,8 +211,8 @@ class Setting:
 
     @property
     def least_bytes(self) -> int:
-        """What the step needs with these."""
-        return self.peak(self.least_memory_modes).peak_bytes
+        """What the step needs with these, and with as little gathered ahead as may be."""
+        return self.ideal.peak(self.least_memory_modes).peak_bytes
 
     @property
     def all_zdp_modes(self) -> Modes:
@@ -232,7 +255,7 @@ class Setting:
             modes,
             world_size=self.cluster.world_size,
             num_samples=self.workload.micro_batch_size,
-            engine=self.engine,
+            engine=self.bytes_engine,
         )
         return math.ceil(peak)
 
@@ -243,7 +266,7 @@ class Setting:
     def exact_peak(self, modes: Sequence[ShardingMode]) -> PeakMemory:
         """Predicted peak of one optimizer step."""
         if self.is_paper or (
-            self.engine.is_closed_form_exact
+            self.bytes_engine.is_closed_form_exact
             and len(self.activations) == 1
             and all(mode.sync == "every" for mode in modes)
         ):
@@ -254,6 +277,6 @@ class Setting:
             modes,
             world_size=self.cluster.world_size,
             workload=self.workload,
-            engine=self.engine,
+            engine=self.bytes_engine,
             reduce_scatter_copies=self.cluster.reduce_scatter_copies,
         )

@@ -21,7 +21,7 @@ from lightning_osdp.assign.setting import Setting
 from lightning_osdp.core.modes import DP, ShardingMode
 from lightning_osdp.core.units import UnitProfile, merged
 
-_LARGEST_SHARE = 0.5
+LARGEST_SHARE = 0.5
 """Fraction of the model's parameters that one shared unit may hold at most: two units are the least that a plan has."""
 
 
@@ -54,7 +54,7 @@ def share_units(setting: Setting, modes: Modes, *, limit_bytes: float) -> tuple[
         groups: dict[tuple[object, ...], list[_Block]] = {}
         for name in modules:
             if name.count(".") == depth and name not in stacks:
-                block = _block(setting, modes, name, inside.get(name, []), _LARGEST_SHARE * total_bytes)
+                block = _block(setting, modes, name, inside.get(name, []), LARGEST_SHARE * total_bytes)
                 if block is not None:
                     groups.setdefault(block.key, []).append(block)
         for blocks in groups.values():

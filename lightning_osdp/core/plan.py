@@ -11,6 +11,7 @@ from pathlib import Path
 from lightning_osdp.core.document import read_dataclass, shown
 from lightning_osdp.core.modes import ACTIVATION_CHOICES, DP, MODES, SYNC_CHOICES, ZDP
 from lightning_osdp.core.plan_unit import Block, Decision, Unit
+from lightning_osdp.core.slices import slice_names
 from lightning_osdp.errors import PlanFormatError, PlanMismatchError
 
 SCHEMA_VERSION = 2
@@ -55,6 +56,11 @@ class Plan:
     forward_prefetch: bool = False
     asynchronous_unshard: bool = False
     """Whether all-gathers are issued so that computing may go on, and their buffers are gone sooner; of ``fsdp2``."""
+    late_forward: tuple[str, ...] = ()
+    """Units, or slices of them, that are gathered when forward comes to them though others are gathered ahead; of
+    ``fsdp2``."""
+    late_backward: tuple[str, ...] = ()
+    """The same of backward."""
     all_zdp_step_time_s: float = 0.0
     """Predicted seconds of one optimizer step with every unit ZDP (plain FSDP) at the same micro-batch."""
     all_zdp_peak_bytes: int = 0
@@ -185,6 +191,7 @@ def _plan_from_document(document: object, source: str) -> Plan:
     _check_units(plan.units, source)
     _check_blocks(plan.blocks, source)
     _check_numbers(plan, source)
+    _check_late(plan, source)
     if "decisions" in document:
         derived = json.loads(plan.to_json())["decisions"]
         if document["decisions"] != derived:
@@ -259,6 +266,18 @@ def _check_numbers(plan: Plan, source: str) -> None:
 
     if plan.asynchronous_unshard and plan.engine == "fsdp1":
         raise PlanFormatError(f"Expected 'asynchronous_unshard' of {source} to be false with engine 'fsdp1', got true.")
+
+
+def _check_late(plan: Plan, source: str) -> None:
+    known = {part for unit in plan.units if unit.name for part in slice_names(unit.name, unit.num_slices)}
+    for field_name in ("late_forward", "late_backward"):
+        late = getattr(plan, field_name)
+        unknown = [name for name in late if name not in known or plan.engine == "fsdp1"]
+        if unknown:
+            raise PlanFormatError(
+                f"Expected {field_name!r} of {source} to name units or slices but the root, and none with engine"
+                f" 'fsdp1', got {shown(unknown[0])}."
+            )
 
 
 __all__ = ["ACTIVATION_CHOICES", "DP", "SCHEMA_VERSION", "SYNC_CHOICES", "ZDP", "Block", "Decision", "Plan", "Unit"]

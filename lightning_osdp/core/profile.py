@@ -183,6 +183,8 @@ class ModelProfile:
     optimizer: OptimizerProfile = OptimizerProfile()
     buffer_bytes: int = 0
     batch_bytes: Affine = ZERO
+    children_apart: bool = False
+    """Whether backward may run after each child of the root, as in manual optimization, and not of all at once."""
 
     @classmethod
     def in_turn(

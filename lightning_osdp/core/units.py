@@ -27,6 +27,8 @@ class UnitRules:
     joins_root: bool = True
     """Whether small operators may join the root from inside its children, rather than the outermost module around them:
     not where children of the root are called, and run backward, one by one."""
+    joins_modules: bool = False
+    """Whether several modules that forward calls one after the other may be one unit."""
 
     def agree(self, operators: Iterable[OperatorProfile]) -> bool:
         """Whether these operators may share a unit, as far as their dtypes go."""
@@ -49,6 +51,8 @@ class UnitProfile:
     it or before has inputs that need no gradient."""
     num_reruns: int = 0
     """Further calls in backward, of a block around it that recomputes, for which it has to be gathered."""
+    modules: tuple[str, ...] = ()
+    """Modules that are one unit together, in forward order; empty where it is just the one of its name."""
     block: BlockProfile | None = None
     """The wrapped module, where that is a block without units inside: it may do with what it saves as it likes."""
 
@@ -208,6 +212,8 @@ def merged(
     A module cannot hold all parameters below it where some of them are also used outside its forward, or where they
     differ in dtype: a unit is gathered in one tensor.
 
+    Units of several modules are taken apart.
+
     Args:
         profile: the model.
         units: its partition so far.
@@ -226,6 +232,68 @@ def merged(
     if not all(rules.agree(members.get(name, ())) for name in wanted):
         return None
     return _units(profile, members)
+
+
+def joined(
+    profile: ModelProfile, units: Sequence[UnitProfile], pairs: Collection[tuple[str, str]], rules: UnitRules
+) -> tuple[UnitProfile, ...] | None:
+    """The units with each of these pairs one unit, named after its first module; None where one cannot be.
+
+    Args:
+        profile: the model.
+        units: its partition so far.
+        pairs: names of units that follow each other, see `may_join`; each name once.
+        rules: the engine's.
+    """
+    by_name = {unit.name: unit for unit in units}
+    into = {second: first for first, second in pairs}
+    members: dict[str, list[OperatorProfile]] = {}
+    modules: dict[str, tuple[str, ...]] = {}
+    for unit in units:
+        members.setdefault(into.get(unit.name, unit.name), []).extend(unit.operators)
+        if unit.modules:
+            modules[unit.name] = unit.modules
+    if not all(rules.agree(members[first]) for first, _ in pairs):
+        return None
+    for first, second in pairs:
+        together = (by_name[name].modules or (name,) for name in (first, second))
+        modules[first] = tuple(name for names in together for name in names)
+        modules.pop(second, None)
+    return _units(profile, members, modules)
+
+
+def may_join(profile: ModelProfile, first: UnitProfile, second: UnitProfile, following: UnitProfile | None) -> bool:
+    """Whether two units may be one of several modules, which stays gathered from their first call to their last.
+
+    Each is called once, one after the other with no unit inside them or between; both inside the same blocks that
+    recompute, and neither one itself; and inside the same child of the root where these run backward one by one.
+
+    Args:
+        profile: the model.
+        first: not the root.
+        second: the next one in forward order.
+        following: the one after that.
+    """
+    operators = (*first.operators, *second.operators)
+    if len(first.calls) != 1 or len(second.calls) != 1 or first.last >= second.first or first.is_root:
+        return False
+    if following is not None and following.first <= second.last:
+        return False
+    if not operators or any(operator.stands_alone for operator in operators):
+        return False
+    called = (name for unit in (first, second) for name in unit.modules or (unit.name,))
+    if not all(name in profile.spans for name in called) or second.last < second.trained_from:
+        return False
+    if first.name in profile.rerun or second.name in profile.rerun:
+        return False
+    inside, other = ([name for name in _ancestors(unit.name) if name in profile.rerun] for unit in (first, second))
+    is_one_backward = not profile.children_apart or len({_outermost(operator) for operator in operators}) == 1
+    return inside == other and is_one_backward
+
+
+def _outermost(operator: OperatorProfile) -> str:
+    """The module that the root calls and that the operator is in; the root, where it calls the operator itself."""
+    return operator.enclosing[-2] if len(operator.enclosing) > 2 else ""
 
 
 def grouped(
@@ -281,7 +349,8 @@ def _units(
             calls=calls_of(name),
             trained_from=trained_from,
             num_reruns=num_reruns(name, calls_of(name)) if name else 0,
-            block=blocks.get(name),
+            modules=tuple(modules.get(name, ())),
+            block=None if name in modules else blocks.get(name),
         )
         for name, operators in members.items()
     )

@@ -10,7 +10,7 @@ from dataclasses import fields
 
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.engine.engine import AUTO, Engine
-from lightning_osdp.engine.events import MOST_SIMULATED, Event
+from lightning_osdp.engine.events import MOST_SIMULATED, Event, GatherRule
 from lightning_osdp.engine.fsdp1 import FSDP1
 from lightning_osdp.engine.fsdp2 import FSDP2
 from lightning_osdp.engine.layout import Layout, UnitBytes
@@ -39,6 +39,7 @@ __all__ = [
     "MOST_SIMULATED",
     "Engine",
     "Event",
+    "GatherRule",
     "Layout",
     "LiveParts",
     "Moment",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from typing_extensions import Self
 
@@ -17,14 +17,15 @@ from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.profile import ModelProfile, OptimizerProfile, Rerun
 from lightning_osdp.core.units import UnitProfile, UnitRules
 from lightning_osdp.core.workload import Workload
-from lightning_osdp.engine.events import MOST_SIMULATED, Event
+from lightning_osdp.engine.events import MOST_SIMULATED, Event, GatherRule
 from lightning_osdp.engine.host import Course, Host
 from lightning_osdp.engine.layout import Layout
 from lightning_osdp.engine.live_parts import LiveParts, Observer
 from lightning_osdp.errors import ConfigurationError
 
-AUTO = "auto"
-"""Backward prefetch that is still to be chosen, see `Engine.alternatives`."""
+Auto = Literal["auto"]
+AUTO: Auto = "auto"
+"""A prefetch that is still to be chosen, see `Engine.alternatives`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +38,8 @@ class Engine(ABC):
 
     backward_prefetch: str = "pre"
     """When backward gathers the unit that comes next: one of `prefetches`, or ``auto`` where that is to be chosen."""
-    forward_prefetch: bool = False
-    """Whether forward gathers the next unit before one runs."""
+    forward_prefetch: bool | Auto = False
+    """Whether forward gathers the next unit before one runs; or ``auto``."""
 
     name: ClassVar[str]
     """As in ``Plan.engine``."""
@@ -71,14 +72,37 @@ class Engine(ABC):
         Args:
             overlaps: whether collectives run beside computing.
         """
+        given = replace(self, forward_prefetch=self.forward_prefetch is True)
         if self.backward_prefetch != AUTO:
-            return (self,)
-        return tuple(replace(self, backward_prefetch=each) for each in (self.prefetches if overlaps else ("none",)))
+            return (given,)
+        return tuple(replace(given, backward_prefetch=each) for each in (self.prefetches if overlaps else ("none",)))
+
+    def without_prefetch(self, chosen: Self) -> Self:
+        """One of the `alternatives` with what is the least that it may gather ahead; itself where that is all.
+
+        Between the two are settings in which some units are gathered ahead.
+        """
+        return chosen
+
+    def gathering_late(self, forward: Sequence[str], backward: Sequence[str]) -> Self:
+        """The engine with these units, by name, not gathered ahead in forward, and those not in backward.
+
+        Raises:
+            ValueError: there are any, and the engine gathers all units ahead or none.
+        """
+        if forward or backward:
+            raise ValueError(f"{self.name} gathers all units ahead or none.")
+        return self
+
+    @property
+    def all_ahead(self) -> Self:
+        """The engine with all units gathered ahead where any are."""
+        return self
 
     @property
     @abstractmethod
-    def gathers_in_flight(self) -> int:
-        """All-gathers that may run before what was freed so many units ago is no longer in use."""
+    def gathers_wait_for(self) -> GatherRule:
+        """What an all-gather waits for where it runs beside computing."""
 
     @property
     @abstractmethod
@@ -175,8 +199,8 @@ class Engine(ABC):
 
         Arguments are those of `Course`.
         """
-        if self.backward_prefetch == AUTO:
-            raise ValueError("An engine with backward_prefetch='auto' runs nothing: ask for its alternatives.")
+        if AUTO in {self.backward_prefetch, self.forward_prefetch}:
+            raise ValueError("An engine with a prefetch that is 'auto' runs nothing: ask for its alternatives.")
         host = self.host(
             Course(
                 units=units,

@@ -13,6 +13,10 @@ takes is part of the block's last ``backward``. ``flatten``: a unit's gradients 
 ``reduce``: they are reduced and scattered. ``accumulate``: they are left whole for the next micro-batch. ``release``:
 what a segment had saved is gone."""
 
+GatherRule = Literal["frees", "computing", "copies"]
+"""``frees``: until units before the latest two that were freed are no longer in use. ``computing``: for all computing
+that was issued before. ``copies``: until all units before are copied out, in forward but for the latest one."""
+
 MOST_SIMULATED = 3
 """Micro-batches that are gone through one by one: first, steady, last. Further ones are like the steady one."""
 

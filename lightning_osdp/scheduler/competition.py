@@ -9,11 +9,15 @@ from operator import attrgetter
 from lightning_osdp.assign import (
     NO_GAIN,
     Assignment,
+    Modes,
     Setting,
-    assign_modes,
+    as_far_as_fits,
+    assign_ahead,
+    assigned_as,
     block_units,
     chosen_activations,
     ever_more_slices,
+    join_units,
     share_units,
     with_blocks,
 )
@@ -47,7 +51,7 @@ class Competition:
             if best.least_bytes <= self.limit_bytes:
                 break
             best = min((best, *found), key=attrgetter("least_bytes"))
-        return best
+        return best.ideal
 
     def assigned(self, settings: Sequence[Setting]) -> list[tuple[Setting, Assignment]]:
         """All that fit, each with its best modes."""
@@ -55,8 +59,8 @@ class Competition:
         for setting in (*settings, *self._by_block(settings)):
             found += self._assigned(setting, found)
         fastest = min(found, key=_time_s, default=None)
-        if fastest is None or fastest[1].step_time_s > fastest[0].fastest_s * (1 + NO_GAIN):
-            engine = None if fastest is None else fastest[0].engine
+        if fastest is None or fastest[1].step_time_s > fastest[0].lead.fastest_s * (1 + NO_GAIN):
+            engine = None if fastest is None else fastest[0].lead.engine
             smallest = min(settings, key=attrgetter("least_bytes"))
             base = next((each for each in settings if each.engine == engine), smallest)
             for each in self._split(base):
@@ -133,14 +137,27 @@ class Competition:
         are shared as if all were sharded, too.
         """
         worth_s = min(map(_time_s, before), default=math.inf)
-        assignment = assign_modes(setting, limit_bytes=self.limit_bytes, search=self._search, worth_s=worth_s)
-        if assignment is None:
+        assigned = assign_ahead(setting, limit_bytes=self.limit_bytes, search=self._search, worth_s=worth_s)
+        if assigned is None:
             return []
-        found = [(setting, assignment)]
-        for modes in (assignment.modes, setting.least_memory_modes) if self._shares else ():
-            shared, _ = share_units(setting, modes, limit_bytes=self.limit_bytes)
-            if shared is not setting and all(shared.units != other.units for other, _ in found):
-                worth_s = min(worth_s, *map(_time_s, found))
-                again = assign_modes(shared, limit_bytes=self.limit_bytes, search=self._search, worth_s=worth_s)
-                found += [] if again is None else [(shared, again)]
+        found = [assigned]
+        # where not all fits that may be gathered ahead, units are shared as if that took no memory
+        base = setting if assigned[0].engine == setting.engine else setting.ideal
+        for modes in (assigned[1].modes, setting.least_memory_modes) if self._shares else ():
+            shared = share_units(base, modes, limit_bytes=self.limit_bytes)
+            for merged, modes_of_merged in (shared, join_units(*shared, limit_bytes=self.limit_bytes)):
+                if merged is not base and all(merged.units != other.units for other, _ in found):
+                    found += self._again(merged.lead, modes_of_merged, min(worth_s, *map(_time_s, found)))
+        return found
+
+    def _again(self, setting: Setting, modes: Modes, worth_s: float) -> list[tuple[Setting, Assignment]]:
+        """The best modes of units that were made with these, or these, which fit though the closed form may exceed."""
+        again = assign_ahead(setting, limit_bytes=self.limit_bytes, search=self._search, worth_s=worth_s)
+        found = [] if again is None else [again]
+        time_s = setting.step_time_s(modes)
+        if time_s < worth_s and (again is None or time_s < again[1].step_time_s * (1 - NO_GAIN)):
+            chosen = as_far_as_fits(setting, modes, limit_bytes=self.limit_bytes)
+            if chosen is not None:
+                bound_s = None if again is None else again[1].bound_s
+                found.append((chosen, assigned_as(chosen, modes, bound_s=bound_s)))
         return found

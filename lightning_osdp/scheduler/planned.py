@@ -75,7 +75,8 @@ def _units(setting: Setting, assignment: Assignment) -> Iterator[Unit]:
             yield _unit(setting, assignment, name, (name,), slices, keeping_saves_s=saves_s)
         elif unit.name not in further:
             operators = tuple(operator.name for operator in unit.operators)
-            yield _unit(setting, assignment, unit.name, operators, [index], keeping_saves_s=saves_s)
+            found = _unit(setting, assignment, unit.name, operators, [index], keeping_saves_s=saves_s)
+            yield replace(found, modules=unit.modules)
 
 
 def _unit(

@@ -91,7 +91,10 @@ def make_plan(
     if blocks is not None:
         first = with_blocks(first, blocks)
     sweep = Sweep(
-        [dataclasses.replace(first, engine=each) for each in engine.alternatives(overlaps=first.overlaps)],
+        [
+            dataclasses.replace(first, engine=each, frugal=engine.without_prefetch(each))
+            for each in engine.alternatives(overlaps=first.overlaps)
+        ],
         Competition(
             limit_bytes=memory_limit_bytes,
             search=search,

@@ -86,14 +86,14 @@ class Sweep:
         self._candidates[micro_batch_size] = Candidate(
             setting=setting,
             assignment=fill_spare(setting, assignment, limit_bytes=self.competition.limit_bytes),
-            bounds=tuple((setting, assignment.bound_s) for setting, assignment in found),
+            bounds=tuple((setting.lead, assignment.bound_s) for setting, assignment in found),
         )
         return self._candidates[micro_batch_size]
 
     def all_zdp(self, candidate: Candidate) -> tuple[float, int]:
         """Step time and peak of plain FSDP like this candidate, its units shared likewise, under the same limit."""
         settings = self._of_size(candidate.setting.workload.micro_batch_size)
-        return self.competition.all_zdp(next(each for each in settings if each.engine == candidate.setting.engine))
+        return self.competition.all_zdp(next(each for each in settings if each.engine == candidate.setting.lead.engine))
 
     def largest(self, most: int) -> int:
         """Largest size that fits, 0 if not even one sample does: doubling to the first that does not, then halving."""

@@ -15,6 +15,9 @@ from lightning_osdp.engine import DEFAULT, MOST_SIMULATED, Engine, Event
 from lightning_osdp.simulation.step import durations_of
 from lightning_osdp.simulation.timeline import Durations, Timeline
 
+_TIMELESS = frozenset({"zero", "rerun", "release"})
+"""Kinds of events that take no time."""
+
 
 class Step(NamedTuple):
     """What was found of one choice of modes."""
@@ -64,7 +67,7 @@ class StepClock:
         timeline = Timeline(
             self._with_activations(modes),
             overlaps=self.cluster.overlaps,
-            gathers_in_flight=self.engine.gathers_in_flight,
+            gathers_wait_for=self.engine.gathers_wait_for,
         )
         num_simulated = min(MOST_SIMULATED, self.num_micro_batches)
         for index in range(num_simulated):
@@ -137,11 +140,13 @@ def _classed(
         )
         for is_kept in (False, may_keep)
     )
-    left = iter(kept)
+    left = (event for event in kept if event.kind not in _TIMELESS)
     expected = next(left, None)
     classed: list[tuple[Event, str | None]] = []
     is_in_backward, flattened = False, set[int]()
     for event in freed:
+        if event.kind in _TIMELESS:
+            continue
         if event == expected:
             is_between = is_in_backward and event.of not in flattened and event.kind in {"gather", "free"}
             own = event.kind if event.kind in {"gather", "free", "reduce"} else None

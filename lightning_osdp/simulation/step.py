@@ -82,7 +82,7 @@ def simulate_step(
     simulated = engine.events_of(profile, units, modes, cluster.world_size, num_micro_batches=repeats)
     durations = durations_of(profile, units, cluster, workload, engine)
     timeline = Timeline(
-        durations, overlaps=cluster.overlaps, gathers_in_flight=engine.gathers_in_flight, keeps_intervals=True
+        durations, overlaps=cluster.overlaps, gathers_wait_for=engine.gathers_wait_for, keeps_intervals=True
     )
     moments: list[tuple[float, Moment]] = []
 

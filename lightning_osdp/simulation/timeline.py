@@ -3,7 +3,9 @@
 The host issues events ahead of the device. A backend that blocks (gloo) has one resource for everything: time is the
 sum. Where communication overlaps computing, a gather begins as soon as the communicator is free and
 
-- the engine lets it: a gather waits while the memory of too many freed units may still be in use;
+- the engine lets it (`Engine.gathers_wait_for`): a gather waits while the memory of two freed units may still be in
+  use; or for all computing that was issued before it; or until units before it are copied out, in forward all but the
+  latest one;
 - computing waits for the gathers that it needs (AWAIT);
 - a reduce-scatter waits for the backward that made its gradients, and the end of backward for all of them.
 
@@ -18,7 +20,10 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from lightning_osdp.engine import Event
+from lightning_osdp.engine import Event, GatherRule
+
+_FREED_IN_FLIGHT = 2
+"""``_FreeEventQueue._max_num_inflight_all_gathers`` of torch/distributed/fsdp/_limiter_utils.py."""
 
 COMPUTE, COMMUNICATION = "compute", "communication"
 
@@ -51,14 +56,14 @@ class Timeline:
     Args:
         durations: seconds of every event.
         overlaps: whether collectives run beside computing.
-        gathers_in_flight: of `Engine`.
+        gathers_wait_for: of `Engine`.
         keeps_intervals: whether to note them, for a picture.
     """
 
     def __init__(
-        self, durations: Durations, *, overlaps: bool, gathers_in_flight: int, keeps_intervals: bool = False
+        self, durations: Durations, *, overlaps: bool, gathers_wait_for: GatherRule, keeps_intervals: bool = False
     ) -> None:
-        self.durations, self.overlaps, self.gathers_in_flight = durations, overlaps, gathers_in_flight
+        self.durations, self.overlaps, self.gathers_wait_for = durations, overlaps, gathers_wait_for
         self.compute_s = self.communicator_s = 0.0
         self.keeps_intervals = keeps_intervals
         self.intervals: list[Interval] = []
@@ -69,6 +74,9 @@ class Timeline:
         self._ready_s: dict[int, float] = {}
         self._due_s: dict[int, float] = {}  # overhead that is still to be charged
         self._freed_s: deque[float] = deque()
+        self._copied_s = self._copied_before_s = 0.0  # when the latest unit was copied out, and the one before it
+        self._pending: set[int] = set()  # units that are not copied out yet
+        self._is_in_backward = False
 
     @property
     def now_s(self) -> float:
@@ -80,23 +88,27 @@ class Timeline:
         kind, of = event
         durations = self.durations
         if kind == "gather":
-            may_start_s = 0.0
-            if len(self._freed_s) >= self.gathers_in_flight:
-                may_start_s = self._freed_s.popleft()
-            self._ready_s[of] = self._communicate(event, micro_batch, durations.gather_s[of], may_start_s)
+            self._pending.add(of)
+            self._ready_s[of] = self._communicate(event, micro_batch, durations.gather_s[of], self._may_gather_s())
             self._due_s[of] = self._due_s.get(of, 0.0) + durations.overhead_s["gather"][of]
         elif kind == "await":
             start_s = self.compute_s
             self.compute_s = max(start_s, self._ready_s.get(of, 0.0))
             self.stalls_s[of] = self.compute_s - start_s
+            if of in self._pending:
+                self._pending.remove(of)
+                self._copied_before_s = self.compute_s if self._is_in_backward else self._copied_s
+                self._copied_s = self.compute_s
         elif kind == "forward":
             self._compute(event, micro_batch, durations.forward_s[of])
         elif kind == "backward":
+            self._is_in_backward = True
             self._compute(event, micro_batch, durations.backward_s[of])
         elif kind == "flatten":
             self._compute(event, micro_batch, self._due_s.pop(of, 0.0) + durations.overhead_s["flatten"][of])
         elif kind == "free":
-            self._freed_s.append(self.compute_s)
+            if self.gathers_wait_for == "frees":
+                self._freed_s.append(self.compute_s)
         elif kind == "accumulate":
             self._compute(event, micro_batch, durations.overhead_s["accumulate"][of])
         elif kind == "reduce":
@@ -112,6 +124,7 @@ class Timeline:
     def end_backward(self) -> None:
         """Computing goes on when all gradients are reduced."""
         self.compute_s = self.communicator_s = self.now_s
+        self._is_in_backward = False
         self.ends_s.append(self.now_s)
 
     def total_s(self, num_micro_batches: int) -> float:
@@ -119,21 +132,31 @@ class Timeline:
         num_more = num_micro_batches - (len(self.ends_s) - 1)
         return self.now_s + (num_more * (self.ends_s[-2] - self.ends_s[-3]) if num_more else 0.0)
 
+    def _may_gather_s(self) -> float:
+        """When a gather that is issued now may begin."""
+        if self.gathers_wait_for == "computing":
+            return self.compute_s
+        if self.gathers_wait_for == "copies":
+            return self._copied_before_s
+        return self._freed_s.popleft() if len(self._freed_s) >= _FREED_IN_FLIGHT else 0.0
+
     def _compute(self, event: Event, micro_batch: int, seconds: float) -> None:
         start_s = self.compute_s
         self.compute_s += seconds
         if not self.overlaps:
             self.communicator_s = self.compute_s
-        self._keep(COMPUTE, event, micro_batch, start_s, self.compute_s)
+        if self.keeps_intervals:
+            self._keep(COMPUTE, event, micro_batch, start_s, self.compute_s)
 
     def _communicate(self, event: Event, micro_batch: int, seconds: float, may_start_s: float) -> float:
         start_s = max(self.communicator_s, may_start_s)
         self.communicator_s = start_s + seconds
         if not self.overlaps:
             self.compute_s = self.communicator_s
-        self._keep(COMMUNICATION, event, micro_batch, start_s, self.communicator_s)
+        if self.keeps_intervals:
+            self._keep(COMMUNICATION, event, micro_batch, start_s, self.communicator_s)
         return self.communicator_s
 
     def _keep(self, resource: str, event: Event, micro_batch: int, start_s: float, end_s: float) -> None:
-        if self.keeps_intervals and end_s > start_s:
+        if end_s > start_s:
             self.intervals.append(Interval(resource, event, micro_batch, start_s, end_s))

@@ -36,6 +36,7 @@ def in_children(profile: ModelProfile) -> ModelProfile:
     """The profile with no operator that may join the root unit, which the first backward of a step would free."""
     return dataclasses.replace(
         profile,
+        children_apart=True,
         operators=tuple(
             dataclasses.replace(operator, stands_alone=True) if len(operator.enclosing) == 2 else operator
             for operator in profile

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch.strategies import FSDPStrategy
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision
@@ -130,7 +130,7 @@ class Prefetch:
     """FSDP1's prefetch settings, which decide how many units are gathered at once."""
 
     backward: str = "auto"
-    forward: bool = False
+    forward: bool | Literal["auto"] = False
 
 
 def check_fsdp_kwargs(fsdp_kwargs: dict[str, Any]) -> None:
@@ -186,6 +186,8 @@ def pop_prefetch(fsdp_kwargs: dict[str, Any], engine: str) -> Prefetch:
             "engine='fsdp2' cannot take BackwardPrefetch.BACKWARD_POST: fully_shard gathers ahead before a unit's"
             " backward, or not at all. Pass BackwardPrefetch.BACKWARD_PRE or None, or leave it out."
         )
+    if engine == "fsdp2" and "forward_prefetch" not in fsdp_kwargs:
+        return Prefetch(backward=names[backward], forward="auto")
     forward = fsdp_kwargs.pop("forward_prefetch", False)
     if not isinstance(forward, bool):
         raise ConfigurationError(f"forward_prefetch must be True or False, got {forward!r}.")

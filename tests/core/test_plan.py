@@ -21,6 +21,7 @@ from lightning_osdp.core.plan import (
     Plan,
     Unit,
 )
+from lightning_osdp.core.slices import slice_names
 from lightning_osdp.errors import OSDPError, PlanFormatError, PlanMismatchError
 
 ROOT = Unit(name="", operators=("norm",), kind="LayerNorm", modes=("DP",), parameter_bytes=64)
@@ -393,6 +394,17 @@ def test_settings_of_the_other_engine_are_refused():
         edited(asynchronous_unshard=True),
         "Expected 'asynchronous_unshard' of the plan to be false with engine 'fsdp1', got true.",
     )
+
+
+@pytest.mark.parametrize("field", ["late_forward", "late_backward"])
+def test_units_that_are_gathered_late_are_those_of_the_plan(field):
+    name = slice_names(HEAD.name, HEAD.num_slices)[0]
+    assert getattr(Plan.from_json(edited(engine="fsdp2", **{field: [name]})), field) == (name,)
+    text = f"Expected '{field}' of the plan to name units or slices but the root, and none with engine 'fsdp1', got"
+    refused(edited(**{field: [name]}), f"{text} {name!r}.")
+    for unknown in ("", "nowhere", HEAD.name):
+        refused(edited(engine="fsdp2", **{field: [unknown]}), f"{text} {unknown!r}.")
+    refused(edited(engine="fsdp2", **{field: [3]}), f"Expected '{field}' of the plan to be a list of texts, got [3].")
 
 
 def test_modules_are_grouped_in_one_unit_each():

@@ -64,9 +64,30 @@ def test_engines_are_found_by_the_names_that_plans_have_for_them(engine, model, 
 def test_what_is_left_to_choose_competes_where_something_overlaps(engine):
     chosen = dataclasses.replace(engine, backward_prefetch=AUTO, forward_prefetch=True)
     assert engine.alternatives(overlaps=True) == (engine,)
-    assert [each.backward_prefetch for each in chosen.alternatives(overlaps=True)] == list(engine.prefetches)
+    found = chosen.alternatives(overlaps=True)
+    least = {chosen.without_prefetch(each).backward_prefetch for each in found}
+    assert least | {each.backward_prefetch for each in found} == set(engine.prefetches)
     assert [each.backward_prefetch for each in chosen.alternatives(overlaps=False)] == ["none"]
-    assert all(each.forward_prefetch for each in chosen.alternatives(overlaps=True))
+    assert all(each.forward_prefetch for each in found)
+
+
+def test_forward_of_fsdp2_overlaps_by_prefetch_or_without_asynchronous_unsharding():
+    chosen = FSDP2(backward_prefetch=AUTO, forward_prefetch=AUTO)
+    explicit, implicit = chosen.alternatives(overlaps=True)
+    assert explicit == FSDP2(forward_prefetch=True)
+    assert implicit == FSDP2(asynchronous_unshard=False)
+    assert chosen.without_prefetch(explicit) == FSDP2(backward_prefetch="none")
+    assert chosen.without_prefetch(implicit) == FSDP2(backward_prefetch="none", asynchronous_unshard=False)
+    assert chosen.alternatives(overlaps=False) == (FSDP2(backward_prefetch="none"),)
+    given = FSDP2(forward_prefetch=AUTO, asynchronous_unshard=False)
+    assert given.alternatives(overlaps=True) == (implicit,)
+
+
+def test_fsdp1_gathers_all_units_ahead_or_none():
+    chosen = FSDP1(backward_prefetch=AUTO, forward_prefetch=AUTO)
+    assert not any(each.forward_prefetch for each in chosen.alternatives(overlaps=True))
+    with pytest.raises(ValueError, match="fsdp1 gathers all units ahead or none"):
+        FSDP1().gathering_late(["m0"], [])
 
 
 def test_what_is_left_to_choose_does_not_run(engine, model):
@@ -74,6 +95,8 @@ def test_what_is_left_to_choose_does_not_run(engine, model):
     units = partition(profile, min_unit_bytes=0)
     with pytest.raises(ValueError, match="runs nothing"):
         type(engine)(backward_prefetch=AUTO).events_of(profile, units, [DP, ZDP], 2)
+    with pytest.raises(ValueError, match="runs nothing"):
+        type(engine)(forward_prefetch=AUTO).events_of(profile, units, [DP, ZDP], 2)
 
 
 def test_a_prefetch_that_the_engine_has_not_is_refused():

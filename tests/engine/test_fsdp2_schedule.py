@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from lightning_osdp import profile_model
-from lightning_osdp.core.modes import ALL_MODES, DP
+from lightning_osdp.core.modes import ALL_MODES, DP, ZDP
 from lightning_osdp.core.profile import Rerun
 from lightning_osdp.core.units import merged, partition
 from lightning_osdp.engine import FSDP2, leaving_order
@@ -82,12 +82,14 @@ def sharded(model, units, modes, engine, rerun):
         before = order[place - 1] if place else index
         is_called_once = len(units[index].calls) == 1
         prefetches = engine.backward_prefetch == "pre" and comes_back[before] and is_called_once
+        prefetches = prefetches and units[before].name not in engine.late_backward
         module.set_modules_to_backward_prefetch([modules[before if prefetches else index]])
         leads_out = index + 1 < len(units) and any(
             units[index].name.startswith(f"{block}.") and not units[index + 1].name.startswith(f"{block}.")
             for block in rerun
         )
-        if engine.forward_prefetch and index + 1 < len(modules) and is_called_once and not leads_out:
+        leads_on = index + 1 < len(modules) and units[index + 1].name not in engine.late_forward
+        if engine.forward_prefetch and leads_on and is_called_once and not leads_out:
             module.set_modules_to_forward_prefetch([modules[index + 1]])
     return modules
 
@@ -181,3 +183,23 @@ def test_fully_shard_does_in_this_order_what_is_predicted(case, by_block, monkey
             seen = done(Model(**CASES[case]), units, modes, engine, number, monkeypatch, profile.rerun)
             expected = predicted(profile, units, modes, engine, number)
             assert seen == expected, (mode, engine, number)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_units_that_are_gathered_late_are_gathered_as_predicted(case, monkeypatch):
+    profile = profile_model(Model(**CASES[case] | {"recomputes": False}), torch.randn(4, WIDTH))
+    units = partition(profile, min_unit_bytes=0)
+    modes = [DP if unit.is_root else ZDP for unit in units]
+    names = [unit.name for unit in units if not unit.is_root]
+    if case == "recomputing":
+        profile = dataclasses.replace(
+            profile, rerun={name: Rerun(profile.spans[name][0], is_early=False) for name in BLOCKS}
+        )
+    every = FSDP2(forward_prefetch=True)
+    orders = []
+    for late in (names[::2], names[1::2], names):
+        engine = every.gathering_late(late, late[:2])
+        seen = done(Model(**CASES[case]), units, modes, engine, 1, monkeypatch, profile.rerun)
+        assert seen == predicted(profile, units, modes, engine, 1), late
+        orders.append(seen)
+    assert predicted(profile, units, modes, every, 1) not in orders

@@ -23,7 +23,7 @@ def plan(profile, cluster, **options):
 def tried(monkeypatch):
     """Sizes that modes were assigned for, and that were looked at for whether they fit, in order."""
     assigned, looked_at = [], []
-    assign, fits = competition.assign_modes, sweep.Sweep.fits
+    assign, fits = competition.assign_ahead, sweep.Sweep.fits
 
     def record_assign(setting, **options):
         assigned.append(setting.workload.micro_batch_size)
@@ -33,7 +33,7 @@ def tried(monkeypatch):
         looked_at.append(size)
         return fits(self, size)
 
-    monkeypatch.setattr(competition, "assign_modes", record_assign)
+    monkeypatch.setattr(competition, "assign_ahead", record_assign)
     monkeypatch.setattr(sweep.Sweep, "fits", record_fits)
     return assigned, looked_at
 

@@ -207,6 +207,8 @@ class Fsdp2Model(ShardedModel):
             backward=plan is None or plan.backward_prefetch == "pre",
             forward=plan is not None and plan.forward_prefetch,
             rerun=() if plan is None else [block.name for block in plan.blocks if block.activations in RERUN],
+            late_backward=() if plan is None else plan.late_backward,
+            late_forward=() if plan is None else plan.late_forward,
         )
 
     @override

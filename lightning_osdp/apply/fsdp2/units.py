@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecision, MixedPrecisionPolicy, fully_shard
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from lightning_osdp.apply.fsdp2 import internals
@@ -91,9 +91,19 @@ def shard(
             vars(child._parameters[name]).update(attributes)
         for module in unit.modules:
             internals.keep_attributes(module)
+        for module in unit.modules[:-1]:
+            module.register_forward_hook(_gathering(unit.handle))
 
 
-def set_prefetch(units: Sequence[ShardedUnit], *, backward: bool, forward: bool, rerun: Collection[str] = ()) -> None:
+def set_prefetch(
+    units: Sequence[ShardedUnit],
+    *,
+    backward: bool,
+    forward: bool,
+    rerun: Collection[str] = (),
+    late_backward: Collection[str] = (),
+    late_forward: Collection[str] = (),
+) -> None:
     """Says explicitly what each unit gathers ahead, for torch's own order is that of the forward before.
 
     That one may have been an evaluation, and it has units that no backward comes to.
@@ -103,18 +113,21 @@ def set_prefetch(units: Sequence[ShardedUnit], *, backward: bool, forward: bool,
         backward: whether a unit gathers the one that forward left before, once backward has come to it.
         forward: whether a unit gathers the next one of forward, once forward has come to it.
         rerun: names of blocks that run again in backward, where what comes after them is not needed.
+        late_backward: names of units that no other one gathers ahead in backward.
+        late_forward: the same of forward.
     """
     (root,) = (unit for unit in units if not unit.name)
     order = leaving_order(units)
     trained = next((i for i, unit in enumerate(order) if _is_trained(unit)), len(order))
     for before, unit in zip([None, *order], [*order, root], strict=True):
-        comes = backward and before is not None and order.index(before) >= trained
+        comes = backward and before is not None and order.index(before) >= trained and before.name not in late_backward
         # a unit in its own list keeps torch from choosing another
         unit.handle.set_modules_to_backward_prefetch([before.handle if comes and before is not None else unit.handle])
     inner = [unit for unit in units if unit.name]
     for unit, following in zip([root, *inner], [*inner, None], strict=True):
         around = next((block for block in rerun if unit.name.startswith(f"{block}.")), "")
         comes = forward and following is not None and following.name.startswith(around)
+        comes = comes and following is not None and following.name not in late_forward
         unit.handle.set_modules_to_forward_prefetch([following.handle] if comes and following is not None else [])
 
 
@@ -186,6 +199,23 @@ def without_views(output: Any) -> Any:
     if not torch.is_grad_enabled():
         return output
     return _no_view(output) if isinstance(output, Tensor) else tree_map_only(Tensor, _no_view, output)
+
+
+def _gathering(handle: Any) -> Callable[[nn.Module, Any, Any], None]:
+    """A hook that gathers a unit of several modules where backward comes to the output of one that is not the last.
+
+    fully_shard does that at the output of the last one, which the loss may not depend on.
+    """
+
+    def gather(_: Tensor) -> None:
+        handle.unshard()  # nothing where it is there
+
+    def hook(_: nn.Module, __: Any, output: Any) -> None:
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(gather)
+
+    return hook
 
 
 def _without_views(module: nn.Module, _: Any, output: Any) -> Any:

@@ -13,6 +13,7 @@ from lightning_osdp.core.profile import ModelProfile, OptimizerProfile
 from lightning_osdp.core.units import UnitProfile, UnitRules
 from lightning_osdp.core.workload import Workload
 from lightning_osdp.engine.engine import Engine
+from lightning_osdp.engine.events import GatherRule
 from lightning_osdp.engine.fsdp1.layout import layout
 from lightning_osdp.engine.fsdp1.live_parts import FSDP1LiveParts
 from lightning_osdp.engine.fsdp1.schedule import FSDP1Host
@@ -37,9 +38,9 @@ class FSDP1(Engine):
 
     @property
     @override
-    def gathers_in_flight(self) -> int:
-        """``_FreeEventQueue._max_num_inflight_all_gathers`` of torch/distributed/fsdp/_limiter_utils.py."""
-        return 2
+    def gathers_wait_for(self) -> GatherRule:
+        """``_FreeEventQueue`` of torch/distributed/fsdp/_limiter_utils.py."""
+        return "frees"
 
     @property
     @override
@@ -109,4 +110,5 @@ class FSDP1(Engine):
 
     @override
     def host(self, course: Course) -> FSDP1Host:
-        return FSDP1Host(course, backward_prefetch=self.backward_prefetch, forward_prefetch=self.forward_prefetch)
+        ahead = self.forward_prefetch is True
+        return FSDP1Host(course, backward_prefetch=self.backward_prefetch, forward_prefetch=ahead)

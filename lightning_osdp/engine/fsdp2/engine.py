@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from typing_extensions import override
@@ -12,7 +12,8 @@ from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.profile import ModelProfile, OptimizerProfile
 from lightning_osdp.core.units import UnitProfile, UnitRules
 from lightning_osdp.core.workload import Workload
-from lightning_osdp.engine.engine import Engine
+from lightning_osdp.engine.engine import AUTO, Engine
+from lightning_osdp.engine.events import GatherRule
 from lightning_osdp.engine.fsdp2.layout import gathered_bytes, layout, sent_bytes
 from lightning_osdp.engine.fsdp2.live_parts import FSDP2LiveParts
 from lightning_osdp.engine.fsdp2.schedule import FSDP2Host
@@ -26,32 +27,78 @@ class FSDP2(Engine):
     """Units are groups of parameters, each sharded along its rows; modules stay as they are."""
 
     asynchronous_unshard: bool = True
-    """Whether all-gathers are issued so that computing may go on, and their buffers are gone sooner."""
+    """Whether all-gathers are issued so that computing may go on, and their buffers are gone sooner. They then begin
+    where the host has issued them: without `forward_prefetch` nothing is computed beside those of forward."""
+    late_forward: tuple[str, ...] = ()
+    """Units, by name, that are gathered when forward comes to them, whatever `forward_prefetch` says of the others."""
+    late_backward: tuple[str, ...] = ()
+    """The same of backward."""
 
     name: ClassVar[str] = "fsdp2"
     prefetches: ClassVar[tuple[str, ...]] = ("pre", "none")
-    rules: ClassVar[UnitRules] = UnitRules(frozen_may_differ=True, joins_root=False)
+    rules: ClassVar[UnitRules] = UnitRules(frozen_may_differ=True, joins_root=False, joins_modules=True)
     flips: ClassVar[frozenset[str]] = frozenset(
-        {"modes", "sync", "backward_prefetch", "forward_prefetch", "asynchronous_unshard"}
+        {
+            "modes",
+            "sync",
+            "backward_prefetch",
+            "forward_prefetch",
+            "asynchronous_unshard",
+            "late_forward",
+            "late_backward",
+        }
     )
     is_closed_form_exact: ClassVar[bool] = False
     note: ClassVar[str] = "Memory and times of engine='fsdp2' are predicted roughly as yet."
 
+    @override
+    def alternatives(self, *, overlaps: bool) -> tuple[FSDP2, ...]:
+        """With asynchronous unsharding and all units gathered ahead; or with synchronous, if forward is to be chosen.
+
+        Synchronous all-gathers begin by themselves while forward computes, a unit earlier, and hold one more buffer:
+        neither is better for all models. To gather ahead explicitly besides makes those no earlier.
+        """
+        backward = self.backward_prefetch
+        if backward == AUTO:
+            backward = "pre" if overlaps else "none"
+        ahead = replace(self, backward_prefetch=backward, forward_prefetch=self.forward_prefetch is True)
+        if self.forward_prefetch != AUTO or not overlaps:
+            return (ahead,)
+        implicit = replace(ahead, asynchronous_unshard=False)
+        return (replace(ahead, forward_prefetch=True), implicit) if self.asynchronous_unshard else (implicit,)
+
+    @override
+    def without_prefetch(self, chosen: FSDP2) -> FSDP2:
+        return replace(
+            chosen,
+            backward_prefetch="none" if self.backward_prefetch == AUTO else chosen.backward_prefetch,
+            forward_prefetch=chosen.forward_prefetch if self.forward_prefetch != AUTO else False,
+        )
+
+    @override
+    def gathering_late(self, forward: Sequence[str], backward: Sequence[str]) -> FSDP2:
+        return replace(self, late_forward=tuple(forward), late_backward=tuple(backward))
+
     @property
     @override
-    def gathers_in_flight(self) -> int:
-        """In forward an all-gather waits until the unit before it is copied out, or the one before that.
+    def all_ahead(self) -> FSDP2:
+        return replace(self, late_forward=(), late_backward=())
 
-        A unit is copied out when the one before it is freed. [Read: ``_wait_all_gather_streams_on_event`` in
-        ``wait_for_unshard`` of _fsdp_param_group.py.]
+    @property
+    @override
+    def gathers_wait_for(self) -> GatherRule:
+        """Asynchronous ones copy what they send in the stream that computes, others in a stream of their own.
+
+        That one waits until units are copied out: in forward until the one before is, elsewhere until the unit itself
+        is. [Read: ``get_all_gather_streams`` and ``wait_for_unshard`` in _fsdp_param_group.py.]
         """
-        return 2 if self.asynchronous_unshard else 3
+        return "computing" if self.asynchronous_unshard else "copies"
 
     @property
     @override
     def most_lingering(self) -> int:
         """That of the unit before, and that of the next one."""
-        return (not self.asynchronous_unshard) + self.forward_prefetch
+        return (not self.asynchronous_unshard) + (self.forward_prefetch is True)
 
     @override
     def keeps(self, mode: ShardingMode, world_size: int) -> bool:
@@ -118,4 +165,10 @@ class FSDP2(Engine):
 
     @override
     def host(self, course: Course) -> FSDP2Host:
-        return FSDP2Host(course, backward_prefetch=self.backward_prefetch, forward_prefetch=self.forward_prefetch)
+        return FSDP2Host(
+            course,
+            backward_prefetch=self.backward_prefetch,
+            forward_prefetch=self.forward_prefetch is True,
+            late_forward=self.late_forward,
+            late_backward=self.late_backward,
+        )

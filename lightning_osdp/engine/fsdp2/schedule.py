@@ -9,6 +9,7 @@ With explicit lists of modules to prefetch, one for each unit:
   first time. Its gradients are reduced at its first call; autograd holds them until then.
 - Prefetching ("pre") gathers the unit that forward left before, once backward has come to a unit; but none that
   backward does not come to, as everything up to it is frozen.
+- Both are lists, and leave out units that are to be gathered late: only when their own turn comes.
 - Where the inputs of a unit's first call need no gradient, nothing tells that backward is through with it: it is freed
   and reduced at the end of backward, after the root, in the order of ``named_modules()`` (here: of forward). So are
   units that backward does not come to.
@@ -30,7 +31,7 @@ References:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from typing_extensions import override
 
@@ -44,9 +45,19 @@ class FSDP2Host(Host):
         course: what there is to do.
         backward_prefetch: ``pre`` or ``none``.
         forward_prefetch: whether the next unit of forward is gathered before one runs.
+        late_forward: units that forward does not gather ahead, by name.
+        late_backward: the same of backward.
     """
 
-    def __init__(self, course: Course, *, backward_prefetch: str, forward_prefetch: bool) -> None:
+    def __init__(
+        self,
+        course: Course,
+        *,
+        backward_prefetch: str,
+        forward_prefetch: bool,
+        late_forward: Collection[str] = (),
+        late_backward: Collection[str] = (),
+    ) -> None:
         calls = [unit.calls for unit in course.units]
         super().__init__(course, calls, backward_prefetch=backward_prefetch, forward_prefetch=forward_prefetch)
         self.is_called_once = [len(spans) == 1 for spans in calls]
@@ -55,8 +66,10 @@ class FSDP2Host(Host):
         if course.merges_calls:
             self.leaves = [[unit for unit in ends if calls[unit][-1][1] == i] for i, ends in enumerate(self.ends)]
         for segment, starting in enumerate(self.starts):
-            if self.ahead[segment] and not self._leads_on(segment, starting):
+            is_late = any(course.units[unit].name in late_forward for unit in self.ahead[segment])
+            if self.ahead[segment] and (is_late or not self._leads_on(segment, starting)):
                 self.ahead[segment] = []
+        self.late = {unit for unit in self.order if course.units[unit].name in late_backward}
         self.returns: list[list[tuple[int, bool]]] = [[] for _ in range(self.num_segments)]
         """By segment, the units with a call of which backward is through then, and whether that is their last one."""
         self.at_the_end: list[int] = []
@@ -103,7 +116,7 @@ class FSDP2Host(Host):
 
     @override
     def gather_before(self, place: int) -> None:
-        if place > 0 and self.order[place - 1] in self.comes_back:
+        if place > 0 and self.order[place - 1] in self.comes_back and self.order[place - 1] not in self.late:
             super().gather_before(place)
 
     @override

@@ -1,0 +1,119 @@
+"""Which units are gathered ahead, where memory does not suffice to gather all of them ahead.
+
+To gather ahead takes a second buffer. Where that does not fit beside one large unit, all others may still be gathered
+ahead: a plan without that prefetch alone is nearly as fast as one with all of them. So modes are chosen in two ways:
+
+- As if to gather ahead took no memory. No modes with any units gathered ahead are faster than the bound on these,
+  for whatever fits with some of them gathered ahead fits with none, and to gather later is never faster. Where not all
+  units can be gathered ahead, what is there ahead at moments that exceed the limit is gathered late instead.
+- With everything gathered ahead, where that fits. What is gained by keeping something in place of a prefetch is less
+  than what the prefetch saves: more in none of 32 problems that were tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from lightning_osdp.assign.additive import Modes
+from lightning_osdp.assign.assign import Assignment, assign_modes
+from lightning_osdp.assign.setting import Setting
+from lightning_osdp.core.modes import ShardingMode
+from lightning_osdp.cost.peak_memory import ROUNDING_BYTES
+from lightning_osdp.engine import Event, Moment
+from lightning_osdp.simulation import in_modes
+
+_MAX_ROUNDS = 4
+"""Times that units are found that must not be gathered ahead; mostly the first one finds all of them."""
+
+
+def assign_ahead(
+    setting: Setting, *, limit_bytes: int, search: str, worth_s: float
+) -> tuple[Setting, Assignment] | None:
+    """The fastest assignment found, with units gathered ahead as far as that fits, and a bound on all of these.
+
+    Args:
+        setting: with every unit gathered ahead that may be; arguments as of `assign_modes`.
+        limit_bytes: the most bytes that may live on one rank.
+        search: name of a solver.
+        worth_s: a step time that is of no use.
+
+    Returns:
+        The setting with what is gathered ahead, and the assignment; None if none fits.
+    """
+    ideal, fits = setting.ideal, setting.peak(setting.least_memory_modes).peak_bytes <= limit_bytes
+    # nothing is worth improving where only the bound is asked for
+    worth_ideal_s = 0.0 if fits and ideal is not setting else worth_s
+    best = assign_modes(ideal, limit_bytes=limit_bytes, search=search, worth_s=worth_ideal_s)
+    if best is None or ideal is setting:
+        return None if best is None else (setting, best)
+    if fits:
+        found = assign_modes(setting, limit_bytes=limit_bytes, search=search, worth_s=worth_s)
+        if found is not None:
+            return setting, replace(found, bound_s=min(best.bound_s, found.bound_s))
+    chosen = as_far_as_fits(setting, best.modes, limit_bytes=limit_bytes)
+    if chosen is None:
+        return None
+    return chosen, replace(best, step_time_s=chosen.step_time_s(best.modes), peak=chosen.exact_peak(best.modes))
+
+
+def as_far_as_fits(setting: Setting, modes: Modes, *, limit_bytes: int) -> Setting | None:
+    """The setting with as many units gathered ahead as fit with these modes; None where not even none do.
+
+    Args:
+        setting: with every unit gathered ahead that may be.
+        modes: one per unit.
+        limit_bytes: the most bytes that may live on one rank.
+    """
+    engine, frugal = setting.engine, setting.frugal or setting.engine
+    may = (engine.forward_prefetch != frugal.forward_prefetch, engine.backward_prefetch != frugal.backward_prefetch)
+    late: list[list[str]] = [[], []]
+    for _ in range(_MAX_ROUNDS):
+        setting = replace(setting, engine=engine.gathering_late(late[False], late[True]))
+        above = list(dict.fromkeys(_ahead_above(setting, modes, limit_bytes)))
+        if not above:
+            return setting
+        more = [(way, setting.units[u].name) for way, u in above if u is not None and may[way]]
+        more = [(way, name) for way, name in more if name not in late[way]]
+        if not more:
+            return None
+        for way, name in more:
+            late[way].append(name)
+    every = [unit.name for unit in setting.units if not unit.is_root]
+    setting = replace(setting, engine=engine.gathering_late(*(every if each else [] for each in may)))
+    return setting if setting.exact_peak(modes).peak_bytes <= limit_bytes else None
+
+
+def _ahead_above(
+    setting: Setting, modes: Sequence[ShardingMode], limit_bytes: int
+) -> Iterator[tuple[bool, int | None]]:
+    """At moments above the limit: whether backward goes on, and each unit that is there ahead; None if none is."""
+    ahead: set[int] = set()
+    above: list[tuple[bool, int | None]] = []
+
+    def note(num_bytes: float, _: Callable[[], Moment]) -> None:
+        if num_bytes > limit_bytes + ROUNDING_BYTES:
+            above.extend((live.is_in_backward, unit) for unit in sorted(ahead))
+            if not ahead:
+                above.append((live.is_in_backward, None))
+
+    profile, world_size = in_modes(setting.profile, setting.units, modes), setting.cluster.world_size
+    live = setting.engine.live_parts(
+        profile,
+        setting.units,
+        note,
+        world_size=world_size,
+        workload=setting.workload,
+        reduce_scatter_copies=setting.cluster.reduce_scatter_copies,
+    )
+    repeats = setting.workload.num_micro_batches
+    for events in setting.engine.events_of(profile, setting.units, modes, world_size, num_micro_batches=repeats):
+        live.begin_micro_batch()
+        for event, following in zip(events, [*events[1:], None], strict=True):
+            if event.kind == "gather" and following != Event("await", event.of):
+                ahead.add(event.of)
+            elif event.kind == "await":
+                ahead.discard(event.of)
+            live.read(event)
+    live.update()
+    yield from above
