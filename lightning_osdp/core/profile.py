@@ -28,6 +28,8 @@ class ParameterProfile:
     """Bytes of an element at rest."""
     gathered_itemsize: int
     """Bytes of an element as gathered for computing, and of its unsharded gradient."""
+    reduced_itemsize: int | None = None
+    """Bytes of an element of the gradient while it is reduced; None: as it is computed."""
     num_rows: int | None = None
     """Length of its first dimension; None: not known, every element counts as a row."""
     is_trainable: bool = True
@@ -37,6 +39,11 @@ class ParameterProfile:
     """Number of its parameter group, counted over all optimizers."""
     place: int = 0
     """Where it stands in its group."""
+
+    @property
+    def sent_itemsize(self) -> int:
+        """Bytes of an element in a reduce-scatter."""
+        return self.gathered_itemsize if self.reduced_itemsize is None else self.reduced_itemsize
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,7 +86,7 @@ def _operator(
     optimized: Mapping[nn.Parameter, OptimizedParameter],
     precision: ComputePrecision,
 ) -> OperatorProfile:
-    compute_dtype = precision.dtype_of(operator.module)
+    compute_dtype, reduce_dtype = precision.dtype_of(operator.module), precision.reduce_dtype_of(operator.module)
     trainable = [p for p in operator.parameters if p.requires_grad]
     return OperatorProfile(
         name=operator.name,
@@ -100,7 +100,13 @@ def _operator(
         trainable_bytes=_bytes(trainable),
         gradient_bytes=_bytes(operator.gradients, compute_dtype),
         optimizer_bytes=sum(optimized[p].state_bytes for p in trainable if p in optimized),
-        parameters=tuple(_parameter(p, positions[p], optimized.get(p), compute_dtype) for p in operator.parameters),
+        parameters=tuple(
+            replace(
+                _parameter(p, positions[p], optimized.get(p), compute_dtype),
+                reduced_itemsize=_itemsize(p, reduce_dtype) if reduce_dtype else None,
+            )
+            for p in operator.parameters
+        ),
         dtype=", ".join(dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in operator.parameters)),
     )
 
