@@ -171,9 +171,9 @@ class LiveParts(ABC):
         self.parts["reduced gradients"] = 0.0
 
     def _rerun(self, index: int) -> None:
-        """What forward builds up again is part of the segment's workspace in backward."""
+        """What forward builds up again; at its end that is part of the last segment's workspace in backward, too."""
         segment = self.profile.segments[index]
-        self._observe("backward", segment.operator, "workspace", segment.backward_workspace_bytes.at(self.samples))
+        self._observe("backward", segment.operator, "workspace", segment.rerun_workspace_bytes.at(self.samples))
 
     def _backward(self, index: int) -> None:
         self.segment, segment = index, self.profile.segments[index]
@@ -218,7 +218,7 @@ class LiveParts(ABC):
             calls.setdefault(segment.operator, []).append(index)
         made: dict[int, list[tuple[int, int, int]]] = {}
         for operator in self.profile:
-            around = (self.profile.spans[name] for name in operator.enclosing if name in self.profile.spans)
+            around = (list(self.profile.spans[name]) for name in operator.enclosing if name in self.profile.spans)
             spans = [(index, index) for index in calls.get(operator.name, ())] or next(around, [(0, 0)])
             complete, index = (spans[0][0], spans[-1][1]) if operator.name else (0, 0)
             unit = unit_of[operator.name]

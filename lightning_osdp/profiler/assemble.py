@@ -21,7 +21,7 @@ from lightning_osdp.profiler.calls import Flow
 from lightning_osdp.profiler.operators import Operator, fingerprint
 from lightning_osdp.profiler.optimizer import OptimizedParameter
 from lightning_osdp.profiler.precision import ComputePrecision
-from lightning_osdp.profiler.segment_bytes import affine, profile_blocks, saved_before, segment_bytes
+from lightning_osdp.profiler.segment_bytes import affine, profile_blocks, profile_crossings, saved_before, segment_bytes
 from lightning_osdp.profiler.timing import Seconds
 from lightning_osdp.profiler.trace import Trace
 from lightning_osdp.splitting import cut_dims, splittable
@@ -70,6 +70,7 @@ def assemble(
         segments=segments,
         spans={name: tuple(spans) for name, spans in trace.calls.spans.items() if name in names | around},
         blocks=profile_blocks(trace, segments, activations),
+        crossings=profile_crossings(trace),
         fingerprint=fingerprint(module),
         profiled_batch_size=batch_size,
         optimizer=optimizer,

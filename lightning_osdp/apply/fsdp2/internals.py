@@ -164,7 +164,7 @@ def _registered(group: Any, register: Callable[..., Any], args: Any, kwargs: Any
     once = dict.fromkeys(given)
     if len(once) == len(given):
         return register(args, kwargs)
-    made = dict(zip(once, RegisterPostBackwardFunction.apply(group, *once), strict=True))  # type: ignore[no-untyped-call]
+    made = dict(zip(once, RegisterPostBackwardFunction.apply(group, *once), strict=True))
     return replace_grad_tensors((args, kwargs), (made[tensor] for tensor in given))
 
 

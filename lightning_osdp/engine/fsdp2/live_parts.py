@@ -10,8 +10,7 @@ what is saved. Of L equal units, of which backward has reduced those after the i
 
 - An all-gather fills one buffer, from which each parameter is copied. In forward the buffer of a unit lives until the
   next unit has been copied out, so that two of them live beside the copy; unless unsharding is asynchronous: then, and
-  in backward, it is gone after the copy. A forward that is run again in backward leaves its last buffer behind, too: to
-  the next such one, or to the next micro-batch.
+  in backward, it is gone after the copy. Where forward is run again in backward, it is gone when the unit's has run.
 - Under mixed precision the shard is cast for an all-gather, and what a reduce-scatter returns is cast to the dtype at
   rest.
 - Gradients are copied into one tensor to be reduced. It lives until backward is through with the next unit, or is over.
@@ -121,6 +120,12 @@ class FSDP2LiveParts(LiveParts):
     def _forward(self, index: int) -> None:
         super()._forward(index)
         if self.is_in_backward:
+            self._leave(0.0)
+
+    @override
+    def _rerun(self, index: int) -> None:
+        super()._rerun(index)
+        if self.copied is not None and any(last == index for _, last in self.units[self.copied].calls):
             self._leave(0.0)
 
     @override
