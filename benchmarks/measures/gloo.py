@@ -7,12 +7,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from benchmarks.families import FAMILIES, build
+from benchmarks.families import FAMILIES
 from benchmarks.measures import peaks
-from benchmarks.measures.memory import Case, draw_cases, phases, predict
+from benchmarks.measures.memory import Case, count, draw_cases, phases, predict
 from benchmarks.measures.section import Row, Section
 from benchmarks.testbed.local import local_ranks
-from benchmarks.testbed.memory import PHASES, count_step
+from benchmarks.testbed.memory import PHASES
 from lightning_osdp import Plan
 
 NUM_RANKS = (2, 4)
@@ -55,8 +55,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 def count_on_one_rank(case: Case, plan: Plan) -> dict[str, int]:
     """What every rank runs."""
-    module = build(case.family, optimizer=case.optimizer)
-    return dict(count_step(module, plan, precision=case.precision, num_steps=NUM_STEPS).phases)
+    return dict(count(case, plan, num_steps=NUM_STEPS).phases)
 
 
 def _each(rows: Sequence[Row]) -> list[Row]:

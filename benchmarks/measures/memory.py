@@ -6,17 +6,18 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch.distributed.fsdp import MixedPrecision
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from benchmarks.families import FAMILIES, build
+from benchmarks.families import FAMILIES, Family, build
 from benchmarks.measures import peaks
 from benchmarks.measures.section import Section
 from benchmarks.testbed.groups import fake_group
-from benchmarks.testbed.memory import count_step
-from lightning_osdp import Plan, profile_model
+from benchmarks.testbed.memory import StepBytes, count_step
+from lightning_osdp import OSDPStrategy, Plan, profile_model
 from lightning_osdp.core.cluster import Cluster, Link
 from lightning_osdp.core.modes import DP, SYNC_CHOICES, ZDP, ShardingMode
 from lightning_osdp.core.plan import Block, Unit
@@ -24,15 +25,21 @@ from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.rates import DeviceRates
 from lightning_osdp.core.units import UnitProfile, partition
 from lightning_osdp.cost import Workload
-from lightning_osdp.engine import FSDP1
+from lightning_osdp.engine import engine_of
 from lightning_osdp.profiler import ComputePrecision
 from lightning_osdp.simulation import StepEstimate, planned_units, simulate_step
+
+T = TypeVar("T")
 
 WORLD_SIZES = (2, 3, 8, 64)
 MICRO_BATCHES = (1, 3, 8)
 OPTIMIZERS = ("adamw", "sgd_momentum", "adamw_foreach")
 NUM_MICRO_BATCHES = (1, 4)
 PRECISIONS = ("32-true", "bf16-mixed")
+REDUCE_DTYPES = ("bfloat16", "float32")
+"""That gradients are reduced in where computing is in bfloat16."""
+FROZEN_OF_MIX = 0.3
+FROZEN = ("nothing", "nothing", "first", "mix")
 PROFILED_SAMPLES = 4
 """None of `MICRO_BATCHES`: what is predicted for them is extrapolated."""
 FREE = Link(latency_s=0.0, seconds_per_byte=0.0)
@@ -53,12 +60,19 @@ class Case:
     """More than one: operators that can be split are, or stay whole, as is drawn; so are the modes of their slices."""
     activations: str = "keep"
     """What blocks do with what they save: ``keep``, ``recompute``, or ``mix``, drawn per block."""
+    frozen: str = "nothing"
+    """What is not trained: ``nothing``, the ``first`` third of the modules that own parameters, or a ``mix`` of them
+    that is drawn."""
     world_size: int
     micro_batch_size: int
     optimizer: str
     num_micro_batches: int
     precision: str
+    reduce_dtype: str = "float32"
+    """That gradients are reduced in; as they are computed under ``32-true``."""
     backward_prefetch: str
+    forward_prefetch: bool = False
+    asynchronous_unshard: bool = True
     min_unit_bytes: int
     seed: int
 
@@ -66,19 +80,28 @@ class Case:
 def draw_cases(family: str, count: int, *, seed: int = 0) -> list[Case]:
     """Random cases of one family, the same for the same seed."""
     draw = random.Random(f"{family} {seed}")
+
+    def apart(index: int, what: str, choices: Sequence[T]) -> T:
+        """Drawn by itself, so that the others are what they are without it."""
+        return random.Random(f"{family} {seed} {index} {what}").choice(choices)
+
     return [
         Case(
             family=family,
             modes=draw.choice(("zdp", "dp", "mix", "mix")),
-            sync=random.Random(f"{family} {seed} {index} sync").choice(("every", "last", "mix", "mix")),
-            most_slices=random.Random(f"{family} {seed} {index} slices").choice((1, 4)),
-            activations=random.Random(f"{family} {seed} {index} blocks").choice(("keep", "recompute", "mix")),
+            sync=apart(index, "sync", ("every", "last", "mix", "mix")),
+            most_slices=apart(index, "slices", (1, 4)),
+            activations=apart(index, "blocks", ("keep", "recompute", "mix")),
+            frozen=apart(index, "frozen", FROZEN),
             world_size=draw.choice(WORLD_SIZES),
             micro_batch_size=draw.choice(MICRO_BATCHES),
             optimizer=draw.choice(OPTIMIZERS),
             num_micro_batches=draw.choice(NUM_MICRO_BATCHES),
             precision=draw.choice(PRECISIONS),
-            backward_prefetch=draw.choice(("pre", "none", "post")),
+            reduce_dtype=apart(index, "reduce", REDUCE_DTYPES),
+            backward_prefetch=draw.choice(("pre", "none")),
+            forward_prefetch=apart(index, "ahead", (False, True)),
+            asynchronous_unshard=apart(index, "asynchronous", (False, True)),
             min_unit_bytes=draw.choice((0, 4096, 65536)),
             seed=index,
         )
@@ -112,8 +135,42 @@ def measure(case: Case) -> dict[str, Any]:
     """
     estimate, plan = predict(case)
     with fake_group(case.world_size):
-        counted = count_step(build(case.family, optimizer=case.optimizer), plan, precision=case.precision)
+        counted = count(case, plan)
     return peaks.compared(phases(estimate), counted.phases)
+
+
+def count(case: Case, plan: Plan, *, num_steps: int = 1, keeps_curve: bool = False) -> StepBytes:
+    """Counts the step of a case on this rank of the default process group; arguments as of `count_step`."""
+    strategy = OSDPStrategy(plan=plan, batch_size="keep", mixed_precision=_mixed_precision(case))
+    return count_step(
+        _built(case.family, case.optimizer, case.frozen, case.seed),
+        plan,
+        precision=case.precision,
+        num_steps=num_steps,
+        keeps_curve=keeps_curve,
+        strategy=strategy,
+    )
+
+
+def _mixed_precision(case: Case) -> MixedPrecision | None:
+    if case.precision == "32-true":
+        return None
+    return MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, case.reduce_dtype))
+
+
+def _built(family: str, optimizer: str, frozen: str, seed: int) -> Family:
+    module = build(family, optimizer=optimizer)
+    owners = [child for child in module.modules() if next(child.parameters(recurse=False), None) is not None]
+    draw = random.Random(f"{family} {seed} frozen")
+    chosen = {
+        "nothing": [],
+        "first": owners[: len(owners) // 3],
+        "mix": [child for child in owners[:-1] if draw.random() < FROZEN_OF_MIX],  # the last one is trained
+    }
+    for child in chosen[frozen]:
+        for parameter in child.parameters(recurse=False):
+            parameter.requires_grad_(False)
+    return module
 
 
 def predict(case: Case, *, rank: int = 0, reduce_scatter_copies: bool = False) -> tuple[StepEstimate, Plan]:
@@ -124,7 +181,7 @@ def predict(case: Case, *, rank: int = 0, reduce_scatter_copies: bool = False) -
         rank: whose memory.
         reduce_scatter_copies: as in `Cluster`: true of gloo.
     """
-    profile = _profile(case.family, case.optimizer, case.precision)
+    profile = _profile(case)
     plan = _plan(profile, partition(profile, min_unit_bytes=case.min_unit_bytes), case)
     cluster = Cluster(
         world_size=case.world_size,
@@ -136,21 +193,35 @@ def predict(case: Case, *, rank: int = 0, reduce_scatter_copies: bool = False) -
         *planned_units(plan, profile),
         cluster,
         Workload(micro_batch_size=case.micro_batch_size, num_micro_batches=case.num_micro_batches),
-        engine=FSDP1(backward_prefetch=case.backward_prefetch),
+        engine=engine_of(plan),
         rank=rank,
     )
     return estimate, plan
 
 
+def _profile(case: Case) -> ModelProfile:
+    return _profiled(
+        case.family,
+        case.optimizer,
+        case.frozen,
+        seed=case.seed if case.frozen == "mix" else 0,
+        precision=case.precision,
+        reduce_dtype=case.reduce_dtype,
+    )
+
+
 @cache
-def _profile(family: str, optimizer: str, precision: str) -> ModelProfile:
-    dtype = torch.bfloat16 if precision == "bf16-mixed" else None
-    module = build(family, optimizer=optimizer)
+def _profiled(
+    family: str, optimizer: str, frozen: str, *, seed: int, precision: str, reduce_dtype: str
+) -> ModelProfile:
+    is_mixed = precision == "bf16-mixed"
+    dtype, reduced = (torch.bfloat16, getattr(torch, reduce_dtype)) if is_mixed else (None, None)
+    module = _built(family, optimizer, frozen, seed)
     return profile_model(
         module,
         module.batch(PROFILED_SAMPLES),
-        precision=ComputePrecision(dtype, (_BatchNorm,)),
-        context=lambda: torch.autocast("cpu", dtype=dtype, enabled=dtype is not None),
+        precision=ComputePrecision(dtype, (_BatchNorm,), reduced),
+        context=lambda: torch.autocast("cpu", dtype=dtype, enabled=is_mixed),
         rates=ANY_RATES,
     )
 
@@ -215,5 +286,8 @@ def _plan(profile: ModelProfile, units: Sequence[UnitProfile], case: Case) -> Pl
         step_time_s=0.0,
         samples_per_s=0.0,
         gap=0.0,
+        engine="fsdp2",
         backward_prefetch=case.backward_prefetch,
+        forward_prefetch=case.forward_prefetch,
+        asynchronous_unshard=case.asynchronous_unshard,
     )

@@ -20,6 +20,10 @@ class Affine:
         """Both together."""
         return Affine(self.fixed + other.fixed, self.per_sample + other.per_sample)
 
+    def times(self, factor: float) -> Affine:
+        """So many times the quantity."""
+        return Affine(self.fixed * factor, self.per_sample * factor)
+
     @classmethod
     def through(cls, size: int, value: float, other_size: int, other_value: float) -> Affine:
         """Exact at ``size``, and as close to the other point as neither part being negative allows.

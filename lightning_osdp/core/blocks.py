@@ -7,7 +7,7 @@ block takes its forward once more, before its backward begins.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from lightning_osdp.core.affine import ZERO, Affine
@@ -40,7 +40,8 @@ def with_activations(profile: ModelProfile, activations: Mapping[str, str]) -> M
     for block in (block for block in profile.blocks if block.name in chosen):
         (first, last), choice = block.span, chosen[block.name]
         segments += [_settled_less(segment, fewer) for segment in profile.segments[len(segments) : first]]
-        segments += [_settled_less(segment, fewer) for segment in block.segments[choice]]
+        own = [_settled_less(segment, fewer) for segment in block.segments[choice]]
+        segments += list(_made_again(profile, block.span, own)) if choice in RERUN else own
         fewer += freed_bytes(profile, block, choice)
         if choice in RERUN:
             segments[last] = replace(segments[last], backward_s=segments[last].backward_s + block.rerun_s)
@@ -48,7 +49,49 @@ def with_activations(profile: ModelProfile, activations: Mapping[str, str]) -> M
         if choice in block.copied_bytes:
             copied.append((block.span, block.copied_bytes[choice]))
     segments += [_settled_less(segment, fewer) for segment in profile.segments[len(segments) :]]
-    return replace(profile, segments=tuple(segments), blocks=(), rerun=rerun, copied=tuple(copied))
+    segments = _saved_once(segments, profile, chosen)
+    return replace(profile, segments=tuple(segments), blocks=(), crossings=(), rerun=rerun, copied=tuple(copied))
+
+
+def _made_again(profile: ModelProfile, span: Span, segments: Sequence[Segment]) -> Iterator[Segment]:
+    """With what a block that runs again makes again, its inputs apart."""
+    first, last = span
+    inputs = [ZERO] * (last + 1 - first)
+    for crossing in profile.crossings:
+        own = crossing.savers.get("keep", (-1,))[0]
+        if first <= own <= last and any(first <= index <= last for index in crossing.savers.get("recompute", ())):
+            inputs[own - first] += crossing.num_bytes
+    before = ZERO
+    for segment, kept, given in zip(segments, profile.segments[first : last + 1], inputs, strict=True):
+        made = kept.saved_bytes + given.times(-1.0)
+        yield replace(segment, made_again_bytes=made, made_before_bytes=before)
+        before += made
+
+
+def _saved_once(segments: Sequence[Segment], profile: ModelProfile, chosen: Mapping[str, str]) -> list[Segment]:
+    """Books what crosses from one block to another where the first one saves it that does so with these choices.
+
+    Segments have it where that is if all blocks do as their own.
+    """
+    choices = ["keep"] * len(segments)
+    for block in profile.blocks:
+        first, last = block.span
+        choices[first : last + 1] = [chosen.get(block.name, "keep")] * (last + 1 - first)
+    more = [ZERO] * len(segments)
+    for crossing in profile.crossings:
+        having = {savers[0] for choice, savers in crossing.savers.items() if savers and choices[savers[0]] == choice}
+        saving = [i for choice, savers in crossing.savers.items() for i in savers if choices[i] == choice]
+        for index in having.difference([min(saving, default=-1)]):
+            more[index] += crossing.num_bytes.times(-1.0)
+        if saving and min(saving) not in having:
+            more[min(saving)] += crossing.num_bytes
+    fewer = ZERO
+    found = []
+    for segment, here in zip(segments, more, strict=True):
+        fewer += here.times(-1.0)
+        moved = _settled_less(segment, fewer)
+        found.append(moved if here == ZERO else replace(moved, saved_bytes=segment.saved_bytes + here))
+    return found
 
 
 def _check(profile: ModelProfile, chosen: Mapping[str, str]) -> None:

@@ -28,6 +28,8 @@ class ParameterProfile:
     """Bytes of an element at rest."""
     gathered_itemsize: int
     """Bytes of an element as gathered for computing, and of its unsharded gradient."""
+    reduced_itemsize: int | None = None
+    """Bytes of an element of the gradient while it is reduced; None: as it is computed."""
     num_rows: int | None = None
     """Length of its first dimension; None: not known, every element counts as a row."""
     is_trainable: bool = True
@@ -37,6 +39,11 @@ class ParameterProfile:
     """Number of its parameter group, counted over all optimizers."""
     place: int = 0
     """Where it stands in its group."""
+
+    @property
+    def sent_itemsize(self) -> int:
+        """Bytes of an element in a reduce-scatter."""
+        return self.gathered_itemsize if self.reduced_itemsize is None else self.reduced_itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +138,12 @@ class Segment:
     """Bytes of other live tensors when its forward has run: what the next one begins with."""
     backward_workspace_bytes: Affine = ZERO
     """The same for its backward, the operator's own gradients apart."""
+    rerun_workspace_bytes: Affine = ZERO
+    """The same while a block runs again in backward."""
+    made_again_bytes: Affine = ZERO
+    """Where its block runs again: what it would save if the block kept that, and makes again."""
+    made_before_bytes: Affine = ZERO
+    """The same of the block's segments before it."""
     evaluation_bytes: Affine = ZERO
     """Most bytes of live tensors beside parameters, buffers and batch while its forward runs without gradients."""
     settled_bytes: Affine | None = None
@@ -143,6 +156,14 @@ class Rerun(NamedTuple):
     span: Span
     is_early: bool
     """Whether that is before backward has reached the last unit inside: where the block saves something after it."""
+
+
+class Crossing(NamedTuple):
+    """A tensor that a block gets or returns: several blocks, or the rest of the model, may save it, and the first does."""
+
+    num_bytes: Affine
+    savers: Mapping[str, tuple[int, ...]]
+    """Segments that save it, ascending, by what all blocks do with what they save."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +180,8 @@ class BlockProfile:
     """See `Rerun`."""
     copied_bytes: Mapping[str, Affine] = field(default_factory=dict)
     """By choice, what goes to host memory in forward, and comes back in backward."""
+    borrowed_bytes: Affine = ZERO
+    """What it needs to be saved where it keeps what it saves, but others before it do, if they keep theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +196,8 @@ class ModelProfile:
     """Module -> its calls, for every module but the root that may be a unit."""
     blocks: tuple[BlockProfile, ...] = ()
     """Modules that may recompute or offload what they save, in forward order; none is inside another."""
+    crossings: tuple[Crossing, ...] = ()
+    """Tensors that more than one of the blocks and the rest of the model may save."""
     rerun: Mapping[str, Rerun] = field(default_factory=dict)
     """Modules whose forward runs again in backward, which `segments` has in its seconds."""
     copied: tuple[tuple[Span, Affine], ...] = ()

@@ -93,6 +93,7 @@ def split_operators(profile: ModelProfile, num_slices: Mapping[str, int]) -> Mod
         segments=tuple(segments),
         spans=spans,
         blocks=(),
+        crossings=(),
         rerun={
             name: Rerun((places[first][0], places[last][1]), is_early)
             for name, ((first, last), is_early) in profile.rerun.items()
@@ -156,6 +157,8 @@ def _segments(segment: Segment, cut: Cut, number: int, handed: Affine) -> Iterat
     x, y, gradient = cut.input_bytes, cut.output_bytes, cut.input_gradient_bytes
     saved_x = _least(x, segment.saved_bytes)
     besides = _most(handed, saved_x)
+    # in backward, what a block that runs again makes again, as if it had been saved
+    x_again = saved_x + _least(x, segment.made_again_bytes)
     settled = segment.settled_bytes
     sizes = slice_sizes(cut.num_features, number)
     for index, (name, size) in enumerate(zip(slice_names(segment.operator, number), sizes, strict=True)):
@@ -170,7 +173,7 @@ def _segments(segment: Segment, cut: Cut, number: int, handed: Affine) -> Iterat
                 forward_workspace_bytes=_most(
                     segment.forward_workspace_bytes, _less(besides + products, segment.saved_bytes)
                 ),
-                settled_bytes=None if settled is None else _less(settled + saved_x + y + part, gradient),
+                settled_bytes=None if settled is None else _less(settled + x_again + y + part, gradient),
                 evaluation_bytes=_most(segment.evaluation_bytes, x + products),
                 **timed,
             )
@@ -179,8 +182,9 @@ def _segments(segment: Segment, cut: Cut, number: int, handed: Affine) -> Iterat
                 operator=name,
                 forward_workspace_bytes=besides + products,
                 handed_bytes=besides + y,
-                backward_workspace_bytes=saved_x + y + gradient + part,
-                settled_bytes=None if settled is None else settled + part + (saved_x + y if index else ZERO),
+                backward_workspace_bytes=segment.made_before_bytes + x_again + y + gradient + part,
+                rerun_workspace_bytes=segment.rerun_workspace_bytes,
+                settled_bytes=None if settled is None else settled + part + (x_again + y if index else ZERO),
                 evaluation_bytes=_least(segment.evaluation_bytes, x + products),
                 **timed,
             )

@@ -25,9 +25,11 @@ def activations_cost(
 
 
 def saved_bytes(unit: UnitProfile, choice: str, num_samples: int) -> float:
-    """Bytes that stay on the device from the unit's forward to its backward."""
-    if choice == "keep" or unit.block is None:
+    """Bytes that stay on the device from the unit's forward to its backward, at most."""
+    if unit.block is None:
         return unit.saved_bytes.at(num_samples)
+    if choice == "keep":
+        return (unit.saved_bytes + unit.block.borrowed_bytes).at(num_samples)
     return stays_bytes(unit.block, choice).at(num_samples)
 
 

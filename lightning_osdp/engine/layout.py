@@ -34,6 +34,11 @@ class UnitBytes:
     """What an all-gather fills, where that is not the gathered unit itself but copied into it."""
     last_gradient: float = 0.0
     """Gradient that lives while the others are reduced."""
+    last_whole_gradient: float = 0.0
+    """The same of what is left from one micro-batch to the next."""
+    casting: float = 0.0
+    """Most bytes beside the gradients while what is left of them is cast to the dtype of reducing, one by one; 0 where
+    nothing is cast."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,6 +70,7 @@ class LiveParts(ABC):
         self.settled = 0.0  # bytes beyond the saved tensors while a unit's gradients are reduced
         self.layout, self.sizes = layout, layout.units
         self.gradients = self._gradients()
+        self.passing: dict[int, float] = {}  # by segment, bytes of gradients that its backward adds to others
         self.accumulated: set[int] = set()  # units whose gradients are whole
         self.reduced: set[int] = set()  # units whose gradients this step has reduced
         self.parts = {
@@ -87,6 +88,7 @@ class LiveParts(ABC):
         self._readers = {
             "gather": self._gather,
             "await": self._await,
+            "linger": self._linger,
             "free": self._free,
             "forward": self._forward,
             "zero": self._zero,
@@ -116,6 +118,10 @@ class LiveParts(ABC):
 
     @abstractmethod
     def _await(self, unit: int) -> None: ...
+
+    def _linger(self, unit: int) -> None:
+        """What a forward that is run again leaves behind: nothing."""
+        del unit
 
     def _free(self, unit: int) -> None:
         self._add("gathered parameters", -self.sizes[unit].gathered)
@@ -165,23 +171,22 @@ class LiveParts(ABC):
         self.parts["reduced gradients"] = 0.0
 
     def _rerun(self, index: int) -> None:
-        """What forward builds up again is part of the segment's workspace in backward."""
+        """What forward builds up again; at its end that is part of the last segment's workspace in backward, too."""
         segment = self.profile.segments[index]
-        self._observe("backward", segment.operator, "workspace", segment.backward_workspace_bytes.at(self.samples))
+        self._observe("backward", segment.operator, "workspace", segment.rerun_workspace_bytes.at(self.samples))
 
     def _backward(self, index: int) -> None:
         self.segment, segment = index, self.profile.segments[index]
-        passing = 0.0
-        for unit, num_bytes in self.gradients.get(index, ()):
+        for unit, num_bytes, complete in self.gradients.get(index, ()):
+            self._add("unsharded gradients", num_bytes)
             if self._adds_in_place(unit):
-                passing += num_bytes
-            else:
-                self._add("unsharded gradients", num_bytes)
+                self.passing[complete] = self.passing.get(complete, 0.0) + num_bytes
         workspace = segment.backward_workspace_bytes.at(self.samples)
-        self._observe("backward", segment.operator, "workspace", workspace + passing)
+        self._observe("backward", segment.operator, "workspace", workspace)
+        self._add("unsharded gradients", -self.passing.pop(index, 0.0))
 
     def _adds_in_place(self, unit: int) -> bool:
-        """Whether new gradients of a unit are gone as soon as they are made."""
+        """Whether new gradients of a unit are gone as soon as they are complete."""
         del unit
         return False
 
@@ -200,18 +205,26 @@ class LiveParts(ABC):
         """The operator whose backward ends that of the unit."""
         return self.profile.segments[self.units[unit].first].operator
 
-    def _gradients(self) -> dict[int, list[tuple[int, int]]]:
-        """Segment -> units, each with the bytes of gradients that the segment's backward makes first.
+    def _gradients(self) -> dict[int, list[tuple[int, int, int]]]:
+        """Segment -> units, with the bytes of gradients that its backward makes first, and where they are complete.
 
         Those of an operator come where backward reaches it; of one that is never called itself, where it reaches the
-        nearest module around; of the root's own parameters at the end.
+        nearest module around; of the root's own parameters at the end. They are complete where backward leaves its
+        first call, and autograd holds them until then; those of a tied parameter, where it leaves their unit.
         """
         unit_of = {operator.name: index for index, unit in enumerate(self.units) for operator in unit.operators}
-        last = {segment.operator: index for index, segment in enumerate(self.profile.segments[:-1])}
-        made: dict[int, list[tuple[int, int]]] = {}
+        calls: dict[str, list[int]] = {}
+        for index, segment in enumerate(self.profile.segments[:-1]):
+            calls.setdefault(segment.operator, []).append(index)
+        made: dict[int, list[tuple[int, int, int]]] = {}
         for operator in self.profile:
-            around = (self.profile.spans[name][-1][1] for name in operator.enclosing if name in self.profile.spans)
-            index = last.get(operator.name, next(around, 0)) if operator.name else 0
+            around = (list(self.profile.spans[name]) for name in operator.enclosing if name in self.profile.spans)
+            spans = [(index, index) for index in calls.get(operator.name, ())] or next(around, [(0, 0)])
+            complete, index = (spans[0][0], spans[-1][1]) if operator.name else (0, 0)
             unit = unit_of[operator.name]
-            made.setdefault(index, []).append((unit, self._gradient_bytes(self.units[unit], operator)))
+            of = self.units[unit]
+            own = sum(each.num_elements * each.gathered_itemsize for each in operator.parameters if each.is_trainable)
+            if of.parameters and operator.gradient_bytes > own:
+                complete = min(complete, of.first)
+            made.setdefault(index, []).append((unit, self._gradient_bytes(of, operator), complete))
         return made

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_osdp.core.profile import Span
 from lightning_osdp.profiler.blocks import saving_less
 from lightning_osdp.profiler.calls import Calls
+from lightning_osdp.profiler.crossings import Crossings, Saved, crossed
 from lightning_osdp.profiler.live_bytes import LiveBytes
 from lightning_osdp.profiler.operators import Operator
 from lightning_osdp.profiler.segments import Position, followed
@@ -28,12 +29,16 @@ class Activations:
     """Bytes of one segment."""
 
     saved_bytes: int = 0
+    crossings: tuple[Saved, ...] = ()
+    """What it saves of tensors that blocks get or return, whoever is counted for it."""
     forward_workspace_bytes: int = 0
     """Most live bytes beside parameters, batch and everything saved so far, this segment included."""
     handed_bytes: int = 0
     """The same where it ends: what it hands on and nothing has saved yet."""
     backward_workspace_bytes: int = 0
     """Most live bytes beside those and the gradients of parameters."""
+    rerun_workspace_bytes: int = 0
+    """The same while a block runs again."""
     evaluation_bytes: int = 0
     """Most live bytes beside parameters and batch when forward runs without gradients."""
     reruns_early: bool = False
@@ -46,12 +51,20 @@ class Activations:
 class _Trace:
     """Follows one forward and backward through their segments."""
 
-    def __init__(self, live: LiveBytes, operators: Sequence[Operator], calls: Calls, static: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        live: LiveBytes,
+        operators: Sequence[Operator],
+        calls: Calls,
+        static: Sequence[Tensor],
+        blocks: Mapping[str, Span],
+    ) -> None:
         self.live = live
         live.track(static)
         self.static_bytes = live.current_bytes
         self.excluded = {tensor.untyped_storage()._cdata for tensor in static if tensor.layout is torch.strided}
         self.position = Position(calls, self.close_part)
+        self.crossings = Crossings(lambda: self.position.now, [first for first, _ in blocks.values()])
         self.parts = [Activations() for _ in range(self.position.num_segments)]
         self.saved_before = [0] * len(self.parts)
         self.saved_in: dict[int, int] = {}
@@ -68,6 +81,8 @@ class _Trace:
         if tensor.device.type == self.live.device_type and tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
             key = storage._cdata
+            if key not in self.excluded and not self.position.in_backward:
+                self.crossings.save(storage)
             if key not in self.excluded and key not in self.saved_in:
                 self.saved_in[key] = self.position.now
                 self._book(self.position.now, storage.nbytes())
@@ -94,6 +109,11 @@ class _Trace:
             part.handed_bytes = self.live.current_bytes - self.static_bytes - self.total_saved
             self.saved_before[now] = self.total_saved
         else:
+            if self.position.is_running_again:
+                there = (p for p, made_in in self.gradients.items() if made_in >= now and p not in self.gone)
+                gradients = sum(p.numel() * p.element_size() for p in there)
+                beside = self.live.peak_bytes - self.static_bytes - self.saved_before[now] - gradients
+                part.rerun_workspace_bytes = max(part.rerun_workspace_bytes, beside)
             # The plan counts a gradient from the first segment that makes it on; one made before that is workspace.
             made = self.made_in[now] if now < len(self.made_in) else []
             for parameter in made:
@@ -143,7 +163,8 @@ def trace_activations(
     """
     parameters = list(module.parameters())
     with LiveBytes(parameters[0].device.type) as live, ExitStack() as cleanup:
-        trace = _Trace(live, operators, calls, [*parameters, *static])
+        trace = _Trace(live, operators, calls, [*parameters, *static], blocks)
+        cleanup.enter_context(crossed(module, blocks, trace.crossings))
         cleanup.enter_context(followed(dict(module.named_modules()), trace.position, calls))
         for parameter in parameters:
             if parameter.requires_grad:
@@ -155,6 +176,8 @@ def trace_activations(
         trace.position.enter(trace.position.num_segments - 1)
         for tensor in tensors_in(returned):
             trace.keep(tensor)
+        for segment, found in trace.crossings.by_segment().items():
+            trace.parts[segment].crossings = found
         trace.position.start_backward()
         loss_in(returned).backward()
         trace.position.end()

@@ -21,7 +21,7 @@ from lightning_osdp.profiler.calls import Flow
 from lightning_osdp.profiler.operators import Operator, fingerprint
 from lightning_osdp.profiler.optimizer import OptimizedParameter
 from lightning_osdp.profiler.precision import ComputePrecision
-from lightning_osdp.profiler.segment_bytes import affine, profile_blocks, saved_before, segment_bytes
+from lightning_osdp.profiler.segment_bytes import affine, profile_blocks, profile_crossings, saved_before, segment_bytes
 from lightning_osdp.profiler.timing import Seconds
 from lightning_osdp.profiler.trace import Trace
 from lightning_osdp.splitting import cut_dims, splittable
@@ -70,6 +70,7 @@ def assemble(
         segments=segments,
         spans={name: tuple(spans) for name, spans in trace.calls.spans.items() if name in names | around},
         blocks=profile_blocks(trace, segments, activations),
+        crossings=profile_crossings(trace),
         fingerprint=fingerprint(module),
         profiled_batch_size=batch_size,
         optimizer=optimizer,
@@ -86,7 +87,7 @@ def _operator(
     optimized: Mapping[nn.Parameter, OptimizedParameter],
     precision: ComputePrecision,
 ) -> OperatorProfile:
-    compute_dtype = precision.dtype_of(operator.module)
+    compute_dtype, reduce_dtype = precision.dtype_of(operator.module), precision.reduce_dtype_of(operator.module)
     trainable = [p for p in operator.parameters if p.requires_grad]
     return OperatorProfile(
         name=operator.name,
@@ -100,7 +101,13 @@ def _operator(
         trainable_bytes=_bytes(trainable),
         gradient_bytes=_bytes(operator.gradients, compute_dtype),
         optimizer_bytes=sum(optimized[p].state_bytes for p in trainable if p in optimized),
-        parameters=tuple(_parameter(p, positions[p], optimized.get(p), compute_dtype) for p in operator.parameters),
+        parameters=tuple(
+            replace(
+                _parameter(p, positions[p], optimized.get(p), compute_dtype),
+                reduced_itemsize=_itemsize(p, reduce_dtype) if reduce_dtype else None,
+            )
+            for p in operator.parameters
+        ),
         dtype=", ".join(dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in operator.parameters)),
     )
 

@@ -102,7 +102,12 @@ def _recomputing(forward: Callable[..., Any], span: Span, trace: Follower) -> Ca
 
     def begin(*args: Any, **kwargs: Any) -> Any:
         trace.position.enter(first)
-        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+        num_args, names = len(args), tuple(kwargs)
+
+        def by_position(*given: Any) -> Any:
+            return run(*given[:num_args], **dict(zip(names, given[num_args:], strict=True)))
+
+        return checkpoint(by_position, *args, *kwargs.values(), use_reentrant=False)
 
     return begin
 

@@ -14,12 +14,14 @@ from torch.utils._pytree import tree_map_only
 
 @dataclass(frozen=True)
 class ComputePrecision:
-    """What FSDP's ``MixedPrecision`` says of parameters, buffers and inputs."""
+    """What FSDP's ``MixedPrecision`` says of parameters, buffers, inputs and gradients."""
 
     dtype: torch.dtype | None = None
     """Of gathered parameters, of floating-point buffers and inputs; None: as they are."""
     exempt: tuple[type[nn.Module], ...] = ()
     """Modules that compute in float32 all the same, each a unit of its own: ``_module_classes_to_ignore``."""
+    reduce_dtype: torch.dtype | None = None
+    """Of gradients while they are reduced; None: as they are computed."""
 
     def is_exempt(self, module: nn.Module) -> bool:
         """Whether it computes in float32 while others do not."""
@@ -28,6 +30,10 @@ class ComputePrecision:
     def dtype_of(self, module: nn.Module) -> torch.dtype | None:
         """In which the module's own tensors are while it computes; None: as they are."""
         return None if self.is_exempt(module) else self.dtype
+
+    def reduce_dtype_of(self, module: nn.Module) -> torch.dtype | None:
+        """In which gradients of the module's own parameters are reduced; None: as they are computed."""
+        return None if self.is_exempt(module) else self.reduce_dtype
 
     def cast(self, batch: Any) -> Any:
         """Floating-point inputs as FSDP's root casts them."""

@@ -78,8 +78,12 @@ class ShortModel:
 
     def unfolded(self, parts: Sequence[T]) -> list[T]:
         """One for each segment of the full model, from one for each of the short one."""
+        return [parts[place] for place in self.places(len(parts))]
+
+    def places(self, num_segments: int) -> list[int]:
+        """For each segment of the full model, its place among the so many of the short one."""
         num_cut = sum(end - start for start, end in (cut.segments for cut in self.cuts))
-        return [parts[self._place(segment)] for segment in range(len(parts) + num_cut)]
+        return [self._place(segment) for segment in range(num_segments + num_cut)]
 
     def _place(self, segment: int) -> int:
         """Of a segment in the short model, or of the one that stands for it."""

@@ -8,8 +8,9 @@ from itertools import accumulate
 from typing import Any
 
 from lightning_osdp.core.affine import ZERO, Affine
-from lightning_osdp.core.profile import BlockProfile, Segment
+from lightning_osdp.core.profile import BlockProfile, Crossing, Segment
 from lightning_osdp.profiler.activations import Activations
+from lightning_osdp.profiler.crossings import borrowed, crossings_of
 from lightning_osdp.profiler.trace import Trace
 
 Traced = Mapping[int, Sequence[Activations]]
@@ -45,6 +46,7 @@ def segment_bytes(traced: Traced, index: int, saved_before: Mapping[int, int]) -
         "forward_workspace_bytes": num_bytes(lambda part: part.forward_workspace_bytes),
         "handed_bytes": num_bytes(lambda part: part.handed_bytes),
         "backward_workspace_bytes": num_bytes(lambda part: part.backward_workspace_bytes),
+        "rerun_workspace_bytes": num_bytes(lambda part: part.rerun_workspace_bytes),
         "evaluation_bytes": num_bytes(lambda part: part.evaluation_bytes),
         "settled_bytes": affine(settled) if len(settled) == len(at) else None,
     }
@@ -65,7 +67,7 @@ def profile_blocks(trace: Trace, segments: Sequence[Segment], choices: Sequence[
         choices: what blocks may do, of `ACTIVATION_CHOICES`.
     """
     found = []
-    before = saved_before(trace.activations)
+    before, crossings = saved_before(trace.activations), profile_crossings(trace)
     for name, (first, last) in trace.blocks.items():
         kept = segments[first : last + 1]
         ways = {
@@ -88,9 +90,19 @@ def profile_blocks(trace: Trace, segments: Sequence[Segment], choices: Sequence[
                     rerun_s=rerun_s,
                     reruns_early=any(parts[last].reruns_early for parts in again),
                     copied_bytes=copied,
+                    borrowed_bytes=borrowed(crossings, (first, last)),
                 )
             )
     return tuple(found)
+
+
+def profile_crossings(trace: Trace) -> tuple[Crossing, ...]:
+    """Tensors of a trace that more than one of the blocks and the rest of the model may save."""
+    by_choice = {
+        choice: {size: [part.crossings for part in parts] for size, parts in traced.items()}
+        for choice, traced in {"keep": trace.activations, **trace.saving_less}.items()
+    }
+    return crossings_of(by_choice, affine, trace.short.places(len(trace.short.calls.sequence) + 1))
 
 
 def traced_choices(choices: Sequence[str]) -> tuple[str, ...]:
@@ -122,6 +134,7 @@ def _with_inputs_away(segments: Sequence[Segment]) -> tuple[Segment, ...]:
             saved_bytes=ZERO,
             forward_workspace_bytes=segment.forward_workspace_bytes + inputs,
             backward_workspace_bytes=segment.backward_workspace_bytes + inputs,
+            rerun_workspace_bytes=segment.rerun_workspace_bytes + inputs,
         )
         for segment in segments
     )

@@ -30,7 +30,8 @@ class Position:
         self.in_backward = False
         self._next = 0
         self._run_again: set[int] = set()  # in backward, by checkpointing
-        self._is_running_again = False
+        self.is_running_again = False
+        """Whether a block is, so that what is live is not of its backward."""
         self._own: dict[str, list[int]] = {}
         for index, name in enumerate(calls.sequence):
             self._own.setdefault(name, []).append(index)
@@ -56,7 +57,7 @@ class Position:
         if self.in_backward:
             self.enter(self._again(name))
             self._run_again.add(self.now)
-            self._is_running_again = True
+            self.is_running_again = True
         else:
             # A path that differs from the recorded one ends in the last operator's segment.
             self.enter(min(self._next, self.num_segments - 2))
@@ -65,7 +66,7 @@ class Position:
     def _again(self, name: str) -> int:
         """Of the operator's calls the one that follows what was just run again, else the last not yet run again."""
         own = self._own[name]
-        if self._is_running_again and self.now + 1 in own:
+        if self.is_running_again and self.now + 1 in own:
             return self.now + 1
         passed = [index for index in own if index <= self.now]
         return max([index for index in passed if index not in self._run_again] or passed or own[:1])
@@ -77,7 +78,7 @@ class Position:
 
     def gradient(self, segment: int) -> None:
         """The gradient of what this segment returned is there."""
-        self._is_running_again = False
+        self.is_running_again = False
         self.enter(segment)
 
 

@@ -106,16 +106,16 @@ def _both_sizes(
 ) -> dict[str, dict[int, list[Activations]]]:
     """By choice of what blocks do, and by micro-batch size."""
     sizes = [step.batch_size, another_size(step.batch_size)]
-    traced = {"keep": {sizes[0]: _activations(step.module, calls, rehearsal, sizes[0])}}
+    blocks = find_blocks(step.module, calls, step.blocks)
+    traced = {"keep": {sizes[0]: _activations(step.module, calls, rehearsal, sizes[0], blocks)}}
     try:
-        traced["keep"][sizes[1]] = _activations(step.module, calls, rehearsal, sizes[1])
+        traced["keep"][sizes[1]] = _activations(step.module, calls, rehearsal, sizes[1], blocks)
     except Exception as error:  # a model may be made for one size only
         _log.warning(
             "OSDP: the model does not run on %d samples (%s): bytes and time are taken as proportional.",
             sizes[1],
             _cause(error),
         )
-    blocks = find_blocks(step.module, calls, step.blocks)
     for choice in choices if blocks else ():
         traced |= _saving_less(step, calls, rehearsal, choice, traced["keep"], blocks=blocks)
     return traced
@@ -157,12 +157,18 @@ def _cause(error: Exception) -> BaseException | None:
 
 
 def _activations(
-    module: nn.Module, calls: Calls, rehearsal: Callable[[int], Rehearsal], size: int
+    module: nn.Module,
+    calls: Calls,
+    rehearsal: Callable[[int], Rehearsal],
+    size: int,
+    blocks: Mapping[str, Span],
 ) -> list[Activations]:
     with rehearsal(size) as (run, batch):
         operators = find_operators(module, calls)
         static = _static(module, batch)
-        parts = trace_activations(module, operators, calls, run_step=run, loss_in=loss_in, static=static)
+        parts = trace_activations(
+            module, operators, calls, run_step=run, loss_in=loss_in, static=static, blocks=blocks
+        )
     try:
         with rehearsal(size) as (run, batch):
             trace_evaluation(module, calls, parts, run, _static(module, batch))

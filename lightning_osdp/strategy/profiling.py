@@ -166,6 +166,6 @@ def _check_synchronised_batch_norm(module: nn.Module, device: torch.device) -> N
 
 def _precision(strategy: Any) -> ComputePrecision:
     config = strategy.mixed_precision_config
-    return (
-        ComputePrecision(config.param_dtype, tuple(config._module_classes_to_ignore)) if config else ComputePrecision()
-    )
+    if config is None:
+        return ComputePrecision()
+    return ComputePrecision(config.param_dtype, tuple(config._module_classes_to_ignore), config.reduce_dtype)

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._common_utils import collect_grad_tensors, replace_grad_tensors
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup, RegisterPostBackwardFunction
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -39,7 +40,7 @@ _METHODS = {
         "_reset_iter_state",
         "_root_post_backward_final_callback",
     ),
-    FSDPParamGroup: ("_to_sharded", "post_backward"),
+    FSDPParamGroup: ("_register_post_backward_hook", "_to_sharded", "post_backward"),
     FSDPParam: ("_setattr_on_modules", "_sharded_local_tensor", "to_sharded_dtensor"),
     TrainingState: ("FORWARD", "PRE_BACKWARD", "POST_BACKWARD", "IDLE"),
 }
@@ -147,6 +148,26 @@ def group_of(module: nn.Module) -> Any:
 def begin(root: nn.Module) -> None:
     """Makes this module the root of the units inside it, whichever of them forward is going to call first."""
     state_of(root)._lazy_init()
+
+
+def keep_identities(module: nn.Module) -> None:
+    """Has a tensor that is given to a unit more than once arrive as one, as without ``fully_shard``.
+
+    torch makes a new one of each argument. ``nn.MultiheadAttention``, given one tensor as query, key and value, would
+    then project it three times, and save three copies.
+    """
+    group = group_of(module)
+    if group is not None:
+        group._register_post_backward_hook = partial(_registered, group, group._register_post_backward_hook)
+
+
+def _registered(group: Any, register: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    given = collect_grad_tensors((args, kwargs)) if torch.is_grad_enabled() else ()
+    once = dict.fromkeys(given)
+    if len(once) == len(given):
+        return register(args, kwargs)
+    made = dict(zip(once, RegisterPostBackwardFunction.apply(group, *once), strict=True))
+    return replace_grad_tensors((args, kwargs), (made[tensor] for tensor in given))
 
 
 def set_asynchronous(root: nn.Module, *, is_asynchronous: bool) -> None:

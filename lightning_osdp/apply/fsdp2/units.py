@@ -87,6 +87,7 @@ def shard(
             reshard_after_forward=not unit.mode.resident,
             mp_policy=_policy(unit, precision),
         )
+        internals.keep_identities(unit.handle)
         for child, name, attributes in kept:
             vars(child._parameters[name]).update(attributes)
         for module in unit.modules:

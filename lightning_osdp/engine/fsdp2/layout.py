@@ -69,11 +69,11 @@ def gathered_bytes(unit: UnitProfile, world_size: int) -> float:
 
 
 def sent_bytes(unit: UnitProfile, world_size: int) -> float:
-    """r: of the gradients of all trainable parameters, in the dtype of computing, paddings included."""
+    """r: of the gradients of all trainable parameters, in the dtype of reducing, paddings included."""
     if not unit.parameters:
         return float(unit.gradient_bytes)
     trained = _trained(unit)
-    return float(world_size * sum(chunk_elements(each, world_size) * each.gathered_itemsize for each in trained))
+    return float(world_size * sum(chunk_elements(each, world_size) * each.sent_itemsize for each in trained))
 
 
 def _rows(parameter: ParameterProfile) -> int:
@@ -91,11 +91,12 @@ def _unit_bytes(unit: UnitProfile, world_size: int) -> UnitBytes:
         reduced = float(sum(chunk_elements(each, world_size) * each.itemsize for each in trained))
         cast = [each for each in unit.parameters if each.itemsize != each.gathered_itemsize]
         casts = [float(chunk_elements(each, world_size) * each.gathered_itemsize) for each in cast]
-        last = float(trained[-1].num_elements * trained[-1].gathered_itemsize) if trained else 0.0
+        computed = [each.num_elements * each.gathered_itemsize for each in trained]
+        whole = [each.num_elements * each.sent_itemsize for each in trained]
     else:
         shard, reduced = unit.parameter_bytes / world_size, unit.trainable_bytes / world_size
         casts = [gathered / world_size] if unit.gathered_bytes != unit.parameter_bytes else []
-        last = float(unit.operators[-1].gradient_bytes) if unit.operators else 0.0
+        computed = whole = [operator.gradient_bytes for operator in unit.operators]
     is_sharded = world_size > 1
     return UnitBytes(
         shard=shard,
@@ -103,9 +104,23 @@ def _unit_bytes(unit: UnitProfile, world_size: int) -> UnitBytes:
         cast_shard=sum(casts) if is_sharded else max(casts, default=0.0),  # on one rank, one after the other
         gradients=float(unit.gradient_bytes),
         flat_gradient=sent,
-        whole_gradient=float(unit.gradient_bytes),
+        whole_gradient=float(sum(whole)),
         scattered=sent / world_size,
         reduced=reduced if sent else 0.0,
         buffer=gathered if is_sharded else 0.0,
-        last_gradient=last if is_sharded else 0.0,
+        last_gradient=float(computed[-1]) if is_sharded and computed else 0.0,
+        last_whole_gradient=float(whole[-1]) if is_sharded and whole else 0.0,
+        casting=float(_casting(computed, whole)),
     )
+
+
+def _casting(computed: Sequence[int], cast: Sequence[int]) -> int:
+    """Most bytes beside gradients while they are cast one after the other; each lives until the next one's turn."""
+    if computed == cast:
+        return 0
+    beside, most = 0, 0
+    for before, after in zip(computed, cast, strict=True):
+        beside += after
+        most = max(most, beside)
+        beside -= before
+    return most

@@ -10,15 +10,14 @@ what is saved. Of L equal units, of which backward has reduced those after the i
 
 - An all-gather fills one buffer, from which each parameter is copied. In forward the buffer of a unit lives until the
   next unit has been copied out, so that two of them live beside the copy; unless unsharding is asynchronous: then, and
-  in backward, it is gone after the copy.
+  in backward, it is gone after the copy. Where forward is run again in backward, it is gone when the unit's has run.
 - Under mixed precision the shard is cast for an all-gather, and what a reduce-scatter returns is cast to the dtype at
   rest.
 - Gradients are copied into one tensor to be reduced. It lives until backward is through with the next unit, or is over.
   The last gradient lives while the tensor is reduced, a name outlives the loop.
 - On one rank there are no buffers, but shards are copied all the same.
-- Gradients that are not reduced are left as backward makes them, and added to in place.
-
-Where units inside of blocks are gathered to recompute and unsharding is synchronous, one more buffer may live.
+- Gradients that are not reduced are left as backward makes them, and added to in place; or cast to the dtype of
+  reducing, where that is another, and those of the next micro-batch are added when a unit has all of them.
 
 References:
     torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (``wait_for_unshard``, ``post_backward``),
@@ -62,8 +61,9 @@ class FSDP2LiveParts(LiveParts):
         super().__init__(profile, units, observer, **kwargs)
         self.is_synchronous, self.is_bound = not asynchronous_unshard, is_bound
         self.pending: set[int] = set()  # units whose buffer is not copied out yet
+        self.copied: int | None = None  # the unit that was awaited last, if it was copied out then
         self.whole: set[int] = set()  # units that are copied out
-        self.lingering = 0.0  # buffers that forward has copied out
+        self.lingering = 0.0  # the buffer that forward has copied out last
         self.sent = 0.0  # what the latest reduce-scatter took
         self.is_over = False  # backward, but for what is left to reduce
 
@@ -87,15 +87,22 @@ class FSDP2LiveParts(LiveParts):
 
     @override
     def _await(self, unit: int) -> None:
-        if unit not in self.pending:
+        self.copied = unit if unit in self.pending else None
+        if self.copied is None:
             return
         self.pending.remove(unit)
         size = self.sizes[unit]
         self._copy_out(unit, 0.0 if self.world_size > 1 else size.cast_shard)
         self._add("gathered parameters", -size.buffer)
-        if self.is_synchronous and not self.is_in_backward:
+        if not self.is_in_backward:
+            self._linger(unit)
+
+    @override
+    def _linger(self, unit: int) -> None:
+        if self.is_synchronous and unit == self.copied:
             # units that are kept from an earlier micro-batch, or to be called again, leave an earlier buffer for longer
-            self._linger(max(self.lingering, size.buffer) if self.is_bound else size.buffer)
+            buffer = self.sizes[unit].buffer
+            self._leave(max(self.lingering, buffer) if self.is_bound else buffer)
 
     def _copy_out(self, unit: int, beside: float) -> None:
         self.whole.add(unit)
@@ -113,7 +120,13 @@ class FSDP2LiveParts(LiveParts):
     def _forward(self, index: int) -> None:
         super()._forward(index)
         if self.is_in_backward:
-            self._linger(0.0)
+            self._leave(0.0)
+
+    @override
+    def _rerun(self, index: int) -> None:
+        super()._rerun(index)
+        if self.copied is not None and any(last == index for _, last in self.units[self.copied].calls):
+            self._leave(0.0)
 
     @override
     def _release(self, index: int) -> None:
@@ -124,20 +137,26 @@ class FSDP2LiveParts(LiveParts):
     def _flatten(self, unit: int) -> None:
         if not self.is_over:
             self._settle(unit)
+        if unit in self.accumulated and not self._adds_in_place(unit):
+            self._add("unsharded gradients", -self.sizes[unit].gradients)
 
     @override
     def _accumulate(self, unit: int) -> None:
+        size = self.sizes[unit]
         if unit not in self.accumulated:
+            if size.casting:
+                self._observe("backward", self._name(unit), "accumulated gradients", size.casting)
             self.accumulated.add(unit)
-            self._add("unsharded gradients", -self.sizes[unit].gradients)
-            self._add("accumulated gradients", self.sizes[unit].whole_gradient)
+            self._add("unsharded gradients", -size.gradients)
+            self._add("accumulated gradients", size.whole_gradient)
         self.settled = 0.0
 
     @override
     def _reduce(self, unit: int) -> None:
         size, name, before = self.sizes[unit], self._name(unit), self.sent
         self._send(0.0)
-        sent, left = size.flat_gradient, size.flat_gradient + size.last_gradient + size.scattered
+        last = size.last_whole_gradient if unit in self.accumulated else size.last_gradient
+        sent, left = size.flat_gradient, size.flat_gradient + last + size.scattered
         if sent:
             self._observe("backward", name, "unsharded gradients", sent)
         if unit in self.accumulated:
@@ -147,10 +166,9 @@ class FSDP2LiveParts(LiveParts):
             self._add("unsharded gradients", -size.gradients)
         if sent and self.world_size > 1:
             self._observe("reduce-scatter", name, "unsharded gradients", left + sent * self.copies)
-        elif sent:
-            self._observe("backward", name, "unsharded gradients", left)
-        if size.scattered != size.reduced:
-            self._observe("backward", name, "unsharded gradients", left + size.reduced)
+        if sent:
+            is_cast = size.scattered != size.reduced
+            self._observe("backward", name, "unsharded gradients", left + size.reduced * is_cast)
         if unit not in self.reduced:
             self.reduced.add(unit)
             self._add("reduced gradients", size.reduced)
@@ -160,13 +178,13 @@ class FSDP2LiveParts(LiveParts):
 
     @override
     def _adds_in_place(self, unit: int) -> bool:
-        return unit in self.accumulated
+        return unit in self.accumulated and not self.sizes[unit].casting
 
     @override
     def _gradient_bytes(self, unit: UnitProfile, operator: OperatorProfile) -> int:
         return operator.gradient_bytes
 
-    def _linger(self, num_bytes: float) -> None:
+    def _leave(self, num_bytes: float) -> None:
         self._add("gathered parameters", num_bytes - self.lingering)
         self.lingering = num_bytes
 

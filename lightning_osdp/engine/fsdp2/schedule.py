@@ -142,6 +142,7 @@ class FSDP2Host(Host):
         for segment in range(first, last + 1):
             for unit in sorted(inside.intersection(self.starts[segment])):
                 self.need(unit)
+                self.note("linger", unit)
             for unit in inside.intersection(self.ahead[segment]):
                 self.gather(unit)
             self.note("rerun", segment)
