@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from functools import partial
 
@@ -41,6 +42,7 @@ def measure_unit_overhead(cluster: Cluster, device: torch.device, *, engine: str
     if cluster.world_size == 1:
         return {}
     small, large = (_at_width(width, cluster, device, engine) for width in (_SMALL, _large_width(cluster)))
+    gc.collect()  # what shards a module refers to it and to itself: nothing of the chains outlives this
     return {part: _fitted((small[0], small[1][part]), (large[0], large[1][part])) for part in UNIT_PARTS}
 
 
@@ -112,6 +114,8 @@ def _chain_s(width: int, num_units: int, device: torch.device, engine: str) -> d
         elif isinstance(unit, FullyShardedDataParallel) and unit is not dp:
             unit._sync_gradients = False  # type: ignore[assignment]  # a bool, of which FSDP's annotations do not know
     held_s = fastest_s(partial(_step, dp, batch, accumulates=True), device)
+    _free_flat(zdp)
+    _free_flat(dp)
     return {"gathered": gathered_s - forward_s, "dp": dp_s - step_s, "held": held_s - step_s}
 
 
@@ -142,6 +146,13 @@ def _wrapped(layers: list[nn.Linear], device: torch.device, *, keeps: bool) -> n
         device_id=device,
         use_orig_params=True,
     )
+
+
+def _free_flat(chain: nn.Module) -> None:
+    """Frees the shards of FSDP1, which torch keeps alive."""
+    for unit in chain.modules():
+        if isinstance(unit, FullyShardedDataParallel) and unit._handle is not None:
+            unit._handle.flat_param._local_shard.untyped_storage().resize_(0)
 
 
 @torch.no_grad()
