@@ -1,4 +1,8 @@
-"""The peak of live bytes in a training step: counted on CPU, the allocator's own on CUDA."""
+"""The peak of live bytes in a training step: counted on CPU, the allocator's own on CUDA.
+
+What is alive in a step is of two groups. The plan predicts one of them: model, gradients, optimizer state, averages,
+the batch, and what the step makes. The other is all else that has come alive since the fit began, whoever holds it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_osdp.profiler import LiveBytes
+from lightning_osdp.profiler import Census, LiveBytes
 
 WARM_UP_STEPS = 2
 """Optimizer steps that are not measured: allocations, optimizer state and first-call work happen in them."""
@@ -30,11 +34,17 @@ class PeakCounter:
         self._device = device
         self._live: LiveBytes | None = None
         self._peaks_bytes: list[int] = []
+        self._others_bytes: list[int] = []
 
     @property
     def peak_bytes(self) -> int | None:
-        """The peak, so far on CUDA; None before it is known."""
+        """The peak, so far on CUDA; None before it is known. On CPU it is of what the plan predicts."""
         return min(self._peaks_bytes, default=None)
+
+    @property
+    def other_bytes(self) -> int | None:
+        """What lived beside that in the counted steps, at most; None where it is not counted."""
+        return max(self._others_bytes, default=None)
 
     def is_counting(self, num_steps: int) -> bool:
         """Whether the step after so many is slowed down by counting."""
@@ -45,10 +55,10 @@ class PeakCounter:
         if self.is_counting(num_steps):
             if self._live is None:
                 self._live = LiveBytes(self._device.type)
-                self._live.track(living_tensors(trainer.model, trainer.optimizers))
-                for average in _averages(trainer):
-                    self._live.track(living_tensors(average, ()))
-            self._live.track(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+                self._live.track(planned_tensors(trainer))
+                others = other_tensors(trainer, besides=tensors_in(batch))
+                self._others_bytes.append(sum(other.untyped_storage().nbytes() for other in others))
+            self._live.track(tensors_in(batch))
             self._live.__enter__()
         elif num_steps == WARM_UP_STEPS and self._device.type == "cuda" and not self._peaks_bytes:
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -83,12 +93,33 @@ def living_tensors(model: nn.Module | None, optimizers: Iterable[Any]) -> Iterab
     yield from model.buffers()
     for optimizer in optimizers:
         assert isinstance(optimizer, Optimizer)
-        for state in optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor))
+        yield from tensors_in(list(optimizer.state.values()))
 
 
-def _averages(trainer: pl.Trainer) -> Iterator[nn.Module]:
+def planned_tensors(trainer: pl.Trainer) -> Iterator[Tensor]:
+    """Tensors that live between the steps of a fit and that its plan predicts: `living_tensors` and averages."""
+    yield from living_tensors(trainer.model, trainer.optimizers)
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     for callback in callbacks:
         if isinstance(callback, WeightAveraging) and callback._average_model is not None:
-            yield callback._average_model
+            yield from living_tensors(callback._average_model, ())
+
+
+def other_tensors(trainer: pl.Trainer, *, besides: Iterable[Tensor] = ()) -> list[Tensor]:
+    """One tensor of each storage that has come alive since the fit began and that its plan does not predict.
+
+    Callbacks and modules keep such tensors, and loaders have read ahead. Empty where the strategy took no census.
+
+    Args:
+        trainer: which fits.
+        besides: tensors that are left out, such as the batch.
+    """
+    census = getattr(trainer.strategy, "census", None)
+    if not isinstance(census, Census):
+        return []
+    return census.newer(besides=[*planned_tensors(trainer), *besides])
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """Those in nested lists, tuples and dicts."""
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))

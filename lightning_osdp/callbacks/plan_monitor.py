@@ -9,11 +9,9 @@ from statistics import median
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from rich.console import RenderableType
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torchmetrics.aggregation import MeanMetric
 from typing_extensions import override
 
 from lightning_osdp.callbacks.peak import WARM_UP_STEPS, PeakCounter
@@ -35,6 +33,9 @@ class Measured:
     step_time_s: float | None = None
     samples_per_s: float | None = None
     peak_bytes: int | None = None
+    """On CPU of what the plan predicts."""
+    other_bytes: int | None = None
+    """What lived beside that in the counted steps; None on CUDA, whose peak has it in it."""
 
 
 class PlanMonitor(pl.Callback):
@@ -46,7 +47,9 @@ class PlanMonitor(pl.Callback):
     - ``osdp/step_time_s`` (*): seconds of one optimizer step without loading, validation and logging, as the mean of
       all steps since it was logged last.
     - ``osdp/samples_per_s`` (*): samples of all ranks in a second of these steps.
-    - ``osdp/peak_bytes``: peak of live bytes on rank 0, exact on CPU, the caching allocator's own peak on CUDA.
+    - ``osdp/peak_bytes``: peak of live bytes on rank 0, exact on CPU, the caching allocator's own peak on CUDA. On CPU
+      these are the bytes that the plan predicts; other tensors, such as a callback keeps, have a line of their own in
+      the end, if they take a hundredth of that.
     - ``osdp/step_time_ratio`` (*), ``osdp/peak_ratio`` (*): measured over predicted, if the plan has a prediction.
 
     The first steps are left out, and on CPU those in which bytes are counted. Training never waits for a measurement,
@@ -70,8 +73,7 @@ class PlanMonitor(pl.Callback):
         device = trainer.strategy.root_device
         self._clock, self._peak = StepClock(device), PeakCounter(device)
         self._steps: deque[tuple[float, int]] = deque(maxlen=_KEPT_STEPS)
-        # Ranks end their steps together, so that none needs to ask the others.
-        self._mean_s, self._mean_samples = MeanMetric(sync_on_compute=False), MeanMetric(sync_on_compute=False)
+        self._forget_sums()
         self._world_size = trainer.world_size
         self._num_steps, self._global_step = 0, trainer.global_step
         self._shown_s = 0.0
@@ -94,6 +96,7 @@ class PlanMonitor(pl.Callback):
             step_time_s=step_time_s,
             samples_per_s=samples / step_time_s if step_time_s else None,
             peak_bytes=self._peak.peak_bytes,
+            other_bytes=self._peak.other_bytes,
         )
 
     def comparison(self) -> RenderableType:
@@ -106,6 +109,7 @@ class PlanMonitor(pl.Callback):
             step_time_s=measured.step_time_s,
             samples_per_s=measured.samples_per_s,
             peak_bytes=measured.peak_bytes,
+            other_bytes=measured.other_bytes or 0,
             reasons=dict.fromkeys(("step_time_s", "samples_per_s", "peak_bytes"), too_short),
         )
 
@@ -150,23 +154,26 @@ class PlanMonitor(pl.Callback):
             self._log(pl_module)
             self._shown_s = time.perf_counter()
         if is_due:
-            self._mean_s.reset()
-            self._mean_samples.reset()
+            self._forget_sums()
 
     def _take_finished(self, *, wait: bool = False) -> None:
         finished = list(self._clock.finished(wait=wait))
-        if finished:
-            self._steps.extend(finished)
-            self._mean_s.update(torch.tensor([seconds for seconds, _ in finished]))
-            self._mean_samples.update(torch.tensor([samples for _, samples in finished]))
+        self._steps.extend(finished)
+        self._num_summed += len(finished)
+        self._sum_s += sum(seconds for seconds, _ in finished)
+        self._sum_samples += sum(samples for _, samples in finished)
+
+    def _forget_sums(self) -> None:
+        """After they were logged. Ranks end their steps together, so that none needs to ask the others."""
+        self._num_summed, self._sum_s, self._sum_samples = 0, 0.0, 0
 
     def _log(self, pl_module: pl.LightningModule) -> None:
         assert self._plan is not None
         self._take_finished()
-        if self._mean_s.update_called:  # not in an interval in which no step was measured
-            step_time_s = float(self._mean_s.compute())
+        if self._num_summed:  # not in an interval in which no step was measured
+            step_time_s = self._sum_s / self._num_summed
             self._latest["osdp/step_time_s"] = step_time_s
-            self._latest["osdp/samples_per_s"] = self._world_size * float(self._mean_samples.compute()) / step_time_s
+            self._latest["osdp/samples_per_s"] = self._world_size * self._sum_samples / self._sum_s
             if self._plan.step_time_s > 0:
                 self._latest["osdp/step_time_ratio"] = step_time_s / self._plan.step_time_s
         if self._latest and self._peak.peak_bytes is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_osdp.profiler.census import Census
 from lightning_osdp.profiler.cluster import measure_cluster
 from lightning_osdp.profiler.halves import why_not_mean
 from lightning_osdp.profiler.live_bytes import LiveBytes
@@ -15,6 +16,7 @@ from lightning_osdp.profiler.snapshot import untouched
 
 __all__ = [
     "CUDA_HEADROOM",
+    "Census",
     "ComputePrecision",
     "LiveBytes",
     "default_memory_limit_bytes",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -45,6 +46,7 @@ def measure_unit_overhead(cluster: Cluster, device: torch.device, *, engine: str
         return {}
     kinds = (_SMALL, _ONE), (_large_width(cluster), _ONE), (_SMALL, _SEVERAL)
     small_s, large_s, several_s = (_measured_s(*kind, cluster, device, engine) for kind in kinds)
+    gc.collect()  # what shards a module refers to it and to itself: nothing of the chains outlives this
     small_bytes, large_bytes, several_bytes = (_num_bytes(*kind) for kind in kinds)
     return {
         part: fitted(
@@ -148,6 +150,8 @@ def _chain_s(make: Callable[[], nn.Module], num_units: int, device: torch.device
         elif isinstance(unit, FullyShardedDataParallel) and unit is not dp:
             unit._sync_gradients = False  # type: ignore[assignment]  # a bool, of which FSDP's annotations do not know
     held_s = fastest_s(partial(_step, dp, batch, accumulates=True), device)
+    _free_flat(zdp)
+    _free_flat(dp)
     return {"gathered": gathered_s - forward_s, "dp": dp_s - step_s, "held": held_s - step_s}
 
 
@@ -178,6 +182,13 @@ def _wrapped(layers: list[nn.Module], device: torch.device, *, keeps: bool) -> n
         device_id=device,
         use_orig_params=True,
     )
+
+
+def _free_flat(chain: nn.Module) -> None:
+    """Frees the shards of FSDP1, which torch keeps alive."""
+    for unit in chain.modules():
+        if isinstance(unit, FullyShardedDataParallel) and unit._handle is not None:
+            unit._handle.flat_param._local_shard.untyped_storage().resize_(0)
 
 
 @torch.no_grad()

@@ -26,6 +26,9 @@ from lightning_osdp.report.sentences import (
     summarise,
 )
 
+NEGLIGIBLE_SHARE = 0.01
+"""Of the measured peak: other tensors that take less are not worth a line."""
+
 Justify = Literal["left", "right"]
 Columns = Mapping[str, Justify]
 
@@ -86,6 +89,7 @@ def comparison_table(
     step_time_s: float | None = None,
     samples_per_s: float | None = None,
     peak_bytes: int | None = None,
+    other_bytes: int = 0,
     reasons: Mapping[str, str] | None = None,
 ) -> RenderableType:
     """Table of what the plan predicted beside what was measured, and their ratio.
@@ -95,6 +99,7 @@ def comparison_table(
         step_time_s: measured seconds of one optimizer step, or None.
         samples_per_s: measured samples per second, all ranks together, or None.
         peak_bytes: measured peak of live bytes on one rank, or None.
+        other_bytes: measured bytes beside that peak, of tensors that are in no plan.
         reasons: name of an argument that is None -> why it was not measured.
     """
     lines: list[tuple[str, str, float, float | None, Callable[[float], str]]] = [
@@ -111,6 +116,8 @@ def comparison_table(
         rows.append(
             (title, expected, found, f"{measured / predicted:.2f}" if comparable and measured is not None else "-")
         )
+    if other_bytes > NEGLIGIBLE_SHARE * (peak_bytes or 0):
+        rows.append(("other tensors of yours", "not in the plan", format_bytes(other_bytes), "-"))
     columns: Columns = {"": "left", "predicted": "right", "measured": "right", "measured / predicted": "right"}
     return _table(columns, rows, title="OSDP: predicted and measured")
 

@@ -12,14 +12,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import FSDPStrategy
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from lightning_osdp.apply import ShardedModel
-from lightning_osdp.callbacks.peak import living_tensors
+from lightning_osdp.callbacks.peak import other_tensors, planned_tensors, tensors_in
 from lightning_osdp.core.plan import Plan
-from lightning_osdp.profiler import LiveBytes, is_out_of_memory, loss_in, untouched
+from lightning_osdp.profiler import Census, LiveBytes, is_out_of_memory, loss_in, untouched
 from lightning_osdp.strategy.loaders import first_batch
 from lightning_osdp.strategy.once import read_once_source
 from lightning_osdp.strategy.shortage import Shortage, shortage_of
@@ -41,7 +40,7 @@ def rehearse(trainer: pl.Trainer, sharded: ShardedModel, plan: Plan) -> Rehearse
 
     The gradients of a step before are alive, and so is the state of optimizers: where there is none yet, a copy of the
     optimizer steps on gradients of zero, and weights are put back from a copy on the host. On CPU tensors are counted,
-    and more than the memory limit of the plan counts as out of memory.
+    those that no plan predicts too, and more than the memory limit of the plan counts as out of memory.
 
     An error of another kind says nothing of memory, as what units gather is wrong.
 
@@ -52,36 +51,48 @@ def rehearse(trainer: pl.Trainer, sharded: ShardedModel, plan: Plan) -> Rehearse
     """
     strategy, module = trainer.strategy, trainer.lightning_module
     assert isinstance(strategy, FSDPStrategy)
+    others = other_tensors(trainer)  # before there are copies that no other step has
     with (
         sharded.alone(),
         untouched(sharded.root, left_out=sharded.shards),
         muted(trainer, module),
         torch.autograd.set_detect_anomaly(False),
     ):
-        found = _attempt(trainer, strategy, sharded, plan)
+        found = _attempt(trainer, strategy, sharded, plan, others)
     if found.shortage is not None:
         _give_back(strategy.root_device)
+        # FSDP1 holds tensors of a step that was broken off until the next one
+        census = getattr(strategy, "census", None)
+        if isinstance(census, Census):
+            census.ignore(other_tensors(trainer, besides=others))
     return found
 
 
-def _attempt(trainer: pl.Trainer, strategy: FSDPStrategy, sharded: ShardedModel, plan: Plan) -> Rehearsed:
+def _attempt(
+    trainer: pl.Trainer, strategy: FSDPStrategy, sharded: ShardedModel, plan: Plan, others: Sequence[Tensor]
+) -> Rehearsed:
     try:
         batch = _next_batch(trainer)
         fresh = [_copied(optimizer) for optimizer in strategy.optimizers if not optimizer.state]
+        counted = _counted(trainer, [*planned_tensors(trainer), *tensors_in(batch), *others], plan)
         with sharded.kept_shards() if fresh else nullcontext():
-            return Rehearsed(shortage=_shortage(trainer, sharded, plan, batch, fresh))
+            return Rehearsed(shortage=_shortage(trainer, sharded, batch, fresh, counted))
     except Exception as error:
         return Rehearsed(why_not=f"{type(error).__name__}: {error}")
 
 
 def _shortage(
-    trainer: pl.Trainer, sharded: ShardedModel, plan: Plan, batch: Any, fresh: Sequence[Optimizer]
+    trainer: pl.Trainer,
+    sharded: ShardedModel,
+    batch: Any,
+    fresh: Sequence[Optimizer],
+    counted: AbstractContextManager[Any],
 ) -> Shortage | None:
     """Takes the step, and returns where memory ran out, if it did; other errors are raised."""
     strategy = trainer.strategy
     assert isinstance(strategy, FSDPStrategy)
     try:
-        with _counted(strategy, sharded.root, batch, plan):
+        with counted:
             sharded.shard_gradients()
             for optimizer in fresh:
                 with sharded.stepping(optimizer):
@@ -126,13 +137,12 @@ def _next_batch(trainer: pl.Trainer) -> Any:
     return first_batch(loaders)[0]
 
 
-def _counted(strategy: FSDPStrategy, root: nn.Module, batch: Any, plan: Plan) -> AbstractContextManager[Any]:
-    """Counts live tensors where nothing else limits them."""
-    if strategy.root_device.type != "cpu":
+def _counted(trainer: pl.Trainer, alive: Sequence[Tensor], plan: Plan) -> AbstractContextManager[Any]:
+    """Counts live tensors, these and new ones, where nothing else limits them."""
+    if trainer.strategy.root_device.type != "cpu":
         return nullcontext()
     live = LiveBytes("cpu", limit_bytes=plan.memory_limit_bytes)
-    live.track(living_tensors(root, strategy.optimizers))
-    live.track(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    live.track(alive)
     return live
 
 

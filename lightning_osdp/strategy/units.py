@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_osdp.apply import ShardedModel
 from lightning_osdp.core.plan import Plan
+from lightning_osdp.profiler import Census
 from lightning_osdp.strategy import averaging, saving
 from lightning_osdp.strategy.agreement import on_all_ranks
 from lightning_osdp.strategy.choice import chosen, planned_by_hand, separated, sharded
@@ -41,11 +42,15 @@ class UnitsStrategy(RanksStrategy):
         options: what the plan may be.
         prefetch: FSDP1's settings, which are part of a plan.
         **kwargs: of `RanksStrategy`.
+
+    Attributes:
+        census: what was alive when fit began, on CPU, where what is alive is counted; None elsewhere.
     """
 
     def __init__(self, options: Options, prefetch: Prefetch, **kwargs: Any) -> None:
         self._options, self._prefetch = options, prefetch
         self._plan: Plan | None = None
+        self.census: Census | None = None
         self._division = Division()
         self._is_for_training = False
         self._wrapping: Wrapping | None = None
@@ -54,6 +59,8 @@ class UnitsStrategy(RanksStrategy):
 
     @override
     def setup_environment(self) -> None:
+        is_fitting = self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        self.census = Census("cpu") if is_fitting and self.root_device.type == "cpu" else None
         super().setup_environment()
         module = self.lightning_module
         assert module is not None

@@ -180,6 +180,13 @@ def test_the_measurement_stands_beside_the_prediction():
     )
 
 
+def test_other_tensors_have_a_line_if_they_are_not_negligible():
+    bare = render(comparison_table(PLAN, peak_bytes=50 * MIB, other_bytes=MIB // 2))
+    assert "other" not in bare
+    text = render(comparison_table(PLAN, peak_bytes=50 * MIB, other_bytes=12 * MIB))
+    assert " ".join(text.splitlines()[-1].split()) == "other tensors of yours not in the plan 12.0 MiB -"
+
+
 def test_what_was_not_measured_says_why():
     reasons = {"samples_per_s": "fewer than 3 steps", "step_time_s": "not shown, since it was measured"}
     text = render(comparison_table(PLAN, step_time_s=0.18, reasons=reasons))

@@ -1,0 +1,127 @@
+"""Fits in which tensors are alive that no plan predicts, as the ranks run them."""
+
+import dataclasses
+import gc
+import sys
+import time
+from pathlib import Path
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import EMAWeightAveraging
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from cases import notes_of, plan_for, trainer
+from models import WideMLP
+from torch.utils.data import DataLoader
+
+from lightning_osdp import OSDPStrategy
+from lightning_osdp.callbacks.peak import COUNTED_STEPS, WARM_UP_STEPS, other_tensors
+from lightning_osdp.errors import OSDPError
+from lightning_osdp.report import render
+
+KEPT_BYTES = 2**20
+PATIENCE = 50
+"""Looks, a tenth of a second apart."""
+
+
+class Quiet(WideMLP):
+    """Keeps nothing and logs nothing."""
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def batches(self):
+        """A loader of batches that are alive already."""
+        return DataLoader(list(self.loader(dist.get_rank(), dist.get_world_size())), batch_size=None)
+
+
+class Looks(L.Callback):
+    """What is alive beside the plan's when setup is over, once gloo's threads have let go of the last collective."""
+
+    reads_parameters = False
+
+    def __init__(self):
+        self.found = None
+
+    def on_train_start(self, trainer, pl_module):
+        for _ in range(PATIENCE):
+            self.found = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in other_tensors(trainer)]
+            if not self.found:
+                break
+            time.sleep(0.1)
+
+
+class Keeps(L.Callback):
+    """Keeps a tensor through training."""
+
+    reads_parameters = False
+
+    def on_fit_start(self, trainer, pl_module):
+        self.kept = torch.zeros(KEPT_BYTES // 4)
+
+
+class Hoards(L.Callback):
+    """Keeps what the first layer returns in every step."""
+
+    reads_parameters = False
+
+    def __init__(self):
+        self.outs = []
+
+    def on_train_start(self, trainer, pl_module):
+        pl_module.layers[0].register_forward_hook(lambda _, __, out: self.outs.append(out.detach()))
+
+
+def planned(modes="mixed", **options):
+    plan = plan_for(WideMLP("adamw"), modes, world_size=dist.get_world_size())
+    return dataclasses.replace(plan, **options)
+
+
+def fitted(plan, *callbacks, max_steps=WARM_UP_STEPS + COUNTED_STEPS, rehearse=False):
+    module = Quiet("adamw")
+    fit = trainer(OSDPStrategy(plan=plan, rehearse=rehearse), max_steps=max_steps, callbacks=list(callbacks))
+    loader = module.batches() if plan else module.loader(dist.get_rank(), dist.get_world_size())
+    fit.fit(module, loader)
+    return fit
+
+
+def left_behind(*, plans, rehearse, averages):
+    """What is alive beside the plan's after setup, where no garbage is collected meanwhile."""
+    looks, plan = Looks(), None if plans else planned()
+    averaging = [EMAWeightAveraging()] if averages else []
+    gc.collect()
+    gc.disable()
+    try:
+        fitted(plan, looks, *averaging, max_steps=1, rehearse=rehearse)
+    finally:
+        gc.enable()
+    return looks.found
+
+
+def kept(name):
+    """Peak, other bytes and table of a fit in which nothing is kept and of one in which something is; bytes kept."""
+    callback, plan = {"tensor": Keeps, "outputs": Hoards}[name](), planned()
+    found = []
+    for callbacks in ([], [callback]):
+        monitor = fitted(plan, *callbacks).callbacks[0]
+        found.append((monitor.measured.peak_bytes, monitor.measured.other_bytes, render(monitor.comparison())))
+    return found, [out.untyped_storage().nbytes() for out in getattr(callback, "outs", [])]
+
+
+def rehearsed():
+    """Notes, or the error, of rehearsals under a limit that the plan's own tensors fit, and with a kept one do not."""
+    plan = planned("zdp")
+    counted_bytes = fitted(plan).callbacks[0].measured.peak_bytes
+    plan = dataclasses.replace(plan, memory_limit_bytes=counted_bytes + KEPT_BYTES // 2)
+    return [_rehearsed(plan, *callbacks) for callbacks in ([], [Keeps()])]
+
+
+def _rehearsed(plan, *callbacks):
+    try:
+        fit = fitted(plan, *callbacks, max_steps=1, rehearse=True)
+    except OSDPError as error:
+        return str(error)
+    return notes_of(fit.strategy.plan)
