@@ -64,7 +64,7 @@ def host_times(*, model: str, mode: str, world_size: int, num_rounds: int) -> di
         world_size: N; this process is rank 0 of it.
         num_rounds: timed ones, in turns.
     """
-    with fake_group(world_size):
+    with fake_group(world_size), _one_thread():
         steps: dict[str, Any] = {}
         for name in (BY_HAND, BY_HAND_ON_ROWS, FSDP2):
             module = build(model)
@@ -88,6 +88,17 @@ def host_times(*, model: str, mode: str, world_size: int, num_rounds: int) -> di
             "plain optimizer": plain.step,
         }
         return {**found, **_in_turns(ways, num_rounds)}
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """As ranks have it: the time of a thread that waits for others is not its own."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _in_turns(steps: Mapping[str, Callable[[], Any]], num_rounds: int) -> dict[str, float]:

@@ -10,7 +10,6 @@ from torch import nn
 
 from lightning_osdp import Cluster, ModelProfile, simulate
 from lightning_osdp.core.plan import Plan, Unit
-from lightning_osdp.engine import DEFAULT
 from lightning_osdp.profiler import fingerprint
 
 _MOST_SAMPLES = 2**20
@@ -25,7 +24,7 @@ def plan_of(
     num_micro_batches: int = 1,
     backward_prefetch: str = "pre",
     forward_prefetch: bool = False,
-    engine: str = DEFAULT.name,
+    engine: str | None = None,
 ) -> Plan:
     """A plan that predicts nothing, with one unit at each named module and the root around them.
 
@@ -38,7 +37,7 @@ def plan_of(
         num_micro_batches: per optimizer step.
         backward_prefetch: ``"pre"``, ``"post"`` or ``"none"``.
         forward_prefetch: whether forward gathers the next unit before one runs.
-        engine: what shards.
+        engine: what shards; None: what a plan has that does not say.
     """
     held: dict[str, list[str]] = {"": [], **{name: [] for name in modes}}
     for operator in dict.fromkeys(name.rpartition(".")[0] for name, _ in module.named_parameters()):
@@ -46,7 +45,7 @@ def plan_of(
         while unit not in held:
             unit = unit.rpartition(".")[0]
         held[unit].append(operator)
-    return Plan(
+    plan = Plan(
         fingerprint=fingerprint(module),
         world_size=world_size,
         units=tuple(
@@ -62,9 +61,8 @@ def plan_of(
         gap=0.0,
         backward_prefetch=backward_prefetch,
         forward_prefetch=forward_prefetch,
-        engine=engine,
-        asynchronous_unshard=engine == "fsdp2",
     )
+    return plan if engine is None else replace(plan, engine=engine, asynchronous_unshard=engine == "fsdp2")
 
 
 def largest_that_fits(plan: Plan, profile: ModelProfile, cluster: Cluster, *, limit_bytes: int) -> Plan | None:
