@@ -32,7 +32,7 @@ class FSDP2(Engine):
     prefetches: ClassVar[tuple[str, ...]] = ("pre", "none")
     rules: ClassVar[UnitRules] = UnitRules(frozen_may_differ=True, joins_root=False)
     flips: ClassVar[frozenset[str]] = frozenset(
-        {"modes", "sync", "backward_prefetch", "forward_prefetch", "asynchronous_unshard"}
+        {"modes", "sync", "activations", "backward_prefetch", "forward_prefetch", "asynchronous_unshard"}
     )
     is_closed_form_exact: ClassVar[bool] = False
     note: ClassVar[str] = "Memory and times of engine='fsdp2' are predicted roughly as yet."
