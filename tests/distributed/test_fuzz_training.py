@@ -91,15 +91,39 @@ def holder(name, units):
     return of.get(name, "")
 
 
-@st.composite
-def plans(draw, model):
-    """Units, blocks and options of a plan for a model."""
-    module = Net(**model)
-    called = [
+OPTIONS = st.fixed_dictionaries(
+    {
+        "backward_prefetch": st.sampled_from(["pre", "none"]),
+        "forward_prefetch": st.booleans(),
+        "asynchronous_unshard": st.booleans(),
+    }
+)
+
+
+def called_in(module):
+    """Names of modules that may be units or blocks."""
+    return [
         name
         for name, each in module.named_modules()
         if name and not isinstance(each, nn.ModuleList) and any(True for _ in each.parameters())
     ]
+
+
+@st.composite
+def blocks(draw, called):
+    """What blocks do, none of which is inside another."""
+    found = []
+    for name in called:
+        if not any(name.startswith(f"{block}.") for block, _ in found) and draw(SELDOM):
+            found.append((name, draw(st.sampled_from(["recompute", "recompute_offload", "offload"]))))
+    return found
+
+
+@st.composite
+def plans(draw, model):
+    """Units, blocks and options of a plan for a model."""
+    module = Net(**model)
+    called = called_in(module)
     units = {name: (name,) for name in called if draw(st.booleans())}
     for pair in neighbours(module):
         if draw(SELDOM) and not {*pair} & {n for names in units.values() if len(names) > 1 for n in names}:
@@ -124,16 +148,7 @@ def plans(draw, model):
                 "sync": draw(st.sampled_from(["every", "last"])) if name else "every",
             }
         )
-    blocks = []
-    for name in called:
-        if not any(name.startswith(f"{block}.") for block, _ in blocks) and draw(SELDOM):
-            blocks.append((name, draw(st.sampled_from(["recompute", "recompute_offload", "offload"]))))
-    options = {
-        "backward_prefetch": draw(st.sampled_from(["pre", "none"])),
-        "forward_prefetch": draw(st.booleans()),
-        "asynchronous_unshard": draw(st.booleans()),
-    }
-    return {"units": described, "blocks": blocks, "options": options}
+    return {"units": described, "blocks": draw(blocks(called)), "options": draw(OPTIONS)}
 
 
 # ---- what happens
@@ -143,6 +158,7 @@ def plans(draw, model):
 def cases(draw):
     model = draw(models())
     plan = draw(plans(model))
+    called = called_in(Net(**model))
     together = [unit["modules"] for unit in plan["units"] if unit["modules"]]
 
     def skip(how_often):
@@ -160,7 +176,7 @@ def cases(draw):
         if name == "use":
             modes = draw(st.lists(st.sampled_from(["ZDP", "DP"]), min_size=1, max_size=5))
             sync = draw(st.lists(st.sampled_from(["every", "last"]), min_size=1, max_size=5))
-            return name, modes, sync, (draw(st.sampled_from(["pre", "none"])), draw(st.booleans()))
+            return name, modes, sync, draw(OPTIONS), draw(blocks(called))
         return (name, draw(st.integers(0, 3))) if name == "freeze" else (name,)
 
     def events(**options):
