@@ -123,6 +123,10 @@ class BlockForward:
         """The block's outputs."""
         if self.activations == "keep" or not torch.is_grad_enabled():
             return self._run(*args, **kwargs)
+        return self._saving_less(args, kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled block would compile what drops and restores
+    def _saving_less(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self.memory.saves_for(self.block) if "offload" in self.activations else nullcontext():
             if self.activations == "offload":
                 return self._run(*args, **kwargs)

@@ -272,3 +272,21 @@ def test_a_layer_that_a_step_leaves_out_is_not_updated_on_one_rank(ranks):
         "steps": [{"batches": [{**batch, "skip": skip}], "events": []} for skip in ([], [1])],
     }
     check(ranks, 1, case)
+
+
+def test_a_split_operator_that_recomputes_returns_what_may_be_changed_in_place(ranks):
+    batch = {"skip": [], "reshards": False, "events": []}
+    name = "layers.1.cut.wide"
+    case = {
+        "model": {"width": 3, "vocabulary": 0, "layers": [("linear", True), ("view",)], "gain": False},
+        "units": [
+            {"name": "", "operators": ("layers.0", "head"), "modes": ("DP",)},
+            {"name": name, "operators": (name,), "modes": ("DP", "DP")},
+        ],
+        "blocks": [(name, "recompute_offload")],
+        "options": {},
+        "optimizer": "sgd",
+        "clip": 0.0,
+        "steps": [{"batches": [batch], "events": []} for _ in range(3)],
+    }
+    check(ranks, 2, case)

@@ -100,7 +100,7 @@ class Fsdp2Model(ShardedModel):
             slices = slices_of(modules[unit.name], unit.num_slices, given.initialize)
             named = zip(_modes(unit), slices, strict=True)
             units += [ShardedUnit(name, (each,), mode) for (name, mode), each in named]
-        given.forwards.choose(plan.blocks, units=[unit.name for unit in plan.units])
+        given.forwards.choose(plan.blocks, units=[unit.name for unit in units])
         return cls(module, units, plan, given, device=device)
 
     @classmethod
@@ -191,7 +191,7 @@ class Fsdp2Model(ShardedModel):
     def use(self, plan: Plan, *, may_divide: bool = False) -> None:
         self._agreement.check_plan(plan, partial(self._check_use, plan, may_divide=may_divide))
         self.reshard()
-        self._forwards.choose(self._blocks_of(plan), units=[unit.name for unit in plan.units])
+        self._forwards.choose(self._blocks_of(plan), units=[unit.name for unit in self.units])
         modes = {name: mode for unit in plan.units for name, mode in _modes(unit)}
         self.units = tuple(dataclasses.replace(unit, mode=modes[unit.name]) for unit in self.units)
         for unit in self.units:
