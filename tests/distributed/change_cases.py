@@ -11,17 +11,19 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from activation_cases import BLOCKS, CPU, MODES, SLICES, UNITS, DroppingParts, batches_of
+from activation_cases import BLOCKS, CPU, MODES, SLICES, UNITS, DroppingParts, Pair, batches_of
 from cases import trainer
 from strategy_cases import failure, shared_folder
 
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp import OSDPPrecision, OSDPStrategy, change_plan, profile_model
 from lightning_osdp.apply import ENGINES
+from lightning_osdp.apply.activations import block_forwards
 from lightning_osdp.apply.fsdp2 import internals
 from lightning_osdp.callbacks import PlanMonitor
 from lightning_osdp.callbacks.peak import living_tensors
@@ -418,3 +420,33 @@ def fits(state_dict_type):
         "followed": is_followed,
         "resumed under": second.strategy.plan == plans[2],
     }
+
+
+class Asking(L.Callback):
+    """Changes to plans that the strategy's other options say something of, after the first step."""
+
+    def __init__(self, plan):
+        self.plan, self.told, self.done = plan, None, {}
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == 1 and self.told is None:
+            self.told = failure(lambda: change_plan(pl_module, with_sync(self.plan, "last")))
+            blocks = (Block(name="pair.before", activations="offload"), Block(name="alone", activations="offload"))
+            change_plan(pl_module, dataclasses.replace(self.plan, blocks=blocks))
+            names = {module: name for name, module in pl_module.named_modules()}
+            self.done = {names[forward.block]: forward.activations for forward in block_forwards(pl_module)}
+
+
+def with_options():
+    """The error where gradients are to add up in float32, and what blocks do where some recompute in any case."""
+    module = Net()
+    for name in BLOCKS:
+        module.get_submodule(name).norm = nn.LayerNorm(6)  # in low precision batch statistics are a matter of their own
+    world_size, modes = dist.get_world_size(), dict.fromkeys(UNITS["block"], "ZDP")
+    plan = plan_of(module, modes, world_size=world_size, micro_batch_size=4, num_micro_batches=MICRO_BATCHES)
+    asking = Asking(plan)
+    strategy = OSDPStrategy(plan=plan, activation_checkpointing_policy={Pair}, accumulate_in_fp32=True)
+    options = {"accumulate_grad_batches": MICRO_BATCHES, "max_steps": 3, "precision": "bf16-mixed"}
+    fit = trainer(strategy, callbacks=[asking], **options)
+    fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size()))
+    return asking.told, asking.done

@@ -82,3 +82,10 @@ def test_a_plan_changes_whatever_was_run_before_if_no_backward_is_to_come(ranks)
 def test_a_fit_trains_on_saves_and_resumes_as_if_its_plan_had_not_changed(ranks, state_dict_type):
     for found in ranks(2).run(cases.fits, state_dict_type=state_dict_type):
         assert found == {"weights": 0.0, "losses": True, "followed": True, "resumed under": True}
+
+
+def test_other_options_of_the_strategy_hold_under_every_plan(ranks):
+    for (kind, text), blocks in ranks(2).run(cases.with_options):
+        assert kind == "ConfigurationError"
+        assert text.startswith("Expected a plan with sync='every' for accumulate_in_fp32=True in bf16-mixed")
+        assert blocks == {"pair": "recompute", "alone": "offload"}
