@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_osdp.apply import apply_plan
+from lightning_osdp.apply import apply_plan, change_plan
 from lightning_osdp.callbacks import PlanMonitor
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plan import Plan
@@ -55,6 +55,7 @@ __all__ = [
     "SearchSpace",
     "StepEstimate",
     "apply_plan",
+    "change_plan",
     "make_plan",
     "measure_cluster",
     "profile_model",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_osdp.apply.activations import apply_activations, remove_activations
+from lightning_osdp.apply.activations import apply_activations, is_inside, remove_activations, with_recomputed
+from lightning_osdp.apply.change import change_plan
 from lightning_osdp.apply.children import called_children
 from lightning_osdp.apply.engines import ENGINES, apply_plan
 from lightning_osdp.apply.fsdp1.accumulate import units_reduced_last, without_reducing
@@ -19,12 +20,15 @@ __all__ = [
     "apply_activations",
     "apply_plan",
     "called_children",
+    "change_plan",
     "check_initializable",
     "check_number",
     "forget_zeroed_gradients",
     "full_state",
+    "is_inside",
     "local",
     "remove_activations",
     "units_reduced_last",
+    "with_recomputed",
     "without_reducing",
 ]

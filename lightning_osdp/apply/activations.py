@@ -7,7 +7,7 @@ is gathered once for running again and for its backward.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -38,14 +38,43 @@ def apply_activations(
     Raises:
         PlanMismatchError: a block is not a module of the model, or is the root, or lies inside another.
     """
-    modules = dict(module.named_modules())
-    _check(blocks, modules)
-    memory = HostMemory(device)
-    for block in blocks:
-        is_unit = block.name in units and not any(unit.startswith(f"{block.name}.") for unit in units)
-        forward = BlockForward(modules[block.name], block.activations, memory, is_unit=is_unit)
-        modules[block.name].forward = forward
-    return memory
+    forwards = BlockForwards(module, device)
+    forwards.choose(blocks, units=units)
+    return forwards.memory
+
+
+class BlockForwards:
+    """The forwards of a model's blocks, of which each can do something else from one step to the next.
+
+    A forward that was put in the place of a block's own stays there, also while the block keeps what it saves:
+    somebody may have put another one around it.
+
+    Args:
+        module: the model.
+        device: where it computes.
+
+    Attributes:
+        memory: what blocks have on the host.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._module, self.memory = module, HostMemory(device)
+        self._of: dict[nn.Module, BlockForward] = {}
+
+    def choose(self, blocks: Sequence[Block], *, units: Collection[str]) -> None:
+        """Has these blocks do as the plan says, and all others keep what they save; arguments as `apply_activations`.
+
+        Raises:
+            PlanMismatchError: a block is not a module of the model, or is the root, or lies inside another.
+        """
+        check_blocks(self._module, blocks)
+        chosen = {self._module.get_submodule(block.name): block for block in blocks}
+        for own, block in chosen.items():
+            if own not in self._of:
+                is_unit = block.name in units and not any(unit.startswith(f"{block.name}.") for unit in units)
+                self._of[own] = own.forward = BlockForward(own, self.memory, is_unit=is_unit)
+        for own, forward in self._of.items():
+            forward.choose(chosen[own].activations if own in chosen else "keep")
 
 
 def remove_activations(module: nn.Module) -> None:
@@ -63,27 +92,41 @@ def block_forwards(module: nn.Module) -> Iterator[BlockForward]:
 
 
 class BlockForward:
-    """A block's forward, which keeps less for backward than the block's own.
+    """A block's forward, which can keep less for backward than the block's own.
 
     Args:
         block: the module; none of its hooks are part of what is run again.
-        activations: one of `ACTIVATION_CHOICES`, not ``keep``.
         memory: of the model.
         is_unit: whether the block is a unit that has none inside.
+
+    Attributes:
+        activations: one of `ACTIVATION_CHOICES`, at first ``keep``.
     """
 
-    def __init__(self, block: nn.Module, activations: str, memory: HostMemory, *, is_unit: bool) -> None:
-        self.block, self.activations, self.memory = block, activations, memory
+    def __init__(self, block: nn.Module, memory: HostMemory, *, is_unit: bool) -> None:
+        self.block, self.memory, self.activations = block, memory, "keep"
         self._own: Callable[..., Any] | None = vars(block).get("forward")
         self._run: Callable[..., Any] = block.forward
         self._buffers = Buffers(block)
-        self._reentrant = Reentrant(block, self._buffers) if is_unit and activations == "recompute_offload" else None
+        self._is_unit = is_unit
+        self._reentrant: Reentrant | None = None
         functools.update_wrapper(self, self._run, updated=())
+
+    def choose(self, activations: str) -> None:
+        """Has the next forward do so with what the block saves."""
+        if activations != self.activations:
+            takes_reentrant = self._is_unit and activations == "recompute_offload"
+            self._reentrant = Reentrant(self.block, self._run, self._buffers) if takes_reentrant else None
+            self.activations = activations
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The block's outputs."""
-        if not torch.is_grad_enabled():
+        if self.activations == "keep" or not torch.is_grad_enabled():
             return self._run(*args, **kwargs)
+        return self._saving_less(args, kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled block would compile what drops and restores
+    def _saving_less(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self.memory.saves_for(self.block) if "offload" in self.activations else nullcontext():
             if self.activations == "offload":
                 return self._run(*args, **kwargs)
@@ -99,6 +142,7 @@ class BlockForward:
 
     def _non_reentrant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         values: dict[Place, Tensor] = {}
+        reentrant = self._reentrant
         num_args, names = len(args), tuple(kwargs)  # what is run again must not hold the inputs themselves
 
         def run(*given: Any) -> Any:
@@ -110,21 +154,45 @@ class BlockForward:
             *args,
             *kwargs.values(),
             use_reentrant=False,
-            context_fn=lambda: (self._buffers.updated(values), self._again(values)),
+            context_fn=lambda: (self._buffers.updated(values), self._again(values, reentrant)),
         )
-        if self._reentrant is not None:
-            self._reentrant.learn_from(outputs)
+        if reentrant is not None:
+            reentrant.learn_from(outputs)
         return outputs
 
     @contextmanager
-    def _again(self, values: dict[Place, Tensor]) -> Iterator[None]:
-        if self._reentrant is not None:
-            self._reentrant.end_learning()
+    def _again(self, values: dict[Place, Tensor], reentrant: Reentrant | None) -> Iterator[None]:
+        if reentrant is not None:
+            reentrant.end_learning()
         with self._buffers.as_they_were(values):
             yield
 
 
-def _check(blocks: Sequence[Block], modules: Mapping[str, nn.Module]) -> None:
+def with_recomputed(blocks: Sequence[Block], names: Collection[str]) -> tuple[Block, ...]:
+    """Blocks with these modules recomputing, too, where nothing is said of them or of what is around them.
+
+    Args:
+        blocks: of a plan.
+        names: of modules that recompute whatever a plan says.
+    """
+    planned = [block.name for block in blocks]
+    more = [name for name in names if name not in planned and not is_inside(name, planned)]
+    kept = [block for block in blocks if not is_inside(block.name, more)]
+    return (*kept, *(Block(name=name, activations="recompute") for name in more))
+
+
+def is_inside(name: str, names: Collection[str]) -> bool:
+    """Whether a module is inside one of others."""
+    return any(name.startswith(f"{other}.") for other in names)
+
+
+def check_blocks(module: nn.Module, blocks: Sequence[Block]) -> None:
+    """Returns if all blocks are modules of a model, none the root and none inside another.
+
+    Raises:
+        PlanMismatchError: one is not.
+    """
+    modules = dict(module.named_modules())
     names = {block.name for block in blocks}
     for block in blocks:
         name = block.name

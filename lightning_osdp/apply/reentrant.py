@@ -8,7 +8,7 @@ some. Everything else is torch's non-reentrant form, which runs the first steps,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,12 +26,13 @@ class Reentrant:
     """A block's forward in fairscale's form, where it is sound.
 
     Args:
-        block: that is one unit; its forward is its own.
+        block: that is one unit.
+        run: the block's own forward.
         buffers: of the block.
     """
 
-    def __init__(self, block: nn.Module, buffers: Buffers) -> None:
-        self._body = _Body(block, buffers)
+    def __init__(self, block: nn.Module, run: Callable[..., Any], buffers: Buffers) -> None:
+        self._body = _Body(block, run, buffers)
         # Its own offload_to_cpu copies to memory that is not pinned, for which the host waits; `HostMemory` does it.
         self._wrapped = checkpoint_wrapper(self._body, offload_to_cpu=False)
         self._num_calls = 0
@@ -70,10 +71,10 @@ class _Body(nn.Module):
 
     outputs: TreeSpec
 
-    def __init__(self, block: nn.Module, buffers: Buffers) -> None:
+    def __init__(self, block: nn.Module, run: Callable[..., Any], buffers: Buffers) -> None:
         super().__init__()
         # Not as a child: fairscale puts hooks on batch normalisation that it finds.
-        self._block = (block, block.forward)
+        self._block = (block, run)
         self._buffers_of_block = buffers
 
     def forward(self, values: dict[Place, Tensor], *args: Any, **kwargs: Any) -> tuple[Any, ...]:

@@ -24,10 +24,14 @@ class ShardedModel(ABC):
         module: the user's, under whose names states are.
         root: what the Trainer trains; the module itself where nothing is wrapped around it.
         plan: of its units; None where there is none.
+        recomputed: names of modules that recompute whatever the plan says.
+        check_options: raises where a plan contradicts what else was asked for.
     """
 
     def __init__(self, module: nn.Module, root: nn.Module, plan: Plan | None) -> None:
         self.module, self.root, self.plan = module, root, plan
+        self.recomputed: Sequence[str] = ()
+        self.check_options: Callable[[Plan], None] = _no_options
 
     @property
     @abstractmethod
@@ -97,8 +101,19 @@ class ShardedModel(ABC):
         """Has every parameter be this rank's shard, and nothing be left of an all-gather; gradients stay."""
 
     @abstractmethod
-    def use(self, plan: Plan) -> None:
-        """Changes the modes, between two steps, to those of a plan with the same units and slices."""
+    def use(self, plan: Plan, *, may_divide: bool = False) -> None:
+        """Goes on under another plan, between two steps; on an error, under the one before, on all ranks.
+
+        Args:
+            plan: the same on all ranks; it differs from the one in use in nothing but `Engine.flips`.
+            may_divide: whether its optimizer steps may have other micro-batches: those are whoever's who drives steps.
+
+        Raises:
+            PlanMismatchError: it differs in something else, names a block that is not there, or is not the same on all
+                ranks.
+            PlanFormatError: it says something nonsensical.
+            ConfigurationError: there is no plan in use, or a step is going on.
+        """
 
     @abstractmethod
     def place_in_step(self) -> str:
@@ -161,3 +176,7 @@ class ShardedModel(ABC):
     def device(self) -> torch.device:
         """Where the shards are."""
         return next(self.module.parameters()).device
+
+
+def _no_options(_: Plan) -> None:
+    """Nothing else was asked for."""

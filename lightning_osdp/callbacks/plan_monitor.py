@@ -133,6 +133,10 @@ class PlanMonitor(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        plan = getattr(trainer.strategy, "plan", None)
+        if plan is not None and plan is not self._plan:  # it was changed since: what was measured is not of this one
+            self._plan = plan
+            self._reset(trainer)
         self._peak.start(trainer, batch, num_steps=self._num_steps)
         self._clock.start()
 

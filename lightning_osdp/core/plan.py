@@ -47,6 +47,8 @@ class Plan:
     """No plan in the search space is predicted to be faster by more than this fraction."""
     blocks: tuple[Block, ...] = ()
     """Modules that recompute or offload what they save for backward, in forward order; all others keep it."""
+    recomputable: tuple[Block, ...] = ()
+    """Of those that keep it, modules that might recompute, with what that would free and take, in forward order."""
     solver: str = ""
     cost_model: str = "simulate"
     """What predicted it: ``simulate``, a step as its engine runs it, or ``paper``, the sums of its equation 1."""
@@ -181,15 +183,16 @@ def _plan_from_document(document: object, source: str) -> Plan:
     if not isinstance(units, list) or not units:
         raise PlanFormatError(f"Expected 'units' of {source} to be a non-empty list, got {shown(units)}.")
     entries["units"] = tuple(read_dataclass(Unit, unit, f"units[{i}] of {source}") for i, unit in enumerate(units))
-    blocks = entries.get("blocks", [])
-    if not isinstance(blocks, list):
-        raise PlanFormatError(f"Expected 'blocks' of {source} to be a list, got {shown(blocks)}.")
-    entries["blocks"] = tuple(
-        read_dataclass(Block, block, f"blocks[{i}] of {source}") for i, block in enumerate(blocks)
-    )
+    for field_name in ("blocks", "recomputable"):
+        blocks = entries.get(field_name, [])
+        if not isinstance(blocks, list):
+            raise PlanFormatError(f"Expected {field_name!r} of {source} to be a list, got {shown(blocks)}.")
+        entries[field_name] = tuple(
+            read_dataclass(Block, block, f"{field_name}[{i}] of {source}") for i, block in enumerate(blocks)
+        )
     plan = read_dataclass(Plan, entries, source)
     _check_units(plan.units, source)
-    _check_blocks(plan.blocks, source)
+    _check_blocks((*plan.blocks, *plan.recomputable), source)
     _check_numbers(plan, source)
     _check_late(plan, source)
     if "decisions" in document:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from lightning_osdp.core.plan import Plan
+from lightning_osdp.engine.change import check_change
 from lightning_osdp.engine.engine import AUTO, Engine
 from lightning_osdp.engine.events import MOST_SIMULATED, Event, GatherRule
 from lightning_osdp.engine.fsdp1 import FSDP1
@@ -44,6 +45,7 @@ __all__ = [
     "LiveParts",
     "Moment",
     "UnitBytes",
+    "check_change",
     "engine_of",
     "leaving_order",
 ]

@@ -48,7 +48,8 @@ class Engine(ABC):
     rules: ClassVar[UnitRules]
     """What it asks of units."""
     flips: ClassVar[frozenset[str]]
-    """Fields of a plan and of its units that may change on a module that is trained already, between two steps."""
+    """Fields of a plan, its units and its blocks that may change on a module that is trained already, between two
+    steps: see `check_change`."""
     is_closed_form_exact: ClassVar[bool]
     """Whether `cost.StepMemory` is the peak where every micro-batch reduces all gradients, and not a bound on it."""
     note: ClassVar[str] = ""

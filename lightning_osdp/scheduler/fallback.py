@@ -1,20 +1,21 @@
-"""Plans with the same units and less memory, where training takes more than a plan was predicted to take."""
+"""Plans that a sharded module can change to, with less memory, where training takes more than was predicted."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lightning_osdp.core.modes import DP, ZDP
-from lightning_osdp.core.plan import Plan, Unit
+from lightning_osdp.core.plan import Block, Plan, Unit
+from lightning_osdp.engine import ENGINES
 
 
 @dataclass(frozen=True)
 class _Move:
-    """A unit with less memory."""
+    """A unit that keeps less, or a block that recomputes."""
 
-    unit: Unit
+    changed: Unit | Block
     freed_bytes: float
     lost_s: float
 
@@ -25,35 +26,33 @@ class _Move:
 
 
 def freeable_bytes(plan: Plan) -> int:
-    """Bytes that are kept for the sake of time: gathered parameters, and gradients between micro-batches."""
-    return round(sum(move.freed_bytes for move in _moves(plan, plan.units)))
+    """Bytes that are kept for the sake of time: gathered parameters, gradients between micro-batches, activations."""
+    return round(sum(move.freed_bytes for move in _moves(plan)))
 
 
 def with_less_memory(plan: Plan, wanted_bytes: int) -> Plan | None:
-    """The plan with units sharded, or their gradients reduced earlier, until so many bytes are freed.
+    """The plan with units sharded, their gradients reduced earlier, or blocks recomputing, until so much is freed.
 
-    What frees most bytes for a second goes first; at least one unit changes. Step time and peak are predicted from what
-    the plan says of its units, so it need not be profiled again.
+    What frees most bytes for a second goes first; something changes, but only what the engine flips. Step time and peak
+    are predicted from what the plan says of its units and blocks, so it need not be profiled again.
 
     Args:
         plan: what does not fit.
         wanted_bytes: that shall be freed, if possible.
 
     Returns:
-        None where nothing is kept.
+        None where nothing is left to give up.
     """
-    units = {unit.name: unit for unit in plan.units}
-    freed_bytes = lost_s = 0.0
+    lower, freed_bytes, lost_s = plan, 0.0, 0.0
     while freed_bytes < wanted_bytes or freed_bytes == 0:
-        moves = [*_moves(plan, units.values())]
+        moves = [*_moves(lower)]
         if not moves:
             break
         best = min(moves, key=lambda move: move.price)
-        units[best.unit.name] = best.unit
+        lower = _moved(lower, best.changed)
         freed_bytes += best.freed_bytes
         lost_s += best.lost_s
-    changed = tuple(units.values())
-    return None if changed == plan.units else _predicted(plan, changed, freed_bytes, lost_s)
+    return None if lower is plan else _predicted(plan, lower, freed_bytes, lost_s)
 
 
 def with_smaller_micro_batch(plan: Plan, micro_batch_size: int) -> Plan:
@@ -76,12 +75,29 @@ def with_smaller_micro_batch(plan: Plan, micro_batch_size: int) -> Plan:
     )
 
 
-def _moves(plan: Plan, units: Iterable[Unit]) -> Iterator[_Move]:
-    """What can be given up of these units; one rank keeps all, and the root does."""
+def _moves(plan: Plan) -> Iterator[_Move]:
+    """What can be given up; one rank keeps all units, and the root is kept."""
     if plan.world_size > 1:
-        for unit in units:
+        for unit in plan.units:
             if unit.name:
                 yield from _moves_of(unit)
+    if "activations" in ENGINES[plan.engine].flips:
+        yield from (_Move(block, block.frees_bytes, block.costs_s) for block in plan.recomputable)
+
+
+def _moved(plan: Plan, changed: Unit | Block) -> Plan:
+    if isinstance(changed, Unit):
+        units = tuple(changed if unit.name == changed.name else unit for unit in plan.units)
+        return dataclasses.replace(plan, units=units)
+    left = tuple(block for block in plan.recomputable if block.name != changed.name)
+    operators = [operator for unit in plan.units if unit.name for operator in unit.operators]
+
+    def place(block: Block) -> int:
+        """Of the block's first operator."""
+        own = (i for i, name in enumerate(operators) if f"{name}.".startswith(f"{block.name}."))
+        return next(own, len(operators))
+
+    return dataclasses.replace(plan, blocks=tuple(sorted([*plan.blocks, changed], key=place)), recomputable=left)
 
 
 def _moves_of(unit: Unit) -> Iterator[_Move]:
@@ -97,11 +113,12 @@ def _moves_of(unit: Unit) -> Iterator[_Move]:
         yield _Move(sharded, part * unit.keep_costs_bytes, lost_s)
 
 
-def _predicted(plan: Plan, units: tuple[Unit, ...], freed_bytes: float, lost_s: float) -> Plan:
-    changed = dataclasses.replace(_without_peak(plan), units=units)
+def _predicted(plan: Plan, lower: Plan, freed_bytes: float, lost_s: float) -> Plan:
+    changed = _without_peak(lower)
     if plan.peak_bytes > 0:
         # with blocks that recompute, or slices, a plan may take less than plain FSDP
-        least_bytes = plan.all_zdp_peak_bytes if plan.all_zdp_peak_bytes <= plan.peak_bytes else 0
+        is_least = plan.all_zdp_peak_bytes <= plan.peak_bytes and lower.blocks == plan.blocks
+        least_bytes = plan.all_zdp_peak_bytes if is_least else 0
         changed = dataclasses.replace(changed, peak_bytes=max(least_bytes, round(plan.peak_bytes - freed_bytes)))
     if plan.step_time_s > 0:
         step_time_s = max(plan.step_time_s, plan.step_time_s + lost_s)

@@ -9,6 +9,7 @@ from lightning_osdp.assign import Assignment, Setting, chosen_activations
 from lightning_osdp.core.blocks import freed_bytes
 from lightning_osdp.core.modes import DP, ZDP, ShardingMode
 from lightning_osdp.core.plan import Block, Unit
+from lightning_osdp.core.profile import BlockProfile
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.cost import block_s
 
@@ -23,17 +24,26 @@ def planned(setting: Setting, assignment: Assignment) -> tuple[Unit, ...]:
 
 def planned_blocks(setting: Setting, assignment: Assignment) -> tuple[Block, ...]:
     """Blocks of a plan that do not keep what they save, in forward order."""
-    samples, repeats = setting.workload.micro_batch_size, setting.workload.num_micro_batches
     chosen = chosen_activations(setting, assignment.modes)
-    return tuple(
-        Block(
-            name=block.name,
-            activations=chosen[block.name],
-            frees_bytes=max(0, round(freed_bytes(setting.unchanged, block, chosen[block.name]).at(samples))),
-            costs_s=repeats * block_s(block, chosen[block.name], setting.cluster, samples),
-        )
-        for block in setting.unchanged.blocks
-        if block.name in chosen
+    changed = (block for block in setting.unchanged.blocks if block.name in chosen)
+    return tuple(_block(setting, block, chosen[block.name]) for block in changed)
+
+
+def recomputable_blocks(setting: Setting, assignment: Assignment) -> tuple[Block, ...]:
+    """Blocks that keep what they save and would free some of it by recomputing, in forward order."""
+    chosen = chosen_activations(setting, assignment.modes)
+    keeping = (block for block in setting.unchanged.blocks if block.name not in chosen)
+    found = (_block(setting, block, "recompute") for block in keeping if "recompute" in block.segments)
+    return tuple(block for block in found if block.frees_bytes > 0)
+
+
+def _block(setting: Setting, block: BlockProfile, choice: str) -> Block:
+    samples, repeats = setting.workload.micro_batch_size, setting.workload.num_micro_batches
+    return Block(
+        name=block.name,
+        activations=choice,
+        frees_bytes=max(0, round(freed_bytes(setting.unchanged, block, choice).at(samples))),
+        costs_s=repeats * block_s(block, choice, setting.cluster, samples),
     )
 
 

@@ -20,7 +20,7 @@ from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.scheduler.candidate import Candidate
 from lightning_osdp.scheduler.competition import Competition
 from lightning_osdp.scheduler.infeasible import why_infeasible
-from lightning_osdp.scheduler.planned import planned, planned_blocks
+from lightning_osdp.scheduler.planned import planned, planned_blocks, recomputable_blocks
 from lightning_osdp.scheduler.sweep import Sweep
 from lightning_osdp.search import SOLVERS
 
@@ -168,6 +168,7 @@ def _plan(best: Candidate, sweep: Sweep, memory_limit_bytes: int, search: str) -
         world_size=setting.cluster.world_size,
         units=planned(setting, assignment),
         blocks=planned_blocks(setting, assignment),
+        recomputable=recomputable_blocks(setting, assignment) if "recompute" in sweep.competition.activations else (),
         memory_limit_bytes=memory_limit_bytes,
         peak_bytes=assignment.peak.peak_bytes,
         micro_batch_size=setting.workload.micro_batch_size,

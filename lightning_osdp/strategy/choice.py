@@ -11,7 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from lightning_osdp.apply import ENGINES, ShardedModel, called_children
+from lightning_osdp.apply import ENGINES, ShardedModel, called_children, with_recomputed
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.plan_unit import Block
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
@@ -20,10 +20,9 @@ from lightning_osdp.profiler import fingerprint
 from lightning_osdp.simulation import StepEstimate
 from lightning_osdp.strategy.by_hand import check_in_children
 from lightning_osdp.strategy.division import Division
-from lightning_osdp.strategy.given import given_plan
+from lightning_osdp.strategy.given import check_accumulates_in_fp32, given_plan
 from lightning_osdp.strategy.options import Options, Prefetch
 from lightning_osdp.strategy.planning import plan_fit
-from lightning_osdp.strategy.recomputed import with_recomputed
 
 _WITHOUT_PLAN = {
     "fsdp1": "the whole model is one unit",
@@ -71,9 +70,11 @@ def sharded(
     if plan is None:
         engine = ENGINES[options.engine_in_use]
         return engine.unplanned(module, device=device, **engine.arguments(fsdp_kwargs))
-    executed, engine = with_recomputed(plan, options.recomputed), ENGINES[plan.engine]
+    executed, engine = replace(plan, blocks=with_recomputed(plan.blocks, options.recomputed)), ENGINES[plan.engine]
     found = engine.planned(module, executed, device=device, **engine.arguments(fsdp_kwargs))
-    found.plan = plan
+    found.plan, found.recomputed = plan, options.recomputed
+    precision = str(module.trainer.precision_plugin.precision)
+    found.check_options = lambda plan: check_accumulates_in_fp32(plan, options, precision)
     return found
 
 

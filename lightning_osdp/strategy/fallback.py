@@ -37,7 +37,7 @@ def plan_that_fits(
         sharded: its model.
         plan: that it is sharded by.
         division: of optimizer steps into micro-batches.
-        use: changes the model to another plan with the same units.
+        use: changes the model to another plan, see `ShardedModel.use`.
 
     Raises:
         InfeasibleError: none is left to try; the text says which rank ran out of memory, where, and what would help.
@@ -86,9 +86,12 @@ def _lower(trainer: pl.Trainer, plan: Plan, division: Division, tries_left: int)
 def _change(plan: Plan, lower: Plan) -> str:
     if lower.micro_batch_size != plan.micro_batch_size:
         return f"micro-batches have {lower.micro_batch_size} samples instead of {plan.micro_batch_size}"
-    changed = sum(unit != other for unit, other in zip(plan.units, lower.units, strict=True))
+    units = sum(unit != other for unit, other in zip(plan.units, lower.units, strict=True))
+    blocks = len(lower.blocks) - len(plan.blocks)
+    told = [f"{units} {'unit keeps' if units == 1 else 'units keep'} less"] if units else []
+    told += [f"{blocks} {'block recomputes' if blocks == 1 else 'blocks recompute'}"] if blocks else []
     freed = format_bytes(freeable_bytes(plan) - freeable_bytes(lower))
-    return f"{changed} {'unit keeps' if changed == 1 else 'units keep'} less, {freed} together"
+    return f"{' and '.join(told)}, {freed} together"
 
 
 def _why(plan: Plan, rank: int, shortage: Shortage) -> str:

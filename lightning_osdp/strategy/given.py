@@ -34,7 +34,7 @@ def given_plan(trainer: pl.Trainer, module: nn.Module, options: Options) -> tupl
     plan = given if isinstance(given, Plan) else on_rank_zero(lambda: read_plan(Path(str(given))))
     plan.check_matches(fingerprint(module), world_size=trainer.world_size)
     _check_engine(plan, options)
-    _check_accumulates_in_fp32(plan, options, trainer)
+    check_accumulates_in_fp32(plan, options, str(trainer.precision_plugin.precision))
     _check_fits(plan, options)
     return plan, given_division(trainer, plan, options)
 
@@ -71,9 +71,13 @@ def _check_engine(plan: Plan, options: Options) -> None:
         )
 
 
-def _check_accumulates_in_fp32(plan: Plan, options: Options, trainer: pl.Trainer) -> None:
+def check_accumulates_in_fp32(plan: Plan, options: Options, precision: str) -> None:
+    """Returns if the plan adds up gradients in float32 where that was asked for.
+
+    Raises:
+        ConfigurationError: it does not.
+    """
     whole = next((unit.name for unit in plan.units if unit.sync == "last"), None)
-    precision = str(trainer.precision_plugin.precision)
     if options.accumulate_in_fp32 and "mixed" in precision and whole is not None:
         raise ConfigurationError(
             f"Expected a plan with sync='every' for accumulate_in_fp32=True in {precision}, got sync='last' for unit"

@@ -62,6 +62,10 @@ class GathersState(Protocol):
 
     _plan: Plan | None
 
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in use."""
+
     def take_whole_state(self) -> dict[str, Any] | None:
         """Weights as they were when training or evaluation ended, whole on each node's first rank at least."""
 
@@ -142,7 +146,7 @@ class GatheringLauncher(_MultiProcessingLauncher):
 
     @override
     def get_extra_results(self, trainer: pl.Trainer) -> dict[str, Any]:
-        plan = self._gathers._plan
+        plan = self._gathers.plan
         return {
             **super().get_extra_results(trainer),
             "plan": None if plan is None else plan.to_json(),

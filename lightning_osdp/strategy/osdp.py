@@ -113,11 +113,6 @@ class OSDPStrategy(RehearsingStrategy):
         ENGINES[options.engine_in_use].arguments(self._engine_kwargs)  # what it cannot take is said now
 
     @property
-    def plan(self) -> Plan | None:
-        """The plan in use; None before setup, and where a model is evaluated that no plan was made for."""
-        return self._plan
-
-    @property
     @override
     def precision_plugin(self) -> FSDPPrecision:
         return OSDPPrecision() if self._precision_plugin is None else super().precision_plugin
@@ -179,7 +174,7 @@ class OSDPStrategy(RehearsingStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         self._division.save(checkpoint)
         self._generators.save(checkpoint, self.root_device)
-        stored.store(self._plan, checkpoint)
+        stored.store(self.plan, checkpoint)
         saving.save(
             checkpoint,
             self.broadcast(filepath),
@@ -205,5 +200,5 @@ class OSDPStrategy(RehearsingStrategy):
         if is_fitting:
             self._division.resume(module.trainer, loaded)
             self._generators.resume(loaded, self.root_device)
-            stored.tell_of_change(self._plan, loaded)
+            stored.tell_of_change(self.plan, loaded)
         return loaded

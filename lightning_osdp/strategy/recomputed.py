@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -13,8 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
 
-from lightning_osdp.core.plan import Plan
-from lightning_osdp.core.plan_unit import Block
+from lightning_osdp.apply import is_inside
 
 
 def named_by_policy(module: nn.Module, policy: Mapping[str, Any]) -> tuple[str, ...]:
@@ -40,18 +38,6 @@ def named_by_policy(module: nn.Module, policy: Mapping[str, Any]) -> tuple[str, 
     apply_activation_checkpointing(module, checkpoint_wrapper_fn=note, **policy)
     names: list[str] = []
     for name, child in module.named_modules():
-        if child in found and not _is_inside(name, names):
+        if child in found and not is_inside(name, names):
             names.append(name)
     return tuple(names)
-
-
-def with_recomputed(plan: Plan, names: Collection[str]) -> Plan:
-    """The plan to execute: these modules recompute, too, where it says nothing of them or of what is around them."""
-    planned = [block.name for block in plan.blocks]
-    more = [name for name in names if name not in planned and not _is_inside(name, planned)]
-    kept = [block for block in plan.blocks if not _is_inside(block.name, more)]
-    return replace(plan, blocks=(*kept, *(Block(name=name, activations="recompute") for name in more)))
-
-
-def _is_inside(name: str, names: Collection[str]) -> bool:
-    return any(name.startswith(f"{other}.") for other in names)

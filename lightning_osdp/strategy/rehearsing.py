@@ -38,14 +38,14 @@ class RehearsingStrategy(UnitsStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         rehearses = self.root_device.type != "cpu" if self._rehearse == "auto" else self._rehearse
-        if rehearses and self._plan is not None:
+        if rehearses and self.plan is not None:
             assert self.lightning_module is not None
-            plan_that_fits(self.lightning_module.trainer, self._sharded, self._plan, self._division, self._use)
+            plan_that_fits(self.lightning_module.trainer, self._sharded, self.plan, self._division, self._use)
 
     def _use(self, plan: Plan) -> None:
         """Changes to a plan with the same units."""
         assert self._wrapping is not None
-        assert self._plan is not None
-        self._sharded.use(plan)
-        self._wrapping.given_up.append(self._plan)
-        self._plan = plan
+        assert self._wrapping.plan is not None
+        given_up = self._wrapping.plan
+        self._sharded.use(plan, may_divide=True)
+        self._wrapping.given_up.append(given_up)

@@ -57,6 +57,11 @@ class UnitsStrategy(RanksStrategy):
         self._setting_up = ExitStack()
         super().__init__(**kwargs)
 
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in use; None before setup, and where a model is evaluated that no plan was made for."""
+        return self._plan if self._wrapping is None else self._wrapping.plan
+
     @override
     def setup_environment(self) -> None:
         is_fitting = self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
@@ -122,7 +127,7 @@ class UnitsStrategy(RanksStrategy):
 
     def _take_over(self, found: Wrapping) -> None:
         """Goes on with the units that another strategy wrapped the model in."""
-        self._plan, self._is_for_training = found.plan, False
+        self._is_for_training = False
         rank_zero_info("OSDP: another Trainer has sharded this model already, and its units are used as they are.")
 
     def _prepare_training(self, found: Wrapping, trainer: pl.Trainer) -> None:
@@ -156,7 +161,7 @@ class UnitsStrategy(RanksStrategy):
         options = replace(self._options, recomputed=named_by_policy(module, self._activation_checkpointing_kwargs))
         self._forget_division(module.trainer)
         choose = chosen if module.automatic_optimization else planned_by_hand
-        found = choose(module, options, prefetch=self._prefetch, known=self._plan)
+        found = choose(module, options, prefetch=self._prefetch, known=self.plan)
         if isinstance(found, str):
             self._plan = None
             return self._finished(separated(module, found, options, device=self.root_device, **kwargs))

@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import nullcontext
+from itertools import chain
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_osdp.apply import apply_activations, remove_activations
+from lightning_osdp.apply.activations import BlockForwards
 from lightning_osdp.core.plan_unit import Block
 from lightning_osdp.errors import PlanMismatchError
 from lightning_osdp.profiler import LiveBytes
@@ -297,3 +299,74 @@ def test_names_that_cannot_be_blocks_are_refused(names, message):
     with pytest.raises(PlanMismatchError, match=f"Expected each block .*{message}. Plan anew by leaving out `plan=`."):
         apply_activations(net, [Block(name=name, activations="recompute") for name in names], device=CPU)
     assert all("forward" not in vars(module) for module in net.modules())
+
+
+def saved_bytes(net):
+    """What a forward saves for backward."""
+    sizes = []
+    torch.manual_seed(1)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: sizes.append(tensor.nbytes) or tensor, lambda t: t):
+        loss = net(torch.ones(5, 8))
+    loss.backward()
+    return sum(sizes)
+
+
+def chosen(*names, activations="recompute"):
+    return [Block(name=f"parts.{name}", activations=activations) for name in names]
+
+
+def test_what_blocks_do_may_change_from_step_to_step():
+    net, plain = Net(), Net()
+    forwards = BlockForwards(net, CPU)
+    kept = saved_bytes(Net())
+    found = []
+    for blocks in ([], chosen(0), chosen(0, 1, 2), chosen(1), [], chosen(0, 2)):
+        forwards.choose(blocks, units=())
+        found_tensors, expected = ([*chain.from_iterable(each), *own] for each, own in (steps(net), steps(plain)))
+        assert all(torch.equal(one, other) for one, other in zip(found_tensors, expected, strict=True))
+        assert list(net.state_dict()) == list(plain.state_dict())
+        found.append(saved_bytes(net))
+        saved_bytes(plain)  # whose buffers go on, too
+    assert found[0] == found[4] == kept
+    assert found[0] > found[1] == found[3] > found[5] > found[2]
+
+
+def test_a_forward_that_somebody_put_around_a_blocks_stays_there():
+    net = Net()
+    forwards = BlockForwards(net, CPU)
+    forwards.choose(chosen(0), units=())
+    calls, inner = [], net.parts[0].forward
+    net.parts[0].forward = lambda *args, **kwargs: (calls.append(1), inner(*args, **kwargs))[1]
+    recomputing = saved_bytes(net)
+    forwards.choose([], units=())
+    assert saved_bytes(net) == saved_bytes(Net()) > recomputing
+    forwards.choose(chosen(0), units=())
+    assert saved_bytes(net) == recomputing
+    assert len(calls) == 3
+
+
+def test_names_that_cannot_be_blocks_change_nothing():
+    net = Net()
+    forwards = BlockForwards(net, CPU)
+    forwards.choose(chosen(0), units=())
+    recomputing = saved_bytes(net)
+    with pytest.raises(PlanMismatchError, match=r"'parts\.7' is not there"):
+        forwards.choose(chosen(1, 7), units=())
+    assert saved_bytes(net) == recomputing
+
+
+@pytest.mark.parametrize("activations", CHOICES)
+def test_a_compiled_block_does_as_chosen(activations):
+    net = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)), nn.Linear(8, 1))
+    forwards, x = BlockForwards(net, CPU), torch.ones(5, 8)
+    net[1].compile(backend="eager")
+    expected = torch.autograd.grad(net(x).sum(), [*net.parameters()])
+    counts = []
+    for blocks in ([Block(name="1", activations=activations)], [], [Block(name="1", activations=activations)]):
+        forwards.choose(blocks, units=())
+        with LiveBytes("cpu") as live:
+            loss = net(x).sum()
+            counts.append(live.current_bytes)
+        found = torch.autograd.grad(loss, [*net.parameters()])
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert counts[0] == counts[2] < counts[1]

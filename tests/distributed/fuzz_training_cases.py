@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cases import trainer
 from torch.utils.data import DataLoader
 
-from lightning_osdp import OSDPPrecision, OSDPStrategy
+from lightning_osdp import OSDPPrecision, OSDPStrategy, change_plan
 from lightning_osdp.apply import ENGINES
 from lightning_osdp.apply.fsdp2.state import whole_parameters
 from lightning_osdp.core.plan import Plan
@@ -320,17 +320,15 @@ class Sharded:
     def reshard(self):
         self.model.reshard()
 
-    def use(self, modes, sync, prefetch):
+    def use(self, modes, sync, options, blocks):
+        self._loss = None  # of a forward that no backward comes to
         units = [
             dataclasses.replace(unit, modes=tuple(modes[(i + j) % len(modes)] for j in range(unit.num_slices)), sync=s)
             for i, unit in enumerate(self.model.plan.units)
             for s in [sync[i % len(sync)] if unit.name else "every"]
         ]
-        self.model.use(
-            dataclasses.replace(
-                self.model.plan, units=tuple(units), backward_prefetch=prefetch[0], forward_prefetch=prefetch[1]
-            )
-        )
+        blocks = tuple(Block(name=name, activations=activations) for name, activations in blocks)
+        change_plan(self.module, dataclasses.replace(self.model.plan, units=tuple(units), blocks=blocks, **options))
 
     def alone(self):
         with self.model.alone(), self.model.kept_shards():

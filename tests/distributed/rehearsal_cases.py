@@ -275,3 +275,54 @@ def cannot_tell():
         _, left, num_calls = fitted(plan, rehearse=True, module=cls())
         found.append((num_calls, left["losses"] == expected["losses"]))
     return found
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 128), nn.Linear(128, 8)
+
+    def forward(self, x):
+        return x + nn.functional.dropout(self.down(self.up(x).tanh()), 0.1)
+
+
+class Deep(Restless):
+    """Blocks that save far more than they have parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(Layer() for _ in range(4)))
+        self.last = nn.Linear(8, 3)
+
+    def loss(self, batch):
+        x, y = (t.float() for t in batch)
+        x = nn.functional.pad(x, (0, 1))[:, None, :].expand(-1, 64, -1)
+        loss = nn.functional.mse_loss(self.last(self.gate(self.layers(x))).mean(1), y)
+        self.mean.update(loss.detach())
+        self.log("mean", self.mean.compute())
+        return loss
+
+
+def recomputes():
+    """Of a plan in which all that is left is to recompute: notes, blocks, and what training under them differs in."""
+    plan = agreed(plan_for(Deep(), "zdp", world_size=dist.get_world_size()))
+
+    def counted(of, **options):
+        fit, left, _ = fitted(of, rehearse=False, module=Deep(), max_steps=6, **options)
+        return max(from_all_ranks(fit.callbacks[0].measured.peak_bytes)), left
+
+    least = dataclasses.replace(plan, blocks=plan.recomputable, recomputable=())
+    (most_bytes, expected), (least_bytes, _) = counted(plan), counted(least)
+    limit_bytes = (most_bytes + least_bytes) // 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tight = dataclasses.replace(plan, memory_limit_bytes=limit_bytes)
+        fit, left, _ = fitted(tight, rehearse=True, module=Deep(), max_steps=6)
+    peak_bytes = max(from_all_ranks(fit.callbacks[0].measured.peak_bytes))
+    return {
+        "notes": notes_of(fit.strategy.plan),
+        "could": [block.name for block in plan.recomputable],
+        "blocks": [(block.name, block.activations) for block in fit.strategy.plan.blocks],
+        "fits": peak_bytes <= limit_bytes < most_bytes,
+        "differs": [name for name in expected if left[name] != expected[name]],
+    }

@@ -91,15 +91,45 @@ def holder(name, units):
     return of.get(name, "")
 
 
-@st.composite
-def plans(draw, model):
-    """Units, blocks and options of a plan for a model."""
-    module = Net(**model)
-    called = [
+def options(described):
+    """What a plan with these units gathers ahead, and how."""
+    whole = [unit["name"] for unit in described if unit["name"] and len(unit["modes"]) == 1]
+    late = st.lists(st.sampled_from(whole), unique=True, max_size=3).map(tuple) if whole else st.just(())
+    return st.fixed_dictionaries(
+        {
+            "backward_prefetch": st.sampled_from(["pre", "none"]),
+            "forward_prefetch": st.booleans(),
+            "asynchronous_unshard": st.booleans(),
+            "late_forward": late,
+            "late_backward": late,
+        }
+    )
+
+
+def called_in(module):
+    """Names of modules that may be units or blocks."""
+    return [
         name
         for name, each in module.named_modules()
         if name and not isinstance(each, nn.ModuleList) and any(True for _ in each.parameters())
     ]
+
+
+@st.composite
+def blocks(draw, called):
+    """What blocks do, none of which is inside another."""
+    found = []
+    for name in called:
+        if not any(name.startswith(f"{block}.") for block, _ in found) and draw(SELDOM):
+            found.append((name, draw(st.sampled_from(["recompute", "recompute_offload", "offload"]))))
+    return found
+
+
+@st.composite
+def plans(draw, model):
+    """Units, blocks and options of a plan for a model."""
+    module = Net(**model)
+    called = called_in(module)
     units = {name: (name,) for name in called if draw(st.booleans())}
     for pair in neighbours(module):
         if draw(SELDOM) and not {*pair} & {n for names in units.values() if len(names) > 1 for n in names}:
@@ -124,19 +154,7 @@ def plans(draw, model):
                 "sync": draw(st.sampled_from(["every", "last"])) if name else "every",
             }
         )
-    blocks = []
-    for name in called:
-        if not any(name.startswith(f"{block}.") for block, _ in blocks) and draw(SELDOM):
-            blocks.append((name, draw(st.sampled_from(["recompute", "recompute_offload", "offload"]))))
-    whole = [unit["name"] for unit in described if unit["name"] and len(unit["modes"]) == 1]
-    options = {
-        "backward_prefetch": draw(st.sampled_from(["pre", "none"])),
-        "forward_prefetch": draw(st.booleans()),
-        "asynchronous_unshard": draw(st.booleans()),
-        "late_forward": tuple(draw(st.lists(st.sampled_from(whole), unique=True, max_size=3))) if whole else (),
-        "late_backward": tuple(draw(st.lists(st.sampled_from(whole), unique=True, max_size=3))) if whole else (),
-    }
-    return {"units": described, "blocks": blocks, "options": options}
+    return {"units": described, "blocks": draw(blocks(called)), "options": draw(options(described))}
 
 
 # ---- what happens
@@ -146,6 +164,7 @@ def plans(draw, model):
 def cases(draw):
     model = draw(models())
     plan = draw(plans(model))
+    called = called_in(Net(**model))
     together = [unit["modules"] for unit in plan["units"] if unit["modules"]]
 
     def skip(how_often):
@@ -163,7 +182,7 @@ def cases(draw):
         if name == "use":
             modes = draw(st.lists(st.sampled_from(["ZDP", "DP"]), min_size=1, max_size=5))
             sync = draw(st.lists(st.sampled_from(["every", "last"]), min_size=1, max_size=5))
-            return name, modes, sync, (draw(st.sampled_from(["pre", "none"])), draw(st.booleans()))
+            return name, modes, sync, draw(options(plan["units"])), draw(blocks(called))
         return (name, draw(st.integers(0, 3))) if name == "freeze" else (name,)
 
     def events(**options):
@@ -259,3 +278,21 @@ def test_a_layer_that_a_step_leaves_out_is_not_updated_on_one_rank(ranks):
         "steps": [{"batches": [{**batch, "skip": skip}], "events": []} for skip in ([], [1])],
     }
     check(ranks, 1, case)
+
+
+def test_a_split_operator_that_recomputes_returns_what_may_be_changed_in_place(ranks):
+    batch = {"skip": [], "reshards": False, "events": []}
+    name = "layers.1.cut.wide"
+    case = {
+        "model": {"width": 3, "vocabulary": 0, "layers": [("linear", True), ("view",)], "gain": False},
+        "units": [
+            {"name": "", "operators": ("layers.0", "head"), "modes": ("DP",)},
+            {"name": name, "operators": (name,), "modes": ("DP", "DP")},
+        ],
+        "blocks": [(name, "recompute_offload")],
+        "options": {},
+        "optimizer": "sgd",
+        "clip": 0.0,
+        "steps": [{"batches": [batch], "events": []} for _ in range(3)],
+    }
+    check(ranks, 2, case)

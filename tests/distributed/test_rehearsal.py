@@ -60,3 +60,14 @@ def test_micro_batches_get_smaller_where_nothing_is_left_to_shard(ranks):
 
 def test_what_says_nothing_of_memory_does_not_keep_from_training(ranks):
     assert ranks(2).run(cases.cannot_tell) == [[(4, True), (3, True), (4, True)]] * 2
+
+
+@pytest.mark.engine("fsdp2")
+def test_blocks_recompute_where_units_keep_nothing_and_training_is_the_same(ranks):
+    for found in ranks(2).run(cases.recomputes):
+        assert found["could"] == [f"layers.{index}" for index in range(4)]
+        assert 0 < len(found["blocks"]) < 4
+        assert {activations for _, activations in found["blocks"]} == {"recompute"}
+        assert f"so {len(found['blocks'])} blocks recompute, " in found["notes"][0]
+        assert found["fits"]
+        assert found["differs"] == []

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from lightning_osdp.core.plan import Plan, Unit
+from lightning_osdp.core.plan import Block, Plan, Unit
 from lightning_osdp.scheduler import freeable_bytes, with_less_memory, with_smaller_micro_batch
 
 
@@ -109,3 +109,51 @@ def test_smaller_micro_batches_make_up_the_same_step():
     assert smaller.units == PLAN.units
     assert (smaller.step_time_s, smaller.samples_per_s, smaller.peak_bytes) == (0.0, 0.0, 0)
     assert Plan.from_json(smaller.to_json()) == smaller
+
+
+def block(name, frees_bytes, costs_s):
+    return Block(name=name, activations="recompute", frees_bytes=frees_bytes, costs_s=costs_s)
+
+
+WITH_BLOCKS = dataclasses.replace(
+    PLAN,
+    engine="fsdp2",
+    units=(*PLAN.units[:3], unit("b.0.up", "ZDP"), unit("b.1.up", "ZDP"), unit("b.2.up", "ZDP")),
+    blocks=(block("b.1", 40, 0.1),),
+    recomputable=(block("b.0", 80, 0.2), block("b.2", 300, 0.1)),
+)
+
+
+@pytest.mark.parametrize(
+    ("wanted_bytes", "recompute", "keep", "peak_bytes", "lost_s"),
+    [
+        (1, ["b.1", "b.2"], ["dear", "cheap"], 700, 0.1),
+        (400, ["b.1", "b.2"], ["dear"], 600, 0.2),
+        (401, ["b.0", "b.1", "b.2"], ["dear"], 520, 0.4),
+        (10**9, ["b.0", "b.1", "b.2"], [], 420, 0.8),
+    ],
+)
+def test_blocks_recompute_where_that_costs_less_than_what_units_keep(wanted_bytes, recompute, keep, peak_bytes, lost_s):
+    assert freeable_bytes(WITH_BLOCKS) == 100 + 100 + 80 + 300
+    lower = with_less_memory(WITH_BLOCKS, wanted_bytes)
+    assert [block.name for block in lower.blocks] == recompute
+    assert {block.activations for block in lower.blocks} == {"recompute"}
+    assert [unit.name for unit in lower.units if unit.name and "DP" in unit.modes] == keep
+    assert lower.peak_bytes == peak_bytes  # less than plain FSDP, whose blocks keep
+    assert lower.step_time_s == pytest.approx(10 + lost_s)
+    left = {block.name for block in WITH_BLOCKS.recomputable} - set(recompute)
+    assert {block.name for block in lower.recomputable} == left
+    assert Plan.from_json(lower.to_json()) == lower
+
+
+def test_one_rank_has_blocks_that_can_recompute():
+    alone = dataclasses.replace(WITH_BLOCKS, world_size=1)
+    assert freeable_bytes(alone) == 380
+    assert [block.name for block in with_less_memory(alone, 1).blocks] == ["b.1", "b.2"]
+
+
+def test_blocks_stay_as_they_are_under_an_engine_that_cannot_change_them():
+    plan = dataclasses.replace(WITH_BLOCKS, engine="fsdp1")
+    assert freeable_bytes(plan) == 200
+    lower = with_less_memory(plan, 10**9)
+    assert (lower.blocks, lower.recomputable) == (plan.blocks, plan.recomputable)

@@ -31,6 +31,7 @@ from lightning_osdp.apply.sharded import ShardedModel
 from lightning_osdp.apply.sharded_checkpoint import read_optimizers
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.plan_unit import Block
+from lightning_osdp.engine import FSDP1, check_change
 
 
 class Fsdp1Model(ShardedModel):
@@ -130,7 +131,9 @@ class Fsdp1Model(ShardedModel):
         free_gathered(self.root)
 
     @override
-    def use(self, plan: Plan) -> None:
+    def use(self, plan: Plan, *, may_divide: bool = False) -> None:
+        assert self.plan is not None
+        check_change(self.plan, plan, FSDP1, may_divide=may_divide)
         use_modes(self._fsdp_root, plan)
         self.plan, self._reduced_last = plan, units_reduced_last(self._fsdp_root, plan)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
@@ -13,7 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_osdp.apply.fsdp2 import internals
-from lightning_osdp.errors import RanksApartError
+from lightning_osdp.core.plan import Plan
+from lightning_osdp.errors import OSDPError, PlanMismatchError, RanksApartError
 
 _PRIME = 2**31 - 1
 _STEP = -1
@@ -83,6 +85,36 @@ class Agreement:
         self._order = 0
         _check_same(most, least)
         return used
+
+    def check_plan(self, plan: Plan, check: Callable[[], None]) -> None:
+        """Returns if this can be the plan of all ranks from now on. Call it on all of them.
+
+        Args:
+            plan: of this rank.
+            check: what this rank has to say; it raises what is raised on all ranks.
+
+        Raises:
+            OSDPError: the first rank's that has one.
+            PlanMismatchError: ranks have different plans.
+        """
+        error = None
+        try:
+            check()
+        except OSDPError as raised:
+            error = raised
+        own = (hashlib.sha256(plan.to_json().encode()).digest(), error)
+        told = [own] * (1 if self._group is None else self._group.size())
+        if self._group is not None:
+            dist.all_gather_object(told, own, group=self._group)
+        for _, each in told:
+            if each is not None:
+                raise each
+        apart = [rank for rank, (digest, _) in enumerate(told) if digest != told[0][0]]
+        if apart:
+            raise PlanMismatchError(
+                f"Expected all ranks to change to the same plan, but that of rank {apart[0]} is not rank 0's. Make or"
+                " read it on one rank, and broadcast it."
+            )
 
     @contextmanager
     def paused(self) -> Iterator[None]:

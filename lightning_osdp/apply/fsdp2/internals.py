@@ -5,9 +5,11 @@ Seen in torch 2.13; `check_torch` and `check_units` say clearly what a torch of 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_osdp.errors import ConfigurationError
@@ -37,6 +40,7 @@ _METHODS = {
         "_lazy_init",
         "_pre_forward",
         "_post_forward",
+        "_register_pre_backward_hook",
         "_reset_iter_state",
         "_root_post_backward_final_callback",
     ),
@@ -145,6 +149,16 @@ def group_of(module: nn.Module) -> Any:
     return groups[0] if groups else None
 
 
+def set_owner(root: nn.Module, owner: object) -> None:
+    """Has the state of a root lead to what drives it."""
+    state_of(root).lightning_osdp_owner = owner
+
+
+def owner_of(root: nn.Module) -> Any:
+    """What `set_owner` gave; None where there is nothing."""
+    return getattr(state_of(root), "lightning_osdp_owner", None) if isinstance(root, FSDPModule) else None
+
+
 def begin(root: nn.Module) -> None:
     """Makes this module the root of the units inside it, whichever of them forward is going to call first."""
     state_of(root)._lazy_init()
@@ -217,6 +231,56 @@ def forget_step(root: nn.Module, groups: Sequence[Any]) -> None:
                 parameter._unsharded_param.grad = None
 
 
+class WaitingForwards:
+    """Forwards that backward has not come to: what units have returned, for as long as its graph lives.
+
+    Args:
+        root: of the units.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._outputs: WeakSet[_Output] = WeakSet()
+        for state in state_of(root)._state_ctx.all_states:
+            state._register_pre_backward_hook = partial(self._register, state._register_pre_backward_hook)
+
+    @property
+    def are_there(self) -> bool:
+        """Whether there is one."""
+        if self._outputs:
+            gc.collect()  # a graph that nobody can reach any more may still be there
+        return bool(self._outputs)
+
+    def forget(self) -> None:
+        """Nobody is going to call backward for what there is."""
+        self._outputs.clear()
+
+    def _register(self, register: Callable[[Any], Any], output: Any) -> Any:
+        output = register(output)
+        if torch.is_grad_enabled() and not is_in_backward(self._root):  # in backward, blocks only run again
+            noted = _Output(self._outputs)
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                    tensor.register_hook(noted)
+        return output
+
+
+class _Output:
+    """What a unit returned at a call: a hook of its tensors, which their graph holds.
+
+    Args:
+        waiting: those that backward has not come to.
+    """
+
+    def __init__(self, waiting: WeakSet[_Output]) -> None:
+        self._waiting = waiting
+        waiting.add(self)
+
+    def __call__(self, _: Tensor) -> None:
+        """Backward has come to it."""
+        self._waiting.discard(self)
+
+
 class BackwardWatch:
     """Tells when backward is through with units, and has what no loss reaches reduced once, at its end.
 
@@ -274,6 +338,12 @@ def has_whole_gradient(parameter: Any) -> bool:
         return True
     whole = getattr(parameter, "_unsharded_param", None)
     return whole is not None and whole.grad is not None
+
+
+def has_whole_gradients(module: nn.Module) -> bool:
+    """Whether a unit has gradients that are not reduced yet."""
+    group = group_of(module)
+    return group is not None and any(has_whole_gradient(parameter) for parameter in group.fsdp_params)
 
 
 def parameters_of(group: Any) -> list[tuple[nn.Parameter, Any]]:

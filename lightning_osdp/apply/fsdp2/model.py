@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecision
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_osdp.apply.activations import apply_activations, remove_activations
+from lightning_osdp.apply.activations import BlockForwards, check_blocks, remove_activations, with_recomputed
 from lightning_osdp.apply.children import blocks_in, called_children
 from lightning_osdp.apply.fsdp2 import internals, load, state
 from lightning_osdp.apply.fsdp2.agreement import Agreement
@@ -35,7 +35,8 @@ from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.plan_unit import Block, Unit
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
-from lightning_osdp.engine import engine_of
+from lightning_osdp.engine import FSDP2, check_change, engine_of
+from lightning_osdp.errors import ConfigurationError
 
 
 class Fsdp2Model(ShardedModel):
@@ -70,6 +71,9 @@ class Fsdp2Model(ShardedModel):
         self._set_prefetch()
         internals.set_asynchronous(module, is_asynchronous=plan is not None and plan.asynchronous_unshard)
         self._agreement = Agreement(module, self._groups, device)
+        self._waiting = internals.WaitingForwards(module)
+        self._forwards = given.forwards
+        internals.set_owner(module, self)
         self._taking = load.takes_whole(module)
         self._is_opened, self._may_be_planned = False, True
 
@@ -92,12 +96,12 @@ class Fsdp2Model(ShardedModel):
         for unit in plan.units:
             if unit.num_slices == 1:
                 found = tuple(modules[name] for name in modules_of(unit))
-                units.append(ShardedUnit(unit.name, found, unit.sharding_modes[0] if unit.name else DP))
+                units += [ShardedUnit(unit.name, found, mode) for _, mode in _modes(unit)]
                 continue
             slices = slices_of(modules[unit.name], unit.num_slices, given.initialize)
             named = zip(_modes(unit), slices, strict=True)
             units += [ShardedUnit(name, (each,), mode) for (name, mode), each in named]
-        apply_activations(module, plan.blocks, device=device, units=[unit.name for unit in plan.units])
+        given.forwards.choose(plan.blocks, units=[unit.name for unit in units])
         return cls(module, units, plan, given, device=device)
 
     @classmethod
@@ -115,8 +119,8 @@ class Fsdp2Model(ShardedModel):
         cls, module: nn.Module, blocks: Sequence[Block], *, min_unit_bytes: int, device: torch.device, **kwargs: Any
     ) -> Fsdp2Model:
         """The same, for steps that run backward between the calls of the module's children."""
-        apply_activations(module, blocks, device=device)
         found = cls.unplanned(module, device=device, min_unit_bytes=min_unit_bytes, **kwargs)
+        found._forwards.choose(blocks, units=())
         found._may_be_planned = False
         return found
 
@@ -189,8 +193,10 @@ class Fsdp2Model(ShardedModel):
         internals.reshard(self.module, self._groups)
 
     @override
-    def use(self, plan: Plan) -> None:
+    def use(self, plan: Plan, *, may_divide: bool = False) -> None:
+        self._agreement.check_plan(plan, partial(self._check_use, plan, may_divide=may_divide))
         self.reshard()
+        self._forwards.choose(self._blocks_of(plan), units=[unit.name for unit in self.units])
         modes = {name: mode for unit in plan.units for name, mode in _modes(unit)}
         self.units = tuple(dataclasses.replace(unit, mode=modes[unit.name]) for unit in self.units)
         for unit in self.units:
@@ -200,15 +206,44 @@ class Fsdp2Model(ShardedModel):
         self.plan = plan
         self._set_prefetch()
 
+    def _check_use(self, plan: Plan, *, may_divide: bool) -> None:
+        """See `use`; of this rank alone."""
+        if self.plan is None:
+            raise ConfigurationError(
+                "Expected a module that was sharded by a plan, got one that was sharded without: there are no units"
+                " whose plan could change. Make a new module, and apply the plan to it."
+            )
+        check_change(self.plan, Plan.from_json(plan.to_json()), FSDP2, may_divide=may_divide)
+        check_blocks(self.module, self._blocks_of(plan))
+        self.check_options(plan)
+        whole = [unit.name for unit in self.units if internals.has_whole_gradients(unit.handle)]
+        where = (
+            f"is in {place}"
+            if (place := self.place_in_step())
+            else f"holds gradients of {_told(whole[0])} that are not reduced yet"
+            if whole
+            else "has outputs of a forward that backward has not come to"
+            if self._waiting.are_there
+            else ""
+        )
+        if where:
+            raise ConfigurationError(
+                f"Expected a plan to change between two optimizer steps, but rank {dist.get_rank()} {where}. Change it"
+                " after the optimizer's step, when nothing holds on to outputs that no backward is called for."
+            )
+
+    def _blocks_of(self, plan: Plan) -> tuple[Block, ...]:
+        return with_recomputed(plan.blocks, self.recomputed)
+
     def _set_prefetch(self) -> None:
         plan = self.plan
         set_prefetch(
             self.units,
             backward=plan is None or plan.backward_prefetch == "pre",
             forward=plan is not None and plan.forward_prefetch,
-            rerun=() if plan is None else [block.name for block in plan.blocks if block.activations in RERUN],
             late_backward=() if plan is None else plan.late_backward,
             late_forward=() if plan is None else plan.late_forward,
+            rerun=[block.name for block in self._blocks_of(plan) if block.activations in RERUN] if plan else (),
         )
 
     @override
@@ -236,6 +271,7 @@ class Fsdp2Model(ShardedModel):
         finally:
             dist.group.WORLD = real
             internals.forget_step(self.module, self._groups)
+            self._waiting.forget()
             for each in self._groups:
                 internals.use_group(each, real)
             for parameter, gradient in gradients:
@@ -326,6 +362,7 @@ class _Given(NamedTuple):
 
     mixed_precision: MixedPrecision | None
     initialize: Callable[[nn.Module], None]
+    forwards: BlockForwards
 
 
 def _begin(
@@ -345,7 +382,7 @@ def _begin(
             if not tensor.is_meta:
                 tensor.data = tensor.data.to(device)
                 dist.broadcast(tensor.data, src=0)
-    return _Given(mixed_precision, initialize)
+    return _Given(mixed_precision, initialize, BlockForwards(module, device))
 
 
 def _initializer(
@@ -376,8 +413,9 @@ def _set_reducing(units: Sequence[ShardedUnit], reduces: bool) -> None:
 
 
 def _modes(unit: Unit) -> Iterator[tuple[str, ShardingMode]]:
-    """Modes of a plan's unit, by the name that each of its slices has as a unit."""
-    return zip(slice_names(unit.name, unit.num_slices), unit.sharding_modes, strict=True)
+    """Modes of a plan's unit, by the name that each of its slices has as a unit; the root is kept whatever it says."""
+    modes = unit.sharding_modes if unit.name else (DP,)
+    return zip(slice_names(unit.name, unit.num_slices), modes, strict=True)
 
 
 def _children_and_blocks(module: nn.Module, *, min_unit_bytes: int) -> Iterator[ShardedUnit]:

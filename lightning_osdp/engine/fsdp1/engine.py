@@ -33,7 +33,7 @@ class FSDP1(Engine):
     name: ClassVar[str] = "fsdp1"
     prefetches: ClassVar[tuple[str, ...]] = ("pre", "post", "none")
     rules: ClassVar[UnitRules] = UnitRules()
-    flips: ClassVar[frozenset[str]] = frozenset({"sync"})
+    flips: ClassVar[frozenset[str]] = frozenset({"modes", "sync"})
     is_closed_form_exact: ClassVar[bool] = True
 
     @property

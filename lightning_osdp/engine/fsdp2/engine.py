@@ -41,6 +41,7 @@ class FSDP2(Engine):
         {
             "modes",
             "sync",
+            "activations",
             "backward_prefetch",
             "forward_prefetch",
             "asynchronous_unshard",

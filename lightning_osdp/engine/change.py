@@ -1,0 +1,77 @@
+"""What may change of a plan while its module is trained: all that the engine flips, between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lightning_osdp.core.document import shown
+from lightning_osdp.core.plan import Plan
+from lightning_osdp.engine.engine import Engine
+from lightning_osdp.errors import PlanMismatchError
+
+_OF_PLAN = (
+    "engine",
+    "world_size",
+    "micro_batch_size",
+    "num_micro_batches",
+    "backward_prefetch",
+    "forward_prefetch",
+    "asynchronous_unshard",
+    "late_forward",
+    "late_backward",
+)
+"""Fields that say what is run; all others predict or tell."""
+_OF_UNIT = ("operators", "modules", "num_slices", "modes", "sync")
+_DIVISION = frozenset({"micro_batch_size", "num_micro_batches"})
+
+
+def check_change(current: Plan, plan: Plan, engine: type[Engine], *, may_divide: bool = False) -> None:
+    """Returns if a module that is sharded by one plan can go on under another.
+
+    Args:
+        current: the plan in use.
+        plan: the one to go on with.
+        engine: of the plan in use.
+        may_divide: whether optimizer steps may have other micro-batches.
+
+    Raises:
+        PlanMismatchError: they differ in something that is not in ``engine.flips``; the text has the first difference.
+    """
+    allowed = engine.flips | (_DIVISION if may_divide else frozenset())
+    differences = [(what, *values) for field, what, *values in _differences(current, plan) if field not in allowed]
+    if not differences:
+        return
+    what, used, planned = differences[0]
+    more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
+    raise PlanMismatchError(
+        f"Expected a plan that differs from the one in use only in what may change between two steps under"
+        f" {engine.name} ({', '.join(sorted(engine.flips))}), but {what} is {shown(used)} in use and {shown(planned)}"
+        f" in the plan{more}. To train under that plan, make a new module and a new Trainer with"
+        " OSDPStrategy(plan=...), and load a checkpoint."
+    )
+
+
+def _differences(current: Plan, plan: Plan) -> Iterator[tuple[str, str, Any, Any]]:
+    """Field, what has it, and both values."""
+    for name in dict.fromkeys([*current.fingerprint, *plan.fingerprint]):
+        yield from _unequal("fingerprint", f"parameter {name!r}", *(p.fingerprint.get(name) for p in (current, plan)))
+    for field in _OF_PLAN:
+        yield from _unequal(field, field, getattr(current, field), getattr(plan, field))
+    names = [[unit.name for unit in each.units] for each in (current, plan)]
+    yield from _unequal("units", "the list of units", *names)
+    if names[0] == names[1]:
+        for used, planned in zip(current.units, plan.units, strict=True):
+            for field in _OF_UNIT:
+                yield from _unequal(
+                    field, f"{field!r} of unit {used.name!r}", getattr(used, field), getattr(planned, field)
+                )
+    used_of, planned_of = ({block.name: block.activations for block in each.blocks} for each in (current, plan))
+    for name in dict.fromkeys([*used_of, *planned_of]):
+        values = (of.get(name, "keep") for of in (used_of, planned_of))
+        yield from _unequal("activations", f"'activations' of block {name!r}", *values)
+
+
+def _unequal(field: str, what: str, used: Any, planned: Any) -> Iterator[tuple[str, str, Any, Any]]:
+    if used != planned:
+        yield field, what, used, planned

@@ -1,0 +1,99 @@
+"""What may change of a plan while its module is trained, and what is refused."""
+
+import dataclasses
+
+import pytest
+
+from lightning_osdp.core.plan import Block, Plan, Unit
+from lightning_osdp.engine import FSDP1, FSDP2, check_change
+from lightning_osdp.errors import PlanMismatchError
+
+
+def unit(name, modes=("ZDP",), **fields):
+    return Unit(name=name, operators=(name,), kind="Linear", modes=modes, **fields)
+
+
+PLAN = Plan(
+    fingerprint={"a.weight": "(2, 2) float32", "b.weight": "(2, 2) float32"},
+    world_size=2,
+    units=(unit("", ("DP",)), unit("a"), unit("b", ("DP", "ZDP"))),
+    blocks=(Block(name="a", activations="recompute"),),
+    memory_limit_bytes=1000,
+    peak_bytes=0,
+    micro_batch_size=4,
+    num_micro_batches=2,
+    step_time_s=0.0,
+    samples_per_s=0.0,
+    gap=0.0,
+    engine="fsdp2",
+)
+
+
+def with_unit(**fields):
+    units = (*PLAN.units[:2], dataclasses.replace(PLAN.units[2], **fields))
+    return dataclasses.replace(PLAN, units=units)
+
+
+OFFLOADED = dataclasses.replace(PLAN, blocks=(Block(name="b", activations="offload"),))
+FLIPS = {
+    "modes": with_unit(modes=("ZDP", "DP")),
+    "sync": with_unit(sync="last"),
+    "activations": OFFLOADED,
+    "backward_prefetch": dataclasses.replace(PLAN, backward_prefetch="none"),
+    "forward_prefetch": dataclasses.replace(PLAN, forward_prefetch=True),
+    "asynchronous_unshard": dataclasses.replace(PLAN, asynchronous_unshard=True),
+}
+
+
+@pytest.mark.parametrize("field", FLIPS)
+def test_what_an_engine_flips_may_change_and_nothing_else(field):
+    assert set(FLIPS) == FSDP2.flips
+    check_change(PLAN, FLIPS[field], FSDP2)
+    check_change(FLIPS[field], PLAN, FSDP2)
+    if field in FSDP1.flips:
+        check_change(PLAN, FLIPS[field], FSDP1)
+    else:
+        with pytest.raises(PlanMismatchError, match=rf"under fsdp1 \(modes, sync\), but .*{field}"):
+            check_change(PLAN, FLIPS[field], FSDP1)
+
+
+def test_what_a_plan_predicts_and_tells_may_be_anything():
+    other = dataclasses.replace(PLAN, peak_bytes=1, step_time_s=2.0, notes=("other",), memory_limit_bytes=5)
+    check_change(PLAN, with_unit(time_s=3.0, keep_saves_s=1.0), FSDP2)
+    check_change(PLAN, other, FSDP2)
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        (dataclasses.replace(PLAN, engine="fsdp1"), "engine is 'fsdp2' in use and 'fsdp1' in the plan"),
+        (dataclasses.replace(PLAN, world_size=4), "world_size is 2 in use and 4 in the plan"),
+        (dataclasses.replace(PLAN, micro_batch_size=8), "micro_batch_size is 4 in use and 8 in the plan"),
+        (dataclasses.replace(PLAN, num_micro_batches=1), "num_micro_batches is 2 in use and 1 in the plan"),
+        (
+            dataclasses.replace(PLAN, fingerprint={"a.weight": "(2, 2) float32", "b.weight": "(3, 2) float32"}),
+            r"parameter 'b.weight' is '\(2, 2\) float32' in use and '\(3, 2\) float32' in the plan",
+        ),
+        (
+            dataclasses.replace(PLAN, fingerprint={}),
+            r"parameter 'a.weight' is '.*' in use and None in the plan \(and 1 more\)",
+        ),
+        (
+            dataclasses.replace(PLAN, units=PLAN.units[:2]),
+            r"the list of units is \['', 'a', 'b'\] in use and \['', 'a'\] in the plan",
+        ),
+        (with_unit(operators=("b", "c")), r"'operators' of unit 'b' is \('b',\) in use and \('b', 'c'\) in the plan"),
+        (with_unit(modules=("b", "c")), r"'modules' of unit 'b' is \(\) in use and \('b', 'c'\) in the plan"),
+        (with_unit(modes=("DP",)), "'num_slices' of unit 'b' is 2 in use and 1 in the plan"),
+    ],
+)
+def test_what_cannot_change_is_refused_with_both_values(plan, text):
+    remedy = r"To train under that plan, make a new module and a new Trainer with OSDPStrategy\(plan=\.\.\.\)"
+    with pytest.raises(PlanMismatchError, match=f"^Expected a plan that differs .* but {text}.*{remedy}"):
+        check_change(PLAN, plan, FSDP2)
+
+
+def test_micro_batches_may_change_where_whoever_drives_steps_says_so():
+    check_change(PLAN, dataclasses.replace(PLAN, micro_batch_size=2, num_micro_batches=4), FSDP2, may_divide=True)
+    with pytest.raises(PlanMismatchError, match="world_size"):
+        check_change(PLAN, dataclasses.replace(PLAN, world_size=4), FSDP2, may_divide=True)
