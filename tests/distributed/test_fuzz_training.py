@@ -128,13 +128,10 @@ def plans(draw, model):
     for name in called:
         if not any(name.startswith(f"{block}.") for block, _ in blocks) and draw(SELDOM):
             blocks.append((name, draw(st.sampled_from(["recompute", "recompute_offload", "offload"]))))
-    whole = [unit["name"] for unit in described if unit["name"] and len(unit["modes"]) == 1]
     options = {
         "backward_prefetch": draw(st.sampled_from(["pre", "none"])),
         "forward_prefetch": draw(st.booleans()),
         "asynchronous_unshard": draw(st.booleans()),
-        "late_forward": tuple(draw(st.lists(st.sampled_from(whole), unique=True, max_size=3))) if whole else (),
-        "late_backward": tuple(draw(st.lists(st.sampled_from(whole), unique=True, max_size=3))) if whole else (),
     }
     return {"units": described, "blocks": blocks, "options": options}
 
