@@ -204,9 +204,12 @@ def _gathering(handle: Any) -> Callable[[nn.Module, Any, Any], None]:
 
     fully_shard does that at the output of the last one, which the loss may not depend on.
     """
+    made_for = internals.group_of(handle)
 
     def gather(_: Tensor) -> None:
-        handle.unshard()  # nothing where it is there
+        # hooks outlive the units: what is sharded anew has other ones
+        if isinstance(handle, FSDPModule) and internals.group_of(handle) is made_for:
+            handle.unshard()  # nothing where it is there
 
     def hook(_: nn.Module, __: Any, output: Any) -> None:
         for tensor in tree_leaves(output):
