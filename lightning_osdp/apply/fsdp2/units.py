@@ -199,7 +199,7 @@ def without_views(output: Any) -> Any:
     return tree_map_only(Tensor, _no_view, output) if torch.is_grad_enabled() else output
 
 
-def _gathering(handle: Any) -> Callable[[nn.Module, Any, Any], None]:
+def _gathering(handle: nn.Module) -> Callable[[nn.Module, Any, Any], None]:
     """A hook that gathers a unit of several modules where backward comes to the output of one that is not the last.
 
     fully_shard does that at the output of the last one, which the loss may not depend on.
@@ -208,8 +208,9 @@ def _gathering(handle: Any) -> Callable[[nn.Module, Any, Any], None]:
 
     def gather(_: Tensor) -> None:
         # hooks outlive the units: what is sharded anew has other ones
-        if isinstance(handle, FSDPModule) and internals.group_of(handle) is made_for:
-            handle.unshard()  # nothing where it is there
+        sharded: Any = handle
+        if isinstance(handle, FSDPModule) and internals.group_of(sharded) is made_for:
+            sharded.unshard()  # nothing where it is there
 
     def hook(_: nn.Module, __: Any, output: Any) -> None:
         for tensor in tree_leaves(output):
