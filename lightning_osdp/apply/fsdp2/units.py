@@ -202,14 +202,18 @@ def without_views(output: Any) -> Any:
     return _no_view(output) if isinstance(output, Tensor) else tree_map_only(Tensor, _no_view, output)
 
 
-def _gathering(handle: Any) -> Callable[[nn.Module, Any, Any], None]:
+def _gathering(handle: nn.Module) -> Callable[[nn.Module, Any, Any], None]:
     """A hook that gathers a unit of several modules where backward comes to the output of one that is not the last.
 
     fully_shard does that at the output of the last one, which the loss may not depend on.
     """
+    made_for = internals.group_of(handle)
 
     def gather(_: Tensor) -> None:
-        handle.unshard()  # nothing where it is there
+        # hooks outlive the units: what is sharded anew has other ones
+        sharded: Any = handle
+        if isinstance(handle, FSDPModule) and internals.group_of(sharded) is made_for:
+            sharded.unshard()  # nothing where it is there
 
     def hook(_: nn.Module, __: Any, output: Any) -> None:
         for tensor in tree_leaves(output):
