@@ -42,6 +42,8 @@ FLIPS = {
     "backward_prefetch": dataclasses.replace(PLAN, backward_prefetch="none"),
     "forward_prefetch": dataclasses.replace(PLAN, forward_prefetch=True),
     "asynchronous_unshard": dataclasses.replace(PLAN, asynchronous_unshard=True),
+    "late_forward": dataclasses.replace(PLAN, late_forward=("a",)),
+    "late_backward": dataclasses.replace(PLAN, late_backward=("a",)),
 }
 
 
