@@ -18,11 +18,11 @@ Kind = Literal[
     "reduce",
     "release",
 ]
-"""``gather``: an all-gather is issued. ``await``: what follows needs the gathered unit. ``linger``: what awaited it was a
-forward that is run again. ``zero``: Lightning drops the gradients of the step before, between the first forward and its
-backward. ``rerun``: forward again, in backward; what it takes is part of the block's last ``backward``. ``flatten``: a
-unit's gradients are complete, before the unit is freed. ``reduce``: they are reduced and scattered. ``accumulate``: they
-are left whole for the next micro-batch. ``release``: what a segment had saved is gone."""
+"""``gather``: an all-gather is issued. ``await``: what follows needs the gathered unit. ``linger``: what awaited it was
+a forward that is run again. ``zero``: Lightning drops the gradients of the step before, between the first forward and
+its backward. ``rerun``: forward again, in backward. ``flatten``: a unit's gradients are complete, before the unit is freed.
+``reduce``: they are reduced and scattered. ``accumulate``: they are left whole for the next micro-batch. ``release``:
+what a segment had saved is gone."""
 
 MOST_SIMULATED = 3
 """Micro-batches that are gone through one by one: first, steady, last. Further ones are like the steady one."""

@@ -166,9 +166,7 @@ def _activations(
     with rehearsal(size) as (run, batch):
         operators = find_operators(module, calls)
         static = _static(module, batch)
-        parts = trace_activations(
-            module, operators, calls, run_step=run, loss_in=loss_in, static=static, blocks=blocks
-        )
+        parts = trace_activations(module, operators, calls, run_step=run, loss_in=loss_in, static=static, blocks=blocks)
     try:
         with rehearsal(size) as (run, batch):
             trace_evaluation(module, calls, parts, run, _static(module, batch))
