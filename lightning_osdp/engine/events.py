@@ -20,7 +20,7 @@ Kind = Literal[
 ]
 """``gather``: an all-gather is issued. ``await``: what follows needs the gathered unit. ``linger``: what awaited it was
 a forward that is run again. ``zero``: Lightning drops the gradients of the step before, between the first forward and
-its backward. ``rerun``: forward again, in backward. ``flatten``: a unit's gradients are complete, before the unit is freed.
+its backward. ``rerun``: forward again, in backward. ``flatten``: a unit's gradients are complete, before it is freed.
 ``reduce``: they are reduced and scattered. ``accumulate``: they are left whole for the next micro-batch. ``release``:
 what a segment had saved is gone."""
 
