@@ -10,12 +10,11 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.families import build
-from benchmarks.measures.memory import Case, predict
+from benchmarks.measures.memory import Case, count, predict
 from benchmarks.measures.peaks import TOO_HIGH, TOO_LOW
 from benchmarks.measures.section import Row
 from benchmarks.testbed.groups import fake_group
-from benchmarks.testbed.memory import Change, count_step
+from benchmarks.testbed.memory import Change
 
 MB = 1e6
 SHOWN = Case(
@@ -64,9 +63,8 @@ def draw_peaks(rows: dict[str, Sequence[Row]], path: Path) -> None:
 def draw_step(path: Path) -> None:
     """Memory over one step of `SHOWN`: every change that is counted, and every moment that is predicted."""
     estimate, plan = predict(SHOWN)
-    module = build(SHOWN.family, optimizer=SHOWN.optimizer)
     with fake_group(SHOWN.world_size):
-        counted = count_step(module, plan, precision=SHOWN.precision, keeps_curve=True).curve
+        counted = count(SHOWN, plan, keeps_curve=True).curve
     predicted = [Change(moment.phase, moment.operator, round(moment.num_bytes)) for _, moment in estimate.moments]
     pieces = list(dict.fromkeys(_pieces(counted)))
     figure = Figure(figsize=(8.0, 4.0), layout="constrained")

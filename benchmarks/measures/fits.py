@@ -35,6 +35,7 @@ def section(num_cases: int) -> Section:
     drawn = [draw_cases(family, 2, seed=_SEED) for family in FAMILIES]
     cases = [*(first for first, _ in drawn), *(second for _, second in drawn)]
     cases = [replace(case, world_size=NUM_RANKS, micro_batch_size=NUM_SAMPLES) for case in cases]
+    cases = [replace(case, frozen="nothing", reduce_dtype="bfloat16") for case in cases]
     return Section(
         name="fits",
         cases=cases[: min(num_cases, NUM_CASES)],

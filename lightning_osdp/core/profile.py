@@ -159,7 +159,7 @@ class Rerun(NamedTuple):
 
 
 class Crossing(NamedTuple):
-    """A tensor that a block gets or returns: several blocks, or the rest of the model, may save it, and the first does."""
+    """A tensor that a block gets or returns: several blocks, or the rest of the model, may save it."""
 
     num_bytes: Affine
     savers: Mapping[str, tuple[int, ...]]

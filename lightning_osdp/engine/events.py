@@ -18,11 +18,11 @@ Kind = Literal[
     "reduce",
     "release",
 ]
-"""``gather``: an all-gather is issued. ``await``: what follows needs the gathered unit. ``linger``: what awaited it was a
-forward that is run again. ``zero``: Lightning drops the gradients of the step before, between the first forward and its
-backward. ``rerun``: forward again, in backward; what it takes is part of the block's last ``backward``. ``flatten``: a
-unit's gradients are complete, before the unit is freed. ``reduce``: they are reduced and scattered. ``accumulate``: they
-are left whole for the next micro-batch. ``release``: what a segment had saved is gone."""
+"""``gather``: an all-gather is issued. ``await``: what follows needs the gathered unit. ``linger``: what awaited it was
+a forward that is run again. ``zero``: Lightning drops the gradients of the step before, between the first forward and
+its backward. ``rerun``: forward again, in backward. ``flatten``: a unit's gradients are complete, before it is freed.
+``reduce``: they are reduced and scattered. ``accumulate``: they are left whole for the next micro-batch. ``release``:
+what a segment had saved is gone."""
 
 GatherRule = Literal["frees", "computing", "copies"]
 """``frees``: until units before the latest two that were freed are no longer in use. ``computing``: for all computing

@@ -235,3 +235,27 @@ def test_what_was_sharded_is_plain_again(net):
     for unit in (net.first, net):  # and can be sharded anew
         fully_shard(unit, mesh=init_device_mesh("cpu", (1,)))
     torch.testing.assert_close(net(x), Net()(x))
+
+
+def test_a_tensor_that_is_given_twice_arrives_as_one():
+    seen = []
+
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, query, key, *, value):
+            seen.append((query is key, query is value))
+            return (query * key * value * self.weight).sum()
+
+    module = Pair()
+    fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    internals.keep_identities(module)
+    x, other = torch.full((3,), 2.0, requires_grad=True), torch.full((3,), 3.0, requires_grad=True)
+    module(x, x, value=x).backward()
+    assert x.grad.tolist() == [12.0] * 3
+    module(x, other, value=x).backward()
+    assert x.grad.tolist() == [24.0] * 3
+    assert other.grad.tolist() == [4.0] * 3
+    assert seen == [(True, True), (False, True)]

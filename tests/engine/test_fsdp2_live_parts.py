@@ -1,5 +1,6 @@
 """Live bytes of equal units under FSDP2 against the closed forms that were counted in torch."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -19,7 +20,7 @@ PRECISIONS = {"fp32": (4, 4), "bf16-mixed": (4, 2), "bf16": (2, 2)}
 FREE = Link(latency_s=0.0, seconds_per_byte=0.0)
 
 
-def linears(itemsize, gathered_itemsize, rows=ROWS, saved=0.0):
+def linears(itemsize, gathered_itemsize, rows=ROWS, saved=0.0, reduced_itemsize=None):
     """Equal Linear operators with bias, under AdamW."""
 
     def part(position, elements):
@@ -28,6 +29,7 @@ def linears(itemsize, gathered_itemsize, rows=ROWS, saved=0.0):
             num_elements=elements,
             itemsize=itemsize,
             gathered_itemsize=gathered_itemsize,
+            reduced_itemsize=reduced_itemsize,
             num_rows=rows,
             state_bytes_per_element=2 * itemsize,
         )
@@ -175,3 +177,18 @@ def test_an_evaluation_gathers_into_buffers(engine, buffers):
         modes = [DP if unit.is_root else mode for unit in units]
         peak = evaluation_peak(profile, units, modes, world_size=2, num_samples=1, engine=engine)
         assert peak == states + (kept + buffers) * w
+
+
+def test_gradients_are_sent_and_wait_in_the_dtype_of_reducing():
+    elements = ROWS * (COLUMNS + 1)
+    profile = linears(4, 2, reduced_itemsize=4)
+    found, _ = moments(profile, ZDP, FSDP2(backward_prefetch="none"), world_size=2, copies=False)
+    (first, *_) = [moment for moment in found if moment.phase == "reduce-scatter"]
+    assert first.parts["unsharded gradients"] == 4 * elements + 4 * elements / 2 + 2 * ROWS
+    last = replace(ZDP, sync="last")
+    found, _ = moments(profile, last, FSDP2(backward_prefetch="none"), world_size=2, num_micro_batches=3)
+    assert max(moment.parts["accumulated gradients"] for moment in found) == NUM_UNITS * 4 * elements
+    (first, *_) = [moment for moment in found if moment.phase == "reduce-scatter"]
+    # those of this micro-batch have been added, and the last whole one outlives its copy
+    assert first.parts["accumulated gradients"] == (NUM_UNITS - 1) * 4 * elements
+    assert first.parts["unsharded gradients"] == 2 * 4 * elements + 4 * elements / 2 + 4 * ROWS
