@@ -116,6 +116,7 @@ def test_the_public_names_are_these():
         "SearchSpace",
         "StepEstimate",
         "apply_plan",
+        "change_plan",
         "make_plan",
         "measure_cluster",
         "profile_model",
