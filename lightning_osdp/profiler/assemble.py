@@ -68,7 +68,12 @@ def assemble(
             for operator in operators
         ),
         segments=segments,
-        spans={name: tuple(spans) for name, spans in trace.calls.spans.items() if name in names | around},
+        spans={
+            # a block's own segments are those of its operators
+            name: tuple(spans) if name in trace.blocks else trace.calls.spans_of(name)
+            for name, spans in trace.calls.spans.items()
+            if name in names | around
+        },
         blocks=profile_blocks(trace, segments, activations),
         crossings=profile_crossings(trace),
         fingerprint=fingerprint(module),

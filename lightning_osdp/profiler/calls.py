@@ -45,6 +45,13 @@ class Calls:
     """Module that owns parameters -> what its first call takes and returns."""
     last: str = ""
     """The module that owns parameters whose call ended last."""
+    outlasting: set[str] = field(default_factory=set)
+    """Modules that computed something after that, before their own call ended: the loss, in models that return it."""
+
+    def spans_of(self, name: str) -> tuple[Span, ...]:
+        """Segments of each call of a module: where its last one computes in the loss, that is its last segment."""
+        *others, (first, last) = self.spans[name]
+        return *others, (first, len(self.sequence) if name in self.outlasting else last)
 
 
 @contextmanager
@@ -70,12 +77,17 @@ def recorded_calls(module: nn.Module) -> Iterator[Calls]:
         calls.spans.setdefault(name, []).append((min(first, last), last))
         if name in owners:
             calls.last = name
+            calls.outlasting.clear()
+            reads.has_computed = False
             if name not in calls.flows:
                 calls.flows[name] = _flow(inputs, outputs)
+        elif reads.has_computed:
+            calls.outlasting.add(name)
 
     def read(parameter: str) -> None:
         calls.reads.setdefault(parameter, set()).add(tuple(reversed(stack)))
 
+    reads = _Reads(module, read)
     with ExitStack() as cleanup:
         for name, child in module.named_modules():
             if name:
@@ -92,7 +104,7 @@ def recorded_calls(module: nn.Module) -> Iterator[Calls]:
         # Autocast keeps casts of parameters: a second read would take the cast, unseen.
         cleanup.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
-        cleanup.enter_context(_Reads(module, read))
+        cleanup.enter_context(reads)
         yield calls
 
 
@@ -102,18 +114,21 @@ class _Reads(TorchDispatchMode):
     def __init__(self, module: nn.Module, report: Callable[[str], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._report = report
+        self.has_computed = False
+        """Whether an operation has made something new, and not a view, since this was set to False."""
         self._by_storage: dict[int, list[str]] = {}
         for name, parameter in module.named_parameters():
             self._by_storage.setdefault(_storage(parameter), []).append(name)
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Runs the operation."""
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
                 for parameter in self._by_storage.get(_storage(leaf), ()):
                     self._report(parameter)
+        self.has_computed = self.has_computed or any(each.alias_info is None for each in func._schema.returns)
         return func(*args, **(kwargs or {}))
 
 

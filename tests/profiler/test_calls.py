@@ -92,3 +92,34 @@ def test_recording_leaves_no_hooks_even_after_an_error():
     with pytest.raises(KeyError), recorded_calls(net):
         net(torch.ones(2, 4))
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+
+
+class WithLoss(nn.Module):
+    """Returns the loss, or a part of what its head returns."""
+
+    def __init__(self, returns):
+        super().__init__()
+        self.inner, self.head, self.returns = nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4), returns
+
+    def forward(self, x):
+        return self.returns(self.head(self.inner(x)))
+
+
+@pytest.mark.parametrize(
+    ("returns", "last"),
+    [(torch.Tensor.square, 2), (lambda y: y.square().sum(), 2), (lambda y: y, 1), (lambda y: y[:, 0], 1)],
+)
+def test_a_module_that_computes_after_its_last_operator_ends_in_the_loss(returns, last):
+    model = nn.ModuleDict({"net": nn.Sequential(WithLoss(returns))})
+    with recorded_calls(model) as calls:
+        model["net"](torch.ones(2, 4)).sum()
+    assert calls.spans_of("net") == calls.spans_of("net.0") == ((0, last),)
+    assert calls.spans_of("net.0.inner") == calls.spans_of("net.0.inner.0") == ((0, 0),)
+    assert calls.spans_of("net.0.head") == ((1, 1),)
+
+
+def test_of_several_calls_the_last_one_ends_in_the_loss():
+    model = nn.ModuleDict({"net": WithLoss(torch.Tensor.square)})
+    with recorded_calls(model) as calls:
+        model["net"](model["net"](torch.ones(2, 4)))
+    assert calls.spans_of("net") == ((0, 1), (2, 4))
