@@ -52,8 +52,6 @@ class Engine(ABC):
     steps: see `check_change`."""
     is_closed_form_exact: ClassVar[bool]
     """Whether `cost.StepMemory` is the peak where every micro-batch reduces all gradients, and not a bound on it."""
-    note: ClassVar[str] = ""
-    """What a plan says of its predictions."""
 
     def __post_init__(self) -> None:
         choices = (*self.prefetches, AUTO)

@@ -186,5 +186,5 @@ def _plan(best: Candidate, sweep: Sweep, memory_limit_bytes: int, search: str) -
         peak_operator=assignment.peak.operator,
         peak_parts=dict(assignment.peak.parts),
         evaluation_peak_bytes=setting.evaluation_peak_bytes(assignment.modes),
-        notes=tuple(note for note in (assignment.note, setting.engine.note) if note),
+        notes=(assignment.note,) if assignment.note else (),
     )

@@ -130,12 +130,10 @@ def test_a_unit_that_is_called_again_may_not_wait(model, operator, cluster):
     assert [{mode.sync for mode in options} for options in found.options] == [{"every"}, {"every", "last"}, {"every"}]
 
 
-def test_a_plan_for_fsdp2_says_that_it_is_predicted_roughly(model, cluster):
+def test_a_plan_names_its_engine_and_what_was_given(model, cluster):
     options = {"memory_limit_bytes": 10**6, "micro_batch_size": 1}
     plan = make_plan(model(100, 100), cluster(2), engine=FSDP2(asynchronous_unshard=False), **options)
     assert (plan.engine, plan.backward_prefetch, plan.asynchronous_unshard) == ("fsdp2", "pre", False)
-    assert plan.notes == ("Memory and times of engine='fsdp2' are predicted roughly as yet.",)
-    assert make_plan(model(100, 100), cluster(2), **options).notes == ()
     assert Plan.from_json(plan.to_json()) == plan
 
 

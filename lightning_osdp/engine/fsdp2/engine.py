@@ -50,7 +50,6 @@ class FSDP2(Engine):
         }
     )
     is_closed_form_exact: ClassVar[bool] = False
-    note: ClassVar[str] = "Memory and times of engine='fsdp2' are predicted roughly as yet."
 
     @override
     def alternatives(self, *, overlaps: bool) -> tuple[FSDP2, ...]:
