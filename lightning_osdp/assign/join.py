@@ -86,8 +86,7 @@ def _pairs(setting: Setting, modes: Modes) -> list[list[_Pair]]:
     units = [*zip(setting.units, modes, strict=True)]
     for index in range(1, len(units) - 1):
         (first, mode), (second, other) = units[index : index + 2]
-        following = units[index + 2][0] if index + 2 < len(units) else None
-        if mode != other or mode.activations != "keep" or not may_join(setting.profile, first, second, following):
+        if mode != other or mode.activations != "keep" or not may_join(setting.profile, setting.units, index):
             continue
         if first.gathered_bytes + second.gathered_bytes > most_bytes:
             continue

@@ -262,33 +262,35 @@ def joined(
     return _units(profile, members, modules)
 
 
-def may_join(profile: ModelProfile, first: UnitProfile, second: UnitProfile, following: UnitProfile | None) -> bool:
-    """Whether two units may be one of several modules, which stays gathered from their first call to their last.
+def may_join(profile: ModelProfile, units: Sequence[UnitProfile], place: int) -> bool:
+    """Whether a unit and the next one may be one of several modules, gathered from their first call to their last.
 
-    Each is called once, one after the other with no unit inside them or between; both inside the same blocks that
-    recompute, and neither one itself; and inside the same child of the root where these run backward one by one.
+    Each is called once, one after the other with no unit inside them or between; both inside the same units and the
+    same blocks that recompute, and neither a block itself; and inside the same child of the root where these run
+    backward one by one.
 
     Args:
         profile: the model.
-        first: not the root.
-        second: the next one in forward order.
-        following: the one after that.
+        units: root first, then in forward order.
+        place: of the first of both, not the root.
     """
+    first, second, *others = units[place : place + 3]
     operators = (*first.operators, *second.operators)
     if len(first.calls) != 1 or len(second.calls) != 1 or first.last >= second.first or first.is_root:
         return False
-    if following is not None and following.first <= second.last:
+    if others and others[0].first <= second.last:
         return False
     if not operators or any(operator.stands_alone for operator in operators):
         return False
-    called = (name for unit in (first, second) for name in unit.modules or (unit.name,))
+    called = [name for unit in (first, second) for name in unit.modules or (unit.name,)]
     if not all(name in profile.spans for name in called) or second.last < second.trained_from:
         return False
     if first.name in profile.rerun or second.name in profile.rerun:
         return False
-    inside, other = ([name for name in _ancestors(unit.name) if name in profile.rerun] for unit in (first, second))
+    around = {*profile.rerun, *(name for unit in units if unit.name for name in unit.modules or (unit.name,))}
+    is_inside_same = len({tuple(above for above in _ancestors(name) if above in around) for name in called}) == 1
     is_one_backward = not profile.children_apart or len({_outermost(operator) for operator in operators}) == 1
-    return inside == other and is_one_backward
+    return is_inside_same and is_one_backward
 
 
 def _outermost(operator: OperatorProfile) -> str:

@@ -137,6 +137,14 @@ def test_a_unit_around_others_is_not_joined(given_setting):
     assert all("b" not in modules for modules in found.values())
 
 
+def test_a_unit_inside_another_is_not_joined_with_one_outside(given_setting):
+    """The unit around it would be sharded before, or after, both of them."""
+    found, _, _ = joined_in(given_setting(300, 100, 100, names=["body", "body.x", "last"]))
+    assert found == {}
+    found, _, _ = joined_in(given_setting(300, 100, 100, names=["body", "body.x", "body.y"]))
+    assert found == {"body.x": ("body.x", "body.y")}
+
+
 @settings(deadline=None, max_examples=60)
 @given(case=overlapped(most=6), overlaps=st.booleans(), mode=st.sampled_from([ZDP, DP]))
 def test_joined_units_are_faster_and_fit(model, operator, case, overlaps, mode):
