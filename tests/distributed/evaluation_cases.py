@@ -76,7 +76,7 @@ def padded_encoder_validates(share_units):
     with torch.no_grad():
         expected = float(torch.stack([plain.loss(batch) for batch in batches]).mean())
     return {
-        "units": [unit.name for unit in plan.units],
+        "units": [name for unit in plan.units for name in unit.modules or (unit.name,)],
         "losses": (in_fit, after_fit, expected),
         "times_packed": packed.call_count,
     }
