@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 from lightning_osdp.core.document import shown
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.engine.engine import Engine
+from lightning_osdp.engine.fsdp1 import FSDP1
+from lightning_osdp.engine.fsdp2 import FSDP2
 from lightning_osdp.errors import PlanMismatchError
 
-_OF_PLAN = (
-    "engine",
-    "world_size",
-    "micro_batch_size",
-    "num_micro_batches",
-    "backward_prefetch",
-    "forward_prefetch",
-    "asynchronous_unshard",
-    "late_forward",
-    "late_backward",
-)
+_DIVISION = ("micro_batch_size", "num_micro_batches")
+_SETTINGS = dict.fromkeys(field.name for engine in (FSDP1, FSDP2) for field in fields(engine))
+_OF_PLAN = ("engine", "world_size", *_DIVISION, *_SETTINGS)
 """Fields that say what is run; all others predict or tell."""
 _OF_UNIT = ("operators", "modules", "num_slices", "modes", "sync")
-_DIVISION = frozenset({"micro_batch_size", "num_micro_batches"})
 
 
 def check_change(current: Plan, plan: Plan, engine: type[Engine], *, may_divide: bool = False) -> None:
@@ -38,7 +32,7 @@ def check_change(current: Plan, plan: Plan, engine: type[Engine], *, may_divide:
     Raises:
         PlanMismatchError: they differ in something that is not in ``engine.flips``; the text has the first difference.
     """
-    allowed = engine.flips | (_DIVISION if may_divide else frozenset())
+    allowed = engine.flips.union(_DIVISION if may_divide else ())
     differences = [(what, *values) for field, what, *values in _differences(current, plan) if field not in allowed]
     if not differences:
         return

@@ -160,7 +160,7 @@ def _unit(width: int, num_tensors: int, device: torch.device) -> nn.Module:
 
 
 def _fully_sharded(units: list[nn.Module], device: torch.device, *, keeps: bool) -> nn.Module:
-    """A chain of units of FSDP2, gathered as plans gather them."""
+    """A chain of units of FSDP2."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for unit in units:
         fully_shard(unit, mesh=mesh, reshard_after_forward=not keeps)

@@ -18,7 +18,6 @@ from models import BATCH_SIZE, build
 from lightning_osdp import Cluster, OSDPPrecision, OSDPStrategy, SearchSpace, make_plan, profile_model
 from lightning_osdp.callbacks import PlanMonitor
 from lightning_osdp.core.cluster import Link
-from lightning_osdp.engine import engine_of
 from lightning_osdp.simulation import simulate
 from lightning_osdp.strategy import planning
 
@@ -69,11 +68,6 @@ def plan_for(module, modes, *, world_size, micro_batch_size=BATCH_SIZE, num_micr
         for index, unit in enumerate(plan.units)
     ]
     return dataclasses.replace(plan, units=tuple(units))
-
-
-def notes_of(plan):
-    """What a plan notes of itself, and not of its engine."""
-    return tuple(note for note in plan.notes if note != engine_of(plan).note)
 
 
 def trainer(strategy, **options):

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import notes_of, plan_for, trainer
+from cases import plan_for, trainer
 from models import WideMLP
 from torch.utils.data import DataLoader
 
@@ -124,4 +124,4 @@ def _rehearsed(plan, *callbacks):
         fit = fitted(plan, *callbacks, max_steps=1, rehearse=True)
     except OSDPError as error:
         return str(error)
-    return notes_of(fit.strategy.plan)
+    return fit.strategy.plan.notes

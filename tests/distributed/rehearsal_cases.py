@@ -13,7 +13,7 @@ from torchmetrics.aggregation import MeanMetric
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import notes_of, plan_for, trainer
+from cases import plan_for, trainer
 from models import BATCH_SIZE, Base, build
 from strategy_cases import shared_folder
 from torch import nn
@@ -161,7 +161,7 @@ def differences(modes, **options):
     _, expected, num_calls = fitted(plan, rehearse=False, **options)
     _, left, more_calls = fitted(plan, rehearse=True, **options)
     found["resumed"] = [name for name in expected if left[name] != expected[name]], more_calls - num_calls
-    return found, notes_of(fit.strategy.plan)
+    return found, fit.strategy.plan.notes
 
 
 def runs_short(phase, most_bytes):
@@ -178,7 +178,7 @@ def runs_short(phase, most_bytes):
         "differs": [name for name in expected if left[name] != expected[name]],
         "another Trainer's": again.strategy.plan is plan,
         "kept": [(unit.modes[0], unit.sync) for unit in plan.units],
-        "notes": notes_of(plan),
+        "notes": plan.notes,
         "monitored": fit.callbacks[0]._plan is plan,
         "saved": Plan.load(folder / "logs" / "osdp_plan.json") == plan,
         "in checkpoint": read_plan(folder / "step=3.ckpt") == plan,
@@ -200,7 +200,7 @@ def _outcome(plan, **options):
             fit, _, _ = fitted(plan, rehearse=True, **options)
         except OSDPError as error:
             return type(error).__name__, str(error)
-    return notes_of(fit.strategy.plan)
+    return fit.strategy.plan.notes
 
 
 class Shrinks(Restless):
@@ -228,7 +228,7 @@ def shrinks():
         warnings.simplefilter("ignore")
         fit, _, _ = fitted(agreed(plan), rehearse=True, module=(module := Shrinks()))
     plan = fit.strategy.plan
-    return {*module.sizes}, len(module.sizes), fit.accumulate_grad_batches, plan.num_micro_batches, notes_of(plan)
+    return {*module.sizes}, len(module.sizes), fit.accumulate_grad_batches, plan.num_micro_batches, plan.notes
 
 
 class Odd(Restless):
@@ -320,7 +320,7 @@ def recomputes():
         fit, left, _ = fitted(tight, rehearse=True, module=Deep(), max_steps=6)
     peak_bytes = max(from_all_ranks(fit.callbacks[0].measured.peak_bytes))
     return {
-        "notes": notes_of(fit.strategy.plan),
+        "notes": fit.strategy.plan.notes,
         "could": [block.name for block in plan.recomputable],
         "blocks": [(block.name, block.activations) for block in fit.strategy.plan.blocks],
         "fits": peak_bytes <= limit_bytes < most_bytes,
