@@ -10,13 +10,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from lightning_osdp.errors import ProfileError
 from lightning_osdp.splitting import SplitModule, split
-
-_UNITS = (FullyShardedDataParallel, FSDPModule)
 
 
 def unit_initializer(module: nn.Module, device: torch.device) -> UnitInitializer | None:
@@ -110,7 +108,7 @@ class UnitInitializer:
             self(whole)
             module.fill(whole._parameters)
             for part in module.slices:
-                self._wholes.pop(_inside(part))
+                self._wholes.pop(part)
             return
         modules = list(_children_first(unit))
         if not any(tensor.is_meta for child in modules for _, tensor in _own(child)):
@@ -153,13 +151,10 @@ class UnitInitializer:
     def _units_hidden(self, modules: list[nn.Module]) -> Iterator[None]:
         """Keeps ``reset_parameters`` away from what is sharded: it would fill the same values into every shard."""
         units = [
-            (parent, name, child)
-            for parent in modules
-            for name, child in parent._modules.items()
-            if isinstance(child, _UNITS)
+            (parent, name, child) for parent in modules for name, child in parent._modules.items() if _is_unit(child)
         ]
         for parent, name, unit in units:
-            parent._modules[name] = _Sharded(self._paths[_inside(unit)])
+            parent._modules[name] = _Sharded(self._paths[unit])
         try:
             yield
         finally:
@@ -167,9 +162,8 @@ class UnitInitializer:
                 parent._modules[name] = unit
 
 
-def _inside(unit: nn.Module) -> nn.Module:
-    """The module itself, without FSDP1's wrapper around it."""
-    return unit.module if isinstance(unit, FullyShardedDataParallel) else unit
+def _is_unit(module: object) -> bool:
+    return isinstance(module, FSDPModule)
 
 
 class _Sharded(nn.Module):
@@ -214,7 +208,7 @@ def _reset(module: nn.Module) -> Any:
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:
     """Modules of one unit in the order in which constructors initialise them, so that a parent has the last word."""
     for child in module.children():
-        if not isinstance(child, _UNITS):
+        if not _is_unit(child):
             yield from _children_first(child)
     yield module
 

@@ -1,4 +1,4 @@
-"""What every engine does with a module before it shards it: checks that it is the plan's, and splits operators."""
+"""What is done with a module before it is sharded: checks that it is the plan's, and operators that are split."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from lightning_osdp.errors import ConfigurationError, PlanMismatchError
 from lightning_osdp.splitting import split, splittable
 
 
-def prepared(module: nn.Module, plan: Plan, *, is_one_tensor: bool) -> dict[str, nn.Module]:
+def prepared(module: nn.Module, plan: Plan) -> dict[str, nn.Module]:
     """The module's own modules by name, if the plan is for it.
 
     Args:
         module: the unwrapped model that the plan was made for.
         plan: what to shard how.
-        is_one_tensor: whether a unit's frozen parameters must have the dtype of its trainable ones, too.
 
     Raises:
         PlanMismatchError: the module of a unit or block is not there or cannot be one, operators' parameters would end
             up in another unit, or the model has parameters that the plan does not know.
-        ConfigurationError: a unit has parameters of several dtypes, or slices and several operators.
+        ConfigurationError: a unit has trainable parameters of several dtypes, or slices and several operators.
     """
     modules = dict(module.named_modules())
     _check_units(plan, modules)
-    _check_parameters(plan, module, is_one_tensor=is_one_tensor)
+    _check_parameters(plan, module)
     _check_slices(plan, module)
     call_layers_in_evaluation(module)
     return modules
@@ -108,7 +107,7 @@ def _check_slices(plan: Plan, module: nn.Module) -> None:
             )
 
 
-def _check_parameters(plan: Plan, module: nn.Module, *, is_one_tensor: bool) -> None:
+def _check_parameters(plan: Plan, module: nn.Module) -> None:
     holders = {operator: unit.name for unit in plan.units for operator in unit.operators}
     first: dict[str, tuple[str, nn.Parameter]] = {}
     for name, parameter in module.named_parameters():
@@ -118,15 +117,15 @@ def _check_parameters(plan: Plan, module: nn.Module, *, is_one_tensor: bool) -> 
                 f"Expected the plan to say where every parameter goes, but no unit holds the operator of {name!r}."
                 " Plan anew by leaving out `plan=`."
             )
-        if not is_one_tensor and not parameter.requires_grad:
+        if not parameter.requires_grad:
             continue
         unit = holders[operator]
         other_name, other = first.setdefault(unit, (name, parameter))
         if parameter.dtype != other.dtype:
             raise ConfigurationError(
-                f"FSDP {'keeps the parameters' if is_one_tensor else 'reduces the gradients'} of a unit in one tensor"
-                f" of one dtype, but unit {unit!r} would hold {other_name!r} ({other.dtype}) and {name!r}"
-                f" ({parameter.dtype}). Give them one dtype, or make a module of those that differ and plan with"
+                f"FSDP reduces the gradients of a unit in one tensor of one dtype, but unit {unit!r} would hold"
+                f" {other_name!r} ({other.dtype}) and {name!r} ({parameter.dtype}). Give them one dtype, or make a"
+                " module of those that differ and plan with"
                 " search_space=SearchSpace(min_unit_bytes=0)."
             )
 

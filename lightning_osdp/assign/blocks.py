@@ -9,7 +9,7 @@ from functools import partial
 from lightning_osdp.assign.additive import Modes
 from lightning_osdp.assign.setting import Setting
 from lightning_osdp.core.blocks import with_activations
-from lightning_osdp.core.units import UnitProfile, grouped, merged, outermost
+from lightning_osdp.core.units import UnitProfile, agree, grouped, merged, outermost
 
 
 def block_units(setting: Setting, activations: Sequence[str] = ("keep",)) -> list[Setting]:
@@ -28,7 +28,7 @@ def block_units(setting: Setting, activations: Sequence[str] = ("keep",)) -> lis
 def _block_units(setting: Setting, activations: Sequence[str]) -> Iterator[Setting]:
     offered = {choice for choice in activations if choice != "keep"}
     names = [block.name for block in setting.profile.blocks if not offered or offered & set(block.segments)]
-    units = merged(setting.profile, setting.units, names, setting.engine.rules) if names else None
+    units = merged(setting.profile, setting.units, names) if names else None
     if units is None or not any(unit.block for unit in units):
         return
     for found in dict.fromkeys((units, _rest_in_root(setting, units))):
@@ -39,9 +39,9 @@ def _block_units(setting: Setting, activations: Sequence[str]) -> Iterator[Setti
 def _rest_in_root(setting: Setting, units: tuple[UnitProfile, ...]) -> tuple[UnitProfile, ...]:
     """Units as they are where one outside of blocks has to stay."""
     rest = [operator for unit in units if unit.block is None for operator in unit.operators]
-    members = outermost(rest, setting.engine.rules)
+    members = outermost(rest)
     has_to_stay = any(operator.stands_alone or "" not in operator.enclosing for operator in rest)
-    if has_to_stay or not all(map(setting.engine.rules.agree, members.values())):
+    if has_to_stay or not all(map(agree, members.values())):
         return units
     members |= {unit.name: list(unit.operators) for unit in units if unit.block is not None}
     return grouped(

@@ -1,4 +1,4 @@
-"""The dtypes in which FSDP1 has a model compute under mixed precision."""
+"""The dtypes in which FSDP has a model compute under mixed precision."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def join_states(state: Mapping[str, Any], cuts: Sequence[Cut]) -> dict[str, Any]
     """State of an optimizer by names of parameters, as if no operator was split.
 
     Args:
-        state: with ``state`` and ``param_groups``, as ``FullyShardedDataParallel.optim_state_dict`` gives it.
+        state: with ``state`` and ``param_groups``.
         cuts: of the model.
 
     Raises:

@@ -97,9 +97,9 @@ class AveragedShards(nn.Module):
         super().__init__()
         self._sharded = sharded
         sharded.reshard()
-        for index, shard in enumerate(sharded.root.parameters()):
+        for index, shard in enumerate(sharded.module.parameters()):
             self.register_parameter(f"shard_{index}", nn.Parameter(_copy(shard, device), requires_grad=False))
-        for index, buffer in enumerate(sharded.root.buffers()):
+        for index, buffer in enumerate(sharded.module.buffers()):
             self.register_buffer(f"buffer_{index}", _copy(buffer, device))
 
     @override
@@ -132,7 +132,7 @@ class AveragedShards(nn.Module):
             self._swap()
 
     def _swap(self) -> None:
-        model = self._sharded.root
+        model = self._sharded.module
         own, others = chain(self.parameters(), self.buffers()), chain(model.parameters(), model.buffers())
         for mine, other in zip(own, others, strict=True):
             kept = mine.detach().clone()

@@ -18,7 +18,7 @@ class RehearsingStrategy(UnitsStrategy):
 
     Args:
         options: what the plan may be.
-        prefetch: FSDP1's settings.
+        prefetch: settings of prefetching.
         rehearse: whether each rank takes a step alone before the first one; ``"auto"``: on GPUs.
         **kwargs: of `UnitsStrategy`.
 

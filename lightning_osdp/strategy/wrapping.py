@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,6 @@ class Wrapping:
     summaries: Mapping[int, WholeSummary] = field(default_factory=dict)
     given_up: list[Plan] = field(default_factory=list)
     _handles: list[RemovableHandle] = field(default_factory=list)
-    _taking: ExitStack = field(default_factory=ExitStack)
 
     def hold(self) -> None:
         """Has the module hold this.
@@ -49,7 +47,6 @@ class Wrapping:
         self._handles += [
             module.register_state_dict_pre_hook(self),
             module._register_load_state_dict_pre_hook(self._take),
-            module.register_load_state_dict_post_hook(self._end_taking),
         ]
 
     @property
@@ -111,13 +108,10 @@ class Wrapping:
             )
 
     def _take(self, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-        """Runs before the module loads a state dict; units inside it gather themselves."""
+        """Runs before the module loads a state dict, which goes into shards."""
+        del state_dict
         if not prefix:
-            self._taking.enter_context(self.sharded.taking(state_dict))
-
-    def _end_taking(self, *_: object) -> None:
-        """Runs when it has loaded it."""
-        self._taking.close()
+            self.sharded.reshard()
 
 
 def wrapping_of(module: nn.Module) -> Wrapping | None:

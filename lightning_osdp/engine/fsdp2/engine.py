@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.profile import ModelProfile, OptimizerProfile
-from lightning_osdp.core.units import UnitProfile, UnitRules
+from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.core.workload import Workload
 from lightning_osdp.engine.engine import AUTO, Engine
 from lightning_osdp.engine.events import GatherRule
@@ -34,22 +34,7 @@ class FSDP2(Engine):
     late_backward: tuple[str, ...] = ()
     """The same of backward."""
 
-    name: ClassVar[str] = "fsdp2"
     prefetches: ClassVar[tuple[str, ...]] = ("pre", "none")
-    rules: ClassVar[UnitRules] = UnitRules(frozen_may_differ=True, joins_root=False, joins_modules=True)
-    flips: ClassVar[frozenset[str]] = frozenset(
-        {
-            "modes",
-            "sync",
-            "activations",
-            "backward_prefetch",
-            "forward_prefetch",
-            "asynchronous_unshard",
-            "late_forward",
-            "late_backward",
-        }
-    )
-    is_closed_form_exact: ClassVar[bool] = False
 
     @override
     def alternatives(self, *, overlaps: bool) -> tuple[FSDP2, ...]:
