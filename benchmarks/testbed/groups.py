@@ -12,7 +12,7 @@ import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers th
 from torch._C._distributed_c10d import HashStore
 
 from benchmarks.testbed.simulated import SimulatedGroup, SimulatedLinks
-from lightning_osdp.apply.fsdp2 import model as fsdp2_model
+from lightning_osdp.apply import sharded
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def fake_group(world_size: int) -> Iterator[None]:
     Args:
         world_size: N; this process is rank 0.
     """
-    with _default_group("fake", world_size), mock.patch.object(fsdp2_model, "try_optimizer"):
+    with _default_group("fake", world_size), mock.patch.object(sharded, "try_optimizer"):
         yield
 
 

@@ -60,7 +60,7 @@ class _Done(dist.Work):
 
 
 class SimulatedGroup(dist.ProcessGroup):
-    """Rank 0 of N, with FSDP1's collectives; all others are taken to hold what rank 0 holds.
+    """Rank 0 of N, with the collectives of FSDP and DDP; all others are taken to hold what rank 0 holds.
 
     Collectives follow each other on one link, as on one communicator.
 
