@@ -122,8 +122,7 @@ class _Sample:
         groups = [group["params"] for group in optimizer.param_groups]
         every = [parameter for group in groups for parameter in group]
         for parameter, elements in zip(every, num_elements(groups), strict=True):
-            # A shard is rows of its parameter: some optimizers, such as Muon, take matrices alone.
-            shape = (elements, *(1 for _ in parameter.shape[1:]))
+            shape = _rows_of(parameter, elements)
             twin = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=device), parameter.requires_grad)
             twin.grad = torch.zeros_like(twin) if parameter.requires_grad else None
             self.parameters[parameter] = twin
@@ -142,9 +141,15 @@ class _Sample:
     def state_bytes(self, parameter: Tensor) -> int:
         """Bytes of state that the optimizer would keep for all elements of the parameter."""
         twin = self.parameters[parameter]
-        elementwise = parameter.numel() / max(1, twin.numel())
+
+        def factor(value: Tensor) -> float:
+            if value.numel() == twin.numel():
+                return parameter.numel() / max(1, twin.numel())
+            is_by_row = twin.dim() > 1 and len(value) == len(twin) > 1  # as of Adafactor
+            return len(parameter) / len(twin) if is_by_row else 1.0
+
         return sum(
-            round(value.numel() * value.element_size() * (elementwise if value.numel() == twin.numel() else 1))
+            round(value.numel() * value.element_size() * factor(value))
             for value in tensors_in(self.optimizer.state.get(twin, {}))
             if value.dim() > 0
         )
@@ -171,6 +176,16 @@ class _Sample:
             synchronize(self.device)
             seconds.append(time.perf_counter() - start)
         return min(seconds) / sum(p.numel() for p in self.updated)
+
+
+def _rows_of(parameter: Tensor, num_elements: int) -> tuple[int, ...]:
+    """Shape of about so many elements of a parameter: whole rows of it, as a shard has them, or narrower ones."""
+    if parameter.dim() == 0 or num_elements == parameter.numel():
+        return tuple(parameter.shape)
+    per_row = parameter.shape[1:].numel()
+    if 0 < per_row <= num_elements:
+        return (num_elements // per_row, *parameter.shape[1:])
+    return (num_elements, *(1 for _ in parameter.shape[1:]))
 
 
 def _sampled(groups: Sequence[Sequence[Tensor]]) -> list[int]:

@@ -3,7 +3,7 @@ import threading
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adagrad, AdamW, Optimizer, RMSprop
+from torch.optim import SGD, Adafactor, Adagrad, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import StepLR
 
 from lightning_osdp.errors import ProfileError
@@ -53,6 +53,12 @@ def test_state_bytes_are_those_of_as_many_copies_of_the_parameter(make, states):
 def test_an_optimizer_of_matrices_alone():
     found, _ = profiled(lambda m: torch.optim.Muon(m.parameters()), module=nn.Linear(6, 8, bias=False))
     assert found == [WEIGHT]
+
+
+@pytest.mark.parametrize("rows", [8, 9000])  # all of them, and a sample
+def test_state_of_rows_and_of_columns_is_no_state_of_elements(rows):
+    found, _ = profiled(lambda m: Adafactor(m.parameters()), module=nn.Linear(600, rows, bias=False))
+    assert found == [4 * (rows + 600)]
 
 
 def test_state_is_scaled_up_from_a_sample_of_large_parameters():
@@ -264,4 +270,4 @@ def test_the_time_sample_is_no_larger_for_many_groups(monkeypatch):
 
     layers = nn.Sequential(*(nn.Linear(20, 20, bias=False) for _ in range(4)))
     profiled(lambda m: Spy([{"params": layer.parameters()} for layer in m], lr=0.1), module=layers)
-    assert sizes[0] == 100 + 3 * 64
+    assert sizes[0] == 100 + 3 * 60  # whole rows of 20
