@@ -122,8 +122,9 @@ class _Sample:
         groups = [group["params"] for group in optimizer.param_groups]
         every = [parameter for group in groups for parameter in group]
         for parameter, elements in zip(every, num_elements(groups), strict=True):
-            # A shard under FSDP is flat, whatever the parameter's shape: no factored state.
-            twin = nn.Parameter(torch.zeros(elements, dtype=parameter.dtype, device=device), parameter.requires_grad)
+            # A shard is rows of its parameter: some optimizers, such as Muon, take matrices alone.
+            shape = (elements, *(1 for _ in parameter.shape[1:]))
+            twin = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=device), parameter.requires_grad)
             twin.grad = torch.zeros_like(twin) if parameter.requires_grad else None
             self.parameters[parameter] = twin
         self.updated = [p for p in self.parameters.values() if p.requires_grad]
@@ -133,8 +134,8 @@ class _Sample:
                 self.optimizer.step(_no_loss)  # makes its state
         except Exception as error:  # an optimizer may do anything
             raise ProfileError(
-                f"Expected {type(optimizer).__name__} to take a step on zero gradients of flat parameters, as FSDP"
-                f" gives them, so that its state can be measured, but it failed: {error!r}."
+                f"Expected {type(optimizer).__name__} to take a step on zero gradients of parameters with other"
+                f" numbers of rows, as shards have, so that its state can be measured, but it failed: {error!r}."
                 " Pass plan= to skip profiling."
             ) from error
 
