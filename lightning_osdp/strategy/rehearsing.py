@@ -14,7 +14,7 @@ from lightning_osdp.strategy.units import UnitsStrategy
 
 
 class RehearsingStrategy(UnitsStrategy):
-    """FSDP over the units of a plan, which give up what they keep where memory runs out before the first step.
+    """Training over the units of a plan, which give up what they keep where memory runs out before the first step.
 
     Args:
         options: what the plan may be.
