@@ -74,7 +74,7 @@ def host_times(*, model: str, mode: str, world_size: int, num_rounds: int) -> di
         for step in steps.values():
             step()
         found = _in_turns(steps, num_rounds)
-        for parameter in ours.root.parameters():
+        for parameter in ours.sharded.module.parameters():
             parameter.grad = torch.full_like(parameter, 1e-3)
         plain = _plain_optimizer(ours.optimizer)
 
