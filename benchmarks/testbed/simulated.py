@@ -60,7 +60,7 @@ class _Done(dist.Work):
 
 
 class SimulatedGroup(dist.ProcessGroup):
-    """Rank 0 of N, with FSDP1's collectives; all others are taken to hold what rank 0 holds.
+    """Rank 0 of N, with the collectives of sharded training; all others are taken to hold what rank 0 holds.
 
     Collectives follow each other on one link, as on one communicator.
 
@@ -68,18 +68,23 @@ class SimulatedGroup(dist.ProcessGroup):
         rank: of this process.
         size: N.
         links: how long collectives take.
+        name: that torch registers it by.
     """
 
-    def __init__(self, rank: int, size: int, links: SimulatedLinks) -> None:
+    def __init__(self, rank: int, size: int, links: SimulatedLinks, name: str) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # a group without backends of its own
         self.links = links
         self.simulated_s = 0.0
         """Seconds that collectives have taken so far."""
-        self._rank, self._size, self._free_s = rank, size, 0.0
+        self._rank, self._size, self._name, self._free_s = rank, size, name, 0.0
 
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
         """As ``torch.distributed.get_backend`` tells."""
         return "simulated"
+
+    def getGroupName(self) -> str:  # noqa: N802  # torch's name
+        """By which a mesh of devices finds it: torch keeps no name of a group without backends."""
+        return self._name
 
     def _done(self, seconds: float, result: Sequence[Tensor], copied: Tensor | None = None) -> _Done:
         self._free_s = max(time.perf_counter(), self._free_s) + seconds
