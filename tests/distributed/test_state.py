@@ -1,8 +1,8 @@
 """State of modules under ``fully_shard``: whole, in shards, from and to plain ones, within memory."""
 
 import fixture_cases
-import fsdp2_state_cases as cases
 import pytest
+import state_cases as cases
 
 pytestmark = pytest.mark.distributed
 
