@@ -93,7 +93,7 @@ def test_other_arguments_reach_fsdp():
 
 
 def test_arguments_that_fully_shard_has_not_are_refused():
-    with pytest.raises(ConfigurationError, match="^OSDPStrategy cannot take limit_all_gathers=False: fully_shard"):
+    with pytest.raises(ConfigurationError, match=r"^OSDPStrategy cannot take limit_all_gathers=False: fully_shard"):
         OSDPStrategy(limit_all_gathers=False)
 
 
