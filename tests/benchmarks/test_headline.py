@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks.testbed.wrapper import BY_HAND, LIGHTNING, OSDP
 
 from benchmarks import headline
 from benchmarks.families import build
 from benchmarks.measures import wrapper
 from benchmarks.measures.contest import named, ratio
 from benchmarks.measures.headline import GLOBAL_SPACES, ONE_SPACES, WAYS, targets_of_global, targets_of_one
+from benchmarks.testbed.wrapper import BY_HAND, LIGHTNING, OSDP
 from lightning_osdp import Cluster, make_plan, profile_model, simulate
 from lightning_osdp.core.cluster import UNIT_PARTS, Link, UnitOverhead
 
