@@ -19,7 +19,7 @@ def profile(model, operator):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("limit_bytes", [11_500, 12_500, 2**20])
+@pytest.mark.parametrize("limit_bytes", [12_000, 12_500, 2**20])
 @pytest.mark.parametrize(
     "settings", [{}, {"backward_prefetch": "none"}, {"forward_prefetch": True}, {"asynchronous_unshard": False}]
 )
