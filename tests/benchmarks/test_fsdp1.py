@@ -263,6 +263,25 @@ def test_without_prefetch_gathers_queue_behind_reduce_scatters(model, cluster):
     assert timed(model, cluster, "ZZZ", ring_s=1.0).time_s == pytest.approx(27 + 2)
 
 
+@pytest.mark.parametrize("forward_s", [0.3, 0.5, 1.0])
+def test_a_gather_after_backward_is_as_early_and_holds_one_unit_less(model, cluster, forward_s):
+    before, after, late = (
+        timed(
+            model,
+            cluster,
+            "Z" * 8,
+            sizes=8,
+            forward_s=forward_s,
+            backward_s=2 * forward_s,
+            ring_s=1.0,
+            backward_prefetch=each,
+        )
+        for each in ("pre", "post", "none")
+    )
+    assert before.time_s == after.time_s < late.time_s
+    assert before.peak.peak_bytes > after.peak.peak_bytes >= late.peak.peak_bytes
+
+
 def test_slow_communication_is_all_that_counts(model, cluster):
     # ZZZ: nine rings, one after the other; DDD: F2 33, B2 39, RS2 49, RS1 59, RS0 69
     assert timed(model, cluster, "ZZZ", ring_s=10.0).time_s == pytest.approx(90)
