@@ -82,9 +82,9 @@ class SimulatedGroup(dist.ProcessGroup):
         return "simulated"
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> dist.GroupName:
         """By which a mesh finds it. torch keeps the name of a group in its backends, and this one has none."""
-        name: str = dist.distributed_c10d._world.pg_names[self]
+        name: dist.GroupName = dist.distributed_c10d._world.pg_names[self]
         return name
 
     def _times(self, opts: Any) -> int:
