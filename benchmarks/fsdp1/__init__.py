@@ -1,4 +1,4 @@
-"""FSDP1's rules."""
+"""FSDP1, ``FullyShardedDataParallel``, described: what it allocates and does in a step, so that it can be predicted."""
 
 from benchmarks.fsdp1.engine import FSDP1
 

@@ -1,4 +1,4 @@
-"""Models on the meta device: storage and rank 0's values for one unit at a time, right before FSDP shards it."""
+"""Models on the meta device: storage and rank 0's values for one unit at a time, right before it is sharded."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lightning_osdp.splitting import SplitModule, split
 
 
 def unit_initializer(module: nn.Module, device: torch.device) -> UnitInitializer | None:
-    """What FSDP may call as ``param_init_fn``; None where no rank has meta tensors. Call it on all ranks.
+    """What initialises the modules of a unit; None where no rank has meta tensors. Call it on all ranks.
 
     A unit's tensors get storage, then the values that rank 0 has, or that ``reset_parameters`` of the modules that own
     them makes there. Values that a rank has leave the module at once and come back with their unit.
     Ties stay ties. What is initialised depends on rank 0's random state alone: neither on the units nor on the ranks.
 
     Args:
-        module: the unwrapped model, not split yet.
+        module: the model, neither split nor sharded yet.
         device: where the storage is.
 
     Raises:
@@ -39,7 +39,7 @@ def check_initializable(module: nn.Module, device: torch.device) -> set[str] | N
     """Names of the tensors that have no values on rank 0; None where no rank has meta tensors. Call it on all ranks.
 
     Args:
-        module: the unwrapped model.
+        module: the model, not sharded yet.
         device: where the ranks compute.
 
     Raises:
@@ -64,7 +64,7 @@ class UnitInitializer:
     """See `unit_initializer`.
 
     Args:
-        module: the unwrapped model, which is on the meta device afterwards.
+        module: the model, which is on the meta device afterwards.
         device: where the storage will be.
         missing: names of the tensors that have no values on rank 0.
     """
@@ -99,7 +99,7 @@ class UnitInitializer:
         return module
 
     def __call__(self, unit: nn.Module) -> None:
-        """Initialises a unit, given its module; FSDP's further calls for modules inside find nothing left to do.
+        """Initialises a unit, given its module; further calls for modules inside find nothing left to do.
 
         With one slice of an operator come the others.
         """

@@ -17,7 +17,7 @@ def prepared(module: nn.Module, plan: Plan) -> dict[str, nn.Module]:
     """The module's own modules by name, if the plan is for it.
 
     Args:
-        module: the unwrapped model that the plan was made for.
+        module: the model that the plan was made for, not sharded yet.
         plan: what to shard how.
 
     Raises:
@@ -39,7 +39,7 @@ def modules_of(unit: Unit) -> tuple[str, ...]:
 
 
 def slices_of(operator: nn.Module, num_slices: int, initializer: object) -> list[nn.Module]:
-    """The modules to wrap for a unit: its own, or the slices that it is split into."""
+    """The modules to shard for a unit: its own, or the slices that it is split into."""
     if num_slices == 1:
         return [operator]
     if isinstance(initializer, UnitInitializer):
@@ -79,8 +79,8 @@ def _check_units(plan: Plan, modules: dict[str, nn.Module]) -> None:
             holder = unit_at[_nearest(operator, unit_at)]
             if holder != unit.name:
                 raise PlanMismatchError(
-                    f"Expected operator {operator!r} inside unit {unit.name!r}, as the plan says, but FSDP would put"
-                    f" its parameters into unit {holder!r}. Plan anew by leaving out `plan=`."
+                    f"Expected operator {operator!r} inside unit {unit.name!r}, as the plan says, but fully_shard"
+                    f" would put its parameters into unit {holder!r}. Plan anew by leaving out `plan=`."
                 )
 
 
@@ -90,7 +90,7 @@ def _check_slices(plan: Plan, module: nn.Module) -> None:
     for unit in split_units:
         if unit.operators != (unit.name,):
             raise ConfigurationError(
-                f"Expected a unit with {unit.num_slices} slices to be one operator, wrapped itself, but unit"
+                f"Expected a unit with {unit.num_slices} slices to be one operator, sharded by itself, but unit"
                 f" {unit.name!r} holds {list(unit.operators)}. Give it one slice, or each operator a unit of its own."
             )
         if unit.name not in features:
@@ -123,16 +123,16 @@ def _check_parameters(plan: Plan, module: nn.Module) -> None:
         other_name, other = first.setdefault(unit, (name, parameter))
         if parameter.dtype != other.dtype:
             raise ConfigurationError(
-                f"FSDP reduces the gradients of a unit in one tensor of one dtype, but unit {unit!r} would hold"
+                f"fully_shard reduces the gradients of a unit in one tensor of one dtype, but unit {unit!r} would hold"
                 f" {other_name!r} ({other.dtype}) and {name!r} ({parameter.dtype}). Give them one dtype, or make a"
                 " module of those that differ and plan with"
                 " search_space=SearchSpace(min_unit_bytes=0)."
             )
 
 
-def _nearest(operator: str, wrapped: Collection[str]) -> str:
-    """The unit that FSDP puts an operator's parameters into: the nearest wrapped module at or above it."""
+def _nearest(operator: str, units: Collection[str]) -> str:
+    """The unit that an operator's parameters go into: the nearest module at or above it that is one."""
     name = operator
-    while name and name not in wrapped:
+    while name and name not in units:
         name = name.rpartition(".")[0]
     return name

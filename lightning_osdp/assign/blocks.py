@@ -15,8 +15,8 @@ from lightning_osdp.core.units import UnitProfile, agree, grouped, merged, outer
 def block_units(setting: Setting, activations: Sequence[str] = ("keep",)) -> list[Setting]:
     """The setting with a unit for every block, which may do with what it saves as it likes, where there are any.
 
-    First with the other units as they are, then with the root instead of them, or its children where the engine wants
-    that, as users of FSDP have it: it gathers them at once, and the root keeps them gathered.
+    First with the other units as they are, then with the root instead of them, or its children where that
+    may be, as users of ``fully_shard`` have it: it gathers them at once, and the root keeps them gathered.
 
     Args:
         setting: in which all blocks keep what they save.

@@ -1,4 +1,4 @@
-"""The plan: what to wrap how, and what that is predicted to cost. A document of names and numbers."""
+"""The plan: what to shard how, and what that is predicted to cost. A document of names and numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COST_MODELS = ("simulate", "paper")
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How to wrap one model for one number of ranks; applying it decides nothing.
+    """How to shard one model for one number of ranks; applying it decides nothing.
 
     Bytes are per rank. A plan made without a profile (see `Plan.all_zdp_step_time_s`) has no predicted times.
     """
@@ -31,7 +31,7 @@ class Plan:
     """Parameter name -> shape, dtype and marks of the model that the plan is for."""
     world_size: int
     units: tuple[Unit, ...]
-    """Root first, then in forward order. They fix the wrapping."""
+    """Root first, then in forward order. They fix what is gathered together."""
     memory_limit_bytes: int
     peak_bytes: int
     """Predicted peak of live bytes in one optimizer step, on the rank that holds most."""
@@ -51,7 +51,7 @@ class Plan:
     """Of those that keep it, modules that might recompute, with what that would free and take, in forward order."""
     solver: str = ""
     cost_model: str = "simulate"
-    """What predicted it: ``simulate``, a step as ``fully_shard`` runs it, or ``paper``, the sums of its equation 1."""
+    """What predicted it: ``simulate``, a step as ``fully_shard`` runs it, or ``paper``, the sums of equation 1."""
     backward_prefetch: str = "pre"
     forward_prefetch: bool = False
     asynchronous_unshard: bool = True
@@ -197,7 +197,7 @@ def _plan_from_document(document: object, source: str) -> Plan:
         if document["decisions"] != derived:
             raise PlanFormatError(
                 f"Expected 'decisions' of {source} to be what its 'units' say, but they differ."
-                " Edit 'units' (they fix the wrapping) and delete 'decisions' (they are derived)."
+                " Edit 'units' (they say what is sharded how) and delete 'decisions' (they are derived)."
             )
     return plan
 

@@ -1,4 +1,4 @@
-"""Which operators share a unit: the wrapping, before any mode is chosen."""
+"""Which operators share a unit, before any mode is chosen."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class UnitProfile:
     """One candidate unit: the operators that it gathers together, as sums over them."""
 
     name: str
-    """Qualified name of the module to wrap; the empty string is the root."""
+    """Qualified name of its module; the empty string is the root."""
     operators: tuple[OperatorProfile, ...]
     segments: tuple[Segment, ...]
     """Of these operators."""
     calls: tuple[Span, ...]
-    """When forward runs the wrapped module, and so gathers the unit."""
+    """When forward runs the module, and so gathers the unit."""
     trained_from: int = 0
     """The model's first segment with anything to train: backward comes to no segment before it, and what is called in
     it or before has inputs that need no gradient."""
@@ -37,7 +37,7 @@ class UnitProfile:
     modules: tuple[str, ...] = ()
     """Modules that are one unit together, in forward order; empty where it is just the one of its name."""
     block: BlockProfile | None = None
-    """The wrapped module, where that is a block without units inside: it may do with what it saves as it likes."""
+    """The module, where that is a block without units inside: it may do with what it saves as it likes."""
 
     @property
     def is_root(self) -> bool:
@@ -51,7 +51,7 @@ class UnitProfile:
 
     @property
     def first(self) -> int:
-        """The segment in which the wrapped module is called first."""
+        """The segment in which the module is called first."""
         return self.calls[0][0]
 
     @property
@@ -66,7 +66,7 @@ class UnitProfile:
 
     @cached_property
     def parameters(self) -> tuple[ParameterProfile, ...]:
-        """As FSDP lays them out; none where an operator does not tell its own."""
+        """In the order of ``named_parameters()``; none where an operator does not tell its own."""
         if not all(operator.parameters or not operator.parameter_bytes for operator in self.operators):
             return ()
         every = (parameter for operator in self.operators for parameter in operator.parameters)
@@ -118,7 +118,7 @@ SMALL_UNIT_FRACTION = 0.01
 
 
 _NEVER_CALLED: tuple[Span, ...] = ((0, 0),)
-"""Where a module stands that this batch does not run: FSDP never gathers it, nor does it matter to any plan."""
+"""Where a module stands that this batch does not run: it is never gathered, nor does it matter to any plan."""
 
 
 def default_min_unit_bytes(profile: ModelProfile) -> int:
@@ -136,9 +136,9 @@ def partition(profile: ModelProfile, *, min_unit_bytes: int | None = None) -> tu
 
     Each operator gets a unit at the smallest module that encloses all uses of its parameters; operators with the
     same such module (tied ones) share it. A unit smaller than ``min_unit_bytes`` joins the nearest unit above it in
-    the module tree -- which is where FSDP puts parameters that no unit of their own holds -- unless it is also used
-    outside that unit's forward, where its parameters would not be gathered, or trains in another dtype. It joins the
-    outermost module around it rather than the root: children of the root may be called, and run backward, one by one.
+    the module tree -- which is where parameters go that no unit of their own holds -- unless it is also used outside
+    that unit's forward, where its parameters would not be gathered, or trains in another dtype. It joins the outermost
+    module around it rather than the root: children of the root may be called, and run backward, one by one.
 
     Args:
         profile: the model.

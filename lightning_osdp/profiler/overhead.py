@@ -29,7 +29,7 @@ _PATIENCE_S = 5.0
 def measure_unit_overhead(cluster: Cluster, device: torch.device) -> Mapping[str, UnitOverhead]:
     """Seconds of each of `UNIT_PARTS` that neither collectives nor the operators explain.
 
-    Chains of one and of six equal units are run, wrapped and plain; the difference per unit, less the links' prediction
+    Chains of one and of six equal units are run, sharded and plain; the difference per unit, less the links' prediction
     of its collectives, is the overhead. Forward alone tells a gather from all the rest. Units of one parameter of 16
     KiB, of six of them, and of one of 4 MiB are measured, or of 1 MiB where collectives of so many bytes take too long.
     Call it on all ranks.

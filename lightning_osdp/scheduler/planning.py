@@ -63,9 +63,9 @@ def make_plan(
         search_space: what may be chosen; None: everything.
         blocks: what blocks do with what they save, where that is not to be chosen; those that are not named then keep
             it. None: it is chosen.
-        engine: what runs the plan, with its settings, which decide when units are gathered, and how many at once; those
-            that are ``"auto"`` are chosen.
-        cost_model: what plans are judged by: ``simulate``, a step as the engine runs it, or ``paper``, the sums of
+        engine: settings of prefetching, which decide when units are gathered, and how many at once; those that are
+            ``"auto"`` are chosen.
+        cost_model: what plans are judged by: ``simulate``, a step as ``fully_shard`` runs it, or ``paper``, the sums of
             equation 1 over operators.
         progress: called with each micro-batch size that is tried, and the best samples/s so far.
 

@@ -1,4 +1,4 @@
-"""Operators cut into slices that FSDP gathers one after the other; the model's numbers and names stay."""
+"""Operators cut into slices that are gathered one after the other; the model's numbers and names stay."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from lightning_osdp.splitting.pieces import Cut
 
 
 def cuts_of(root: nn.Module) -> list[Cut]:
-    """How the parameters of a model's split operators lie in slices, by the names of the unwrapped model."""
+    """How the parameters of a model's split operators lie in slices, by the names of the user's own model."""
     return [
         cut
         for path, module in root.named_modules()

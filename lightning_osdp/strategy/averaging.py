@@ -84,9 +84,9 @@ def average_shards(trainer: pl.Trainer, sharded: ShardedModel, device: torch.dev
 
 
 class AveragedShards(nn.Module):
-    """An average of a wrapped model: a parameter for each of its shards and a copy of each buffer, in its order.
+    """An average of a sharded model: a parameter for each of its shards and a copy of each buffer, in its order.
 
-    Its state dict has whole tensors under the names of the unwrapped model; all ranks must ask for it, rank 0 gets it.
+    Its state dict has whole tensors under the names of the user's own model; all ranks must ask for it, rank 0 gets it.
 
     Args:
         sharded: the model.

@@ -1,4 +1,4 @@
-"""Which plan a model is wrapped under - the user's, a new one, the one that it had, or none - and the wrapping."""
+"""Which plan a model is sharded by - the user's, a new one, the one that it had, or none - and the sharding."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def chosen(
     """Plan, micro-batches, and what a step is predicted to take where that was computed.
 
     Args:
-        module: about to be wrapped by its trainer.
+        module: about to be sharded by its trainer.
         options: of the strategy.
         prefetch: settings of prefetching.
         known: the plan of the model that the strategy had before.
 
     Raises:
-        ConfigurationError: the model is wrapped already.
+        ConfigurationError: the model is sharded already.
         OSDPError: the given plan does not fit, or none can be made.
     """
     if any(isinstance(child, (FullyShardedDataParallel, FSDPModule)) for child in module.modules()):
         raise ConfigurationError(
-            "Expected a model without FSDP units, so that it can be sharded as planned, but it has some already."
-            " Go on with the Trainer that wrapped it, build the model anew and load its checkpoint, or leave out a"
+            "Expected a model that nothing has sharded, so that it can be sharded as planned, but it has units already."
+            " Go on with the Trainer that sharded it, build the model anew and load its checkpoint, or leave out a"
             " fully_shard of your own: the plan shards."
         )
     trainer = module.trainer

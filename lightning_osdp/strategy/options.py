@@ -23,7 +23,7 @@ _STATE_DICT_TYPES = ("full", "sharded")
 
 _PLANNED = {
     "sharding_strategy": "the plan chooses it per operator; limit the choice with search_space=SearchSpace(modes=...)",
-    "auto_wrap_policy": "the plan's units are the wrapping; pass a plan of your own with plan=",
+    "auto_wrap_policy": "the plan's units say what is sharded together; pass a plan of your own with plan=",
     "device_mesh": "the plan shards over all ranks",
     "process_group": "the plan shards over all ranks",
     "cpu_offload": "plans keep all states on the device; leave it out, a lower memory_limit shards more",
@@ -137,7 +137,7 @@ def check_fsdp_kwargs(fsdp_kwargs: dict[str, Any]) -> None:
             raise ConfigurationError(f"OSDPStrategy cannot take {name}={value!r}: {why}.")
     if fsdp_kwargs.get("use_orig_params", True) is not True:
         raise ConfigurationError(
-            "OSDPStrategy needs use_orig_params=True (its default): units may mix frozen and trainable parameters, and"
+            "OSDPStrategy needs use_orig_params=True (its default): fully_shard has no flat parameters, and"
             " configure_optimizers sees the parameters under their own names. Leave use_orig_params out."
         )
     if fsdp_kwargs.get("state_dict_type", "full") not in _STATE_DICT_TYPES:

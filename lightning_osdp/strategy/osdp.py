@@ -1,4 +1,4 @@
-"""`OSDPStrategy`: plans in setup, wraps the model as planned, then leaves training to Lightning's FSDP strategy."""
+"""`OSDPStrategy`: plans in setup, shards the model as planned, then leaves training to Lightning."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class OSDPStrategy(RehearsingStrategy):
     """Fully sharded data parallel training in which every operator is sharded only as far as memory demands.
 
     At the start of fit the model's own training step is profiled on a batch of its training data, the fastest plan
-    under the memory limit is searched, and the model is wrapped as the plan says. The plan is printed, written to
+    under the memory limit is searched, and the model is sharded as the plan says, by torch's
+    ``fully_shard``. The plan is printed, written to
     ``osdp_plan.json`` in the trainer's log directory, and compared with what was measured when fit ends.
 
     Args:
@@ -55,7 +56,7 @@ class OSDPStrategy(RehearsingStrategy):
         cost_model: ``"simulate"`` (a step as ``fully_shard`` runs it) or ``"paper"`` (the sums of equation 1).
         start_method: ``"popen"`` runs the script once per rank; ``"spawn"``, ``"forkserver"`` and, for notebooks,
             ``"fork"`` start workers, after which this process has the trained weights. Unused under torchrun.
-        **fsdp_kwargs: arguments of Lightning's ``FSDPStrategy``.
+        **fsdp_kwargs: arguments of Lightning's ``FSDPStrategy``, as far as ``fully_shard`` has a counterpart.
 
     Raises:
         ConfigurationError: an option cannot be used, or one of ``fsdp_kwargs`` is what the plan decides.

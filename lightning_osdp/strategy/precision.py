@@ -39,7 +39,7 @@ class OSDPPrecision(FSDPPrecision):
     @property
     @override
     def mixed_precision_config(self) -> MixedPrecision | None:  # type: ignore[override]
-        """What FSDP computes and reduces in; None where that is the parameters' own dtype."""
+        """What units compute and reduce in; None where that is the parameters' own dtype."""
         return None if self.precision in ("32-true", "64-true") else super().mixed_precision_config
 
     @override

@@ -1,4 +1,4 @@
-"""From a LightningModule to units: wrapped as planned, or found as another Trainer left them."""
+"""From a LightningModule to units: sharded as planned, or found as another Trainer left them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from lightning_osdp.strategy.wrapping import Wrapping, wrapping_of
 
 
 class UnitsStrategy(RanksStrategy):
-    """FSDP over the units of a plan, through all stages of all Trainers that have the module.
+    """Training over the units of a plan, through all stages of all Trainers that have the module.
 
     Args:
         options: what the plan may be.
@@ -126,7 +126,7 @@ class UnitsStrategy(RanksStrategy):
         return found.sharded.module
 
     def _take_over(self, found: Wrapping) -> None:
-        """Goes on with the units that another strategy wrapped the model in."""
+        """Goes on with the units that another strategy sharded the model in."""
         self._is_for_training = False
         rank_zero_info("OSDP: another Trainer has sharded this model already, and its units are used as they are.")
 

@@ -1,4 +1,4 @@
-"""The units that a model is wrapped in: found again by every Trainer that the model is given to."""
+"""The units that a model is sharded in: found again by every Trainer that the model is given to."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_osdp.strategy.summary import WholeSummary
 
 @dataclass(eq=False)
 class Wrapping:
-    """A wrapped module, which holds this as a hook of its own ``state_dict()``, as long as it is wrapped.
+    """A sharded module, which holds this as a hook of its own ``state_dict()``, as long as it is sharded.
 
     Attributes:
         sharded: the module, its units and their plan.
@@ -115,7 +115,7 @@ class Wrapping:
 
 
 def wrapping_of(module: nn.Module) -> Wrapping | None:
-    """What this module is wrapped in, by whichever strategy."""
+    """What this module is sharded in, by whichever strategy."""
     hooks = module._state_dict_pre_hooks.values()
     return next((hook for hook in hooks if isinstance(hook, Wrapping) and hook.module is module), None)
 

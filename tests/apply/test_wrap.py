@@ -100,7 +100,8 @@ def test_a_missing_module_is_named():
 def test_an_operator_that_fsdp_would_put_elsewhere_is_named():
     units = {**NESTED, "": (["", "block.1.0"], "DP"), "block.1": (["block.1.1"], "DP")}
     text = (
-        r"^Expected operator 'block\.1\.0' inside unit '', as the plan says, but FSDP would .* into unit 'block\.1'\."
+        r"^Expected operator 'block\.1\.0' inside unit '', as the plan says, but fully_shard would .* into unit"
+        r" 'block\.1'\."
     )
     with pytest.raises(PlanMismatchError, match=text):
         apply_plan(Nested(), plan(units), device=CPU)

@@ -473,7 +473,7 @@ def test_decisions_that_differ_from_the_units_are_refused():
     decisions[1]["modes"] = ["DP", "DP", "DP"]
     message = (
         "Expected 'decisions' of the plan to be what its 'units' say, but they differ."
-        " Edit 'units' (they fix the wrapping) and delete 'decisions' (they are derived)."
+        " Edit 'units' (they say what is sharded how) and delete 'decisions' (they are derived)."
     )
     for nonsense in (decisions, decisions[:1], [], None, "DP", {}):
         refused(edited(decisions=nonsense), message)

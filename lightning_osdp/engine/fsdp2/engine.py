@@ -1,4 +1,4 @@
-"""FSDP2, `torch.distributed.fsdp.fully_shard`, as an engine."""
+"""`torch.distributed.fsdp.fully_shard`, as the planner asks it: `FSDP2`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from lightning_osdp.engine.live_parts import Observer
 
 @dataclass(frozen=True, kw_only=True)
 class FSDP2(Engine):
-    """Units are groups of parameters, each sharded along its rows; modules stay as they are."""
+    """Torch's ``fully_shard`` with its settings of prefetching.
+
+    Units are groups of parameters, each sharded along its rows; modules stay as they are.
+    """
 
     asynchronous_unshard: bool = True
     """Whether all-gathers are issued so that computing may go on, and their buffers are gone sooner. They then begin

@@ -1,4 +1,4 @@
-"""What is alive on one rank under FSDP2: the events of `schedule` read as bytes.
+"""What is alive on one rank under ``fully_shard``: the events of `schedule` read as bytes.
 
 Of one unit: w unsharded, s its shard, g its gradients, l that of its last parameter, r what a reduce-scatter takes, A
 what is saved. Of L equal units, of which backward has reduced those after the i-th, beside the states between steps:
