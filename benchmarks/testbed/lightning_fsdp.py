@@ -28,7 +28,7 @@ _MODES = {"FULL_SHARD": "ZDP", "SHARD_GRAD_OP": "DP"}
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One of Lightning's own ways to train."""
+    """One way to train without OSDP."""
 
     sharding: Sharding
     """DDP: none at all, and then none of the others."""
@@ -64,8 +64,9 @@ class Way:
         return LightningFSDP(self.sharding, auto_wrap_policy={self._kind}, activation_checkpointing_policy=policy)
 
     def plan(self, module: Family, *, world_size: int, micro_batch_size: int, num_micro_batches: int = 1) -> Plan:
-        """What the strategy does, as a plan, so that it can be predicted: all gradients are reduced once, at the end.
+        """What the strategy does, as a plan, so that it can be predicted.
 
+        ``FSDPStrategy`` reduces all gradients once, at the end, and ``ModelParallelStrategy`` in every micro-batch.
         (The root of FULL_SHARD is gathered in every micro-batch, the plan's only in the first one. DDP has no plan like
         it: of that for SHARD_GRAD_OP, only the micro-batches are its own.)
         """
@@ -80,9 +81,10 @@ class Way:
             asynchronous_unshard=False,
         )
         blocks = [name for name, child in module.named_modules() if isinstance(child, Block) and self.recomputes]
+        sync = "last" if num_micro_batches > 1 and not self.is_fully_shard else "every"
         return replace(
             plan,
-            units=tuple(replace(unit, sync="last" if num_micro_batches > 1 else "every") for unit in plan.units),
+            units=tuple(replace(unit, sync=sync) for unit in plan.units),
             blocks=tuple(plans.Block(name=name, activations="recompute") for name in blocks),
         )
 
