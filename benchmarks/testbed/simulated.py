@@ -82,10 +82,9 @@ class SimulatedGroup(dist.ProcessGroup):
         return "simulated"
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> dist.distributed_c10d.GroupName:
         """By which a mesh finds it. torch keeps the name of a group in its backends, and this one has none."""
-        name: str = dist.distributed_c10d._world.pg_names[self]
-        return name
+        return dist.distributed_c10d._world.pg_names[self]
 
     def _times(self, opts: Any) -> int:
         """What a reduction over equal ranks makes of one's values: their sum is N times as large.

@@ -4,9 +4,9 @@ base            3 * 1.5 = 4.5: shards and the two moments of AdamW; and 3 s = 1.
 forward         6 + the layers kept so far, and of the last one the buffer that was gathered and what is copied from it
 backward        ZZZ: at the second of three layers 4.5 + s reduced before + 1 that the reduction before took + 1 of the
                 layer + 1 gathered ahead + 1 of its gradient. DDD: the same with 2 layers and none gathered ahead
-reduce-scatter  ZZZ: at that layer 4.5 + s reduced before + 1 gathered ahead + 1 that is reduced + 1 of the gradient that
-                it was made of, which a name holds + s of the result. DDD: at the last one 4.5 + 2 layers + 1 + 1 + s. On
-                gloo a copy of what is reduced
+reduce-scatter  ZZZ: at that layer 4.5 + s reduced before + 1 gathered ahead + 1 that is reduced + 1 of the gradient
+                that it was made of, which a name holds + s of the result. DDD: at the last one 4.5 + 2 layers + 1 + 1
+                + s. On gloo a copy of what is reduced
 optimizer       6 + three temporaries of one shard
 """
 
