@@ -1,4 +1,4 @@
-"""Gradient accumulation under OSDP's plans against Lightning's own FSDP, on links of a chosen rate.
+"""Gradient accumulation under OSDP's plans against ``fully_shard`` and Lightning's own FSDP, on links of a chosen rate.
 
 .. code-block:: bash
 
@@ -66,7 +66,7 @@ def main(
     sizes = QUICK if quick else Sizes()
     with kept_in(output, RESULT, quick=quick) as results:
         samples_per_step = sizes.micro_batch_size * sizes.num_micro_batches
-        ways = [baselines.FULL_SHARD, baselines.SHARD_GRAD_OP]
+        ways = [baselines.BASE, baselines.KEPT, baselines.FULL_SHARD, baselines.SHARD_GRAD_OP]
         counted = baselines.section(sizes.model, sizes.num_ranks, ways=ways, samples_per_step=samples_per_step)
         measured(counted, results, console, is_fresh=fresh)
         known = {sizes.model: baselines.baselines_of(results.stored(counted.name))}

@@ -1,10 +1,9 @@
-"""FSDP2 beside FSDP1, ``fully_shard`` by hand and Lightning's strategies: step times, peaks, and where time goes.
+"""OSDP beside ``fully_shard`` by hand and Lightning's strategies: step times, peaks, and where time goes.
 
 .. code-block:: bash
 
     python benchmarks/engines.py
     python benchmarks/engines.py --quick true
-    python benchmarks/engines.py --fsdp1 PATH
 
 All blocks of a model are units in one mode. Contestants take turns on four ranks, over links of a chosen rate. Every
 case is written as soon as it is measured: a run that was killed goes on where it was.
@@ -36,7 +35,6 @@ def main(
     sections: list[Name] = ["peaks", "breakdown", "times"],  # noqa: B006 -- a list shows its default
     *,
     output: Path | None = None,
-    fsdp1: Path | None = None,
     num_rounds: int = 30,
     quick: bool = False,
     fresh: bool = False,
@@ -47,8 +45,6 @@ def main(
         sections: What to measure: peaks of a step, where its time goes, or step times in turns.
         output: JSON file; cases that it has already are not measured again. null: the one beside this program, or none
             if quick.
-        fsdp1: Folder of another version of this project, such as a git worktree, whose FSDP1 takes part in processes of
-            its own, on network namespaces; null: that of this version.
         num_rounds: timed steps of each that takes part.
         quick: Whether to go through all of it with a tiny model on two ranks whose links are not shaped.
         fresh: Whether to measure again what the file has.
@@ -63,12 +59,11 @@ def main(
             num_ranks=2 if quick else 4,
             rate_mbit=rate_mbit,
             num_rounds=1 if quick else num_rounds,
-            fsdp1_apart=fsdp1 is not None,
         )
 
     on_links = [case(mode, rate_mbit) for rate_mbit in rates_mbit for mode in MODES]
     not_shaped = [case(mode) for mode in MODES]
-    made = {"times": times(on_links, fsdp1), "peaks": peaks(not_shaped, fsdp1), "breakdown": breakdown(not_shaped)}
+    made = {"times": times(on_links), "peaks": peaks(not_shaped), "breakdown": breakdown(not_shaped)}
     with kept_in(output, RESULT, quick=quick) as results:
         for name in sections:
             measured(made[name], results, console, is_fresh=fresh)

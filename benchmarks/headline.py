@@ -23,7 +23,7 @@ from rich.console import Console
 # run as a script, Python looks for modules beside this file only
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measures import baselines, contest, headline, wrapper
+from benchmarks.measures import baselines, contest, headline
 from benchmarks.measures.section import Results, Section, kept_in, measured
 from benchmarks.testbed.contest import Division
 from benchmarks.testbed.lightning_fsdp import Baseline, Way
@@ -31,7 +31,7 @@ from benchmarks.testbed.lightning_fsdp import Baseline, Way
 RESULT = Path(__file__).parent / "results" / "headline.json"
 PICTURES = Path(__file__).parents[1] / "docs" / "_static"
 
-Name = Literal["one", "global", "loose", "wrapper"]
+Name = Literal["one", "global", "loose"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +47,12 @@ class Sizes:
     """Of a rank, where the global batch is fixed."""
 
 
-_FEW_WAYS = (baselines.FULL_SHARD, headline.CHECKPOINTING, headline.DDP)
+_FEW_WAYS = (baselines.BASE, headline.CHECKPOINTING, baselines.FULL_SHARD, headline.DDP)
 QUICK = Sizes(models=("tiny",), ways=_FEW_WAYS, num_ranks=2, rates_mbit=(None,), samples_per_step=2)
 
 
 def main(
-    sections: list[Name] = ["one", "global", "loose", "wrapper"],  # noqa: B006 -- a list shows its default
+    sections: list[Name] = ["one", "global", "loose"],  # noqa: B006 -- a list shows its default
     *,
     output: Path | None = None,
     pictures: Path | None = PICTURES,
@@ -64,7 +64,7 @@ def main(
 
     Args:
         sections: What to measure: one micro-batch a step of any size, as the paper does; a global batch that is fixed,
-            however it is divided; the first under a limit of twice the memory; or what the strategy itself costs.
+            however it is divided; or the first under a limit of twice the memory.
         output: JSON file; cases that it has already are not measured again. null: the one beside this program, or none
             if quick.
         pictures: Folder of the pictures, which need matplotlib; null for none. None are drawn if quick.
@@ -88,11 +88,7 @@ def main(
             measured(counted, results, console, is_fresh=fresh)
             known[model] = baselines.baselines_of(results.stored(counted.name))
         for name in sections:
-            if name == "wrapper":
-                section = wrapper.section([_wrapper_case(quick=quick)])
-            else:
-                section = _contest(name, sizes, known, num_rounds)
-            measured(section, results, console, is_fresh=fresh)
+            measured(_contest(name, sizes, known, num_rounds), results, console, is_fresh=fresh)
         if pictures is not None and not quick:
             _draw(results, pictures)
 
@@ -105,10 +101,6 @@ def _draw(results: Results, folder: Path) -> None:
         if rows:
             headline_pictures.draw_ratios(rows, folder / f"headline_{name}.svg")
             headline_pictures.draw_plans(rows, folder / f"headline_{name}_plans.svg")
-
-
-def _wrapper_case(*, quick: bool) -> wrapper.Case:
-    return wrapper.Case(model="tiny" if quick else "12 x 256", num_ranks=2, num_rounds=1 if quick else 100)
 
 
 def _contest(name: Name, sizes: Sizes, known: Mapping[str, Sequence[Baseline]], num_rounds: int) -> Section:

@@ -10,16 +10,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from benchmarks.measures.baselines import BASE, FULL_SHARD, KEPT
 from benchmarks.measures.contest import bound, over_limit, ratio, within
-from benchmarks.measures.headline import MODELS
+from benchmarks.measures.headline import CHECKPOINTING, MODELS
 from benchmarks.measures.links import rate_of
 from benchmarks.measures.section import Row
 from benchmarks.pictures import save
 
 _COLOURS = {
-    "FULL_SHARD": "#000000",
-    "FULL_SHARD, checkpointing": "#777777",
-    "SHARD_GRAD_OP": "#56B4E9",
+    BASE.name: "#000000",
+    CHECKPOINTING.name: "#777777",
+    KEPT.name: "#56B4E9",
+    FULL_SHARD.name: "#009E73",
     "OSDP, modes": "#F0E442",
     "OSDP, modes + splitting": "#E69F00",
     "OSDP, modes + splitting + accumulation": "#CC79A7",
@@ -30,7 +32,7 @@ _DP, _ZDP, _PARTLY = "#0072B2", "#BFD7EA", "#7FA9CE"
 
 
 def draw_ratios(rows: Sequence[Row], path: Path) -> None:
-    """Samples/s over FULL_SHARD at its best, by model and limit, with bounds; and the memory that each used.
+    """Samples/s over fully_shard at its best, by model and limit, with bounds; and the memory that each used.
 
     Args:
         rows: of one section.
@@ -50,7 +52,7 @@ def draw_ratios(rows: Sequence[Row], path: Path) -> None:
             memory.bar(x, over_limit(row, entrant), _WIDTH, color=colour)
     speed.axhline(1, color="black", linewidth=0.5)
     memory.axhline(1, color="black", linewidth=0.5)
-    speed.set(ylabel="samples/s / FULL_SHARD's")
+    speed.set(ylabel="samples/s / fully_shard's")
     memory.set(ylabel="peak counted / limit", ylim=(0, 1.1))
     names = [f"{MODELS.get(row['case']['model'], '')}, {rate_of(row)}, {limit:g}x" for row, limit in cells]
     memory.set_xticks(range(len(cells)), [name.replace(", ", "\n").replace(" ", "\n", 1) for name in names], fontsize=7)

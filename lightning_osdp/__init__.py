@@ -11,7 +11,7 @@ from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.rates import DeviceRates
 from lightning_osdp.core.search_space import SearchSpace
-from lightning_osdp.engine import FSDP1, FSDP2
+from lightning_osdp.engine import FSDP2
 from lightning_osdp.errors import (
     ConfigurationError,
     InfeasibleError,
@@ -36,7 +36,6 @@ for _name, _start_method in REGISTERED.items():
         )
 
 __all__ = [
-    "FSDP1",
     "FSDP2",
     "Cluster",
     "ComputePrecision",

@@ -13,6 +13,9 @@ from benchmarks.families.base import Batch, Family
 class TwoLayers(Family):
     """Two Linears of the same width, as many rows as samples.
 
+    Their input needs a gradient, as one that other layers hand on does. Where none does, ``fully_shard`` is not told
+    that backward is through with a unit: all slices of a model's first layer would stay to the end of backward.
+
     Args:
         hidden_size: features in and out.
         optimizer: a name of `OPTIMIZERS`.
@@ -25,7 +28,7 @@ class TwoLayers(Family):
 
     @override
     def loss(self, batch: Batch) -> Tensor:
-        return F.mse_loss(self.layers(batch[0]), batch[1])
+        return F.mse_loss(self.layers(batch[0].detach().requires_grad_()), batch[1])
 
     @override
     def draw(self, num_samples: int) -> Batch:

@@ -1,4 +1,4 @@
-"""Peaks of Lightning's own strategies, counted while its Trainer trains, for all sizes of micro-batches of interest."""
+"""Peaks of what OSDP is compared with, counted while its Trainer trains, for all sizes of micro-batches of interest."""
 
 from __future__ import annotations
 
@@ -22,18 +22,21 @@ from lightning_osdp.core.byte_size import format_bytes
 _NEARLY = 1.02
 """Of a limit: predictions are exact to less."""
 _MOST_SAMPLES = 2**20
+BASE = Way(sharding="FULL_SHARD", is_fully_shard=True)
+"""What limits and ratios refer to."""
+KEPT = Way(sharding="SHARD_GRAD_OP", is_fully_shard=True)
 FULL_SHARD, SHARD_GRAD_OP = Way(sharding="FULL_SHARD"), Way(sharding="SHARD_GRAD_OP")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One of Lightning's ways to train on rank 0 of N."""
+    """One way to train on rank 0 of N."""
 
     model: str
     num_ranks: int
     way: Way
     limits: tuple[float, ...]
-    """Factors of the peak of FULL_SHARD with one sample: one micro-batch a step is counted with the most samples that
+    """Factors of the peak of `BASE` with one sample: one micro-batch a step is counted with the most samples that
     fit each."""
     samples_per_step: int
     """All divisions of so many are counted."""
@@ -62,7 +65,7 @@ def measure(case: Case) -> dict[str, Any]:
     sizes = [(size, of_all // size) for size in range(1, of_all + 1) if of_all % size == 0]
     for limit in case.limits:
         sizes.append((1, 1))
-        limit_bytes = limit * counted_bytes(case.model, case.num_ranks, FULL_SHARD, 1, 1)
+        limit_bytes = limit * counted_bytes(case.model, case.num_ranks, BASE, 1, 1)
         sizes += [(most, 1) for most in [_most_samples(case, limit_bytes)] if most]
     return {
         "peaks": [
@@ -96,7 +99,7 @@ def _most_samples(case: Case, limit_bytes: float) -> int:
 def _predicted(case: Case, limit_bytes: float) -> int:
     cluster = Cluster(world_size=case.num_ranks, all_gather=FREE, reduce_scatter=FREE)
     plan = case.way.plan(build(case.model), world_size=case.num_ranks, micro_batch_size=1)
-    found = largest_that_fits(plan, _profile(case.model), cluster, limit_bytes=int(limit_bytes))
+    found = largest_that_fits(plan, _profile(case.model), cluster, limit_bytes=int(limit_bytes), engine=case.way.engine)
     return 0 if found is None else found.micro_batch_size
 
 
@@ -112,12 +115,12 @@ def counted_bytes(model: str, num_ranks: int, way: Way, micro_batch_size: int, n
     # a gradient bucket that is reduced needs a result, which the fake backend does not give
     with simulated_group(num_ranks) if way.sharding == "DDP" else fake_group(num_ranks):
         module = build(model)
-        return count_step(module, way.plan(module, **sizes), strategy=way.strategy()).peak_bytes
+        return count_step(module, way.plan(module, **sizes), strategy=way.strategy(module)).peak_bytes
 
 
 def table(rows: Sequence[Row]) -> Table:
     """One line per size."""
-    drawn = Table("who", "b x K", title="Counted peaks of Lightning's strategies")
+    drawn = Table("who", "b x K", title="Counted peaks of what OSDP is compared with")
     drawn.add_column("peak", justify="right")
     for baseline in baselines_of(rows):
         division = f"{baseline.micro_batch_size} x {baseline.num_micro_batches}"

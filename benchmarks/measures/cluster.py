@@ -42,12 +42,12 @@ FSDP_WAYS = dict(
     zip(
         FSDP,
         (
-            Way(sharding="FULL_SHARD"),
-            Way(sharding="FULL_SHARD", by_operator=True),
-            Way(sharding="SHARD_GRAD_OP"),
-            Way(sharding="FULL_SHARD", recomputes=True),
-            Way(sharding="FULL_SHARD", by_operator=True, recomputes=True),
-            Way(sharding="SHARD_GRAD_OP", recomputes=True),
+            Way(sharding="FULL_SHARD", is_fully_shard=True),
+            Way(sharding="FULL_SHARD", is_fully_shard=True, by_operator=True),
+            Way(sharding="SHARD_GRAD_OP", is_fully_shard=True),
+            Way(sharding="FULL_SHARD", is_fully_shard=True, recomputes=True),
+            Way(sharding="FULL_SHARD", is_fully_shard=True, by_operator=True, recomputes=True),
+            Way(sharding="SHARD_GRAD_OP", is_fully_shard=True, recomputes=True),
         ),
         strict=True,
     )

@@ -1,4 +1,4 @@
-"""Samples/s of OSDP's plans over those of Lightning's own strategies in the same memory, in turns on links."""
+"""Samples/s of OSDP's plans over those of ``fully_shard`` and Lightning's strategies in the same memory, in turns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.families import build
-from benchmarks.measures.baselines import as_fields
+from benchmarks.measures.baselines import BASE, as_fields
 from benchmarks.measures.fits import MARGIN
 from benchmarks.measures.links import on_links_that_can_be_had, on_ranks, rate_of
 from benchmarks.measures.section import Row, Section
@@ -41,7 +41,7 @@ class Case:
     """10^6 bit/s; None: not shaped."""
     division: Division
     limits: tuple[float | None, ...]
-    """Factors of the counted peak of FULL_SHARD with these micro-batches; None: unlimited."""
+    """Factors of the counted peak of `BASE` with these micro-batches; None: unlimited."""
     micro_batch_size: int
     num_micro_batches: int
     num_rounds: int
@@ -80,10 +80,10 @@ def measure(case: Case, *, baselines: Mapping[str, Sequence[Baseline]], spaces: 
     """Steps of all that take part, in turns; then the peaks of OSDP's plans, counted."""
     sizes = (case.micro_batch_size, case.num_micro_batches)
     known = [each for each in baselines[case.model] if _may_take_part(each, case)]
-    (full_shard,) = (
+    (base,) = (
         each
         for each in baselines[case.model]
-        if each.name == "FULL_SHARD" and (each.micro_batch_size, each.num_micro_batches) == sizes
+        if each.way == BASE and (each.micro_batch_size, each.num_micro_batches) == sizes
     )
     found = on_ranks(
         case.num_ranks,
@@ -91,9 +91,7 @@ def measure(case: Case, *, baselines: Mapping[str, Sequence[Baseline]], spaces: 
         "benchmarks.testbed.contest:on_one_rank",
         model=case.model,
         baselines=as_fields(known),
-        limits=[
-            (limit, UNLIMITED if limit is None else round(limit * full_shard.counted_bytes)) for limit in case.limits
-        ],
+        limits=[(limit, UNLIMITED if limit is None else round(limit * base.counted_bytes)) for limit in case.limits],
         spaces=spaces,
         micro_batch_size=case.micro_batch_size,
         num_micro_batches=case.num_micro_batches,
@@ -102,21 +100,21 @@ def measure(case: Case, *, baselines: Mapping[str, Sequence[Baseline]], spaces: 
     )
     entrants = [Entrant(**fields) for fields in found]
     row: Row = {
-        "full_shard_bytes": full_shard.counted_bytes,
+        "base_bytes": base.counted_bytes,
         "entrants": [_summary(case.model, entrant) for entrant in entrants],
     }
     if case.is_limited:
         (osdp,) = (each for each in entrants if each.name == "OSDP" and each.limit == case.limits[0])
-        row["hard"] = _under_hard_limits(case, osdp, full_shard.counted_bytes)
+        row["hard"] = _under_hard_limits(case, osdp, base.counted_bytes)
     return row
 
 
-def _under_hard_limits(case: Case, entrant: Entrant, full_shard_bytes: int) -> dict[str, bool]:
+def _under_hard_limits(case: Case, entrant: Entrant, base_bytes: int) -> dict[str, bool]:
     """Whether training lives a little above its limit, and a little below its peak."""
     assert entrant.limit is not None
     assert entrant.predicted_bytes is not None
     plan = Plan.from_json(entrant.plan)
-    above = round(entrant.limit * full_shard_bytes * (1 + MARGIN))
+    above = round(entrant.limit * base_bytes * (1 + MARGIN))
     below = round(entrant.predicted_bytes * (1 - MARGIN))
     return {
         "lives above the limit": lives_under(above, case.model, plan).lived,
@@ -182,8 +180,8 @@ def counted_bytes(model: str, plan: str) -> int:
 
 def table(rows: Sequence[Row]) -> Table:
     """One line for each that took part."""
-    drawn = Table("model", "links", "limit", "who", "b x K", "units", title="Samples/s over FULL_SHARD")
-    for column in ("peak counted", "predicted", "step", "predicted", "over FULL_SHARD", "predicted", "bound"):
+    drawn = Table("model", "links", "limit", "who", "b x K", "units", title=f"Samples/s over {BASE.name}")
+    for column in ("peak counted", "predicted", "step", "predicted", "ratio", "predicted", "bound"):
         drawn.add_column(column, justify="right")
     for row in rows:
         for entrant in row["entrants"]:
@@ -204,7 +202,7 @@ def table(rows: Sequence[Row]) -> Table:
     return drawn
 
 
-def ratio(row: Row, entrant: Row, of: str = "measured_s", over: str = "FULL_SHARD") -> float | None:
+def ratio(row: Row, entrant: Row, of: str = "measured_s", over: str = BASE.name) -> float | None:
     """Samples/s over those of another under the same limit; None where one of them has none.
 
     Args:
@@ -221,8 +219,8 @@ def ratio(row: Row, entrant: Row, of: str = "measured_s", over: str = "FULL_SHAR
 
 
 def bound(row: Row, entrant: Row) -> float | None:
-    """Ratio to FULL_SHARD if steps took their computing, and their bytes at the rate of the links, and nothing else."""
-    other = named(row, "FULL_SHARD", entrant["limit"])
+    """Ratio to `BASE` if steps took their computing, and their bytes at the rate of the links, and nothing else."""
+    other = named(row, BASE.name, entrant["limit"])
     if other is None:
         return None
     rate = row["case"]["rate_mbit"]
@@ -254,7 +252,7 @@ def named(row: Row, name: str, limit: float | None) -> Row | None:
 
 def over_limit(row: Row, entrant: Row) -> float:
     """What was counted of an entrant over what its limit allows; it has one."""
-    found: float = entrant["counted_bytes"] / (entrant["limit"] * row["full_shard_bytes"])
+    found: float = entrant["counted_bytes"] / (entrant["limit"] * row["base_bytes"])
     return found
 
 

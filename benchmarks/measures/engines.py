@@ -1,11 +1,11 @@
-"""Engines beside each other, ``fully_shard`` by hand and Lightning's strategies: step times, peaks, where time goes."""
+"""OSDP beside ``fully_shard`` by hand and Lightning's strategies: step times, peaks, where time goes."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -14,19 +14,22 @@ from rich.table import Table
 from benchmarks.families import build
 from benchmarks.measures.links import on_links_that_can_be_had, on_ranks, rate_of
 from benchmarks.measures.section import Row, Section
-from benchmarks.measures.wrapper import WITHIN, interval_of_median, ratios_of
 from benchmarks.target import Target
 from benchmarks.testbed.breakdown import OPTIMIZER, WHOLE, host_times
-from benchmarks.testbed.engines import BY_HAND, BY_HAND_ON_ROWS, CONTESTANTS, FSDP1, FSDP2
+from benchmarks.testbed.engines import BY_HAND, BY_HAND_ON_ROWS, CONTESTANTS, OSDP
 from examples.mingpt.model import Block
 from lightning_osdp.core.byte_size import format_bytes
 
+FSDP1 = "OSDP, on FSDP1"
+"""OSDP of the version before this one; in results that were measured with both."""
 LEAST = {200.0: 0.97, 1000.0: 0.95}
-"""Samples/s of FSDP2 over FSDP1's, by the rate of links in Mbit/s."""
+"""Samples/s over those on FSDP1, by the rate of links in Mbit/s."""
+WITHIN = 1.02
+"""Of the step time by hand."""
 MOST_DISPATCH = 0.03
 """Of a step, that the optimizer takes longer than on plain tensors."""
 MOST_UNITS = 1.0
-"""Bytes of the largest unit, whole, that FSDP2's peak may be above FSDP1's."""
+"""Bytes of the largest unit, whole, that the peak may be above that on FSDP1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,33 +43,26 @@ class Case:
     """10^6 bit/s; None: not shaped."""
     num_rounds: int
     """Steps; of the peak, none."""
-    fsdp1_apart: bool = False
-    """Whether FSDP1 is that of another version, in processes of its own; `BY_HAND` runs there, too."""
 
 
-def times(cases: Sequence[Case], fsdp1: Path | None) -> Section:
-    """Seconds of all steps, of contestants that take turns.
-
-    Args:
-        cases: those on links that cannot be had here are left out.
-        fsdp1: folder of the version that FSDP1 is of; None: this one.
-    """
+def times(cases: Sequence[Case]) -> Section:
+    """Seconds of all steps, of contestants that take turns; cases on links that cannot be had here are left out."""
     return Section(
         name="times",
         cases=on_links_that_can_be_had(cases),
-        measure=partial(_measured, "seconds", fsdp1),
+        measure=partial(_measured, "seconds"),
         table=times_table,
         targets=times_targets,
         misses=lambda _: [],
     )
 
 
-def peaks(cases: Sequence[Case], fsdp1: Path | None) -> Section:
-    """Bytes of live storages at the peak of a step, on rank 0; arguments as of `times`."""
+def peaks(cases: Sequence[Case]) -> Section:
+    """Bytes of live storages at the peak of a step, on rank 0."""
     return Section(
         name="peaks",
         cases=cases,
-        measure=partial(_measured, "bytes", fsdp1),
+        measure=partial(_measured, "bytes"),
         table=peaks_table,
         targets=peaks_targets,
         misses=lambda _: [],
@@ -74,7 +70,7 @@ def peaks(cases: Sequence[Case], fsdp1: Path | None) -> Section:
 
 
 def breakdown(cases: Sequence[Case]) -> Section:
-    """Where the time of a step on FSDP2 goes: on a rank of several, and on one alone."""
+    """Where the time of a step under OSDP goes: on a rank of several, and on one alone."""
     return Section(
         name="breakdown",
         cases=cases,
@@ -85,15 +81,12 @@ def breakdown(cases: Sequence[Case]) -> Section:
     )
 
 
-def _measured(what: str, fsdp1: Path | None, case: Case) -> dict[str, Any]:
-    given: dict[str, Any] = {"model": case.model, "mode": case.mode}
+def _measured(what: str, case: Case) -> dict[str, Any]:
+    given: dict[str, Any] = {"model": case.model, "mode": case.mode, "contestants": list(CONTESTANTS)}
     function = "peaks"
     if what == "seconds":
         function, given = "times", {**given, "num_rounds": case.num_rounds}
-    run = partial(on_ranks, case.num_ranks, case.rate_mbit, f"benchmarks.testbed.engines:{function}", **given)
-    here = [each for each in CONTESTANTS if fsdp1 is None or each != FSDP1]
-    apart = {} if fsdp1 is None else run(root=fsdp1, contestants=[BY_HAND, FSDP1])
-    return {what: run(contestants=here), "apart": apart}
+    return {what: on_ranks(case.num_ranks, case.rate_mbit, f"benchmarks.testbed.engines:{function}", **given)}
 
 
 def _broken_down(case: Case) -> dict[str, Any]:
@@ -103,15 +96,8 @@ def _broken_down(case: Case) -> dict[str, Any]:
 
 
 def times_ratio(row: Row, name: str, over: str) -> float:
-    """Median of the step times of one over those of another; what ran apart is compared through `BY_HAND`."""
-    seconds, apart = row["seconds"], row["apart"]
-    if name in seconds and over in seconds:
-        return median(ratios_of(seconds[name], seconds[over]))
-    to_by_hand = []
-    for each in (name, over):
-        of = seconds if each in seconds else apart
-        to_by_hand.append(median(ratios_of(of[each], of[BY_HAND])))
-    return to_by_hand[0] / to_by_hand[1]
+    """Median of the step times of one over those of another."""
+    return median(ratios_of(row["seconds"][name], row["seconds"][over]))
 
 
 def times_table(rows: Sequence[Row]) -> Table:
@@ -121,35 +107,34 @@ def times_table(rows: Sequence[Row]) -> Table:
         drawn.add_column(column, justify="right")
     for row in rows:
         case = row["case"]
-        for of in (row["seconds"], row["apart"]):
-            for name, steps in of.items():
-                if of is row["apart"] and name == BY_HAND:
-                    continue
-                ratios = ratios_of(steps, of[BY_HAND])
-                least, most = interval_of_median(ratios)
-                drawn.add_row(
-                    case["model"],
-                    case["mode"],
-                    rate_of(row),
-                    name,
-                    f"{median(steps) * 1e3:.1f} ms",
-                    f"{median(ratios):.3f}",
-                    f"{least:.3f} to {most:.3f}",
-                )
+        for name, steps in row["seconds"].items():
+            ratios = ratios_of(steps, row["seconds"][BY_HAND])
+            least, most = interval_of_median(ratios)
+            drawn.add_row(
+                case["model"],
+                case["mode"],
+                rate_of(row),
+                name,
+                f"{median(steps) * 1e3:.1f} ms",
+                f"{median(ratios):.3f}",
+                f"{least:.3f} to {most:.3f}",
+            )
     return drawn
 
 
 def times_targets(rows: Sequence[Row]) -> list[Target]:
-    """FSDP2 trains as many samples/s as FSDP1, nearly; OSDP costs nothing over what one writes by hand."""
+    """Nearly as many samples/s as on FSDP1; OSDP costs nothing over what one writes by hand."""
     found = []
     for row in rows:
         case = row["case"]
         where = f"{case['model']}, {case['mode']}, {rate_of(row)}"
-        if case["rate_mbit"] in LEAST:
-            speed, least = times_ratio(row, FSDP1, FSDP2), LEAST[case["rate_mbit"]]
-            found.append(Target(name=f"{where}: samples/s over FSDP1's", limit=least, measured=speed, is_least=True))
+        if FSDP1 in row["seconds"] and case["rate_mbit"] in LEAST:
+            speed, least = times_ratio(row, FSDP1, OSDP), LEAST[case["rate_mbit"]]
+            found.append(
+                Target(name=f"{where}: samples/s over those on FSDP1", limit=least, measured=speed, is_least=True)
+            )
         found += [
-            Target(name=f"{where}: step time over {other}", limit=WITHIN, measured=times_ratio(row, FSDP2, other))
+            Target(name=f"{where}: step time over {other}", limit=WITHIN, measured=times_ratio(row, OSDP, other))
             for other in (BY_HAND, BY_HAND_ON_ROWS)
         ]
     return found
@@ -158,32 +143,32 @@ def times_targets(rows: Sequence[Row]) -> list[Target]:
 def peaks_table(rows: Sequence[Row]) -> Table:
     """One line for each case and contestant."""
     drawn = Table("model", "blocks", "contestant", title="Peaks of a step, counted")
-    for column in ("peak", "units above FSDP1's"):
+    for column in ("peak", "units above that by hand"):
         drawn.add_column(column, justify="right")
     for row in rows:
-        for name, num_bytes in {**row["apart"], **row["bytes"]}.items():
-            drawn.add_row(
-                row["case"]["model"], row["case"]["mode"], name, format_bytes(num_bytes), f"{_units(row, name):+.2f}"
-            )
+        for name, num_bytes in row["bytes"].items():
+            above = _units_above(row, name, BY_HAND)
+            drawn.add_row(row["case"]["model"], row["case"]["mode"], name, format_bytes(num_bytes), f"{above:+.2f}")
     return drawn
 
 
 def peaks_targets(rows: Sequence[Row]) -> list[Target]:
-    """FSDP2 takes little more than FSDP1."""
+    """OSDP takes hardly more than what is written by hand, and little more than on FSDP1."""
     return [
         Target(
-            name=f"{row['case']['model']}, {row['case']['mode']}: units of memory above FSDP1's",
+            name=f"{row['case']['model']}, {row['case']['mode']}: units of memory above {other}",
             limit=MOST_UNITS,
-            measured=_units(row, FSDP2),
+            measured=_units_above(row, OSDP, other),
         )
         for row in rows
+        for other in (BY_HAND, FSDP1)
+        if other in row["bytes"]
     ]
 
 
-def _units(row: Row, name: str) -> float:
-    """How many of the largest unit, whole, the peak is above FSDP1's."""
-    found = {**row["apart"], **row["bytes"]}
-    difference: int = found[name] - found[FSDP1]
+def _units_above(row: Row, name: str, other: str) -> float:
+    """How many of the largest unit, whole, one peak is above another."""
+    difference: int = row["bytes"][name] - row["bytes"][other]
     return difference / _largest_unit_bytes(row["case"]["model"])
 
 
@@ -195,7 +180,7 @@ def _largest_unit_bytes(model: str) -> int:
 
 def breakdown_table(rows: Sequence[Row]) -> Table:
     """One line for each part."""
-    drawn = Table("model", "blocks", "part of a step on FSDP2", title="Where the time of a step goes")
+    drawn = Table("model", "blocks", "part of a step under OSDP", title="Where the time of a step goes")
     for column in ("time", "of the step"):
         drawn.add_column(column, justify="right")
     for row in rows:
@@ -205,10 +190,10 @@ def breakdown_table(rows: Sequence[Row]) -> Table:
         lines.append(("all else", wall[WHOLE] - sum(parts.values()), wall[WHOLE]))
         lines.append(("whole step", wall[WHOLE], wall[WHOLE]))
         alone = f"{OPTIMIZER}, over plain tensors'"
-        lines.append((f"alone: {alone}", dispatch_s(host), host[FSDP2]))
-        lines.append((f"alone: {alone}, with DTensors", _dispatch_of_dtensors_s(host), host[FSDP2]))
-        lines.append(("alone: OSDP over by hand, steps on rows", host[FSDP2] - host[BY_HAND_ON_ROWS], host[FSDP2]))
-        lines.append(("alone: whole step", host[FSDP2], host[FSDP2]))
+        lines.append((f"alone: {alone}", dispatch_s(host), host[OSDP]))
+        lines.append((f"alone: {alone}, with DTensors", _dispatch_of_dtensors_s(host), host[OSDP]))
+        lines.append(("alone: OSDP over by hand, steps on rows", host[OSDP] - host[BY_HAND_ON_ROWS], host[OSDP]))
+        lines.append(("alone: whole step", host[OSDP], host[OSDP]))
         for name, seconds, whole in lines:
             drawn.add_row(
                 row["case"]["model"], row["case"]["mode"], name, f"{seconds * 1e3:.2f} ms", f"{seconds / whole:.1%}"
@@ -222,7 +207,7 @@ def breakdown_targets(rows: Sequence[Row]) -> list[Target]:
         Target(
             name=f"{row['case']['model']}, {row['case']['mode']}: dispatch of the optimizer, of a step",
             limit=MOST_DISPATCH,
-            measured=dispatch_s(row["host_s"]) / row["host_s"][FSDP2],
+            measured=dispatch_s(row["host_s"]) / row["host_s"][OSDP],
         )
         for row in rows
     ]
@@ -235,3 +220,20 @@ def dispatch_s(host: dict[str, float]) -> float:
 
 def _dispatch_of_dtensors_s(host: dict[str, float]) -> float:
     return host["optimizer on DTensors"] - host["plain optimizer"]
+
+
+def ratios_of(seconds: Sequence[float], over: Sequence[float]) -> list[float]:
+    """Of steps of the same round."""
+    return [one / other for one, other in zip(seconds, over, strict=True)]
+
+
+def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
+    """Where the median lies with 95%, whatever the distribution: between ranks n/2 -+ 0.98 sqrt(n), a binomial's.
+
+    Example:
+        >>> interval_of_median(range(100))
+        (39, 60)
+    """
+    ordered, num_values = sorted(values), len(values)
+    first = max(0, math.floor(num_values / 2 - 0.98 * math.sqrt(num_values)) - 1)
+    return ordered[first], ordered[num_values - 1 - first]

@@ -286,7 +286,6 @@ def _plan(profile: ModelProfile, units: Sequence[UnitProfile], case: Case) -> Pl
         step_time_s=0.0,
         samples_per_s=0.0,
         gap=0.0,
-        engine="fsdp2",
         backward_prefetch=case.backward_prefetch,
         forward_prefetch=case.forward_prefetch,
         asynchronous_unshard=case.asynchronous_unshard,

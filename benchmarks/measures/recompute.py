@@ -1,4 +1,4 @@
-"""Samples/s where blocks have to recompute: OSDP's plans over FSDP with checkpointing, in the same memory."""
+"""Samples/s where blocks recompute: OSDP's plans over ``fully_shard`` with checkpointing, in the same memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.families import build
-from benchmarks.measures.baselines import FULL_SHARD
+from benchmarks.measures.baselines import BASE
 from benchmarks.measures.contest import BEYOND_LIMIT, counted_bytes
 from benchmarks.measures.links import on_links_that_can_be_had, on_ranks, rate_of
 from benchmarks.measures.section import Row, Section
@@ -56,7 +56,7 @@ def section(cases: Sequence[Case]) -> Section:
 def measure(case: Case) -> dict[str, Any]:
     """What FSDP needs, counted; steps of all that take part, interleaved; and their peaks, counted."""
     sizes = {"world_size": case.num_ranks, "micro_batch_size": case.micro_batch_size}
-    needed_bytes = counted_bytes(case.model, FULL_SHARD.plan(build(case.model), **sizes).to_json())
+    needed_bytes = counted_bytes(case.model, BASE.plan(build(case.model), **sizes).to_json())
     found = on_ranks(
         case.num_ranks,
         case.rate_mbit,

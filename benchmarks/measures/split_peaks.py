@@ -20,7 +20,7 @@ from benchmarks.testbed.memory import count_step
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp import Cluster, ModelProfile, Plan, profile_model
 from lightning_osdp.core.byte_size import format_bytes
-from lightning_osdp.simulation import StepEstimate, planned_units, simulate
+from lightning_osdp.simulation import simulate
 
 HIDDEN_SIZES = (1024, 2048, 4096, 8192, 12288)
 NUM_SLICES = (1, 2, 4, 8, 16)
@@ -61,11 +61,7 @@ def section(hidden_sizes: Sequence[int]) -> Section:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Predicts a step and counts it.
-
-    Returns:
-        As `memory.measure`; and under ``once`` the peak that is predicted if FSDP1 made no second copy of a gradient.
-    """
+    """Predicts a step and counts it; returns what `memory.measure` does."""
     module = TwoLayers(case.hidden_size)
     plan = plan_for(module, case.mode, case.num_slices, world_size=WORLD_SIZE, num_samples=NUM_SAMPLES)
     profile = _profile(case.hidden_size)
@@ -73,7 +69,7 @@ def measure(case: Case) -> dict[str, Any]:
     estimate = simulate(plan, profile, cluster)
     with fake_group(WORLD_SIZE):
         counted = count_step(module, plan)
-    return {**compared(phases(estimate), counted.phases), "once": _without_second_copies(estimate, plan, profile)}
+    return compared(phases(estimate), counted.phases)
 
 
 def plan_for(module: TwoLayers, mode: str, num_slices: int, *, world_size: int, num_samples: int) -> Plan:
@@ -94,22 +90,10 @@ def _profile(hidden_size: int) -> ModelProfile:
     return profile_model(module, module.batch(NUM_SAMPLES), rates=ANY_RATES)
 
 
-def _without_second_copies(estimate: StepEstimate, plan: Plan, profile: ModelProfile) -> int:
-    """The largest moment, less the flat copy of a gradient where it lives beside the gradient that it is made of."""
-    _, units, _ = planned_units(plan, profile)
-    of_operator = {operator.name: unit.gradient_bytes for unit in units for operator in unit.operators}
-    once = 0.0
-    for _, moment in estimate.moments:
-        gradient = of_operator.get(moment.operator, 0)
-        is_twice = moment.phase == "backward" and moment.parts["unsharded gradients"] >= 2 * gradient
-        once = max(once, moment.num_bytes - (gradient if is_twice else 0))
-    return round(once)
-
-
 def table(rows: Sequence[Row]) -> Table:
     """One line per size and mode."""
     drawn = Table("hidden size", "mode", title=f"Peak of a step of two layers on rank 0 of {WORLD_SIZE}, counted")
-    for column in (*(f"{num_slices} slices" for num_slices in NUM_SLICES), "best", "of which second copies"):
+    for column in (*(f"{num_slices} slices" for num_slices in NUM_SLICES), "best"):
         drawn.add_column(column, justify="right")
     for hidden_size, mode in dict.fromkeys((row["case"]["hidden_size"], row["case"]["mode"]) for row in rows):
         found = _of(rows, hidden_size, mode)
@@ -118,7 +102,6 @@ def table(rows: Sequence[Row]) -> Table:
             mode,
             *(format_bytes(peak(row)) for row in found),
             f"{peak(best(found)) / peak(found[0]) - 1:+.0%}",
-            f"{share_of_second_copies(found):.0%}",
         )
     return drawn
 
@@ -147,17 +130,6 @@ def peak(row: Row) -> int:
 def best(rows: Sequence[Row]) -> Row:
     """The number of slices with the lowest peak."""
     return min(rows, key=peak)
-
-
-def share_of_second_copies(rows: Sequence[Row]) -> float:
-    """How much of what the best number of slices saves is FSDP1's second copy of a whole gradient, as predicted.
-
-    Args:
-        rows: of one size and mode, whole layers first.
-    """
-    whole, split = rows[0], best(rows)
-    saved = max(whole["predicted"].values()) - max(split["predicted"].values())
-    return 1 - (whole["once"] - split["once"]) / saved if saved else 0.0
 
 
 def _of(rows: Sequence[Row], hidden_size: int, mode: str) -> list[Row]:

@@ -30,7 +30,6 @@ _log = logging.getLogger(__name__)
 
 MICRO_BATCH = 2
 NUM_RANKS = 4
-ENGINE = "fsdp2"
 RATES = (200.0, 1000.0, None)
 """10^6 bit/s; the last one is not shaped."""
 MEDIAN, WORST = 0.05, 0.10
@@ -145,7 +144,7 @@ def _timed(row: Row) -> list[Timed]:
 def on_one_rank(*, family: str, num_mixes: int, num_rounds: int) -> list[dict[str, Any]]:
     """What every rank runs: profiles, measures the links, predicts, and then takes the steps."""
     device = torch.device("cpu")
-    cluster = measure_cluster(device, engine=ENGINE)
+    cluster = measure_cluster(device)
     profile = profile_model(build(family), build(family).batch(MICRO_BATCH), together=in_step)
     plans = _plans(build(family), profile, num_mixes)
     timed = compared_s(lambda: build(family), plans, profile, cluster, num_rounds=num_rounds)
@@ -193,7 +192,6 @@ def _plans(module: Family, profile: ModelProfile, num_mixes: int) -> dict[str, P
             world_size=dist.get_world_size(),
             micro_batch_size=MICRO_BATCH,
             backward_prefetch="none",
-            engine=ENGINE,
         )
         for letters in modes
     }

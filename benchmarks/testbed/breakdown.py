@@ -1,4 +1,4 @@
-"""Where the time of a step on FSDP2 goes: what moves bytes, what waits, the optimizer, and what the engine adds."""
+"""Where the time of a step under OSDP goes: what moves bytes, what waits, the optimizer, and what OSDP adds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.families import build
-from benchmarks.testbed.engines import BY_HAND, BY_HAND_ON_ROWS, FSDP2, ByHand, plan_for
+from benchmarks.testbed.engines import BY_HAND, BY_HAND_ON_ROWS, OSDP, ByHand, plan_for
 from benchmarks.testbed.groups import fake_group
 from benchmarks.testbed.ring import ring_reduce_scatters
 from benchmarks.testbed.step import Step
@@ -41,7 +41,7 @@ def wall_times(*, model: str, mode: str, num_rounds: int) -> dict[str, float]:
     """Median seconds per step of each part, and of the whole, on this rank. Call it on all ranks."""
     with ring_reduce_scatters():
         module = build(model)
-        step = Step(module, plan_for(FSDP2, module, mode=mode, world_size=dist.get_world_size()))
+        step = Step(module, plan_for(module, mode=mode, world_size=dist.get_world_size()))
         for _ in range(_NUM_CHECKED):
             step()
         found: list[Mapping[str, float]] = []
@@ -66,15 +66,15 @@ def host_times(*, model: str, mode: str, world_size: int, num_rounds: int) -> di
     """
     with fake_group(world_size), _one_thread():
         steps: dict[str, Any] = {}
-        for name in (BY_HAND, BY_HAND_ON_ROWS, FSDP2):
+        for name in (BY_HAND, BY_HAND_ON_ROWS, OSDP):
             module = build(model)
-            plan = plan_for(name, module, mode=mode, world_size=world_size)
-            steps[name] = Step(module, plan) if name == FSDP2 else ByHand(module, plan, on_rows=name == BY_HAND_ON_ROWS)
-        ours = steps[FSDP2]
+            plan = plan_for(module, mode=mode, world_size=world_size)
+            steps[name] = Step(module, plan) if name == OSDP else ByHand(module, plan, on_rows=name == BY_HAND_ON_ROWS)
+        ours = steps[OSDP]
         for step in steps.values():
             step()
         found = _in_turns(steps, num_rounds)
-        for parameter in ours.root.parameters():
+        for parameter in ours.sharded.module.parameters():
             parameter.grad = torch.full_like(parameter, 1e-3)
         plain = _plain_optimizer(ours.optimizer)
 

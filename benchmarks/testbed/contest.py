@@ -18,10 +18,11 @@ import torch.distributed as dist
 
 from benchmarks.families import Family, build
 from benchmarks.testbed.lightning_fsdp import Baseline, Way
+from benchmarks.testbed.plans import simulated
 from benchmarks.testbed.ring import ring_reduce_scatters
 from benchmarks.testbed.training import quiet, train
 from benchmarks.testbed.turns import Turns, fastest_of_slowest, fits_in_turns
-from lightning_osdp import Cluster, ModelProfile, SearchSpace, make_plan, measure_cluster, profile_model, simulate
+from lightning_osdp import Cluster, ModelProfile, SearchSpace, make_plan, measure_cluster, profile_model
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.report.accumulation import wire_bytes
 from lightning_osdp.simulation.plan import planned_units
@@ -44,7 +45,7 @@ class Entrant:
 
     name: str
     limit: float | None
-    """Factor of the counted peak of FULL_SHARD; None: unlimited."""
+    """Factor of the counted peak of fully_shard FULL_SHARD; None: unlimited."""
     way: Way | None
     """Of Lightning's; None: OSDP."""
     plan: str
@@ -156,7 +157,7 @@ class _Plans:
         best: dict[str, tuple[float, _Entry]] = {}
         for baseline in fitting:
             plan = self._with_bytes(baseline.its_plan(self._module, self._cluster.world_size))
-            rate = _num_samples(plan) / self._simulated(plan).time_s
+            rate = _num_samples(plan) / self._simulated(plan, baseline).time_s
             if baseline.name not in best or rate > best[baseline.name][0]:
                 best[baseline.name] = (rate, (baseline.name, limit, plan, baseline))
         return [
@@ -166,7 +167,7 @@ class _Plans:
 
     def entrant(self, name: str, limit: float | None, plan: Plan, baseline: Baseline | None) -> Entrant:
         """With what is predicted."""
-        estimate = self._simulated(plan)
+        estimate = self._simulated(plan, baseline)
         is_planned = baseline is None or baseline.sharding != "DDP"
         return Entrant(
             name=name,
@@ -187,8 +188,9 @@ class _Plans:
         nearer = self._nearest(plan)
         return plan if nearer is first else make_plan(nearer, self._cluster, **arguments)
 
-    def _simulated(self, plan: Plan) -> StepEstimate:
-        return simulate(plan, self._nearest(plan), self._cluster)
+    def _simulated(self, plan: Plan, baseline: Baseline | None) -> StepEstimate:
+        engine = None if baseline is None else baseline.engine
+        return simulated(plan, self._nearest(plan), self._cluster, engine=engine)
 
     def _nearest(self, plan: Plan) -> ModelProfile:
         """Of the micro-batch that is nearest to the plan's."""
@@ -215,9 +217,10 @@ def _timed(model: str, entrants: Sequence[Entrant], num_rounds: int) -> list[Ent
 
 
 def _fit(model: str, entrant: Entrant, turns: Turns, *, num_steps: int) -> None:
-    strategy = None if entrant.way is None else entrant.way.strategy()
+    module = build(model)
+    strategy = None if entrant.way is None else entrant.way.strategy(module)
     plan = Plan.from_json(entrant.plan)
-    train(build(model), plan, num_steps=num_steps, callbacks=[turns], strategy=strategy)
+    train(module, plan, num_steps=num_steps, callbacks=[turns], strategy=strategy)
 
 
 def _give_back() -> None:

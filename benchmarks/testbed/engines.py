@@ -1,4 +1,4 @@
-"""Ranks on which engines, ``fully_shard`` by hand and Lightning's strategies train the same units, in turns."""
+"""Ranks on which OSDP, ``fully_shard`` by hand and Lightning's strategies train the same units, in turns."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from lightning_osdp.core.plan import Plan
 from lightning_osdp.profiler import LiveBytes
 
 BY_HAND, BY_HAND_ON_ROWS = "fully_shard by hand", "fully_shard by hand, steps on rows"
-FSDP1, FSDP2, LIGHTNING, DDP = "OSDP, fsdp1", "OSDP, fsdp2", "FSDPStrategy", "DDPStrategy"
-CONTESTANTS = (BY_HAND, BY_HAND_ON_ROWS, FSDP1, FSDP2, LIGHTNING, DDP)
+OSDP, LIGHTNING, DDP = "OSDP", "FSDPStrategy", "DDPStrategy"
+CONTESTANTS = (BY_HAND, BY_HAND_ON_ROWS, OSDP, LIGHTNING, DDP)
 _SHARDINGS: dict[str, Sharding] = {"ZDP": "FULL_SHARD", "DP": "SHARD_GRAD_OP"}
 _NUM_COUNTED = 5
 """Steps, of whose peaks the least counts: a thread of gloo may hold a tensor longer than a step does."""
@@ -69,10 +69,10 @@ class ByHand:
             self.optimizer.step()
 
 
-def plan_for(name: str, module: Family, *, mode: str, world_size: int) -> Plan:
-    """Every block a unit in this mode, one sample a step, on the engine of a contestant."""
+def plan_for(module: Family, *, mode: str, world_size: int) -> Plan:
+    """Every block a unit in this mode, one sample a step."""
     plan = Way(sharding=_SHARDINGS[mode]).plan(module, world_size=world_size, micro_batch_size=1)
-    return replace(plan, engine="fsdp2", asynchronous_unshard=True) if name == FSDP2 else plan
+    return replace(plan, asynchronous_unshard=True)
 
 
 def times(*, model: str, mode: str, contestants: Sequence[str], num_rounds: int) -> dict[str, list[float]]:
@@ -95,17 +95,17 @@ def peaks(*, model: str, mode: str, contestants: Sequence[str]) -> dict[str, int
         return {name: _peak_bytes(name, model, mode) for name in contestants}
 
 
-def _strategy(name: str, mode: str) -> Any:
+def _strategy(name: str, mode: str, module: Family) -> Any:
     """Lightning's own, or none where it is OSDP's."""
     shardings: dict[str, Sharding] = {LIGHTNING: _SHARDINGS[mode], DDP: "DDP"}
-    return Way(sharding=shardings[name]).strategy() if name in shardings else None
+    return Way(sharding=shardings[name]).strategy(module) if name in shardings else None
 
 
 def _fit(name: str, model: str, mode: str, turns: Turns, *, num_steps: int) -> None:
     module = build(model)
-    plan = plan_for(name, module, mode=mode, world_size=dist.get_world_size())
+    plan = plan_for(module, mode=mode, world_size=dist.get_world_size())
     if name not in (BY_HAND, BY_HAND_ON_ROWS):
-        train(module, plan, num_steps=num_steps, callbacks=[turns], strategy=_strategy(name, mode))
+        train(module, plan, num_steps=num_steps, callbacks=[turns], strategy=_strategy(name, mode, module))
         return
     step = ByHand(module, plan, on_rows=name == BY_HAND_ON_ROWS)
     for _ in range(num_steps):
@@ -116,9 +116,9 @@ def _fit(name: str, model: str, mode: str, turns: Turns, *, num_steps: int) -> N
 
 def _peak_bytes(name: str, model: str, mode: str) -> int:
     module = build(model)
-    plan = plan_for(name, module, mode=mode, world_size=dist.get_world_size())
+    plan = plan_for(module, mode=mode, world_size=dist.get_world_size())
     if name not in (BY_HAND, BY_HAND_ON_ROWS):
-        return count_step(module, plan, num_steps=_NUM_COUNTED, strategy=_strategy(name, mode)).peak_bytes
+        return count_step(module, plan, num_steps=_NUM_COUNTED, strategy=_strategy(name, mode, module)).peak_bytes
     step = ByHand(module, plan, on_rows=name == BY_HAND_ON_ROWS)
     for _ in range(WARM_UP_STEPS):
         step()

@@ -12,19 +12,17 @@ import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers th
 from torch._C._distributed_c10d import HashStore
 
 from benchmarks.testbed.simulated import SimulatedGroup, SimulatedLinks
-from lightning_osdp.apply.fsdp2 import model as fsdp2_model
+from lightning_osdp.apply import sharded
 
 
 @contextmanager
 def fake_group(world_size: int) -> Iterator[None]:
     """The ``fake`` backend of torch: collectives do nothing at once and allocate nothing.
 
-    Whether an optimizer can update what is cut over ranks is not tried: that compares values of all ranks.
-
     Args:
         world_size: N; this process is rank 0.
     """
-    with _default_group("fake", world_size), mock.patch.object(fsdp2_model, "try_optimizer"):
+    with _default_group("fake", world_size):
         yield
 
 
@@ -36,14 +34,15 @@ def simulated_group(world_size: int, links: SimulatedLinks | None = None) -> Ite
         world_size: N; this process is rank 0.
         links: how long collectives take and what they allocate; None: no time at all.
     """
-    with _default_group("simulated", world_size, links or SimulatedLinks()):
+    with _default_group("simulated", world_size, links):
         group = dist.group.WORLD
         assert isinstance(group, SimulatedGroup)
         yield group
 
 
-def _make(common: Any, links: SimulatedLinks) -> SimulatedGroup:
-    return SimulatedGroup(common.group_rank, common.group_size, links)
+def _make(common: Any, links: SimulatedLinks | None) -> SimulatedGroup:
+    """Groups that are made beside the default one, such as that by which ranks agree, take no time."""
+    return SimulatedGroup(common.group_rank, common.group_size, links or SimulatedLinks())
 
 
 dist.Backend.register_backend("simulated", _make, extended_api=True, devices=["cpu", "cuda"])
@@ -51,8 +50,10 @@ dist.Backend.register_backend("simulated", _make, extended_api=True, devices=["c
 
 @contextmanager
 def _default_group(backend: str, world_size: int, options: Any = None) -> Iterator[None]:
+    """Within it, OSDP does not try whether optimizers can update what is cut: that compares values of all ranks."""
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=world_size, pg_options=options)
     try:
-        yield
+        with mock.patch.object(sharded, "try_optimizer"):
+            yield
     finally:
         dist.destroy_process_group()

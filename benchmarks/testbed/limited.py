@@ -36,7 +36,7 @@ def main(folder: Path) -> None:
         for _ in range(_WARM_UP_STEPS):
             step()
         try:
-            beside_bytes = beside_tensors_bytes([*living_tensors(step.root, [step.optimizer]), *step.batch])
+            beside_bytes = beside_tensors_bytes([*living_tensors(step.sharded.module, [step.optimizer]), *step.batch])
             limit_data(beside_bytes + arguments["limit_bytes"])
             for _ in range(arguments["num_steps"]):
                 step()

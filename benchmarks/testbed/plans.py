@@ -8,9 +8,12 @@ from dataclasses import replace
 
 from torch import nn
 
-from lightning_osdp import Cluster, ModelProfile, simulate
+from lightning_osdp import Cluster, ModelProfile
 from lightning_osdp.core.plan import Plan, Unit
+from lightning_osdp.core.workload import Workload
+from lightning_osdp.engine import Engine, engine_of
 from lightning_osdp.profiler import fingerprint
+from lightning_osdp.simulation import StepEstimate, planned_units, simulate_step
 
 _MOST_SAMPLES = 2**20
 
@@ -24,7 +27,7 @@ def plan_of(
     num_micro_batches: int = 1,
     backward_prefetch: str = "pre",
     forward_prefetch: bool = False,
-    engine: str | None = None,
+    asynchronous_unshard: bool = True,
 ) -> Plan:
     """A plan that predicts nothing, with one unit at each named module and the root around them.
 
@@ -35,9 +38,9 @@ def plan_of(
         world_size: N.
         micro_batch_size: samples per rank and micro-batch.
         num_micro_batches: per optimizer step.
-        backward_prefetch: ``"pre"``, ``"post"`` or ``"none"``.
+        backward_prefetch: ``"pre"`` or ``"none"``.
         forward_prefetch: whether forward gathers the next unit before one runs.
-        engine: what shards; None: what a plan has that does not say.
+        asynchronous_unshard: whether computing may go on during all-gathers.
     """
     held: dict[str, list[str]] = {"": [], **{name: [] for name in modes}}
     for operator in dict.fromkeys(name.rpartition(".")[0] for name, _ in module.named_parameters()):
@@ -45,7 +48,7 @@ def plan_of(
         while unit not in held:
             unit = unit.rpartition(".")[0]
         held[unit].append(operator)
-    plan = Plan(
+    return Plan(
         fingerprint=fingerprint(module),
         world_size=world_size,
         units=tuple(
@@ -61,11 +64,26 @@ def plan_of(
         gap=0.0,
         backward_prefetch=backward_prefetch,
         forward_prefetch=forward_prefetch,
+        asynchronous_unshard=asynchronous_unshard,
     )
-    return plan if engine is None else replace(plan, engine=engine, asynchronous_unshard=engine == "fsdp2")
 
 
-def largest_that_fits(plan: Plan, profile: ModelProfile, cluster: Cluster, *, limit_bytes: int) -> Plan | None:
+def simulated(plan: Plan, profile: ModelProfile, cluster: Cluster, *, engine: Engine | None = None) -> StepEstimate:
+    """As `lightning_osdp.simulate`, also of what is not `fully_shard`.
+
+    Args:
+        plan: the units, their modes, and the workload.
+        profile: of the model.
+        cluster: ranks and links.
+        engine: what runs it; None: ``fully_shard``, with the settings of the plan.
+    """
+    workload = Workload(micro_batch_size=plan.micro_batch_size, num_micro_batches=plan.num_micro_batches)
+    return simulate_step(*planned_units(plan, profile), cluster, workload, engine=engine or engine_of(plan))
+
+
+def largest_that_fits(
+    plan: Plan, profile: ModelProfile, cluster: Cluster, *, limit_bytes: int, engine: Engine | None = None
+) -> Plan | None:
     """The plan at its best micro-batch, which is the largest that fits; None where not even one sample does.
 
     Every duration is affine in the samples, with no negative part, and a step's is made of them by sums and maxima: the
@@ -73,7 +91,7 @@ def largest_that_fits(plan: Plan, profile: ModelProfile, cluster: Cluster, *, li
     """
 
     def peak_bytes(size: int) -> int:
-        return simulate(replace(plan, micro_batch_size=size), profile, cluster).peak.peak_bytes
+        return simulated(replace(plan, micro_batch_size=size), profile, cluster, engine=engine).peak.peak_bytes
 
     beyond = 1
     while beyond <= _MOST_SAMPLES and peak_bytes(beyond) <= limit_bytes:

@@ -76,6 +76,7 @@ def on_one_rank(*, model: str, limit_bytes: int, micro_batch_size: int, num_roun
 
 
 FSDP, PAPERS_FSDP = "FSDP, a unit for each block", "FSDP, a unit for each Linear"
+_FSDP = Way(sharding="FULL_SHARD", is_fully_shard=True, by_operator=True, recomputes=True)
 EVERYWHERE, BY_BLOCK = "OSDP, all blocks recompute", "OSDP, block by block"
 
 
@@ -86,8 +87,10 @@ def _plans(
     osdp = partial(make_plan, profile, cluster, memory_limit_bytes=limit_bytes, micro_batch_size=micro_batch_size)
     blocks = [block.name for block in profile.blocks]
     return {
-        FSDP: Way(sharding="FULL_SHARD", recomputes=True).plan(build(model), **sizes),
-        PAPERS_FSDP: Way(sharding="FULL_SHARD", by_operator=True, recomputes=True).plan(build(model), **sizes),
+        FSDP: replace(_FSDP, by_operator=False).plan(build(model), **sizes),
+        PAPERS_FSDP: Way(sharding="FULL_SHARD", is_fully_shard=True, by_operator=True, recomputes=True).plan(
+            build(model), **sizes
+        ),
         EVERYWHERE: osdp(blocks=dict.fromkeys(blocks, "recompute")),
         BY_BLOCK: osdp(search_space=SearchSpace(activations=("keep", "recompute"))),
     }

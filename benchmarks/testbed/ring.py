@@ -80,7 +80,7 @@ def use_ring(root: nn.Module) -> None:
 
 @contextmanager
 def ring_reduce_scatters() -> Iterator[None]:
-    """Within it, whoever takes torch.distributed's reduce-scatter takes this one: either engine, who measures links."""
+    """Within it, whoever takes torch.distributed's reduce-scatter takes this one: FSDP, who measures links."""
     replaced = {name: getattr(dist, name) for name in _NAMES if hasattr(dist, name)}
     for name in replaced:
         setattr(dist, name, ring_reduce_scatter)

@@ -60,7 +60,7 @@ class _Done(dist.Work):
 
 
 class SimulatedGroup(dist.ProcessGroup):
-    """Rank 0 of N, with FSDP1's collectives; all others are taken to hold what rank 0 holds.
+    """Rank 0 of N, with the collectives of FSDP and DDP; all others are taken to hold what rank 0 holds.
 
     Collectives follow each other on one link, as on one communicator.
 
@@ -81,6 +81,25 @@ class SimulatedGroup(dist.ProcessGroup):
         """As ``torch.distributed.get_backend`` tells."""
         return "simulated"
 
+    @property
+    def group_name(self) -> dist.GroupName:
+        """By which a mesh finds it. torch keeps the name of a group in its backends, and this one has none."""
+        name: dist.GroupName = dist.distributed_c10d._world.pg_names[self]
+        return name
+
+    def _times(self, opts: Any) -> int:
+        """What a reduction over equal ranks makes of one's values: their sum is N times as large.
+
+        ``fully_shard`` reduces with AVG, and with SUM over what it has divided where values may overflow.
+        """
+        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        if op == dist.ReduceOp.SUM:
+            return self._size
+        # not ``in``, which compares from the other side: of the kinds none is equal to an operation
+        if any(op == kind for kind in (dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX)):
+            return 1
+        raise ValueError(f"Expected SUM, AVG, MIN or MAX, got {op}.")
+
     def _done(self, seconds: float, result: Sequence[Tensor], copied: Tensor | None = None) -> _Done:
         self._free_s = max(time.perf_counter(), self._free_s) + seconds
         self.simulated_s += seconds
@@ -100,16 +119,17 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._done(self.links.all_gather_s(output.nbytes), [output])
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> _Done:
-        """``torch.distributed.reduce_scatter_single``: the sum over ranks is N times what rank 0 has."""
+        """``torch.distributed.reduce_scatter_single``: this rank's part of the input, as often as ranks add it."""
+        times = self._times(opts)
         copied = source.clone() if self.links.copies_reduced else None
-        output.copy_(source.view(self._size, -1)[self._rank].view_as(output)).mul_(self._size)
+        output.copy_(source.view(self._size, -1)[self._rank].view_as(output)).mul_(times)
         return self._done(self.links.reduce_scatter_s(source.nbytes), [output], copied)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> _Done:  # type: ignore[override]
-        """``torch.distributed.all_reduce``; a minimum or maximum over equal ranks changes nothing."""
-        if opts is None or opts.reduceOp == dist.ReduceOp.SUM:
-            for tensor in tensors:
-                tensor.mul_(self._size)
+        """``torch.distributed.all_reduce``."""
+        times = self._times(opts)
+        for tensor in tensors:
+            tensor.mul_(times)
         return self._done(self.links.all_reduce_s(sum(tensor.nbytes for tensor in tensors)), tensors)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> _Done:  # type: ignore[override]

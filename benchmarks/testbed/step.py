@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies.strategy import _ForwardRedirection
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.families import Family, build
-from lightning_osdp.apply import ENGINES
+from lightning_osdp.apply import ShardedModel
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.strategy.precision import OSDPPrecision
 
@@ -36,16 +35,10 @@ class Step:
         self._precision.use_device(_CPU)
         self._module = module
         mixed_precision = self._precision.mixed_precision_config
-        self.sharded = ENGINES[plan.engine].planned(module, plan, device=_CPU, mixed_precision=mixed_precision)
+        self.sharded = ShardedModel.planned(module, plan, device=_CPU, mixed_precision=mixed_precision)
         self.optimizer = module.configure_optimizers()
         self.batch = module.batch(plan.micro_batch_size)
         self._num_micro_batches = plan.num_micro_batches
-        self._redirect = _ForwardRedirection()
-
-    @property
-    def root(self) -> nn.Module:
-        """What is trained."""
-        return self.sharded.root
 
     def __call__(self) -> None:
         """Takes one step."""
@@ -69,10 +62,7 @@ class Step:
     def _forward(self, index: int) -> Tensor:
         step = self._module.training_step
         with self._precision.train_step_context():
-            if self.root is self._module:
-                loss: Any = self.sharded.run(step, self.batch, index)
-            else:  # the root's forward calls training_step, so that FSDP1's hooks are around all of it
-                loss = self._redirect(self.root, self._module, "training_step", self.batch, index)
+            loss: Any = self.sharded.run(step, self.batch, index)
         assert isinstance(loss, Tensor)
         return loss
 

@@ -100,8 +100,8 @@ class MinGPT(LightningModule):
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        # Asking the layers, because a sharded parameter has lost its shape: the common test
-        # `parameter.dim() >= 2` would let nothing decay under FSDP.
+        # Asking the layers, not parameter.dim() >= 2: embeddings do not decay, and under FSDPStrategy, which
+        # configs/fsdp.yaml compares with, sharded parameters are flat.
         decaying = {id(layer.weight) for layer in self.modules() if isinstance(layer, nn.Linear)}
         decay = [weight for weight in self.parameters() if id(weight) in decaying]
         keep = [parameter for parameter in self.parameters() if id(parameter) not in decaying]

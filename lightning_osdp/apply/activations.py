@@ -1,6 +1,6 @@
 """Blocks that recompute what they save for backward, or have it in host memory: their forward is replaced in place.
 
-Nothing is wrapped, so that names of modules and parameters stay. FSDP's units are around this: a block that is a unit
+Nothing is wrapped, so that names of modules and parameters stay. Units are around this: a block that is a unit
 is gathered once for running again and for its backward.
 """
 
@@ -30,7 +30,7 @@ def apply_activations(
     Evaluation is not changed: without gradients a block runs as it is. `remove_activations` undoes it.
 
     Args:
-        module: the model, before it is wrapped.
+        module: the model, before it is sharded.
         blocks: of a plan.
         device: where the model computes.
         units: names of the modules that are going to be units of their own.

@@ -1,4 +1,4 @@
-"""Models on the meta device: storage and rank 0's values for one unit at a time, right before FSDP shards it."""
+"""Models on the meta device: storage and rank 0's values for one unit at a time, right before it is sharded."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from lightning_osdp.errors import ProfileError
 from lightning_osdp.splitting import SplitModule, split
 
-_UNITS = (FullyShardedDataParallel, FSDPModule)
-
 
 def unit_initializer(module: nn.Module, device: torch.device) -> UnitInitializer | None:
-    """What FSDP may call as ``param_init_fn``; None where no rank has meta tensors. Call it on all ranks.
+    """What initialises the modules of a unit; None where no rank has meta tensors. Call it on all ranks.
 
     A unit's tensors get storage, then the values that rank 0 has, or that ``reset_parameters`` of the modules that own
     them makes there. Values that a rank has leave the module at once and come back with their unit.
     Ties stay ties. What is initialised depends on rank 0's random state alone: neither on the units nor on the ranks.
 
     Args:
-        module: the unwrapped model, not split yet.
+        module: the model, neither split nor sharded yet.
         device: where the storage is.
 
     Raises:
@@ -41,7 +39,7 @@ def check_initializable(module: nn.Module, device: torch.device) -> set[str] | N
     """Names of the tensors that have no values on rank 0; None where no rank has meta tensors. Call it on all ranks.
 
     Args:
-        module: the unwrapped model.
+        module: the model, not sharded yet.
         device: where the ranks compute.
 
     Raises:
@@ -66,7 +64,7 @@ class UnitInitializer:
     """See `unit_initializer`.
 
     Args:
-        module: the unwrapped model, which is on the meta device afterwards.
+        module: the model, which is on the meta device afterwards.
         device: where the storage will be.
         missing: names of the tensors that have no values on rank 0.
     """
@@ -101,7 +99,7 @@ class UnitInitializer:
         return module
 
     def __call__(self, unit: nn.Module) -> None:
-        """Initialises a unit, given its module; FSDP's further calls for modules inside find nothing left to do.
+        """Initialises a unit, given its module; further calls for modules inside find nothing left to do.
 
         With one slice of an operator come the others.
         """
@@ -110,7 +108,7 @@ class UnitInitializer:
             self(whole)
             module.fill(whole._parameters)
             for part in module.slices:
-                self._wholes.pop(_inside(part))
+                self._wholes.pop(part)
             return
         modules = list(_children_first(unit))
         if not any(tensor.is_meta for child in modules for _, tensor in _own(child)):
@@ -153,13 +151,10 @@ class UnitInitializer:
     def _units_hidden(self, modules: list[nn.Module]) -> Iterator[None]:
         """Keeps ``reset_parameters`` away from what is sharded: it would fill the same values into every shard."""
         units = [
-            (parent, name, child)
-            for parent in modules
-            for name, child in parent._modules.items()
-            if isinstance(child, _UNITS)
+            (parent, name, child) for parent in modules for name, child in parent._modules.items() if _is_unit(child)
         ]
         for parent, name, unit in units:
-            parent._modules[name] = _Sharded(self._paths[_inside(unit)])
+            parent._modules[name] = _Sharded(self._paths[unit])
         try:
             yield
         finally:
@@ -167,9 +162,8 @@ class UnitInitializer:
                 parent._modules[name] = unit
 
 
-def _inside(unit: nn.Module) -> nn.Module:
-    """The module itself, without FSDP1's wrapper around it."""
-    return unit.module if isinstance(unit, FullyShardedDataParallel) else unit
+def _is_unit(module: object) -> bool:
+    return isinstance(module, FSDPModule)
 
 
 class _Sharded(nn.Module):
@@ -214,7 +208,7 @@ def _reset(module: nn.Module) -> Any:
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:
     """Modules of one unit in the order in which constructors initialise them, so that a parent has the last word."""
     for child in module.children():
-        if not isinstance(child, _UNITS):
+        if not _is_unit(child):
             yield from _children_first(child)
     yield module
 

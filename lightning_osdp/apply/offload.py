@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
-from lightning_osdp.apply.fsdp1.gathered import gathered_tensors
 from lightning_osdp.apply.fsdp2.internals import local, whole_storages
 
 
@@ -155,6 +153,3 @@ def _owned(block: nn.Module) -> Iterator[Tensor]:
     yield from (local(parameter) for parameter in block.parameters())
     yield from block.buffers()
     yield from whole_storages(block)
-    for unit in FullyShardedDataParallel.fsdp_modules(block):
-        if unit._handle is not None:
-            yield from gathered_tensors(unit._handle)

@@ -1,4 +1,4 @@
-"""State of an optimizer under the names of the unwrapped model, or in a plain optimizer's numbers.
+"""State of an optimizer under the names of the user's own model, or in a plain optimizer's numbers.
 
 Numbers are those of the optimizer's own groups, as ``Optimizer.state_dict`` counts them: neither the order of the
 model's parameters nor frozen ones matter.

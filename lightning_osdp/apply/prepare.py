@@ -1,4 +1,4 @@
-"""What every engine does with a module before it shards it: checks that it is the plan's, and splits operators."""
+"""What is done with a module before it is sharded: checks that it is the plan's, and operators that are split."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from lightning_osdp.errors import ConfigurationError, PlanMismatchError
 from lightning_osdp.splitting import split, splittable
 
 
-def prepared(module: nn.Module, plan: Plan, *, is_one_tensor: bool) -> dict[str, nn.Module]:
+def prepared(module: nn.Module, plan: Plan) -> dict[str, nn.Module]:
     """The module's own modules by name, if the plan is for it.
 
     Args:
-        module: the unwrapped model that the plan was made for.
+        module: the model that the plan was made for, not sharded yet.
         plan: what to shard how.
-        is_one_tensor: whether a unit's frozen parameters must have the dtype of its trainable ones, too.
 
     Raises:
         PlanMismatchError: the module of a unit or block is not there or cannot be one, operators' parameters would end
             up in another unit, or the model has parameters that the plan does not know.
-        ConfigurationError: a unit has parameters of several dtypes, or slices and several operators.
+        ConfigurationError: a unit has trainable parameters of several dtypes, or slices and several operators.
     """
     modules = dict(module.named_modules())
     _check_units(plan, modules)
-    _check_parameters(plan, module, is_one_tensor=is_one_tensor)
+    _check_parameters(plan, module)
     _check_slices(plan, module)
     call_layers_in_evaluation(module)
     return modules
@@ -40,7 +39,7 @@ def modules_of(unit: Unit) -> tuple[str, ...]:
 
 
 def slices_of(operator: nn.Module, num_slices: int, initializer: object) -> list[nn.Module]:
-    """The modules to wrap for a unit: its own, or the slices that it is split into."""
+    """The modules to shard for a unit: its own, or the slices that it is split into."""
     if num_slices == 1:
         return [operator]
     if isinstance(initializer, UnitInitializer):
@@ -80,8 +79,8 @@ def _check_units(plan: Plan, modules: dict[str, nn.Module]) -> None:
             holder = unit_at[_nearest(operator, unit_at)]
             if holder != unit.name:
                 raise PlanMismatchError(
-                    f"Expected operator {operator!r} inside unit {unit.name!r}, as the plan says, but FSDP would put"
-                    f" its parameters into unit {holder!r}. Plan anew by leaving out `plan=`."
+                    f"Expected operator {operator!r} inside unit {unit.name!r}, as the plan says, but fully_shard"
+                    f" would put its parameters into unit {holder!r}. Plan anew by leaving out `plan=`."
                 )
 
 
@@ -91,7 +90,7 @@ def _check_slices(plan: Plan, module: nn.Module) -> None:
     for unit in split_units:
         if unit.operators != (unit.name,):
             raise ConfigurationError(
-                f"Expected a unit with {unit.num_slices} slices to be one operator, wrapped itself, but unit"
+                f"Expected a unit with {unit.num_slices} slices to be one operator, sharded by itself, but unit"
                 f" {unit.name!r} holds {list(unit.operators)}. Give it one slice, or each operator a unit of its own."
             )
         if unit.name not in features:
@@ -108,7 +107,7 @@ def _check_slices(plan: Plan, module: nn.Module) -> None:
             )
 
 
-def _check_parameters(plan: Plan, module: nn.Module, *, is_one_tensor: bool) -> None:
+def _check_parameters(plan: Plan, module: nn.Module) -> None:
     holders = {operator: unit.name for unit in plan.units for operator in unit.operators}
     first: dict[str, tuple[str, nn.Parameter]] = {}
     for name, parameter in module.named_parameters():
@@ -118,22 +117,22 @@ def _check_parameters(plan: Plan, module: nn.Module, *, is_one_tensor: bool) -> 
                 f"Expected the plan to say where every parameter goes, but no unit holds the operator of {name!r}."
                 " Plan anew by leaving out `plan=`."
             )
-        if not is_one_tensor and not parameter.requires_grad:
+        if not parameter.requires_grad:
             continue
         unit = holders[operator]
         other_name, other = first.setdefault(unit, (name, parameter))
         if parameter.dtype != other.dtype:
             raise ConfigurationError(
-                f"FSDP {'keeps the parameters' if is_one_tensor else 'reduces the gradients'} of a unit in one tensor"
-                f" of one dtype, but unit {unit!r} would hold {other_name!r} ({other.dtype}) and {name!r}"
-                f" ({parameter.dtype}). Give them one dtype, or make a module of those that differ and plan with"
+                f"fully_shard reduces the gradients of a unit in one tensor of one dtype, but unit {unit!r} would hold"
+                f" {other_name!r} ({other.dtype}) and {name!r} ({parameter.dtype}). Give them one dtype, or make a"
+                " module of those that differ and plan with"
                 " search_space=SearchSpace(min_unit_bytes=0)."
             )
 
 
-def _nearest(operator: str, wrapped: Collection[str]) -> str:
-    """The unit that FSDP puts an operator's parameters into: the nearest wrapped module at or above it."""
+def _nearest(operator: str, units: Collection[str]) -> str:
+    """The unit that an operator's parameters go into: the nearest module at or above it that is one."""
     name = operator
-    while name and name not in wrapped:
+    while name and name not in units:
         name = name.rpartition(".")[0]
     return name

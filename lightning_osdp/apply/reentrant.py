@@ -1,7 +1,7 @@
 """fairscale's form of running a block again: its first forward makes no graph and saves nothing but its inputs.
 
 It is *reentrant*: backward of the block is a backward of its own, inside the model's. That is sound only for a block
-that is one FSDP unit, which is called once, outside of autocast (fairscale restores CUDA's, and that as float16), with
+that is one unit, which is called once, outside of autocast (fairscale restores CUDA's, and that as float16), with
 tensors that need gradients among its arguments themselves, and with outputs that are tensors and not objects that have
 some. Everything else is torch's non-reentrant form, which runs the first steps, too: what they show is learned here.
 """

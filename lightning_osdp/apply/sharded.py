@@ -1,111 +1,201 @@
-"""`ShardedModel`: what an engine makes of a module, and all that the strategy may ask of it."""
+"""`ShardedModel`: what ``fully_shard`` makes of a module, and all that the strategy may ask of it."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecision
 from torch.optim import Optimizer
 
+from lightning_osdp.apply.activations import BlockForwards, check_blocks, remove_activations, with_recomputed
+from lightning_osdp.apply.children import blocks_in, called_children
+from lightning_osdp.apply.fsdp2 import internals, load, state
+from lightning_osdp.apply.fsdp2.agreement import Agreement
+from lightning_osdp.apply.fsdp2.local_step import stepping_on_rows
+from lightning_osdp.apply.fsdp2.optimizers import try_optimizer
+from lightning_osdp.apply.fsdp2.units import ShardedUnit, check_shardable, set_prefetch, shard, without_views
+from lightning_osdp.apply.materialize import unit_initializer
+from lightning_osdp.apply.prepare import call_layers_in_evaluation, modules_of, prepared, slices_of
+from lightning_osdp.core.blocks import RERUN
+from lightning_osdp.core.modes import DP, ZDP, ShardingMode
 from lightning_osdp.core.plan import Plan
+from lightning_osdp.core.plan_unit import Block, Unit
+from lightning_osdp.core.slices import slice_names
+from lightning_osdp.core.units import SMALL_UNIT_BYTES
+from lightning_osdp.engine import check_change, engine_of
+from lightning_osdp.errors import ConfigurationError
 
 T = TypeVar("T")
 
 
-class ShardedModel(ABC):
+class ShardedModel:
     """A module whose parameters are sharded over all ranks. Methods are called on all ranks unless they say otherwise.
 
+    Args:
+        module: the user's, not sharded yet.
+        units: root first, then in forward order.
+        plan: of the units; None where there is none.
+        given: what else to shard with.
+        device: where the parameters go.
+
     Attributes:
-        module: the user's, under whose names states are.
-        root: what the Trainer trains; the module itself where nothing is wrapped around it.
-        plan: of its units; None where there is none.
         recomputed: names of modules that recompute whatever the plan says.
         check_options: raises where a plan contradicts what else was asked for.
     """
 
-    def __init__(self, module: nn.Module, root: nn.Module, plan: Plan | None) -> None:
-        self.module, self.root, self.plan = module, root, plan
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[ShardedUnit],
+        plan: Plan | None,
+        given: _Given,
+        *,
+        device: torch.device,
+    ) -> None:
+        self.module, self.plan, self.units = module, plan, tuple(units)
         self.recomputed: Sequence[str] = ()
         self.check_options: Callable[[Plan], None] = _no_options
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        shard(self.units, mesh, given.mixed_precision, given.initialize)
+        internals.begin(module)
+        internals.check_units(module)
+        for child in module.modules():
+            if isinstance(child, FSDPModule):
+                child.set_reduce_scatter_unused_params(True, recurse=False)
+        self._set_prefetch()
+        internals.set_asynchronous(module, is_asynchronous=plan is not None and plan.asynchronous_unshard)
+        self._agreement = Agreement(module, self._groups, device)
+        self._waiting = internals.WaitingForwards(module)
+        self._forwards = given.forwards
+        internals.set_owner(module, self)
+        self._taking = load.takes_whole(module)
+        self._is_opened, self._may_be_planned = False, True
+
+    @classmethod
+    def planned(cls, module: nn.Module, plan: Plan, *, device: torch.device, **kwargs: Any) -> ShardedModel:
+        """As a plan says; arguments as of `apply_plan`."""
+        engine_of(plan)  # which refuses settings that it has not
+        given = _begin(module, device, **kwargs)
+        modules = prepared(module, plan)
+        units: list[ShardedUnit] = []
+        for unit in plan.units:
+            if unit.num_slices == 1:
+                found = tuple(modules[name] for name in modules_of(unit))
+                units += [ShardedUnit(unit.name, found, mode) for _, mode in _modes(unit)]
+                continue
+            slices = slices_of(modules[unit.name], unit.num_slices, given.initialize)
+            named = zip(_modes(unit), slices, strict=True)
+            units += [ShardedUnit(name, (each,), mode) for (name, mode), each in named]
+        given.forwards.choose(plan.blocks, units=[unit.name for unit in units])
+        return cls(module, units, plan, given, device=device)
+
+    @classmethod
+    def unplanned(
+        cls, module: nn.Module, *, device: torch.device, min_unit_bytes: int = SMALL_UNIT_BYTES, **kwargs: Any
+    ) -> ShardedModel:
+        """Each child by itself, and each block in it, all freed after forward; what is in no child is the root's."""
+        given = _begin(module, device, **kwargs)
+        call_layers_in_evaluation(module)
+        units = [ShardedUnit("", (module,)), *_children_and_blocks(module, min_unit_bytes=min_unit_bytes)]
+        return cls(module, units, None, given, device=device)
+
+    @classmethod
+    def separated(
+        cls, module: nn.Module, blocks: Sequence[Block], *, min_unit_bytes: int, device: torch.device, **kwargs: Any
+    ) -> ShardedModel:
+        """The same, for steps that run backward between the calls of the module's children."""
+        found = cls.unplanned(module, device=device, min_unit_bytes=min_unit_bytes, **kwargs)
+        found._forwards.choose(blocks, units=())
+        found._may_be_planned = False
+        return found
 
     @property
-    @abstractmethod
     def num_units(self) -> int:
         """How many units are gathered, each at once."""
+        return len(self._groups)
 
     @property
-    @abstractmethod
     def is_whole(self) -> bool:
         """Whether it was sharded for want of a plan, and not for manual optimization: `undo` makes it plain again."""
+        return self.plan is None and self._may_be_planned
 
     @property
-    @abstractmethod
     def shares_world(self) -> bool:
         """Whether it is sharded over the process group that there is now."""
+        return internals.process_group_of(self._groups[0]) is dist.group.WORLD
+
+    @cached_property
+    def _groups(self) -> tuple[Any, ...]:
+        """Parameters of each unit that has any."""
+        found = (internals.group_of(unit.handle) for unit in self.units)
+        return tuple(group for group in found if group is not None)
 
     @property
-    @abstractmethod
     def is_opened(self) -> bool:
         """Whether ``state_dict()`` of the module would give whole tensors now, or what somebody wants to be shards."""
+        return self._is_opened or dist.get_world_size() == 1
 
-    @abstractmethod
     def undo(self) -> None:
         """Gives the module whole parameters of its own again."""
-
-    # in a step
+        for handle in self._taking:
+            handle.remove()
+        internals.make_plain(self.module)
+        remove_activations(self.module)
 
     def run(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Runs one of the user's steps, with what the root unit holds unsharded."""
-        return step(*args, **kwargs)
+        result: T = internals.run_as_forward(self.module, step, args, kwargs, without_views)
+        return result
 
-    @abstractmethod
     def before_backward(self) -> None:
         """Forward is over, and backward comes."""
+        self._agreement.begin_backward()
 
-    @abstractmethod
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """The gradients of an optimizer step are complete.
 
         Raises:
             RanksApartError: ranks have not run the same units.
         """
+        self._agreement.settle(optimizer)
 
     def stepping(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """To call ``step()`` of an optimizer in, with or without a closure."""
-        del optimizer
-        return nullcontext()
+        return stepping_on_rows(optimizer)
 
-    @abstractmethod
     def after_optimizer_step(self) -> None:
         """Weights have changed."""
+        self.reshard()  # of a child that ran without a backward, the next forward would see what was gathered before
 
-    @abstractmethod
-    def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Returns if these can update the shards.
-
-        Raises:
-            ConfigurationError: one cannot.
-        """
-
-    @abstractmethod
-    def accumulating(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
         """Within it, units that the plan reduces in the last micro-batch only leave their gradients whole."""
+        waiting = [unit for unit in self.units if unit.mode.sync == "last"]
+        _set_reducing(waiting, False)
+        try:
+            yield
+        finally:
+            _set_reducing(waiting, True)
 
-    @abstractmethod
     def reshard(self) -> None:
         """Has every parameter be this rank's shard, and nothing be left of an all-gather; gradients stay."""
+        internals.reshard(self.module, self._groups)
 
-    @abstractmethod
     def use(self, plan: Plan, *, may_divide: bool = False) -> None:
         """Goes on under another plan, between two steps; on an error, under the one before, on all ranks.
 
         Args:
-            plan: the same on all ranks; it differs from the one in use in nothing but `Engine.flips`.
+            plan: the same on all ranks; it differs from the one in use in nothing but `FLIPS`.
             may_divide: whether its optimizer steps may have other micro-batches: those are whoever's who drives steps.
 
         Raises:
@@ -114,69 +204,257 @@ class ShardedModel(ABC):
             PlanFormatError: it says something nonsensical.
             ConfigurationError: there is no plan in use, or a step is going on.
         """
+        self._agreement.check_plan(plan, partial(self._check_use, plan, may_divide=may_divide))
+        self.reshard()
+        self._forwards.choose(self._blocks_of(plan), units=[unit.name for unit in self.units])
+        modes = {name: mode for unit in plan.units for name, mode in _modes(unit)}
+        self.units = tuple(dataclasses.replace(unit, mode=modes[unit.name]) for unit in self.units)
+        for unit in self.units:
+            if unit.name:
+                unit.handle.set_reshard_after_forward(not unit.mode.resident, recurse=False)
+        internals.set_asynchronous(self.module, is_asynchronous=plan.asynchronous_unshard)
+        self.plan = plan
+        self._set_prefetch()
 
-    @abstractmethod
+    def _check_use(self, plan: Plan, *, may_divide: bool) -> None:
+        """See `use`; of this rank alone."""
+        if self.plan is None:
+            raise ConfigurationError(
+                "Expected a module that was sharded by a plan, got one that was sharded without: there are no units"
+                " whose plan could change. Make a new module, and apply the plan to it."
+            )
+        check_change(self.plan, Plan.from_json(plan.to_json()), may_divide=may_divide)
+        check_blocks(self.module, self._blocks_of(plan))
+        self.check_options(plan)
+        whole = [unit.name for unit in self.units if internals.has_whole_gradients(unit.handle)]
+        where = (
+            f"is in {place}"
+            if (place := self.place_in_step())
+            else f"holds gradients of {_told(whole[0])} that are not reduced yet"
+            if whole
+            else "has outputs of a forward that backward has not come to"
+            if self._waiting.are_there
+            else ""
+        )
+        if where:
+            raise ConfigurationError(
+                f"Expected a plan to change between two optimizer steps, but rank {dist.get_rank()} {where}. Change it"
+                " after the optimizer's step, when nothing holds on to outputs that no backward is called for."
+            )
+
+    def _blocks_of(self, plan: Plan) -> tuple[Block, ...]:
+        return with_recomputed(plan.blocks, self.recomputed)
+
+    def _set_prefetch(self) -> None:
+        plan = self.plan
+        set_prefetch(
+            self.units,
+            backward=plan is None or plan.backward_prefetch == "pre",
+            forward=plan is not None and plan.forward_prefetch,
+            late_backward=() if plan is None else plan.late_backward,
+            late_forward=() if plan is None else plan.late_forward,
+            rerun=[block.name for block in self._blocks_of(plan) if block.activations in RERUN] if plan else (),
+        )
+
     def place_in_step(self) -> str:
         """Where in a step this rank is: ``forward of 'layers.2'``, or nothing outside of one; for errors."""
+        phases = {unit.name: internals.phase_of(unit.handle) for unit in self.units}
+        reached = [name for name, phase in phases.items() if phase == "backward" and name]
+        running = [name for name, phase in phases.items() if phase == "forward"]
+        if internals.is_in_backward(self.module):
+            return f"backward of {_told(reached[0] if reached else '')}"
+        return f"forward of {_told(running[-1])}" if running else ""
 
-    # a step without the other ranks
-
-    @abstractmethod
-    def alone(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def alone(self) -> Iterator[None]:
         """Within it, no collective reaches another rank; afterwards all is as before, errors or not."""
+        self.reshard()
+        group, real = dist.new_group(backend="fake"), dist.group.WORLD
+        assert real is not None
+        gradients = [(parameter, parameter.grad) for parameter in self.module.parameters()]
+        for each in self._groups:
+            internals.use_group(each, group)
+        dist.group.WORLD = group
+        try:
+            with self._agreement.paused():
+                yield
+        finally:
+            dist.group.WORLD = real
+            internals.forget_step(self.module, self._groups)
+            self._waiting.forget()
+            for each in self._groups:
+                internals.use_group(each, real)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            dist.destroy_process_group(group)
 
-    @abstractmethod
-    def kept_shards(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def kept_shards(self) -> Iterator[None]:
         """Puts back this rank's shards of trainable weights when it ends; within `alone`."""
+        shards = [internals.local(parameter) for parameter in self._parameters if parameter.requires_grad]
+        copies = [shard.to("cpu", copy=True) for shard in shards]
+        try:
+            yield
+        finally:
+            for shard, copy in zip(shards, copies, strict=True):
+                shard.copy_(copy)
 
-    @abstractmethod
     def shard_gradients(self) -> None:
         """Gives trainable parameters gradients of zero, such as a step leaves behind; within `alone`."""
+        for group in self._groups:
+            for parameter, gradient in internals.sharded_zeros(group):
+                parameter.grad = gradient
 
     @property
-    @abstractmethod
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self._groups for parameter, _ in internals.parameters_of(group)]
+
+    @property
     def shards(self) -> Sequence[Tensor]:
         """What this rank holds of the parameters."""
-
-    # states
-
-    @abstractmethod
-    def whole_state(self, *, on_all_ranks: bool) -> dict[str, Any] | None:
-        """Whole state dict in memory of its own, on rank 0 or on all ranks; None on the others."""
-
-    @abstractmethod
-    def model_state(self, state_dict_type: str) -> dict[str, Any]:
-        """State dict for a checkpoint: whole tensors on rank 0 (``"full"``), or each rank's shards (``"sharded"``)."""
-
-    @abstractmethod
-    def optimizer_state(self, optimizer: Optimizer, state_dict_type: str) -> dict[str, Any]:
-        """State of one optimizer, likewise; whole states are keyed by parameter index, as a plain optimizer's are."""
-
-    @abstractmethod
-    def load_model(self, state_dict: Mapping[str, Any], *, strict: bool) -> None:
-        """Loads a whole state dict, which every rank has."""
-
-    @abstractmethod
-    def taking(self, state_dict: dict[str, Any]) -> AbstractContextManager[object]:
-        """Within it, the module's own ``load_state_dict`` can load this, which has whole tensors on all ranks."""
-
-    @abstractmethod
-    def load_optimizer(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-        """Loads a whole state by name or by number.
-
-        Raises:
-            PlanMismatchError: its parameter groups are not the optimizer's.
-        """
-
-    @abstractmethod
-    def load_sharded(self, path: Path, optimizers: Sequence[Optimizer], *, strict: bool) -> None:
-        """Loads weights, and states of optimizers where there are any, from the folder of a sharded checkpoint."""
+        return self._parameters
 
     @property
     def device(self) -> torch.device:
         """Where the shards are."""
         return next(self.module.parameters()).device
 
+    def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Returns if these can update the shards.
+
+        Raises:
+            ConfigurationError: one cannot.
+        """
+        for optimizer in optimizers:
+            try_optimizer(optimizer)
+
+    # states
+
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
+        """Within it, ``state_dict()`` of the module may give DTensors."""
+        self.reshard()
+        self._is_opened = True
+        try:
+            yield
+        finally:
+            self._is_opened = False
+
+    def whole_state(self, *, on_all_ranks: bool) -> dict[str, Any] | None:
+        """Whole state dict in memory of its own, on rank 0 or on all ranks; None on the others."""
+        with self._opened():
+            return state.whole_state(self.module, on_all_ranks=on_all_ranks)
+
+    def model_state(self, state_dict_type: str) -> dict[str, Any]:
+        """State dict for a checkpoint: whole tensors on rank 0 (``"full"``), or each rank's shards (``"sharded"``)."""
+        with self._opened():
+            return state.model_state(self.module, state_dict_type)
+
+    def optimizer_state(self, optimizer: Optimizer, state_dict_type: str) -> dict[str, Any]:
+        """State of one optimizer, likewise; whole states are keyed by parameter index, as a plain optimizer's are."""
+        with self._opened():
+            return state.optimizer_state(self.module, optimizer, state_dict_type)
+
+    def load_model(self, state_dict: Mapping[str, Any], *, strict: bool) -> None:
+        """Loads a whole state dict, which every rank has."""
+        with self._opened():
+            load.load_model(self.module, state_dict, strict=strict)
+
+    def load_optimizer(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+        """Loads a whole state by name or by number.
+
+        Raises:
+            PlanMismatchError: its parameter groups are not the optimizer's.
+        """
+        with self._opened():
+            load.load_optimizer(self.module, optimizer, state_dict)
+
+    def load_sharded(self, path: Path, optimizers: Sequence[Optimizer], *, strict: bool) -> None:
+        """Loads weights, and states of optimizers where there are any, from the folder of a sharded checkpoint."""
+        with self._opened():
+            load.load_sharded(path, self.module, optimizers, strict=strict)
+
+
+class _Given(NamedTuple):
+    """Beside units and modes."""
+
+    mixed_precision: MixedPrecision | None
+    initialize: Callable[[nn.Module], None]
+    forwards: BlockForwards
+
+
+def _begin(
+    module: nn.Module,
+    device: torch.device,
+    *,
+    mixed_precision: MixedPrecision | None = None,
+    param_init_fn: Callable[[nn.Module], None] | None = None,
+    sync_module_states: bool = False,
+) -> _Given:
+    internals.check_torch()
+    internals.read_whole_values()
+    check_shardable(module)
+    initialize = _initializer(module, device, param_init_fn)
+    if sync_module_states:
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not tensor.is_meta:
+                tensor.data = tensor.data.to(device)
+                dist.broadcast(tensor.data, src=0)
+    return _Given(mixed_precision, initialize, BlockForwards(module, device))
+
+
+def _initializer(
+    module: nn.Module, device: torch.device, param_init_fn: Callable[[nn.Module], None] | None
+) -> Callable[[nn.Module], None]:
+    """What gives the tensors of a unit's module storage and values; the user's own where there is one."""
+    if param_init_fn is None:
+        return unit_initializer(module, device) or _leave
+
+    def initialize(unit: nn.Module) -> None:
+        for child in unit.modules():
+            if any(tensor.is_meta for tensor in (*child.parameters(recurse=False), *child.buffers(recurse=False))):
+                param_init_fn(child)
+
+    return initialize
+
+
+def _leave(module: nn.Module) -> None:
+    """Everything has its values."""
+
+
+def _set_reducing(units: Sequence[ShardedUnit], reduces: bool) -> None:
+    """Whether backward reduces these units' gradients; where it does not, kept ones stay gathered, too."""
+    for unit in units:
+        unit.handle.set_requires_gradient_sync(reduces, recurse=False)
+        if unit.mode.resident:
+            unit.handle.set_reshard_after_backward(reduces, recurse=False)
+
+
+def _modes(unit: Unit) -> Iterator[tuple[str, ShardingMode]]:
+    """Modes of a plan's unit, by the name that each of its slices has as a unit; the root is kept whatever it says."""
+    modes = unit.sharding_modes if unit.name else (DP,)
+    return zip(slice_names(unit.name, unit.num_slices), modes, strict=True)
+
+
+def _children_and_blocks(module: nn.Module, *, min_unit_bytes: int) -> Iterator[ShardedUnit]:
+    """In forward order; children that share a parameter are one unit."""
+    names = {child: name for name, child in module.named_modules()}
+    groups: list[list[tuple[str, nn.Module]]] = []
+    for name, child in called_children(module):
+        own = set(child.parameters())
+        sharing = [group for group in groups if any(not own.isdisjoint(other.parameters()) for _, other in group)]
+        groups = [group for group in groups if group not in sharing]
+        groups.append([*(each for group in sharing for each in group), (name, child)])
+    for group in groups:
+        yield ShardedUnit(group[0][0], tuple(child for _, child in group), ZDP)
+        for _, child in group:
+            blocks = list(blocks_in(child, min_unit_bytes)) if len(group) == 1 else []
+            yield from (ShardedUnit(names[block], (block,), ZDP) for block in sorted(blocks, key=list(names).index))
+
 
 def _no_options(_: Plan) -> None:
     """Nothing else was asked for."""
+
+
+def _told(name: str) -> str:
+    return repr(name) if name else "the root unit"

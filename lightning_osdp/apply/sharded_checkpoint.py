@@ -1,4 +1,4 @@
-"""Optimizer states in the folder of a sharded checkpoint, read into shards of any kind.
+"""Optimizer states in the folder of a sharded checkpoint, read into shards.
 
 The folder is one of ``torch.distributed.checkpoint``, with the entries ``model``, ``optimizer_0``, ``optimizer_1``, ...
 """
@@ -11,15 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
-from lightning_osdp.splitting import JoinedShards, sharded_like
+from lightning_osdp.splitting import JoinedShards
 
 
 def check_number(num_stored: int, num_optimizers: int) -> None:
@@ -79,9 +77,4 @@ def _empty(stored: TensorStorageMetadata, parameter: Tensor | None) -> Tensor:
         return parameter.empty_like(dtype)
     if isinstance(parameter, DTensor):
         return torch.empty_like(parameter, dtype=dtype)
-    if isinstance(parameter, ShardedTensor):
-        local = [
-            Shard(torch.empty_like(shard.tensor, dtype=dtype), shard.metadata) for shard in parameter.local_shards()
-        ]
-        return sharded_like(parameter, local, parameter.metadata().shards_metadata, stored.size, dtype)
     return torch.empty(stored.size, dtype=dtype)

@@ -110,8 +110,7 @@ def fill_spare(setting: Setting, assignment: Assignment, *, limit_bytes: int) ->
         assignment: what fits by the closed form.
         limit_bytes: the most bytes that may live on one rank.
     """
-    syncs = {mode.sync for options in setting.options for mode in options}
-    if syncs == {"every"} and (setting.is_paper or setting.engine.is_closed_form_exact):
+    if setting.is_paper and {mode.sync for options in setting.options for mode in options} == {"every"}:
         return assignment
     rooms, modes, step_time_s = setting.memory.room_bytes(limit_bytes), assignment.modes, assignment.step_time_s
     fits, fails = 0.0, sum(sorted(setting.memory.gathered_bytes)[-2:])

@@ -9,14 +9,14 @@ from functools import partial
 from lightning_osdp.assign.additive import Modes
 from lightning_osdp.assign.setting import Setting
 from lightning_osdp.core.blocks import with_activations
-from lightning_osdp.core.units import UnitProfile, grouped, merged, outermost
+from lightning_osdp.core.units import UnitProfile, agree, grouped, merged, outermost
 
 
 def block_units(setting: Setting, activations: Sequence[str] = ("keep",)) -> list[Setting]:
     """The setting with a unit for every block, which may do with what it saves as it likes, where there are any.
 
-    First with the other units as they are, then with the root instead of them, or its children where the engine wants
-    that, as users of FSDP have it: it gathers them at once, and the root keeps them gathered.
+    First with the other units as they are, then with the root instead of them, or its children where that
+    may be, as users of ``fully_shard`` have it: it gathers them at once, and the root keeps them gathered.
 
     Args:
         setting: in which all blocks keep what they save.
@@ -28,7 +28,7 @@ def block_units(setting: Setting, activations: Sequence[str] = ("keep",)) -> lis
 def _block_units(setting: Setting, activations: Sequence[str]) -> Iterator[Setting]:
     offered = {choice for choice in activations if choice != "keep"}
     names = [block.name for block in setting.profile.blocks if not offered or offered & set(block.segments)]
-    units = merged(setting.profile, setting.units, names, setting.engine.rules) if names else None
+    units = merged(setting.profile, setting.units, names) if names else None
     if units is None or not any(unit.block for unit in units):
         return
     for found in dict.fromkeys((units, _rest_in_root(setting, units))):
@@ -39,9 +39,9 @@ def _block_units(setting: Setting, activations: Sequence[str]) -> Iterator[Setti
 def _rest_in_root(setting: Setting, units: tuple[UnitProfile, ...]) -> tuple[UnitProfile, ...]:
     """Units as they are where one outside of blocks has to stay."""
     rest = [operator for unit in units if unit.block is None for operator in unit.operators]
-    members = outermost(rest, setting.engine.rules)
+    members = outermost(rest)
     has_to_stay = any(operator.stands_alone or "" not in operator.enclosing for operator in rest)
-    if has_to_stay or not all(map(setting.engine.rules.agree, members.values())):
+    if has_to_stay or not all(map(agree, members.values())):
         return units
     members |= {unit.name: list(unit.operators) for unit in units if unit.block is not None}
     return grouped(

@@ -35,7 +35,7 @@ def join_units(setting: Setting, modes: Modes, *, limit_bytes: float) -> tuple[S
         modes: one per unit, which fit.
         limit_bytes: the most bytes that may live on one rank.
     """
-    if not setting.engine.rules.joins_modules or setting.is_paper or setting.num_slices:
+    if setting.is_paper or setting.num_slices:
         return setting, modes
     for _ in range(_MAX_ROUNDS):
         before = setting
@@ -73,7 +73,7 @@ def _with(setting: Setting, modes: Modes, pairs: Sequence[_Pair]) -> tuple[Setti
 
 def _joined(setting: Setting, pairs: Sequence[_Pair]) -> Iterator[Setting]:
     """With each of these pairs one unit; nothing where one cannot be."""
-    units = joined(setting.profile, setting.units, pairs, setting.engine.rules)
+    units = joined(setting.profile, setting.units, pairs)
     if units is not None:
         yield dataclasses.replace(setting, units=units)
 

@@ -260,16 +260,12 @@ class Setting:
         return math.ceil(peak)
 
     def peak(self, modes: Sequence[ShardingMode]) -> PeakMemory:
-        """Predicted peak of one optimizer step, or a bound on it where gradients are accumulated: see `StepMemory`."""
+        """Predicted peak of one optimizer step, or a bound on it: see `StepMemory`."""
         return self.memory.peak(modes)
 
     def exact_peak(self, modes: Sequence[ShardingMode]) -> PeakMemory:
         """Predicted peak of one optimizer step."""
-        if self.is_paper or (
-            self.bytes_engine.is_closed_form_exact
-            and len(self.activations) == 1
-            and all(mode.sync == "every" for mode in modes)
-        ):
+        if self.is_paper:
             return self.peak(modes)
         return exact_peak(
             in_modes(self.profile, self.units, modes),

@@ -92,7 +92,7 @@ def _with(setting: Setting, modes: Modes, blocks: Sequence[_Block]) -> tuple[Set
 
 def _merged(setting: Setting, names: Collection[str]) -> Iterator[Setting]:
     """With these modules for units; nothing where one cannot be."""
-    units = merged(setting.profile, setting.units, names, setting.engine.rules)
+    units = merged(setting.profile, setting.units, names)
     if units is not None:
         yield dataclasses.replace(setting, units=units)
 

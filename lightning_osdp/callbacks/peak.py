@@ -82,7 +82,7 @@ def living_tensors(model: nn.Module | None, optimizers: Iterable[Any]) -> Iterab
     """Tensors that live between steps: shards, their gradients, optimizer state, buffers.
 
     Args:
-        model: the wrapped model.
+        model: the sharded model.
         optimizers: those that update it.
     """
     assert model is not None

@@ -1,4 +1,4 @@
-"""The plan: what to wrap how, and what that is predicted to cost. A document of names and numbers."""
+"""The plan: what to shard how, and what that is predicted to cost. A document of names and numbers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lightning_osdp.core.plan_unit import Block, Decision, Unit
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.errors import PlanFormatError, PlanMismatchError
 
-SCHEMA_VERSION = 2
-PREFETCH_CHOICES = {"fsdp1": ("pre", "post", "none"), "fsdp2": ("pre", "none")}
-"""Settings of backward prefetch by the engine that a plan may be for."""
+SCHEMA_VERSION = 3
+PREFETCH_CHOICES = ("pre", "none")
+"""Settings of backward prefetch."""
 COST_MODELS = ("simulate", "paper")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How to wrap one model for one number of ranks; applying it decides nothing.
+    """How to shard one model for one number of ranks; applying it decides nothing.
 
     Bytes are per rank. A plan made without a profile (see `Plan.all_zdp_step_time_s`) has no predicted times.
     """
@@ -31,7 +31,7 @@ class Plan:
     """Parameter name -> shape, dtype and marks of the model that the plan is for."""
     world_size: int
     units: tuple[Unit, ...]
-    """Root first, then in forward order. They fix the wrapping."""
+    """Root first, then in forward order. They fix what is gathered together."""
     memory_limit_bytes: int
     peak_bytes: int
     """Predicted peak of live bytes in one optimizer step, on the rank that holds most."""
@@ -51,16 +51,13 @@ class Plan:
     """Of those that keep it, modules that might recompute, with what that would free and take, in forward order."""
     solver: str = ""
     cost_model: str = "simulate"
-    """What predicted it: ``simulate``, a step as its engine runs it, or ``paper``, the sums of its equation 1."""
-    engine: str = "fsdp1"
-    """What runs it: ``fsdp1``, `torch.distributed.fsdp.FullyShardedDataParallel`, or ``fsdp2``, its `fully_shard`."""
+    """What predicted it: ``simulate``, a step as ``fully_shard`` runs it, or ``paper``, the sums of equation 1."""
     backward_prefetch: str = "pre"
     forward_prefetch: bool = False
-    asynchronous_unshard: bool = False
-    """Whether all-gathers are issued so that computing may go on, and their buffers are gone sooner; of ``fsdp2``."""
+    asynchronous_unshard: bool = True
+    """Whether all-gathers are issued so that computing may go on, and their buffers are gone sooner."""
     late_forward: tuple[str, ...] = ()
-    """Units, or slices of them, that are gathered when forward comes to them though others are gathered ahead; of
-    ``fsdp2``."""
+    """Units, or slices of them, that are gathered when forward comes to them though others are gathered ahead."""
     late_backward: tuple[str, ...] = ()
     """The same of backward."""
     all_zdp_step_time_s: float = 0.0
@@ -200,7 +197,7 @@ def _plan_from_document(document: object, source: str) -> Plan:
         if document["decisions"] != derived:
             raise PlanFormatError(
                 f"Expected 'decisions' of {source} to be what its 'units' say, but they differ."
-                " Edit 'units' (they fix the wrapping) and delete 'decisions' (they are derived)."
+                " Edit 'units' (they say what is sharded how) and delete 'decisions' (they are derived)."
             )
     return plan
 
@@ -259,27 +256,20 @@ def _check_numbers(plan: Plan, source: str) -> None:
         value = getattr(plan, name)
         if value < least:
             raise PlanFormatError(f"Expected {name!r} of {source} to be at least {least}, got {value!r}.")
-    choices_of: dict[str, tuple[str, ...]] = {"engine": tuple(PREFETCH_CHOICES), "cost_model": COST_MODELS}
-    if plan.engine in PREFETCH_CHOICES:
-        choices_of["backward_prefetch"] = PREFETCH_CHOICES[plan.engine]
-    for name, choices in choices_of.items():
+    for name, choices in {"backward_prefetch": PREFETCH_CHOICES, "cost_model": COST_MODELS}.items():
         value = getattr(plan, name)
         if value not in choices:
             raise PlanFormatError(f"Expected {name!r} of {source} to be one of {choices}, got {value!r}.")
-
-    if plan.asynchronous_unshard and plan.engine == "fsdp1":
-        raise PlanFormatError(f"Expected 'asynchronous_unshard' of {source} to be false with engine 'fsdp1', got true.")
 
 
 def _check_late(plan: Plan, source: str) -> None:
     known = {part for unit in plan.units if unit.name for part in slice_names(unit.name, unit.num_slices)}
     for field_name in ("late_forward", "late_backward"):
         late = getattr(plan, field_name)
-        unknown = [name for name in late if name not in known or plan.engine == "fsdp1"]
+        unknown = [name for name in late if name not in known]
         if unknown:
             raise PlanFormatError(
-                f"Expected {field_name!r} of {source} to name units or slices but the root, and none with engine"
-                f" 'fsdp1', got {shown(unknown[0])}."
+                f"Expected {field_name!r} of {source} to name units or slices but the root, got {shown(unknown[0])}."
             )
 
 

@@ -22,7 +22,7 @@ class ParameterProfile:
     """One parameter of an operator; a tied one at its first operator only."""
 
     position: int
-    """In ``named_parameters()`` of the model: FSDP lays the parameters of a unit out in this order."""
+    """In ``named_parameters()`` of the model: the parameters of a unit are laid out in this order."""
     num_elements: int
     itemsize: int
     """Bytes of an element at rest."""
@@ -88,7 +88,7 @@ class OperatorProfile:
     enclosing: tuple[str, ...]
     """Modules in whose forward *every* use of the parameters lies, innermost first, always ending with the root ``""``.
 
-    The first is the smallest module that an FSDP unit for this operator can wrap: the operator itself, or an
+    The first is the smallest module that can be the unit of this operator: the operator itself, or an
     ancestor where the operator is never called itself (a ``ParameterList``) or shares a parameter with another one.
     """
     parameter_bytes: int

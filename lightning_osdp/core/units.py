@@ -1,4 +1,4 @@
-"""Which operators share a unit: the wrapping, before any mode is chosen."""
+"""Which operators share a unit, before any mode is chosen."""
 
 from __future__ import annotations
 
@@ -18,34 +18,17 @@ from lightning_osdp.core.profile import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnitRules:
-    """What an engine asks of units."""
-
-    frozen_may_differ: bool = False
-    """Whether frozen parameters may have another dtype than the rest of their unit."""
-    joins_root: bool = True
-    """Whether small operators may join the root from inside its children, rather than the outermost module around them:
-    not where children of the root are called, and run backward, one by one."""
-    joins_modules: bool = False
-    """Whether several modules that forward calls one after the other may be one unit."""
-
-    def agree(self, operators: Iterable[OperatorProfile]) -> bool:
-        """Whether these operators may share a unit, as far as their dtypes go."""
-        return len({each.dtype for each in operators if each.num_trainable or not self.frozen_may_differ}) <= 1
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UnitProfile:
     """One candidate unit: the operators that it gathers together, as sums over them."""
 
     name: str
-    """Qualified name of the module to wrap; the empty string is the root."""
+    """Qualified name of its module; the empty string is the root."""
     operators: tuple[OperatorProfile, ...]
     segments: tuple[Segment, ...]
     """Of these operators."""
     calls: tuple[Span, ...]
-    """When forward runs the wrapped module, and so gathers the unit."""
+    """When forward runs the module, and so gathers the unit."""
     trained_from: int = 0
     """The model's first segment with anything to train: backward comes to no segment before it, and what is called in
     it or before has inputs that need no gradient."""
@@ -54,7 +37,7 @@ class UnitProfile:
     modules: tuple[str, ...] = ()
     """Modules that are one unit together, in forward order; empty where it is just the one of its name."""
     block: BlockProfile | None = None
-    """The wrapped module, where that is a block without units inside: it may do with what it saves as it likes."""
+    """The module, where that is a block without units inside: it may do with what it saves as it likes."""
 
     @property
     def is_root(self) -> bool:
@@ -68,7 +51,7 @@ class UnitProfile:
 
     @property
     def first(self) -> int:
-        """The segment in which the wrapped module is called first."""
+        """The segment in which the module is called first."""
         return self.calls[0][0]
 
     @property
@@ -83,7 +66,7 @@ class UnitProfile:
 
     @cached_property
     def parameters(self) -> tuple[ParameterProfile, ...]:
-        """As FSDP lays them out; none where an operator does not tell its own."""
+        """In the order of ``named_parameters()``; none where an operator does not tell its own."""
         if not all(operator.parameters or not operator.parameter_bytes for operator in self.operators):
             return ()
         every = (parameter for operator in self.operators for parameter in operator.parameters)
@@ -135,11 +118,7 @@ SMALL_UNIT_FRACTION = 0.01
 
 
 _NEVER_CALLED: tuple[Span, ...] = ((0, 0),)
-"""Where a module stands that this batch does not run: FSDP never gathers it, nor does it matter to any plan."""
-
-
-_ANY = UnitRules()
-"""What every engine can run."""
+"""Where a module stands that this batch does not run: it is never gathered, nor does it matter to any plan."""
 
 
 def default_min_unit_bytes(profile: ModelProfile) -> int:
@@ -152,20 +131,18 @@ def default_min_unit_bytes(profile: ModelProfile) -> int:
     return min(SMALL_UNIT_BYTES, int(total * SMALL_UNIT_FRACTION))
 
 
-def partition(
-    profile: ModelProfile, *, min_unit_bytes: int | None = None, rules: UnitRules = _ANY
-) -> tuple[UnitProfile, ...]:
+def partition(profile: ModelProfile, *, min_unit_bytes: int | None = None) -> tuple[UnitProfile, ...]:
     """Candidate units, root first, then in forward order; every operator is in exactly one.
 
     Each operator gets a unit at the smallest module that encloses all uses of its parameters; operators with the
     same such module (tied ones) share it. A unit smaller than ``min_unit_bytes`` joins the nearest unit above it in
-    the module tree -- which is where FSDP puts parameters that no unit of their own holds -- unless it is also used
-    outside that unit's forward, where its parameters would not be gathered, or has another dtype.
+    the module tree -- which is where parameters go that no unit of their own holds -- unless it is also used outside
+    that unit's forward, where its parameters would not be gathered, or trains in another dtype. It joins the outermost
+    module around it rather than the root: children of the root may be called, and run backward, one by one.
 
     Args:
         profile: the model.
         min_unit_bytes: None: see `default_min_unit_bytes`.
-        rules: the engine's.
     """
     if min_unit_bytes is None:
         min_unit_bytes = default_min_unit_bytes(profile)
@@ -179,23 +156,23 @@ def partition(
             continue
         above = next(ancestor for ancestor in _ancestors(name) if ancestor in members)
         child = _child(name)
-        if not above and not rules.joins_root and child in around and any(one.name != child for one in members[name]):
+        if not above and child in around and any(one.name != child for one in members[name]):
             above = child
         joined = (*members.get(above, ()), *members[name])
-        if above != name and rules.agree(joined) and all(above in one.enclosing for one in members[name]):
+        if above != name and agree(joined) and all(above in one.enclosing for one in members[name]):
             members.setdefault(above, []).extend(members.pop(name))
     return _units(profile, members)
 
 
-def outermost(operators: Sequence[OperatorProfile], rules: UnitRules = _ANY) -> dict[str, list[OperatorProfile]]:
-    """Operators by the outermost module that may be their unit: the root, or under some `UnitRules` a child of it.
+def outermost(operators: Sequence[OperatorProfile]) -> dict[str, list[OperatorProfile]]:
+    """Operators by the outermost module that may be their unit: a child of the root, or else the root.
 
     A child that is the unit of what is inside it holds its own parameters, too.
     """
     children = {
         child
         for operator in operators
-        if not rules.joins_root and (child := _child(operator.name)) in operator.enclosing and child != operator.name
+        if (child := _child(operator.name)) in operator.enclosing and child != operator.name
     }
     found: dict[str, list[OperatorProfile]] = {"": []}
     for operator in operators:
@@ -205,12 +182,12 @@ def outermost(operators: Sequence[OperatorProfile], rules: UnitRules = _ANY) -> 
 
 
 def merged(
-    profile: ModelProfile, units: Sequence[UnitProfile], names: Collection[str], rules: UnitRules = _ANY
+    profile: ModelProfile, units: Sequence[UnitProfile], names: Collection[str]
 ) -> tuple[UnitProfile, ...] | None:
     """The units with one at each named module in place of all units and parameters inside it; None where one cannot be.
 
     A module cannot hold all parameters below it where some of them are also used outside its forward, or where they
-    differ in dtype: a unit is gathered in one tensor.
+    train in several dtypes: gradients of a unit are reduced in one tensor.
 
     Units of several modules are taken apart.
 
@@ -218,7 +195,6 @@ def merged(
         profile: the model.
         units: its partition so far.
         names: modules, none of them inside another.
-        rules: the engine's.
     """
     wanted = set(names)
     members: dict[str, list[OperatorProfile]] = {"": []}
@@ -229,13 +205,13 @@ def merged(
             if above is not None and above not in operator.enclosing:
                 return None
             members.setdefault(unit.name if above is None else above, []).append(operator)
-    if not all(rules.agree(members.get(name, ())) for name in wanted):
+    if not all(agree(members.get(name, ())) for name in wanted):
         return None
     return _units(profile, members)
 
 
 def joined(
-    profile: ModelProfile, units: Sequence[UnitProfile], pairs: Collection[tuple[str, str]], rules: UnitRules
+    profile: ModelProfile, units: Sequence[UnitProfile], pairs: Collection[tuple[str, str]]
 ) -> tuple[UnitProfile, ...] | None:
     """The units with each of these pairs one unit, named after its first module; None where one cannot be.
 
@@ -243,7 +219,6 @@ def joined(
         profile: the model.
         units: its partition so far.
         pairs: names of units that follow each other, see `may_join`; each name once.
-        rules: the engine's.
     """
     by_name = {unit.name: unit for unit in units}
     into = {second: first for first, second in pairs}
@@ -253,7 +228,7 @@ def joined(
         members.setdefault(into.get(unit.name, unit.name), []).extend(unit.operators)
         if unit.modules:
             modules[unit.name] = unit.modules
-    if not all(rules.agree(members[first]) for first, _ in pairs):
+    if not all(agree(members[first]) for first, _ in pairs):
         return None
     for first, second in pairs:
         together = (by_name[name].modules or (name,) for name in (first, second))
@@ -377,6 +352,11 @@ def _trained_from(profile: ModelProfile) -> int:
         first.setdefault(operator.name, next(around, len(profile.segments)))
     places = [first[operator.name] for operator in trained if operator.name]
     return min(places, default=0 if trained else len(profile.segments))
+
+
+def agree(operators: Iterable[OperatorProfile]) -> bool:
+    """Whether these operators may share a unit, as far as their dtypes go: frozen ones may have any."""
+    return len({each.dtype for each in operators if each.num_trainable}) <= 1
 
 
 def _depth(name: str) -> int:

@@ -1,30 +1,12 @@
 """The largest moments of one optimizer step, whatever the modes: a running sum over the engine's events.
 
-What lives at each moment is the engine's to say (`engine.live_parts`). Under FSDP1 it is this.
+What lives at each moment is the engine's to say, see `engine.fsdp2.live_parts`.
 
-Notation: units u with P_u gathered bytes, S_u unsharded gradient bytes, s_u reduced gradient shard; i are segments
-in forward order, the last of them the loss. Between optimizer steps lives
-
-    base    = sum_u (parameters + optimizer state)_u / N  +  buffers  +  batch
-
-and at segment i, with A_i the tensors saved for backward by segments up to i and w_i the workspace of segment i:
-
-    fwd(i)  = base + sum_u s_u + [P of units gathered by i and not freed: DP, or i inside the unit] + A_i + w_i
-    loss    = base + sum_u s_u + [P of DP units] + A + workspace of the loss
-    bwd(i)  = base + [P still gathered, as above] + [P of the unit prefetched] + S so far + S_u + sum s_v + A_i
-    rs(i)   = the same with P_u freed, what the reduce-scatter returns, and the copy that gloo makes of S_u
-    opt     = base + sum_u s_u + temporaries of the optimizer
-
-`fwd` carries the last step's reduced gradients because Lightning zeroes them between forward and backward. `bwd`
-counts S_u twice at the unit's first operator: per-parameter gradients and their flat concatenation live together for
-a moment. By then what the unit's backward had saved is gone, and the gradient that it hands on is there: `settled`
-bytes in place of A_i. Under mixed precision a gather holds the shard in the dtype of computing besides, in forward
-with what one segment hands on to the next, and the result of a reduce-scatter is cast to the dtype at rest. The root
-unit is gathered throughout, and its gradients stay unsharded to the end of backward.
-
-With several micro-batches reduced gradients live from the first one's backward on, and each further reduce-scatter adds
-to them. A unit that reduces its gradients in the last one only has them whole instead, S_u bytes, which backward adds
-to; the reduce-scatter of the last one frees them.
+Reduced gradients of the step before live in the first forward, because Lightning zeroes them between forward and
+backward. With several micro-batches they live from the first one's backward on, and each further reduce-scatter adds to
+them. A unit that reduces its gradients in the last one only has them whole instead, and backward adds to these; the
+reduce-scatter of the last one frees them. When a unit's gradients are complete, what its backward had saved is gone,
+and the gradient that it hands on is there: ``settled`` bytes in place of the saved ones.
 
 Modes enter in one way only. Take the units in the order in which forward leaves them. Those that forward has left and
 backward has not come back to are the first k of them, for some k, and of these exactly the DP ones are gathered. So a
@@ -34,7 +16,6 @@ A unit that forward calls again is taken there as gathered from its first call t
 in backward; too much, between two calls of forward, for what is freed. `simulate` has it exactly.
 
 References:
-    torch/distributed/fsdp/_runtime_utils.py (unshard, prefetch, reduce), _flat_param.py (padding, flat gradient);
     lightning/pytorch/loops/optimization/automatic.py (order of forward, zero_grad, backward).
 """
 

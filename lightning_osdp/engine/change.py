@@ -1,4 +1,4 @@
-"""What may change of a plan while its module is trained: all that the engine flips, between two steps."""
+"""What may change of a plan while its module is trained, between two steps."""
 
 from __future__ import annotations
 
@@ -8,39 +8,38 @@ from typing import Any
 
 from lightning_osdp.core.document import shown
 from lightning_osdp.core.plan import Plan
-from lightning_osdp.engine.engine import Engine
-from lightning_osdp.engine.fsdp1 import FSDP1
 from lightning_osdp.engine.fsdp2 import FSDP2
 from lightning_osdp.errors import PlanMismatchError
 
 _DIVISION = ("micro_batch_size", "num_micro_batches")
-_SETTINGS = dict.fromkeys(field.name for engine in (FSDP1, FSDP2) for field in fields(engine))
-_OF_PLAN = ("engine", "world_size", *_DIVISION, *_SETTINGS)
+_SETTINGS = tuple(field.name for field in fields(FSDP2))
+FLIPS = frozenset({"modes", "sync", "activations", *_SETTINGS})
+"""Fields of a plan, its units and its blocks that may change."""
+_OF_PLAN = ("world_size", *_DIVISION, *_SETTINGS)
 """Fields that say what is run; all others predict or tell."""
 _OF_UNIT = ("operators", "modules", "num_slices", "modes", "sync")
 
 
-def check_change(current: Plan, plan: Plan, engine: type[Engine], *, may_divide: bool = False) -> None:
+def check_change(current: Plan, plan: Plan, *, may_divide: bool = False) -> None:
     """Returns if a module that is sharded by one plan can go on under another.
 
     Args:
         current: the plan in use.
         plan: the one to go on with.
-        engine: of the plan in use.
         may_divide: whether optimizer steps may have other micro-batches.
 
     Raises:
-        PlanMismatchError: they differ in something that is not in ``engine.flips``; the text has the first difference.
+        PlanMismatchError: they differ in something that is not in `FLIPS`; the text has the first difference.
     """
-    allowed = engine.flips.union(_DIVISION if may_divide else ())
+    allowed = FLIPS.union(_DIVISION if may_divide else ())
     differences = [(what, *values) for field, what, *values in _differences(current, plan) if field not in allowed]
     if not differences:
         return
     what, used, planned = differences[0]
     more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
     raise PlanMismatchError(
-        f"Expected a plan that differs from the one in use only in what may change between two steps under"
-        f" {engine.name} ({', '.join(sorted(engine.flips))}), but {what} is {shown(used)} in use and {shown(planned)}"
+        f"Expected a plan that differs from the one in use only in what may change between two steps"
+        f" ({', '.join(sorted(FLIPS))}), but {what} is {shown(used)} in use and {shown(planned)}"
         f" in the plan{more}. To train under that plan, make a new module and a new Trainer with"
         " OSDPStrategy(plan=...), and load a checkpoint."
     )

@@ -1,7 +1,7 @@
 """What an engine does in a step, with its settings: the one thing that cost, simulation and search ask.
 
-An engine is whatever shards a module and runs it: FSDP1 or FSDP2. All that differs between them is behind `Engine`;
-nothing outside of this package knows which one there is.
+An engine is whatever shards a module and runs it: the package has one, `FSDP2`. What is particular to it is behind
+`Engine`, so that other ones can be described: benchmarks do so of what is compared with it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.profile import ModelProfile, OptimizerProfile, Rerun
-from lightning_osdp.core.units import UnitProfile, UnitRules
+from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.core.workload import Workload
 from lightning_osdp.engine.events import MOST_SIMULATED, Event, GatherRule
 from lightning_osdp.engine.host import Course, Host
@@ -41,17 +41,8 @@ class Engine(ABC):
     forward_prefetch: bool | Auto = False
     """Whether forward gathers the next unit before one runs; or ``auto``."""
 
-    name: ClassVar[str]
-    """As in ``Plan.engine``."""
     prefetches: ClassVar[tuple[str, ...]]
     """Settings of backward prefetch, the one first that is preferred where they are equally fast."""
-    rules: ClassVar[UnitRules]
-    """What it asks of units."""
-    flips: ClassVar[frozenset[str]]
-    """Fields of a plan, its units and its blocks that may change on a module that is trained already, between two
-    steps: see `check_change`."""
-    is_closed_form_exact: ClassVar[bool]
-    """Whether `cost.StepMemory` is the peak where every micro-batch reduces all gradients, and not a bound on it."""
 
     def __post_init__(self) -> None:
         choices = (*self.prefetches, AUTO)
@@ -90,7 +81,7 @@ class Engine(ABC):
             ValueError: there are any, and the engine gathers all units ahead or none.
         """
         if forward or backward:
-            raise ValueError(f"{self.name} gathers all units ahead or none.")
+            raise ValueError(f"{type(self).__name__} gathers all units ahead or none.")
         return self
 
     @property

@@ -79,9 +79,7 @@ def assemble(
         fingerprint=fingerprint(module),
         profiled_batch_size=batch_size,
         optimizer=optimizer,
-        buffer_bytes=sum(
-            _bytes(list(child.buffers(recurse=False)), precision.dtype_of(child)) for child in module.modules()
-        ),
+        buffer_bytes=_bytes(list(module.buffers())),
         batch_bytes=Affine.proportional(batch_size, batch_bytes),
     )
 

@@ -38,9 +38,9 @@ def copies_in_reduce_scatter(device: torch.device, reduce_scatter: Collective) -
 
 
 def overlaps_computing(device: torch.device, all_gather: Collective) -> bool:
-    """Whether computing goes on during an all-gather that is issued as FSDP1 issues it. Call it on all ranks.
+    """Whether computing goes on during an all-gather that is issued in a stream of its own. Call it on all ranks.
 
-    FSDP1 gathers in a stream of its own. Where a device has no streams, as the CPU, the host waits for each collective
+    Where a device has no streams, as the CPU, the host waits for each collective
     before it goes on: there is nothing to measure.
     """
     if device.type == "cpu":

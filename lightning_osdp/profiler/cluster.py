@@ -19,16 +19,13 @@ from lightning_osdp.profiler.overhead import measure_unit_overhead
 _SIZES_BYTES = (16 * 1024, 256 * 1024, 2 * 1024**2, 8 * 1024**2)
 
 
-def measure_cluster(
-    device: torch.device, *, num_nodes: int = 1, local_ranks: int = 1, engine: str = "fsdp1"
-) -> Cluster:
+def measure_cluster(device: torch.device, *, num_nodes: int = 1, local_ranks: int = 1) -> Cluster:
     """Links of the default process group and what the runtime takes for a unit, both timed. Call it on all ranks.
 
     Args:
         device: where the tensors are, as in training.
         num_nodes: machines that the ranks are spread over.
         local_ranks: ranks on this machine, which share its memory on CPU.
-        engine: what the runtime shards with: ``fsdp1`` or ``fsdp2``.
 
     Returns:
         The same values on every rank. With one rank, or no process group, links that cost nothing.
@@ -44,18 +41,18 @@ def measure_cluster(
             host_copy_s_per_byte=measure_host_copy(device),
             memory_bytes=memory_bytes,
         )
-    world_size, all_gather = dist.get_world_size(), partial(_all_gather, engine)
+    world_size = dist.get_world_size()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         cluster = Cluster(
             world_size=world_size,
-            all_gather=_measure_link(device, world_size, all_gather),
+            all_gather=_measure_link(device, world_size, _all_gather),
             reduce_scatter=_measure_link(device, world_size, _reduce_scatter),
             num_nodes=num_nodes,
             backend=dist.get_backend(),
-            overlaps=overlaps_computing(device, all_gather),
+            overlaps=overlaps_computing(device, _all_gather),
             reduce_scatter_copies=copies_in_reduce_scatter(device, _reduce_scatter),
         )
-        unit_overhead = measure_unit_overhead(cluster, device, engine=engine)
+        unit_overhead = measure_unit_overhead(cluster, device)
     copy_s = torch.tensor(measure_host_copy(device), dtype=torch.float64, device=device)
     dist.all_reduce(copy_s, op=dist.ReduceOp.MAX)
     # Last, when the communicator has the buffers that it keeps.
@@ -69,12 +66,8 @@ def measure_cluster(
     )
 
 
-def _all_gather(engine: str, whole: torch.Tensor, shard: torch.Tensor) -> None:
-    # FSDP1 gathers into a list on CPU (torch/distributed/fsdp/_flat_param.py).
-    if engine == "fsdp1" and whole.device.type == "cpu":
-        dist.all_gather(list(whole.chunk(dist.get_world_size())), shard)
-    else:
-        _single("all_gather_single", "all_gather_into_tensor")(whole, shard)
+def _all_gather(whole: torch.Tensor, shard: torch.Tensor) -> None:
+    _single("all_gather_single", "all_gather_into_tensor")(whole, shard)
 
 
 def _reduce_scatter(whole: torch.Tensor, shard: torch.Tensor) -> None:

@@ -24,7 +24,7 @@ def why_not_mean(module: nn.Module, run: Callable[[Any], Any], batch: Any, *, ba
     Runs the step without gradients and leaves the module as it was. Dropout is off, and batch statistics are not.
 
     Args:
-        module: unwrapped, with values.
+        module: not sharded, with values.
         run: takes a batch, returns the loss or a mapping with it.
         batch: on the module's device.
         batch_size: its samples.

@@ -86,7 +86,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __enter__(self) -> LiveBytes:
         if not _counting:
-            # FSDP1 frees and allocates gathered parameters by resizing their storage, past the dispatcher.
+            # fully_shard frees and allocates unsharded parameters by resizing their storage, past the dispatcher.
             torch.UntypedStorage.resize_ = _counted_resize  # type: ignore[method-assign, assignment]
         _counting.append(self)
         super().__enter__()  # type: ignore[no-untyped-call]

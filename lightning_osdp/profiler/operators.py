@@ -1,7 +1,8 @@
-"""Which modules are operators, in which order forward runs them, and what may be wrapped for them.
+"""Which modules are operators, in which order forward runs them, and which modules may be their units.
 
-FSDP gathers a unit's parameters for the time of its module's forward, and puts into the unit whatever parameters lie
-below that module in the tree and in no unit of their own. So a module can be the unit of an operator only if
+``fully_shard`` gathers a unit's parameters for the time of its module's forward, and puts into the unit whatever
+parameters lie below that module in the tree and in no unit of their own. So a module can be the unit of an operator
+only if
 
 - it is at or above the operator on every path from the root (a module may be registered twice),
 - it runs whenever the operator's parameters are read, and
@@ -57,7 +58,7 @@ def fingerprint(module: nn.Module) -> dict[str, str]:
 
 
 def check_parameters(module: nn.Module) -> None:
-    """Returns if FSDP can shard the module.
+    """Returns if ``fully_shard`` can shard the module.
 
     Raises:
         ProfileError: it has no parameters, or one that cannot be sharded.
@@ -76,7 +77,7 @@ def check_parameters(module: nn.Module) -> None:
             )
         if parameter.dim() == 0:
             raise ProfileError(
-                f"FSDP cannot shard a scalar parameter, but {name!r} has shape []."
+                f"fully_shard cannot shard a scalar parameter, but {name!r} has shape []."
                 " Make it a tensor of one element, torch.nn.Parameter(value.reshape(1))."
             )
 
@@ -126,7 +127,7 @@ class _Tree:
             self._paths.setdefault(self._names[child], []).append([self._names[by_path[p]] for p in _up(path)])
             parent, _, attribute = path.rpartition(".")
             registered.setdefault(child, set()).add((self._names[by_path[parent]], attribute))
-        # FSDP replaces a module at one place only. A parametrization belongs to the module whose tensor it makes.
+        # A unit is named by its only place in the tree. A parametrization belongs to the module whose tensor it makes.
         self.unwrappable = {
             self._names[child]
             for child, places in registered.items()

@@ -122,8 +122,8 @@ class _Sample:
         groups = [group["params"] for group in optimizer.param_groups]
         every = [parameter for group in groups for parameter in group]
         for parameter, elements in zip(every, num_elements(groups), strict=True):
-            # A shard under FSDP is flat, whatever the parameter's shape: no factored state.
-            twin = nn.Parameter(torch.zeros(elements, dtype=parameter.dtype, device=device), parameter.requires_grad)
+            shape = _rows_of(parameter, elements)
+            twin = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=device), parameter.requires_grad)
             twin.grad = torch.zeros_like(twin) if parameter.requires_grad else None
             self.parameters[parameter] = twin
         self.updated = [p for p in self.parameters.values() if p.requires_grad]
@@ -133,17 +133,23 @@ class _Sample:
                 self.optimizer.step(_no_loss)  # makes its state
         except Exception as error:  # an optimizer may do anything
             raise ProfileError(
-                f"Expected {type(optimizer).__name__} to take a step on zero gradients of flat parameters, as FSDP"
-                f" gives them, so that its state can be measured, but it failed: {error!r}."
+                f"Expected {type(optimizer).__name__} to take a step on zero gradients of parameters with other"
+                f" numbers of rows, as shards have, so that its state can be measured, but it failed: {error!r}."
                 " Pass plan= to skip profiling."
             ) from error
 
     def state_bytes(self, parameter: Tensor) -> int:
         """Bytes of state that the optimizer would keep for all elements of the parameter."""
         twin = self.parameters[parameter]
-        elementwise = parameter.numel() / max(1, twin.numel())
+
+        def factor(value: Tensor) -> float:
+            if value.numel() == twin.numel():
+                return parameter.numel() / max(1, twin.numel())
+            is_by_row = twin.dim() > 1 and len(value) == len(twin) > 1  # as of Adafactor
+            return len(parameter) / len(twin) if is_by_row else 1.0
+
         return sum(
-            round(value.numel() * value.element_size() * (elementwise if value.numel() == twin.numel() else 1))
+            round(value.numel() * value.element_size() * factor(value))
             for value in tensors_in(self.optimizer.state.get(twin, {}))
             if value.dim() > 0
         )
@@ -170,6 +176,16 @@ class _Sample:
             synchronize(self.device)
             seconds.append(time.perf_counter() - start)
         return min(seconds) / sum(p.numel() for p in self.updated)
+
+
+def _rows_of(parameter: Tensor, num_elements: int) -> tuple[int, ...]:
+    """Shape of about so many elements of a parameter: whole rows of it, as a shard has them, or narrower ones."""
+    if parameter.dim() == 0 or num_elements == parameter.numel():
+        return tuple(parameter.shape)
+    per_row = parameter.shape[1:].numel()
+    if 0 < per_row <= num_elements:
+        return (num_elements // per_row, *parameter.shape[1:])
+    return (num_elements, *(1 for _ in parameter.shape[1:]))
 
 
 def _sampled(groups: Sequence[Sequence[Tensor]]) -> list[int]:

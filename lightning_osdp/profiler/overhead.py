@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, UnitOverhead
 from lightning_osdp.profiler.fastest import REPEATS, fastest_s
@@ -26,10 +26,10 @@ _PATIENCE_S = 5.0
 """For collectives of the largest width."""
 
 
-def measure_unit_overhead(cluster: Cluster, device: torch.device, *, engine: str) -> Mapping[str, UnitOverhead]:
+def measure_unit_overhead(cluster: Cluster, device: torch.device) -> Mapping[str, UnitOverhead]:
     """Seconds of each of `UNIT_PARTS` that neither collectives nor the operators explain.
 
-    Chains of one and of six equal units are run, wrapped and plain; the difference per unit, less the links' prediction
+    Chains of one and of six equal units are run, sharded and plain; the difference per unit, less the links' prediction
     of its collectives, is the overhead. Forward alone tells a gather from all the rest. Units of one parameter of 16
     KiB, of six of them, and of one of 4 MiB are measured, or of 1 MiB where collectives of so many bytes take too long.
     Call it on all ranks.
@@ -37,7 +37,6 @@ def measure_unit_overhead(cluster: Cluster, device: torch.device, *, engine: str
     Args:
         cluster: with the links.
         device: where to run.
-        engine: what shards: ``fsdp1`` or ``fsdp2``.
 
     Returns:
         The same values on every rank: those of the slowest. Empty with one rank.
@@ -45,7 +44,7 @@ def measure_unit_overhead(cluster: Cluster, device: torch.device, *, engine: str
     if cluster.world_size == 1:
         return {}
     kinds = (_SMALL, _ONE), (_large_width(cluster), _ONE), (_SMALL, _SEVERAL)
-    small_s, large_s, several_s = (_measured_s(*kind, cluster, device, engine) for kind in kinds)
+    small_s, large_s, several_s = (_measured_s(*kind, cluster, device) for kind in kinds)
     gc.collect()  # what shards a module refers to it and to itself: nothing of the chains outlives this
     small_bytes, large_bytes, several_bytes = (_num_bytes(*kind) for kind in kinds)
     return {
@@ -121,37 +120,32 @@ def _large_width(cluster: Cluster) -> int:
     return _LARGE if _COLLECTIVES * longest_s <= _PATIENCE_S else _MEDIUM
 
 
-def _measured_s(width: int, num_tensors: int, cluster: Cluster, device: torch.device, engine: str) -> dict[str, float]:
+def _measured_s(width: int, num_tensors: int, cluster: Cluster, device: torch.device) -> dict[str, float]:
     """Seconds of each part of a unit."""
     num_bytes = _num_bytes(width, num_tensors)
     gather_s = cluster.all_gather.ring_s(num_bytes, cluster.world_size)
     reduce_s = cluster.reduce_scatter.ring_s(num_bytes, cluster.world_size)
     make = partial(_unit, width, num_tensors, device)
-    few, many = (_chain_s(make, num_units, device, engine) for num_units in (_FEW, _MANY))
+    few, many = (_chain_s(make, num_units, device) for num_units in (_FEW, _MANY))
     gathered, dp, held = ((many[name] - few[name]) / (_MANY - _FEW) for name in ("gathered", "dp", "held"))
     return parts_s(gathered - gather_s, dp - gather_s - reduce_s, held)
 
 
-def _chain_s(make: Callable[[], nn.Module], num_units: int, device: torch.device, engine: str) -> dict[str, float]:
+def _chain_s(make: Callable[[], nn.Module], num_units: int, device: torch.device) -> dict[str, float]:
     """Seconds that sharding a chain of units adds to forward, to a step, and to one without collectives."""
     plain = nn.Sequential(*(make() for _ in range(num_units)))
     batch = torch.ones(1, next(plain.parameters()).shape[1], device=device)
     forward_s = fastest_s(partial(_forward, plain, batch), device)
     step_s = fastest_s(partial(_step, plain, batch), device)
-    sharded = _wrapped if engine == "fsdp1" else _fully_sharded
-    zdp = sharded([make() for _ in range(num_units)], device, keeps=False)
+    zdp = _sharded([make() for _ in range(num_units)], device, keeps=False)
     gathered_s = fastest_s(partial(_forward, zdp, batch), device)
-    dp = sharded([make() for _ in range(num_units)], device, keeps=True)
+    dp = _sharded([make() for _ in range(num_units)], device, keeps=True)
     dp_s = fastest_s(partial(_step, dp, batch), device)
     for unit in dp.modules():  # they keep what they have gathered, and add up gradients
         if isinstance(unit, FSDPModule):
             unit.set_requires_gradient_sync(False, recurse=False)
             unit.set_reshard_after_backward(False, recurse=False)
-        elif isinstance(unit, FullyShardedDataParallel) and unit is not dp:
-            unit._sync_gradients = False  # type: ignore[assignment]  # a bool, of which FSDP's annotations do not know
     held_s = fastest_s(partial(_step, dp, batch, accumulates=True), device)
-    _free_flat(zdp)
-    _free_flat(dp)
     return {"gathered": gathered_s - forward_s, "dp": dp_s - step_s, "held": held_s - step_s}
 
 
@@ -159,36 +153,14 @@ def _unit(width: int, num_tensors: int, device: torch.device) -> nn.Module:
     return nn.Sequential(*(nn.Linear(width, width, bias=False, device=device) for _ in range(num_tensors)))
 
 
-def _fully_sharded(units: list[nn.Module], device: torch.device, *, keeps: bool) -> nn.Module:
-    """A chain of units of FSDP2."""
+def _sharded(units: list[nn.Module], device: torch.device, *, keeps: bool) -> nn.Module:
+    """A chain of units."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for unit in units:
         fully_shard(unit, mesh=mesh, reshard_after_forward=not keeps)
     chain = nn.Sequential(*units)
     fully_shard(chain, mesh=mesh)
     return chain
-
-
-def _wrapped(layers: list[nn.Module], device: torch.device, *, keeps: bool) -> nn.Module:
-    """A chain of units of FSDP1."""
-    strategy = ShardingStrategy.SHARD_GRAD_OP if keeps else ShardingStrategy.FULL_SHARD
-    units = [
-        FullyShardedDataParallel(layer, sharding_strategy=strategy, device_id=device, use_orig_params=True)
-        for layer in layers
-    ]
-    return FullyShardedDataParallel(
-        nn.Sequential(*units),
-        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
-        device_id=device,
-        use_orig_params=True,
-    )
-
-
-def _free_flat(chain: nn.Module) -> None:
-    """Frees the shards of FSDP1, which torch keeps alive."""
-    for unit in chain.modules():
-        if isinstance(unit, FullyShardedDataParallel) and unit._handle is not None:
-            unit._handle.flat_param._local_shard.untyped_storage().resize_(0)
 
 
 @torch.no_grad()

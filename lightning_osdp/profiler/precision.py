@@ -1,4 +1,4 @@
-"""The dtypes in which FSDP1 has a model compute under mixed precision."""
+"""The dtypes in which ``fully_shard`` has a model compute under mixed precision."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from torch.utils._pytree import tree_map_only
 
 @dataclass(frozen=True)
 class ComputePrecision:
-    """What FSDP's ``MixedPrecision`` says of parameters, buffers, inputs and gradients."""
+    """What a ``MixedPrecision`` of ``torch.distributed.fsdp`` says of parameters, inputs and gradients.
+
+    Buffers keep their dtype: ``fully_shard`` leaves them alone.
+    """
 
     dtype: torch.dtype | None = None
-    """Of gathered parameters, of floating-point buffers and inputs; None: as they are."""
+    """Of gathered parameters and of floating-point inputs; None: as they are."""
     exempt: tuple[type[nn.Module], ...] = ()
     """Modules that compute in float32 all the same, each a unit of its own: ``_module_classes_to_ignore``."""
     reduce_dtype: torch.dtype | None = None
@@ -28,7 +31,7 @@ class ComputePrecision:
         return self.dtype is not None and isinstance(module, self.exempt)
 
     def dtype_of(self, module: nn.Module) -> torch.dtype | None:
-        """In which the module's own tensors are while it computes; None: as they are."""
+        """In which the module's own parameters are while it computes; None: as they are."""
         return None if self.is_exempt(module) else self.dtype
 
     def reduce_dtype_of(self, module: nn.Module) -> torch.dtype | None:
@@ -36,32 +39,28 @@ class ComputePrecision:
         return None if self.is_exempt(module) else self.reduce_dtype
 
     def cast(self, batch: Any) -> Any:
-        """Floating-point inputs as FSDP's root casts them."""
+        """Floating-point inputs as the root unit casts them."""
         dtype = self.dtype
         return batch if dtype is None else tree_map_only(Tensor, lambda tensor: _cast(tensor, dtype), batch)
 
     @contextmanager
     def applied(self, module: nn.Module) -> Iterator[None]:
-        """Has the model compute so; autocast then makes no copies that training lacks.
-
-        References:
-            torch/distributed/fsdp/_common_utils.py (``_override_module_mixed_precision``).
-        """
-        whole: dict[Tensor, Tensor] = {}
+        """Has the model compute so; autocast then makes no copies that training lacks."""
+        whole: dict[nn.Parameter, Tensor] = {}
         with ExitStack() as cleanup:
             for child in module.modules() if self.dtype is not None else ():
                 if self.is_exempt(child):
                     cleanup.enter_context(_in_float32(child))
                     continue
-                for tensor in (*child.parameters(recurse=False), *child.buffers(recurse=False)):
-                    whole.setdefault(tensor, tensor.data)
+                for parameter in child.parameters(recurse=False):
+                    whole.setdefault(parameter, parameter.data)
             try:
-                for tensor, data in whole.items():
-                    tensor.data = self.cast(data)
+                for parameter, data in whole.items():
+                    parameter.data = self.cast(data)
                 yield
             finally:
-                for tensor, data in whole.items():
-                    tensor.data = data
+                for parameter, data in whole.items():
+                    parameter.data = data
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

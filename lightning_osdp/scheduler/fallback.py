@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.plan import Block, Plan, Unit
-from lightning_osdp.engine import ENGINES
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,8 @@ def freeable_bytes(plan: Plan) -> int:
 def with_less_memory(plan: Plan, wanted_bytes: int) -> Plan | None:
     """The plan with units sharded, their gradients reduced earlier, or blocks recomputing, until so much is freed.
 
-    What frees most bytes for a second goes first; something changes, but only what the engine flips. Step time and peak
-    are predicted from what the plan says of its units and blocks, so it need not be profiled again.
+    What frees most bytes for a second goes first; something changes, but only what `check_change` allows. Step time
+    and peak are predicted from what the plan says of its units and blocks, so it need not be profiled again.
 
     Args:
         plan: what does not fit.
@@ -81,8 +80,7 @@ def _moves(plan: Plan) -> Iterator[_Move]:
         for unit in plan.units:
             if unit.name:
                 yield from _moves_of(unit)
-    if "activations" in ENGINES[plan.engine].flips:
-        yield from (_Move(block, block.frees_bytes, block.costs_s) for block in plan.recomputable)
+    yield from (_Move(block, block.frees_bytes, block.costs_s) for block in plan.recomputable)
 
 
 def _moved(plan: Plan, changed: Unit | Block) -> Plan:

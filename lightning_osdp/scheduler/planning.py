@@ -15,7 +15,7 @@ from lightning_osdp.core.progress import Progress, silent
 from lightning_osdp.core.search_space import SearchSpace
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload
-from lightning_osdp.engine import AUTO, FSDP1, Engine
+from lightning_osdp.engine import AUTO, FSDP2, Engine
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.scheduler.candidate import Candidate
 from lightning_osdp.scheduler.competition import Competition
@@ -24,7 +24,7 @@ from lightning_osdp.scheduler.planned import planned, planned_blocks, recomputab
 from lightning_osdp.scheduler.sweep import Sweep
 from lightning_osdp.search import SOLVERS
 
-_ANY_PREFETCH = FSDP1(backward_prefetch=AUTO)
+_ANY_PREFETCH = FSDP2(backward_prefetch=AUTO, forward_prefetch=AUTO)
 
 _MOST_SAMPLES = 2**20
 """Of a micro-batch that a sweep may choose by itself."""
@@ -63,9 +63,9 @@ def make_plan(
         search_space: what may be chosen; None: everything.
         blocks: what blocks do with what they save, where that is not to be chosen; those that are not named then keep
             it. None: it is chosen.
-        engine: what runs the plan, such as ``FSDP1()``, with its settings, which decide when units are gathered, and
-            how many at once. With ``backward_prefetch="auto"`` that is what is fastest.
-        cost_model: what plans are judged by: ``simulate``, a step as the engine runs it, or ``paper``, the sums of
+        engine: settings of prefetching, which decide when units are gathered, and how many at once; those that are
+            ``"auto"`` are chosen.
+        cost_model: what plans are judged by: ``simulate``, a step as ``fully_shard`` runs it, or ``paper``, the sums of
             equation 1 over operators.
         progress: called with each micro-batch size that is tried, and the best samples/s so far.
 
@@ -80,7 +80,7 @@ def make_plan(
     sizes = _sizes(micro_batch_size, samples_per_step, micro_batch_sizes)
     first = Setting(
         profile=profile,
-        units=partition(profile, min_unit_bytes=search_space.min_unit_bytes, rules=engine.rules),
+        units=partition(profile, min_unit_bytes=search_space.min_unit_bytes),
         cluster=cluster,
         workload=Workload(micro_batch_size=sizes[0], num_micro_batches=num_micro_batches),
         modes=search_space.modes,
@@ -178,7 +178,6 @@ def _plan(best: Candidate, sweep: Sweep, memory_limit_bytes: int, search: str) -
         gap=max(0.0, sweep.most_samples_per_s / best.samples_per_s - 1) if predicts else 0.0,
         solver=search,
         cost_model=setting.cost_model,
-        engine=setting.engine.name,
         **setting.engine.settings,
         all_zdp_step_time_s=all_zdp_step_time_s,
         all_zdp_peak_bytes=all_zdp_peak_bytes,

@@ -1,10 +1,9 @@
-"""Operators cut into slices that FSDP gathers one after the other; the model's numbers and names stay."""
+"""Operators cut into slices that are gathered one after the other; the model's numbers and names stay."""
 
 from __future__ import annotations
 
 from lightning_osdp.splitting.joined import JoinedShards, gathered
 from lightning_osdp.splitting.module import SplitModule
-from lightning_osdp.splitting.pieces import sharded_like
 from lightning_osdp.splitting.splitters import SPLITTERS, cut_dims, num_features, split, splittable
 from lightning_osdp.splitting.states import cut_states, cuts_of, join_names, join_states
 
@@ -19,7 +18,6 @@ __all__ = [
     "join_names",
     "join_states",
     "num_features",
-    "sharded_like",
     "split",
     "splittable",
 ]

@@ -1,4 +1,4 @@
-"""A whole parameter where FSDP2 shards the slices that it is cut into."""
+"""A whole parameter where the slices that it is cut into are sharded."""
 
 from __future__ import annotations
 

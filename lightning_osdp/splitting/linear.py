@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -35,4 +36,8 @@ class SplitLinear(SplitModule):
             # In place: products save their inputs for backward, not their results. No name holds on to a partial one.
             total = part(features) if total is None else total.add_(part(features))
         assert total is not None
-        return total.view(*x.shape[:-1], total.shape[-1])
+        if rows is x:
+            return total
+        # As F.linear does: to autograd no view, which would lose fully_shard's hooks where it is changed in place.
+        output: Tensor = torch.ops.aten._unsafe_view(total, [*x.shape[:-1], total.shape[-1]])
+        return output

@@ -147,10 +147,6 @@ class SplitModule(nn.Module):
             return cut.join(pieces)
         if sharded:  # the other slices are gathered now
             return ShardedParameter(cut.shape, sharded[0], name)
-        for piece, shape in zip(pieces, cut.piece_shapes, strict=True):
-            # FSDP1 shows what it holds of a parameter as one dimension, or frees the storage.
-            if piece.shape != shape or piece.untyped_storage().nbytes() < piece.numel() * piece.element_size():
-                return ShardedParameter(cut.shape, piece, name)
         return cut.join(pieces)
 
     @override
@@ -166,9 +162,7 @@ class SplitModule(nn.Module):
         """As of the whole operator: its names and shapes."""
         state: dict[str, Any] = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         for cut in self.cuts(prefix):
-            # Where one rank is to have the whole state, FSDP has removed the entries on the others.
-            if all(piece in state for piece in cut.pieces):
-                state[cut.whole] = cut.join([state.pop(piece) for piece in cut.pieces])
+            state[cut.whole] = cut.join([state.pop(piece) for piece in cut.pieces])
         return state
 
     @override

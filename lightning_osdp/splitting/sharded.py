@@ -22,8 +22,7 @@ class ShardedParameter(Tensor):
     """
 
     remedy: ClassVar[str] = (
-        "Read it within FullyShardedDataParallel.summon_full_params(trainer.model) under engine='fsdp1', or under any"
-        " engine from trainer.strategy.whole_state_dict(); give an optimizer the module's parameters() instead."
+        "Read it from trainer.strategy.whole_state_dict(); give an optimizer the module's parameters() instead."
     )
     """How to read the values, for the error."""
     _name: str

@@ -14,7 +14,7 @@ from lightning_osdp.splitting.pieces import Cut
 
 
 def cuts_of(root: nn.Module) -> list[Cut]:
-    """How the parameters of a model's split operators lie in slices, by the names of the unwrapped model."""
+    """How the parameters of a model's split operators lie in slices, by the names of the user's own model."""
     return [
         cut
         for path, module in root.named_modules()
@@ -46,7 +46,7 @@ def join_states(state: Mapping[str, Any], cuts: Sequence[Cut]) -> dict[str, Any]
     """State of an optimizer by names of parameters, as if no operator was split.
 
     Args:
-        state: with ``state`` and ``param_groups``, as ``FullyShardedDataParallel.optim_state_dict`` gives it.
+        state: with ``state`` and ``param_groups``.
         cuts: of the model.
 
     Raises:

@@ -84,9 +84,9 @@ def average_shards(trainer: pl.Trainer, sharded: ShardedModel, device: torch.dev
 
 
 class AveragedShards(nn.Module):
-    """An average of a wrapped model: a parameter for each of its shards and a copy of each buffer, in its order.
+    """An average of a sharded model: a parameter for each of its shards and a copy of each buffer, in its order.
 
-    Its state dict has whole tensors under the names of the unwrapped model; all ranks must ask for it, rank 0 gets it.
+    Its state dict has whole tensors under the names of the user's own model; all ranks must ask for it, rank 0 gets it.
 
     Args:
         sharded: the model.
@@ -97,9 +97,9 @@ class AveragedShards(nn.Module):
         super().__init__()
         self._sharded = sharded
         sharded.reshard()
-        for index, shard in enumerate(sharded.root.parameters()):
+        for index, shard in enumerate(sharded.module.parameters()):
             self.register_parameter(f"shard_{index}", nn.Parameter(_copy(shard, device), requires_grad=False))
-        for index, buffer in enumerate(sharded.root.buffers()):
+        for index, buffer in enumerate(sharded.module.buffers()):
             self.register_buffer(f"buffer_{index}", _copy(buffer, device))
 
     @override
@@ -132,7 +132,7 @@ class AveragedShards(nn.Module):
             self._swap()
 
     def _swap(self) -> None:
-        model = self._sharded.root
+        model = self._sharded.module
         own, others = chain(self.parameters(), self.buffers()), chain(model.parameters(), model.buffers())
         for mine, other in zip(own, others, strict=True):
             kept = mine.detach().clone()

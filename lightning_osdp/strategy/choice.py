@@ -1,4 +1,4 @@
-"""Which plan a model is wrapped under - the user's, a new one, the one that it had, or none - and the wrapping."""
+"""Which plan a model is sharded by - the user's, a new one, the one that it had, or none - and the sharding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from lightning_osdp.apply import ENGINES, ShardedModel, called_children, with_recomputed
+from lightning_osdp.apply import ShardedModel, called_children, fully_shard_arguments, with_recomputed
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.plan_unit import Block
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
@@ -24,11 +24,6 @@ from lightning_osdp.strategy.given import check_accumulates_in_fp32, given_plan
 from lightning_osdp.strategy.options import Options, Prefetch
 from lightning_osdp.strategy.planning import plan_fit
 
-_WITHOUT_PLAN = {
-    "fsdp1": "the whole model is one unit",
-    "fsdp2": "each child and each block is a unit that is freed after forward",
-}
-
 
 def chosen(
     module: pl.LightningModule, options: Options, *, prefetch: Prefetch, known: Plan | None
@@ -36,19 +31,19 @@ def chosen(
     """Plan, micro-batches, and what a step is predicted to take where that was computed.
 
     Args:
-        module: about to be wrapped by its trainer.
+        module: about to be sharded by its trainer.
         options: of the strategy.
-        prefetch: FSDP1's settings.
+        prefetch: settings of prefetching.
         known: the plan of the model that the strategy had before.
 
     Raises:
-        ConfigurationError: the model is wrapped already.
+        ConfigurationError: the model is sharded already.
         OSDPError: the given plan does not fit, or none can be made.
     """
     if any(isinstance(child, (FullyShardedDataParallel, FSDPModule)) for child in module.modules()):
         raise ConfigurationError(
-            "Expected a model without FSDP units, so that it can be sharded as planned, but it has some already."
-            " Go on with the Trainer that wrapped it, build the model anew and load its checkpoint, or leave out a"
+            "Expected a model that nothing has sharded, so that it can be sharded as planned, but it has units already."
+            " Go on with the Trainer that sharded it, build the model anew and load its checkpoint, or leave out a"
             " fully_shard of your own: the plan shards."
         )
     trainer = module.trainer
@@ -58,20 +53,22 @@ def chosen(
         return plan_fit(trainer, module, options, prefetch=prefetch)
     if known is not None and known.fingerprint == fingerprint(module):
         return known, Division(), None
-    how = _WITHOUT_PLAN[options.engine_in_use]
-    rank_zero_info(f"OSDP: evaluating without a plan; {how}. Pass plan= to shard it as planned.")
+    rank_zero_info(
+        "OSDP: evaluating without a plan; each child and each block is a unit that is freed after forward. Pass plan="
+        " to shard it as planned."
+    )
     return None, Division(), None
 
 
 def sharded(
     module: pl.LightningModule, plan: Plan | None, options: Options, *, device: torch.device, **fsdp_kwargs: Any
 ) -> ShardedModel:
-    """The module as planned; for want of a plan, in the engine's own units."""
+    """The module as planned; for want of a plan, in units of its children and blocks."""
+    arguments = fully_shard_arguments(fsdp_kwargs)
     if plan is None:
-        engine = ENGINES[options.engine_in_use]
-        return engine.unplanned(module, device=device, **engine.arguments(fsdp_kwargs))
-    executed, engine = replace(plan, blocks=with_recomputed(plan.blocks, options.recomputed)), ENGINES[plan.engine]
-    found = engine.planned(module, executed, device=device, **engine.arguments(fsdp_kwargs))
+        return ShardedModel.unplanned(module, device=device, **arguments)
+    executed = replace(plan, blocks=with_recomputed(plan.blocks, options.recomputed))
+    found = ShardedModel.planned(module, executed, device=device, **arguments)
     found.plan, found.recomputed = plan, options.recomputed
     precision = str(module.trainer.precision_plugin.precision)
     found.check_options = lambda plan: check_accumulates_in_fp32(plan, options, precision)
@@ -87,8 +84,6 @@ def planned_by_hand(
         ConfigurationError: a given plan does not fit, or a parameter is in no child.
         InfeasibleError: no plan fits under the limit.
     """
-    if options.engine_in_use == "fsdp1":
-        return "its backward runs inside training_step, where FSDP1's root could not end it"
     check_in_children(module)
     if options.batch_size == "auto":
         options = replace(options, batch_size="keep")
@@ -118,9 +113,8 @@ def separated(
     size = options.search_space.min_unit_bytes
     smallest = SMALL_UNIT_BYTES if size is None else size
     names = ", ".join(name for name, _ in called_children(module))
-    engine = ENGINES[options.engine_in_use]
-    arguments = engine.arguments(fsdp_kwargs)
-    found = engine.separated(module, blocks, min_unit_bytes=smallest, device=device, **arguments)
+    arguments = fully_shard_arguments(fsdp_kwargs)
+    found = ShardedModel.separated(module, blocks, min_unit_bytes=smallest, device=device, **arguments)
     rank_zero_info(
         f"OSDP: nothing is planned in manual optimization, for {why}: {names} are sharded each by itself, in"
         f" {found.num_units} ZDP units (plain FSDP). memory_limit and batch_size have no effect."

@@ -33,7 +33,6 @@ def given_plan(trainer: pl.Trainer, module: nn.Module, options: Options) -> tupl
     given = options.plan
     plan = given if isinstance(given, Plan) else on_rank_zero(lambda: read_plan(Path(str(given))))
     plan.check_matches(fingerprint(module), world_size=trainer.world_size)
-    _check_engine(plan, options)
     check_accumulates_in_fp32(plan, options, str(trainer.precision_plugin.precision))
     _check_fits(plan, options)
     return plan, given_division(trainer, plan, options)
@@ -61,14 +60,6 @@ def given_division(trainer: pl.Trainer, plan: Plan, options: Options) -> Divisio
     if size == "keep" or trainer.state.fn != TrainerFn.FITTING or not trainer.fit_loop._data_source.is_defined():
         return Division()
     return _made_up(trainer, plan, options, training_loaders(trainer))
-
-
-def _check_engine(plan: Plan, options: Options) -> None:
-    if options.engine not in (None, plan.engine):
-        raise ConfigurationError(
-            f"Expected engine and plan to agree, got engine={options.engine!r} and a plan for {plan.engine!r}. Leave"
-            " engine out, or plan anew by leaving out plan."
-        )
 
 
 def check_accumulates_in_fp32(plan: Plan, options: Options, precision: str) -> None:

@@ -70,7 +70,7 @@ def fitting(path: Path) -> Iterator[None]:
     except RuntimeError as error:
         if "Error(s) in loading state_dict" not in str(error):
             raise
-        lines = [line.strip(" \t.") for line in str(error).replace("_fsdp_wrapped_module.", "").splitlines()]
+        lines = [line.strip(" \t.") for line in str(error).splitlines()]
         raise _does_not_fit(path, "; ".join(lines[1:])) from error
 
 

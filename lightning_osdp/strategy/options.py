@@ -10,7 +10,6 @@ from typing import Any, Literal
 from lightning.pytorch.strategies import FSDPStrategy
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision
 
-from lightning_osdp.apply import ENGINES
 from lightning_osdp.core.byte_size import parse_bytes
 from lightning_osdp.core.document import shown
 from lightning_osdp.core.plan import COST_MODELS, Plan
@@ -20,13 +19,11 @@ from lightning_osdp.search import SOLVERS
 
 BATCH_SIZES = ("auto", "keep", "scale")
 
-DEFAULT_ENGINE = "fsdp1"
-
 _STATE_DICT_TYPES = ("full", "sharded")
 
 _PLANNED = {
     "sharding_strategy": "the plan chooses it per operator; limit the choice with search_space=SearchSpace(modes=...)",
-    "auto_wrap_policy": "the plan's units are the wrapping; pass a plan of your own with plan=",
+    "auto_wrap_policy": "the plan's units say what is sharded together; pass a plan of your own with plan=",
     "device_mesh": "the plan shards over all ranks",
     "process_group": "the plan shards over all ranks",
     "cpu_offload": "plans keep all states on the device; leave it out, a lower memory_limit shards more",
@@ -48,15 +45,8 @@ class Options:
     cost_model: str
     global_batch_size: int | None
     accumulate_in_fp32: bool
-    engine: str | None
-    """None: that of the plan that is given, or the default."""
     recomputed: tuple[str, ...] = ()
     """Modules that recompute what they save whatever a plan would choose; known once there is a model."""
-
-    @property
-    def engine_in_use(self) -> str:
-        """Of a plan that is made, or where there is none."""
-        return self.engine or DEFAULT_ENGINE
 
     @classmethod
     def checked(
@@ -70,7 +60,6 @@ class Options:
         cost_model: str,
         global_batch_size: int | None,
         accumulate_in_fp32: bool,
-        engine: str | None,
     ) -> Options:
         """Options from the strategy's arguments.
 
@@ -91,8 +80,6 @@ class Options:
             raise ConfigurationError(f"search_space must be None or a SearchSpace, got {search_space!r}.")
         if not isinstance(accumulate_in_fp32, bool):
             raise ConfigurationError(f"accumulate_in_fp32 must be True or False, got {accumulate_in_fp32!r}.")
-        if engine not in (None, *ENGINES):
-            raise ConfigurationError(f"engine must be one of {tuple(ENGINES)}, got {engine!r}.")
         return cls(
             memory_limit_bytes=None if memory_limit is None else _limit_bytes(memory_limit),
             plan=Path(plan) if isinstance(plan, str) else plan,
@@ -102,7 +89,6 @@ class Options:
             cost_model=cost_model,
             global_batch_size=global_batch_size,
             accumulate_in_fp32=accumulate_in_fp32,
-            engine=engine,
         )
 
 
@@ -127,10 +113,10 @@ def _check_global_batch_size(global_batch_size: object, batch_size: object) -> N
 
 @dataclass(frozen=True)
 class Prefetch:
-    """FSDP1's prefetch settings, which decide how many units are gathered at once."""
+    """Settings of prefetching, which decide how many units are gathered at once."""
 
     backward: str = "auto"
-    forward: bool | Literal["auto"] = False
+    forward: bool | Literal["auto"] = "auto"
 
 
 def check_fsdp_kwargs(fsdp_kwargs: dict[str, Any]) -> None:
@@ -151,7 +137,7 @@ def check_fsdp_kwargs(fsdp_kwargs: dict[str, Any]) -> None:
             raise ConfigurationError(f"OSDPStrategy cannot take {name}={value!r}: {why}.")
     if fsdp_kwargs.get("use_orig_params", True) is not True:
         raise ConfigurationError(
-            "OSDPStrategy needs use_orig_params=True (its default): units may mix frozen and trainable parameters, and"
+            "OSDPStrategy needs use_orig_params=True (its default): fully_shard has no flat parameters, and"
             " configure_optimizers sees the parameters under their own names. Leave use_orig_params out."
         )
     if fsdp_kwargs.get("state_dict_type", "full") not in _STATE_DICT_TYPES:
@@ -171,24 +157,24 @@ def _known_to_fsdp() -> set[str]:
     return {name for kind in kinds for name in inspect.signature(kind.__init__).parameters}
 
 
-def pop_prefetch(fsdp_kwargs: dict[str, Any], engine: str) -> Prefetch:
-    """Takes FSDP1's prefetch settings out of its arguments: they belong to the plan, which chooses what is not said.
+def pop_prefetch(fsdp_kwargs: dict[str, Any]) -> Prefetch:
+    """Takes prefetch settings out of FSDP's arguments: they belong to the plan, which chooses what is not said.
 
     Raises:
-        ConfigurationError: one cannot be used, or not by this engine.
+        ConfigurationError: one cannot be used.
     """
     backward = fsdp_kwargs.pop("backward_prefetch", "auto")
-    names = {BackwardPrefetch.BACKWARD_PRE: "pre", BackwardPrefetch.BACKWARD_POST: "post", None: "none", "auto": "auto"}
-    if backward not in tuple(names):
-        raise ConfigurationError(f"backward_prefetch must be a BackwardPrefetch or None, got {backward!r}.")
-    if engine == "fsdp2" and names[backward] == "post":
+    names = {BackwardPrefetch.BACKWARD_PRE: "pre", None: "none", "auto": "auto"}
+    if backward == BackwardPrefetch.BACKWARD_POST:
         raise ConfigurationError(
-            "engine='fsdp2' cannot take BackwardPrefetch.BACKWARD_POST: fully_shard gathers ahead before a unit's"
+            "OSDPStrategy cannot take BackwardPrefetch.BACKWARD_POST: fully_shard gathers ahead before a unit's"
             " backward, or not at all. Pass BackwardPrefetch.BACKWARD_PRE or None, or leave it out."
         )
-    if engine == "fsdp2" and "forward_prefetch" not in fsdp_kwargs:
-        return Prefetch(backward=names[backward], forward="auto")
-    forward = fsdp_kwargs.pop("forward_prefetch", False)
+    if backward not in tuple(names):
+        raise ConfigurationError(f"backward_prefetch must be a BackwardPrefetch or None, got {backward!r}.")
+    if "forward_prefetch" not in fsdp_kwargs:
+        return Prefetch(backward=names[backward])
+    forward = fsdp_kwargs.pop("forward_prefetch")
     if not isinstance(forward, bool):
         raise ConfigurationError(f"forward_prefetch must be True or False, got {forward!r}.")
     return Prefetch(backward=names[backward], forward=forward)

@@ -1,4 +1,4 @@
-"""`OSDPStrategy`: plans in setup, wraps the model as planned, then leaves training to Lightning's FSDP strategy."""
+"""`OSDPStrategy`: plans in setup, shards the model as planned, then leaves training to Lightning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_osdp.apply import ENGINES
+from lightning_osdp.apply import fully_shard_arguments
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.search_space import SearchSpace
 from lightning_osdp.strategy import averaging, checkpoint, saving, stored
@@ -30,7 +30,8 @@ class OSDPStrategy(RehearsingStrategy):
     """Fully sharded data parallel training in which every operator is sharded only as far as memory demands.
 
     At the start of fit the model's own training step is profiled on a batch of its training data, the fastest plan
-    under the memory limit is searched, and the model is wrapped as the plan says. The plan is printed, written to
+    under the memory limit is searched, and the model is sharded as the plan says, by torch's
+    ``fully_shard``. The plan is printed, written to
     ``osdp_plan.json`` in the trainer's log directory, and compared with what was measured when fit ends.
 
     Args:
@@ -52,12 +53,10 @@ class OSDPStrategy(RehearsingStrategy):
             reduces them.
         rehearse: whether each rank takes a step alone before the first one, to see that memory suffices; where it does
             not, all change to a plan with less memory. ``"auto"``: on GPUs.
-        cost_model: ``"simulate"`` (a step as FSDP1 runs it) or ``"paper"`` (the sums of equation 1).
+        cost_model: ``"simulate"`` (a step as ``fully_shard`` runs it) or ``"paper"`` (the sums of equation 1).
         start_method: ``"popen"`` runs the script once per rank; ``"spawn"``, ``"forkserver"`` and, for notebooks,
             ``"fork"`` start workers, after which this process has the trained weights. Unused under torchrun.
-        engine: what runs the plan: ``"fsdp1"`` (the default), or ``"fsdp2"``, torch's ``fully_shard``. A plan that is
-            given names its own.
-        **fsdp_kwargs: arguments of Lightning's ``FSDPStrategy``.
+        **fsdp_kwargs: arguments of Lightning's ``FSDPStrategy``, as far as ``fully_shard`` has a counterpart.
 
     Raises:
         ConfigurationError: an option cannot be used, or one of ``fsdp_kwargs`` is what the plan decides.
@@ -80,7 +79,6 @@ class OSDPStrategy(RehearsingStrategy):
         rehearse: bool | Literal["auto"] = "auto",
         cost_model: str = "simulate",
         start_method: StartMethod = "popen",
-        engine: Literal["fsdp1", "fsdp2"] | None = None,
         **fsdp_kwargs: Any,
     ) -> None:
         check_fsdp_kwargs(fsdp_kwargs)
@@ -93,9 +91,8 @@ class OSDPStrategy(RehearsingStrategy):
             cost_model=cost_model,
             global_batch_size=global_batch_size,
             accumulate_in_fp32=accumulate_in_fp32,
-            engine=engine,
         )
-        prefetch = pop_prefetch(fsdp_kwargs, options.engine_in_use)
+        prefetch = pop_prefetch(fsdp_kwargs)
         self._generators = Generators()
         self._whole_state: dict[str, Any] | None = None
         # What the plan decides is given here, so that LightningCLI does not offer it.
@@ -110,7 +107,7 @@ class OSDPStrategy(RehearsingStrategy):
             device_mesh=None,
             **fsdp_kwargs,
         )
-        ENGINES[options.engine_in_use].arguments(self._engine_kwargs)  # what it cannot take is said now
+        fully_shard_arguments(self._fsdp_kwargs)  # what it cannot take is said now
 
     @property
     @override

@@ -17,7 +17,7 @@ from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.progress import Progress
 from lightning_osdp.core.search_space import SearchSpace
-from lightning_osdp.engine import ENGINES
+from lightning_osdp.engine import FSDP2
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.profiler import CUDA_HEADROOM, measure_cluster, why_not_mean
 from lightning_osdp.scheduler import make_plan
@@ -50,7 +50,6 @@ def plan_fit(
             strategy.root_device,
             num_nodes=strategy.num_nodes,
             local_ranks=strategy.num_processes,
-            engine=options.engine_in_use,
         )
     for name, link in (("all-gather", cluster.all_gather), ("reduce-scatter", cluster.reduce_scatter)):
         rank_zero_info(
@@ -121,7 +120,6 @@ def _searched(
     prefetch: Prefetch,
     progress: Progress,
 ) -> Plan:
-    kind = ENGINES[options.engine_in_use]
     return on_rank_zero(
         lambda: make_plan(
             profile,
@@ -131,7 +129,7 @@ def _searched(
             search_space=_search_space(options, trainer),
             cost_model=options.cost_model,
             blocks={block.name: "recompute" for block in profile.blocks} if options.recomputed else None,
-            engine=kind(backward_prefetch=prefetch.backward, forward_prefetch=prefetch.forward),
+            engine=FSDP2(backward_prefetch=prefetch.backward, forward_prefetch=prefetch.forward),
             progress=progress,
             **wanted.arguments,
         )

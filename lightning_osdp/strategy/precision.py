@@ -39,7 +39,7 @@ class OSDPPrecision(FSDPPrecision):
     @property
     @override
     def mixed_precision_config(self) -> MixedPrecision | None:  # type: ignore[override]
-        """What FSDP computes and reduces in; None where that is the parameters' own dtype."""
+        """What units compute and reduce in; None where that is the parameters' own dtype."""
         return None if self.precision in ("32-true", "64-true") else super().mixed_precision_config
 
     @override
@@ -53,8 +53,8 @@ class OSDPPrecision(FSDPPrecision):
     def clip_grad_by_norm(self, optimizer: Optimizable, clip_val: int | float, *_: Any, **__: Any) -> None:
         """Scales gradients so that their norm over all ranks is at most ``clip_val``.
 
-        Each rank holds a shard of every gradient, and shards are disjoint, so the squares of all ranks add up. (With
-        one rank FSDP1 does not shard, and there is nothing to add.) As ``torch.nn.utils.clip_grad_norm_``.
+        Each rank holds a shard of every gradient, and shards are disjoint, so the squares of all ranks add up. As
+        ``torch.nn.utils.clip_grad_norm_``.
         """
         if clip_val <= 0:
             return

@@ -28,7 +28,7 @@ STALL_SHARE = 0.9
 
 
 class RanksStrategy(FSDPStrategy):
-    """FSDP whose ranks are started by any method, end together when one fails, and leave no thread behind.
+    """Ranks that are started by any method, end together when one fails, and leave no thread behind.
 
     Args:
         start_method: ``"popen"``, ``"spawn"``, ``"forkserver"`` or ``"fork"``.

@@ -19,7 +19,7 @@ def named_by_policy(module: nn.Module, policy: Mapping[str, Any]) -> tuple[str, 
     """Names of the modules that recompute, none of them inside another.
 
     Args:
-        module: the model, not wrapped yet; it is not changed.
+        module: the model, not sharded yet; it is not changed.
         policy: as Lightning's strategy keeps it; empty where the user gave none.
     """
     if not policy:

@@ -54,14 +54,14 @@ def rehearse(trainer: pl.Trainer, sharded: ShardedModel, plan: Plan) -> Rehearse
     others = other_tensors(trainer)  # before there are copies that no other step has
     with (
         sharded.alone(),
-        untouched(sharded.root, left_out=sharded.shards),
+        untouched(sharded.module, left_out=sharded.shards),
         muted(trainer, module),
         torch.autograd.set_detect_anomaly(False),
     ):
         found = _attempt(trainer, strategy, sharded, plan, others)
     if found.shortage is not None:
         _give_back(strategy.root_device)
-        # FSDP1 holds tensors of a step that was broken off until the next one
+        # a step that was broken off may leave tensors until the next one
         census = getattr(strategy, "census", None)
         if isinstance(census, Census):
             census.ignore(other_tensors(trainer, besides=others))

@@ -14,11 +14,11 @@ from lightning_osdp.strategy.units import UnitsStrategy
 
 
 class RehearsingStrategy(UnitsStrategy):
-    """FSDP over the units of a plan, which give up what they keep where memory runs out before the first step.
+    """Training over the units of a plan, which give up what they keep where memory runs out before the first step.
 
     Args:
         options: what the plan may be.
-        prefetch: FSDP1's settings.
+        prefetch: settings of prefetching.
         rehearse: whether each rank takes a step alone before the first one; ``"auto"``: on GPUs.
         **kwargs: of `UnitsStrategy`.
 
@@ -38,8 +38,9 @@ class RehearsingStrategy(UnitsStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         rehearses = self.root_device.type != "cpu" if self._rehearse == "auto" else self._rehearse
-        if rehearses and self.plan is not None:
-            assert self.lightning_module is not None
+        assert self.lightning_module is not None
+        # in manual optimization training_step updates weights and states itself: to rehearse it would be to train
+        if rehearses and self.plan is not None and self.lightning_module.automatic_optimization:
             plan_that_fits(self.lightning_module.trainer, self._sharded, self.plan, self._division, self._use)
 
     def _use(self, plan: Plan) -> None:

@@ -26,7 +26,7 @@ class WholeSummary:
 
 
 def whole_summaries(trainer: pl.Trainer, module: pl.LightningModule) -> dict[int, WholeSummary]:
-    """Summaries of a module that is about to be wrapped, by depth, for the callbacks that its Trainer has."""
+    """Summaries of a module that is about to be sharded, by depth, for the callbacks that its Trainer has."""
     return {callback._max_depth: _whole(callback._summary(trainer, module)) for callback in _callbacks(trainer)}
 
 

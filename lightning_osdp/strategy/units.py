@@ -1,4 +1,4 @@
-"""From a LightningModule to units: wrapped as planned, or found as another Trainer left them."""
+"""From a LightningModule to units: sharded as planned, or found as another Trainer left them."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from lightning_osdp.strategy.wrapping import Wrapping, wrapping_of
 
 
 class UnitsStrategy(RanksStrategy):
-    """FSDP over the units of a plan, through all stages of all Trainers that have the module.
+    """Training over the units of a plan, through all stages of all Trainers that have the module.
 
     Args:
         options: what the plan may be.
-        prefetch: FSDP1's settings, which are part of a plan.
+        prefetch: settings of prefetching, which are part of a plan.
         **kwargs: of `RanksStrategy`.
 
     Attributes:
@@ -123,10 +123,10 @@ class UnitsStrategy(RanksStrategy):
             averaging.average_shards(model.trainer, found.sharded, self.root_device)
         reshard_before_hooks(model.trainer, found.sharded)
         found.sharded.reshard()
-        return found.sharded.root
+        return found.sharded.module
 
     def _take_over(self, found: Wrapping) -> None:
-        """Goes on with the units that another strategy wrapped the model in."""
+        """Goes on with the units that another strategy sharded the model in."""
         self._is_for_training = False
         rank_zero_info("OSDP: another Trainer has sharded this model already, and its units are used as they are.")
 
@@ -152,12 +152,12 @@ class UnitsStrategy(RanksStrategy):
         }
 
     @property
-    def _engine_kwargs(self) -> dict[str, Any]:
-        """What the user gave for FSDP itself."""
+    def _fsdp_kwargs(self) -> dict[str, Any]:
+        """What the user gave for sharding itself."""
         return {**self.kwargs, "mixed_precision": self.mixed_precision}
 
     def _wrap(self, module: pl.LightningModule) -> Wrapping:
-        kwargs = {**self._engine_kwargs, "mixed_precision": self.mixed_precision_config}
+        kwargs = {**self._fsdp_kwargs, "mixed_precision": self.mixed_precision_config}
         options = replace(self._options, recomputed=named_by_policy(module, self._activation_checkpointing_kwargs))
         self._forget_division(module.trainer)
         choose = chosen if module.automatic_optimization else planned_by_hand
@@ -172,7 +172,7 @@ class UnitsStrategy(RanksStrategy):
         return self._finished(sharded(module, self._plan, options, device=self.root_device, **kwargs))
 
     def _finished(self, found: ShardedModel) -> Wrapping:
-        _move_torchmetrics_to_device(found.root, self.root_device)
+        _move_torchmetrics_to_device(found.module, self.root_device)
         return Wrapping(found, self._settings())
 
     @override

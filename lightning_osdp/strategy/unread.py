@@ -9,10 +9,10 @@ _TORCH_SAYS = "its data is not allocated yet"
 
 def explain_unread(error: BaseException, sharded: ShardedModel | None) -> None:
     """Appends to what torch raises where ``torch.tensor([...])`` is to read DTensors: what they are, and what helps."""
-    if sharded is None or sharded.root is not sharded.module or _TORCH_SAYS not in str(error):
+    if sharded is None or _TORCH_SAYS not in str(error):
         return
     told = (
-        "OSDP: under engine='fsdp2' parameters, gradients and their norms are DTensors, of which torch.tensor() cannot"
+        "OSDP: parameters, gradients and their norms are DTensors, of which torch.tensor() cannot"
         " make a list of values, as Lightning's grad_norm does. Take each value itself, on all ranks:"
         " {name: float(p.grad.norm()) for name, p in self.named_parameters() if p.grad is not None}."
     )

@@ -1,9 +1,8 @@
-"""The units that a model is wrapped in: found again by every Trainer that the model is given to."""
+"""The units that a model is sharded in: found again by every Trainer that the model is given to."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from lightning_osdp.strategy.summary import WholeSummary
 
 @dataclass(eq=False)
 class Wrapping:
-    """A wrapped module, which holds this as a hook of its own ``state_dict()``, as long as it is wrapped.
+    """A sharded module, which holds this as a hook of its own ``state_dict()``, as long as it is sharded.
 
     Attributes:
         sharded: the module, its units and their plan.
@@ -37,7 +36,6 @@ class Wrapping:
     summaries: Mapping[int, WholeSummary] = field(default_factory=dict)
     given_up: list[Plan] = field(default_factory=list)
     _handles: list[RemovableHandle] = field(default_factory=list)
-    _taking: ExitStack = field(default_factory=ExitStack)
 
     def hold(self) -> None:
         """Has the module hold this.
@@ -49,7 +47,6 @@ class Wrapping:
         self._handles += [
             module.register_state_dict_pre_hook(self),
             module._register_load_state_dict_pre_hook(self._take),
-            module.register_load_state_dict_post_hook(self._end_taking),
         ]
 
     @property
@@ -111,17 +108,14 @@ class Wrapping:
             )
 
     def _take(self, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-        """Runs before the module loads a state dict; units inside it gather themselves."""
+        """Runs before the module loads a state dict, which goes into shards."""
+        del state_dict
         if not prefix:
-            self._taking.enter_context(self.sharded.taking(state_dict))
-
-    def _end_taking(self, *_: object) -> None:
-        """Runs when it has loaded it."""
-        self._taking.close()
+            self.sharded.reshard()
 
 
 def wrapping_of(module: nn.Module) -> Wrapping | None:
-    """What this module is wrapped in, by whichever strategy."""
+    """What this module is sharded in, by whichever strategy."""
     hooks = module._state_dict_pre_hooks.values()
     return next((hook for hook in hooks if isinstance(hook, Wrapping) and hook.module is module), None)
 

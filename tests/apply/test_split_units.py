@@ -11,7 +11,7 @@ from wrapped_units import units_of
 
 from benchmarks.testbed.groups import fake_group
 from benchmarks.testbed.plans import plan_of
-from lightning_osdp.apply import apply_plan, units_reduced_last
+from lightning_osdp.apply import ShardedModel, apply_plan
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError, ProfileError
 
 CPU = torch.device("cpu")
@@ -51,10 +51,9 @@ def test_all_slices_reduce_when_their_unit_does():
     units = tuple(dataclasses.replace(unit, sync="last" if unit.name == "block.0" else "every") for unit in plan.units)
     plan = dataclasses.replace(plan, units=units)
     with fake_group(2):
-        root = apply_plan(Layers(), plan, device=CPU)
-        slices = root.module.block[0].slices
-        assert units_reduced_last(root, plan) == tuple(slices)
-        assert len(slices) == 3
+        sharded = ShardedModel.planned(Layers(), plan, device=CPU)
+        waiting = [unit.name for unit in sharded.units if unit.mode.sync == "last"]
+        assert waiting == [f"block.0.slices.{index}" for index in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -103,9 +102,9 @@ def values(modes, known):
         setattr(model, name, nn.Linear(8, 10))
     torch.manual_seed(3)
     with fake_group(1):
-        root = apply_plan(model, split_plan(modes, module=model), device=CPU)
-        assert root(torch.arange(4)).shape == (4, 5)
-        return root, {name: value.clone() for name, value in model.state_dict().items()}
+        sharded = ShardedModel.planned(model, split_plan(modes, module=model), device=CPU)
+        assert sharded.run(model.forward, torch.arange(4)).shape == (4, 5)
+        return model, {name: value.full_tensor().clone() for name, value in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("known", [(), ("up",)])
@@ -113,10 +112,10 @@ def values(modes, known):
 def test_slices_of_meta_operators_get_what_the_whole_ones_would(first, second, third, known):
     _, expected = values({"tokens": "ZDP", "up": "DP", "down": "DP"}, known)
     modes = {"tokens": ("ZDP",) * first, "up": ("DP",) * second, "down": ("ZDP",) * third}
-    root, found = values(modes, known)
+    model, found = values(modes, known)
     assert list(found) == list(expected)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert not any(p.requires_grad for name, p in root.named_parameters() if "down" in name)
+    assert not any(p.requires_grad for name, p in model.named_parameters() if "down" in name)
 
 
 class Resetting(nn.Module):

@@ -64,7 +64,7 @@ class Every(NamedTuple):
     """By the closed form, straight from it."""
     time_s: float
     peak_bytes: int
-    """The closed form, or the simulated step where that is no more than a bound."""
+    """By the simulated step."""
 
 
 def every_assignment(found):

@@ -17,7 +17,7 @@ from lightning_osdp.core.profile import Rerun
 from lightning_osdp.core.search_space import SearchSpace
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload
-from lightning_osdp.engine import FSDP1, FSDP2
+from lightning_osdp.engine import FSDP2
 from lightning_osdp.scheduler import make_plan
 from lightning_osdp.simulation import simulate
 
@@ -26,7 +26,7 @@ from lightning_osdp.simulation import simulate
 def given_setting(model, operator):
     """Units of these names and sizes on two ranks, where a collective takes a second whatever its size."""
 
-    def build(*sizes, names=None, engine=None, latency_s=1.0, changes=None, **fields):
+    def build(*sizes, names=None, latency_s=1.0, changes=None, **fields):
         names = names or [f"m{index}" for index in range(len(sizes))]
         operators = (
             operator(name, size, **(changes or {}).get(name, {})) for name, size in zip(names, sizes, strict=True)
@@ -38,7 +38,6 @@ def given_setting(model, operator):
             units=partition(profile, min_unit_bytes=0),
             cluster=Cluster(world_size=2, all_gather=link, reduce_scatter=link),
             workload=Workload(micro_batch_size=1),
-            engine=engine or FSDP2(),
         )
 
     return build
@@ -62,10 +61,6 @@ def test_one_collective_takes_the_place_of_two(given_setting):
 def test_equal_units_are_joined_alike_and_then_pairs_of_pairs(given_setting):
     lists, _, _ = joined_in(given_setting(*[100] * 12))
     assert lists == {f"m{i}": tuple(f"m{j}" for j in range(i, i + 4)) for i in (0, 4, 8)}
-
-
-def test_engines_without_units_of_several_modules_have_none(given_setting):
-    assert joined_in(given_setting(100, 100, 100, 100, engine=FSDP1()))[0] == {}
 
 
 def test_nothing_is_joined_that_saves_no_time(given_setting):
@@ -108,20 +103,9 @@ def test_units_are_joined_inside_a_block_that_recomputes_and_not_across_it(given
     rerun = {"a": Rerun((0, 1), is_early=False), "b": Rerun((2, 3), is_early=False)}
     lists, _, _ = joined_in(given_setting(100, 100, 100, 100, names=names, rerun=rerun))
     assert lists == {"a.x": ("a.x", "a.y"), "b.x": ("b.x", "b.y")}
-    names = ["x", "a.x", "b.x", "b"]
-    assert (
-        joined_in(
-            given_setting(
-                100,
-                100,
-                100,
-                100,
-                names=["x", "a.x", "b.x", "y"],
-                rerun={"a": Rerun((1, 1), is_early=False), "b": Rerun((2, 2), is_early=False)},
-            )
-        )[0]
-        == {}
-    )
+    rerun = {"a": Rerun((1, 1), is_early=False), "b": Rerun((2, 2), is_early=False)}
+    lists, _, _ = joined_in(given_setting(100, 100, 100, 100, names=["x", "a.x", "b.x", "y"], rerun=rerun))
+    assert lists == {}
 
 
 def test_units_are_not_joined_across_children_that_run_backward_one_by_one(given_setting):

@@ -15,7 +15,7 @@ from lightning_osdp.core.cluster import UnitOverhead
 from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload
-from lightning_osdp.engine import FSDP1
+from lightning_osdp.engine import FSDP2
 from lightning_osdp.scheduler.planned import planned
 
 
@@ -67,11 +67,14 @@ def test_a_bound_holds_for_larger_micro_batches(model, operator, case, share, mo
             assert bound_s <= later.step_time_s(modes) * (1 + 1e-9)
 
 
+IMPLICIT, EXPLICIT = FSDP2(asynchronous_unshard=False), FSDP2(forward_prefetch=True)
+
+
 @pytest.fixture
 def chain(model, operator, cluster):
     """Eight equal operators; a ring takes 1 s, forward ``forward_s`` and backward twice that."""
 
-    def build(forward_s, **fields):
+    def build(forward_s, engine=IMPLICIT):
         operators = (
             operator(f"m{i}", 100, forward_s_per_sample=forward_s, backward_s_per_sample=2 * forward_s)
             for i in range(8)
@@ -82,7 +85,7 @@ def chain(model, operator, cluster):
             units=partition(profile, min_unit_bytes=0),
             cluster=dataclasses.replace(cluster(2, seconds_per_byte=0.02), overlaps=True),
             workload=Workload(micro_batch_size=1),
-            **fields,
+            engine=engine,
         )
 
     return build
@@ -96,8 +99,17 @@ def test_nothing_is_kept_where_computing_hides_everything(chain):
     assert (assigned.step_time_s, assigned.gap) == (74.0, 0.0)
 
 
-def test_everything_is_kept_where_collectives_take_longest(chain):
-    found = chain(0.1)
+def test_what_is_gathered_again_once_forward_is_over_is_kept_where_nothing_else_shows(chain):
+    found = chain(3.0, EXPLICIT)
+    assert found.step_time_s(found.all_zdp_modes) == 75.0
+    assigned = assign_modes(found, limit_bytes=10**6)
+    assert assigned.modes == (DP, *[ZDP] * 7, DP)
+    assert (assigned.step_time_s, assigned.gap) == (74.0, 0.0)
+
+
+@pytest.mark.parametrize("engine", [IMPLICIT, EXPLICIT], ids=["implicit", "explicit"])
+def test_everything_is_kept_where_collectives_take_longest(chain, engine):
+    found = chain(0.1, engine)
     assigned = assign_modes(found, limit_bytes=10**6)
     # 16 collectives, between which the last forward and backward are computed
     assert assigned.step_time_s == pytest.approx(16.0 + 0.3)
@@ -129,14 +141,6 @@ def test_where_no_plan_below_the_wanted_time_is_possible_modes_are_not_improved(
         found, cluster=dataclasses.replace(found.cluster, unit_overhead={"gather": UnitOverhead(fixed_s=1.0)})
     )
     assert assign_modes(with_overhead, limit_bytes=10**6, worth_s=math.inf).modes == (DP,) * 9
-
-
-@pytest.mark.parametrize("forward_s", [0.3, 0.5, 1.0])
-def test_a_gather_after_backward_is_as_early_and_holds_one_unit_less(chain, forward_s):
-    before, after, late = (chain(forward_s, engine=FSDP1(backward_prefetch=each)) for each in ("pre", "post", "none"))
-    modes = before.all_zdp_modes
-    assert before.step_time_s(modes) == after.step_time_s(modes) < late.step_time_s(modes)
-    assert before.peak(modes).peak_bytes > after.peak(modes).peak_bytes >= late.peak(modes).peak_bytes
 
 
 def test_one_rank_has_nothing_to_overlap(chain):

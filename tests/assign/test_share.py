@@ -12,6 +12,7 @@ from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.profile import ModelProfile, OperatorProfile, Segment
 from lightning_osdp.core.units import merged, partition
 from lightning_osdp.cost import Workload
+from lightning_osdp.engine import FSDP2
 
 LINK = Link(latency_s=1e-3, seconds_per_byte=1e-9)
 FREE = Link(latency_s=0.0, seconds_per_byte=1e-9)
@@ -147,7 +148,8 @@ def test_where_communication_overlaps_sharing_is_judged_by_the_simulated_step():
     busy = {o.name: Segment(operator=o.name, forward_s=Affine(0.1), backward_s=Affine(0.1)) for o in given.profile}
     profile = ModelProfile.in_turn(given.profile.operators, busy)
     blocking = dataclasses.replace(given, profile=profile, units=partition(profile, min_unit_bytes=0))
-    overlapping = dataclasses.replace(blocking, cluster=dataclasses.replace(blocking.cluster, overlaps=True))
+    ranks, ahead = dataclasses.replace(blocking.cluster, overlaps=True), FSDP2(forward_prefetch=True)
+    overlapping = dataclasses.replace(blocking, cluster=ranks, engine=ahead)
     modes = given.all_zdp_modes
     # all latency but that of the ends is hidden behind computing: nothing to save by sharing, and units to lose
     assert share_units(overlapping, modes, limit_bytes=math.inf)[0] is overlapping

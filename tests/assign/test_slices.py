@@ -9,7 +9,7 @@ from lightning_osdp.assign.slices import one_sync
 from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload
-from lightning_osdp.engine import FSDP1
+from lightning_osdp.engine import FSDP2
 
 CHOICES = (1, 2, 4, 8, 16)
 
@@ -25,7 +25,7 @@ def wide(model, linear, cluster):
         units=partition(profile, min_unit_bytes=0),
         cluster=cluster(2, latency_s=0.001, seconds_per_byte=1e-6),
         workload=Workload(micro_batch_size=1),
-        engine=FSDP1(backward_prefetch="none"),
+        engine=FSDP2(backward_prefetch="none"),
     )
 
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from benchmarks import engines
-from benchmarks.measures.engines import breakdown_targets, peaks_targets, times_ratio, times_targets
-from benchmarks.testbed.engines import BY_HAND, BY_HAND_ON_ROWS, CONTESTANTS, FSDP1, FSDP2
+from benchmarks.measures.engines import FSDP1, breakdown_targets, peaks_targets, times_ratio, times_targets
+from benchmarks.testbed.engines import BY_HAND, BY_HAND_ON_ROWS, CONTESTANTS, OSDP
 
 
 @pytest.mark.distributed
@@ -29,31 +29,37 @@ def test_the_benchmark_runs_all_that_take_part(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == [line for line in printed if ": Case(" not in line]
 
 
-def row_of(rate_mbit, seconds, apart):
-    return {"case": {"model": "m", "mode": "ZDP", "rate_mbit": rate_mbit}, "seconds": seconds, "apart": apart}
+def row_of(rate_mbit, seconds):
+    return {"case": {"model": "m", "mode": "ZDP", "rate_mbit": rate_mbit}, "seconds": seconds}
 
 
-def test_what_ran_apart_is_compared_through_what_ran_in_both():
-    here = {BY_HAND: [2.0, 4.0], BY_HAND_ON_ROWS: [2.0, 4.0], FSDP2: [3.0, 6.0]}
-    row = row_of(200.0, here, {BY_HAND: [4.0, 4.0], FSDP1: [5.0, 5.0]})
-    assert times_ratio(row, FSDP2, BY_HAND) == 1.5
-    assert times_ratio(row, FSDP1, FSDP2) == pytest.approx(1.25 / 1.5)
-    together = row_of(200.0, {**here, FSDP1: [6.0, 12.0]}, {})
-    assert times_ratio(together, FSDP1, FSDP2) == 2.0
+def test_steps_are_compared_with_those_of_the_same_round():
+    assert times_ratio(row_of(200.0, {BY_HAND: [2.0, 4.0, 1.0], OSDP: [3.0, 6.0, 9.0]}), OSDP, BY_HAND) == 1.5
 
 
 @pytest.mark.parametrize(("rate_mbit", "least"), [(200.0, 0.97), (1000.0, 0.95), (None, None)])
 def test_targets_are_those_of_the_rate(rate_mbit, least):
-    row = row_of(rate_mbit, {BY_HAND: [1.0], BY_HAND_ON_ROWS: [0.99], FSDP1: [0.96], FSDP2: [1.0]}, {})
+    row = row_of(rate_mbit, {BY_HAND: [1.0], BY_HAND_ON_ROWS: [0.99], FSDP1: [0.96], OSDP: [1.0]})
     *speeds, by_hand, on_rows = times_targets([row])
     assert [(target.limit, target.measured, target.is_least) for target in speeds] == (
         [] if least is None else [(least, 0.96, True)]
     )
     assert (by_hand.is_met, on_rows.is_met) == (True, True)
+    del row["seconds"][FSDP1]  # which is measured no more
+    assert [target.measured for target in times_targets([row])] == [by_hand.measured, on_rows.measured]
+
+
+def test_peaks_are_compared_in_units():
+    # the largest unit is a block of "tiny": 12 * 32^2 weights, and biases and norms of 13 * 32
+    unit_bytes = 4 * (12 * 32**2 + 13 * 32)
+    row = {"case": {"model": "tiny", "mode": "ZDP"}, "bytes": {BY_HAND: unit_bytes, OSDP: 2 * unit_bytes}}
+    assert [target.measured for target in peaks_targets([row])] == [1.0]
+    row["bytes"][FSDP1] = 0
+    assert [(target.measured, target.is_met) for target in peaks_targets([row])] == [(1.0, False), (2.0, False)]
 
 
 def test_dispatch_is_what_the_optimizer_takes_beside_its_arithmetic():
-    host = {"optimizer on rows": 0.012, "plain optimizer": 0.010, FSDP2: 0.1}
+    host = {"optimizer on rows": 0.012, "plain optimizer": 0.010, OSDP: 0.1}
     (target,) = breakdown_targets([{"case": {"model": "m", "mode": "ZDP"}, "host_s": host}])
     assert target.measured == pytest.approx(0.02)
     assert target.is_met

@@ -7,14 +7,21 @@ import pytest
 
 from benchmarks import headline
 from benchmarks.families import build
-from benchmarks.measures import wrapper
+from benchmarks.measures.baselines import BASE, FULL_SHARD
 from benchmarks.measures.contest import named, ratio
-from benchmarks.measures.headline import GLOBAL_SPACES, ONE_SPACES, WAYS, targets_of_global, targets_of_one
-from benchmarks.testbed.wrapper import BY_HAND, LIGHTNING, OSDP
-from lightning_osdp import Cluster, make_plan, profile_model, simulate
+from benchmarks.measures.headline import (
+    CHECKPOINTING,
+    GLOBAL_SPACES,
+    ONE_SPACES,
+    WAYS,
+    targets_of_global,
+    targets_of_one,
+)
+from benchmarks.testbed.plans import simulated
+from lightning_osdp import Cluster, make_plan, profile_model
 from lightning_osdp.core.cluster import UNIT_PARTS, Link, UnitOverhead
 
-NAMES = ["FULL_SHARD", "FULL_SHARD, checkpointing"]
+NAMES = [way.name for way in (BASE, CHECKPOINTING, FULL_SHARD)]
 
 
 @pytest.fixture(scope="module")
@@ -23,16 +30,13 @@ def tiny_profile():
 
 
 @pytest.mark.parametrize("num_samples", [1, 6])
-@pytest.mark.parametrize("way", [way for way in WAYS if way.sharding != "DDP"], ids=lambda way: way.name)
-def test_no_way_of_lightnings_is_predicted_to_be_faster_than_a_plan_in_its_memory(tiny_profile, way, num_samples):
+@pytest.mark.parametrize("way", [way for way in WAYS if way.is_fully_shard], ids=lambda way: way.name)
+def test_no_way_of_fully_shard_is_predicted_to_be_faster_than_a_plan_in_its_memory(tiny_profile, way, num_samples):
     link = Link(latency_s=1e-3, seconds_per_byte=1e-8)
     overhead = dict.fromkeys(UNIT_PARTS, UnitOverhead(fixed_s=2e-3))
     cluster = Cluster(world_size=4, all_gather=link, reduce_scatter=link, unit_overhead=overhead)
-    other = simulate(
-        way.plan(build("tiny"), world_size=4, micro_batch_size=num_samples),
-        tiny_profile,
-        cluster,
-    )
+    plan = way.plan(build("tiny"), world_size=4, micro_batch_size=num_samples)
+    other = simulated(plan, tiny_profile, cluster, engine=way.engine)
     limit_bytes = other.peak.peak_bytes
     plan = make_plan(tiny_profile, cluster, memory_limit_bytes=limit_bytes, micro_batch_size=num_samples)
     assert plan.step_time_s <= other.time_s * 1.001
@@ -41,7 +45,7 @@ def test_no_way_of_lightnings_is_predicted_to_be_faster_than_a_plan_in_its_memor
 @pytest.mark.distributed
 def test_the_benchmark_compares_all_that_fit_at_their_best(tmp_path: Path):
     output = tmp_path / "results.json"
-    headline.main(["one", "global", "wrapper"], output=output, num_rounds=1, quick=True)
+    headline.main(["one", "global"], output=output, num_rounds=1, quick=True)
     results = json.loads(output.read_text())
     assert len(results["baselines, tiny"]["rows"]) == len(headline.QUICK.ways)
     for name, spaces, targets in (
@@ -53,16 +57,10 @@ def test_the_benchmark_compares_all_that_fit_at_their_best(tmp_path: Path):
             assert all(named(row, each, limit) for each in (*NAMES, *spaces))
         for entrant in row["entrants"]:
             assert entrant["measured_s"] > 0
-            assert entrant["counted_bytes"] <= entrant["limit"] * row["full_shard_bytes"] * 1.001
+            assert entrant["counted_bytes"] <= entrant["limit"] * row["base_bytes"] * 1.001
             if entrant["name"] != "DDP":
                 assert entrant["predicted_bytes"] == pytest.approx(entrant["counted_bytes"], rel=5e-3)
                 assert ratio(row, entrant, "predicted_s") > 0
             if name == "global":
                 assert entrant["micro_batch_size"] * entrant["num_micro_batches"] == 2
         assert all(target.is_met for target in targets([row]))  # those of memory: links are not shaped
-    (row,) = results["wrapper"]["rows"]
-    assert set(row["seconds"]) == {BY_HAND, LIGHTNING, OSDP}
-    assert all(seconds > 0 for steps in row["seconds"].values() for seconds in steps)
-    assert {target.measured for target in wrapper.targets([row])} == {
-        row["seconds"][OSDP][0] / row["seconds"][other][0] for other in (BY_HAND, LIGHTNING)
-    }

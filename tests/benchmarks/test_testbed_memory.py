@@ -1,9 +1,12 @@
 """The counter against bytes added up by hand, in units of one layer W; s = W/2 is a shard on two ranks.
 
-base            3 * 1.5 = 4.5: shards and the two moments of AdamW; and 1.5 reduced gradients during forward
-forward         6 + what is gathered: 1, or 3 where all layers are DP
-backward        at the second of three layers: 4.5 + gathered + 2 of its gradient + 0.5 reduced before
-reduce-scatter  the same without its own parameter, with one of its gradients and 0.5 reduced: and a copy on gloo
+base            3 * 1.5 = 4.5: shards and the two moments of AdamW; and 3 s = 1.5 reduced gradients during forward
+forward         6 + the layers kept so far, and of the last one the buffer that was gathered and what is copied from it
+backward        ZZZ: at the second of three layers 4.5 + s reduced before + 1 that the reduction before took + 1 of the
+                layer + 1 gathered ahead + 1 of its gradient. DDD: the same with 2 layers and none gathered ahead
+reduce-scatter  ZZZ: at that layer 4.5 + s reduced before + 1 gathered ahead + 1 that is reduced + 1 of the gradient
+                that it was made of, which a name holds + s of the result. DDD: at the last one 4.5 + 2 layers + 1 + 1
+                + s. On gloo a copy of what is reduced
 optimizer       6 + three temporaries of one shard
 """
 
@@ -31,10 +34,10 @@ def layers(step):
 @pytest.mark.parametrize(
     ("modes", "group", "expected"),
     [
-        ("ZZZ", fake_group, [7.0, 9.0, 7.5, 7.5]),
-        ("ZZZ", like_gloo, [7.0, 9.0, 8.5, 7.5]),
-        ("DDD", fake_group, [9.0, 9.5, 8.0, 7.5]),
-        ("DDD", like_gloo, [9.0, 9.5, 9.0, 7.5]),
+        ("ZZZ", fake_group, [8.0, 9.0, 8.5, 7.5]),
+        ("ZZZ", like_gloo, [8.0, 9.0, 9.5, 7.5]),
+        ("DDD", fake_group, [10.0, 9.0, 9.0, 7.5]),
+        ("DDD", like_gloo, [10.0, 9.0, 10.0, 7.5]),
     ],
 )
 def test_phases_equal_the_sums_by_hand(modes, group, expected):
@@ -45,19 +48,26 @@ def test_phases_equal_the_sums_by_hand(modes, group, expected):
 
 
 def test_micro_batches_add_to_the_gradients_of_those_before():
-    # forward carries 1.5 gradients in the second micro-batch too; backward has them from the start: 4.5 + 1.5 + 4
+    # forward carries 1.5 gradients in the second micro-batch too; backward has all of them instead of s, and what is
+    # reduced is added to them
     with fake_group(2):
         found = count_step(Linears(), plan_for_linears("ZZZ", world_size=2, num_micro_batches=2))
-    assert layers(found) == [7.0, 10.0, 8.5, 7.5]
+    assert layers(found) == [8.0, 10.0, 9.5, 7.5]
 
 
-def test_forward_prefetch_frees_and_reduces_one_unit_later():
-    # forward has the next layer too; at the second of three layers all are whole, with the third one's gradient:
-    # 4.5 + 3 + 1 + 2; when that is reduced: 4.5 + 2 + 1 + 1 + 0.5
-    plan = dataclasses.replace(plan_for_linears("ZZZ", world_size=2), forward_prefetch=True)
+@pytest.mark.parametrize("forward_prefetch", [False, True])
+@pytest.mark.parametrize(("asynchronous_unshard", "forward"), [(True, 8.0), (False, 9.0)])
+def test_buffers_that_are_gathered_synchronously_outlive_the_next_copy(asynchronous_unshard, forward_prefetch, forward):
+    # of the layer before, in forward alone: 6 + 1 + the 2 of a layer that is copied. One that is gathered ahead takes
+    # its buffer when the layer before has left its own, so that no more than these live
+    plan = dataclasses.replace(
+        plan_for_linears("ZZZ", world_size=2),
+        asynchronous_unshard=asynchronous_unshard,
+        forward_prefetch=forward_prefetch,
+    )
     with fake_group(2):
         found = count_step(Linears(), plan)
-    assert layers(found) == [8.0, 10.5, 9.0, 7.5]
+    assert layers(found) == [forward, 9.0, 8.5, 7.5]
 
 
 def test_all_steps_after_the_first_are_alike():
@@ -86,4 +96,5 @@ def test_one_rank_reduces_nothing():
     with fake_group(1):
         found = count_step(Linears(), plan_for_linears("ZZZ", world_size=1))
     assert set(found.phases) == {"forward", "backward", "optimizer step"}
-    assert round(found.phases["forward"] / LAYER_BYTES, 1) == 12.0  # nothing is sharded, nothing gathered
+    # layers, moments and gradients, 3 + 6 + 3; nothing is gathered, but each layer is copied where it is computed with
+    assert round(found.phases["forward"] / LAYER_BYTES, 1) == 13.0

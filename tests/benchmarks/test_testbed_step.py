@@ -22,7 +22,7 @@ def test_a_step_without_trainer_takes_what_lightnings_takes(precision, num_micro
         step = Step(*model_and_plan(), precision=precision)
         step()
         live = LiveBytes("cpu")
-        live.track([*living_tensors(step.root, [step.optimizer]), *step.batch])
+        live.track([*living_tensors(step.sharded.module, [step.optimizer]), *step.batch])
         with live:
             step()
     assert live.peak_bytes == pytest.approx(trained.peak_bytes, abs=100)  # losses

@@ -1,6 +1,7 @@
 """Evaluation and saving, worked out by hand.
 
-Three units of P = 40, 80, 120 bytes under Adam on two ranks: shards 120, Adam 240, whole states 240 + 480.
+Three units of P = 40, 80, 120 bytes under Adam on two ranks: shards 120, Adam 240, whole states 240 + 480. A segment
+takes e_i = 10, 90, 4 and 2 bytes of two samples, or the buffer that a unit is copied out of, whichever is more.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ def three(model):
     profile = model(40, 80, 120, batch_bytes_per_sample=1.0)
     segments = [
         dataclasses.replace(segment, evaluation_bytes=Affine(0.0, size))
-        for segment, size in zip(profile.segments, (5.0, 10.0, 2.0, 1.0), strict=True)
+        for segment, size in zip(profile.segments, (5.0, 45.0, 2.0, 1.0), strict=True)
     ]
     return dataclasses.replace(profile, segments=tuple(segments))
 
@@ -30,10 +31,11 @@ def given(profile, modes):
 @pytest.mark.parametrize(
     ("modes", "expected"),
     [
-        ("ZZZ", 362 + 120 + 4),  # P_2 while it runs; at m1 80 + 20
-        ("DDD", 362 + 240 + 20),  # all of them, and the largest e_i
-        ("DZZ", 362 + 40 + 120 + 4),
-        ("ZZD", 362 + 120 + 80 + 20),  # P_2 stays from the batch before
+        ("ZZZ", 362 + 120 + 120),  # P_2, and its buffer while it is copied out
+        ("DDD", 362 + 240 + 120),  # all of them, of which m2 is the last to be copied out
+        ("DZZ", 362 + 40 + 120 + 120),
+        ("ZZD", 362 + 120 + 80 + 90),  # P_2 stays from the batch before
+        ("DZD", 362 + 40 + 120 + 80 + 90),
     ],
 )
 def test_evaluation_keeps_what_is_dp_and_gathers_the_rest(three, modes, expected):
@@ -41,8 +43,8 @@ def test_evaluation_keeps_what_is_dp_and_gathers_the_rest(three, modes, expected
     assert evaluation_peak(*given(three, modes), world_size=2, num_samples=2) == expected
 
 
-def test_one_rank_gathers_nothing_in_evaluation(three):
-    assert evaluation_peak(*given(three, "DDD"), world_size=1, num_samples=2) == 240 + 480 + 2 + 20
+def test_one_rank_copies_its_shards_in_evaluation_without_a_buffer(three):
+    assert evaluation_peak(*given(three, "DDD"), world_size=1, num_samples=2) == 240 + 480 + 2 + 240 + 90
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import pytest
 
 from lightning_osdp.core.cluster import Cluster, Link
 from lightning_osdp.core.modes import DP, ZDP
+from lightning_osdp.core.units import partition
 from lightning_osdp.cost.communication import communication_cost
 
 
@@ -42,14 +43,18 @@ def test_all_gather_and_reduce_scatter_have_their_own_cost(unit, workload):
     assert seconds(unit(8), cluster, workload()) == [28.0, 23.0]
 
 
-def test_a_frozen_unit_is_gathered_but_reduces_nothing(unit, cluster, workload):
-    # N = 4, S = 400: a ring takes 300 s
-    assert seconds(unit(400, frozen=True), cluster(4), workload()) == [600.0, 300.0]
+def test_a_frozen_unit_is_gathered_but_reduces_nothing(model, operator, cluster, workload):
+    # N = 4, S = 400: a ring takes 300 s; backward comes to what is frozen behind what is trained, and to nothing else
+    profile = model(operator("m", 400, frozen=True), operator("first", 400), operator("n", 400, frozen=True))
+    _, before, _, behind = partition(profile, min_unit_bytes=0)
+    assert seconds(before, cluster(4), workload()) == [300.0, 300.0]
+    assert seconds(behind, cluster(4), workload()) == [600.0, 300.0]
 
 
-def test_a_partly_frozen_unit_reduces_the_gradient_of_its_whole_flat_parameter(unit, cluster, workload):
+def test_a_partly_frozen_unit_reduces_the_gradients_that_there_are(unit, cluster, workload):
+    # two rings of 400 bytes or one, 300 s each, and one of 100, 75 s
     partly = unit(400, trainable_bytes=100, gradient_bytes=100)
-    assert seconds(partly, cluster(4), workload()) == [900.0, 600.0]
+    assert seconds(partly, cluster(4), workload()) == [675.0, 375.0]
 
 
 def test_a_unit_without_parameters_of_its_own_costs_nothing(unit, cluster, workload):
@@ -57,8 +62,9 @@ def test_a_unit_without_parameters_of_its_own_costs_nothing(unit, cluster, workl
 
 
 def test_a_unit_that_is_called_twice_is_gathered_again_if_it_was_freed(unit, cluster, workload):
-    # a ring takes 300 s: ZDP gathers twice in forward and once in backward, DP once in all; both reduce once
-    assert seconds(unit(400, num_calls=2), cluster(4), workload()) == [1200.0, 600.0]
+    # a ring takes 300 s: ZDP gathers twice in forward and twice in backward, DP in forward and, as backward frees it
+    # after its second call, for the first one again; both reduce once
+    assert seconds(unit(400, num_calls=2), cluster(4), workload()) == [1500.0, 900.0]
 
 
 def test_every_micro_batch_communicates_whatever_its_size(unit, cluster, workload):

@@ -153,13 +153,12 @@ def within_lightning():
 @contextmanager
 def counted_collectives():
     """Counts calls by name while it is open."""
-    gather = "all_gather_single" if plan_with([KINDS[0]] * len(UNITS), 1).engine == "fsdp2" else "all_gather"
-    names = [name for name in (gather, "reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, name)]
+    names = {"all_gather_single": "gather", "reduce_scatter_single": "reduce"}
     functions, counts = {name: getattr(dist, name) for name in names}, Counter()
 
     def counting(name):
         def call(*args, **kwargs):
-            counts["reduce" if "reduce" in name else "gather"] += 1
+            counts[names[name]] += 1
             return functions[name](*args, **kwargs)
 
         return call
@@ -188,16 +187,16 @@ class PerStep(Callback):
             self.before = Counter(self.counts)
 
 
-def expected_collectives(kinds, number, engine):
+def expected_collectives(kinds, number):
     """By the table: of each unit, and of the root, which is a DP unit that reduces in every micro-batch.
 
-    fsdp2 frees a unit after each of its calls in backward, and gathers it again for the one before; what it has added
-    up by then is reduced by itself.
+    ``fully_shard`` frees a unit after each of its calls in backward, and gathers it again for the one before; what it
+    has added up by then is reduced by itself.
     """
     gathers, reduces = number, number
     for unit, (mode, sync) in zip(UNITS, kinds, strict=True):
         calls = 2 if unit == "twice" else 1
-        again = calls - 1 if engine == "fsdp2" else 0
+        again = calls - 1
         gathers += number * (calls + 1 + again) if mode == "ZDP" else (1 if sync == "last" else number) * (1 + again)
         reduces += 0 if unit == "frozen" else 1 + (again and number > 1) if sync == "last" else number
     return {"gather": gathers, "reduce": reduces}
@@ -210,10 +209,10 @@ def collectives():
         with counted_collectives() as counts:
             steps = PerStep(counts)
             options = {"accumulate_grad_batches": number, "limit_train_batches": 9, "callbacks": [steps]}
-            # Ahead of a module that is called twice, fsdp2 gathers once in vain.
+            # Ahead of a module that is called twice, it gathers once in vain.
             plan = dataclasses.replace(plan_with(kinds, number), backward_prefetch="none")
             fitted(OSDPStrategy(plan=plan), **options)
-        found.append((steps.found, expected_collectives(kinds, number, plan.engine)))
+        found.append((steps.found, expected_collectives(kinds, number)))
     return found
 
 
@@ -273,12 +272,8 @@ def interrupted():
         fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size()))
     except ValueError as error:
         text = str(error)
-    units = [unit for unit in strategy.model.modules() if hasattr(unit, "_sync_gradients")]
-    synchronise = [unit._sync_gradients for unit in units]
-    for unit in strategy.model.modules():
-        if isinstance(unit, FSDPModule):
-            group = internals.group_of(unit)
-            synchronise.append(group.reduce_grads and group.reshard_after_backward)
+    groups = [internals.group_of(unit) for unit in strategy.model.modules() if isinstance(unit, FSDPModule)]
+    synchronise = [group.reduce_grads and group.reshard_after_backward for group in groups]
     return text.splitlines()[0], len(synchronise), all(synchronise)
 
 

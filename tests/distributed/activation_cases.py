@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -20,7 +19,7 @@ from models import Base, OddMLP
 from wrapped import whole
 
 from benchmarks.testbed.plans import plan_of
-from lightning_osdp.apply import ENGINES
+from lightning_osdp.apply import ShardedModel
 from lightning_osdp.apply.activations import block_forwards
 from lightning_osdp.core.modes import ACTIVATION_CHOICES
 from lightning_osdp.core.plan_unit import Block
@@ -141,26 +140,25 @@ def trained(activations, *, kind, num_micro_batches, **choices):
     module = kind().double()
     plan = plan_with(module, activations, num_micro_batches=num_micro_batches, **choices)
     module.forward = module.loss
-    sharded = ENGINES[plan.engine].planned(module, plan, device=CPU)
-    root = sharded.root
-    optimizer = torch.optim.AdamW(root.parameters(), lr=1e-2)
+    sharded = ShardedModel.planned(module, plan, device=CPU)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     batches, losses = batches_of(module, dist.get_rank(), STEPS * num_micro_batches), []
     torch.manual_seed(7 + dist.get_rank())  # last: a loader draws a number, too
     for index, batch in enumerate(batches):
         is_last = (index + 1) % num_micro_batches == 0
         with nullcontext() if is_last else sharded.accumulating():
-            loss = root(batch) / num_micro_batches
+            loss = module(batch) / num_micro_batches
             loss.backward()
         losses.append(loss.detach())
         if is_last:
             optimizer.step()
         if is_last and len(losses) < STEPS * num_micro_batches:
             optimizer.zero_grad()
-    weights, gradients = whole(root)
-    for cut in cuts_of(root):
+    weights, gradients = whole(module)
+    for cut in cuts_of(module):
         for tensors in (weights, gradients):
             tensors[cut.whole] = cut.join([tensors.pop(piece) for piece in cut.pieces])
-    memory = next((forward.memory.current_bytes for forward in block_forwards(root)), 0)
+    memory = next((forward.memory.current_bytes for forward in block_forwards(module)), 0)
     return found_in(module, losses, memory, weights, gradients)
 
 
@@ -170,7 +168,7 @@ def found_in(module, losses, left_on_host_bytes, weights, gradients):
         "left on the host": torch.tensor(float(left_on_host_bytes)),  # not asserted: other ranks would wait
         **weights,
         **{f"gradient of {name}": gradient for name, gradient in gradients.items()},
-        **{clean_tensor_name(name): buffer for name, buffer in module.named_buffers()},
+        **dict(module.named_buffers()),
     }
 
 

@@ -86,12 +86,7 @@ def by_policy():
         state, _, fit = fitted(strategy, default_root_dir=tempfile.mkdtemp())
         planned = {block.name: block.activations for block in fit.strategy.plan.blocks}
         names = {module: key for key, module in fit.lightning_module.named_modules()}
-        executed = {
-            names[forward.block]
-            .replace("_fsdp_wrapped_module.", "")
-            .replace("._fsdp_wrapped_module", ""): forward.activations
-            for forward in block_forwards(fit.lightning_module)
-        }
+        executed = {names[forward.block]: forward.activations for forward in block_forwards(fit.lightning_module)}
         found[name] = planned, executed, largest_difference(state, expected)
     return found
 

@@ -22,7 +22,7 @@ from strategy_cases import failure, shared_folder
 
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp import OSDPPrecision, OSDPStrategy, change_plan, profile_model
-from lightning_osdp.apply import ENGINES
+from lightning_osdp.apply import ShardedModel
 from lightning_osdp.apply.activations import block_forwards
 from lightning_osdp.apply.fsdp2 import internals
 from lightning_osdp.callbacks import PlanMonitor
@@ -113,7 +113,7 @@ class Run:
     def __init__(self, plan):
         torch.manual_seed(3)
         self.module = module_of()
-        self.model = ENGINES["fsdp2"].planned(self.module, plan, device=CPU)
+        self.model = ShardedModel.planned(self.module, plan, device=CPU)
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-2)
 
     def step(self, batches):
@@ -254,7 +254,7 @@ def runs_as_made_so(units, seeds, slices=False):
 
 
 def predicted(plan):
-    """Collectives of a step, by the engine's schedule."""
+    """Collectives of a step, by the schedule of ``fully_shard``."""
     blocks = ["pair", "alone"] if any(block.name == "pair" for block in plan.blocks) else BLOCKS
     module = module_of()
     profile = profile_model(module, batches_of(module, 0, 1)[0], blocks=blocks)
@@ -308,7 +308,7 @@ def refusals():
     refused("nonsense on one rank", dataclasses.replace(other, world_size=9) if rank else other)
     refused("a part", other, of=module.pair)
     refused("a plain module", other, of=module_of())
-    refused("no plan", other, of=ENGINES["fsdp2"].unplanned(module_of(), device=CPU).module)
+    refused("no plan", other, of=ShardedModel.unplanned(module_of(), device=CPU).module)
 
     def step(run, *, asks):
         torch.manual_seed(7)

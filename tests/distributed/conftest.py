@@ -36,27 +36,13 @@ def pools():
     made.close()
 
 
-@pytest.fixture(scope="module", params=["fsdp1", "fsdp2"])
-def engine(request):
-    """What runs plans where a case does not say."""
-    return request.param
-
-
-def pytest_collection_modifyitems(items):
-    """A test may name the engine that it is about, with ``@pytest.mark.engine``; it is not there for the other."""
-    for item in list(items):
-        named, call = item.get_closest_marker("engine"), getattr(item, "callspec", None)
-        if named is not None and call is not None and call.params.get("engine") not in (None, *named.args):
-            items.remove(item)
-
-
-@pytest.fixture(scope="module")
-def ranks(pools, engine):
-    """Makes a pool of so many ranks, on which this engine is the default; pools outlive a test, its settings do not."""
+@pytest.fixture(scope="session")
+def ranks(pools):
+    """Makes a pool of so many ranks, which outlives a test; how long it waits, which a test may set, does not."""
 
     def made(world_size):
         pool = pools(world_size)
-        pool.engine, pool.timeout_s = engine, TIMEOUT_S
+        pool.timeout_s = TIMEOUT_S
         return pool
 
     return made

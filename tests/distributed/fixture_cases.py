@@ -1,8 +1,8 @@
 """Checkpoints that an earlier version wrote, and their model; as the ranks write, load and go on with them."""
 
-import dataclasses
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from benchmarks.testbed.plans import plan_of
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.apply.optimizer_state import numbered
 from lightning_osdp.splitting import cuts_of, join_states, split
+from lightning_osdp.strategy import stored
 
 OPTIMIZERS = ("adamw", "momentum")
 NUM_STEPS = 3
@@ -69,12 +70,11 @@ class Varied(Base):
         return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
 
 
-def strategy(module, engine, kind="full"):
-    """Under a plan with two slices of an operator, on this engine."""
+def strategy(module, kind="full"):
+    """Under a plan with two slices of an operator."""
     modes = {"up": "ZDP", "down": ("ZDP", "DP"), "frozen": "ZDP"}
     plan = plan_of(module, modes, world_size=dist.get_world_size(), micro_batch_size=BATCH_SIZE)
-    plan = dataclasses.replace(plan, engine=engine, asynchronous_unshard=engine == "fsdp2")
-    return OSDPStrategy(plan=plan, batch_size="keep", state_dict_type=kind, engine=engine)
+    return OSDPStrategy(plan=plan, batch_size="keep", state_dict_type=kind)
 
 
 def write(folder):
@@ -82,7 +82,7 @@ def write(folder):
     for name in OPTIMIZERS:
         for kind, suffix in (("full", ".pt"), ("sharded", "")):
             module = Varied(name)
-            fit = trainer(strategy(module, "fsdp1", kind), max_steps=NUM_STEPS)
+            fit = trainer(strategy(module, kind), max_steps=NUM_STEPS)
             fit.fit(module, module.same_loader())
             fit.save_checkpoint(Path(folder) / f"{name}{suffix}")
 
@@ -112,9 +112,12 @@ def expected(name):
     return torch.load(FOLDER / f"{name}-expected.pt", weights_only=True)
 
 
-def goes_on(engine, checkpoints, folder=FOLDER):
-    """Where training resumes from each: what differs from what was saved, its step, and how far off it ends."""
-    found = {}
+def goes_on(checkpoints, folder=FOLDER):
+    """Where training resumes from each: what differs from what was saved, its step, and how far off it ends.
+
+    Also what is told of the plans in them.
+    """
+    found, told = {}, []
     for checkpoint in checkpoints:
         name = checkpoint.split(".")[0].split("-")[0]
         wrong, module = [], Varied(name)
@@ -122,11 +125,12 @@ def goes_on(engine, checkpoints, folder=FOLDER):
         def compare(trainer, wrong=wrong, name=name):
             wrong += [trainer.global_step, *differing(trainer, expected(name))]
 
-        fit = trainer(strategy(module, engine), max_steps=NUM_STEPS + 2, callbacks=[AtStart(compare)])
-        fit.fit(module, module.same_loader(), ckpt_path=Path(folder) / checkpoint)
+        fit = trainer(strategy(module), max_steps=NUM_STEPS + 2, callbacks=[AtStart(compare)])
+        with mock.patch.object(stored, "rank_zero_info", told.append):
+            fit.fit(module, module.same_loader(), ckpt_path=Path(folder) / checkpoint)
         state = fit.strategy.lightning_module_state_dict()
         if dist.get_rank() == 0:
             end = plainly_trained(name, NUM_STEPS + 2)["state_dict"]
             off = max(float((state[key] - value).abs().max()) for key, value in end.items())
             found[checkpoint] = (wrong, fit.global_step, off)
-    return found
+    return found, told

@@ -18,7 +18,7 @@ from cases import trainer
 from torch.utils.data import DataLoader
 
 from lightning_osdp import OSDPPrecision, OSDPStrategy, change_plan
-from lightning_osdp.apply import ENGINES
+from lightning_osdp.apply import ShardedModel
 from lightning_osdp.apply.fsdp2.state import whole_parameters
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.plan_unit import Block, Unit
@@ -191,7 +191,6 @@ def plan_of(case, world_size):
         step_time_s=0.0,
         samples_per_s=0.0,
         gap=0.0,
-        engine="fsdp2",
         **case["options"],
     )
 
@@ -269,7 +268,7 @@ class Sharded:
 
     def __init__(self, case, world_size):
         self.module = Net(**case["model"])
-        self.model = ENGINES["fsdp2"].planned(self.module, plan_of(case, world_size), device=CPU)
+        self.model = ShardedModel.planned(self.module, plan_of(case, world_size), device=CPU)
         self.optimizer = optimizer_of(self.module, case["optimizer"])
         self.rank, self._loss = dist.get_rank(), None
 
@@ -460,7 +459,7 @@ def fits_apart(drawn):
     module = (Clearing if drawn["clears"] else Fitted)(drawn)
     plan = dataclasses.replace(plan_of(drawn, world_size), fingerprint=fingerprint(module))
     fit = trainer(
-        OSDPStrategy(plan=plan, batch_size="keep", engine="fsdp2"),
+        OSDPStrategy(plan=plan, batch_size="keep"),
         plugins=[OSDPPrecision("64-true")],
         callbacks=[Changing(change)] if change else [],
         max_steps=len(skips) // number,

@@ -43,14 +43,15 @@ class Scored(OddMLP):
 
 
 class Removals:
-    """The epoch that is removed, each time, and those that are complete then."""
+    """The epoch that is removed, each time, and those that are complete then; on rank 0, which changes the folder."""
 
     def __init__(self, fit, folder):
         self.remove, self.folder, self.found = fit.strategy.remove_checkpoint, folder, []
         fit.strategy.remove_checkpoint = self
 
     def __call__(self, path):
-        self.found.append((Path(path).stem, names(self.folder, lambda entry: why_incomplete(entry) is None)))
+        if dist.get_rank() == 0:
+            self.found.append((Path(path).stem, names(self.folder, lambda entry: why_incomplete(entry) is None)))
         self.remove(path)
 
 

@@ -12,7 +12,7 @@ import ranks
 PAGE = Path(__file__).parents[2] / "docs" / "lifecycle.md"
 HEAD = """# Features of the Trainer
 
-Each was run on two gloo ranks under `OSDPStrategy`, with a plan of ZDP and DP units (manual optimization has none), and
+Each was run on two gloo ranks under `OSDPStrategy`, with a plan of ZDP and DP units, and
 under Lightning's `FSDPStrategy`, changed only to take the CPU for a device.
 "equal" means that it gave the losses, metrics and learning rates that it gives under `DDPStrategy`, within 1e-4; in low
 precision, losses within 5% of float32's.

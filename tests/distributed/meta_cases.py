@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -17,7 +16,7 @@ from wrapped import whole
 from wrapped_units import plan, units_of
 
 from lightning_osdp import OSDPStrategy
-from lightning_osdp.apply import ENGINES
+from lightning_osdp.apply import ShardedModel
 from lightning_osdp.errors import OSDPError
 from lightning_osdp.profiler import LiveBytes
 
@@ -45,22 +44,16 @@ def made(start, *, seed=0):
 def values(sharded):
     """Whole state dict in memory of its own on every rank, and the buffers that it leaves out."""
     state = sharded.whole_state(on_all_ranks=True)
-    names = ((name.replace("_fsdp_wrapped_module.", ""), buffer) for name, buffer in sharded.root.named_buffers())
-    return state | {name: buffer.clone() for name, buffer in names}
+    return state | {name: buffer.clone() for name, buffer in sharded.module.named_buffers()}
 
 
 def planned(module, plan):
-    return ENGINES[plan.engine].planned(module, plan, device=CPU)
+    return ShardedModel.planned(module, plan, device=CPU)
 
 
 def wrapped(start, **options):
     module = made(start)
     return planned(module, plan_of(module, **options))
-
-
-def inside(module):
-    """Without FSDP1's wrapper around it."""
-    return module.module if isinstance(module, FullyShardedDataParallel) else module
 
 
 def memory_while_wrapping(start):
@@ -71,7 +64,7 @@ def memory_while_wrapping(start):
     with LiveBytes("cpu") as live:
         live.track([*module.parameters(), *module.buffers()])
         sharded = planned(module, chosen)
-    units = [sum(parameters[name] for name in held) for held, _ in units_of(sharded.root).values()]
+    units = [sum(parameters[name] for name in held) for held, _ in units_of(sharded.module).values()]
     return {
         "peak": live.peak_bytes,
         "end": live.current_bytes,
@@ -99,8 +92,8 @@ def starts(start):
         "rank 0's": is_rank_zeros,
         "any units": all(torch.equal(found[name], value) for name, value in other.items()),
         "tied": net.head.weight is net.tokens.weight,
-        "shared": len({inside(block).shared.offset.data_ptr() for block in net.blocks}),
-        "no_decay": all(hasattr(inside(block).scale.gain, "no_decay") for block in net.blocks),
+        "shared": len({block.shared.offset.data_ptr() for block in net.blocks}),
+        "no_decay": all(hasattr(block.scale.gain, "no_decay") for block in net.blocks),
         "ramp": found["blocks.3.scale.ramp"][:, 0].tolist() == list(range(0, 4 * WIDTH, 4)),
         "std": (found["tokens.weight"].std().item(), found["blocks.0.scale.gain"].std().item()),
         "one draw": torch.equal(after, torch.get_rng_state()),
@@ -116,10 +109,10 @@ def trains(start, steps=4):
     plain.load_state_dict(before, strict=False)
     plain.load_state_dict({name: before[name] for name, _ in plain.named_buffers()}, strict=False)
     tokens = torch.randint(VOCABULARY, (steps, dist.get_world_size(), 3, 6), generator=torch.Generator().manual_seed(1))
-    ours, theirs = (torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (sharded.root, plain))
+    ours, theirs = (torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (sharded.module, plain))
     for step in range(steps):
         for optimizer, loss in (
-            (ours, lambda batch: sharded.root(batch[dist.get_rank()])),
+            (ours, lambda batch: sharded.module(batch[dist.get_rank()])),
             (theirs, lambda batch: plain(batch.flatten(0, 1))),
         ):
             optimizer.zero_grad()
@@ -163,8 +156,8 @@ def torch_modules():
     units = {unit: ([name for name in owners if name.split(".")[0] == unit], "ZDP") for unit in ("lstm", "layer")}
     sharded = planned(module, plan({"": ([], "DP"), **units}, dist.get_world_size()))
     zero = not values(sharded)["layer.self_attn.out_proj.bias"].any()
-    sharded.root(torch.randn(2, 3, 8)).sum().backward()
-    _, gradients = whole(sharded.root)
+    sharded.module(torch.randn(2, 3, 8)).sum().backward()
+    _, gradients = whole(sharded.module)
     return zero, all(bool(gradient.isfinite().all()) for gradient in gradients.values() if gradient is not None)
 
 

@@ -25,7 +25,6 @@ class RankPool:
 
     def __init__(self, world_size, *, start_method="forkserver"):
         self.world_size = world_size
-        self.engine = "fsdp1"
         self.timeout_s = TIMEOUT_S
         context = get_context(start_method)
         context.set_forkserver_preload(_IMPORTED)
@@ -58,7 +57,7 @@ class RankPool:
         """Per rank, (True, result) or (False, the traceback's text)."""
         path = inspect.unwrap(case).__code__.co_filename
         for connection in self._connections:
-            connection.send((path, case.__name__, kwargs, self.engine))
+            connection.send((path, case.__name__, kwargs))
         outcomes = [None] * self.world_size
         deadline = time.monotonic() + self.timeout_s
         while None in outcomes:
@@ -106,23 +105,12 @@ def _serve(connection: Connection, rank, world_size, port):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     while True:
-        path, name, kwargs, engine = connection.recv()
+        path, name, kwargs = connection.recv()
         try:
-            _use(engine)
             outcome = (True, getattr(_load(path), name)(**kwargs))
         except BaseException:
             outcome = (False, traceback.format_exc())
         connection.send(outcome)
-
-
-def _use(engine):
-    """Makes an engine the default of strategies and plans."""
-    from lightning_osdp import OSDPStrategy, Plan, make_plan
-    from lightning_osdp.engine import ENGINES
-
-    make_plan.__kwdefaults__["engine"] = ENGINES[engine](backward_prefetch="auto")
-    OSDPStrategy.__init__.__kwdefaults__["engine"] = engine
-    Plan.__init__.__kwdefaults__.update(engine=engine, asynchronous_unshard=engine == "fsdp2")
 
 
 def _load(path):

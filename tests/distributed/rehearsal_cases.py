@@ -17,7 +17,6 @@ from cases import plan_for, trainer
 from models import BATCH_SIZE, Base, build
 from strategy_cases import shared_folder
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.apply import local
@@ -44,10 +43,7 @@ class Gate(nn.Module):
 
     def check(self, phase):
         if self.phase == phase and self.root is not None and dist.get_rank() == 1:
-            units = FullyShardedDataParallel.fsdp_modules(self.root())
-            wholes = [unit._handle.flat_param._full_param_padded for unit in units if unit._handle is not None]
-            wholes += whole_storages(self.root())
-            gathered = sum(whole.untyped_storage().size() for whole in wholes)
+            gathered = sum(whole.untyped_storage().size() for whole in whole_storages(self.root()))
             if gathered > self.most_bytes:
                 raise torch.OutOfMemoryError(f"{gathered} bytes are gathered, of {self.most_bytes}")
 

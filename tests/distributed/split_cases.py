@@ -8,8 +8,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp._common_utils import clean_tensor_name
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -218,16 +216,11 @@ def reads_weights():
         weight.sum()
     except OSDPError as error:
         text = str(error)
-    if fit.strategy.plan.engine == "fsdp2":
-        whole = module.head.weight.full_tensor()
-    else:
-        with FullyShardedDataParallel.summon_full_params(fit.strategy.model):
-            whole = module.head.weight.detach().clone()
+    whole = module.head.weight.full_tensor()
     state = fit.strategy.lightning_module_state_dict()
-    names = [clean_tensor_name(name) for name, _ in module.named_parameters()]
-    names = [name for name in names if "head" in name or "up.slices.3" in name]
+    names = [name for name, _ in module.named_parameters() if "head" in name or "up.slices.3" in name]
     same = dist.get_rank() != 0 or torch.equal(whole, state["head.weight"])
     linears = {path for path, child in module.named_modules() if isinstance(child, nn.Linear)}
     paths = {path.rpartition(".")[0] for path, _ in module.named_parameters() if path.endswith("weight")}
-    decayed = {clean_tensor_name(f"{path}.weight") for path in linears & paths}
+    decayed = {f"{path}.weight" for path in linears & paths}
     return tuple(weight.shape), text, same, names, decayed

@@ -21,7 +21,7 @@ from cases import largest_difference, plan_for, trainer, without_measuring
 from models import BATCH_SIZE, GPT, NUM_SAMPLES, Base, TiedGPT, WideMLP, build
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_osdp import OSDPStrategy, SearchSpace
@@ -185,16 +185,14 @@ class FailsOnRankOne(WideMLP):
 
 
 class FailsWhileTimed(WideMLP):
-    """Raises an error on rank 1 where the step runs on real tensors with so many samples, before it is wrapped."""
+    """Raises an error on rank 1 where the step runs on real tensors with so many samples, before it is sharded."""
 
     def __init__(self, error, num_samples):
         super().__init__()
         self.error, self.num_samples = error, num_samples
 
     def loss(self, batch):
-        is_timed = torch.is_grad_enabled() and not any(
-            isinstance(m, (FullyShardedDataParallel, FSDPModule)) for m in self.modules()
-        )
+        is_timed = torch.is_grad_enabled() and not any(isinstance(m, FSDPModule) for m in self.modules())
         is_real = not isinstance(batch[0], FakeTensor)
         if dist.get_rank() == 1 and is_timed and is_real and len(batch[0]) == self.num_samples:
             raise self.error
@@ -485,18 +483,14 @@ def fits_after_evaluating():
 
 @without_measuring
 def whole_weights():
-    """Whole weights after fit, as the strategy gives them and as FSDP summons them; the module gives none."""
+    """Whole weights after fit, as the strategy gives them and as parameters do; the module gives no state dict."""
     module, world_size = GPT(), dist.get_world_size()
     plan = plan_for(GPT(), "mixed", world_size=world_size)
     fit = trainer(OSDPStrategy(plan=plan, state_dict_type="sharded"))
     fit.fit(module, module.loader(dist.get_rank(), world_size))
     refused = failure(module.state_dict)
     everywhere = fit.strategy.whole_state_dict(on_all_ranks=True)
-    if plan.engine == "fsdp1":
-        with FullyShardedDataParallel.summon_full_params(fit.strategy.model):
-            summoned = {k.replace("_fsdp_wrapped_module.", ""): v.clone() for k, v in module.state_dict().items()}
-    else:
-        summoned = {name: parameter.full_tensor().detach() for name, parameter in module.named_parameters()}
+    gathered = {name: parameter.full_tensor().detach() for name, parameter in module.named_parameters()}
     plain = GPT()
     plain.load_state_dict(everywhere)
     own = fit.strategy.whole_state_dict()
@@ -504,6 +498,6 @@ def whole_weights():
         "refused": refused,
         "own": None if own is None else largest_difference(own, everywhere),
         "plain": largest_difference(plain.state_dict(), everywhere),
-        "summoned": largest_difference(summoned, everywhere),
+        "gathered": largest_difference(gathered, everywhere),
         "moved": largest_difference(everywhere, GPT().state_dict()),
     }

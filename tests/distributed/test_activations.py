@@ -46,9 +46,8 @@ def test_what_lightnings_policy_names_recomputes_and_is_planned_so(ranks):
     assert max(difference for *_, difference in found.values()) < 1e-6
 
 
-def test_a_model_whose_activations_exceed_the_limit_trains_where_they_may_be_offloaded(ranks, engine):
+def test_a_model_whose_activations_exceed_the_limit_trains_where_they_may_be_offloaded(ranks):
     """One sample is all that a micro-batch has; on CPU what is offloaded is counted apart from the peak."""
-    error = {"fsdp1": 0.02, "fsdp2": 0.03}[engine]  # under FSDP2 one block's input more is predicted than counted
     limit_bytes = 560 * 2**10
     for errors, plan, peak_bytes, host_bytes, difference in ranks(2).run(fits.saving_too_much, limit_bytes=limit_bytes):
         keeping, recomputing = errors
@@ -62,7 +61,8 @@ def test_a_model_whose_activations_exceed_the_limit_trains_where_they_may_be_off
         )
         assert plan.micro_batch_size == 1
         assert {block.activations for block in plan.blocks} & {"offload", "recompute_offload"}
-        assert peak_bytes == pytest.approx(plan.peak_bytes, rel=error)
+        # one block's input more is predicted than counted
+        assert peak_bytes == pytest.approx(plan.peak_bytes, rel=0.03)
         assert peak_bytes <= limit_bytes < host_bytes
         assert difference < 1e-6
 

@@ -5,7 +5,7 @@ from collections import Counter
 import change_cases as cases
 import pytest
 
-pytestmark = [pytest.mark.distributed, pytest.mark.engine("fsdp2")]
+pytestmark = pytest.mark.distributed
 
 SAME_SUMS = [kind for kind in cases.KINDS if kind != "sync"]
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_osdp.splitting import splittable
 
-pytestmark = [pytest.mark.distributed, pytest.mark.engine("fsdp2")]
+pytestmark = pytest.mark.distributed
 
 EXAMPLES = int(os.environ.get("OSDP_FUZZ_EXAMPLES", "100"))
 HANGS_AFTER_S = 20

@@ -3,7 +3,7 @@
 import pytest
 from joined_cases import trains
 
-pytestmark = [pytest.mark.distributed, pytest.mark.engine("fsdp2")]
+pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.parametrize("prefetch", ["pre", "none"])

@@ -3,7 +3,7 @@
 import local_step_cases as cases
 import pytest
 
-pytestmark = [pytest.mark.distributed, pytest.mark.engine("fsdp2")]
+pytestmark = pytest.mark.distributed
 ROUNDING = 1e-6
 
 

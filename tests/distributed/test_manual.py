@@ -6,35 +6,25 @@ import pytest
 pytestmark = pytest.mark.distributed
 
 
-def test_manual_optimization_with_one_and_two_optimizers_equals_ddp_and_resumes(ranks, engine):
+def test_manual_optimization_with_one_and_two_optimizers_equals_ddp_and_resumes(ranks):
     for found in ranks(2).run(cases.manual_training):
         assert found["GAN moved"] > 1e-3
         assert found["One moved"] > 1e-3
         for name in ("GAN", "Once", "One", "GAN resumed", "Once resumed", "One resumed", "averaged"):
             assert found[name] < 1e-6, name
         assert found["optimizers"] == [4, 4]
-        names = [name.replace("_fsdp_wrapped_module.", "") for name in found["units"]]
-        inner = ["generator.0", "generator.2", "discriminator.body", "discriminator.head"]
-        if engine == "fsdp1":
-            assert names == ["generator", *inner]
-            assert found["plan"] is None
-        else:
-            assert names[0] == ""
-            assert {name.split(".")[0] for name in names[1:]} == {"generator", "discriminator"}
-            assert [unit.name for unit in found["plan"].units] == names
-            assert found["plan"].units[0].operators == ()  # nothing that the first backward of a step would free
+        root, *names = found["units"]
+        assert root == ""
+        assert {name.split(".")[0] for name in names} == {"generator", "discriminator"}
+        assert [unit.name for unit in found["plan"].units] == [root, *names]
+        assert found["plan"].units[0].operators == ()  # nothing that the first backward of a step would free
 
 
-def test_what_manual_optimization_cannot_shard_is_refused(ranks, engine):
+def test_what_manual_optimization_cannot_shard_is_refused(ranks):
     for found in ranks(2).run(cases.refused):
         assert "'scale' is in none. Put it into a module that is called" in found["direct"][1]
-        if engine == "fsdp1":
-            assert "'discriminator.body' and 'discriminator.head' do" in found["shared"][1]
-            assert "Expected no plan= with automatic_optimization=False" in found["plan"][1]
-        else:
-            assert found["plan"][0] == "PlanMismatchError"
+        assert found["plan"][0] == "PlanMismatchError"
 
 
-@pytest.mark.engine("fsdp2")
 def test_children_that_share_a_parameter_are_one_unit(ranks):
     assert max(ranks(2).run(cases.shared)) < 1e-6

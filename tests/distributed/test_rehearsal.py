@@ -35,13 +35,12 @@ def test_what_one_rank_lacks_all_save_and_train_as_if_planned_so(ranks, phase, p
         assert found["in checkpoint"]
 
 
-def test_on_cpu_tensors_are_counted_against_the_limit(ranks, engine):
-    # Alone, a rank does not see gloo's copy of what it reduces, which lives at the peak of FSDP2's step.
-    short, place = (0.995, "backward of 'layers.2'") if engine == "fsdp1" else (0.98, "forward of 'layers.2'")
-    for fits, saves, (kind, text) in ranks(2).run(cases.counted, shares=(1.01, short, 0.5)):
+def test_on_cpu_tensors_are_counted_against_the_limit(ranks):
+    # Alone, a rank does not see gloo's copy of what it reduces, which lives at the peak of a step.
+    for fits, saves, (kind, text) in ranks(2).run(cases.counted, shares=(1.01, 0.98, 0.5)):
         assert fits == ()
         assert 1 <= len(saves) <= 3
-        assert f"ran out of memory in {place}, so 1 unit keeps less, 16.2 KiB together" in saves[0]
+        assert "ran out of memory in forward of 'layers.2', so 1 unit keeps less, 16.2 KiB together" in saves[0]
         assert kind == "InfeasibleError"
         assert "in rehearsal rank 0 ran out of memory in the optimizer step: MemoryError: live tensors take" in text
         assert "Use a smaller batch, more ranks or, where tensors are counted, a higher memory_limit" in text
@@ -62,7 +61,6 @@ def test_what_says_nothing_of_memory_does_not_keep_from_training(ranks):
     assert ranks(2).run(cases.cannot_tell) == [[(4, True), (3, True), (4, True)]] * 2
 
 
-@pytest.mark.engine("fsdp2")
 def test_blocks_recompute_where_units_keep_nothing_and_training_is_the_same(ranks):
     for found in ranks(2).run(cases.recomputes):
         assert found["could"] == [f"layers.{index}" for index in range(4)]

@@ -180,6 +180,6 @@ def test_whole_weights_come_from_the_strategy_and_shards_from_nowhere(ranks):
         name, text = found["refused"]
         assert name == "ConfigurationError"
         assert "Call trainer.strategy.whole_state_dict() on all ranks" in text
-        assert found["plain"] == found["summoned"] == 0.0
+        assert found["plain"] == found["gathered"] == 0.0
         assert found["moved"] > 1e-3
     assert (first["own"], second["own"]) == (0.0, None)

@@ -12,7 +12,6 @@ MLP = {"layers.0": "ZDP", "layers.1": "DP", "layers.2": "ZDP", "layers.5": "ZDP"
 GPT = {f"model.blocks.{i}": mode for i, mode in enumerate(("DP", "ZDP", "DP"))}
 
 
-@pytest.mark.engine("fsdp1")  # the simulated group has no name, and FSDP2's mesh needs one
 @pytest.mark.parametrize(
     "case",
     [
@@ -34,7 +33,6 @@ def test_rank_0_of_n_alone_counts_what_real_ranks_count(ranks, case):
     assert fake == alone
 
 
-@pytest.mark.engine("fsdp2")
 @pytest.mark.parametrize("op", ["SUM", "AVG"])
 @pytest.mark.parametrize(("world_size", "group"), [(2, None), (3, None), (3, [2, 1]), (3, [0, 2]), (3, [1])])
 def test_the_ring_reduces_as_gloo_does(ranks, world_size, group, op):
@@ -48,16 +46,14 @@ def test_the_ring_reduces_as_gloo_does(ranks, world_size, group, op):
         assert is_left_alone
 
 
-@pytest.mark.engine("fsdp2")
 @pytest.mark.parametrize("options", [{"op": "MAX"}, {"async_op": True}])
 def test_the_ring_refuses_what_it_cannot_do(ranks, options):
     for told in ranks(2).run(refused_by_the_ring, **options):
         assert told.startswith("Expected SUM or AVG that is waited for")
 
 
-@pytest.mark.engine("fsdp2")
-@pytest.mark.parametrize("how", ["fsdp1", "fsdp2", "by hand"])
-def test_either_engine_reduces_in_the_ring(ranks, how):
+@pytest.mark.parametrize("how", ["by a plan", "by hand"])
+def test_units_reduce_in_the_ring(ranks, how):
     for without, with_ring, num_rings in ranks(3).run(reduced_in_a_ring, how=how):
         assert num_rings == 12  # three blocks and the root, in three steps
         assert with_ring == pytest.approx(without, rel=1e-5)

@@ -3,7 +3,7 @@
 import pytest
 import user_code_cases as cases
 
-pytestmark = [pytest.mark.distributed, pytest.mark.engine("fsdp2")]
+pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-10
 

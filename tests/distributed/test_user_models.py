@@ -5,7 +5,7 @@ import user_model_cases as cases
 from ranks import RankPool
 from test_user_code import check
 
-pytestmark = [pytest.mark.distributed, pytest.mark.engine("fsdp2")]
+pytestmark = pytest.mark.distributed
 
 
 def test_models_equal_ddp(ranks):
@@ -28,11 +28,9 @@ def test_frozen_parameters_are_not_reduced(ranks, world_size):
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_units_that_only_some_ranks_call_are_an_error_on_all_ranks(engine, world_size):
-    assert engine == "fsdp2"
+def test_units_that_only_some_ranks_call_are_an_error_on_all_ranks(world_size):
     for name, kind in cases.APART:
         pool = RankPool(world_size)  # of its own: collectives that found no partner are left
-        pool.engine = engine
         try:
             for told, duration_s, num_steps in pool.run(cases.apart, name=name, kind=kind):
                 assert told is not None, (name, kind)

@@ -4,7 +4,7 @@ import pytest
 import user_optimizer_cases as cases
 from test_user_code import check
 
-pytestmark = [pytest.mark.distributed, pytest.mark.engine("fsdp2")]
+pytestmark = pytest.mark.distributed
 
 
 def test_optimizers_that_can_update_shards_equal_ddp(ranks):

@@ -57,7 +57,7 @@ def reduced_in_a_ring(how):
     """Squares of weights after steps without a ring and with it, and how many reductions took it.
 
     Args:
-        how: units are sharded "by hand", or by a plan on the engine of this name.
+        how: units are sharded "by hand" or "by a plan".
     """
     num_rings = [0]
 
@@ -73,7 +73,6 @@ def reduced_in_a_ring(how):
             {f"model.blocks.{index}": mode for index, mode in enumerate(("ZDP", "DP", "ZDP"))},
             world_size=dist.get_world_size(),
             micro_batch_size=2,
-            engine="fsdp1" if how == "by hand" else how,
         )
         around = ring.ring_reduce_scatters() if with_ring and how != "by hand" else nullcontext()
         with patch.object(ring, "ring_reduce_scatter", counted), around:

@@ -396,5 +396,5 @@ def refused():
         )
         found[name] = told, len(module.found)
     for name, options in BAD_OPTIONS.items():
-        found[name] = refusal(lambda options=options: OSDPStrategy(engine="fsdp2", **options)), 0
+        found[name] = refusal(lambda options=options: OSDPStrategy(**options)), 0
     return found

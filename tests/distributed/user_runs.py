@@ -58,7 +58,7 @@ def plan_with(make, kind, *, sync="every", dtype="float64", **options):
     given = {"world_size": dist.get_world_size(), "micro_batch_size": BATCH_SIZE, "forward_prefetch": True, **options}
     plan = plan_of(module, chosen, **given)
     units = [dataclasses.replace(unit, sync=sync if unit.name else "every") for unit in plan.units]
-    return dataclasses.replace(plan, units=tuple(units), engine="fsdp2", asynchronous_unshard=True)
+    return dataclasses.replace(plan, units=tuple(units))
 
 
 def in_dtype(module, dtype):

@@ -1,13 +1,11 @@
-"""What FSDP made of a module, read back from its wrappers or, under FSDP2, from its states."""
+"""What ``fully_shard`` made of a module, read back from the states of its units."""
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_osdp.apply.fsdp2 import internals
 from lightning_osdp.core.plan import Plan, Unit
-
-MODES = {ShardingStrategy.FULL_SHARD: "ZDP", ShardingStrategy.SHARD_GRAD_OP: "DP", ShardingStrategy.NO_SHARD: "none"}
 
 
 class Nested(nn.Module):
@@ -61,21 +59,7 @@ NESTED_PARAMETERS = {
 
 
 def units_of(root):
-    """Unit -> (names of the parameters that are gathered with it, mode)."""
-    found = {}
-    if isinstance(root, FSDPModule):
-        return _fsdp2_units(root)
-    for path, module in root.named_modules():
-        if isinstance(module, FullyShardedDataParallel):
-            name = path.replace("_fsdp_wrapped_module.", "").replace("_fsdp_wrapped_module", "").strip(".")
-            infos = module._handle.flat_param._fqns if module._handle is not None else []
-            held = [f"{name}.{fqn}".strip(".").replace("_fsdp_wrapped_module.", "") for fqn in infos]
-            found[name] = (held, MODES[module.sharding_strategy])
-    return found
-
-
-def _fsdp2_units(root):
-    """Units by the first of their modules."""
+    """Unit, by the first of its modules -> (names of the parameters that are gathered with it, mode)."""
     found, names = {}, {parameter: name for name, parameter in root.named_parameters()}
     for path, module in root.named_modules():
         if isinstance(module, FSDPModule) and internals.state_of(module)._modules[0] is module:

@@ -1,18 +1,25 @@
-"""What each rank holds of a unit, against `fully_shard` itself."""
+"""What each rank holds of a unit, against `fully_shard` itself, and what an optimizer allocates for that, counted."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.optim import SGD, Adagrad, AdamW, RAdam, RMSprop
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_osdp.core.profile import OperatorProfile, OptimizerProfile, ParameterProfile
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.engine import FSDP2
 from lightning_osdp.engine.fsdp2.layout import chunk_elements, owned_elements
+from lightning_osdp.profiler import LiveBytes
+from lightning_osdp.profiler.optimizer import profile_optimizers
+from lightning_osdp.profiler.tensors import tensors_in
+
+CPU = torch.device("cpu")
 
 
 def profiles(shapes, itemsize=4, gathered_itemsize=4, frozen=()):
@@ -31,6 +38,8 @@ def profiles(shapes, itemsize=4, gathered_itemsize=4, frozen=()):
 
 
 def unit_of(parameters):
+    parameters = tuple(parameters)
+
     def total(itemsize, parts):
         return sum(part.num_elements * getattr(part, itemsize) for part in parts)
 
@@ -45,7 +54,7 @@ def unit_of(parameters):
         trainable_bytes=total("itemsize", trained),
         gradient_bytes=total("gathered_itemsize", trained),
         optimizer_bytes=0,
-        parameters=tuple(parameters),
+        parameters=parameters,
     )
     return UnitProfile(name="m", operators=(operator,), segments=(), calls=((0, 0),))
 
@@ -122,3 +131,69 @@ def test_optimizer_state_is_of_what_a_rank_owns():
 def test_without_known_rows_every_element_is_one():
     (unknown,) = (ParameterProfile(position=0, num_elements=5, itemsize=4, gathered_itemsize=4),)
     assert [owned_elements(unknown, 4, rank) for rank in range(4)] == [2, 2, 1, 0]
+
+
+def counted_step(groups, make):
+    """Bytes of state, and of temporaries in a late step, of an optimizer over shards of so many elements."""
+    made = [[nn.Parameter(torch.zeros(num)) for num in group if num] for group in groups]
+    made = [group for group in made if group]
+    for parameter in (p for group in made for p in group):
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = make([{"params": group} for group in made])
+    for _ in range(6):
+        optimizer.step()
+    with LiveBytes("cpu") as live:
+        live.track([t for group in made for p in group for t in (p, p.grad)])
+        state_bytes = live.track(t for t in tensors_in(list(optimizer.state.values())) if t.dim())
+        before = live.current_bytes
+        live.reset_peak()
+        optimizer.step()
+    return state_bytes, live.peak_bytes - before
+
+
+OPTIMIZERS = {
+    "AdamW": AdamW,
+    "AdamW, foreach": lambda groups: AdamW(groups, foreach=True),
+    "SGD": lambda groups: SGD(groups, lr=0.1, momentum=0.9),
+    "SGD with weight decay": lambda groups: SGD(groups, lr=0.1, weight_decay=0.1),
+    "SGD, maximizing": lambda groups: SGD(groups, lr=0.1, maximize=True),
+    "RMSprop": RMSprop,
+    "Adagrad": Adagrad,
+    "RAdam": RAdam,
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_and_temporaries_are_those_of_the_rows_on_a_rank(name, seed):
+    draw = random.Random(seed)
+    shapes = [[draw.randint(1, 60), draw.randint(1, 60)] for _ in range(draw.randint(1, 7))]
+    module = nn.ParameterList(torch.zeros(shape) for shape in shapes)
+    num_groups, world_size = draw.randint(1, 3), draw.choice([1, 2, 3])
+    group_of = [draw.randrange(num_groups) for _ in shapes]
+    group_of = [sorted(set(group_of)).index(group) for group in group_of]
+    order = draw.sample(range(len(shapes)), len(shapes))
+
+    def grouped(parameters):
+        return [[parameters[i] for i in order if group_of[i] == group] for group in range(max(group_of) + 1)]
+
+    make = OPTIMIZERS[name]
+    optimizer, optimized = profile_optimizers(
+        module, lambda m: [make([{"params": group} for group in grouped(list(m.parameters()))])], CPU
+    )
+    unit = unit_of(
+        replace(
+            each,
+            state_bytes_per_element=optimized[p].state_bytes / p.numel(),
+            group=optimized[p].group,
+            place=optimized[p].place,
+        )
+        for each, p in zip(profiles(shapes), module.parameters(), strict=True)
+    )
+    for rank in range(world_size):
+        owned = [owned_elements(each, world_size, rank) for each in unit.parameters]
+        state_bytes, temporary_bytes = counted_step(grouped(owned), make)
+        found = FSDP2().layout([unit], optimizer, world_size, rank=rank)
+        assert found.optimizer_state == state_bytes
+        # scalars besides: bias corrections, step counts
+        assert found.optimizer_temporaries == pytest.approx(temporary_bytes, abs=256)

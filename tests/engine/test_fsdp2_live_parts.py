@@ -133,6 +133,19 @@ def test_saved_tensors_are_gone_one_unit_after_the_other():
     assert [moment.parts["reduced gradients"] for moment in reduced] == [i * w / 2 for i in range(6)]
 
 
+def test_backward_gathers_beside_the_gradient_that_is_handed_on():
+    handed, engine = 100.0, FSDP2(backward_prefetch="none")
+    profile = linears(4, 4)
+    segments = tuple(replace(segment, settled_bytes=Affine(handed)) for segment in profile.segments[:-1])
+    handing = replace(profile, segments=(*segments, profile.segments[-1]))
+    without, _ = moments(profile, ZDP, engine, world_size=2, copies=False)
+    found, _ = moments(handing, ZDP, engine, world_size=2, copies=False)
+    most, before = (max(each, key=lambda moment: moment.num_bytes) for each in (found, without))
+    # copying out takes as much as computing does, and the gradient, which the workspace of computing has
+    assert most.num_bytes == before.num_bytes + handed
+    assert (most.phase, most.operator, most.parts["workspace"]) == ("backward", "m0", handed)
+
+
 def test_one_rank_copies_its_shards_too():
     w = ROWS * (COLUMNS + 1) * 4
     for mode, kept in ((ZDP, 1), (DP, NUM_UNITS)):

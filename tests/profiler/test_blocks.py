@@ -6,13 +6,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.fsdp1 import FSDP1
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.blocks import freed_bytes, with_activations
 from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.slices import split_operators
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload, exact_peak
-from lightning_osdp.engine import FSDP1
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.profiler import profile_model
 from lightning_osdp.profiler.blocks import find_blocks

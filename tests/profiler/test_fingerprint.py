@@ -33,7 +33,9 @@ def test_a_model_without_parameters_is_refused():
 
 def test_a_scalar_parameter_is_refused():
     model = nn.ParameterDict({"temperature": torch.tensor(1.0)})
-    text = r"^FSDP cannot shard a scalar parameter, but 'temperature' has shape \[\]\. .*value\.reshape\(1\)\)\.$"
+    text = (
+        r"^fully_shard cannot shard a scalar parameter, but 'temperature' has shape \[\]\. .*value\.reshape\(1\)\)\.$"
+    )
     with pytest.raises(ProfileError, match=text):
         check_parameters(model)
 

@@ -242,6 +242,14 @@ def test_buffers_count():
     assert profile_model(model, BATCH).buffer_bytes == 60
 
 
+def test_buffers_keep_their_dtype_under_mixed_precision():
+    dtypes = set()
+    model = Net(lambda m, x: dtypes.add(m.table.dtype) or m(x).float().sum())
+    model.register_buffer("table", torch.zeros(10))
+    assert profile_model(model, BATCH, precision=ComputePrecision(torch.bfloat16)).buffer_bytes == 40
+    assert dtypes == {torch.float32}
+
+
 RETURN = r" Return the loss, a scalar tensor, or a dict with it under 'loss', from training_step\.$"
 
 

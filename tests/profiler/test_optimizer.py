@@ -38,7 +38,6 @@ def profiled(*make, module=None):
         (Adagrad, 1),
         (RMSprop, 1),
         (lambda p: RMSprop(p, momentum=0.9, centered=True), 3),
-        (Adafactor, 1),  # a shard is flat: nothing to factor
         (torch.optim.NAdam, 2),
         (torch.optim.Adadelta, 2),
         (torch.optim.Rprop, 2),
@@ -49,6 +48,17 @@ def test_state_bytes_are_those_of_as_many_copies_of_the_parameter(make, states):
     found, profile = profiled(lambda m: make(m.parameters()))
     assert found[:2] == [states * WEIGHT, states * BIAS]
     assert profile.s_per_element > 0
+
+
+def test_an_optimizer_of_matrices_alone():
+    found, _ = profiled(lambda m: torch.optim.Muon(m.parameters()), module=nn.Linear(6, 8, bias=False))
+    assert found == [WEIGHT]
+
+
+@pytest.mark.parametrize("rows", [8, 9000])  # all of them, and a sample
+def test_state_of_rows_and_of_columns_is_no_state_of_elements(rows):
+    found, _ = profiled(lambda m: Adafactor(m.parameters()), module=nn.Linear(600, rows, bias=False))
+    assert found == [4 * (rows + 600)]
 
 
 def test_state_is_scaled_up_from_a_sample_of_large_parameters():
@@ -136,8 +146,9 @@ class Broken(SGD):
 
 def test_an_optimizer_that_cannot_step_is_refused():
     text = (
-        r"^Expected Broken to take a step on zero gradients of flat parameters, as FSDP gives them, so that its state"
-        r" can be measured, but it failed: NotImplementedError\('no step today'\)\. Pass plan= to skip profiling\.$"
+        r"^Expected Broken to take a step on zero gradients of parameters with other numbers of rows, as shards"
+        r" have, so that its state can be measured, but it failed: NotImplementedError\('no step today'\)\. Pass plan="
+        r" to skip profiling\.$"
     )
     with pytest.raises(ProfileError, match=text):
         profiled(lambda m: Broken(m.parameters(), lr=0.1))
@@ -259,4 +270,4 @@ def test_the_time_sample_is_no_larger_for_many_groups(monkeypatch):
 
     layers = nn.Sequential(*(nn.Linear(20, 20, bias=False) for _ in range(4)))
     profiled(lambda m: Spy([{"params": layer.parameters()} for layer in m], lr=0.1), module=layers)
-    assert sizes[0] == 100 + 3 * 64
+    assert sizes[0] == 100 + 3 * 60  # whole rows of 20

@@ -62,18 +62,14 @@ def test_nothing_takes_less_than_no_time(small_s, large_s, several_s):
 
 
 COLLECTIVES = {
-    "fsdp1": {"all_gather": ["all_gather"], "reduce_scatter": ["reduce_scatter_single", "reduce_scatter_tensor"]},
-    "fsdp2": {
-        "all_gather": ["all_gather_single", "all_gather_into_tensor"],
-        "reduce_scatter": ["reduce_scatter_single", "reduce_scatter_tensor"],
-    },
+    "all_gather": ["all_gather_single", "all_gather_into_tensor"],
+    "reduce_scatter": ["reduce_scatter_single", "reduce_scatter_tensor"],
 }
 
 
-@pytest.mark.parametrize("engine", COLLECTIVES)
-def test_a_chain_gathers_and_reduces_as_is_subtracted(monkeypatch, engine):
+def test_a_chain_gathers_and_reduces_as_is_subtracted(monkeypatch):
     counts = Counter()
-    for kind, names in COLLECTIVES[engine].items():
+    for kind, names in COLLECTIVES.items():
         for name in names:
             if hasattr(dist, name):
                 collective = getattr(dist, name)
@@ -85,7 +81,7 @@ def test_a_chain_gathers_and_reduces_as_is_subtracted(monkeypatch, engine):
                 monkeypatch.setattr(dist, name, counted)
     num_units, num_runs = 2, fastest.REPEATS + 1
     with fake_group(2):
-        found = overhead._chain_s(partial(overhead._unit, 8, 3, CPU), num_units, CPU, engine)
+        found = overhead._chain_s(partial(overhead._unit, 8, 3, CPU), num_units, CPU)
     assert set(found) == {"gathered", "dp", "held"}
     # forward alone once a run, forward and backward once; and once for all runs that hold what they have gathered
     assert counts == {"all_gather": num_units * (2 * num_runs + 1), "reduce_scatter": num_units * num_runs}

@@ -4,9 +4,8 @@ import random
 
 import torch
 from entangled_models import MODELS
-from torch.distributed.fsdp import FullyShardedDataParallel
 
-from lightning_osdp.apply import ENGINES
+from lightning_osdp.apply import ShardedModel
 from lightning_osdp.core.plan import Plan, Unit
 from lightning_osdp.core.units import partition
 from lightning_osdp.profiler import fingerprint, profile_model
@@ -47,34 +46,8 @@ def gradients(model, step, batch):
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}, loss.item()
 
 
-def through_root(sharded):
-    """training_step as Lightning runs it: inside the forward of FSDP's root."""
-    root, model = sharded.root, sharded.module
-    if root is model:
-        return lambda batch: sharded.run(model.training_step, batch, 0)
-
-    def step(batch):
-        def redirected(batch):
-            del model.forward
-            return model.training_step(batch, 0)
-
-        model.forward = redirected
-        return root(batch)
-
-    return step
-
-
-def plain_name(name):
-    return name.replace("_fsdp_wrapped_module.", "")
-
-
 def whole(root):
     """Weights and gradients by name, whole and in memory of their own; None for a parameter without a gradient."""
-    if isinstance(root, FullyShardedDataParallel):
-        with FullyShardedDataParallel.summon_full_params(root, with_grads=True):
-            named = {plain_name(name): parameter for name, parameter in root.named_parameters()}
-            weights = {name: parameter.detach().clone() for name, parameter in named.items()}
-            return weights, {name: None if p.grad is None else p.grad.clone() for name, p in named.items()}
     named = dict(root.named_parameters())
     weights = {name: parameter.detach().full_tensor().clone() for name, parameter in named.items()}
     return weights, {name: None if p.grad is None else p.grad.full_tensor().clone() for name, p in named.items()}
@@ -88,10 +61,10 @@ def compare(name, world_size, modes=("ZDP",)):
     model = MODELS[name]()
     plan = plan_of(profile_model(model, model.batch()), world_size, modes)
     assert plan.fingerprint == fingerprint(model)
-    sharded = ENGINES[plan.engine].planned(model, plan, device=torch.device("cpu"))
-    _, loss = gradients(model, through_root(sharded), model.batch())
+    sharded = ShardedModel.planned(model, plan, device=torch.device("cpu"))
+    _, loss = gradients(model, lambda batch: sharded.run(model.training_step, batch, 0), model.batch())
     difference = abs(loss - expected_loss) / abs(expected_loss)
-    _, found = whole(sharded.root)
+    _, found = whole(model)
     scale = max(float(gradient.abs().max()) for gradient in expected.values() if gradient is not None)
     assert list(found) == list(expected)
     for key, gradient in expected.items():

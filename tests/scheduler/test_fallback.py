@@ -117,7 +117,6 @@ def block(name, frees_bytes, costs_s):
 
 WITH_BLOCKS = dataclasses.replace(
     PLAN,
-    engine="fsdp2",
     units=(*PLAN.units[:3], unit("b.0.up", "ZDP"), unit("b.1.up", "ZDP"), unit("b.2.up", "ZDP")),
     blocks=(block("b.1", 40, 0.1),),
     recomputable=(block("b.0", 80, 0.2), block("b.2", 300, 0.1)),
@@ -150,10 +149,3 @@ def test_one_rank_has_blocks_that_can_recompute():
     alone = dataclasses.replace(WITH_BLOCKS, world_size=1)
     assert freeable_bytes(alone) == 380
     assert [block.name for block in with_less_memory(alone, 1).blocks] == ["b.1", "b.2"]
-
-
-def test_blocks_stay_as_they_are_under_an_engine_that_cannot_change_them():
-    plan = dataclasses.replace(WITH_BLOCKS, engine="fsdp1")
-    assert freeable_bytes(plan) == 200
-    lower = with_less_memory(plan, 10**9)
-    assert (lower.blocks, lower.recomputable) == (plan.blocks, plan.recomputable)

@@ -10,7 +10,7 @@ from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.cluster import UnitOverhead
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.search_space import SearchSpace
-from lightning_osdp.engine import FSDP1
+from lightning_osdp.engine import FSDP2, engine_of
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.scheduler import make_plan
 from lightning_osdp.simulation import simulate
@@ -31,7 +31,7 @@ def test_the_best_throughput_is_neither_the_largest_batch_nor_the_shortest_step(
     shortest, largest = (plan(uneven, ring, micro_batch_size=size) for size in (1, 4))
     assert (shortest.step_time_s, largest.step_time_s) == pytest.approx((1.13, 1.93))
     assert (shortest.samples_per_s, largest.samples_per_s) == pytest.approx((2 / 1.13, 8 / 1.93))
-    assert (shortest.peak_bytes, largest.peak_bytes) == (456, 529)  # bwd(large) = 154.5+1.5 +100 +100+100
+    assert (shortest.peak_bytes, largest.peak_bytes) == (506, 529)  # rs(large) = 154.5+1.5 +350
     with pytest.raises(InfeasibleError):
         plan(uneven, ring, micro_batch_size=5)
 
@@ -93,9 +93,9 @@ def test_units_are_in_forward_order_and_name_what_they_hold(model, operator, clu
 
 
 def test_of_equal_operators_the_later_ones_are_kept(model, operator, cluster):
-    # as in tests/assign/test_assign.py: base 900, bwd(m5) 1600 with four freed, and 200 more are allowed
+    # as in tests/assign/test_cases.py: m5 is copied out in forward at 1650 with five freed, and 200 more are allowed
     profile = model(*(operator(f"m{i}", 100, activation_bytes_per_sample=50) for i in range(6)))
-    found = plan(profile, cluster(2), memory_limit_bytes=1800, micro_batch_size=1)
+    found = plan(profile, cluster(2), memory_limit_bytes=1850, micro_batch_size=1)
     assert [unit.modes[0] for unit in found.units] == ["DP", "ZDP", "ZDP", "ZDP", "DP", "DP", "DP"]
 
 
@@ -115,31 +115,32 @@ def test_where_fewer_samples_fit_the_error_says_how_many(uneven, cluster):
 
 def test_where_not_even_one_sample_fits_the_error_says_what_would_help(uneven, cluster):
     with pytest.raises(InfeasibleError) as caught:
-        plan(uneven, cluster(2), micro_batch_size="scale", memory_limit_bytes=400)
-    # bwd(large): 154.5 +1.5 +100 +100+100; on four ranks 77.25 +0.75 +300 = 378
+        plan(uneven, cluster(2), micro_batch_size="scale", memory_limit_bytes=410)
+    # rs(large): 154.5 +1.5 +100 (sent) +100 (last) +50 +100 (gloo's copy); on four ranks 77.25 +0.75 +325 = 403
     assert str(caught.value) == (
-        "No plan fits: the limit is 400 B per rank, and a micro-batch of 1 on 2 ranks needs at least 456 B"
-        " (in backward at 'large': parameter shards 52 B, optimizer state 103 B, reduced gradients 2 B,"
-        " gathered parameters 100 B, unsharded gradients 200 B)."
+        "No plan fits: the limit is 410 B per rank, and a micro-batch of 1 on 2 ranks needs at least 506 B"
+        " (in reduce-scatter at 'large': parameter shards 52 B, optimizer state 103 B, reduced gradients 2 B,"
+        " unsharded gradients 350 B)."
         " Largest contributors: large (300 B), c (83 B), a (3 B)."
-        " Nearest remedy: raise memory_limit to '456 B', or use 4 ranks."
+        " Nearest remedy: raise memory_limit to '506 B', or use 4 ranks."
     )
-    plan(uneven, cluster(2), micro_batch_size=1, memory_limit_bytes=456)
-    plan(uneven, cluster(4), micro_batch_size=1, memory_limit_bytes=400)
+    plan(uneven, cluster(2), micro_batch_size=1, memory_limit_bytes=506)
+    plan(uneven, cluster(4), micro_batch_size=1, memory_limit_bytes=410)
 
 
 def test_more_ranks_are_no_remedy_for_what_is_not_sharded(uneven, cluster):
-    with pytest.raises(InfeasibleError, match=r"raise memory_limit to '456 B'\.$"):
-        plan(uneven, cluster(2), micro_batch_size=1, memory_limit_bytes=300)  # one parameter and two gradients
+    with pytest.raises(InfeasibleError, match=r"raise memory_limit to '506 B'\.$"):
+        plan(uneven, cluster(2), micro_batch_size=1, memory_limit_bytes=300)  # one gradient three times
 
 
 def test_on_one_rank_the_error_speaks_of_one_rank_and_the_root_is_named(model, operator, cluster):
     with pytest.raises(InfeasibleError) as caught:
         plan(model(operator("", 100)), cluster(1), micro_batch_size=1, memory_limit_bytes=10)
-    # parameters, Adam, and the gradient with its flat copy
+    # parameters, Adam, the gradient of the step before, and a copy of the parameters
     assert str(caught.value) == (
         "No plan fits: the limit is 10 B per rank, and a micro-batch of 1 on 1 rank needs at least 500 B"
-        " (in backward: parameter shards 100 B, optimizer state 200 B, unsharded gradients 200 B)."
+        " (in forward: parameter shards 100 B, optimizer state 200 B, reduced gradients 100 B,"
+        " gathered parameters 100 B)."
         " Largest contributors: the root unit (500 B)."
         " Nearest remedy: raise memory_limit to '500 B'."
     )
@@ -192,27 +193,34 @@ def test_options_that_make_no_sense_are_refused(uneven, cluster, options, text):
     assert str(caught.value) == text
 
 
+GIVEN = {
+    "none": FSDP2(backward_prefetch="none"),
+    "explicit": FSDP2(forward_prefetch=True),
+    "implicit": FSDP2(asynchronous_unshard=False),
+}
+
+
 @pytest.mark.parametrize("overlaps", [False, True])
-@pytest.mark.parametrize("limit_bytes", [2000, 2100, 2300, 3000])
-def test_backward_prefetch_is_chosen_by_what_it_is_worth(model, operator, cluster, overlaps, limit_bytes):
+@pytest.mark.parametrize("limit_bytes", [1900, 2000, 2100, 2300, 3000])
+def test_prefetching_is_chosen_by_what_it_is_worth(model, operator, cluster, overlaps, limit_bytes):
+    # base 1200; all-ZDP rs(m1) 1200 +300 +350 = 1850 without prefetch, and 100 of m0 with it
     fields = {"forward_s_per_sample": 0.5, "backward_s_per_sample": 1.0}
     profile = model(*(operator(f"m{i}", 100, **fields) for i in range(8)))
     ring = dataclasses.replace(cluster(2, seconds_per_byte=0.02), overlaps=overlaps)
     options = {"micro_batch_size": 1, "memory_limit_bytes": limit_bytes}
     chosen = plan(profile, ring, **options)
-    given = {
-        each: plan(profile, ring, engine=FSDP1(backward_prefetch=each), **options) for each in ("none", "post", "pre")
-    }
-    assert chosen.step_time_s == min(each.step_time_s for each in given.values())
-    assert chosen.units == given[chosen.backward_prefetch].units
+    fitting = GIVEN if limit_bytes > 1900 else ("none",)
+    given = {name: plan(profile, ring, engine=GIVEN[name], **options) for name in fitting}
     if not overlaps:
-        assert chosen.backward_prefetch == "none"
+        assert engine_of(chosen) == GIVEN["none"]
+        assert chosen.units == given["none"].units
+        assert chosen.step_time_s == min(each.step_time_s for each in given.values())
         return
+    # all units may be gathered ahead, or some of them
+    assert chosen.step_time_s <= min(each.step_time_s for each in given.values()) * (1 + 1e-12)
+    assert chosen.step_time_s < given["none"].step_time_s
     most = max(each.samples_per_s * (1 + each.gap) for each in given.values())
-    assert chosen.samples_per_s * (1 + chosen.gap) == pytest.approx(most, rel=1e-3)
-    # of equally fast ones the usual one
-    assert chosen.backward_prefetch == "pre"
-    assert (chosen.step_time_s < given["none"].step_time_s) == (limit_bytes < 3000)
+    assert chosen.samples_per_s * (1 + chosen.gap) >= most * (1 - 1e-3)
 
 
 def test_the_paper_plans_with_sums(model, operator, cluster):
@@ -246,7 +254,7 @@ def test_accumulating_multiplies_the_work_and_keeps_gradients(uneven, cluster):
     )
     assert three.step_time_s == pytest.approx(3 * one.step_time_s)
     assert three.samples_per_s == pytest.approx(one.samples_per_s)
-    assert (one.peak_bytes, three.peak_bytes) == (456, 506)  # and the other micro-batches' 50 bytes of the large one
+    assert (one.peak_bytes, three.peak_bytes) == (506, 556)  # and the other micro-batches' 50 bytes of the large one
 
 
 def test_where_there_is_room_gradients_are_reduced_once_a_step(uneven, cluster):
@@ -274,7 +282,7 @@ def test_where_there_is_room_gradients_are_reduced_once_a_step(uneven, cluster):
 
 def test_with_less_room_some_units_accumulate(uneven, cluster):
     ring = cluster(2, seconds_per_byte=0.01)
-    limits = range(510, 700, 10)
+    limits = range(560, 750, 10)
     found = [
         plan(uneven, ring, micro_batch_size=1, num_micro_batches=3, memory_limit_bytes=limit_bytes)
         for limit_bytes in limits
@@ -322,7 +330,7 @@ def wide(model, linear):
 def test_operators_are_split_where_nothing_else_fits(wide, cluster):
     ring = cluster(2, latency_s=0.001, seconds_per_byte=1e-6)
     whole = SearchSpace(min_unit_bytes=0, slices=(1,))
-    limit_bytes = 48_000
+    limit_bytes = 50_000
     with pytest.raises(InfeasibleError, match="needs at least"):
         plan(wide, ring, micro_batch_size=1, memory_limit_bytes=limit_bytes, search_space=whole)
     found = plan(wide, ring, micro_batch_size=1, memory_limit_bytes=limit_bytes)
@@ -354,7 +362,7 @@ def test_scaling_goes_on_with_slices(wide, cluster):
 
 def test_plans_do_not_depend_on_the_solver_where_all_are_exact(uneven, cluster):
     ring = cluster(2, seconds_per_byte=0.01)
-    for size, limit_bytes in itertools.product((1, 3), (460, 500, 560)):
+    for size, limit_bytes in itertools.product((1, 3), (510, 530, 560)):
         if size == 3 and limit_bytes < 560:
             continue
         plans = [

@@ -8,7 +8,7 @@ from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload
-from lightning_osdp.engine import FSDP1
+from lightning_osdp.engine import FSDP2
 from lightning_osdp.simulation import simulate_step
 
 
@@ -27,7 +27,7 @@ def chain(model):
     return build
 
 
-def estimate(profile, cluster, modes, *, overlaps, ring_s, num_micro_batches=1, prefetch="pre"):
+def estimate(profile, cluster, modes, *, overlaps, ring_s, num_micro_batches=1, **settings):
     # two ranks: a ring takes 1/2 * 100 bytes * seconds_per_byte
     ranks = dataclasses.replace(cluster(2, seconds_per_byte=ring_s / 50), overlaps=overlaps)
     return simulate_step(
@@ -36,7 +36,7 @@ def estimate(profile, cluster, modes, *, overlaps, ring_s, num_micro_batches=1, 
         [DP, *({"D": DP, "Z": ZDP}[letter] for letter in modes)],
         ranks,
         Workload(micro_batch_size=1, num_micro_batches=num_micro_batches),
-        engine=FSDP1(backward_prefetch=prefetch),
+        engine=FSDP2(**settings),
     )
 
 
@@ -49,38 +49,64 @@ def test_what_blocks_adds_up(chain, cluster, modes, rings, num_micro_batches):
     assert found.communication_s == found.exposed_communication_s == pytest.approx(num_micro_batches * 2.0 * rings)
 
 
-def test_quick_communication_hides_behind_computing(chain, cluster):
-    # all that shows: the first gather, and the last reduce-scatter
-    for modes in ("ZZZ", "DDD"):
-        found = estimate(chain(), cluster, modes, overlaps=True, ring_s=1.0)
-        assert found.time_s == pytest.approx(27 + 2)
-        assert found.exposed_communication_s == pytest.approx(2)
+EXPLICIT = {"forward_prefetch": True}
+IMPLICIT = {"asynchronous_unshard": False}
+
+
+@pytest.mark.parametrize(
+    ("settings", "freed", "kept"),
+    [
+        # AG0 1, AG1 2, F0 4, AG2 5, F1 7, F2 10, AG2 11, AG1 12, B2 17, RS2 18, AG0 19, B1 23, RS1 24, B0 29, RS0 30:
+        # all that shows is the first gather, that of m2 once forward is over, and the last reduce-scatter
+        (EXPLICIT, 27 + 3, 27 + 2),
+        # m2 is gathered again while its forward computes, as soon as m1 is copied out
+        (IMPLICIT, 27 + 2, 27 + 2),
+        # every gather of forward shows
+        ({}, 27 + 5, 27 + 4),
+    ],
+)
+def test_quick_communication_hides_behind_computing(chain, cluster, settings, freed, kept):
+    for modes, expected in (("ZZZ", freed), ("DDD", kept)):
+        found = estimate(chain(), cluster, modes, overlaps=True, ring_s=1.0, **settings)
+        assert found.time_s == pytest.approx(expected)
+        assert found.exposed_communication_s == pytest.approx(expected - 27)
 
 
 def test_without_prefetch_gathers_queue_behind_reduce_scatters(chain, cluster):
-    # the host runs ahead: m2 is gathered again while its forward computes, as soon as m1 is freed
-    # AG0 1, F0 4, F1 7, F2 10, AG2 8, B2 16, RS2 17, AG1 18, B1 24, RS1 25, AG0 26, B0 32, RS0 33
-    found = estimate(chain(), cluster, "ZZZ", overlaps=True, ring_s=1.0, prefetch="none")
+    # F2 10, AG2 11, B2 17, RS2 18, AG1 19, B1 25, RS1 26, AG0 27, B0 33, RS0 34
+    found = estimate(chain(), cluster, "ZZZ", overlaps=True, ring_s=1.0, backward_prefetch="none", **EXPLICIT)
+    assert found.time_s == pytest.approx(34)
+    # the host runs ahead: AG2 5, behind the copy of m1 at 4
+    found = estimate(chain(), cluster, "ZZZ", overlaps=True, ring_s=1.0, backward_prefetch="none", **IMPLICIT)
     assert found.time_s == pytest.approx(33)
 
 
 def test_slow_communication_is_all_that_counts(chain, cluster):
-    # forward: gathers end at 10, 20, 30; F2 33
-    # ZZZ: m2 again until 40, m1 50 (prefetched), B2 46, RS2 60, m0 70 (prefetched when B1 begins, behind RS2)
+    # implicit ZZZ: m2 again until 40, m1 50 (prefetched), B2 46, RS2 60, m0 70 (prefetched when B1 begins, behind RS2)
     #      B1 50..56, RS1 80, B0 70..76, RS0 90: nine rings, one after the other
-    assert estimate(chain(), cluster, "ZZZ", overlaps=True, ring_s=10.0).time_s == pytest.approx(90)
-    # DDD: B2 39, RS2 49, RS1 59, RS0 69
-    assert estimate(chain(), cluster, "DDD", overlaps=True, ring_s=10.0).time_s == pytest.approx(69)
+    assert estimate(chain(), cluster, "ZZZ", overlaps=True, ring_s=10.0, **IMPLICIT).time_s == pytest.approx(90)
+    # explicit: m2 is gathered again when forward has ended, 33, instead of 30
+    assert estimate(chain(), cluster, "ZZZ", overlaps=True, ring_s=10.0, **EXPLICIT).time_s == pytest.approx(93)
+    # DDD: gathers end at 10, 20, 30; F2 33, B2 39, RS2 49, RS1 59, RS0 69
+    for settings in (EXPLICIT, IMPLICIT):
+        assert estimate(chain(), cluster, "DDD", overlaps=True, ring_s=10.0, **settings).time_s == pytest.approx(69)
 
 
-def test_no_more_than_two_freed_units_are_in_flight(model, cluster):
-    # computing is slow, gathers quick: the fourth gather waits for the second unit to be freed
+@pytest.mark.parametrize(
+    ("settings", "starts"),
+    [
+        ({}, [0.0, 11.0, 22.0, 33.0]),  # when computing comes to a unit
+        (EXPLICIT, [0.0, 1.0, 11.0, 21.0]),  # when it comes to the unit before
+        (IMPLICIT, [0.0, 1.0, 2.0, 11.0]),  # when the second one before is copied out: m0 at 1, m1 at 11
+    ],
+)
+def test_slow_computing_holds_gathers_back(model, cluster, settings, starts):
     profile = model(100, 100, 100, 100)
     segments = [dataclasses.replace(segment, forward_s=Affine(10.0)) for segment in profile.segments[:-1]]
     profile = dataclasses.replace(profile, segments=(*segments, profile.segments[-1]))
-    found = estimate(profile, cluster, "ZZZZ", overlaps=True, ring_s=1.0)
-    gathers = [i.start_s for i in found.intervals if i.event.kind == "gather" and i.start_s < 41]
-    assert gathers[:4] == pytest.approx([0.0, 1.0, 11.0, 21.0])
+    found = estimate(profile, cluster, "ZZZZ", overlaps=True, ring_s=1.0, **settings)
+    gathers = [interval.start_s for interval in found.intervals if interval.event.kind == "gather"]
+    assert gathers[:4] == pytest.approx(starts)
 
 
 def test_micro_batches_wait_for_the_gradients_of_the_one_before(chain, cluster):

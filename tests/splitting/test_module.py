@@ -6,9 +6,12 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.utils import parametrizations, parametrize
 from transposed import Conv1D
 
+from benchmarks.testbed.groups import fake_group
 from lightning_osdp.errors import ConfigurationError, ShardedParameterError
 from lightning_osdp.splitting import cut_dims, num_features, split, splittable
 from lightning_osdp.splitting.sharded import ShardedParameter
@@ -116,7 +119,9 @@ def test_the_usual_weight_decay_recipes_see_weights_and_biases():
 
 def test_a_sharded_parameter_tells_its_metadata_and_where_to_read_its_values():
     linear = split(nn.Linear(6, 4).double(), 3)
-    linear.slices[1].weight = nn.Parameter(torch.zeros(3).double())  # what FSDP shows of a parameter that it shards
+    with fake_group(2):  # one slice is sharded, the others are gathered now
+        piece = distribute_tensor(linear.slices[1].weight.data, init_device_mesh("cpu", (2,)), [Shard(0)])
+    linear.slices[1].weight = nn.Parameter(piece)
     weight = linear.weight
     assert isinstance(weight, ShardedParameter)
     assert (weight.shape, weight.dtype, weight.device.type, weight.requires_grad) == (
@@ -134,7 +139,7 @@ def test_a_sharded_parameter_tells_its_metadata_and_where_to_read_its_values():
         lambda: torch.equal(weight, weight),
     ):
         with pytest.raises(
-            ShardedParameterError, match=r"Expected the whole 'weight' of a split operator.*Read it within"
+            ShardedParameterError, match=r"Expected the whole 'weight' of a split operator.*Read it from"
         ):
             read()
     assert linear.bias.shape == (4,)

@@ -173,3 +173,15 @@ def test_forward_takes_one_partial_result_and_keeps_no_more_than_the_output():
 def test_backward_takes_one_gradient_of_the_input_and_a_part_of_it():
     assert backward_bytes(None) == X_BYTES
     assert backward_bytes(NUM_SLICES) == X_BYTES + X_BYTES // NUM_SLICES
+
+
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3)])
+@pytest.mark.parametrize("make", [linear, conv1d, embedding])
+def test_a_hook_of_what_is_returned_stays_where_that_is_changed_in_place(make, leading):
+    """As of the whole operator: `fully_shard` gathers parameters for backward in such hooks."""
+    operator, seen = split(make(4, 3, True), 2), []
+    output = operator(torch.ones(leading, dtype=torch.long) if make is embedding else torch.ones(*leading, 4))
+    output.register_hook(seen.append)
+    output.add_(1.0)
+    output.sum().backward()
+    assert len(seen) == 1

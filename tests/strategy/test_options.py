@@ -12,7 +12,7 @@ from lightning_osdp.strategy.options import Options, Prefetch, check_fsdp_kwargs
 
 def options(**given):
     defaults = {"memory_limit": None, "plan": None, "batch_size": "auto", "search": "greedy", "search_space": None}
-    defaults |= {"cost_model": "simulate", "global_batch_size": None, "accumulate_in_fp32": False, "engine": None}
+    defaults |= {"cost_model": "simulate", "global_batch_size": None, "accumulate_in_fp32": False}
     return Options.checked(**{**defaults, **given})
 
 
@@ -87,28 +87,37 @@ def test_flat_parameters_are_refused():
 
 
 def test_other_arguments_reach_fsdp():
-    strategy = OSDPStrategy(state_dict_type="sharded", limit_all_gathers=False, cpu_offload=False)
+    strategy = OSDPStrategy(state_dict_type="sharded", sync_module_states=True, cpu_offload=False)
     assert strategy._state_dict_type == "sharded"
-    assert strategy.kwargs == {"limit_all_gathers": False, "use_orig_params": True}
+    assert strategy.kwargs == {"sync_module_states": True, "use_orig_params": True}
+
+
+def test_arguments_that_fully_shard_has_not_are_refused():
+    with pytest.raises(ConfigurationError, match=r"^OSDPStrategy cannot take limit_all_gathers=False: fully_shard"):
+        OSDPStrategy(limit_all_gathers=False)
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, Prefetch("auto", forward=False)),
-        ({"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, Prefetch("post", forward=False)),
+        ({}, Prefetch("auto", forward="auto")),
+        ({"backward_prefetch": BackwardPrefetch.BACKWARD_PRE}, Prefetch("pre", forward="auto")),
+        ({"forward_prefetch": False}, Prefetch("auto", forward=False)),
         ({"backward_prefetch": None, "forward_prefetch": True}, Prefetch("none", forward=True)),
     ],
 )
 def test_prefetch_settings_belong_to_the_plan(given, expected):
     given = {**given, "limit_all_gathers": True}
-    assert pop_prefetch(given, "fsdp1") == expected
+    assert pop_prefetch(given) == expected
     assert given == {"limit_all_gathers": True}
 
 
 def test_prefetch_that_does_not_exist_is_refused():
     with pytest.raises(ConfigurationError, match="must be a BackwardPrefetch or None, got 'soon'"):
-        pop_prefetch({"backward_prefetch": "soon"}, "fsdp1")
+        pop_prefetch({"backward_prefetch": "soon"})
+    text = r"^OSDPStrategy cannot take BackwardPrefetch\.BACKWARD_POST: .*BACKWARD_PRE or None"
+    with pytest.raises(ConfigurationError, match=text):
+        pop_prefetch({"backward_prefetch": BackwardPrefetch.BACKWARD_POST})
 
 
 def test_a_rehearsal_is_on_off_or_left_to_the_device():

@@ -11,7 +11,7 @@ from lightning_osdp.strategy.planning import _search_space
 
 def options(**given):
     defaults = {"memory_limit": None, "plan": None, "batch_size": "auto", "search": "greedy", "search_space": None}
-    defaults |= {"cost_model": "simulate", "global_batch_size": None, "engine": None}
+    defaults |= {"cost_model": "simulate", "global_batch_size": None}
     return Options.checked(**{**defaults, **given})
 
 

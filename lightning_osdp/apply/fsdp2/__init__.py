@@ -1,1 +1,1 @@
-"""FSDP2: torch's ``fully_shard``, one DTensor a parameter, no wrappers."""
+"""Torch's ``fully_shard``: each parameter a DTensor, and no wrappers."""

@@ -119,7 +119,7 @@ def _refuse(missing: Collection[str]) -> None:
     if missing:
         raise ConfigurationError(
             f"Expected a torch whose fully_shard is built as that of 2.13, got {torch.__version__} without"
-            f" {', '.join(missing)}. Install torch 2.13, or use engine='fsdp1'."
+            f" {', '.join(missing)}. Install torch 2.13."
         )
 
 

@@ -26,7 +26,7 @@ def load_model(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> 
 
     Args:
         module: a module whose parameters are DTensors, rows of each on every rank.
-        state: of the unwrapped module, on CPU. Of tensors that are mapped from a file only this rank's rows are read.
+        state: of the whole module, on CPU. Of tensors that are mapped from a file only this rank's rows are read.
             The module's own hooks see whole tensors.
         strict: whether all that is missing or unexpected is an error.
 
@@ -80,7 +80,9 @@ def load_optimizer(module: nn.Module, optimizer: Optimizer, state: Mapping[str, 
 
 
 def load_sharded(path: Path, module: nn.Module, optimizers: Sequence[Optimizer], *, strict: bool) -> None:
-    """Loads model and optimizers from the folder of a sharded checkpoint, of any engine and number of ranks.
+    """Loads model and optimizers from the folder of a sharded checkpoint, of any number of ranks.
+
+    Those that an earlier version wrote with FSDP1 are among them.
 
     All ranks must call it. Weights are read into the module's shards in place.
 

@@ -52,8 +52,7 @@ def try_optimizer(optimizer: Optimizer) -> None:
     elif sharded_failure is not None:
         raise ConfigurationError(
             f"Expected an optimizer that can update parameters that are cut over ranks, but {name} cannot:"
-            f" {_told(sharded_failure)}. Use another one or another of its implementations (foreach=True, fused=False),"
-            " or engine='fsdp1'."
+            f" {_told(sharded_failure)}. Use another one or another of its implementations (foreach=True, fused=False)."
         ) from sharded_failure
     elif _is_same(expected, again) and not _is_close(expected, found):
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""State of a module under ``fully_shard`` and of its optimizers, whole or sharded, under the unwrapped module's names.
+"""State of a module under ``fully_shard`` and of its optimizers, whole or sharded, under the user's own names.
 
 Whole state is gathered one parameter at a time: besides what it keeps, no rank holds more than one of them and what an
 all-gather takes.
@@ -86,7 +86,7 @@ def sharded_state(module: nn.Module) -> dict[str, Any]:
 
 
 def whole_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters by their names in the unwrapped module, as DTensors or `JoinedShards`; tied ones under each name."""
+    """Parameters by their names in the user's own module, as DTensors or `JoinedShards`; tied ones under each name."""
     found = {name: parameter.detach() for name, parameter in module.named_parameters(remove_duplicate=False)}
     for cut in cuts_of(module):
         found[cut.whole] = cut.join([found.pop(piece) for piece in cut.pieces])

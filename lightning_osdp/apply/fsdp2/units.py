@@ -153,7 +153,7 @@ def _is_trained(unit: ShardedUnit) -> bool:
 
 
 def _policy(unit: ShardedUnit, precision: MixedPrecision | None) -> MixedPrecisionPolicy:
-    """As FSDP1 has it: inputs are cast for the root alone, and exempt modules compute in their own dtype."""
+    """As Lightning's strategy has it: inputs are cast for the root, and exempt modules compute in their own dtype."""
     if precision is None:
         return MixedPrecisionPolicy()
     exempt = tuple(precision._module_classes_to_ignore or ())

@@ -1,4 +1,4 @@
-"""FSDP2's rules."""
+"""The rules of ``fully_shard``."""
 
 from lightning_osdp.engine.fsdp2.engine import FSDP2
 

@@ -1,4 +1,4 @@
-"""FSDP2, `torch.distributed.fsdp.fully_shard`, as an engine."""
+"""`torch.distributed.fsdp.fully_shard`, as the planner asks it: `FSDP2`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.profile import ModelProfile, OptimizerProfile
-from lightning_osdp.core.units import UnitProfile, UnitRules
+from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.core.workload import Workload
 from lightning_osdp.engine.engine import AUTO, Engine
 from lightning_osdp.engine.events import GatherRule
@@ -24,7 +24,10 @@ from lightning_osdp.engine.live_parts import Observer
 
 @dataclass(frozen=True, kw_only=True)
 class FSDP2(Engine):
-    """Units are groups of parameters, each sharded along its rows; modules stay as they are."""
+    """Torch's ``fully_shard`` with its settings of prefetching.
+
+    Units are groups of parameters, each sharded along its rows; modules stay as they are.
+    """
 
     asynchronous_unshard: bool = True
     """Whether all-gathers are issued so that computing may go on, and their buffers are gone sooner. They then begin
@@ -34,22 +37,7 @@ class FSDP2(Engine):
     late_backward: tuple[str, ...] = ()
     """The same of backward."""
 
-    name: ClassVar[str] = "fsdp2"
     prefetches: ClassVar[tuple[str, ...]] = ("pre", "none")
-    rules: ClassVar[UnitRules] = UnitRules(frozen_may_differ=True, joins_root=False, joins_modules=True)
-    flips: ClassVar[frozenset[str]] = frozenset(
-        {
-            "modes",
-            "sync",
-            "activations",
-            "backward_prefetch",
-            "forward_prefetch",
-            "asynchronous_unshard",
-            "late_forward",
-            "late_backward",
-        }
-    )
-    is_closed_form_exact: ClassVar[bool] = False
 
     @override
     def alternatives(self, *, overlaps: bool) -> tuple[FSDP2, ...]:

@@ -1,4 +1,4 @@
-"""How FSDP2 lays units out on the ranks: bytes to the element, paddings included.
+"""How ``fully_shard`` lays units out on the ranks: bytes to the element, paddings included.
 
 Each parameter is cut along its first dimension into chunks of
 

@@ -1,10 +1,11 @@
-"""What is alive on one rank under FSDP2: the events of `schedule` read as bytes.
+"""What is alive on one rank under ``fully_shard``: the events of `schedule` read as bytes.
 
 Of one unit: w unsharded, s its shard, g its gradients, l that of its last parameter, r what a reduce-scatter takes, A
-what is saved. Of L equal units, of which backward has reduced those after the i-th, beside the states between steps:
+what is saved, h the gradient that it hands on. Of L equal units, of which backward has reduced those after the i-th,
+beside the states between steps:
 
     forward     (L-1) k + 3 w + A                                            k = w where units are kept, else 0
-    copy-out    (L-1-i) s + i k + q + 2 w + A_i                              q = r of the unit reduced before
+    copy-out    (L-1-i) s + i k + q + 2 w + h + A_i                          q = r of the unit reduced before
     compute     (L-1-i) s + i k + q + w + p + g + A_i                        p = w of the unit prefetched
     reduce      (L-1-i) s + i k + p + r + l + r/N + max(cast s, gloo r) + A_i
 
@@ -66,12 +67,13 @@ class FSDP2LiveParts(LiveParts):
         self.lingering = 0.0  # the buffer that forward has copied out last
         self.sent = 0.0  # what the latest reduce-scatter took
         self.is_over = False  # backward, but for what is left to reduce
+        self.received = 0.0  # bytes beyond the saved tensors where backward comes from one segment to the one before
 
     @override
     def begin_micro_batch(self) -> None:
         super().begin_micro_batch()
         self._send(0.0)
-        self.is_over = False
+        self.is_over, self.received = False, 0.0
 
     @override
     def _gather(self, unit: int) -> None:
@@ -107,7 +109,7 @@ class FSDP2LiveParts(LiveParts):
     def _copy_out(self, unit: int, beside: float) -> None:
         self.whole.add(unit)
         self._add("gathered parameters", self.sizes[unit].gathered)
-        self._observe_gather(unit, beside)
+        self._observe_gather(unit, beside + self.received)
 
     @override
     def _free(self, unit: int) -> None:
@@ -129,9 +131,17 @@ class FSDP2LiveParts(LiveParts):
             self._leave(0.0)
 
     @override
+    def _backward(self, index: int) -> None:
+        self.received = 0.0
+        super()._backward(index)
+
+    @override
     def _release(self, index: int) -> None:
         super()._release(index)
         self.is_over = index == 0
+        settled = self.profile.segments[index].settled_bytes
+        # the gradient that it hands on: its own saved tensors are gone
+        self.received = 0.0 if settled is None else max(0.0, settled.at(self.samples) - self.parts["activations"])
 
     @override
     def _flatten(self, unit: int) -> None:

@@ -1,4 +1,4 @@
-"""What FSDP2 does in one optimizer step, in the order in which the host issues it: the one account of its rules.
+"""What ``fully_shard`` does in one optimizer step, in the order in which the host issues it.
 
 With explicit lists of modules to prefetch, one for each unit:
 
@@ -39,7 +39,7 @@ from lightning_osdp.engine.host import Course, Host
 
 
 class FSDP2Host(Host):
-    """FSDP2's backward.
+    """Backward of ``fully_shard``.
 
     Args:
         course: what there is to do.

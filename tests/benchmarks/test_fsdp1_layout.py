@@ -1,4 +1,4 @@
-"""What each rank holds of a unit, against FSDP itself, and what an optimizer allocates for that, against a count."""
+"""What each rank holds of a unit under FSDP1, against FSDP1 itself."""
 
 import random
 import warnings
@@ -9,15 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
-from torch.optim import SGD, Adagrad, AdamW, RAdam, RMSprop
+from torch.optim import SGD
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.fsdp1.layout import flat_elements, layout, pieces
 from lightning_osdp.core.profile import ModelProfile, OperatorProfile, OptimizerProfile, ParameterProfile
 from lightning_osdp.core.units import partition
-from lightning_osdp.engine.fsdp1.layout import flat_elements, layout, pieces
-from lightning_osdp.profiler import LiveBytes
 from lightning_osdp.profiler.optimizer import profile_optimizers
-from lightning_osdp.profiler.tensors import tensors_in
 
 CPU = torch.device("cpu")
 
@@ -148,60 +146,3 @@ def test_state_is_that_of_the_rank_that_has_most_of_it():
     # 42 elements on three ranks: 14 of the first parameter, 14, 2 of it and all of the second one
     assert [layout(units, OptimizerProfile(), 3, rank).optimizer_state for rank in range(3)] == [56, 56, 8]
     assert layout(units, OptimizerProfile(), 3).optimizer_state == 56
-
-
-def counted_step(groups, make):
-    """Bytes of state, and of temporaries in a late step, of an optimizer over flat parameters of so many elements."""
-    made = [[nn.Parameter(torch.zeros(num)) for num in group if num] for group in groups]
-    made = [group for group in made if group]
-    for parameter in (p for group in made for p in group):
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer = make([{"params": group} for group in made])
-    for _ in range(6):
-        optimizer.step()
-    with LiveBytes("cpu") as live:
-        live.track([t for group in made for p in group for t in (p, p.grad)])
-        state_bytes = live.track(t for t in tensors_in(list(optimizer.state.values())) if t.dim())
-        before = live.current_bytes
-        live.reset_peak()
-        optimizer.step()
-    return state_bytes, live.peak_bytes - before
-
-
-OPTIMIZERS = {
-    "AdamW": AdamW,
-    "AdamW, foreach": lambda groups: AdamW(groups, foreach=True),
-    "SGD": lambda groups: SGD(groups, lr=0.1, momentum=0.9),
-    "SGD with weight decay": lambda groups: SGD(groups, lr=0.1, weight_decay=0.1),
-    "SGD, maximizing": lambda groups: SGD(groups, lr=0.1, maximize=True),
-    "RMSprop": RMSprop,
-    "Adagrad": Adagrad,
-    "RAdam": RAdam,
-}
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_and_temporaries_are_those_of_the_pieces_on_a_rank(name, seed):
-    draw = random.Random(seed)
-    shapes = [[draw.randint(1, 60), draw.randint(1, 60)] for _ in range(draw.randint(1, 7))]
-    module, num_groups, world_size = Held(shapes), draw.randint(1, 3), draw.choice([1, 2, 3])
-    group_of = [draw.randrange(num_groups) for _ in shapes]
-    group_of = [sorted(set(group_of)).index(group) for group in group_of]
-    order = draw.sample(range(len(shapes)), len(shapes))
-
-    def grouped(parameters):
-        return [[parameters[i] for i in order if group_of[i] == group] for group in range(max(group_of) + 1)]
-
-    make = OPTIMIZERS[name]
-    optimizer, optimized = profile_optimizers(
-        module, lambda m: [make([{"params": group} for group in grouped(list(m.parameters()))])], CPU
-    )
-    parameters = profiles(module, optimized=optimized)
-    units = units_of(parameters)
-    for rank in range(world_size):
-        state_bytes, temporary_bytes = counted_step(grouped(pieces(parameters, world_size, rank)), make)
-        found = layout(units, optimizer, world_size, rank)
-        assert found.optimizer_state == state_bytes
-        # scalars besides: bias corrections, step counts
-        assert found.optimizer_temporaries == pytest.approx(temporary_bytes, abs=256)

@@ -1,10 +1,10 @@
-"""State of modules under ``fully_shard``: whole, in shards, from and to plain ones and FSDP1's, within memory."""
+"""State of modules under ``fully_shard``: whole, in shards, from and to plain ones, within memory."""
 
 import fixture_cases
-import fsdp2_state_cases as cases
 import pytest
+import state_cases as cases
 
-pytestmark = [pytest.mark.distributed, pytest.mark.engine("fsdp2")]
+pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.parametrize(
@@ -22,22 +22,12 @@ def test_state_goes_into_shards_and_out_again(ranks, tmp_path, world_size, dtype
     assert found == [{name: [] for name in names}] * other_size
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_checkpoints_of_fsdp1_load(ranks, world_size):
-    checkpoints = [f"{name}{suffix}" for name in fixture_cases.OPTIMIZERS for suffix in (".pt", "")]
-    for found in ranks(world_size).run(cases.from_fixtures, checkpoints=checkpoints):
-        assert list(found) == checkpoints
-        for wrong, off in found.values():
-            assert wrong == []
-            assert off < 1e-5
-
-
-def test_trained_state_is_bit_for_bit_that_of_fsdp1_and_goes_back(ranks, tmp_path):
+def test_trained_state_is_bit_for_bit_that_of_one_process_and_resumes(ranks, tmp_path):
     names = list(fixture_cases.OPTIMIZERS)
     assert ranks(2).run(cases.trained, folder=str(tmp_path), names=names) == [{name: [] for name in names}] * 2
     assert ranks(1).run(cases.consolidated, folder=str(tmp_path), names=names) == [{name: [] for name in names}]
     for world_size in (2, 4):
-        found = ranks(world_size).run(fixture_cases.goes_on, engine="fsdp1", checkpoints=names, folder=str(tmp_path))[0]
+        found, _ = ranks(world_size).run(fixture_cases.goes_on, checkpoints=names, folder=str(tmp_path))[0]
         for wrong, _, off in found.values():
             assert wrong == [fixture_cases.NUM_STEPS]
             assert off < 1e-5

@@ -1,6 +1,27 @@
 """What is alive on one rank under FSDP1: the events of `schedule` read as bytes.
 
-The formulas that come of it are in `cost.moments`.
+Notation: units u with P_u gathered bytes, S_u unsharded gradient bytes, s_u reduced gradient shard; i are segments
+in forward order, the last of them the loss. Between optimizer steps lives
+
+    base    = sum_u (parameters + optimizer state)_u / N  +  buffers  +  batch
+
+and at segment i, with A_i the tensors saved for backward by segments up to i and w_i the workspace of segment i:
+
+    fwd(i)  = base + sum_u s_u + [P of units gathered by i and not freed: DP, or i inside the unit] + A_i + w_i
+    loss    = base + sum_u s_u + [P of DP units] + A + workspace of the loss
+    bwd(i)  = base + [P still gathered, as above] + [P of the unit prefetched] + S so far + S_u + sum s_v + A_i
+    rs(i)   = the same with P_u freed, what the reduce-scatter returns, and the copy that gloo makes of S_u
+    opt     = base + sum_u s_u + temporaries of the optimizer
+
+`fwd` carries the last step's reduced gradients because Lightning zeroes them between forward and backward. `bwd`
+counts S_u twice at the unit's first operator: per-parameter gradients and their flat concatenation live together for
+a moment. By then what the unit's backward had saved is gone, and the gradient that it hands on is there: `settled`
+bytes in place of A_i. Under mixed precision a gather holds the shard in the dtype of computing besides, in forward
+with what one segment hands on to the next, and the result of a reduce-scatter is cast to the dtype at rest. The root
+unit is gathered throughout, and its gradients stay unsharded to the end of backward.
+
+References:
+    torch/distributed/fsdp/_runtime_utils.py (unshard, prefetch, reduce), _flat_param.py (padding, flat gradient).
 """
 
 from __future__ import annotations

@@ -186,30 +186,8 @@ def read_again(names, dtype, slices, folder, saved):
     return wrong
 
 
-def from_fixtures(checkpoints):
-    """What FSDP1 saved, in these shards: what differs, and how far off training goes on."""
-    found = {}
-    for checkpoint in checkpoints:
-        name = checkpoint.split(".")[0]
-        module = sharded(Varied(name), {"down": 2})
-        optimizer = module.configure_optimizers()
-        path = fixture_cases.FOLDER / checkpoint
-        if path.is_dir():
-            load.load_sharded(path, module, [optimizer], strict=True)
-        else:
-            saved = torch.load(path, mmap=True, weights_only=True)
-            load.load_model(module, saved["state_dict"], strict=True)
-            load.load_optimizer(module, optimizer, saved["optimizer_states"][0])
-        wrong = differing(module, optimizer, fixture_cases.expected(name))
-        train(module, optimizer, 2)
-        ends = state.whole_state(module, on_all_ranks=True)
-        end = fixture_cases.plainly_trained(name, fixture_cases.NUM_STEPS + 2)["state_dict"]
-        found[checkpoint] = wrong, max(float((ends[key] - value).abs().max()) for key, value in end.items())
-    return found
-
-
 def trained(folder, names):
-    """What differs from FSDP1's after as many steps in these shards, taken while units are gathered; saved, too."""
+    """What differs from one process's after as many steps in these shards, taken while units are gathered; saved."""
     wrong = {}
     for name in names:
         module = sharded(Varied(name), {"down": 2}, kept=("up", "down.slices.1"))

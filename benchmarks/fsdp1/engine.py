@@ -8,15 +8,15 @@ from typing import ClassVar
 
 from typing_extensions import override
 
+from benchmarks.fsdp1.layout import layout
+from benchmarks.fsdp1.live_parts import FSDP1LiveParts
+from benchmarks.fsdp1.schedule import FSDP1Host
 from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.profile import ModelProfile, OptimizerProfile
-from lightning_osdp.core.units import UnitProfile, UnitRules
+from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.core.workload import Workload
 from lightning_osdp.engine.engine import Engine
 from lightning_osdp.engine.events import GatherRule
-from lightning_osdp.engine.fsdp1.layout import layout
-from lightning_osdp.engine.fsdp1.live_parts import FSDP1LiveParts
-from lightning_osdp.engine.fsdp1.schedule import FSDP1Host
 from lightning_osdp.engine.host import Course
 from lightning_osdp.engine.layout import Layout
 from lightning_osdp.engine.live_parts import Observer
@@ -30,11 +30,7 @@ class FSDP1(Engine):
     (``pre``), as the host is ahead of the device, and holds one unit less.
     """
 
-    name: ClassVar[str] = "fsdp1"
     prefetches: ClassVar[tuple[str, ...]] = ("pre", "post", "none")
-    rules: ClassVar[UnitRules] = UnitRules()
-    flips: ClassVar[frozenset[str]] = frozenset({"modes", "sync"})
-    is_closed_form_exact: ClassVar[bool] = True
 
     @property
     @override

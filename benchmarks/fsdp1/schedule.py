@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from typing_extensions import override
 
-from lightning_osdp.engine.fsdp1.order import completed
+from benchmarks.fsdp1.order import completed
 from lightning_osdp.engine.host import Course, Host
 
 

@@ -1,0 +1,55 @@
+"""What is rehearsed, and what is not."""
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_osdp import OSDPStrategy
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+class ByHand(L.LightningModule):
+    """Momentum shows in the second step whether another one was taken before the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(0)
+        self.body = nn.Linear(6, 4)
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        loss = self.body(batch).square().mean()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.losses.append(float(loss))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def losses(*, rehearse):
+    module = ByHand()
+    trainer = L.Trainer(
+        strategy=OSDPStrategy(rehearse=rehearse),
+        accelerator="cpu",
+        devices=1,
+        max_steps=3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(torch.ones(12, 6), batch_size=4))
+    assert trainer.strategy.plan is not None
+    return module.losses[-3:]
+
+
+def test_manual_optimization_is_not_rehearsed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert losses(rehearse=True) == losses(rehearse=False)
