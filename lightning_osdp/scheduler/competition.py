@@ -73,7 +73,7 @@ class Competition:
         modes = setting.all_zdp_modes
         if self._shares:
             setting, modes = share_units(setting, modes, limit_bytes=self.limit_bytes)
-        return setting.step_time_s(modes), setting.peak(modes).peak_bytes
+        return setting.step_time_s(modes), setting.exact_peak(modes).peak_bytes
 
     def _by_block(self, settings: Sequence[Setting]) -> list[Setting]:
         """The same with a unit for each block, where units may be shared."""
