@@ -34,6 +34,7 @@ from lightning_osdp.core.slices import slice_names
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
 from lightning_osdp.engine import check_change, engine_of
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.splitting import cuts_of
 
 T = TypeVar("T")
 
@@ -78,6 +79,7 @@ class ShardedModel:
         self._waiting = internals.WaitingForwards(module)
         self._forwards = given.forwards
         internals.set_owner(module, self)
+        self.carry_hooks()
         self._taking = load.takes_whole(module)
         self._is_opened, self._may_be_planned = False, True
 
@@ -151,6 +153,10 @@ class ShardedModel:
             handle.remove()
         internals.make_plain(self.module)
         remove_activations(self.module)
+
+    def carry_hooks(self) -> None:
+        """Has gradients seen by the hooks that have been registered on parameters, before or after sharding."""
+        internals.carry_hooks(self._groups)
 
     def run(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Runs one of the user's steps, with what the root unit holds unsharded."""
@@ -319,6 +325,16 @@ class ShardedModel:
         """Where the shards are."""
         return next(self.module.parameters()).device
 
+    def names_by_group(self, optimizer: Optimizer) -> list[list[str]]:
+        """Names, in the user's own module, of the parameters in each group of an optimizer.
+
+        Raises:
+            ConfigurationError: there are other parameters in it.
+        """
+        whole = {piece: cut.whole for cut in cuts_of(self.module) for piece in cut.pieces}
+        groups = state.names_by_group(self.module, optimizer)
+        return [list(dict.fromkeys(whole.get(name, name) for name in names)) for names in groups]
+
     def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Returns if these can update the shards.
 
@@ -331,14 +347,25 @@ class ShardedModel:
     # states
 
     @contextmanager
+    def gathered(self, module: nn.Module, *, writes: bool) -> Iterator[None]:
+        """Within it, a module of the model has whole parameters, and runs and is saved like any other.
+
+        Args:
+            module: the model, or any inside it.
+            writes: whether what the parameters are at the end is kept.
+        """
+        with self._opened(), internals.plain(module, self._groups, writes=writes):
+            yield
+
+    @contextmanager
     def _opened(self) -> Iterator[None]:
         """Within it, ``state_dict()`` of the module may give DTensors."""
         self.reshard()
-        self._is_opened = True
+        was_opened, self._is_opened = self._is_opened, True
         try:
             yield
         finally:
-            self._is_opened = False
+            self._is_opened = was_opened
 
     def whole_state(self, *, on_all_ranks: bool) -> dict[str, Any] | None:
         """Whole state dict in memory of its own, on rank 0 or on all ranks; None on the others."""

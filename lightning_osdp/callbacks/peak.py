@@ -21,10 +21,10 @@ from lightning_osdp.profiler import Census, LiveBytes
 WARM_UP_STEPS = 2
 """Optimizer steps that are not measured: allocations, optimizer state and first-call work happen in them."""
 COUNTED_STEPS = 3
-"""Steps after them whose live bytes are counted on CPU. Counting is slow, so nothing else is measured in them.
+"""Steps after them whose live bytes are counted on CPU, as later ones are with a batch larger than any of theirs.
 
-The least of their peaks is reported: a thread of gloo may hold a tensor of the last collective a moment longer than
-the step does."""
+Counting is slow, so nothing else is measured in them. Of steps with batches of one size the least peak is taken: a
+thread of gloo may hold a tensor of the last collective a moment longer than the step does."""
 
 
 class PeakCounter:
@@ -33,35 +33,46 @@ class PeakCounter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._live: LiveBytes | None = None
-        self._peaks_bytes: list[int] = []
+        self._peaks_bytes: dict[int, list[int]] = {}
         self._others_bytes: list[int] = []
+        self._num_elements = 0
+        self.steps: list[int] = []
+        """Numbers of the steps that were counted, from one."""
 
     @property
     def peak_bytes(self) -> int | None:
         """The peak, so far on CUDA; None before it is known. On CPU it is of what the plan predicts."""
-        return min(self._peaks_bytes, default=None)
+        return max(map(min, self._peaks_bytes.values()), default=None)
 
     @property
     def other_bytes(self) -> int | None:
         """What lived beside that in the counted steps, at most; None where it is not counted."""
         return max(self._others_bytes, default=None)
 
-    def is_counting(self, num_steps: int) -> bool:
-        """Whether the step after so many is slowed down by counting."""
-        return self._device.type == "cpu" and WARM_UP_STEPS <= num_steps < WARM_UP_STEPS + COUNTED_STEPS
+    @property
+    def is_counting(self) -> bool:
+        """Whether the step that goes on is slowed down by counting."""
+        return self._live is not None
 
     def start(self, trainer: pl.Trainer, batch: Any, *, num_steps: int) -> None:
         """A batch begins after so many optimizer steps."""
-        if self.is_counting(num_steps):
-            if self._live is None:
-                self._live = LiveBytes(self._device.type)
-                self._live.track(planned_tensors(trainer))
-                others = other_tensors(trainer, besides=tensors_in(batch))
-                self._others_bytes.append(sum(other.untyped_storage().nbytes() for other in others))
+        num_elements = sum(tensor.numel() for tensor in tensors_in(batch))
+        if self._live is None and self._device.type == "cpu" and self._is_counted(num_elements, num_steps):
+            self._live = LiveBytes(self._device.type)
+            self._live.track(planned_tensors(trainer))
+            others = other_tensors(trainer, besides=tensors_in(batch))
+            self._others_bytes.append(sum(other.untyped_storage().nbytes() for other in others))
+        if self._live is not None:
+            self._num_elements = max(self._num_elements, num_elements)
             self._live.track(tensors_in(batch))
             self._live.__enter__()
         elif num_steps == WARM_UP_STEPS and self._device.type == "cuda" and not self._peaks_bytes:
             torch.cuda.reset_peak_memory_stats(self._device)
+
+    def _is_counted(self, num_elements: int, num_steps: int) -> bool:
+        """Whether a step is counted that has such a batch, after so many others."""
+        is_larger = bool(self._peaks_bytes) and num_elements > max(self._peaks_bytes)
+        return is_larger or WARM_UP_STEPS <= num_steps < WARM_UP_STEPS + COUNTED_STEPS
 
     def stop(self) -> None:
         """The batch ends, or training does: between micro-batches the loader works, whose tensors do not count."""
@@ -71,11 +82,13 @@ class PeakCounter:
     def end_step(self, *, num_steps: int) -> None:
         """The batches since the last call were one optimizer step, after so many others."""
         if self._live is not None:
-            self._peaks_bytes.append(self._live.peak_bytes)
-            self._live = None
+            self._peaks_bytes.setdefault(self._num_elements, []).append(self._live.peak_bytes)
+            self.steps.append(num_steps + 1)
+            self._live, self._num_elements = None, 0
         elif num_steps >= WARM_UP_STEPS and self._device.type == "cuda":
             # Python allocates ahead of the device: no need to wait for it
-            self._peaks_bytes = [torch.cuda.max_memory_allocated(self._device)]
+            self._peaks_bytes = {0: [torch.cuda.max_memory_allocated(self._device)]}
+            self.steps.append(num_steps + 1)
 
 
 def living_tensors(model: nn.Module | None, optimizers: Iterable[Any]) -> Iterable[Tensor]:

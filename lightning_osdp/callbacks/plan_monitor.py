@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
 from dataclasses import dataclass
 from statistics import median
@@ -16,6 +17,7 @@ from typing_extensions import override
 
 from lightning_osdp.callbacks.peak import WARM_UP_STEPS, PeakCounter
 from lightning_osdp.callbacks.step_clock import StepClock
+from lightning_osdp.core.byte_size import format_bytes
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.report import comparison_table, show
@@ -49,7 +51,7 @@ class PlanMonitor(pl.Callback):
     - ``osdp/samples_per_s`` (*): samples of all ranks in a second of these steps.
     - ``osdp/peak_bytes``: peak of live bytes on rank 0, exact on CPU, the caching allocator's own peak on CUDA. On CPU
       these are the bytes that the plan predicts; other tensors, such as a callback keeps, have a line of their own in
-      the end, if they take a hundredth of that.
+      the end, if they take a hundredth of that. The first step that takes more than the limit is told of at once.
     - ``osdp/step_time_ratio`` (*), ``osdp/peak_ratio`` (*): measured over predicted, if the plan has a prediction.
 
     The first steps are left out, and on CPU those in which bytes are counted. Training never waits for a measurement,
@@ -76,7 +78,7 @@ class PlanMonitor(pl.Callback):
         self._forget_sums()
         self._world_size = trainer.world_size
         self._num_steps, self._global_step = 0, trainer.global_step
-        self._shown_s = 0.0
+        self._shown_s, self._is_over = 0.0, False
         self._latest = {}
         self._has_begun = True
 
@@ -109,6 +111,7 @@ class PlanMonitor(pl.Callback):
             step_time_s=measured.step_time_s,
             samples_per_s=measured.samples_per_s,
             peak_bytes=measured.peak_bytes,
+            peak_steps=self._peak.steps,
             other_bytes=measured.other_bytes or 0,
             reasons=dict.fromkeys(("step_time_s", "samples_per_s", "peak_bytes"), too_short),
         )
@@ -144,14 +147,14 @@ class PlanMonitor(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._clock.stop(num_samples=_num_samples(batch))
+        self._clock.stop(num_samples=num_samples(batch))
         self._peak.stop()
         if trainer.global_step == self._global_step:
             return  # gradients accumulate: the optimizer step is yet to come
         self._global_step = trainer.global_step
-        is_slow = self._num_steps < WARM_UP_STEPS or self._peak.is_counting(self._num_steps)
-        self._clock.end_step(counts=not is_slow)
+        self._clock.end_step(counts=self._num_steps >= WARM_UP_STEPS and not self._peak.is_counting)
         self._peak.end_step(num_steps=self._num_steps)
+        self._tell_of_limit(trainer)
         self._num_steps += 1
         is_due = trainer._logger_connector.should_update_logs
         if is_due or time.perf_counter() - self._shown_s > _REFRESH_S:
@@ -159,6 +162,19 @@ class PlanMonitor(pl.Callback):
             self._shown_s = time.perf_counter()
         if is_due:
             self._forget_sums()
+
+    def _tell_of_limit(self, trainer: pl.Trainer) -> None:
+        """Says at once, and once, that a step took more than it may."""
+        assert self._plan is not None
+        peak_bytes, limit_bytes = self._peak.peak_bytes or 0, self._plan.memory_limit_bytes
+        if peak_bytes > limit_bytes and not self._is_over:
+            self._is_over = True
+            warnings.warn(
+                f"OSDP: step {self._num_steps + 1} took {format_bytes(peak_bytes)} on rank {trainer.global_rank}, over"
+                f" memory_limit ({format_bytes(limit_bytes)}); {format_bytes(self._plan.peak_bytes)} was predicted of"
+                " the batch that was profiled. Where batches differ, give the largest: profile_batch='longest'.",
+                stacklevel=2,
+            )
 
     def _take_finished(self, *, wait: bool = False) -> None:
         finished = list(self._clock.finished(wait=wait))
@@ -186,7 +202,8 @@ class PlanMonitor(pl.Callback):
                 self._latest["osdp/peak_ratio"] = self._peak.peak_bytes / self._plan.peak_bytes
         for name, value in self._latest.items():
             in_bar = self._progress_bar and name != "osdp/peak_bytes"
-            pl_module.log(name, value, on_step=True, on_epoch=False, prog_bar=in_bar, logger=self._logger)
+            is_logged = self._logger and bool(pl_module.trainer.loggers)  # Lightning warns where there is none
+            pl_module.log(name, value, on_step=True, on_epoch=False, prog_bar=in_bar, logger=is_logged)
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -202,7 +219,7 @@ class PlanMonitor(pl.Callback):
             self._peak.stop()
 
 
-def _num_samples(batch: Any) -> int:
+def num_samples(batch: Any) -> int:
     """What Lightning takes for a batch's size: the first dimension of its first tensor."""
     first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), None)
     return 1 if first is None or first.dim() == 0 else len(first)

@@ -61,8 +61,12 @@ class Plan:
     late_backward: tuple[str, ...] = ()
     """The same of backward."""
     all_zdp_step_time_s: float = 0.0
-    """Predicted seconds of one optimizer step with every unit ZDP (plain FSDP) at the same micro-batch."""
+    """Predicted seconds that plain FSDP takes for as many samples: every unit ZDP, in those micro-batches, with those
+    activations kept or recomputed, that are fastest under the limit; 0 where it does not fit."""
     all_zdp_peak_bytes: int = 0
+    """Its predicted peak; the least there is where it does not fit."""
+    all_zdp_how: str = ""
+    """In what it differs from this plan's micro-batches, with all activations kept; nothing where it does not."""
     peak_phase: str = ""
     """Where the peak is: ``forward``, ``backward``, ``reduce-scatter`` or ``optimizer step``."""
     peak_operator: str = ""
@@ -85,7 +89,7 @@ class Plan:
 
     @property
     def predicted_gain(self) -> float:
-        """Predicted samples/s over that of all-ZDP at the same micro-batch; 1.0 is no gain."""
+        """Predicted samples/s over plain FSDP's at its best under the same limit; 1.0 where that is not known."""
         predicted = self.all_zdp_step_time_s > 0 and self.step_time_s > 0
         return self.all_zdp_step_time_s / self.step_time_s if predicted else 1.0
 

@@ -13,3 +13,8 @@ class Workload:
     """b: samples per rank and micro-batch."""
     num_micro_batches: int = 1
     """K: micro-batches per optimizer step."""
+
+    @property
+    def num_samples(self) -> int:
+        """Of an optimizer step, b * K."""
+        return self.micro_batch_size * self.num_micro_batches

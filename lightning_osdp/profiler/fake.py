@@ -20,7 +20,14 @@ from lightning_osdp.profiler.tensors import tensors_in
 
 
 @contextmanager
-def faked(module: nn.Module, batch: Any, device: torch.device, *, assumes_ones: bool = False) -> Iterator[Any]:
+def faked(
+    module: nn.Module,
+    batch: Any,
+    device: torch.device,
+    *,
+    assumes_ones: bool = False,
+    changed: set[nn.Parameter] | None = None,
+) -> Iterator[Any]:
     """Fake tensors in place of the module's parameters, buffers and other tensors, with gradients on.
 
     Fake tensors have shape, strides, dtype and device, and no values. Operations on them take the same path through
@@ -37,6 +44,7 @@ def faked(module: nn.Module, batch: Any, device: torch.device, *, assumes_ones: 
         device: where the model trains: fakes of tensors on the meta device are there, all others where the real
             ones are.
         assumes_ones: whether a value that the step reads is taken as one, which may lead it down another path.
+        changed: gets the parameters that the step writes to.
 
     Yields:
         The batch, copied with fakes for its tensors. `resized` gives it another number of samples.
@@ -64,10 +72,13 @@ def faked(module: nn.Module, batch: Any, device: torch.device, *, assumes_ones: 
             mode = FakeTensorMode(allow_non_fake_inputs=True)
             stand_ins = _StandIns(mode, device)
             fake_batch = copy.deepcopy(batch, {id(tensor): stand_ins.of(tensor) for tensor in tensors_in(batch)})
+            parameters = list(module.parameters())
             for child in module.modules():
                 stand_ins.put_into(vars(child))
-            with mode, AsAllocated(assumes_ones=assumes_ones), torch.enable_grad():
+            with mode, AsAllocated(assumes_ones=assumes_ones) as noted, torch.enable_grad():
                 yield fake_batch
+            if changed is not None:
+                changed |= {p for p in parameters if stand_ins.of(p).untyped_storage()._cdata in noted.written}
         except OSDPError:
             raise
         except Exception as error:  # a training step may do anything, and so may fail in any way

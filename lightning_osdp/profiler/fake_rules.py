@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 aten = torch.ops.aten
 _log = logging.getLogger(__name__)
@@ -24,11 +24,15 @@ class AsAllocated(TorchDispatchMode):
 
     Args:
         assumes_ones: whether a value that is read (``.item()``) is one, where it else cannot be.
+
+    Attributes:
+        written: storages that operations have written to, by address.
     """
 
     def __init__(self, *, assumes_ones: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._assumes_ones = assumes_ones
+        self.written: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -37,9 +41,19 @@ class AsAllocated(TorchDispatchMode):
         if self._assumes_ones and func is aten._local_scalar_dense.default:
             _log.info("OSDP: the training step reads a value, which a fake tensor does not have; it is taken as 1.")
             return _one(args[0].dtype)
+        if func._schema.is_mutable:
+            self.written |= {tensor.untyped_storage()._cdata for tensor in _written_by(func, args, kwargs or {})}
         result = func(*args, **(kwargs or {}))
         rule = _RULES.get(func)
         return result if rule is None else rule(result, *args)
+
+
+def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """Arguments that an operation in place changes."""
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            yield from (each for each in tree_leaves(value) if isinstance(each, Tensor))
 
 
 def _one(dtype: torch.dtype) -> complex | float | int | bool:

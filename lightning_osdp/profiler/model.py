@@ -25,7 +25,7 @@ from lightning_osdp.profiler.optimizer import profile_optimizers
 from lightning_osdp.profiler.precision import ComputePrecision
 from lightning_osdp.profiler.rehearsal import Step
 from lightning_osdp.profiler.segment_bytes import traced_choices
-from lightning_osdp.profiler.snapshot import untouched
+from lightning_osdp.profiler.snapshot import iterators_in, untouched
 from lightning_osdp.profiler.tensors import tensors_in
 from lightning_osdp.profiler.timing import Seconds, time_step
 from lightning_osdp.profiler.together import Together, alone
@@ -55,8 +55,8 @@ def profile_model(
 
     Bytes come from a run on fake tensors, where the model allows it. Then the step runs several times, forward and
     backward, and is timed; of a model on the meta device, its operations are, one by one. Parameters, buffers,
-    attributes, gradients and random number generators are as before when it returns. Nothing is profiled that the
-    batch does not make the model run.
+    attributes, gradients and random number generators are as before when it returns, see `untouched`. Nothing is
+    profiled that the batch does not make the model run.
 
     Args:
         module: the model, with parameters on the device that it will train on, or on the meta device.
@@ -82,6 +82,11 @@ def profile_model(
             run on a copy.
     """
     check_parameters(module)
+    for name in iterators_in(module):
+        _log.warning(
+            "OSDP: %r is an iterator: what training_step takes from it while it is profiled, training will not get.",
+            name,
+        )
     if training_step is None:
         training_step = lambda batch: module.training_step(batch, 0)  # type: ignore[operator]  # noqa: E731
     if batch_size is None:

@@ -11,12 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from lightning_osdp.errors import ConfigurationError
+
 
 @dataclass(frozen=True)
 class ComputePrecision:
     """What a ``MixedPrecision`` of ``torch.distributed.fsdp`` says of parameters, inputs and gradients.
 
     Buffers keep their dtype: ``fully_shard`` leaves them alone.
+
+    Raises:
+        ConfigurationError: something is no dtype.
     """
 
     dtype: torch.dtype | None = None
@@ -25,6 +30,14 @@ class ComputePrecision:
     """Modules that compute in float32 all the same, each a unit of its own: ``_module_classes_to_ignore``."""
     reduce_dtype: torch.dtype | None = None
     """Of gradients while they are reduced; None: as they are computed."""
+
+    def __post_init__(self) -> None:
+        for name in ("dtype", "reduce_dtype"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, torch.dtype):
+                raise ConfigurationError(
+                    f"Expected {name} of ComputePrecision to be None or a dtype such as torch.bfloat16, got {value!r}."
+                )
 
     def is_exempt(self, module: nn.Module) -> bool:
         """Whether it computes in float32 while others do not."""

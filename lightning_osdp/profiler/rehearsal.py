@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, MutableMapping, MutableSequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from lightning_osdp.errors import ProfileError
 from lightning_osdp.profiler.fake import faked
@@ -35,6 +37,8 @@ class Step:
     """Where the model trains."""
     blocks: frozenset[nn.Module] | None = None
     """Modules that may be blocks; None: repeated ones."""
+    changed: set[nn.Parameter] = field(default_factory=set)
+    """Parameters that a rehearsal on fake tensors has seen the step write to."""
 
     @property
     def is_meta(self) -> bool:
@@ -44,9 +48,9 @@ class Step:
     @contextmanager
     def on_real_tensors(self, size: int) -> Iterator[tuple[Callable[[], Any], Any]]:
         """A rehearsal with so many samples."""
-        with untouched(self.module), torch.enable_grad():
+        with untouched(self.module, changed=self.changed), torch.enable_grad():
             batch = self._sized(self.batch, size)
-            yield lambda: self.run(batch), batch
+            yield lambda: self.run(_fresh(batch)), batch
 
     @contextmanager
     def on_fake_tensors(self, size: int) -> Iterator[tuple[Callable[[], Any], Any]]:
@@ -54,9 +58,10 @@ class Step:
 
         What a step reads of a model on the meta device, such as a loss that it logs, is taken as one.
         """
-        with faked(self.module, self.batch, self.device, assumes_ones=self.is_meta) as fake_batch:
+        faking = faked(self.module, self.batch, self.device, assumes_ones=self.is_meta, changed=self.changed)
+        with faking as fake_batch:
             batch = self._sized(fake_batch, size)
-            yield lambda: self.run(batch), batch
+            yield lambda: self.run(_fresh(batch)), batch
 
     def _sized(self, batch: Any, size: int) -> Any:
         if size == self.batch_size:
@@ -65,3 +70,10 @@ class Step:
         if changed is None:
             raise ProfileError(f"no tensor of the batch has {self.batch_size} samples first")
         return changed
+
+
+def _fresh(batch: Any) -> Any:
+    """The same tensors in containers of their own, from which a step may take them."""
+    return tree_map(
+        lambda leaf: copy.copy(leaf) if isinstance(leaf, (MutableMapping, MutableSequence)) else leaf, batch
+    )

@@ -180,20 +180,22 @@ def _gain(plan: Plan) -> str:
     chosen = [unit for unit in plan.units if unit.name != ""]
     if not plan.blocks and all({*unit.modes} == {ZDP.name} and unit.sync == "every" for unit in chosen):
         return f"none: this plan is {name_all_zdp(plan)}"
+    if is_predicted(plan) and plan.all_zdp_peak_bytes > plan.memory_limit_bytes:
+        return f"plain FSDP does not fit: it takes at least {format_bytes(plan.all_zdp_peak_bytes)}"
     if not is_predicted(plan) or plan.all_zdp_step_time_s == 0:
         return NOT_PREDICTED
     gain = plan.predicted_gain - 1
     more = f"{abs(gain):.1%} {'more' if gain >= 0 else 'fewer'} samples/s"
-    fits = "" if plan.all_zdp_peak_bytes <= plan.memory_limit_bytes else ", which is over the limit"
+    samples = "a step" if plan.num_micro_batches == 1 and not plan.all_zdp_how else "for as many samples"
     return (
-        f"{more} than {name_all_zdp(plan)}: {format_seconds(plan.all_zdp_step_time_s)} a step,"
-        f" peak {format_bytes(plan.all_zdp_peak_bytes)}{fits}"
+        f"{more} than {name_all_zdp(plan)}: {format_seconds(plan.all_zdp_step_time_s)} {samples},"
+        f" peak {format_bytes(plan.all_zdp_peak_bytes)}"
     )
 
 
 def name_all_zdp(plan: Plan) -> str:
-    """Under accumulation, plain FSDP reduces in the last micro-batch only, and keeps all gradients whole."""
-    return "all-ZDP (plain FSDP)" if plan.num_micro_batches == 1 else "all-ZDP that reduces in every micro-batch"
+    """Plain FSDP at its best under the same limit."""
+    return "plain FSDP" + (f" at its best ({plan.all_zdp_how})" if plan.all_zdp_how else "")
 
 
 def format_span(values: Iterable[float], form: Callable[[float], str]) -> str:

@@ -89,6 +89,7 @@ def comparison_table(
     step_time_s: float | None = None,
     samples_per_s: float | None = None,
     peak_bytes: int | None = None,
+    peak_steps: Sequence[int] = (),
     other_bytes: int = 0,
     reasons: Mapping[str, str] | None = None,
 ) -> RenderableType:
@@ -99,13 +100,14 @@ def comparison_table(
         step_time_s: measured seconds of one optimizer step, or None.
         samples_per_s: measured samples per second, all ranks together, or None.
         peak_bytes: measured peak of live bytes on one rank, or None.
+        peak_steps: numbers of the steps that this peak is of.
         other_bytes: measured bytes beside that peak, of tensors that are in no plan.
         reasons: name of an argument that is None -> why it was not measured.
     """
     lines: list[tuple[str, str, float, float | None, Callable[[float], str]]] = [
         ("step time", "step_time_s", plan.step_time_s, step_time_s, format_seconds),
         ("samples/s", "samples_per_s", plan.samples_per_s, samples_per_s, three_digits),
-        ("peak memory", "peak_bytes", plan.peak_bytes, peak_bytes, format_bytes),
+        (f"peak memory{_steps(peak_steps)}", "peak_bytes", plan.peak_bytes, peak_bytes, format_bytes),
     ]
     rows = []
     for title, name, predicted, measured, form in lines:
@@ -120,6 +122,19 @@ def comparison_table(
         rows.append(("other tensors of yours", "not in the plan", format_bytes(other_bytes), "-"))
     columns: Columns = {"": "left", "predicted": "right", "measured": "right", "measured / predicted": "right"}
     return _table(columns, rows, title="OSDP: predicted and measured")
+
+
+def _steps(numbers: Sequence[int]) -> str:
+    """Which steps a peak is of: ``(steps 3 to 5, 17)``."""
+    if not numbers:
+        return ""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return f" (steps {', '.join(str(a) if a == b else f'{a} to {b}' for a, b in runs)})"
 
 
 @dataclass(frozen=True)

@@ -20,20 +20,21 @@ class Candidate:
     @property
     def samples_per_s(self) -> float:
         """Equation 1's objective: samples of all ranks over the step time."""
-        return _samples_per_s(self.setting, self.assignment.step_time_s)
+        return samples_per_s(self.setting, self.assignment.step_time_s)
 
     @property
     def most_samples_per_s(self) -> float:
         """What no modes exceed at this size."""
-        return max(_samples_per_s(setting, bound_s) for setting, bound_s in self.bounds)
+        return max(samples_per_s(setting, bound_s) for setting, bound_s in self.bounds)
 
     def most_later(self, micro_batch_size: int) -> float:
         """What no modes exceed at any larger size up to this one."""
         size = micro_batch_size
         later = ((setting.at(size), bound_later_s(setting, s, micro_batch_size=size)) for setting, s in self.bounds)
-        return max(_samples_per_s(setting, bound_s) for setting, bound_s in later)
+        return max(samples_per_s(setting, bound_s) for setting, bound_s in later)
 
 
-def _samples_per_s(setting: Setting, step_time_s: float) -> float:
-    samples = setting.workload.micro_batch_size * setting.workload.num_micro_batches * setting.cluster.world_size
+def samples_per_s(setting: Setting, step_time_s: float) -> float:
+    """Of all ranks, where an optimizer step takes so long."""
+    samples = setting.workload.num_samples * setting.cluster.world_size
     return samples / step_time_s if step_time_s > 0 else math.inf

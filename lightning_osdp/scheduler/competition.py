@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from operator import attrgetter
 
 from lightning_osdp.assign import (
@@ -68,12 +69,25 @@ class Competition:
             found += self._with_recomputing(base, found)
         return found
 
-    def all_zdp(self, setting: Setting) -> tuple[float, int]:
-        """Step time and peak of plain FSDP, its units shared likewise, under the same limit."""
-        modes = setting.all_zdp_modes
-        if self._shares:
-            setting, modes = share_units(setting, modes, limit_bytes=self.limit_bytes)
-        return setting.step_time_s(modes), setting.exact_peak(modes).peak_bytes
+    def plain(self, setting: Setting) -> Iterator[tuple[Setting, Modes]]:
+        """Plain FSDP: nothing is kept after forward, and activations are kept or blocks recompute all of them.
+
+        With several micro-batches, gradients are reduced in each or, where that is offered, in the last one.
+        """
+        settings = [setting]
+        recomputing = {block.name: "recompute" for block in setting.profile.blocks if "recompute" in block.segments}
+        if "recompute" in self.activations and recomputing and not setting.is_paper:
+            settings.append(with_blocks(setting, recomputing))
+        for each in settings:
+            last = [replace(mode, sync="last") for mode in each.all_zdp_modes]
+            offered = [
+                tuple(m if m in o else z for m, o, z in zip(last, each.options, each.all_zdp_modes, strict=True))
+            ]
+            yield from ((each, modes) for modes in dict.fromkeys([each.all_zdp_modes, *offered]))
+
+    def shared(self, setting: Setting, modes: Modes) -> tuple[Setting, Modes]:
+        """The same with units shared, where they may be."""
+        return share_units(setting, modes, limit_bytes=self.limit_bytes) if self._shares else (setting, modes)
 
     def _by_block(self, settings: Sequence[Setting]) -> list[Setting]:
         """The same with a unit for each block, where units may be shared."""

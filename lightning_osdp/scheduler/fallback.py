@@ -115,7 +115,7 @@ def _predicted(plan: Plan, lower: Plan, freed_bytes: float, lost_s: float) -> Pl
     changed = _without_peak(lower)
     if plan.peak_bytes > 0:
         # with blocks that recompute, or slices, a plan may take less than plain FSDP
-        is_least = plan.all_zdp_peak_bytes <= plan.peak_bytes and lower.blocks == plan.blocks
+        is_least = not plan.all_zdp_how and plan.all_zdp_peak_bytes <= plan.peak_bytes and lower.blocks == plan.blocks
         least_bytes = plan.all_zdp_peak_bytes if is_least else 0
         changed = dataclasses.replace(changed, peak_bytes=max(least_bytes, round(plan.peak_bytes - freed_bytes)))
     if plan.step_time_s > 0:

@@ -6,14 +6,15 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from lightning_osdp.assign import Setting, with_blocks
+from lightning_osdp.assign import Modes, Setting, with_blocks
+from lightning_osdp.core.byte_size import format_bytes
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.document import shown
 from lightning_osdp.core.plan import COST_MODELS, Plan
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.progress import Progress, silent
 from lightning_osdp.core.search_space import SearchSpace
-from lightning_osdp.core.units import partition
+from lightning_osdp.core.units import SMALL_UNIT_BYTES, partition
 from lightning_osdp.cost import Workload
 from lightning_osdp.engine import AUTO, FSDP2, Engine
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
@@ -111,7 +112,7 @@ def make_plan(
         best = sweep.best_of(sizes)
     if best is None:
         raise InfeasibleError(why_infeasible(sweep, min(sizes), memory_limit_bytes))
-    return _plan(best, sweep, memory_limit_bytes, search)
+    return _plan(best, sweep, memory_limit_bytes, search, search_space.min_unit_bytes)
 
 
 def _sizes(
@@ -159,9 +160,11 @@ def _check_numbers(memory_limit_bytes: int, micro_batch_size: object, most: int 
         raise ConfigurationError(f"num_micro_batches must be at least 1, got {num_micro_batches!r}.")
 
 
-def _plan(best: Candidate, sweep: Sweep, memory_limit_bytes: int, search: str) -> Plan:
+def _plan(best: Candidate, sweep: Sweep, memory_limit_bytes: int, search: str, min_unit_bytes: int | None) -> Plan:
     setting, assignment = best.setting, best.assignment
-    all_zdp_step_time_s, all_zdp_peak_bytes = sweep.all_zdp(best)
+    plain, plain_modes = sweep.plain(best)
+    plain_peak_bytes = plain.exact_peak(plain_modes).peak_bytes
+    ratio = setting.workload.num_samples / plain.workload.num_samples if plain_peak_bytes <= memory_limit_bytes else 0.0
     predicts = assignment.step_time_s > 0
     return Plan(
         fingerprint=dict(setting.profile.fingerprint),
@@ -179,11 +182,41 @@ def _plan(best: Candidate, sweep: Sweep, memory_limit_bytes: int, search: str) -
         solver=search,
         cost_model=setting.cost_model,
         **setting.engine.settings,
-        all_zdp_step_time_s=all_zdp_step_time_s,
-        all_zdp_peak_bytes=all_zdp_peak_bytes,
+        all_zdp_step_time_s=ratio * plain.step_time_s(plain_modes),
+        all_zdp_peak_bytes=plain_peak_bytes,
+        all_zdp_how=_how(plain, plain_modes, setting),
         peak_phase=assignment.peak.phase,
         peak_operator=assignment.peak.operator,
         peak_parts=dict(assignment.peak.parts),
         evaluation_peak_bytes=setting.evaluation_peak_bytes(assignment.modes),
-        notes=(assignment.note,) if assignment.note else (),
+        notes=tuple(filter(None, (assignment.note, _held_by_root(setting.profile, min_unit_bytes)))),
+    )
+
+
+def _how(plain: Setting, modes: Modes, setting: Setting) -> str:
+    """In what plain FSDP differs from what one would have without choosing."""
+    workload, own = plain.workload, setting.workload
+    number = workload.num_micro_batches
+    told = []
+    if (workload.micro_batch_size, number) != (own.micro_batch_size, own.num_micro_batches):
+        told.append(f"micro-batches of {workload.micro_batch_size}" + f" x {number}" * (number > 1))
+    if plain.blocks:
+        told.append("all blocks recomputing")
+    if number > 1:
+        last = any(mode.sync == "last" for mode in modes)
+        told.append(f"gradients reduced in {'the last' if last else 'every'} micro-batch")
+    return ", ".join(told)
+
+
+def _held_by_root(profile: ModelProfile, min_unit_bytes: int | None) -> str:
+    """What to say of operators that no unit but the root can have; nothing where they are small."""
+    held = [operator for operator in profile if operator.name and operator.enclosing == ("",)]
+    least = SMALL_UNIT_BYTES if min_unit_bytes is None else min_unit_bytes
+    if sum(operator.gathered_bytes for operator in held) <= least:
+        return ""
+    others = f" and {len(held) - 1} more" if len(held) > 1 else ""
+    return (
+        f"{held[0].name}{others} ({format_bytes(sum(operator.gathered_bytes for operator in held))}) can only be in the"
+        " root unit, which stays gathered: their parameters are read outside their own modules, as by a loss over"
+        " self.parameters(), shared with others, or not used at all"
     )

@@ -22,10 +22,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from lightning_osdp.assign import Setting, fill_spare
+from lightning_osdp.assign import Modes, Setting, fill_spare
 from lightning_osdp.core.duration import three_digits
 from lightning_osdp.core.progress import Progress, silent
-from lightning_osdp.scheduler.candidate import Candidate
+from lightning_osdp.scheduler.candidate import Candidate, samples_per_s
 from lightning_osdp.scheduler.competition import Competition
 
 TOLERANCE = 1e-3
@@ -90,10 +90,22 @@ class Sweep:
         )
         return self._candidates[micro_batch_size]
 
-    def all_zdp(self, candidate: Candidate) -> tuple[float, int]:
-        """Step time and peak of plain FSDP like this candidate, its units shared likewise, under the same limit."""
-        settings = self._of_size(candidate.setting.workload.micro_batch_size)
-        return self.competition.all_zdp(next(each for each in settings if each.engine == candidate.setting.lead.engine))
+    def plain(self, candidate: Candidate) -> tuple[Setting, Modes]:
+        """The fastest plain FSDP that fits under the limit, of all sizes that were tried, with the same prefetching.
+
+        Where none fits, the one that needs the fewest bytes. Its units are shared likewise.
+
+        Args:
+            candidate: what it is compared with.
+        """
+        engine, limit_bytes = candidate.setting.lead.engine, self.competition.limit_bytes
+        settings = [each for size in self._candidates for each in self._of_size(size) if each.engine == engine]
+        found = [(setting, modes) for each in settings for setting, modes in self.competition.plain(each)]
+        fastest = sorted(found, key=lambda each: samples_per_s(each[0], each[0].step_time_s(each[1])), reverse=True)
+        best = next((each for each in fastest if each[0].exact_peak(each[1]).peak_bytes <= limit_bytes), None)
+        if best is None:
+            return min(found, key=lambda each: each[0].exact_peak(each[1]).peak_bytes)
+        return self.competition.shared(*best)
 
     def largest(self, most: int) -> int:
         """Largest size that fits, 0 if not even one sample does: doubling to the first that does not, then halving."""

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,7 +15,7 @@ from torch import Tensor
 from lightning_osdp.apply import called_children
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.errors import ConfigurationError, ProfileError
-from lightning_osdp.strategy.step import configured_optimizers, step_arguments
+from lightning_osdp.strategy.step import configured_optimizers, step_arguments, training_step
 
 
 def check_in_children(module: pl.LightningModule) -> None:
@@ -49,18 +50,14 @@ def summed_step(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[An
 
     All graphs are alive at once then, and every parameter gets all of its gradients: no step of the user's takes more.
     """
-    schedules: list[Any] = []
-    optimizers = configured_optimizers(trainer, schedules)(copy.copy(module))
-    stand_ins = [_Idle(optimizer) for optimizer in optimizers]
-    schedulers = [_Idle(each["scheduler"] if isinstance(each, dict) else each) for each in schedules]
+    stand_ins = _stand_ins(trainer, module)
 
     def step(batch: Any) -> Tensor:
         losses: list[Tensor] = []
         with _replaced(
             module,
             manual_backward=lambda loss, *_, **__: losses.append(loss),
-            optimizers=lambda **_: _as_lightning_gives(stand_ins),
-            lr_schedulers=lambda: _as_lightning_gives(schedulers) if schedulers else None,
+            **_given(lambda: stand_ins),
             toggle_optimizer=_nothing,
             untoggle_optimizer=_nothing,
             clip_gradients=_nothing,
@@ -77,6 +74,40 @@ def summed_step(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[An
         return total
 
     return step
+
+
+def automatic_step(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[Any], Any]:
+    """``module.training_step`` as a function of the batch, with optimizers and schedules to look at if it asks.
+
+    Raises:
+        ConfigurationError: it takes the loader's iterator itself.
+    """
+    run, stand_ins = training_step(module), cache(partial(_stand_ins, trainer, module))
+
+    def step(batch: Any) -> Any:
+        with _replaced(module, **_given(stand_ins)):
+            return run(batch)
+
+    return step
+
+
+def _stand_ins(trainer: pl.Trainer, module: pl.LightningModule) -> tuple[list[_Idle], list[_Idle]]:
+    """What is there in place of the optimizers and schedules that are yet to be configured."""
+    schedules: list[Any] = []
+    optimizers = configured_optimizers(trainer, schedules)(copy.copy(module))
+    module.trainer = trainer  # of modules inside it, too, which the copy has in common with it
+    schedulers = [_Idle(each["scheduler"] if isinstance(each, dict) else each) for each in schedules]
+    return [_Idle(optimizer) for optimizer in optimizers], schedulers
+
+
+def _given(stand_ins: Callable[[], tuple[list[_Idle], list[_Idle]]]) -> dict[str, Callable[..., Any]]:
+    """Methods that give them as Lightning's do."""
+
+    def lr_schedulers() -> Any:
+        schedulers = stand_ins()[1]
+        return _as_lightning_gives(schedulers) if schedulers else None
+
+    return {"optimizers": lambda *_, **__: _as_lightning_gives(stand_ins()[0]), "lr_schedulers": lr_schedulers}
 
 
 class _Idle:

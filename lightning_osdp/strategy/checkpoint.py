@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ def load(
     strict: bool,
     weights_only: bool | None,
     keeps_weights: bool = False,
+    begin_optimizers: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Loads model and optimizers from a full or sharded checkpoint; returns the rest of it.
 
@@ -33,18 +34,24 @@ def load(
         strict: whether every parameter must be in the checkpoint.
         weights_only: passed to ``torch.load``.
         keeps_weights: whether to return the whole weights of a full checkpoint, too.
+        begin_optimizers: called before states of optimizers are loaded, with the checkpoint without weights and states
+            where these are sharded.
 
     Raises:
         ConfigurationError: the path is neither, or the checkpoint cannot be read, or is of another model.
     """
     if _is_sharded_checkpoint(path):
+        metadata = read_saved(path / _METADATA_FILENAME, weights_only=weights_only)
+        if optimizers and begin_optimizers is not None:
+            begin_optimizers(metadata)
         with fitting(path):
             sharded.load_sharded(path, optimizers, strict=strict)
-        return copied(read_saved(path / _METADATA_FILENAME, weights_only=weights_only))
+        return copied(metadata)
     if path.is_file():
-        return _load_full(
-            path, sharded, optimizers, strict=strict, weights_only=weights_only, keeps_weights=keeps_weights
-        )
+        checkpoint = read_saved(path, weights_only=weights_only)
+        if optimizers and begin_optimizers is not None:
+            begin_optimizers(checkpoint)
+        return _load_full(path, checkpoint, sharded, optimizers, strict=strict, keeps_weights=keeps_weights)
     raise ConfigurationError(
         f"Expected a checkpoint at {str(path)!r}: a file with the full state, or a folder with shards written by this"
         " strategy. Found neither."
@@ -53,14 +60,13 @@ def load(
 
 def _load_full(
     path: Path,
+    checkpoint: dict[str, Any],
     sharded: ShardedModel,
     optimizers: Sequence[Optimizer],
     *,
     strict: bool,
-    weights_only: bool | None,
     keeps_weights: bool,
 ) -> dict[str, Any]:
-    checkpoint = read_saved(path, weights_only=weights_only)
     if "state_dict" not in checkpoint:
         raise ConfigurationError(
             f"Expected a checkpoint of the Trainer at {str(path)!r}, with weights under 'state_dict', got one without."

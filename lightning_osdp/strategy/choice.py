@@ -17,18 +17,15 @@ from lightning_osdp.core.plan_unit import Block
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
 from lightning_osdp.errors import ConfigurationError, ProfileError
 from lightning_osdp.profiler import fingerprint
-from lightning_osdp.simulation import StepEstimate
 from lightning_osdp.strategy.by_hand import check_in_children
 from lightning_osdp.strategy.division import Division
 from lightning_osdp.strategy.given import check_accumulates_in_fp32, given_plan
 from lightning_osdp.strategy.options import Options, Prefetch
-from lightning_osdp.strategy.planning import plan_fit
+from lightning_osdp.strategy.planning import Choice, plan_fit
 
 
-def chosen(
-    module: pl.LightningModule, options: Options, *, prefetch: Prefetch, known: Plan | None
-) -> tuple[Plan | None, Division, StepEstimate | None]:
-    """Plan, micro-batches, and what a step is predicted to take where that was computed.
+def chosen(module: pl.LightningModule, options: Options, *, prefetch: Prefetch, known: Plan | None) -> Choice:
+    """A plan, or none.
 
     Args:
         module: about to be sharded by its trainer.
@@ -48,16 +45,16 @@ def chosen(
         )
     trainer = module.trainer
     if options.plan is not None:
-        return *given_plan(trainer, module, options), None
+        return Choice(*given_plan(trainer, module, options))
     if trainer.state.fn == TrainerFn.FITTING:
         return plan_fit(trainer, module, options, prefetch=prefetch)
     if known is not None and known.fingerprint == fingerprint(module):
-        return known, Division(), None
+        return Choice(known, Division())
     rank_zero_info(
         "OSDP: evaluating without a plan; each child and each block is a unit that is freed after forward. Pass plan="
         " to shard it as planned."
     )
-    return None, Division(), None
+    return Choice(None, Division())
 
 
 def sharded(
@@ -77,7 +74,7 @@ def sharded(
 
 def planned_by_hand(
     module: pl.LightningModule, options: Options, *, prefetch: Prefetch, known: Plan | None
-) -> tuple[Plan | None, Division, StepEstimate | None] | str:
+) -> Choice | str:
     """As `chosen`, for a module that optimizes manually; or why there is no plan.
 
     Raises:
@@ -88,12 +85,12 @@ def planned_by_hand(
     if options.batch_size == "auto":
         options = replace(options, batch_size="keep")
     try:
-        plan, division, estimate = chosen(module, options, prefetch=prefetch, known=known)
+        found = chosen(module, options, prefetch=prefetch, known=known)
     except ProfileError as error:
         return f"its step cannot be profiled as one backward of the sum of its losses: {error}"
-    units = () if plan is None else plan.units  # evaluated before there is one
+    units = () if found.plan is None else found.plan.units  # evaluated before there is one
     shared = next((operator for unit in units if not unit.name for operator in unit.operators), None)
-    return f"{shared!r} shares parameters with another child" if shared else (plan, division, estimate)
+    return f"{shared!r} shares parameters with another child" if shared else found
 
 
 def separated(

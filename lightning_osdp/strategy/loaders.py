@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -87,13 +87,21 @@ def training_loaders(trainer: pl.Trainer) -> CombinedLoader:
     return combined
 
 
-def first_batch(loaders: CombinedLoader) -> tuple[Any, list[Peeked]]:
-    """The first batch of the combined loader as training would see it, and the sources that can only be read once.
+def _first(batches: Iterator[Any]) -> Any:
+    return next(batches, None)
+
+
+def first_batch(loaders: CombinedLoader, choose: Callable[[Iterator[Any]], Any] = _first) -> tuple[Any, list[Peeked]]:
+    """A batch of the combined loader as training would see it, and the sources that can only be read once.
 
     Neither the loaders nor any random numbers are different afterwards.
 
+    Args:
+        loaders: for training.
+        choose: takes their batches and returns one; None: the first.
+
     Raises:
-        ProfileError: the loader is empty.
+        ProfileError: there is none.
     """
     peeked: dict[int, Peeked] = {}
     copies = []
@@ -106,13 +114,13 @@ def first_batch(loaders: CombinedLoader) -> tuple[Any, list[Peeked]]:
     combined = copy.copy(loaders)
     combined.flattened = copies
     with isolate_rng(include_cuda=False), _unchanged_generators(loaders.flattened):
-        first = next(iter(combined), None)
+        found = choose(batch for batch, _, _ in combined)
         combined.reset()
     for source in peeked.values():
         source.stop_looking()
-    if first is None:
+    if found is None:
         raise ProfileError("Expected at least one training batch to profile the model on, but the dataloader is empty.")
-    return first[0], list(peeked.values())
+    return found, list(peeked.values())
 
 
 @contextmanager

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch.strategies import FSDPStrategy
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision
 
-from lightning_osdp.core.byte_size import parse_bytes
+from lightning_osdp.core.byte_size import format_bytes, parse_bytes
 from lightning_osdp.core.document import shown
 from lightning_osdp.core.plan import COST_MODELS, Plan
 from lightning_osdp.core.search_space import SearchSpace
@@ -18,6 +21,15 @@ from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.search import SOLVERS
 
 BATCH_SIZES = ("auto", "keep", "scale")
+
+LONGEST = "longest"
+"""Value of ``profile_batch``."""
+
+_PERCENT = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?)\s*%\s*")
+_LEAST_BYTES = 2**20
+"""Below it, an int is one that somebody took for GiB."""
+_SCALE_SHARE = 0.95
+"""Of the free memory, where the micro-batch is to fill it: batches are not all of one size."""
 
 _STATE_DICT_TYPES = ("full", "sharded")
 
@@ -38,6 +50,8 @@ class Options:
     """What the user asked for, in the planner's units."""
 
     memory_limit_bytes: int | None
+    memory_share: float
+    """Of the memory that is free, where no limit in bytes is given."""
     plan: Plan | Path | None
     batch_size: int | str
     search: str
@@ -45,6 +59,8 @@ class Options:
     cost_model: str
     global_batch_size: int | None
     accumulate_in_fp32: bool
+    profile_batch: Any = None
+    """See `OSDPStrategy`."""
     recomputed: tuple[str, ...] = ()
     """Modules that recompute what they save whatever a plan would choose; known once there is a model."""
 
@@ -60,6 +76,7 @@ class Options:
         cost_model: str,
         global_batch_size: int | None,
         accumulate_in_fp32: bool,
+        profile_batch: Any = None,
     ) -> Options:
         """Options from the strategy's arguments.
 
@@ -80,9 +97,19 @@ class Options:
             raise ConfigurationError(f"search_space must be None or a SearchSpace, got {search_space!r}.")
         if not isinstance(accumulate_in_fp32, bool):
             raise ConfigurationError(f"accumulate_in_fp32 must be True or False, got {accumulate_in_fp32!r}.")
+        if isinstance(profile_batch, str) and profile_batch != LONGEST:
+            raise ConfigurationError(
+                f"profile_batch must be None, {LONGEST!r}, a batch, or a function that takes the batches of the"
+                f" training loader and returns one, got {profile_batch!r}."
+            )
+        share = _share(memory_limit)
+        limit_bytes = _limit_bytes(memory_limit) if memory_limit is not None and share is None else None
+        share = (_SCALE_SHARE if batch_size == "scale" else 1.0) if share is None else share
         return cls(
-            memory_limit_bytes=None if memory_limit is None else _limit_bytes(memory_limit),
-            plan=Path(plan) if isinstance(plan, str) else plan,
+            memory_limit_bytes=limit_bytes,
+            memory_share=share,
+            plan=_existing(plan) if isinstance(plan, (str, Path)) else plan,
+            profile_batch=profile_batch,
             batch_size=batch_size,
             search=search,
             search_space=search_space or SearchSpace(),
@@ -92,8 +119,38 @@ class Options:
         )
 
 
+def _share(memory_limit: int | str | None) -> float | None:
+    """What part of the free memory was asked for; None where that was not."""
+    match = _PERCENT.fullmatch(memory_limit) if isinstance(memory_limit, str) else None
+    if match is None:
+        return None
+    percent = float(match["number"])
+    if not 0 < percent <= 100:
+        raise ConfigurationError(
+            f"memory_limit must be more than 0% and at most 100% of the free memory, got {memory_limit!r}."
+        )
+    return percent / 100
+
+
+def _existing(plan: str | Path) -> Path:
+    """The path; on the first node it must be there, for its rank 0 reads it."""
+    path = Path(plan)
+    is_first = not (getattr(rank_zero_only, "rank", 0) or int(os.environ.get("NODE_RANK", "0")))
+    if is_first and not path.exists():
+        raise ConfigurationError(
+            f"Expected plan= to be the path of a plan or of a checkpoint, got {str(plan)!r}, which does not exist."
+            " Plans are written to osdp_plan.json in the Trainer's log directory."
+        )
+    return path
+
+
 def _limit_bytes(memory_limit: int | str) -> int:
     num_bytes = parse_bytes(memory_limit)
+    if isinstance(memory_limit, int) and num_bytes < _LEAST_BYTES:
+        raise ConfigurationError(
+            f"memory_limit={memory_limit} is {format_bytes(num_bytes)}, a number without a unit being bytes. Pass a"
+            f' text such as "{memory_limit}GiB", or "{memory_limit}B" if that is meant.'
+        )
     if num_bytes >= 2**63:
         raise ConfigurationError(f"memory_limit must be less than 2^63 bytes (8 EiB), got {shown(memory_limit)}.")
     return num_bytes

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,16 +12,18 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_osdp.apply import fully_shard_arguments
 from lightning_osdp.core.plan import Plan
 from lightning_osdp.core.search_space import SearchSpace
+from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.strategy import averaging, checkpoint, saving, stored
 from lightning_osdp.strategy.agreement import on_rank_zero
 from lightning_osdp.strategy.complete import to_load
+from lightning_osdp.strategy.finetuning import restore_groups
 from lightning_osdp.strategy.launcher import GatheringLauncher, StartMethod
 from lightning_osdp.strategy.options import Options, check_fsdp_kwargs, pop_prefetch
 from lightning_osdp.strategy.precision import OSDPPrecision
@@ -37,8 +42,8 @@ class OSDPStrategy(RehearsingStrategy):
     Args:
         memory_limit: bytes that tensors of one rank may take in every phase of a step, as an int or a text such as
             ``"8GiB"`` (2^30) or ``"500MB"`` (10^6): parameters, gathered copies, gradients, optimizer state,
-            activations, buffers and the batch. None: what is free on the GPU, or the rank's share of the machine's
-            available memory on CPU.
+            activations, buffers and the batch. A percentage such as ``"90%"`` is of what is free on the GPU, or of the
+            rank's share of the machine's available memory on CPU; None: all of that, with ``batch_size="scale"`` 95%.
         plan: a `Plan`, or the path of one or of a checkpoint that was trained under one, that is used as it is:
             nothing is profiled, `search`, `search_space` and `cost_model` have no effect, and the other options must
             agree with it.
@@ -51,6 +56,10 @@ class OSDPStrategy(RehearsingStrategy):
             ``accumulate_grad_batches`` make. Not with ``batch_size="scale"``.
         accumulate_in_fp32: whether gradients add up in float32 under mixed precision, too: each micro-batch then
             reduces them.
+        profile_batch: what is profiled, and so what the limit is kept for. None: the first batch of the training data;
+            ``"longest"``: of its first 100, and of those of all ranks, the one with most elements; a batch as the
+            loader gives it; or a function that takes the loader's batches, as an iterator, and returns one. Where
+            batches differ, it should be the largest.
         rehearse: whether each rank takes a step alone before the first one, to see that memory suffices; where it does
             not, all change to a plan with less memory. ``"auto"``: on GPUs.
         cost_model: ``"simulate"`` (a step as ``fully_shard`` runs it) or ``"paper"`` (the sums of equation 1).
@@ -76,6 +85,7 @@ class OSDPStrategy(RehearsingStrategy):
         *,
         global_batch_size: int | None = None,
         accumulate_in_fp32: bool = False,
+        profile_batch: Any = None,
         rehearse: bool | Literal["auto"] = "auto",
         cost_model: str = "simulate",
         start_method: StartMethod = "popen",
@@ -91,6 +101,7 @@ class OSDPStrategy(RehearsingStrategy):
             cost_model=cost_model,
             global_batch_size=global_batch_size,
             accumulate_in_fp32=accumulate_in_fp32,
+            profile_batch=profile_batch,
         )
         prefetch = pop_prefetch(fsdp_kwargs)
         self._generators = Generators()
@@ -144,6 +155,36 @@ class OSDPStrategy(RehearsingStrategy):
         """
         return self._sharded.whole_state(on_all_ranks=on_all_ranks)
 
+    @contextmanager
+    def gathered(self, module: nn.Module | None = None, *, write_back: bool = False) -> Iterator[None]:
+        """Within it, parameters are whole on every rank: to generate, to copy, to export; all ranks must enter it.
+
+        The module runs forward without collectives, and on one rank alone if need be, so that
+        ``if trainer.is_global_zero: net.save_pretrained(folder)`` may stand inside. There is no backward inside, and
+        parameters have the dtype in which they are kept, not that of mixed precision.
+
+        Args:
+            module: the LightningModule, which None stands for, or a module inside it.
+            write_back: whether changes of parameters are kept: each rank keeps its rows, so all must change them alike.
+
+        Raises:
+            ConfigurationError: the model is not sharded yet, or the module is not in it.
+        """
+        if self._wrapping is None:
+            raise ConfigurationError(
+                "Expected a sharded model, of which there are parameters to gather, but setup has not been yet. Call"
+                " gathered() from on_fit_start on."
+            )
+        root = self._wrapping.module
+        module = root if module is None else module
+        if not any(child is module for child in root.modules()):
+            raise ConfigurationError(
+                "Expected the LightningModule that is trained or a module inside it, got another one. Pass self, or"
+                " one of its attributes."
+            )
+        with self._sharded.gathered(module, writes=write_back):
+            yield
+
     def take_whole_state(self) -> dict[str, Any] | None:
         """Weights as they were when fit ended, for the main process; the strategy forgets them."""
         state, self._whole_state = self._whole_state, None
@@ -152,6 +193,7 @@ class OSDPStrategy(RehearsingStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        self._sharded.carry_hooks()  # of what has been registered in hooks of the Trainer
         self._generators.begin(self.root_device)
 
     @override
@@ -193,6 +235,7 @@ class OSDPStrategy(RehearsingStrategy):
             strict=module.strict_loading,
             weights_only=weights_only,
             keeps_weights=is_fitting and averaging.is_averaging(module.trainer),
+            begin_optimizers=partial(restore_groups, module.trainer),
         )
         if is_fitting:
             self._division.resume(module.trainer, loaded)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -24,18 +26,36 @@ from lightning_osdp.scheduler import make_plan
 from lightning_osdp.simulation import StepEstimate, simulate
 from lightning_osdp.strategy.agreement import on_all_ranks, on_rank_zero
 from lightning_osdp.strategy.division import Division
+from lightning_osdp.strategy.groups import Group
 from lightning_osdp.strategy.loaders import LoaderChange, common_size, samples_in
 from lightning_osdp.strategy.options import Options, Prefetch
 from lightning_osdp.strategy.profiling import FitProfiler, Profiled
 from lightning_osdp.strategy.progress import shown_progress
 from lightning_osdp.strategy.step import muted, training_step
+from lightning_osdp.strategy.varying import BatchWatch
 from lightning_osdp.strategy.wishes import Wishes, wishes
 
 
-def plan_fit(
-    trainer: pl.Trainer, module: pl.LightningModule, options: Options, *, prefetch: Prefetch
-) -> tuple[Plan, Division, StepEstimate]:
-    """The plan for this fit, the same on all ranks, its micro-batches, and what a step is predicted to take.
+class Choice(NamedTuple):
+    """What a model is to be sharded by.
+
+    Attributes:
+        plan: None where there is none.
+        division: its micro-batches.
+        estimate: what a step is predicted to take, where that was computed.
+        groups: parameter groups of the whole model's optimizers, where they were configured.
+        watch: for batches larger than what was profiled.
+    """
+
+    plan: Plan | None
+    division: Division
+    estimate: StepEstimate | None = None
+    groups: Sequence[Group] | None = None
+    watch: BatchWatch | None = None
+
+
+def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, *, prefetch: Prefetch) -> Choice:
+    """A plan for this fit, the same on all ranks.
 
     Every rank profiles; rank 0 plans.
 
@@ -71,12 +91,17 @@ def plan_fit(
         measured = _nearer(profiler, profiled, plan, cluster)
         if measured is not profiled.model:
             plan = search(measured)
+    if plan.micro_batch_size == wanted.arguments.get("max_micro_batch_size"):
+        rank_zero_warn(
+            f"OSDP: the micro-batch of {plan.micro_batch_size} is all that a rank has of the training data, so an epoch"
+            " is one step. Give batch_size a number."
+        )
     change = LoaderChange(None if plan.micro_batch_size == current else plan.micro_batch_size, profiled.peeked)
     division = Division(change, wanted.windows, wanted.sizes, plan.micro_batch_size, plan.num_micro_batches)
     told = division.compared(plan)
     if told:
         rank_zero_info(f"OSDP: {told} (against your own micro-batches, each of which reduces all gradients)")
-    return plan, division, simulate(plan, measured, cluster)
+    return Choice(plan, division, simulate(plan, measured, cluster), profiled.groups, BatchWatch(profiled.batch))
 
 
 def _nearer(profiler: FitProfiler, profiled: Profiled, plan: Plan, cluster: Cluster) -> ModelProfile:
@@ -97,10 +122,11 @@ def _limit_bytes(options: Options, cluster: Cluster, device: torch.device) -> in
     """Of every rank; says what it is, or that it is more than there is."""
     free_bytes = cluster.memory_bytes
     assert free_bytes is not None
-    limit_bytes = options.memory_limit_bytes or free_bytes
+    limit_bytes = options.memory_limit_bytes or round(options.memory_share * free_bytes)
     free = f"{format_bytes(free_bytes)}, {_why_so_much(device)}"
     if options.memory_limit_bytes is None:
-        rank_zero_info(f"OSDP: memory_limit is {free}")
+        share = f"{options.memory_share:.0%} of " if options.memory_share < 1 else ""
+        rank_zero_info(f"OSDP: memory_limit is {share}{free}")
     elif limit_bytes > free_bytes:
         rank_zero_warn(
             f"OSDP: memory_limit is {format_bytes(limit_bytes)}, more than {free}. Training may run out of memory;"

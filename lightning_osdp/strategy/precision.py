@@ -38,9 +38,9 @@ class OSDPPrecision(FSDPPrecision):
 
     @property
     @override
-    def mixed_precision_config(self) -> MixedPrecision | None:  # type: ignore[override]
-        """What units compute and reduce in; None where that is the parameters' own dtype."""
-        return None if self.precision in ("32-true", "64-true") else super().mixed_precision_config
+    def mixed_precision_config(self) -> MixedPrecision:
+        """What units compute and reduce in: of no dtype, where that is the parameters' own."""
+        return MixedPrecision() if self.precision in ("32-true", "64-true") else super().mixed_precision_config
 
     @override
     def forward_context(self) -> AbstractContextManager[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,13 +18,17 @@ from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.progress import Progress
 from lightning_osdp.errors import ConfigurationError, ProfileError
 from lightning_osdp.profiler import ComputePrecision, is_out_of_memory, profile_model, resized
-from lightning_osdp.strategy.agreement import in_step
+from lightning_osdp.strategy.agreement import broadcast_from, in_step
 from lightning_osdp.strategy.averaging import with_averages
-from lightning_osdp.strategy.by_hand import in_children, summed_step
+from lightning_osdp.strategy.by_hand import automatic_step, in_children, summed_step
+from lightning_osdp.strategy.groups import Group
 from lightning_osdp.strategy.loaders import first_batch, samples_in, training_loaders
 from lightning_osdp.strategy.once import Peeked
 from lightning_osdp.strategy.options import Options
-from lightning_osdp.strategy.step import configured_optimizers, forget_loaders, muted, to_device, training_step
+from lightning_osdp.strategy.step import configured_optimizers, forget_loaders, muted, to_device
+from lightning_osdp.strategy.varying import elements_in, longest
+
+_HOOKS_BEFORE_STEPS = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start")
 
 _FAR = 2
 """Factor by which a micro-batch may lie beyond the measured ones before it is measured itself."""
@@ -39,6 +44,7 @@ class Profiled:
         batch: of the training data, on the device.
         model: profiled on that batch, or on as many of its samples as are planned.
         schedules: learning-rate schedulers that ``configure_optimizers`` returned.
+        groups: parameter groups of its optimizers.
     """
 
     loaders: CombinedLoader
@@ -46,6 +52,7 @@ class Profiled:
     batch: Any
     model: ModelProfile
     schedules: list[Any]
+    groups: list[Group]
 
 
 class FitProfiler:
@@ -72,14 +79,26 @@ class FitProfiler:
         _check_synchronised_batch_norm(self._module, self._device)
         check_initializable(self._module, self._device)
         loaders = training_loaders(self._trainer)
-        batch, peeked = first_batch(loaders)
+        batch, peeked = self._chosen(loaders)
         batch = to_device(self._trainer, self._module, batch)
         schedules: list[Any] = []
+        groups: list[Group] = []
         with self._needing_memory():
             if not any(parameter.is_meta for parameter in self._module.parameters()):
                 self._module.to(self._device)
-            model = self._profile(batch, schedules)
-        return Profiled(loaders=loaders, peeked=peeked, batch=batch, model=model, schedules=schedules)
+            model = self._profile(batch, schedules, groups)
+        return Profiled(loaders=loaders, peeked=peeked, batch=batch, model=model, schedules=schedules, groups=groups)
+
+    def _chosen(self, loaders: CombinedLoader) -> tuple[Any, list[Peeked]]:
+        """The batch to profile, and what was read of loaders that can be read only once."""
+        wanted = self._options.profile_batch
+        if wanted is None:
+            return first_batch(loaders)
+        if not isinstance(wanted, str):
+            return first_batch(loaders, wanted) if callable(wanted) else (wanted, [])
+        batch, peeked = first_batch(loaders, longest)
+        numbers = in_step(lambda: elements_in(batch), stage="looking for the longest batch")
+        return broadcast_from(numbers.index(max(numbers)), batch), peeked
 
     def nearer(self, profiled: Profiled, num_samples: int, *, free_bytes: int) -> Profiled:
         """The same, measured with a micro-batch of so many samples if that is far from those that were measured.
@@ -99,18 +118,18 @@ class FitProfiler:
         if not all(in_step(lambda: batch is not None, stage="measuring again")):
             return profiled
         with self._needing_memory():
-            return replace(profiled, model=self._profile(batch, []))
+            return replace(profiled, model=self._profile(batch, [], []))
 
-    def _profile(self, batch: Any, schedules: list[Any]) -> ModelProfile:
+    def _profile(self, batch: Any, schedules: list[Any], groups: list[Group]) -> ModelProfile:
         trainer, module, strategy = self._trainer, self._module, self._trainer.strategy
-        with muted(trainer, module):
-            step = training_step(module) if module.automatic_optimization else summed_step(trainer, module)
+        with muted(trainer, module), _needing_hooks(module):
+            step = (automatic_step if module.automatic_optimization else summed_step)(trainer, module)
             profile = profile_model(
                 module,
                 batch,
                 batch_size=samples_in(batch),
                 training_step=step,
-                configure_optimizers=configured_optimizers(trainer, schedules),
+                configure_optimizers=configured_optimizers(trainer, schedules, groups),
                 precision=_precision(strategy),
                 context=trainer.precision_plugin.train_step_context,
                 device=self._device,
@@ -136,6 +155,29 @@ class FitProfiler:
             ) from error
         finally:
             forget_loaders(self._trainer)
+
+
+@contextmanager
+def _needing_hooks(module: pl.LightningModule) -> Iterator[None]:
+    """Says of an attribute that is not there yet which hook is to set it."""
+    try:
+        yield
+    except AttributeError as error:
+        hooks = [hook for hook in _HOOKS_BEFORE_STEPS if error.obj is module and _sets(module, hook, str(error.name))]
+        if not hooks:
+            raise
+        raise ProfileError(
+            f"training_step reads self.{error.name}, which is not there when the model is profiled, in setup:"
+            f" {hooks[0]} sets it later. Set it in __init__, setup or configure_model, too."
+        ) from error
+
+
+def _sets(module: nn.Module, hook: str, name: str) -> bool:
+    """Whether a hook of the module assigns to an attribute of this name."""
+    code = getattr(getattr(type(module), hook, None), "__code__", None)
+    return code is not None and any(
+        each.opname == "STORE_ATTR" and each.argval == name for each in dis.get_instructions(code)
+    )
 
 
 def unsharded_bytes(model: ModelProfile, num_samples: int) -> int:

@@ -29,15 +29,19 @@ def publish(trainer: pl.Trainer, plan: Plan, estimate: StepEstimate | None) -> N
     """
     path = Path(trainer.log_dir or trainer.default_root_dir) / PLAN_FILENAME
 
+    is_kept = not trainer.fast_dev_run  # type: ignore[attr-defined]  # set by a connector; such a run leaves no files
+
     def write() -> None:
-        plan.save(path)
-        memory = [] if estimate is None else [moment for _, moment in estimate.moments]
-        save_picture(plan, path.with_suffix(".svg"), memory=memory)
+        if is_kept:
+            plan.save(path)
+            memory = [] if estimate is None else [moment for _, moment in estimate.moments]
+            save_picture(plan, path.with_suffix(".svg"), memory=memory)
         show(plan_table(plan))
         _tell_of_saving(trainer, plan, estimate)
 
     on_rank_zero(write)
-    rank_zero_info(f"OSDP: plan written to {path}, and drawn beside it as {path.with_suffix('.svg').name}")
+    if is_kept:
+        rank_zero_info(f"OSDP: plan written to {path}, and drawn beside it as {path.with_suffix('.svg').name}")
     if trainer.state.fn == TrainerFn.FITTING:
         # First, so that its clock stops before other callbacks validate, log or save.
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -76,6 +77,8 @@ def _is_written(hook: str, trainer: pl.Trainer) -> bool:
             continue
         if hook in vars(holder):  # such as a LambdaCallback's
             return True
+        if isinstance(holder, BaseFinetuning) and hook == "on_train_epoch_start":
+            return True  # it looks for parameters to add to optimizers
         owner = next((base.__module__ for base in type(holder).__mro__ if hook in vars(base)), _OWN[0])
         if not owner.startswith(_OWN):
             return True

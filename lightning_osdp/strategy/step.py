@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_osdp.errors import ConfigurationError, ProfileError
+from lightning_osdp.strategy.groups import Group, groups_of, names_in
 
 
 def training_step(module: pl.LightningModule) -> Callable[[Any], Any]:
@@ -60,12 +62,15 @@ def muted(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
             delattr(module, name)
 
 
-def configured_optimizers(trainer: pl.Trainer, schedules: list[Any]) -> Callable[[nn.Module], Sequence[Optimizer]]:
+def configured_optimizers(
+    trainer: pl.Trainer, schedules: list[Any], groups: list[Group] | None = None
+) -> Callable[[nn.Module], Sequence[Optimizer]]:
     """Runs ``configure_optimizers`` on a copy of the LightningModule, in every form that Lightning accepts.
 
     Args:
         trainer: about to fit.
         schedules: gets its learning-rate schedules, as they are returned.
+        groups: gets the parameter groups.
     """
 
     def configure(replica: nn.Module) -> Sequence[Optimizer]:
@@ -79,6 +84,8 @@ def configured_optimizers(trainer: pl.Trainer, schedules: list[Any]) -> Callable
                     " Return one, or use another strategy: there is nothing to plan without training."
                 )
             optimizers, schedules[:], _ = _configure_optimizers(returned)
+            if groups is not None:
+                groups[:] = groups_of(optimizers, partial(names_in, replica))
         finally:
             replica.trainer = None
             forget_loaders(trainer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,6 +13,7 @@ from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecision
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -23,7 +24,9 @@ from lightning_osdp.strategy import averaging, saving
 from lightning_osdp.strategy.agreement import on_all_ranks
 from lightning_osdp.strategy.choice import chosen, planned_by_hand, separated, sharded
 from lightning_osdp.strategy.division import Division
+from lightning_osdp.strategy.finetuning import tell_of_unfreezing
 from lightning_osdp.strategy.given import given_division
+from lightning_osdp.strategy.groups import Group, check_same_groups, groups_of
 from lightning_osdp.strategy.options import Options, Prefetch
 from lightning_osdp.strategy.publish import publish
 from lightning_osdp.strategy.ranks import RanksStrategy
@@ -32,6 +35,7 @@ from lightning_osdp.strategy.resharding import reshard_before_hooks
 from lightning_osdp.strategy.shortage import explain_shortage
 from lightning_osdp.strategy.summary import show_whole, whole_summaries
 from lightning_osdp.strategy.unread import explain_unread
+from lightning_osdp.strategy.varying import BatchWatch
 from lightning_osdp.strategy.wrapping import Wrapping, wrapping_of
 
 
@@ -55,6 +59,9 @@ class UnitsStrategy(RanksStrategy):
         self._is_for_training = False
         self._wrapping: Wrapping | None = None
         self._setting_up = ExitStack()
+        self._batches: BatchWatch | None = None
+        # of the whole model's optimizers, until there are those of the sharded one
+        self._groups: Sequence[Group] | None = None
         super().__init__(**kwargs)
 
     @property
@@ -152,6 +159,13 @@ class UnitsStrategy(RanksStrategy):
         }
 
     @property
+    @override
+    def mixed_precision_config(self) -> MixedPrecision | None:
+        """None where everything is computed and reduced in the parameters' own dtype."""
+        config = super().mixed_precision_config
+        return None if config == MixedPrecision() else config
+
+    @property
     def _fsdp_kwargs(self) -> dict[str, Any]:
         """What the user gave for sharding itself."""
         return {**self.kwargs, "mixed_precision": self.mixed_precision}
@@ -165,8 +179,10 @@ class UnitsStrategy(RanksStrategy):
         if isinstance(found, str):
             self._plan = None
             return self._finished(separated(module, found, options, device=self.root_device, **kwargs))
-        self._plan, self._division, estimate = found
+        self._plan, self._division, estimate, self._groups, self._batches = found
         self._is_for_training = module.trainer.state.fn == TrainerFn.FITTING
+        if self._plan is not None and self._is_for_training:
+            tell_of_unfreezing(module.trainer)
         if self._plan is not None:
             publish(module.trainer, self._plan, estimate)
         return self._finished(sharded(module, self._plan, options, device=self.root_device, **kwargs))
@@ -178,10 +194,18 @@ class UnitsStrategy(RanksStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        on_all_ranks(lambda: self._sharded.check_optimizers(self.optimizers))
+        whole, self._groups = self._groups, None
+        on_all_ranks(lambda: self._check_optimizers(whole))
+
+    def _check_optimizers(self, whole: Sequence[Group] | None) -> None:
+        if whole is not None:
+            check_same_groups(whole, groups_of(self.optimizers, self._sharded.names_by_group))
+        self._sharded.check_optimizers(self.optimizers)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._batches is not None:
+            self._batches.look(args[0], self.global_rank)
         return self._sharded.run(super().training_step, *args, **kwargs)
 
     @override

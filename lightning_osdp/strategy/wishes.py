@@ -74,6 +74,8 @@ def wishes(
         most = samples_per_rank(loaders, world_size=trainer.world_size)
         return Wishes({"micro_batch_size": "scale", "max_micro_batch_size": most, "num_micro_batches": number})
     size = wanted if isinstance(wanted, int) and reason is None else current
+    if size not in ("scale", current):
+        _check_enough_samples(size, samples_per_rank(loaders, world_size=trainer.world_size), trainer.world_size)
     if options.global_batch_size is None:
         return Wishes({"micro_batch_size": size, "num_micro_batches": number})
     _check_divides(size, num_samples, trainer.world_size, reason)
@@ -139,6 +141,14 @@ def samples_per_step(trainer: pl.Trainer, options: Options, current: int) -> int
             f" {trainer.world_size} ranks are {found} samples. Leave out one of the two."
         )
     return wanted // trainer.world_size
+
+
+def _check_enough_samples(size: int, most: int | None, world_size: int) -> None:
+    if most is not None and size > most:
+        raise ConfigurationError(
+            f"Expected a batch_size of which each of {world_size} ranks has at least one, got {size}: the training data"
+            f" have {most} samples for a rank. Use at most {most}."
+        )
 
 
 def _check_divides(size: int, num_samples: int, world_size: int, reason: str | None) -> None:

@@ -40,14 +40,13 @@ class Wrapping:
     def hold(self) -> None:
         """Has the module hold this.
 
-        Its own ``state_dict()`` raises wherever it would give this rank's shards; its own ``load_state_dict()`` takes
-        whole tensors, on all ranks.
+        Its ``state_dict()`` and those of modules inside it raise wherever they would give this rank's shards; its own
+        ``load_state_dict()`` takes whole tensors, on all ranks.
         """
         module = self.sharded.module
-        self._handles += [
-            module.register_state_dict_pre_hook(self),
-            module._register_load_state_dict_pre_hook(self._take),
-        ]
+        having = (child for child in module.modules() if any(True for _ in child.parameters()))
+        self._handles += [child.register_state_dict_pre_hook(self) for child in having]
+        self._handles.append(module._register_load_state_dict_pre_hook(self._take))
 
     @property
     def module(self) -> nn.Module:
@@ -95,16 +94,17 @@ class Wrapping:
             )
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Runs before the module's ``state_dict()``.
+        """Runs before ``state_dict()`` of the module or one inside it.
 
         Raises:
             ConfigurationError: it would give shards.
         """
-        del keep_vars
-        if not prefix and self.module is module and not self.sharded.is_opened:
+        del keep_vars, prefix
+        if not self.sharded.is_opened:
             raise ConfigurationError(
-                "Expected the whole weights to be asked of the strategy, got state_dict() of the module, which has only"
-                " this rank's shards. Call trainer.strategy.whole_state_dict() on all ranks, or load a checkpoint."
+                "Expected the whole weights to be asked of the strategy, got state_dict() of a module, which has only"
+                " this rank's shards. On all ranks, call trainer.strategy.whole_state_dict(), or save within `with"
+                " trainer.strategy.gathered(): ...`, as save_pretrained() can; or load a checkpoint."
             )
 
     def _take(self, state_dict: dict[str, Any], prefix: str, *_: object) -> None:

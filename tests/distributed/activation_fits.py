@@ -111,12 +111,12 @@ def saving_too_much(limit_bytes):
     for offered in (("keep",), ("keep", "recompute")):
         space = SearchSpace(activations=offered)
         try:
-            fitted(OSDPStrategy(memory_limit=limit_bytes, search_space=space), kind=LongGPT)
+            fitted(OSDPStrategy(memory_limit=f"{limit_bytes}B", search_space=space), kind=LongGPT)
         except InfeasibleError as error:
             errors.append(str(error))
     keeping = plan_of(LongGPT(), {}, world_size=dist.get_world_size(), micro_batch_size=1)
     kept, losses, _ = fitted(OSDPStrategy(plan=keeping), kind=LongGPT)
-    strategy = OSDPStrategy(memory_limit=limit_bytes, search_space=SearchSpace(activations=ACTIVATION_CHOICES))
+    strategy = OSDPStrategy(memory_limit=f"{limit_bytes}B", search_space=SearchSpace(activations=ACTIVATION_CHOICES))
     state, ours, fit = fitted(strategy, kind=LongGPT)
     memory = next(block_forwards(fit.lightning_module)).memory
     peaks = fit.callbacks[0].measured.peak_bytes, memory.peak_bytes
@@ -138,7 +138,7 @@ def transformers_gpt2(limit_bytes):
     planned = [PlannedBlock(name=name, activations="recompute_offload") for name in blocks]
     moved = dataclasses.replace(keeping, blocks=tuple(planned))
     space, found = SearchSpace(slices=(1,)), []
-    for strategy in (OSDPStrategy(memory_limit=limit_bytes, search_space=space), OSDPStrategy(plan=moved)):
+    for strategy in (OSDPStrategy(memory_limit=f"{limit_bytes}B", search_space=space), OSDPStrategy(plan=moved)):
         with mock.patch.object(Reentrant, "__call__", autospec=True, side_effect=Reentrant.__call__) as reentrant:
             state, ours, fit = fitted(strategy, kind=LongGPT2)
         difference = largest_of(state, ours, kept, losses)

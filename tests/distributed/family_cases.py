@@ -57,7 +57,7 @@ def family(name, optimizer, dtype, given=("zdp", "dp", "mixed"), own=True):
         # Half way between what the fastest plan takes and the least that any plan needs.
         limit = (plan.peak_bytes + plan.all_zdp_peak_bytes) // 2
         space = SearchSpace(min_unit_bytes=0)
-        found["own, little memory"], _ = compared(OSDPStrategy(memory_limit=max(limit, 1), search_space=space))
+        found["own, little memory"], _ = compared(OSDPStrategy(memory_limit=f"{max(limit, 1)}B", search_space=space))
     if dist.get_rank() != 0:
         return None
     plain, start = reference(name, optimizer, dtype, world_size=world_size, steps=STEPS), build(name, optimizer, dtype)

@@ -43,7 +43,7 @@ class HardLimit(L.Callback):
 def trained_under_hard_limit(limit_bytes):
     """The plan, the peak that was counted, the hard limit, and the steps taken under it."""
     steps, limit = UNLIMITED_STEPS + LIMITED_STEPS, HardLimit(limit_bytes)
-    strategy = OSDPStrategy(memory_limit=limit_bytes, batch_size="keep")
+    strategy = OSDPStrategy(memory_limit=f"{limit_bytes}B", batch_size="keep")
     fit = trainer(strategy, max_steps=steps, callbacks=[limit])
     module = TwoLayers(HIDDEN_SIZE)
     fit.fit(module, module.loader(NUM_SAMPLES, num_batches=steps))

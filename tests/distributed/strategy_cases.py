@@ -62,7 +62,7 @@ def plans_itself():
     folder, text = shared_folder(), io.StringIO()
     module = WideMLP("sgd")
     with contextlib.redirect_stdout(text):
-        fit = trainer(OSDPStrategy(search_space=SPACE, memory_limit=limit), max_steps=8, default_root_dir=folder)
+        fit = trainer(OSDPStrategy(search_space=SPACE, memory_limit=f"{limit}B"), max_steps=8, default_root_dir=folder)
         fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size()))
     ddp = WideMLP("sgd")
     fitted(DDPStrategy(process_group_backend="gloo"), ddp, max_steps=8)
@@ -281,7 +281,9 @@ def given_plans():
         "global_batch_size": failure(
             lambda: fitted(OSDPStrategy(plan=plan, global_batch_size=7 * world_size), WideMLP())
         ),
-        "memory_limit": failure(lambda: fitted(OSDPStrategy(plan=plan, memory_limit=plan.peak_bytes - 1), WideMLP())),
+        "memory_limit": failure(
+            lambda: fitted(OSDPStrategy(plan=plan, memory_limit=f"{plan.peak_bytes - 1}B"), WideMLP())
+        ),
         "accumulated": _accumulated(world_size),
     }
 
@@ -289,7 +291,9 @@ def given_plans():
 def _accumulated(world_size):
     """Micro-batches of a step, where plan and ``global_batch_size`` say that there are two, and loaders nothing."""
     plan = plan_for(WideMLP(), "mixed", world_size=world_size, num_micro_batches=2)
-    strategy = OSDPStrategy(plan=plan, global_batch_size=2 * BATCH_SIZE * world_size, memory_limit=plan.peak_bytes)
+    strategy = OSDPStrategy(
+        plan=plan, global_batch_size=2 * BATCH_SIZE * world_size, memory_limit=f"{plan.peak_bytes}B"
+    )
     return fitted(strategy, WideMLP()).accumulate_grad_batches
 
 

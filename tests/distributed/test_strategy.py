@@ -104,8 +104,8 @@ def test_given_plans_are_used_or_refused(ranks, world_size):
     found = ranks(world_size).run(cases.given_plans)[0]
     assert found["by_value"]
     assert found["by_path"]
-    assert found["missing"][0] == "PlanFormatError"
-    assert "none.json' but it cannot be read" in found["missing"][1].replace("',", "'")
+    assert found["missing"][0] == "ConfigurationError"
+    assert "none.json', which does not exist" in found["missing"][1]
     assert found["world_size"][0] == found["model"][0] == "PlanMismatchError"
     assert f"the plan is for {world_size + 1} ranks, this run has {world_size}" in found["world_size"][1]
     assert "parameter 'layers.0.weight': planned float32[384, 256], found not there" in found["model"][1]

@@ -70,7 +70,7 @@ def ddp(**options):
     return DDPStrategy(process_group_backend="gloo", **options)
 
 
-def fitted(strategy, module, *, dtype="float64", **options):
+def fitted(strategy, module, *, dtype="float64", ckpt_path=None, **options):
     """Whole weights (on rank 0, under DDP on all) with the losses under the name "losses", and the trainer."""
     is_ours = isinstance(strategy, OSDPStrategy)
     if dtype == "float64":
@@ -78,7 +78,7 @@ def fitted(strategy, module, *, dtype="float64", **options):
     module = in_dtype(module, dtype)
     fit = trainer(strategy, **options)
     loader = module.loader(dist.get_rank(), dist.get_world_size())
-    fit.fit(module, loader, DataLoader(module.dataset(), batch_size=16))
+    fit.fit(module, loader, DataLoader(module.dataset(), batch_size=16), ckpt_path=ckpt_path)
     weights = fit.strategy.lightning_module_state_dict()
     state = {name: value.detach().clone() for name, value in sorted(weights.items())}
     return state, module.losses, fit

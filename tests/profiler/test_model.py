@@ -1,4 +1,7 @@
+import copy
 import dataclasses
+import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -351,3 +354,34 @@ def test_a_step_that_does_not_fit_unsharded_is_timed_operation_by_operation(capl
         profile = profile_model(TooLarge(), BATCH)
     assert sum(segment.forward_s.at(4) for segment in profile.segments) > 0
     assert "4 samples do not fit on a device unsharded, so operations are timed alone" in caplog.text
+
+
+class Contrasting(Net):
+    """Its training step moves an average of its weights, as contrastive methods do, and counts in an object."""
+
+    def __init__(self):
+        super().__init__()
+        self.average = copy.deepcopy(self.a).requires_grad_(False)
+        self.assigned = copy.deepcopy(self.a).requires_grad_(False)
+        self.meter, self.numbers = SimpleNamespace(losses=[], steps=0), itertools.count()
+        with torch.no_grad():
+            for parameter in (*self.average.parameters(), *self.assigned.parameters()):
+                parameter.add_(1)
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.average.weight.lerp_(self.a.weight, 0.5)
+            self.average.bias.data.mul_(0.5)
+        self.assigned.weight.data = 0.5 * self.assigned.weight.data
+        loss = super().training_step(batch, batch_idx) + F.mse_loss(self.average(batch), self.assigned(batch))
+        self.meter.losses.append(loss)
+        self.meter.steps += 1
+        return loss
+
+
+def test_averages_and_counters_that_the_step_moves_are_where_they_were(caplog):
+    model, expected = Contrasting(), Contrasting().state_dict()
+    profile_model(model, BATCH)
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    assert model.meter == SimpleNamespace(losses=[], steps=0)
+    assert "'numbers' is an iterator" in caplog.text

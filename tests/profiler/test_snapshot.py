@@ -1,5 +1,7 @@
+import itertools
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -7,7 +9,7 @@ import torch
 import torchmetrics
 from torch import nn
 
-from lightning_osdp.profiler.snapshot import untouched
+from lightning_osdp.profiler.snapshot import iterators_in, untouched
 
 
 class Everything(nn.Module):
@@ -196,3 +198,88 @@ def test_everything_comes_back_after_an_error(model):
     assert model.steps == 0
     assert model.training
     assert model.body[1].num_batches_tracked == 0
+
+
+class Meter:
+    """An average of a user's, as many have one."""
+
+    def __init__(self):
+        self.total, self.history, self.owner = 0.0, [], None
+
+
+class Slotted:
+    __slots__ = ("count", "unset")
+
+    def __init__(self):
+        self.count = 0
+
+
+class Holding(nn.Module):
+    """Holds objects that hold what a step changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.meters = {"loss": Meter(), "slotted": Slotted()}
+        self.meters["loss"].owner = self
+        self.told = SimpleNamespace(steps=0, meter=Meter())
+        self.seen, self.table = np.zeros(3), np.arange(3)
+        self.table.flags.writeable = False
+        self.hidden = [nn.BatchNorm1d(4)]  # no child
+        self.random, self.state = random.Random(3), np.random.RandomState(3)
+        self.generator = np.random.default_rng(3)
+
+    def change(self):
+        meter = self.meters["loss"]
+        meter.total += 1.0
+        meter.history.append(1)
+        meter.new = 1
+        self.meters["slotted"].count += 1
+        self.meters["slotted"].unset = 1
+        self.told.steps += 1
+        self.told.meter.total += 1.0
+        self.seen += 1
+        self.hidden[0](torch.randn(8, 4))
+
+    def draw(self):
+        return self.random.random(), self.state.rand(), self.generator.random()
+
+
+def test_what_other_objects_hold_comes_back():
+    model = Holding()
+    meter, statistics = model.meters["loss"], model.hidden[0].running_mean
+    with untouched(model):
+        model.change()
+        assert (meter.total, model.told.steps) == (1.0, 1)
+        assert statistics.abs().sum() > 0
+    assert model.meters["loss"] is meter
+    assert vars(meter) == {"total": 0.0, "history": [], "owner": model}
+    assert model.meters["slotted"].count == 0
+    assert not hasattr(model.meters["slotted"], "unset")
+    assert (model.told.steps, model.told.meter.total) == (0, 0.0)
+    assert model.seen.tolist() == [0.0, 0.0, 0.0]
+    assert statistics.abs().sum() == 0
+
+
+def test_generators_of_other_libraries_come_back():
+    model = Holding()
+    expected = Holding().draw()
+    with untouched(model):
+        assert model.draw() == expected
+    assert model.draw() == expected
+
+
+def test_parameters_that_a_step_is_known_to_change_come_back():
+    model = nn.Linear(2, 2).requires_grad_(False)
+    weight, bias = model.weight.detach().clone(), model.bias.detach().clone()
+    with untouched(model, changed={model.weight}):
+        model.weight.mul_(2)
+        model.bias.data = model.bias.data * 2
+    assert torch.equal(model.weight, weight)
+    assert torch.equal(model.bias, bias)
+
+
+def test_iterators_are_named():
+    model = Everything()
+    model.body.numbers, model.rows = itertools.count(), iter([1, 2])
+    assert iterators_in(model) == ["rows", "body.numbers"]

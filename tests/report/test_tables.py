@@ -53,7 +53,7 @@ samples/s    88.9 predicted, all ranks together
 peak memory  62.0 MiB of 64.0 MiB (96.9%) predicted per rank
 gap          no plan in the search space is predicted to be faster by more than 0.3%
 solver       depth_first
-gain         11.1% more samples/s than all-ZDP (plain FSDP): 200 ms a step, peak 48.0 MiB
+gain         11.1% more samples/s than plain FSDP: 200 ms a step, peak 48.0 MiB
 batch        8 samples x 1 micro-batch x 2 ranks = 16 samples per optimizer step
 note         a note
 """

@@ -6,11 +6,15 @@ import os
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_osdp import Cluster, ConfigurationError, OSDPError, OSDPStrategy, ProfileError
 from lightning_osdp.core.cluster import Link
+from lightning_osdp.core.rates import DeviceRates
+from lightning_osdp.profiler import ComputePrecision
 from lightning_osdp.strategy import planning
 
 pytestmark = [
@@ -234,3 +238,28 @@ def test_a_checkpoint_executes_nothing(resumed, tmp_path, kind):
 def test_a_limit_above_what_is_free_is_warned_of(fit):
     with pytest.warns(UserWarning, match=r"OSDP: memory_limit is 64\.0 GiB, more than 16\.0 GiB, the rank's share"):
         fit(Net(), strategy=OSDPStrategy(memory_limit="64GiB"))
+
+
+@pytest.mark.filterwarnings("error:You called:UserWarning")
+def test_a_fit_without_loggers_says_nothing_of_the_measurements_that_it_does_not_log(fit):
+    fit(Net(), max_steps=8, loader=loader_of(torch.randn(32, 4)))  # a warning would be an error
+
+
+def test_a_quick_run_leaves_no_files(fit, tmp_path):
+    fit(Net(), fast_dev_run=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_throughput_can_be_monitored(fit, tmp_path):
+    monitor = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]))
+    loader = loader_of(torch.randn(32, 4))
+    fit(Net(), loader, logger=CSVLogger(tmp_path), callbacks=[monitor], max_steps=8, log_every_n_steps=2)
+    (path,) = tmp_path.glob("**/metrics.csv")
+    assert "train/batches" in path.read_text()
+
+
+def test_rates_and_dtypes_of_another_kind_are_refused_with_what_is_meant():
+    with pytest.raises(ConfigurationError, match=r"Expected flops_per_s by dtype, got 200000000000000\.0"):
+        DeviceRates(flops_per_s=200e12, bytes_per_s=1e12)
+    with pytest.raises(ConfigurationError, match=r"a dtype such as torch.bfloat16, got 'bfloat16'"):
+        ComputePrecision(dtype="bfloat16")

@@ -23,10 +23,24 @@ def test_importing_registers_the_strategy_by_name():
 
 
 def test_options_reach_the_planner_in_its_units(tmp_path):
+    (tmp_path / "p.json").touch()
     found = options(memory_limit="8GiB", plan=str(tmp_path / "p.json"), batch_size=3)
     assert found.memory_limit_bytes == 8 * 2**30
     assert found.plan == tmp_path / "p.json"
     assert found.search_space == SearchSpace()
+
+
+def test_limits_are_bytes_or_a_share_of_what_is_free():
+    for given, expected in (
+        ({}, (None, 1.0)),
+        ({"memory_limit": "90%"}, (None, 0.9)),
+        ({"memory_limit": " 12.5 %", "batch_size": "scale"}, (None, 0.125)),
+        ({"batch_size": "scale"}, (None, 0.95)),
+        ({"memory_limit": 2**20}, (2**20, 1.0)),
+        ({"memory_limit": "24B"}, (24, 1.0)),
+    ):
+        found = options(**given)
+        assert (found.memory_limit_bytes, found.memory_share) == expected, given
 
 
 @pytest.mark.parametrize(
@@ -34,6 +48,11 @@ def test_options_reach_the_planner_in_its_units(tmp_path):
     [
         ({"memory_limit": "lots"}, "such as '8GiB' or '500MB', got 'lots'"),
         ({"memory_limit": -1}, "at least one byte, got -1"),
+        ({"memory_limit": 24}, 'is 24 B, a number without a unit being bytes. Pass a text such as "24GiB", or "24B"'),
+        ({"memory_limit": "0%"}, "more than 0% and at most 100% of the free memory, got '0%'"),
+        ({"memory_limit": "101%"}, "more than 0% and at most 100% of the free memory, got '101%'"),
+        ({"plan": "none/osdp_plan.json"}, "got 'none/osdp_plan.json', which does not exist"),
+        ({"profile_batch": "shortest"}, "returns one, got 'shortest'"),
         ({"cost_model": "guess"}, "cost_model must be one of ('simulate', 'paper'), got 'guess'"),
         ({"batch_size": "big"}, "batch_size must be one of ('auto', 'keep', 'scale') or at least 1, got 'big'"),
         ({"batch_size": 0}, "or at least 1, got 0"),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import FSDPPrecision
+from torch.distributed.fsdp import MixedPrecision
 
 from lightning_osdp import OSDPPrecision, OSDPStrategy
 
@@ -15,8 +16,10 @@ def test_autocast_runs_on_the_device_in_use():
 
 
 def test_true_precision_computes_in_the_parameters_own_dtype():
-    assert OSDPPrecision("32-true").mixed_precision_config is None
-    assert OSDPPrecision("64-true").mixed_precision_config is None
+    assert (
+        OSDPPrecision("32-true").mixed_precision_config == MixedPrecision()
+    )  # whose dtypes Lightning's callbacks read
+    assert OSDPPrecision("64-true").mixed_precision_config == MixedPrecision()
     assert OSDPPrecision("bf16-mixed").mixed_precision_config.param_dtype == torch.bfloat16
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -22,7 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, Train
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup, RegisterPostBackwardFunction
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -45,7 +46,7 @@ _METHODS = {
         "_root_post_backward_final_callback",
     ),
     FSDPParamGroup: ("_register_post_backward_hook", "_to_sharded", "post_backward"),
-    FSDPParam: ("_setattr_on_modules", "_sharded_local_tensor", "to_sharded_dtensor"),
+    FSDPParam: ("_setattr_on_modules", "init_unsharded_param", "_sharded_local_tensor", "to_sharded_dtensor"),
     TrainingState: ("FORWARD", "PRE_BACKWARD", "POST_BACKWARD", "IDLE"),
 }
 """What this file uses of classes."""
@@ -65,6 +66,7 @@ _ATTRIBUTES = {
     ),
     "group.mesh_info": ("shard_process_group",),
     "parameter": (
+        "_module_info",
         "_post_load_hook_handle",
         "all_gather_outputs",
         "sharded_param",
@@ -182,6 +184,91 @@ def _registered(group: Any, register: Callable[..., Any], args: Any, kwargs: Any
         return register(args, kwargs)
     made = dict(zip(once, RegisterPostBackwardFunction.apply(group, *once), strict=True))
     return replace_grad_tensors((args, kwargs), (made[tensor] for tensor in given))
+
+
+def carry_hooks(groups: Sequence[Any]) -> None:
+    """Has hooks of ``register_hook()`` on shards be those of the whole parameters, which are what gets gradients.
+
+    They are the same hooks: what is registered or removed later counts, too.
+    """
+    for group in groups:
+        for parameter in group.fsdp_params:
+            hooks = parameter.sharded_param._backward_hooks
+            if hooks and hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param._backward_hooks = hooks
+            elif hooks:
+                parameter.init_unsharded_param = partial(_begin_with_hooks, parameter, parameter.init_unsharded_param)
+
+
+def _begin_with_hooks(parameter: Any, begin: Callable[[], None]) -> None:
+    begin()
+    parameter._unsharded_param._backward_hooks = parameter.sharded_param._backward_hooks
+
+
+@contextmanager
+def plain(module: nn.Module, groups: Sequence[Any], *, writes: bool) -> Iterator[None]:
+    """Within it, a module has whole parameters, and runs forward like any other, with no collective.
+
+    Args:
+        module: any inside the root.
+        groups: of all units of the root, nothing of which is unsharded.
+        writes: whether this rank's rows of what the parameters are at the end become those of the shards; after an
+            error they do not.
+    """
+    inside = set(module.modules())
+    whole = {}
+    for group in groups:
+        for parameter in group.fsdp_params:
+            info = parameter._module_info
+            if not inside.isdisjoint((info.module, *info.shared_modules)):
+                sharded = parameter.sharded_param
+                value = sharded.full_tensor().detach()
+                is_shard = value.data_ptr() == local(sharded).data_ptr()
+                whole[parameter] = nn.Parameter(value.clone() if is_shard else value, sharded.requires_grad)
+                vars(whole[parameter]).update(vars(sharded))
+    with ExitStack() as stack:
+        for state in dict.fromkeys(state_of(child) for child in inside if isinstance(child, FSDPModule)):
+            for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
+                stack.enter_context(_without(handle))
+        for parameter, value in whole.items():
+            parameter._setattr_on_modules(value)
+        try:
+            yield
+            for parameter, value in whole.items() if writes else ():
+                _write_rows(parameter.sharded_param, value.detach())
+        finally:
+            for parameter in whole:
+                parameter._setattr_on_modules(parameter.sharded_param)
+            for group in groups:
+                if group._training_state == TrainingState.FORWARD:  # what goes on there expects it
+                    group.unshard()
+                    group.wait_for_unshard()
+
+
+def _write_rows(sharded: DTensor, whole: Tensor) -> None:
+    """Puts this rank's rows of a whole tensor into a shard."""
+    rows = distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None)
+    with torch.no_grad():
+        sharded.to_local().copy_(rows.to_local())
+
+
+@contextmanager
+def _without(handle: Any) -> Iterator[None]:
+    """Within it, a hook does nothing, and keeps its place among the others."""
+    handles = getattr(handle, "handles", (handle,))  # of a unit of several modules
+    kept = [(each.hooks_dict_ref(), each.id) for each in handles]
+    hooks = [registered[number] for registered, number in kept]
+    for registered, number in kept:
+        registered[number] = _do_nothing
+    try:
+        yield
+    finally:
+        for (registered, number), hook in zip(kept, hooks, strict=True):
+            registered[number] = hook
+
+
+def _do_nothing(*_: object, **__: object) -> None:
+    """In place of a hook."""
 
 
 def set_asynchronous(root: nn.Module, *, is_asynchronous: bool) -> None:

@@ -75,6 +75,7 @@ def shard(
     (root,) = (unit.handle for unit in units if not unit.name)
     places = {module: place for place, module in enumerate(_children_first(root, set()))}
     for unit in sorted(units, key=lambda unit: max(places[module] for module in unit.modules)):
+        hooks = {(child, name): parameter._backward_hooks for child, name, parameter in _own_parameters(unit)}
         for module in unit.modules:
             initialize(module)
         kept = [(child, name, vars(parameter)) for child, name, parameter in _own_parameters(unit)]
@@ -89,7 +90,10 @@ def shard(
         )
         internals.keep_identities(unit.handle)
         for child, name, attributes in kept:
-            vars(child._parameters[name]).update(attributes)
+            sharded: Any = child._parameters[name]
+            vars(sharded).update(attributes)
+            if hooks[child, name]:
+                sharded._backward_hooks = hooks[child, name]  # `internals.carry_hooks` has them run
         for module in unit.modules:
             internals.keep_attributes(module)
         for module in unit.modules[:-1]:
@@ -170,7 +174,8 @@ def check_shardable(module: nn.Module) -> None:
     """Returns if ``fully_shard`` can have all parameters of a module.
 
     Raises:
-        ConfigurationError: somebody sharded a part of it already, or a parameter is a scalar or not contiguous.
+        ConfigurationError: somebody sharded a part of it already, or a parameter is a scalar, not contiguous, or has a
+            hook that runs where gradients add up.
     """
     for name, child in module.named_modules():
         if isinstance(child, FSDPModule):
@@ -183,6 +188,13 @@ def check_shardable(module: nn.Module) -> None:
             raise ConfigurationError(
                 f"Expected parameters with at least one dimension, which fully_shard cuts into rows, got a scalar,"
                 f" {name!r}. Make it a tensor of one element, torch.nn.Parameter(value.reshape(1))."
+            )
+        if parameter._post_accumulate_grad_hooks:
+            raise ConfigurationError(
+                f"Expected no register_post_accumulate_grad_hook before the model is sharded, got one of {name!r}:"
+                " gradients of a sharded model add up elsewhere. Register it in on_fit_start, where the parameter is a"
+                " DTensor and its hook sees the mean over all ranks, or change gradients in on_before_optimizer_step;"
+                " hooks of parameter.register_hook() are carried over."
             )
         if not parameter.is_contiguous():
             raise ConfigurationError(

@@ -1,0 +1,129 @@
+"""Batches of different lengths, as the ranks run them: what is profiled, planned, measured and told."""
+
+import sys
+import warnings
+from itertools import islice
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from cases import EVERYTHING, trainer, without_measuring
+from models import BATCH_SIZE, Base
+from strategy_cases import failure
+from user_model_cases import Adapter
+
+from lightning_osdp import OSDPStrategy, PlanMonitor
+from lightning_osdp.report import render
+
+WIDTH = 16
+LENGTHS = [3, 3, 4, 3, 3, 3, 40, 3, 3, 3]
+"""Of this rank's batches; the seventh of rank 1 is longer still."""
+
+
+class Reader(Base):
+    """Works on sequences, whose lengths are those of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def loss(self, batch):
+        return self.second(torch.tanh(self.first(batch))).square().mean()
+
+
+def batches():
+    """A loader of them."""
+    lengths = [length + 20 * dist.get_rank() if length == max(LENGTHS) else length for length in LENGTHS]
+    return DataLoader([torch.ones(BATCH_SIZE, length, WIDTH) for length in lengths], batch_size=None)
+
+
+def choose(read):
+    return max(islice(read, 3), key=torch.numel)
+
+
+def fit(**options):
+    """Plan, what the monitor found, its table, and what was told."""
+    own = {"batch_size": "keep", "search_space": EVERYTHING, **options}
+    fitting = trainer(OSDPStrategy(**own), max_steps=len(LENGTHS))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fitting.fit(Reader(), batches())
+    monitor = next(callback for callback in fitting.callbacks if isinstance(callback, PlanMonitor))
+    texts = [str(each.message) for each in told if "OSDP" in str(each.message)]
+    return fitting.strategy.plan.peak_bytes, monitor.measured.peak_bytes, render(monitor.comparison()), texts
+
+
+@without_measuring
+def varying():
+    """By what is profiled."""
+    given = torch.ones(BATCH_SIZE, 60, WIDTH)
+    first = fit()
+    between = (first[0] + first[1]) // 2
+    return {
+        "first": first,
+        "longest": fit(profile_batch="longest"),
+        "given": fit(profile_batch=given),
+        "chosen": fit(profile_batch=choose),
+        "limited": fit(memory_limit=f"{between}B"),
+    }
+
+
+@without_measuring
+def sizes():
+    """What comes of micro-batches as large as the data, and of limits in percent."""
+    data = DataLoader(torch.ones(12, 3, WIDTH), batch_size=2)
+
+    def fitted(**options):
+        strategy = OSDPStrategy(search_space=EVERYTHING, **options)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            trainer(strategy, max_steps=1, use_distributed_sampler=True).fit(Reader(), data)
+        return strategy.plan, " ".join(str(each.message) for each in told)
+
+    half, _ = fitted(memory_limit="50%")
+    scaled, told = fitted(batch_size="scale")
+    return {
+        "beyond": failure(lambda: fitted(batch_size=512)),
+        "half": half.memory_limit_bytes,
+        "scaled": (scaled.memory_limit_bytes, scaled.micro_batch_size, told),
+    }
+
+
+class Tuned(Base):
+    """LoRA: blocks of frozen layers, with two small matrices beside each."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(Adapter(nn.Linear(64, 256)), nn.GELU(), Adapter(nn.Linear(256, 64))) for _ in range(4)]
+        )
+
+    def loss(self, batch):
+        for block in self.blocks:
+            batch = batch + block(batch)
+        return batch.square().mean()
+
+
+@without_measuring
+def adapted():
+    """Limit, predicted and measured peak of LoRA in little memory, and in more."""
+    data = DataLoader([torch.ones(BATCH_SIZE, 8, 64) for _ in range(6)], batch_size=None)
+
+    def fitted(**options):
+        fitting = trainer(OSDPStrategy(batch_size="keep", search_space=EVERYTHING, **options), max_steps=6)
+        fitting.fit(Tuned(), data)
+        monitor = next(callback for callback in fitting.callbacks if isinstance(callback, PlanMonitor))
+        return fitting.strategy.plan, monitor.measured.peak_bytes
+
+    free, measured = fitted()
+    found = [(free.memory_limit_bytes, free.peak_bytes, measured)]
+    for share in (0.05, 0.5):
+        limit_bytes = round(free.all_zdp_peak_bytes + share * (free.peak_bytes - free.all_zdp_peak_bytes))
+        plan, measured = fitted(memory_limit=f"{limit_bytes}B")
+        found.append((limit_bytes, plan.peak_bytes, measured))
+    return found
