@@ -210,6 +210,8 @@ class ModelProfile:
     batch_bytes: Affine = ZERO
     children_apart: bool = False
     """Whether backward may run after each child of the root, as in manual optimization, and not of all at once."""
+    notes: tuple[str, ...] = ()
+    """What could not be found out, and what would help."""
 
     @classmethod
     def in_turn(

@@ -13,6 +13,7 @@ from lightning_osdp.profiler.operators import fingerprint
 from lightning_osdp.profiler.precision import ComputePrecision
 from lightning_osdp.profiler.resize import resized
 from lightning_osdp.profiler.snapshot import untouched
+from lightning_osdp.profiler.valueless import without_values
 
 __all__ = [
     "CUDA_HEADROOM",
@@ -28,4 +29,5 @@ __all__ = [
     "resized",
     "untouched",
     "why_not_mean",
+    "without_values",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -108,7 +109,7 @@ def profile_model(
     progress("profiling the optimizer", "")
     with untouched(module):
         optimizer, optimized = profile_optimizers(module, configure_optimizers or _plain_optimizers, device)
-    return assemble(
+    profile = assemble(
         module,
         find_operators(module, trace.calls),
         trace,
@@ -121,6 +122,7 @@ def profile_model(
         precision=precision,
         activations=activations,
     )
+    return replace(profile, notes=tuple(dict.fromkeys(step.notes)))
 
 
 def _seconds(

@@ -37,6 +37,8 @@ class Step:
     """Where the model trains."""
     blocks: frozenset[nn.Module] | None = None
     """Modules that may be blocks; None: repeated ones."""
+    notes: list[str] = field(default_factory=list)
+    """What people should know of the profile; gets what is found."""
     changed: set[nn.Parameter] = field(default_factory=set)
     """Parameters that a rehearsal on fake tensors has seen the step write to."""
 

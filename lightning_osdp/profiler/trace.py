@@ -148,8 +148,21 @@ def _saving_less(
     try:
         return {choice: {size: traced(size) for size in sizes}}
     except Exception as error:  # a model may not bear to be run again, or read what it has saved
-        _log.warning("OSDP: blocks are not planned to %s: the step fails then (%s).", choice, _cause(error))
+        reason = str(_cause(error)).strip().partition("\n")[0]
+        remedy = _CACHE_REMEDY if any(_keeps_cache(child) for child in step.module.modules()) else ""
+        step.notes.append(f"blocks are not planned to {choice}, for the step fails then: {reason}{remedy}")
+        _log.warning("OSDP: %s", step.notes[-1])
     return {}
+
+
+_CACHE_REMEDY = (
+    " (each run adds to its key-value cache, which training does not need: set model.config.use_cache = False)"
+)
+
+
+def _keeps_cache(module: nn.Module) -> bool:
+    """Whether it is a model of transformers that keeps keys and values of its forward, as for generating."""
+    return getattr(getattr(module, "config", None), "use_cache", False) is True
 
 
 def _cause(error: Exception) -> BaseException | None:

@@ -37,6 +37,7 @@ def why_infeasible(sweep: Sweep, micro_batch_size: int, limit_bytes: int) -> str
         f"No plan fits: the limit is {format_bytes(limit_bytes)} per rank, and a micro-batch of {samples} on {ranks}"
         f" {'rank' if ranks == 1 else 'ranks'} needs at least {format_bytes(peak.peak_bytes)} ({where}: {parts})."
         f" Largest contributors: {listed}. Nearest remedy: {remedy}.{saving_less}"
+        + "".join(f" Note: {note}." for note in setting.profile.notes)
     )
 
 

@@ -189,7 +189,9 @@ def _plan(best: Candidate, sweep: Sweep, memory_limit_bytes: int, search: str, m
         peak_operator=assignment.peak.operator,
         peak_parts=dict(assignment.peak.parts),
         evaluation_peak_bytes=setting.evaluation_peak_bytes(assignment.modes),
-        notes=tuple(filter(None, (assignment.note, _held_by_root(setting.profile, min_unit_bytes)))),
+        notes=tuple(
+            filter(None, (*setting.profile.notes, assignment.note, _held_by_root(setting.profile, min_unit_bytes)))
+        ),
     )
 
 

@@ -29,7 +29,7 @@ from lightning_osdp.strategy.division import Division
 from lightning_osdp.strategy.groups import Group
 from lightning_osdp.strategy.loaders import LoaderChange, common_size, samples_in
 from lightning_osdp.strategy.options import Options, Prefetch
-from lightning_osdp.strategy.profiling import FitProfiler, Profiled
+from lightning_osdp.strategy.profiling import FitProfiler, Profiled, standing_for
 from lightning_osdp.strategy.progress import shown_progress
 from lightning_osdp.strategy.step import muted, training_step
 from lightning_osdp.strategy.varying import BatchWatch
@@ -188,5 +188,5 @@ def _why_not_mean(trainer: pl.Trainer, module: pl.LightningModule, profiled: Pro
         given = schedule if isinstance(schedule, dict) else {}
         if given.get("interval") == "step" and given.get("frequency", 1) != 1:
             return f"a learning-rate schedule with frequency {given['frequency']} counts micro-batches"
-    with muted(trainer, module):
+    with muted(trainer, module), standing_for(module, is_too_large=profiled.is_too_large):
         return why_not_mean(module, training_step(module), profiled.batch, batch_size=samples_in(profiled.batch))

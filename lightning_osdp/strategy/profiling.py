@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_osdp.apply import check_initializable
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.progress import Progress
 from lightning_osdp.errors import ConfigurationError, ProfileError
-from lightning_osdp.profiler import ComputePrecision, is_out_of_memory, profile_model, resized
+from lightning_osdp.profiler import ComputePrecision, is_out_of_memory, profile_model, resized, without_values
 from lightning_osdp.strategy.agreement import broadcast_from, in_step
 from lightning_osdp.strategy.averaging import with_averages
 from lightning_osdp.strategy.by_hand import automatic_step, in_children, summed_step
@@ -45,6 +46,7 @@ class Profiled:
         model: profiled on that batch, or on as many of its samples as are planned.
         schedules: learning-rate schedulers that ``configure_optimizers`` returned.
         groups: parameter groups of its optimizers.
+        is_too_large: whether it does not fit on a device whole.
     """
 
     loaders: CombinedLoader
@@ -53,6 +55,7 @@ class Profiled:
     model: ModelProfile
     schedules: list[Any]
     groups: list[Group]
+    is_too_large: bool
 
 
 class FitProfiler:
@@ -84,10 +87,37 @@ class FitProfiler:
         schedules: list[Any] = []
         groups: list[Group] = []
         with self._needing_memory():
-            if not any(parameter.is_meta for parameter in self._module.parameters()):
-                self._module.to(self._device)
-            model = self._profile(batch, schedules, groups)
-        return Profiled(loaders=loaders, peeked=peeked, batch=batch, model=model, schedules=schedules, groups=groups)
+            is_too_large = not all(in_step(self._is_moved, stage="moving the model"))
+            if is_too_large:
+                rank_zero_warn(
+                    f"OSDP: {type(self._module).__name__} does not fit on one device whole, and is profiled by its"
+                    " shapes: bytes are as ever, step times those of its operations one by one, which are less true."
+                )
+                self._module.to("cpu")
+            with standing_for(self._module, is_too_large=is_too_large):
+                model = self._profile(batch, schedules, groups)
+        return Profiled(
+            loaders=loaders,
+            peeked=peeked,
+            batch=batch,
+            model=model,
+            schedules=schedules,
+            groups=groups,
+            is_too_large=is_too_large,
+        )
+
+    def _is_moved(self) -> bool:
+        """Moves the model to the device, or leaves it on the CPU where there is no room; so is one without values."""
+        if any(parameter.is_meta for parameter in self._module.parameters()):
+            return True
+        try:
+            self._module.to(self._device)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._module.to("cpu")
+            return False
+        return True
 
     def _chosen(self, loaders: CombinedLoader) -> tuple[Any, list[Peeked]]:
         """The batch to profile, and what was read of loaders that can be read only once."""
@@ -117,7 +147,7 @@ class FitProfiler:
         batch = resized(profiled.batch, samples_in(profiled.batch), num_samples) if is_wanted else None
         if not all(in_step(lambda: batch is not None, stage="measuring again")):
             return profiled
-        with self._needing_memory():
+        with self._needing_memory(), standing_for(self._module, is_too_large=profiled.is_too_large):
             return replace(profiled, model=self._profile(batch, [], []))
 
     def _profile(self, batch: Any, schedules: list[Any], groups: list[Group]) -> ModelProfile:
@@ -155,6 +185,11 @@ class FitProfiler:
             ) from error
         finally:
             forget_loaders(self._trainer)
+
+
+def standing_for(module: nn.Module, *, is_too_large: bool) -> AbstractContextManager[None]:
+    """What a module is profiled in: without its values, where these are not on the device."""
+    return without_values(module) if is_too_large else nullcontext()
 
 
 @contextmanager

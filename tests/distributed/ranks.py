@@ -1,5 +1,6 @@
 """Ranks that start once and run many cases; what costs seconds to import is imported once for all of them."""
 
+import gc
 import importlib.util
 import inspect
 import os
@@ -120,4 +121,7 @@ def _load(path):
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         spec.loader.exec_module(module)
+        # a fit looks through all objects for tensors: not through those of libraries
+        gc.collect()
+        gc.freeze()
     return sys.modules[name]

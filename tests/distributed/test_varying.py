@@ -42,3 +42,11 @@ def test_lora_keeps_its_limit(ranks):
         for limit_bytes, predicted, measured in found:
             assert predicted <= limit_bytes
             assert 0.99 * measured <= predicted <= 1.02 * measured
+
+
+def test_a_model_that_does_not_fit_on_a_device_is_profiled_by_its_shapes(ranks):
+    for found in ranks(2).run(cases.too_large):
+        off, *planned = found["too large"]
+        assert off < 1e-10
+        assert planned == found["moved"][1:]
+        assert planned[-1] == "kept"

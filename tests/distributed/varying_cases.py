@@ -1,9 +1,10 @@
-"""Batches of different lengths, as the ranks run them: what is profiled, planned, measured and told."""
+"""Batches of different lengths and models of any size, as the ranks run them: what is profiled, planned and told."""
 
 import sys
 import warnings
 from itertools import islice
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,13 +13,15 @@ from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import EVERYTHING, trainer, without_measuring
+from cases import EVERYTHING, largest_difference, trainer, without_measuring
 from models import BATCH_SIZE, Base
 from strategy_cases import failure
 from user_model_cases import Adapter
+from user_runs import Chain, ddp, fitted
 
 from lightning_osdp import OSDPStrategy, PlanMonitor
 from lightning_osdp.report import render
+from lightning_osdp.strategy import profiling
 
 WIDTH = 16
 LENGTHS = [3, 3, 4, 3, 3, 3, 40, 3, 3, 3]
@@ -126,4 +129,21 @@ def adapted():
         limit_bytes = round(free.all_zdp_peak_bytes + share * (free.peak_bytes - free.all_zdp_peak_bytes))
         plan, measured = fitted(memory_limit=f"{limit_bytes}B")
         found.append((limit_bytes, plan.peak_bytes, measured))
+    return found
+
+
+@without_measuring
+def too_large():
+    """A model for which there is no room on a device, beside the same that is profiled on one, and DDP."""
+    found = {}
+    expected, losses, _ = fitted(ddp(), Chain(), max_steps=4)
+    for name, is_moved in (("moved", profiling.FitProfiler._is_moved), ("too large", lambda self: False)):
+        module = Chain()
+        module.first.weight.mark = "kept"
+        with mock.patch.object(profiling.FitProfiler, "_is_moved", is_moved):
+            own, own_losses, fitting = fitted(OSDPStrategy(search_space=EVERYTHING), module, max_steps=4)
+        off = max(abs(a - b) for a, b in zip(own_losses, losses, strict=True))
+        off = max(off, largest_difference(own, expected) if dist.get_rank() == 0 else 0.0)
+        plan = fitting.strategy.plan
+        found[name] = off, plan.peak_bytes, [unit.parameter_bytes for unit in plan.units], module.first.weight.mark
     return found

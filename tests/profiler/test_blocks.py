@@ -1,5 +1,7 @@
 """Blocks that save less: what the profile says of them is what a model that checkpoints them itself is profiled as."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -191,12 +193,19 @@ def test_a_model_that_cannot_be_run_again_keeps_what_it_saves(monkeypatch, caplo
 
     def once(self, x):
         if torch._C._current_graph_task_id() != -1:
-            raise ValueError("called in backward")
+            raise ValueError("called in backward\nand so on")
         return forward(self, x)
 
     monkeypatch.setattr(Mlp, "forward", once)
-    assert profiled(Model(), ("keep", "recompute")).blocks == ()
-    assert "blocks are not planned to recompute: the step fails then (called in backward)" in caplog.text
+    found = profiled(Model(), ("keep", "recompute"))
+    assert found.blocks == ()
+    note = "blocks are not planned to recompute, for the step fails then: called in backward"
+    assert found.notes == (note,)
+    assert f"OSDP: {note}\n" in caplog.text
+    model = Model()
+    model.config = SimpleNamespace(use_cache=True)
+    (note,) = profiled(model, ("keep", "recompute")).notes
+    assert note.endswith("set model.config.use_cache = False)")
 
 
 def test_of_many_equal_blocks_a_few_are_traced():

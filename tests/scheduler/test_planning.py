@@ -1,5 +1,6 @@
 """Plans: the choice of the micro-batch size, what a plan states, and what is said where there is none."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -370,3 +371,29 @@ def test_plans_do_not_depend_on_the_solver_where_all_are_exact(uneven, cluster):
             for name in ("depth_first", "exhaustive")
         ]
         assert plans[0].units == plans[1].units
+
+
+@pytest.mark.parametrize("limit_bytes", [540, 700, 10_000])
+def test_the_gain_is_over_the_best_plain_fsdp_that_fits(uneven, cluster, limit_bytes):
+    ring = cluster(2, seconds_per_byte=0.01)
+    options = {"memory_limit_bytes": limit_bytes, "search": "exhaustive"}
+    space = SearchSpace(min_unit_bytes=0, share_units=False)
+    found = plan(uneven, ring, micro_batch_size="auto", samples_per_step=4, search_space=space, **options)
+    alternatives = []
+    for size, sync in itertools.product((1, 2, 4), ("every", "last")):
+        only = dataclasses.replace(space, modes=("ZDP",), sync=(sync,))
+        sizes = {"micro_batch_size": size, "num_micro_batches": 4 // size, "search_space": only}
+        with contextlib.suppress(InfeasibleError):
+            alternatives.append(plan(uneven, ring, **sizes, **options).step_time_s)
+    assert found.all_zdp_step_time_s == pytest.approx(min(alternatives))
+    assert found.all_zdp_peak_bytes <= limit_bytes
+    assert found.predicted_gain >= 1.0
+
+
+def test_plain_fsdp_that_does_not_fit_is_nothing_to_compare_with(wide, cluster):
+    ring = cluster(2, latency_s=0.01, seconds_per_byte=0.001)
+    whole = SearchSpace(min_unit_bytes=0, slices=(1,), modes=("ZDP",), sync=("every",))
+    least = plan(wide, ring, micro_batch_size=1, search_space=whole, memory_limit_bytes=10**9)
+    found = plan(wide, ring, micro_batch_size=1, memory_limit_bytes=least.all_zdp_peak_bytes - 1)
+    assert found.peak_bytes < least.all_zdp_peak_bytes == found.all_zdp_peak_bytes
+    assert (found.all_zdp_step_time_s, found.predicted_gain) == (0.0, 1.0)
