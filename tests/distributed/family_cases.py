@@ -69,6 +69,13 @@ def family(name, optimizer, dtype, given=("zdp", "dp", "mixed"), own=True):
     }
 
 
+def hf_exported():
+    """See `hf_export_cases`, which needs ``transformers``."""
+    import hf_export_cases
+
+    return hf_export_cases.exported()
+
+
 def hf_family(**kwargs):
     """The same for a model of ``transformers``."""
     import hf_models  # noqa: F401 (registers its models)

@@ -3,7 +3,7 @@
 import importlib.util
 
 import pytest
-from family_cases import hf_family
+from family_cases import hf_exported, hf_family
 from test_model_families import check
 
 pytestmark = [
@@ -29,3 +29,11 @@ def test_every_plan_equals_ddp_and_one_process(ranks, name, world_size, options)
     check(found, 1e-9 if name in ("GPT2", "Swin") else 1e-6)
     assert len(found["plans"]["mixed"]["units"]) > 10
     assert not TIED.get(name, set()) & set(found["plans"]["mixed"]["units"])
+
+
+def test_what_is_gathered_can_be_saved_by_the_model_itself(ranks):
+    for off, moved, (kind, told) in ranks(2).run(hf_exported):
+        assert off == 0.0
+        assert moved > 1e-3
+        assert kind == "ConfigurationError"
+        assert "with trainer.strategy.gathered()" in told
