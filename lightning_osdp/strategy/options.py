@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning.fabric.utilities.rank_zero import _get_rank
 from lightning.pytorch.strategies import FSDPStrategy
-from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision
 
 from lightning_osdp.core.byte_size import format_bytes, parse_bytes
@@ -133,10 +133,9 @@ def _share(memory_limit: int | str | None) -> float | None:
 
 
 def _existing(plan: str | Path) -> Path:
-    """The path; on the first node it must be there, for its rank 0 reads it."""
+    """The path, which must be there unless this process is one of several ranks: rank 0 then reads it, in setup."""
     path = Path(plan)
-    is_first = not (getattr(rank_zero_only, "rank", 0) or int(os.environ.get("NODE_RANK", "0")))
-    if is_first and not path.exists():
+    if _get_rank() is None and "NODE_RANK" not in os.environ and not path.exists():
         raise ConfigurationError(
             f"Expected plan= to be the path of a plan or of a checkpoint, got {str(plan)!r}, which does not exist."
             " Plans are written to osdp_plan.json in the Trainer's log directory."
