@@ -22,6 +22,7 @@ from lightning_osdp.assign import (
     share_units,
     with_blocks,
 )
+from lightning_osdp.core.modes import ZDP
 
 
 def _time_s(assigned: tuple[Setting, Assignment]) -> float:
@@ -74,16 +75,16 @@ class Competition:
 
         With several micro-batches, gradients are reduced in each or, where that is offered, in the last one.
         """
+        setting = replace(setting, modes=(ZDP.name,))  # whether it was offered or not
         settings = [setting]
         recomputing = {block.name: "recompute" for block in setting.profile.blocks if "recompute" in block.segments}
         if "recompute" in self.activations and recomputing and not setting.is_paper:
             settings.append(with_blocks(setting, recomputing))
         for each in settings:
-            last = [replace(mode, sync="last") for mode in each.all_zdp_modes]
-            offered = [
-                tuple(m if m in o else z for m, o, z in zip(last, each.options, each.all_zdp_modes, strict=True))
-            ]
-            yield from ((each, modes) for modes in dict.fromkeys([each.all_zdp_modes, *offered]))
+            yield each, each.all_zdp_modes
+            last = tuple(options[-1] for options in each.options)
+            if last != each.all_zdp_modes:
+                yield each, last
 
     def shared(self, setting: Setting, modes: Modes) -> tuple[Setting, Modes]:
         """The same with units shared, where they may be."""

@@ -127,7 +127,7 @@ def test_what_a_plan_states_agrees_with_itself(model, operator, cluster, case, n
         memory_limit_bytes=10**6,
         micro_batch_size=size,
         num_micro_batches=number,
-        search_space=SearchSpace(modes=modes, min_unit_bytes=100),
+        search_space=SearchSpace(modes=modes, min_unit_bytes=100, share_units=False),  # which differ by modes
         engine=FSDP2(backward_prefetch="pre", forward_prefetch=True),
     )
     assert found.fingerprint == {"weight": "float32[2]"}
@@ -147,7 +147,7 @@ def test_what_a_plan_states_agrees_with_itself(model, operator, cluster, case, n
         memory_limit_bytes=10**6,
         micro_batch_size=size,
         num_micro_batches=number,
-        search_space=SearchSpace(modes=("ZDP",), min_unit_bytes=100),
+        search_space=SearchSpace(modes=("ZDP",), min_unit_bytes=100, share_units=False),
         engine=FSDP2(backward_prefetch="pre", forward_prefetch=True),
     )
     assert (found.all_zdp_step_time_s, found.all_zdp_peak_bytes) == (
