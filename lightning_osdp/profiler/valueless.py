@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ def without_values(module: nn.Module) -> Iterator[None]:
     Names, ties, dtypes, what is frozen and what is set on parameters stay as they are.
     """
     stand_ins: dict[Tensor, Tensor] = {}
-    kept = [
+    kept: list[tuple[dict[str, Any], str, Tensor]] = [
         (registered, name, tensor)
         for child in module.modules()
         for registered in (child._parameters, child._buffers)
@@ -26,7 +27,7 @@ def without_values(module: nn.Module) -> Iterator[None]:
     for registered, name, tensor in kept:
         if tensor not in stand_ins:
             stand_ins[tensor] = _meta(tensor)
-        registered[name] = stand_ins[tensor]  # type: ignore[assignment]  # a parameter where there was one
+        registered[name] = stand_ins[tensor]
     try:
         yield
     finally:
