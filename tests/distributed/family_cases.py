@@ -70,10 +70,10 @@ def family(name, optimizer, dtype, given=("zdp", "dp", "mixed"), own=True):
 
 
 def hf_exported():
-    """See `hf_export_cases`, which needs ``transformers``."""
+    """See `hf_export_cases`, which needs ``transformers`` and ``peft``."""
     import hf_export_cases
 
-    return hf_export_cases.exported()
+    return hf_export_cases.exported(), hf_export_cases.adapted()
 
 
 def hf_family(**kwargs):
