@@ -120,8 +120,8 @@ def _is_looked_into(value: Any) -> bool:
     if isinstance(value, (nn.Module, SimpleNamespace, Namespace)):
         return True
     kind = type(value)
-    packages = {base.__module__.partition(".")[0] for base in kind.__mro__}
-    own = kind.__module__.partition(".")[0]
+    packages = {str(base.__module__).partition(".")[0] for base in kind.__mro__}
+    own = str(kind.__module__).partition(".")[0]
     return own not in sys.stdlib_module_names and not packages & _LEFT_ALONE and not isinstance(value, type)
 
 
