@@ -121,7 +121,8 @@ def _load(path):
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         spec.loader.exec_module(module)
-        # a fit looks through all objects for tensors: not through those of libraries
-        gc.collect()
-        gc.freeze()
+        if not gc.get_freeze_count():  # no case has left anything yet
+            # a fit looks through all objects for tensors: not through those of libraries
+            gc.collect()
+            gc.freeze()
     return sys.modules[name]
