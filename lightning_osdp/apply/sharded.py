@@ -34,7 +34,7 @@ from lightning_osdp.core.slices import slice_names
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
 from lightning_osdp.engine import check_change, engine_of
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.splitting import cuts_of
+from lightning_osdp.splitting import cuts_of, join_names
 
 T = TypeVar("T")
 
@@ -329,11 +329,10 @@ class ShardedModel:
         """Names, in the user's own module, of the parameters in each group of an optimizer.
 
         Raises:
-            ConfigurationError: there are other parameters in it.
+            ConfigurationError: there are other parameters in it, or some slices of an operator and not the others.
         """
-        whole = {piece: cut.whole for cut in cuts_of(self.module) for piece in cut.pieces}
-        groups = state.names_by_group(self.module, optimizer)
-        return [list(dict.fromkeys(whole.get(name, name) for name in names)) for names in groups]
+        cuts = cuts_of(self.module)
+        return [join_names(names, cuts) for names in state.names_by_group(self.module, optimizer)]
 
     def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Returns if these can update the shards.

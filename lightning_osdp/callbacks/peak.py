@@ -6,7 +6,7 @@ the batch, and what the step makes. The other is all else that has come alive si
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -36,7 +36,7 @@ class PeakCounter:
         self._peaks_bytes: dict[int, list[int]] = {}
         self._others_bytes: list[int] = []
         self._num_elements = 0
-        self.steps: list[int] = []
+        self.steps: Sequence[int] = ()
         """Numbers of the steps that were counted, from one."""
 
     @property
@@ -56,7 +56,7 @@ class PeakCounter:
 
     def start(self, trainer: pl.Trainer, batch: Any, *, num_steps: int) -> None:
         """A batch begins after so many optimizer steps."""
-        num_elements = sum(tensor.numel() for tensor in tensors_in(batch))
+        num_elements = elements_in(batch) if self._device.type == "cpu" else 0
         if self._live is None and self._device.type == "cpu" and self._is_counted(num_elements, num_steps):
             self._live = LiveBytes(self._device.type)
             self._live.track(planned_tensors(trainer))
@@ -83,12 +83,12 @@ class PeakCounter:
         """The batches since the last call were one optimizer step, after so many others."""
         if self._live is not None:
             self._peaks_bytes.setdefault(self._num_elements, []).append(self._live.peak_bytes)
-            self.steps.append(num_steps + 1)
+            self.steps = (*self.steps, num_steps + 1)
             self._live, self._num_elements = None, 0
         elif num_steps >= WARM_UP_STEPS and self._device.type == "cuda":
             # Python allocates ahead of the device: no need to wait for it
             self._peaks_bytes = {0: [torch.cuda.max_memory_allocated(self._device)]}
-            self.steps.append(num_steps + 1)
+            self.steps = range(WARM_UP_STEPS + 1, num_steps + 2)
 
 
 def living_tensors(model: nn.Module | None, optimizers: Iterable[Any]) -> Iterable[Tensor]:
@@ -136,3 +136,8 @@ def other_tensors(trainer: pl.Trainer, *, besides: Iterable[Tensor] = ()) -> lis
 def tensors_in(values: Any) -> Iterator[Tensor]:
     """Those in nested lists, tuples and dicts."""
     return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+
+
+def elements_in(values: Any) -> int:
+    """How many numbers they have."""
+    return sum(tensor.numel() for tensor in tensors_in(values))

@@ -17,6 +17,7 @@ from lightning_osdp.errors import ProfileError
 from lightning_osdp.profiler.temporaries import foreach_ratio, front, turn_pairs, two_sizes
 from lightning_osdp.profiler.tensors import tensors_in
 from lightning_osdp.profiler.timing import synchronize
+from lightning_osdp.profiler.valueless import stand_in
 
 _SAMPLE_ELEMENTS = 4_000_000
 """Elements that the timed optimizer step updates: enough to leave the caches, quick on any device."""
@@ -50,9 +51,7 @@ def profile_optimizers(
     Raises:
         ProfileError: the module cannot be copied, or an optimizer cannot be run.
     """
-    twins = {
-        p: nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad) for p in module.parameters()
-    }
+    twins = {parameter: stand_in(parameter) for parameter in module.parameters()}
     optimizers = list(configure(_copied(module, twins)))
     samples = [_Sample(optimizer, device, _sampled) for optimizer in optimizers]
     groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
@@ -93,7 +92,7 @@ def _step(
     )
 
 
-def _copied(module: nn.Module, twins: Mapping[nn.Parameter, nn.Parameter]) -> nn.Module:
+def _copied(module: nn.Module, twins: Mapping[nn.Parameter, Tensor]) -> nn.Module:
     memo: dict[int, Any] = {id(p): twin for p, twin in twins.items()}
     # Results of earlier steps that the module still holds are no part of what its optimizers see.
     attributes = list(tensors_in([vars(m) for m in module.modules()]))

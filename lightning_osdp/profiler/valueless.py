@@ -26,7 +26,7 @@ def without_values(module: nn.Module) -> Iterator[None]:
     ]
     for registered, name, tensor in kept:
         if tensor not in stand_ins:
-            stand_ins[tensor] = _meta(tensor)
+            stand_ins[tensor] = stand_in(tensor)
         registered[name] = stand_ins[tensor]
     try:
         yield
@@ -35,7 +35,8 @@ def without_values(module: nn.Module) -> Iterator[None]:
             registered[name] = tensor
 
 
-def _meta(tensor: Tensor) -> Tensor:
+def stand_in(tensor: Tensor) -> Tensor:
+    """A tensor on the meta device in place of another: a parameter for one, with what is set on it."""
     found = torch.empty_like(tensor, device="meta")
     if not isinstance(tensor, nn.Parameter):
         return found

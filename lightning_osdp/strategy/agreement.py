@@ -78,15 +78,6 @@ def on_rank_zero(work: Callable[[], T]) -> T:
     return outcome[0]  # type: ignore[return-value]
 
 
-def broadcast_from(rank: int, value: T) -> T:
-    """What this rank gives, on all."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return value
-    values = [value]
-    dist.broadcast_object_list(values, src=rank)
-    return values[0]
-
-
 def from_all_ranks(value: T) -> list[T]:
     """What each rank gives, by rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:

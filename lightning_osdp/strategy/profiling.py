@@ -15,11 +15,12 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_osdp.apply import check_initializable
+from lightning_osdp.callbacks.peak import elements_in
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.progress import Progress
 from lightning_osdp.errors import ConfigurationError, ProfileError
 from lightning_osdp.profiler import ComputePrecision, is_out_of_memory, profile_model, resized, without_values
-from lightning_osdp.strategy.agreement import broadcast_from, in_step
+from lightning_osdp.strategy.agreement import in_step
 from lightning_osdp.strategy.averaging import with_averages
 from lightning_osdp.strategy.by_hand import automatic_step, in_children, summed_step
 from lightning_osdp.strategy.groups import Group
@@ -27,7 +28,7 @@ from lightning_osdp.strategy.loaders import first_batch, samples_in, training_lo
 from lightning_osdp.strategy.once import Peeked
 from lightning_osdp.strategy.options import Options
 from lightning_osdp.strategy.step import configured_optimizers, forget_loaders, muted, to_device
-from lightning_osdp.strategy.varying import elements_in, longest
+from lightning_osdp.strategy.varying import longest
 
 _HOOKS_BEFORE_STEPS = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start")
 
@@ -128,7 +129,7 @@ class FitProfiler:
             return first_batch(loaders, wanted) if callable(wanted) else (wanted, [])
         batch, peeked = first_batch(loaders, longest)
         numbers = in_step(lambda: elements_in(batch), stage="looking for the longest batch")
-        return broadcast_from(numbers.index(max(numbers)), batch), peeked
+        return self._trainer.strategy.broadcast(batch, src=numbers.index(max(numbers))), peeked
 
     def nearer(self, profiled: Profiled, num_samples: int, *, free_bytes: int) -> Profiled:
         """The same, measured with a micro-batch of so many samples if that is far from those that were measured.

@@ -7,18 +7,11 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
-
+from lightning_osdp.callbacks.peak import elements_in
 from lightning_osdp.callbacks.plan_monitor import num_samples
 
 NUM_LOOKED_AT = 100
 """Batches of the loader, the longest of which is taken."""
-
-
-def elements_in(batch: Any) -> int:
-    """Numbers in all tensors of a batch."""
-    return sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
 
 
 def longest(batches: Iterable[Any]) -> Any:

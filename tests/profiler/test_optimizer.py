@@ -108,6 +108,17 @@ def test_groups_may_be_made_from_shapes_and_names():
     assert profiled(make)[0] == [WEIGHT, None, 4 * 16, None]
 
 
+def test_groups_may_be_made_from_what_is_set_on_parameters():
+    model = nn.Linear(4, 4)
+    model.weight.no_decay, model.bias.no_decay = False, True
+
+    def make(m):
+        return [SGD([p for p in m.parameters() if p.no_decay], lr=0.1, momentum=0.9)]
+
+    _, optimized = profile_optimizers(model, make, torch.device("cpu"))
+    assert [parameter is model.bias for parameter in optimized] == [True]
+
+
 def test_a_scheduler_on_the_optimizer_does_no_harm():
     made = []
 

@@ -16,9 +16,8 @@ def test_autocast_runs_on_the_device_in_use():
 
 
 def test_true_precision_computes_in_the_parameters_own_dtype():
-    assert (
-        OSDPPrecision("32-true").mixed_precision_config == MixedPrecision()
-    )  # whose dtypes Lightning's callbacks read
+    # whose dtypes callbacks of Lightning read
+    assert OSDPPrecision("32-true").mixed_precision_config == MixedPrecision()
     assert OSDPPrecision("64-true").mixed_precision_config == MixedPrecision()
     assert OSDPPrecision("bf16-mixed").mixed_precision_config.param_dtype == torch.bfloat16
 
