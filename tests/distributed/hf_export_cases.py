@@ -10,31 +10,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import peft
 import transformers
-from cases import EVERYTHING, largest_difference, without_measuring
+from cases import EVERYTHING, without_measuring
 from hf_models import GPT2
 from strategy_cases import failure, shared_folder
-from user_runs import ddp, fitted
+from user_runs import ddp, difference, fitted
 
 from lightning_osdp import OSDPStrategy
-
-
-@without_measuring
-def exported():
-    """Largest difference of logits between what was trained and what was saved, and what saving shards is refused."""
-    folder, module = shared_folder(), GPT2()
-    space = {"search_space": EVERYTHING, "batch_size": "keep"}
-    _, _, fit = fitted(OSDPStrategy(**space), module, dtype="float32", max_steps=2)
-    refused = failure(lambda: module.model.save_pretrained(folder / "refused"))
-    tokens = module.dataset().tensors[0][:2]
-    with fit.strategy.gathered(), torch.no_grad():
-        expected = module.model.eval()(tokens).logits
-        if dist.get_rank() == 0:
-            module.model.save_pretrained(folder / "saved")
-    dist.barrier()
-    with torch.no_grad():
-        found = transformers.GPT2LMHeadModel.from_pretrained(folder / "saved").eval()(tokens).logits
-    moved = (GPT2().model.eval()(tokens).logits - expected).abs().max()
-    return float((found - expected).abs().max()), float(moved), refused
 
 
 class Adapted(GPT2):
@@ -45,23 +26,40 @@ class Adapted(GPT2):
         return peft.get_peft_model(super().build(), adapters)
 
 
-@without_measuring
-def adapted():
-    """The same of adapters, saved by PEFT and loaded into a plain model; and how far training is from DDP's."""
-    folder, module = shared_folder(), Adapted()
-    expected, losses, _ = fitted(ddp(), Adapted(), max_steps=4)
-    own, own_losses, fit = fitted(OSDPStrategy(search_space=EVERYTHING, batch_size="keep"), module, max_steps=4)
-    off = max(abs(a - b) for a, b in zip(own_losses, losses, strict=True))
-    off = max(off, largest_difference(own, expected) if dist.get_rank() == 0 else 0.0)
+def saved(module, fit, load):
+    """Largest difference of logits between what was trained and what was saved, and what saving shards is refused.
+
+    Args:
+        module: whose model saves itself.
+        fit: that has trained it.
+        load: makes a model of the folder.
+    """
+    folder, tokens = shared_folder(), module.dataset().tensors[0][:2]
     refused = failure(lambda: module.model.save_pretrained(folder / "refused"))
-    tokens = module.dataset().tensors[0][:2]
     with fit.strategy.gathered(), torch.no_grad():
         trained = module.model.eval()(tokens).logits
         if dist.get_rank() == 0:
             module.model.save_pretrained(folder / "saved")
     dist.barrier()
-    plain = GPT2().model.double().eval()
     with torch.no_grad():
-        start = plain(tokens).logits
-        loaded = peft.PeftModel.from_pretrained(plain, folder / "saved").double().eval()(tokens).logits
-    return off, float((loaded - trained).abs().max()), float((start - trained).abs().max()), refused
+        start = GPT2().model.eval()(tokens).logits
+        loaded = load(folder / "saved").to(trained.dtype).eval()(tokens).logits
+    return float((loaded - trained).abs().max()), float((start - trained).abs().max()), refused
+
+
+@without_measuring
+def exported():
+    """The same of a whole model."""
+    module = GPT2()
+    strategy = OSDPStrategy(search_space=EVERYTHING, batch_size="keep")
+    _, _, fit = fitted(strategy, module, dtype="float32", max_steps=2)
+    return saved(module, fit, transformers.GPT2LMHeadModel.from_pretrained)
+
+
+@without_measuring
+def adapted():
+    """The same of adapters, loaded into a plain model; and how far training is from DDP's."""
+    module = Adapted()
+    own = fitted(OSDPStrategy(search_space=EVERYTHING, batch_size="keep"), module, max_steps=4)
+    off = difference(own, fitted(ddp(), Adapted(), max_steps=4))
+    return off, *saved(module, own[2], lambda folder: peft.PeftModel.from_pretrained(GPT2().model.double(), folder))

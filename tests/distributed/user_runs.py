@@ -96,16 +96,22 @@ def differences(make, kinds=("mixed",), *, expected=None, sync="every", plan_opt
         ddp_options: of `DDPStrategy`.
         **options: of the Trainer.
     """
-    state, losses, _ = fitted(ddp(**(ddp_options or {})), (expected or make)(), **options)
+    by_ddp = fitted(ddp(**(ddp_options or {})), (expected or make)(), **options)
+    state = by_ddp[0]
     start = {name: value.double() for name, value in sorted(make().state_dict().items())}
     found = {"moved": largest_difference({name: value.double() for name, value in state.items()}, start)}
     for kind in kinds:
         plan = plan_with(make, kind, sync=sync, dtype=options.get("dtype", "float64"), **(plan_options or {}))
-        own, own_losses, _ = fitted(OSDPStrategy(plan=plan), make(), **options)
-        assert len(own_losses) == len(losses), (len(own_losses), len(losses))
-        off = max(abs(a - b) for a, b in zip(own_losses, losses, strict=True))
-        found[kind] = max(off, largest_difference(own, state) if dist.get_rank() == 0 else 0.0)
+        found[kind] = difference(fitted(OSDPStrategy(plan=plan), make(), **options), by_ddp)
     return found
+
+
+def difference(own, expected):
+    """Largest one between two results of `fitted`, in losses and, on rank 0, in weights."""
+    (state, losses, _), (expected_state, expected_losses, _) = own, expected
+    assert len(losses) == len(expected_losses), (len(losses), len(expected_losses))
+    off = max(abs(a - b) for a, b in zip(losses, expected_losses, strict=True))
+    return max(off, largest_difference(state, expected_state) if dist.get_rank() == 0 else 0.0)
 
 
 def refusal(work):

@@ -13,9 +13,9 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import EVERYTHING, largest_difference, without_measuring
+from cases import EVERYTHING, without_measuring
 from strategy_cases import failure, shared_folder
-from user_runs import Chain, ddp, differences, fitted, plan_with, refusal
+from user_runs import Chain, ddp, difference, differences, fitted, plan_with, refusal
 
 from lightning_osdp import OSDPStrategy
 
@@ -103,11 +103,9 @@ def penalised():
     """Differences from DDP of models that are planned, with the plans' notes."""
     found, notes = {}, {}
     for name, make in PENALISED.items():
-        expected, losses, _ = fitted(ddp(), make(), **SHORT)
-        own, own_losses, fit = fitted(OSDPStrategy(search_space=EVERYTHING), make(), **SHORT)
-        off = max(abs(a - b) for a, b in zip(own_losses, losses, strict=True))
-        found[name] = max(off, largest_difference(own, expected) if dist.get_rank() == 0 else 0.0)
-        notes[name] = " ".join(fit.strategy.plan.notes)
+        own = fitted(OSDPStrategy(search_space=EVERYTHING), make(), **SHORT)
+        found[name] = difference(own, fitted(ddp(), make(), **SHORT))
+        notes[name] = " ".join(own[2].strategy.plan.notes)
     return found, notes
 
 
@@ -163,20 +161,24 @@ def tuned(strategy, folder=None, **options):
 def unfrozen():
     """Differences from DDP of a backbone that is unfrozen, and from itself resumed; the groups' sizes."""
     found, folder = {}, shared_folder()
-    expected, losses, fit = tuned(ddp())
-    sizes = [[len(group["params"]) for group in fit.optimizers[0].param_groups]]
+    expected = tuned(ddp())
+    sizes = [group_sizes(expected)]
     for kind in ("dp", "zdp"):
         plan = plan_with(frozen, kind)
-        own, own_losses, fit = tuned(OSDPStrategy(plan=plan))
-        sizes.append([len(group["params"]) for group in fit.optimizers[0].param_groups])
-        off = max(abs(a - b) for a, b in zip(own_losses, losses, strict=True))
-        found[kind] = max(off, largest_difference(own, expected) if dist.get_rank() == 0 else 0.0)
+        own = tuned(OSDPStrategy(plan=plan))
+        sizes.append(group_sizes(own))
+        found[kind] = difference(own, expected)
     for how in ("full", "sharded"):
         tuned(OSDPStrategy(plan=plan, state_dict_type=how), folder / how, max_epochs=2)
-        _, _, fit = tuned(OSDPStrategy(plan=plan), max_epochs=3, ckpt_path=folder / how / "last.ckpt")
-        sizes.append([len(group["params"]) for group in fit.optimizers[0].param_groups])
-        found[how, "moments"] = len(fit.optimizers[0].state)
+        resumed = tuned(OSDPStrategy(plan=plan), max_epochs=3, ckpt_path=folder / how / "last.ckpt")
+        sizes.append(group_sizes(resumed))
+        found[how, "moments"] = len(resumed[2].optimizers[0].state)
     return found, sizes
+
+
+def group_sizes(result):
+    """How many parameters each group of the optimizer of a fit has."""
+    return [len(group["params"]) for group in result[2].optimizers[0].param_groups]
 
 
 class Exporting(Chain):
@@ -265,13 +267,10 @@ def profiled():
     found = []
     for strategy in (ddp(), OSDPStrategy(search_space=EVERYTHING)):
         module = Counting()
-        state, losses, _ = fitted(strategy, module, max_steps=4)
-        found.append((state, losses, module.meter.steps, module.seen.tolist()))
-    (expected, losses, *counts), (own, own_losses, *own_counts) = found
-    off = max(abs(a - b) for a, b in zip(own_losses, losses, strict=True))
-    off = max(off, largest_difference(own, expected) if dist.get_rank() == 0 else 0.0)
+        found.append((fitted(strategy, module, max_steps=4), module.meter.steps, module.seen.tolist()))
+    (expected, *counts), (own, *own_counts) = found
     return (
-        off,
+        difference(own, expected),
         counts == own_counts,
         failure(lambda: fitted(OSDPStrategy(search_space=EVERYTHING), ByType(), max_steps=1)),
     )
@@ -308,8 +307,6 @@ class Awaiting(Chain):
 @without_measuring
 def asked():
     """Difference from DDP of a step that asks, and what one gets that needs a hook first."""
-    expected, losses, _ = fitted(ddp(), Asking(), max_steps=4)
-    own, own_losses, _ = fitted(OSDPStrategy(search_space=EVERYTHING, batch_size="keep"), Asking(), max_steps=4)
-    off = max(abs(a - b) for a, b in zip(own_losses, losses, strict=True))
-    off = max(off, largest_difference(own, expected) if dist.get_rank() == 0 else 0.0)
+    own = fitted(OSDPStrategy(search_space=EVERYTHING, batch_size="keep"), Asking(), max_steps=4)
+    off = difference(own, fitted(ddp(), Asking(), max_steps=4))
     return off, failure(lambda: fitted(OSDPStrategy(search_space=EVERYTHING), Awaiting(), max_steps=1))

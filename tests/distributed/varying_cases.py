@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cases import EVERYTHING, largest_difference, trainer, without_measuring
+from cases import EVERYTHING, trainer, without_measuring
 from models import BATCH_SIZE, Base
 from strategy_cases import failure
 from user_model_cases import Adapter
-from user_runs import Chain, ddp, fitted
+from user_runs import Chain, ddp, difference, fitted
 
 from lightning_osdp import OSDPStrategy, PlanMonitor
 from lightning_osdp.report import render
@@ -136,14 +136,12 @@ def adapted():
 def too_large():
     """A model for which there is no room on a device, beside the same that is profiled on one, and DDP."""
     found = {}
-    expected, losses, _ = fitted(ddp(), Chain(), max_steps=4)
+    expected = fitted(ddp(), Chain(), max_steps=4)
     for name, is_moved in (("moved", profiling.FitProfiler._is_moved), ("too large", lambda self: False)):
         module = Chain()
         module.first.weight.mark = "kept"
         with mock.patch.object(profiling.FitProfiler, "_is_moved", is_moved):
-            own, own_losses, fitting = fitted(OSDPStrategy(search_space=EVERYTHING), module, max_steps=4)
-        off = max(abs(a - b) for a, b in zip(own_losses, losses, strict=True))
-        off = max(off, largest_difference(own, expected) if dist.get_rank() == 0 else 0.0)
-        plan = fitting.strategy.plan
+            own = fitted(OSDPStrategy(search_space=EVERYTHING), module, max_steps=4)
+        plan, off = own[2].strategy.plan, difference(own, expected)
         found[name] = off, plan.peak_bytes, [unit.parameter_bytes for unit in plan.units], module.first.weight.mark
     return found
