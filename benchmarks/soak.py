@@ -4,7 +4,8 @@
 
     python benchmarks/soak.py --minutes 10
 
-What is held is compared between the second and the last fifth of the time, by the median: the first fifth is warm-up.
+What is held is compared between the second and the last fifth of the samples, by the median: the first fifth is
+warm-up.
 """
 
 from __future__ import annotations

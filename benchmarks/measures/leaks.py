@@ -161,7 +161,9 @@ class Growth:
 
 
 def growth(samples: Sequence[Sample], quantity: str) -> Growth:
-    """How much more there is in the last fifth of the time than in the second.
+    """How much more there is in the last fifth of the samples than in the second.
+
+    Samples are counted, not seconds: a machine that stood still for a while has taken none.
 
     Args:
         samples: of one rank, in the order of time.
@@ -170,12 +172,11 @@ def growth(samples: Sequence[Sample], quantity: str) -> Growth:
     Raises:
         ValueError: there are too few samples.
     """
-    end_s = max((taken.seconds for taken in samples), default=0.0)
 
     def middle(begin: float, end: float) -> float:
-        found = [getattr(taken, quantity) for taken in samples if begin * end_s < taken.seconds <= end * end_s]
+        found = samples[round(begin * len(samples)) : round(end * len(samples))]
         if not found:
-            raise ValueError(f"Expected samples in each fifth of the time, got {len(samples)} in all. Train longer.")
-        return float(median(found))
+            raise ValueError(f"Expected samples in each fifth, got {len(samples)} in all. Train longer.")
+        return float(median(getattr(taken, quantity) for taken in found))
 
     return Growth(first=middle(WARM_UP, WARM_UP + PART), last=middle(1 - PART, 1))

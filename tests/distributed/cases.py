@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from models import BATCH_SIZE, build
 
-from lightning_osdp import Cluster, OSDPPrecision, OSDPStrategy, SearchSpace, make_plan, profile_model
+from lightning_osdp import Cluster, DeviceRates, OSDPPrecision, OSDPStrategy, SearchSpace, make_plan, profile_model
 from lightning_osdp.callbacks import PlanMonitor
 from lightning_osdp.core.cluster import Link
 from lightning_osdp.simulation import simulate
@@ -34,6 +34,9 @@ def _stated(*_, **__):
     return stated_cluster(dist.get_world_size())
 
 
+STATED_RATES = DeviceRates(flops_per_s={"float32": 1e10, "float64": 1e10}, bytes_per_s=1e10)
+
+
 without_measuring = mock.patch.object(planning, "measure_cluster", new=_stated)
 """For cases that plan but are not about links: measuring takes longer than all the rest, on four ranks seconds."""
 
@@ -42,13 +45,21 @@ _profiles = {}
 
 
 def profile_of(module):
-    """Of one of this folder's models, profiled once and by rank 0: its class, optimizer and dtype say all of it."""
+    """Of one of this folder's models, profiled once and by rank 0: its class, optimizer and dtype say all of it.
+
+    Times are stated, so that plans are the same on every machine and however busy it is.
+    """
     key = type(module), module.optimizer_name, next(module.parameters()).dtype
     if key not in _profiles:
-        found = [profile_model(module, next(iter(module.loader(0, 1)))) if dist.get_rank() == 0 else None]
+        found = [_profiled(module) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(found)
         _profiles[key] = found[0]
     return _profiles[key]
+
+
+def _profiled(module):
+    profile = profile_model(module, next(iter(module.loader(0, 1))), rates=STATED_RATES)
+    return dataclasses.replace(profile, optimizer=dataclasses.replace(profile.optimizer, s_per_element=1e-9))
 
 
 def plan_for(module, modes, *, world_size, micro_batch_size=BATCH_SIZE, num_micro_batches=1, space=EVERYTHING):
