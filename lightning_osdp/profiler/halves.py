@@ -8,12 +8,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from lightning_osdp.profiler.loss import loss_in
 from lightning_osdp.profiler.resize import samples_of
 from lightning_osdp.profiler.snapshot import untouched
 
+_DROPOUTS = frozenset(
+    (
+        *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+        *(torch.dropout, torch.dropout_, torch.alpha_dropout, torch.alpha_dropout_),
+        *(torch.feature_dropout, torch.feature_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_),
+    )
+)
 _ROUNDING = 64
 """Machine epsilons of the loss's dtype by which kernels of different batch sizes may differ."""
 
@@ -47,7 +56,7 @@ def _obstacles(module: nn.Module, run: Callable[[Any], Any], batch: Any, batch_s
         parts = [samples_of(batch, batch_size, half) for half in halves]
         if any(part is None for part in parts):
             yield f"no tensor of the batch has {batch_size} samples first"
-        with _without_dropout(module):
+        with _without_dropout(module), _NothingDropped():
             whole, again = _loss(module, run, batch, seed=0), _loss(module, run, batch, seed=1)
             losses = [_loss(module, run, part, seed=0) for part in parts]
     except Exception as error:
@@ -70,9 +79,25 @@ def _loss(module: nn.Module, run: Callable[[Any], Any], batch: Any, *, seed: int
         return loss_in(run(batch)).detach().clone()
 
 
+class _NothingDropped(TorchFunctionMode):
+    """Dropout gives what it is given, in attention, too, which is called with a probability."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
+            return func(**{**named, **kwargs, "dropout_p": 0.0})
+        return func(*args, **kwargs)
+
+
 @contextmanager
 def _without_dropout(module: nn.Module) -> Iterator[None]:
-    """Modules below that drop something evaluate: those without tensors, and those with a number for it."""
+    """Nothing is dropped by torch's functions, and modules below that drop something evaluate.
+
+    These are modules without tensors, and those with a number for it.
+    """
     dropping = [child for child in module.modules() if child is not module and child.training and _may_drop(child)]
     for child in dropping:
         child.training = False

@@ -46,6 +46,16 @@ class Competition:
         self.limit_bytes, self.activations = limit_bytes, tuple(activations)
         self._search, self._shares, self._slices = search, shares, slices
 
+    def offering(self, activations: Sequence[str]) -> Competition:
+        """The same where blocks may do this with what they save."""
+        return Competition(
+            limit_bytes=self.limit_bytes,
+            search=self._search,
+            shares=self._shares,
+            slices=self._slices,
+            activations=activations,
+        )
+
     def smallest(self, settings: Sequence[Setting]) -> Setting:
         """The setting that needs the fewest bytes; with operators split where it would not fit else."""
         best = min(settings, key=attrgetter("least_bytes"))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 from lightning_osdp.assign import Setting
 from lightning_osdp.core.byte_size import format_at_least, format_bytes
+from lightning_osdp.core.workload import Workload
 from lightning_osdp.cost import PeakMemory
 from lightning_osdp.scheduler.sweep import Sweep
 
@@ -27,12 +27,21 @@ def why_infeasible(sweep: Sweep, micro_batch_size: int, limit_bytes: int) -> str
     listed = ", ".join(f"{name} ({format_bytes(num_bytes)})" for name, num_bytes in largest)
     parts = ", ".join(f"{part} {format_bytes(num_bytes)}" for part, num_bytes in peak.parts.items())
     where = f"in {peak.phase}" + (f" at {peak.operator!r}" if peak.operator else "")
-    fits = sweep.largest(samples - 1)
-    if fits:
-        remedy = f"a micro-batch of {fits} fits: OSDPStrategy(batch_size={fits}), or batch_size='scale'"
+    divided = _divided(sweep, workload)
+    fits = None if divided else sweep.largest(samples - 1)
+    if divided:
+        remedy = (
+            f"micro-batches of {divided.micro_batch_size} fit: OSDPStrategy(batch_size={divided.micro_batch_size}) with"
+            f" Trainer(accumulate_grad_batches={divided.num_micro_batches}) keeps the global batch"
+        )
+    elif fits:
+        remedy = (
+            f"a micro-batch of {fits} fits, which changes the global batch: OSDPStrategy(batch_size={fits}),"
+            " or batch_size='scale'"
+        )
     else:
         remedy = f"raise memory_limit to {format_at_least(peak.peak_bytes)!r}" + _more_ranks(setting, limit_bytes)
-    saving_less = _saving_less(setting, peak, sweep.competition.activations)
+    saving_less = _saving_less(setting, peak, sweep)
     return (
         f"No plan fits: the limit is {format_bytes(limit_bytes)} per rank, and a micro-batch of {samples} on {ranks}"
         f" {'rank' if ranks == 1 else 'ranks'} needs at least {format_bytes(peak.peak_bytes)} ({where}: {parts})."
@@ -41,19 +50,36 @@ def why_infeasible(sweep: Sweep, micro_batch_size: int, limit_bytes: int) -> str
     )
 
 
-def _saving_less(setting: Setting, peak: PeakMemory, offered: Sequence[str]) -> str:
-    """What else would help where most of the peak is saved for backward; nothing where it is not."""
-    activations = peak.parts.get("activations", 0) + peak.parts.get("workspace", 0)
+def _divided(sweep: Sweep, workload: Workload) -> Workload | None:
+    """The same samples of a step in the largest micro-batches that fit; None if none do."""
+    found = (
+        Workload(micro_batch_size=size, num_micro_batches=workload.num_samples // size)
+        for size in range(workload.micro_batch_size - 1, 0, -1)
+        if workload.num_samples % size == 0
+    )
+    return next((each for each in found if sweep.fits(each.micro_batch_size, each.num_micro_batches)), None)
+
+
+def _saving_less(setting: Setting, peak: PeakMemory, sweep: Sweep) -> str:
+    """What else would help where most of the peak is saved for backward, and does help; nothing where it is not."""
+    offered, has_blocks = sweep.competition.activations, bool(setting.unchanged.blocks)
+    activations = peak.parts.get("activations", 0)
+    if has_blocks:  # what a block recomputes, or takes back, is workspace of its backward
+        activations += peak.parts.get("workspace", 0)
     if activations <= peak.peak_bytes / 2:
         return ""
-    if not setting.unchanged.blocks and "recompute" in offered:
-        how = "name modules that may recompute them: activation_checkpointing_policy={Block}"
-    else:
-        more = [choice for choice in ("recompute", "offload") if choice not in offered]
-        if not more:
-            return " Activations dominate."
-        how = f"have blocks {' or '.join(more)} them: SearchSpace(activations={(*offered, *more)})"
-    return f" Activations dominate; {how}."
+    if not has_blocks and "recompute" in offered:
+        return " Activations dominate; name modules that may recompute them: activation_checkpointing_policy={Block}."
+    more = [choice for choice in ("recompute", "offload") if choice not in offered]
+    how = f"have blocks {' or '.join(more)} them: SearchSpace(activations={(*offered, *more)})"
+    if not any(
+        choice in block.segments for block in setting.unchanged.blocks for choice in more
+    ):  # not profiled
+        return f" Activations dominate; {how}." if more else " Activations dominate."
+    needed_bytes = sweep.least_bytes(setting.workload.micro_batch_size, (*offered, *more))
+    if needed_bytes >= peak.peak_bytes:
+        return " Activations dominate."
+    return f" Activations dominate; {how}, with which {format_bytes(needed_bytes)} are needed."
 
 
 def _more_ranks(setting: Setting, limit_bytes: int) -> str:

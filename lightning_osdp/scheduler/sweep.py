@@ -62,18 +62,22 @@ class Sweep:
         self._candidates: dict[int, Candidate] = {}
         self._open: dict[tuple[int, int], float] = {}
 
-    def _of_size(self, micro_batch_size: int) -> list[Setting]:
-        samples = self._samples_per_step
-        repeats = None if samples is None else samples // micro_batch_size
-        return [setting.at(micro_batch_size, repeats) for setting in self._settings]
+    def _of_size(self, micro_batch_size: int, num_micro_batches: int | None = None) -> list[Setting]:
+        if num_micro_batches is None and self._samples_per_step is not None:
+            num_micro_batches = self._samples_per_step // micro_batch_size
+        return [setting.at(micro_batch_size, num_micro_batches) for setting in self._settings]
 
-    def smallest(self, micro_batch_size: int) -> Setting:
+    def smallest(self, micro_batch_size: int, num_micro_batches: int | None = None) -> Setting:
         """The setting that needs the fewest bytes at this size; with operators split where it would not fit else."""
-        return self.competition.smallest(self._of_size(micro_batch_size))
+        return self.competition.smallest(self._of_size(micro_batch_size, num_micro_batches))
 
-    def fits(self, micro_batch_size: int) -> bool:
-        """Whether any assignment does."""
-        return self.smallest(micro_batch_size).least_bytes <= self.competition.limit_bytes
+    def least_bytes(self, micro_batch_size: int, activations: Sequence[str]) -> int:
+        """What the smallest setting of this size needs if blocks may do this with what they save."""
+        return self.competition.offering(activations).smallest(self._of_size(micro_batch_size)).least_bytes
+
+    def fits(self, micro_batch_size: int, num_micro_batches: int | None = None) -> bool:
+        """Whether any assignment does; with as many micro-batches as the sweep's if their number is not given."""
+        return self.smallest(micro_batch_size, num_micro_batches).least_bytes <= self.competition.limit_bytes
 
     def candidate(self, micro_batch_size: int) -> Candidate | None:
         """Best assignment at this size; None if none fits."""

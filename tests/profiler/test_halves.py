@@ -34,9 +34,33 @@ class Noise(nn.Module):
         return x + torch.randn_like(x) if self.training else x
 
 
+class Attention(nn.Module):
+    """With a probability in a module of its own, as GPT-2 of Hugging Face has it."""
+
+    def __init__(self, is_named):
+        super().__init__()
+        self.qkv, self.attn_dropout, self.is_named = nn.Linear(8, 24), nn.Dropout(0.5), is_named
+
+    def forward(self, x):
+        qkv = self.qkv(x)[:, None].chunk(3, dim=-1)
+        p = self.attn_dropout.p if self.training else 0.0
+        attend = F.scaled_dot_product_attention
+        found = attend(*qkv, dropout_p=p) if self.is_named else attend(*qkv, None, p, True)
+        return F.dropout(torch.dropout(found[:, 0], 0.5, True), 0.5, self.training)
+
+
 @pytest.mark.parametrize(
     "between",
-    [[], [nn.Dropout(0.5)], [OwnDropout()], [nn.LayerNorm(8)], [nn.Tanh(), nn.BatchNorm1d(8).eval()], [Noise()]],
+    [
+        [],
+        [nn.Dropout(0.5)],
+        [OwnDropout()],
+        [Attention(is_named=True)],
+        [Attention(is_named=False)],
+        [nn.LayerNorm(8)],
+        [nn.Tanh(), nn.BatchNorm1d(8).eval()],
+        [Noise()],
+    ],
 )
 @pytest.mark.parametrize("batch_size", [6, 5])
 def test_means_over_samples_are_found_whatever_is_dropped(between, batch_size):

@@ -119,21 +119,18 @@ def test_blocks_may_be_given(deep, cluster):
 
 
 @pytest.mark.parametrize(
-    ("offered", "text"),
-    [
-        (
-            ("keep",),
-            r"have blocks recompute or offload them: SearchSpace\(activations=\('keep', 'recompute', 'offload'\)\)",
-        ),
-        (
-            ("keep", "recompute"),
-            r"have blocks offload them: SearchSpace\(activations=\('keep', 'recompute', 'offload'\)\)",
-        ),
-    ],
+    ("offered", "how"), [(("keep",), "recompute or offload them"), (("keep", "recompute"), "offload them")]
 )
-def test_where_activations_dominate_the_error_says_what_would_help(deep, cluster, offered, text):
-    with pytest.raises(InfeasibleError, match=rf"Activations dominate; {text}\.$"):
-        plan(deep, cluster, 1000, micro_batch_size=8, search_space=SearchSpace(activations=offered))
+def test_where_activations_dominate_the_error_says_what_would_help_and_how_much(deep, cluster, offered, how):
+    every = ("keep", "recompute", "offload")
+    options = {"micro_batch_size": 8, "search_space": SearchSpace(activations=offered)}
+    with pytest.raises(InfeasibleError) as caught:
+        plan(deep, cluster, 1000, **options)
+    with pytest.raises(InfeasibleError, match=r"needs at least 7\.28 KiB .* Activations dominate\.$"):
+        plan(deep, cluster, 1000, **{**options, "search_space": SearchSpace(activations=every)})
+    assert str(caught.value).endswith(
+        f" Activations dominate; have blocks {how}: SearchSpace(activations={every}), with which 7.28 KiB are needed."
+    )
 
 
 def test_where_no_blocks_were_found_the_error_says_how_to_name_them(deep, cluster):

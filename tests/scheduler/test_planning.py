@@ -109,9 +109,20 @@ def test_where_fewer_samples_fit_the_error_says_how_many(uneven, cluster):
         " (in forward at 'c': parameter shards 52 B, optimizer state 103 B, reduced gradients 52 B,"
         " gathered parameters 1 B, activations 480 B)."
         " Largest contributors: c (483 B), large (300 B), a (3 B)."
-        " Nearest remedy: a micro-batch of 4 fits: OSDPStrategy(batch_size=4), or batch_size='scale'."
+        " Nearest remedy: micro-batches of 3 fit: OSDPStrategy(batch_size=3) with"
+        " Trainer(accumulate_grad_batches=2) keeps the global batch."
         " Activations dominate; name modules that may recompute them: activation_checkpointing_policy={Block}."
     )
+
+
+def test_the_global_batch_that_a_remedy_keeps_has_all_micro_batches(uneven, cluster):
+    with pytest.raises(InfeasibleError, match=r"batch_size=3\) with Trainer\(accumulate_grad_batches=6\) keeps"):
+        plan(uneven, cluster(2), micro_batch_size=6, num_micro_batches=3)
+    plan(uneven, cluster(2), micro_batch_size=3, num_micro_batches=6)
+    with pytest.raises(
+        InfeasibleError, match=r"OSDPStrategy\(batch_size=1\) with Trainer\(accumulate_grad_batches=5\)"
+    ):
+        plan(uneven, cluster(2), micro_batch_size=5)
 
 
 def test_where_not_even_one_sample_fits_the_error_says_what_would_help(uneven, cluster):
