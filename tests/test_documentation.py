@@ -10,9 +10,10 @@ import pytest
 import lightning_osdp
 
 ROOT = Path(__file__).parents[1]
-PAPER_MAP = (ROOT / "docs/paper_map.md").read_text(encoding="utf-8")
+PAPER_MAP = (ROOT / "docs/research/paper_map.md").read_text(encoding="utf-8")
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+OPTIONS = (ROOT / "docs/options.md").read_text(encoding="utf-8")
+DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/research").glob("*.md")])
 
 
 def _resolve(path):
@@ -56,8 +57,9 @@ def test_the_architecture_shows_the_layers_that_are_checked():
     assert re.split(r"\s+>\s+", drawn) == re.findall(r'"([^"]+)"', layers.group(1))
 
 
-def test_the_readme_lists_every_option():
-    listed = re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", README, re.MULTILINE)
+def test_the_manual_lists_every_option():
+    table, *_ = OPTIONS.split("\n## ")
+    listed = re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", table, re.MULTILINE)
     parameters = inspect.signature(lightning_osdp.OSDPStrategy).parameters.values()
     options = [(p.name, repr(p.default).replace("'", '"')) for p in parameters if p.kind is not p.VAR_KEYWORD]
     assert listed == options
@@ -71,16 +73,26 @@ def test_every_public_name_is_documented(name):
     assert is_error or re.search(rf"auto\w+:: lightning_osdp\.{name}$", api, re.MULTILINE)
 
 
-def test_the_user_guide_plans_without_training(tmp_path, monkeypatch):
+def test_the_manual_plans_without_training(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    guide = (ROOT / "docs/user_guide.md").read_text(encoding="utf-8")
-    (code,) = (block for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "make_plan(" in block)
-    exec(compile(code, "user_guide.md", "exec"), {})
+    page = (ROOT / "docs/plans.md").read_text(encoding="utf-8")
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "make_plan(" in block)
+    exec(compile(code, "plans.md", "exec"), {})
     assert lightning_osdp.Plan.load("osdp_plan.json").world_size == 64
 
 
-@pytest.mark.parametrize("document", sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")]), ids=lambda p: p.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_between_files_lead_somewhere(document):
     text = document.read_text(encoding="utf-8")
     targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
     assert [target for target in targets if not (document.parent / target).exists()] == []
+
+
+def test_tests_that_documents_name_exist():
+    named = re.findall(r"`(?:tests/)?([\w/]+\.py)(?:::(\w+))?`", "".join(map(Path.read_text, DOCUMENTS)))
+    named = {(path, function) for path, function in named if path.rpartition("/")[2].startswith("test_")}
+    assert len(named) > 40
+    for path, function in named:
+        files = [ROOT / "tests" / path, ROOT / "tests/distributed" / path]
+        (found,) = (file.read_text(encoding="utf-8") for file in files if file.is_file())
+        assert f"def {function}" in found, (path, function)

@@ -9,8 +9,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from ranks import TIMEOUT_S, RankPool
 
-# Collecting doctests imports every file; this one needs the optional dependency group "models".
-collect_ignore = [] if find_spec("transformers") else ["hf_models.py"]
+# Collecting doctests imports every file; these need the optional dependency group "models".
+HF_FILES = ["hf_models.py", "hf_recipe_cases.py", "hf_export_cases.py"]
+collect_ignore = [] if find_spec("transformers") and find_spec("peft") else HF_FILES
 
 
 class _Pools:

@@ -12,12 +12,11 @@ import ranks
 PAGE = Path(__file__).parents[2] / "docs" / "lifecycle.md"
 HEAD = """# Features of the Trainer
 
-Each was run on two gloo ranks under `OSDPStrategy`, with a plan of ZDP and DP units, and
-under Lightning's `FSDPStrategy`, changed only to take the CPU for a device.
-"equal" means that it gave the losses, metrics and learning rates that it gives under `DDPStrategy`, within 1e-4; in low
-precision, losses within 5% of float32's.
-Where `max_time` is over, that all ranks end at the same step.
-The rest is the first error or difference.
+Each feature was run on two gloo ranks under `OSDPStrategy`, with a plan of ZDP and DP units, and under Lightning's
+`FSDPStrategy`, which was changed only to run on CPU.
+"equal" means that losses, metrics and learning rates are those under `DDPStrategy`, within 1e-4; for low precisions,
+that losses are within 5% of float32's; for "max_time is over", that all ranks end at the same step.
+Any other text is the first error or difference.
 `python tests/distributed/lifecycle_table.py` makes this table; CI checks the column of `OSDPStrategy`.
 
 | feature | `OSDPStrategy` | `FSDPStrategy` |
