@@ -47,6 +47,21 @@ def name_operators(units: Sequence[Unit]) -> str:
     return f"(root) {text}".rstrip() if units[0].name == "" else text
 
 
+def name_units(units: Sequence[Unit], plan: Plan) -> str:
+    """Folded names of the modules, where these units hold all operators inside a module each; else of the operators."""
+    if all(unit.name and len(unit.operators) > 1 and _is_whole_module(unit, plan) for unit in units):
+        return "\n".join(fold_names([unit.name for unit in units]))
+    return name_operators(units)
+
+
+def _is_whole_module(unit: Unit, plan: Plan) -> bool:
+    inside = f"{unit.name}."
+    holds_only = all(operator.startswith(inside) or operator == unit.name for operator in unit.operators)
+    return holds_only and not any(
+        operator.startswith(inside) for other in plan.units if other is not unit for operator in other.operators
+    )
+
+
 def name_treatment(unit: Unit) -> str:
     """Mode, per slice where it is split, and what else departs from plain FSDP."""
     counts = Counter(unit.modes)

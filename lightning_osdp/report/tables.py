@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -21,8 +22,8 @@ from lightning_osdp.report.sentences import (
     format_span,
     group_equal,
     is_predicted,
-    name_operators,
     name_treatment,
+    name_units,
     summarise,
 )
 
@@ -144,13 +145,15 @@ class _PlanTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         headings, rows = list(_UNIT_COLUMNS), _unit_rows(self.plan)
         apart = [name for name, least_width in _APART_BELOW.items() if options.max_width < least_width]
+        name_width = options.max_width * 2 // 5
+        rows = [(_in_lines(names, name_width), *rest) for names, *rest in rows]
         tables = [[name for name in headings if name not in apart], *([["operators", *apart]] if apart else [])]
         for i, chosen in enumerate(tables):
             yield _table(
                 {name: _UNIT_COLUMNS[name] for name in chosen},
                 [tuple(row[headings.index(name)] for name in chosen) for row in rows],
                 title=None if i else "OSDP plan",
-                name_width=options.max_width * 2 // 5,
+                name_width=name_width,
             )
             yield ""
         grid = Table.grid(padding=(0, 2))
@@ -162,7 +165,7 @@ class _PlanTable:
 def _unit_rows(plan: Plan) -> list[tuple[str, ...]]:
     return [
         (
-            name_operators(units),
+            name_units(units, plan),
             f"x{len(units)}" if len(units) > 1 else "1",
             units[0].kind or "-",
             name_treatment(units[0]),
@@ -172,6 +175,18 @@ def _unit_rows(plan: Plan) -> list[tuple[str, ...]]:
         )
         for units in group_equal(plan.units)
     ]
+
+
+def _in_lines(names: str, width: int) -> str:
+    """Names in lines of this width, as far as they can be broken after their dots and commas."""
+    lines = []
+    for name in names.split("\n"):
+        lines.append("")
+        for part in re.split(r"(?<=[.,])", name):
+            if lines[-1] and len(lines[-1] + part) > width:
+                lines.append("")
+            lines[-1] += part
+    return "\n".join(lines)
 
 
 def _table(

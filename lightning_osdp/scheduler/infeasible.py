@@ -72,9 +72,7 @@ def _saving_less(setting: Setting, peak: PeakMemory, sweep: Sweep) -> str:
         return " Activations dominate; name modules that may recompute them: activation_checkpointing_policy={Block}."
     more = [choice for choice in ("recompute", "offload") if choice not in offered]
     how = f"have blocks {' or '.join(more)} them: SearchSpace(activations={(*offered, *more)})"
-    if not any(
-        choice in block.segments for block in setting.unchanged.blocks for choice in more
-    ):  # not profiled
+    if not any(choice in block.segments for block in setting.unchanged.blocks for choice in more):  # not profiled
         return f" Activations dominate; {how}." if more else " Activations dominate."
     needed_bytes = sweep.least_bytes(setting.workload.micro_batch_size, (*offered, *more))
     if needed_bytes >= peak.peak_bytes:

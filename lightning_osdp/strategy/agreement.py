@@ -12,8 +12,13 @@ from lightning_osdp.errors import OSDPError, RanksApartError
 
 T = TypeVar("T")
 
-_IS_TOLD = "_osdp_is_told"
-"""Attribute of errors that every rank raises."""
+_FIRST_RANK = "_osdp_first_rank"
+"""Attribute of errors that every rank raises: the first rank that failed."""
+
+
+def first_rank(error: BaseException) -> int | None:
+    """The first rank that failed, of an error that every rank raises; None of any other."""
+    return getattr(error, _FIRST_RANK, None)
 
 
 def on_all_ranks(work: Callable[[], T]) -> T:
@@ -40,7 +45,7 @@ def in_step(work: Callable[[], T], /, *, stage: str) -> Sequence[T]:
         RanksApartError: the same, and ranks have come to different stages: an error that no rank may pass over.
     """
     result, failure = _attempt(work)
-    if failure is not None and getattr(failure, _IS_TOLD, False):
+    if failure is not None and first_rank(failure) is not None:
         raise failure
     said = from_all_ranks((stage, None if failure is None else f"{type(failure).__name__}: {failure}", result))
     failed = next((rank for rank, (_, text, _) in enumerate(said) if text is not None), None)
@@ -55,7 +60,7 @@ def in_step(work: Callable[[], T], /, *, stage: str) -> Sequence[T]:
             " loaders be the same on every rank, or plan once and pass plan=."
         )
     if failure is not None:
-        setattr(failure, _IS_TOLD, True)
+        setattr(failure, _FIRST_RANK, failed or 0)
         raise failure
     return [each for _, _, each in said if not isinstance(each, _Nothing)]
 
@@ -70,10 +75,12 @@ def on_rank_zero(work: Callable[[], T]) -> T:
         outcome = [result if failure is None else _Failed(_sendable(failure))]
         dist.broadcast_object_list(outcome, src=0)
         if failure is not None:
+            setattr(failure, _FIRST_RANK, 0)
             raise failure
     else:
         dist.broadcast_object_list(outcome, src=0)
     if isinstance(outcome[0], _Failed):
+        setattr(outcome[0].error, _FIRST_RANK, 0)
         raise outcome[0].error
     return outcome[0]  # type: ignore[return-value]
 

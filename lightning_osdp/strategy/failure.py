@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from types import TracebackType
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
@@ -20,6 +21,9 @@ from torch._C._distributed_c10d import Store
 from lightning_osdp.strategy.heartbeat import Heartbeats, behind, named, silent
 
 log = logging.getLogger(__name__)
+
+_LINE = "_osdp_line"
+"""Attribute of an error: what is printed of it if nobody catches it."""
 
 POLL_S = 0.5
 """Seconds between looks at the store: few requests of well under a millisecond each."""
@@ -214,3 +218,24 @@ def explain(error: BaseException, cause: str | None) -> None:
     """Appends what made another rank fail first to an error that is only its echo."""
     if cause is not None and is_echo(error) and not cause.endswith(str(error)):
         error.args = (f"{error}\n{cause}", *error.args[1:])
+
+
+def print_one_line(error: BaseException, line: str) -> None:
+    """Has Python print this line if nobody catches the error, without a traceback: another rank prints all of it."""
+    error.__dict__[_LINE] = line
+    if not isinstance(sys.excepthook, _OneLine):
+        sys.excepthook = _OneLine(sys.excepthook)
+
+
+class _OneLine:
+    """What Python does with errors that nobody caught, but for those of `print_one_line`."""
+
+    def __init__(self, otherwise: Callable[..., None]) -> None:
+        self._otherwise = otherwise
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        line = getattr(error, _LINE, None)
+        if line is None:
+            self._otherwise(kind, error, trace)
+        else:
+            sys.stderr.write(line + "\n")

@@ -16,7 +16,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from lightning_osdp.strategy.failure import FailureWatch, explain
+from lightning_osdp.strategy.agreement import first_rank
+from lightning_osdp.strategy.failure import FailureWatch, explain, is_echo, print_one_line
 from lightning_osdp.strategy.launcher import GatheringLauncher, StartMethod, check_start_method, refuse_in_notebook
 from lightning_osdp.strategy.shutdown import settle_at_exit
 from lightning_osdp.strategy.termination import EXIT_CODE, SigtermWatch, end_together, forget
@@ -88,6 +89,12 @@ class RanksStrategy(FSDPStrategy):
         if self._watch is not None:
             cause = self._watch.report(exception)
             explain(exception, cause)
+            rank, first = self.global_rank, first_rank(exception)
+            if first not in (None, rank):
+                text = f"{type(exception).__name__}: {exception}".partition("\n")[0]
+                print_one_line(exception, f"OSDP: rank {rank} ends as rank {first} does: {text}")
+            elif first is None and cause is not None and is_echo(exception):
+                print_one_line(exception, f"OSDP: rank {rank} ends, for another one failed. {cause}")
             if isinstance(exception, SIGTERMException):
                 log.error("%s Rank %d ended between two steps.", cause, self.global_rank)
                 # Lightning's launcher kills this process as soon as another one ends with an error.

@@ -205,3 +205,36 @@ def test_a_plan_without_a_profile_has_nothing_to_compare_with():
         ["samples/s", "not", "predicted", "84.2", "-"],
         ["peak", "memory", "not", "predicted", "61.0", "MiB", "-"],
     ]
+
+
+INSIDE = ("input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj", "post_attention_layernorm")
+
+
+def layer(index: int, mode: str, inside: tuple[str, ...] = INSIDE) -> Unit:
+    name = f"model.layers.{index}"
+    unit = linear(name, mode, mib=7)
+    return dataclasses.replace(unit, operators=tuple(f"{name}.{each}" for each in inside))
+
+
+def test_units_that_hold_whole_modules_go_by_the_modules_names():
+    layers = [layer(index, "DP" if 1 <= index < 6 else "ZDP") for index in range(8)]
+    plan = dataclasses.replace(PLAN, units=(PLAN.units[0], *layers))
+    assert [line.split()[0] for line in body(render_plan(plan, width=80))] == [
+        "(root)",
+        "ln_f",
+        "model.layers.{0,6-7}",
+        "model.layers.{1-5}",
+    ]
+    part = layer(0, "DP", INSIDE[1:])
+    elsewhere = dataclasses.replace(linear(f"model.layers.0.{INSIDE[0]}", "ZDP", mib=1))
+    names = [
+        line.split()[0] for line in body(render_plan(dataclasses.replace(plan, units=(part, elsewhere)), width=80))
+    ]
+    assert names == [
+        "model.layers.0.self_attn.",
+        "{q_proj,k_proj}",
+        "model.layers.0.mlp.gate_proj",
+        "model.layers.0.",
+        "post_attention_layernorm",
+        "model.layers.0.input_layernorm",
+    ]

@@ -53,6 +53,7 @@ def main():
     parser.add_argument("--fail-rank", type=int)
     parser.add_argument("--num-trainers", type=int, default=1, help="that fit the model, one after the other")
     parser.add_argument("--of-memory", action="store_true")
+    parser.add_argument("--memory-limit")
     options = parser.parse_args()
     if options.start_method == "forkserver":
         forkserver.ensure_running()  # before the seed is known
@@ -68,8 +69,10 @@ def main():
 
 
 def new_trainer(options):
+    given = {"start_method": options.start_method, "memory_limit": options.memory_limit}
+    given = {name: value for name, value in given.items() if value is not None}
     return L.Trainer(
-        strategy=OSDPStrategy(start_method=options.start_method) if options.start_method else options.strategy,
+        strategy=OSDPStrategy(**given) if given else options.strategy,
         accelerator="cpu",
         devices=options.devices,
         num_nodes=options.num_nodes,

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_osdp.strategy import failure
-from lightning_osdp.strategy.failure import FailureWatch, explain
+from lightning_osdp.strategy.failure import FailureWatch, explain, print_one_line
 from lightning_osdp.strategy.heartbeat import Heartbeats
 from lightning_osdp.strategy.termination import SigtermWatch
 
@@ -200,3 +200,15 @@ def test_sigterm_is_noticed_by_another_thread():
     assert found == [True, False]
     assert handled == [True]
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_one_line_is_printed_of_an_error_that_another_rank_prints(capsys, monkeypatch):
+    told = []
+    monkeypatch.setattr(sys, "excepthook", lambda *found: told.append(found))
+    mine, echo = ValueError("mine"), RuntimeError("another's")
+    for _ in range(2):  # two fits in a process
+        print_one_line(echo, "OSDP: rank 1 ends")
+    for error in (mine, echo):
+        sys.excepthook(type(error), error, None)
+    assert told == [(ValueError, mine, None)]
+    assert capsys.readouterr().err == "OSDP: rank 1 ends\n"

@@ -128,6 +128,21 @@ def test_an_error_on_one_rank_ends_all_with_its_text(tmp_path, strategy, rank, w
     assert "ValueError: this rank has no loss" in stderr
     if strategy == "osdp":  # workers have one voice, their parent's
         assert f"Rank {rank} failed: ValueError: this rank has no loss" in stderr
+        assert stderr.count("Traceback (most recent call last)") == 1  # of the rank that failed
+    assert "ended at step" not in stdout
+
+
+@pytest.mark.distributed
+def test_of_an_error_that_all_ranks_have_each_but_one_prints_a_line(tmp_path):
+    code, stdout, stderr = run(SCRIPT, tmp_path, "--devices", 3, "--memory-limit", "2KiB")
+    assert code == 1
+    assert stderr.count("Traceback (most recent call last)") == 1
+    text = "InfeasibleError: No plan fits: the limit is 2.00 KiB per rank"
+    for told in (
+        f"\nlightning_osdp.errors.{text}",
+        *(f"\nOSDP: rank {rank} ends as rank 0 does: {text}" for rank in (1, 2)),
+    ):
+        assert stderr.count(told) == 1, stderr
     assert "ended at step" not in stdout
 
 
