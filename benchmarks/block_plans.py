@@ -12,8 +12,8 @@ from lightning_osdp.core.affine import ZERO, Affine
 from lightning_osdp.core.blocks import RERUN, with_activations
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.modes import ACTIVATION_CHOICES, DP
+from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import BlockProfile, ModelProfile, Segment
-from lightning_osdp.core.search_space import SearchSpace
 from lightning_osdp.scheduler import make_plan
 
 ADDITIVE = "modes and activations"

@@ -32,7 +32,7 @@ from benchmarks.machine import machine
 from benchmarks.plans import Distance, PlanRow, measure_distance, measure_plans, plan_table
 from benchmarks.problems import paper_groups, random_groups, sliced_groups, with_budget
 from benchmarks.target import Target
-from lightning_osdp.core.duration import format_seconds
+from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.search import SOLVERS, Group, Problem, Solution
 
 RESULT = Path(__file__).parent / "results" / "search.json"

@@ -7,10 +7,10 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_osdp.apply import apply_plan, change_plan
 from lightning_osdp.callbacks import PlanMonitor
 from lightning_osdp.core.cluster import Cluster
-from lightning_osdp.core.plan import Plan
+from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.rates import DeviceRates
-from lightning_osdp.core.search_space import SearchSpace
 from lightning_osdp.engine import FSDP2
 from lightning_osdp.errors import (
     ConfigurationError,
@@ -24,7 +24,7 @@ from lightning_osdp.profiler import ComputePrecision, measure_cluster, profile_m
 from lightning_osdp.scheduler import make_plan
 from lightning_osdp.simulation import StepEstimate, simulate
 from lightning_osdp.strategy import OSDPPrecision, OSDPStrategy
-from lightning_osdp.strategy.launcher import REGISTERED
+from lightning_osdp.strategy.runtime.launcher import REGISTERED
 
 for _name, _start_method in REGISTERED.items():
     if _name not in StrategyRegistry:

@@ -17,7 +17,7 @@ from benchmarks.testbed.lightning_fsdp import Baseline, Way
 from benchmarks.testbed.memory import count_step
 from benchmarks.testbed.plans import largest_that_fits
 from lightning_osdp import Cluster, ModelProfile, profile_model
-from lightning_osdp.core.byte_size import format_bytes
+from lightning_osdp.core.text.byte_size import format_bytes
 
 _NEARLY = 1.02
 """Of a limit: predictions are exact to less."""

@@ -28,7 +28,7 @@ from lightning_osdp import (
     profile_model,
     simulate,
 )
-from lightning_osdp.core.plan import Plan
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.simulation import StepEstimate
 
 _NUM_SAMPLES = 4

@@ -8,8 +8,8 @@ from statistics import mean
 from rich.table import Table
 
 from benchmarks.measures.section import Row
-from lightning_osdp.core.byte_size import format_bytes
-from lightning_osdp.core.duration import three_digits
+from lightning_osdp.core.text.byte_size import format_bytes
+from lightning_osdp.core.text.duration import three_digits
 
 FSDP = (
     "FULL_SHARD, a unit for each block",

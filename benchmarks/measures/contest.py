@@ -21,8 +21,8 @@ from benchmarks.testbed.groups import fake_group
 from benchmarks.testbed.lightning_fsdp import Baseline
 from benchmarks.testbed.limit import lives_under
 from benchmarks.testbed.memory import count_step
-from lightning_osdp.core.byte_size import format_bytes
-from lightning_osdp.core.plan import Plan
+from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.text.byte_size import format_bytes
 
 BEYOND_LIMIT = 1.001
 """What a plan may be counted to take, of its limit: losses, of a few bytes, are not predicted."""

@@ -21,9 +21,9 @@ from benchmarks.testbed.memory import count_step
 from benchmarks.testbed.namespaces import Hosts, why_unavailable
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp import Plan, measure_cluster, profile_model
-from lightning_osdp.core.byte_size import format_bytes
+from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.units import partition
-from lightning_osdp.strategy.agreement import in_step
+from lightning_osdp.strategy.runtime.all_ranks import in_step
 
 _log = logging.getLogger(__name__)
 

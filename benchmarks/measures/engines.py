@@ -18,7 +18,7 @@ from benchmarks.target import Target
 from benchmarks.testbed.breakdown import OPTIMIZER, WHOLE, host_times
 from benchmarks.testbed.engines import BY_HAND, BY_HAND_ON_ROWS, CONTESTANTS, OSDP
 from examples.mingpt.model import Block
-from lightning_osdp.core.byte_size import format_bytes
+from lightning_osdp.core.text.byte_size import format_bytes
 
 FSDP1 = "OSDP, on FSDP1"
 """OSDP of the version before this one; in results that were measured with both."""

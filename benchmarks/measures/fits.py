@@ -14,7 +14,7 @@ from benchmarks.measures.memory import Case, draw_cases, predict
 from benchmarks.measures.section import Row, Section
 from benchmarks.target import Target
 from benchmarks.testbed.limit import lives_under
-from lightning_osdp.core.byte_size import format_bytes
+from lightning_osdp.core.text.byte_size import format_bytes
 
 MARGIN = 0.05
 """Of the predicted peak: so far above it training must live, so far below it must die."""

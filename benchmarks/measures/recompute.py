@@ -15,8 +15,8 @@ from benchmarks.measures.links import on_links_that_can_be_had, on_ranks, rate_o
 from benchmarks.measures.section import Row, Section
 from benchmarks.target import Target
 from benchmarks.testbed.recompute import BY_BLOCK, EVERYWHERE, FSDP, PAPERS_FSDP
-from lightning_osdp.core.byte_size import format_bytes
-from lightning_osdp.core.plan import Plan
+from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.text.byte_size import format_bytes
 
 MODELS = ("12 x 256", "3 x 1024", "256 to 768")
 """Narrow and deep, wide and shallow, and of changing width."""

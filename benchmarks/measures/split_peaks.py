@@ -19,7 +19,7 @@ from benchmarks.testbed.groups import fake_group
 from benchmarks.testbed.memory import count_step
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp import Cluster, ModelProfile, Plan, profile_model
-from lightning_osdp.core.byte_size import format_bytes
+from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.simulation import simulate
 
 HIDDEN_SIZES = (1024, 2048, 4096, 8192, 12288)

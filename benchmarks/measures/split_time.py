@@ -15,7 +15,7 @@ from benchmarks.measures.split_peaks import MODES, NUM_SLICES, plan_for
 from benchmarks.measures.step_time import compared_s, predicted_s
 from benchmarks.testbed.local import local_ranks
 from lightning_osdp import measure_cluster, profile_model
-from lightning_osdp.strategy.agreement import in_step
+from lightning_osdp.strategy.runtime.all_ranks import in_step
 
 MEASURED, PREDICTED = (1024, 2048, 4096), (8192, 12288)
 """Hidden sizes: all plans of one that is measured live in one process."""

@@ -21,10 +21,10 @@ from benchmarks.testbed.namespaces import Hosts, why_unavailable
 from benchmarks.testbed.plans import plan_of
 from benchmarks.testbed.step import Step, time_in_turns
 from lightning_osdp import Cluster, ModelProfile, measure_cluster, profile_model
-from lightning_osdp.core.plan import Plan
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.units import partition
 from lightning_osdp.simulation import simulate
-from lightning_osdp.strategy.agreement import in_step
+from lightning_osdp.strategy.runtime.all_ranks import in_step
 
 _log = logging.getLogger(__name__)
 

@@ -23,11 +23,11 @@ from benchmarks.testbed.ring import ring_reduce_scatters
 from benchmarks.testbed.training import quiet, train
 from benchmarks.testbed.turns import Turns, fastest_of_slowest, fits_in_turns
 from lightning_osdp import Cluster, ModelProfile, SearchSpace, make_plan, measure_cluster, profile_model
-from lightning_osdp.core.plan import Plan
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.report.accumulation import wire_bytes
 from lightning_osdp.simulation.plan import planned_units
 from lightning_osdp.simulation.step import StepEstimate
-from lightning_osdp.strategy.agreement import in_step
+from lightning_osdp.strategy.runtime.all_ranks import in_step
 
 UNLIMITED = 2**62
 """Bytes."""

@@ -24,7 +24,7 @@ from benchmarks.testbed.turns import Turns, fits_in_turns, slowest_ranks
 from lightning_osdp.apply.fsdp2 import internals
 from lightning_osdp.apply.fsdp2.local_step import stepping_on_rows
 from lightning_osdp.callbacks.peak import living_tensors
-from lightning_osdp.core.plan import Plan
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.profiler import LiveBytes
 
 BY_HAND, BY_HAND_ON_ROWS = "fully_shard by hand", "fully_shard by hand, steps on rows"

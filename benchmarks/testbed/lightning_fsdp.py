@@ -18,8 +18,8 @@ from benchmarks.families import Family
 from benchmarks.fsdp1 import FSDP1
 from benchmarks.testbed.plans import plan_of
 from examples.mingpt.model import Block
-from lightning_osdp.core import plan as plans
-from lightning_osdp.core.plan import Plan
+from lightning_osdp.core.plans import plan as plans
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.engine import FSDP2, Engine
 
 Sharding: TypeAlias = Literal["FULL_SHARD", "SHARD_GRAD_OP", "DDP"]

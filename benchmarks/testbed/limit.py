@@ -14,7 +14,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_osdp.core.plan import Plan
+from lightning_osdp.core.plans.plan import Plan
 
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_TOP_PAD_": "0"}
 """glibc then asks the kernel for every tensor of 16 KiB, and gives it back at once. Smaller ones share pages, of which

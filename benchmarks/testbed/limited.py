@@ -17,7 +17,7 @@ from benchmarks.families import build
 from benchmarks.testbed.groups import fake_group
 from benchmarks.testbed.step import Step
 from lightning_osdp.callbacks.peak import living_tensors
-from lightning_osdp.core.plan import Plan
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.profiler import LiveBytes
 
 _WARM_UP_STEPS = 2

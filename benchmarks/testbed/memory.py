@@ -19,7 +19,7 @@ from typing_extensions import override
 from benchmarks.families import Family
 from benchmarks.testbed.training import quiet, train
 from lightning_osdp.callbacks.peak import living_tensors
-from lightning_osdp.core.plan import Plan
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.profiler import LiveBytes
 
 PHASES = ("forward", "backward", "reduce-scatter", "optimizer step")

@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import nn
 
 from lightning_osdp import Cluster, ModelProfile
-from lightning_osdp.core.plan import Plan, Unit
+from lightning_osdp.core.plans.plan import Plan, Unit
 from lightning_osdp.core.workload import Workload
 from lightning_osdp.engine import Engine, engine_of
 from lightning_osdp.profiler import fingerprint

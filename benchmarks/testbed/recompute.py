@@ -15,8 +15,8 @@ from benchmarks.testbed.ring import ring_reduce_scatters
 from benchmarks.testbed.step import Step, time_in_turns
 from benchmarks.testbed.turns import fastest_of_slowest
 from lightning_osdp import Cluster, ModelProfile, SearchSpace, make_plan, measure_cluster, profile_model, simulate
-from lightning_osdp.core.plan import Plan
-from lightning_osdp.strategy.agreement import in_step
+from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.strategy.runtime.all_ranks import in_step
 
 
 @dataclass(frozen=True, kw_only=True)

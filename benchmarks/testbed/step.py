@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.families import Family, build
 from lightning_osdp.apply import ShardedModel
-from lightning_osdp.core.plan import Plan
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.strategy.precision import OSDPPrecision
 
 _CPU = torch.device("cpu")

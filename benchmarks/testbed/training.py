@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from benchmarks.families import Family
 from lightning_osdp import OSDPStrategy
-from lightning_osdp.core.plan import Plan
+from lightning_osdp.core.plans.plan import Plan
 
 
 def train(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_osdp.apply.activations import apply_activations, is_inside, remove_activations, with_recomputed
+from lightning_osdp.apply.activations.blocks import apply_activations, is_inside, remove_activations, with_recomputed
 from lightning_osdp.apply.children import called_children
 from lightning_osdp.apply.fsdp2.arguments import fully_shard_arguments
 from lightning_osdp.apply.fsdp2.internals import local

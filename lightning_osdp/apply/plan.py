@@ -10,7 +10,7 @@ from torch import nn
 from lightning_osdp.apply.fsdp2.arguments import fully_shard_arguments
 from lightning_osdp.apply.fsdp2.internals import owner_of
 from lightning_osdp.apply.sharded import ShardedModel
-from lightning_osdp.core.plan import Plan
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.errors import ConfigurationError
 
 

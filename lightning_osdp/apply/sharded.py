@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecision
 from torch.optim import Optimizer
 
-from lightning_osdp.apply.activations import BlockForwards, check_blocks, remove_activations, with_recomputed
+from lightning_osdp.apply.activations.blocks import BlockForwards, check_blocks, remove_activations, with_recomputed
 from lightning_osdp.apply.children import blocks_in, called_children
 from lightning_osdp.apply.fsdp2 import internals, load, state
 from lightning_osdp.apply.fsdp2.agreement import Agreement
@@ -28,8 +28,8 @@ from lightning_osdp.apply.materialize import unit_initializer
 from lightning_osdp.apply.prepare import call_layers_in_evaluation, modules_of, prepared, slices_of
 from lightning_osdp.core.blocks import RERUN
 from lightning_osdp.core.modes import DP, ZDP, ShardingMode
-from lightning_osdp.core.plan import Plan
-from lightning_osdp.core.plan_unit import Block, Unit
+from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.plans.plan_unit import Block, Unit
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
 from lightning_osdp.engine import check_change, engine_of

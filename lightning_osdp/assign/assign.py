@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass, replace
 
 from lightning_osdp.assign.additive import Modes
+from lightning_osdp.assign.merging.slices import one_sync
 from lightning_osdp.assign.overlap import solve_overlapped
 from lightning_osdp.assign.paths import Paths
 from lightning_osdp.assign.repair import fill
 from lightning_osdp.assign.setting import Setting
-from lightning_osdp.assign.slices import one_sync
 from lightning_osdp.assign.solve import solve
 from lightning_osdp.cost import PeakMemory
 

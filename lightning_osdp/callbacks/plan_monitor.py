@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from lightning_osdp.callbacks.peak import WARM_UP_STEPS, PeakCounter
 from lightning_osdp.callbacks.step_clock import StepClock
-from lightning_osdp.core.byte_size import format_bytes
-from lightning_osdp.core.plan import Plan
+from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.report import comparison_table, show
 

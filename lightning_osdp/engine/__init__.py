@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from lightning_osdp.core.plan import Plan
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.engine.change import FLIPS, check_change
 from lightning_osdp.engine.engine import AUTO, Engine
 from lightning_osdp.engine.events import MOST_SIMULATED, Event, GatherRule

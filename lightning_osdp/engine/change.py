@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from lightning_osdp.core.document import shown
-from lightning_osdp.core.plan import Plan
+from lightning_osdp.core.plans.document import shown
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.engine.fsdp2 import FSDP2
 from lightning_osdp.errors import PlanMismatchError
 

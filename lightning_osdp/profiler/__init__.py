@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from lightning_osdp.profiler.census import Census
-from lightning_osdp.profiler.cluster import measure_cluster
-from lightning_osdp.profiler.halves import why_not_mean
-from lightning_osdp.profiler.live_bytes import LiveBytes
-from lightning_osdp.profiler.loss import loss_in
-from lightning_osdp.profiler.memory import CUDA_HEADROOM, default_memory_limit_bytes, is_out_of_memory
+from lightning_osdp.profiler.fake_tensors.no_values import without_values
+from lightning_osdp.profiler.machine.cluster import measure_cluster
+from lightning_osdp.profiler.machine.memory import CUDA_HEADROOM, default_memory_limit_bytes, is_out_of_memory
 from lightning_osdp.profiler.model import profile_model
-from lightning_osdp.profiler.operators import fingerprint
 from lightning_osdp.profiler.precision import ComputePrecision
-from lightning_osdp.profiler.resize import resized
-from lightning_osdp.profiler.snapshot import untouched
-from lightning_osdp.profiler.valueless import without_values
+from lightning_osdp.profiler.step.loss import loss_in
+from lightning_osdp.profiler.step.mean_loss import why_not_mean
+from lightning_osdp.profiler.step.resize import resized
+from lightning_osdp.profiler.step.snapshot import untouched
+from lightning_osdp.profiler.tracing.live_bytes import LiveBytes
+from lightning_osdp.profiler.tracing.operators import fingerprint
 
 __all__ = [
     "CUDA_HEADROOM",

@@ -17,13 +17,19 @@ from lightning_osdp.core.profile import (
     ParameterProfile,
     Segment,
 )
-from lightning_osdp.profiler.calls import Flow
-from lightning_osdp.profiler.operators import Operator, fingerprint
 from lightning_osdp.profiler.optimizer import OptimizedParameter
 from lightning_osdp.profiler.precision import ComputePrecision
-from lightning_osdp.profiler.segment_bytes import affine, profile_blocks, profile_crossings, saved_before, segment_bytes
-from lightning_osdp.profiler.timing import Seconds
-from lightning_osdp.profiler.trace import Trace
+from lightning_osdp.profiler.timing.step_time import Seconds
+from lightning_osdp.profiler.tracing.calls import Flow
+from lightning_osdp.profiler.tracing.operators import Operator, fingerprint
+from lightning_osdp.profiler.tracing.segment_bytes import (
+    affine,
+    profile_blocks,
+    profile_crossings,
+    saved_before,
+    segment_bytes,
+)
+from lightning_osdp.profiler.tracing.trace import Trace
 from lightning_osdp.splitting import cut_dims, splittable
 
 

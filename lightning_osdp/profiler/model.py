@@ -14,23 +14,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_osdp.core.profile import ModelProfile
-from lightning_osdp.core.progress import Progress, silent
 from lightning_osdp.core.rates import DeviceRates
+from lightning_osdp.core.text.progress import Progress, silent
 from lightning_osdp.errors import ProfileError, RanksApartError
 from lightning_osdp.profiler.assemble import assemble
-from lightning_osdp.profiler.estimate import estimate_step, seconds_on
-from lightning_osdp.profiler.loss import loss_in
-from lightning_osdp.profiler.memory import is_out_of_memory
-from lightning_osdp.profiler.operators import check_parameters, find_operators
+from lightning_osdp.profiler.machine.memory import is_out_of_memory
 from lightning_osdp.profiler.optimizer import profile_optimizers
 from lightning_osdp.profiler.precision import ComputePrecision
-from lightning_osdp.profiler.rehearsal import Step
-from lightning_osdp.profiler.segment_bytes import traced_choices
-from lightning_osdp.profiler.snapshot import iterators_in, untouched
-from lightning_osdp.profiler.tensors import tensors_in
-from lightning_osdp.profiler.timing import Seconds, time_step
+from lightning_osdp.profiler.step.loss import loss_in
+from lightning_osdp.profiler.step.run_step import Step
+from lightning_osdp.profiler.step.snapshot import iterators_in, untouched
+from lightning_osdp.profiler.step.tensors import tensors_in
+from lightning_osdp.profiler.timing.estimate import estimate_step, seconds_on
+from lightning_osdp.profiler.timing.step_time import Seconds, time_step
 from lightning_osdp.profiler.together import Together, alone
-from lightning_osdp.profiler.trace import Trace, trace_step
+from lightning_osdp.profiler.tracing.operators import check_parameters, find_operators
+from lightning_osdp.profiler.tracing.segment_bytes import traced_choices
+from lightning_osdp.profiler.tracing.trace import Trace, trace_step
 
 _log = logging.getLogger(__name__)
 _AS_IT_IS = ComputePrecision()

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.errors import ProfileError
+from lightning_osdp.profiler.fake_tensors.no_values import stand_in
+from lightning_osdp.profiler.step.tensors import tensors_in
 from lightning_osdp.profiler.temporaries import foreach_ratio, front, turn_pairs, two_sizes
-from lightning_osdp.profiler.tensors import tensors_in
-from lightning_osdp.profiler.timing import synchronize
-from lightning_osdp.profiler.valueless import stand_in
+from lightning_osdp.profiler.timing.step_time import synchronize
 
 _SAMPLE_ELEMENTS = 4_000_000
 """Elements that the timed optimizer step updates: enough to leave the caches, quick on any device."""

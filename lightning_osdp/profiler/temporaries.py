@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_osdp.profiler.live_bytes import LiveBytes
-from lightning_osdp.profiler.tensors import tensors_in
+from lightning_osdp.profiler.step.tensors import tensors_in
+from lightning_osdp.profiler.tracing.live_bytes import LiveBytes
 
 _SMALL, _BIG = 1024, 128 * 1024
 """Elements of a group's first and second parameter: sums of multiples of both tell them apart."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_osdp.core.byte_size import format_bytes
 from lightning_osdp.core.modes import DP
-from lightning_osdp.core.plan import Plan, Unit
+from lightning_osdp.core.plans.plan import Plan, Unit
+from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.engine import Engine, engine_of
 
 

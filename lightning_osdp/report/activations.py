@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_osdp.core.byte_size import format_bytes
-from lightning_osdp.core.duration import format_seconds
-from lightning_osdp.core.folding import fold_names
-from lightning_osdp.core.plan import Block, Plan
+from lightning_osdp.core.plans.plan import Block, Plan
+from lightning_osdp.core.text.byte_size import format_bytes
+from lightning_osdp.core.text.duration import format_seconds
+from lightning_osdp.core.text.folding import fold_names
 
 _WAYS = {
     "recompute": "recomputed in backward",

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from itertools import groupby
 
-from lightning_osdp.core.byte_size import format_bytes
-from lightning_osdp.core.plan import Plan
+from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.cost import Moment
 from lightning_osdp.report.sentences import NOT_PREDICTED, is_predicted
 from lightning_osdp.report.svg import Drawing, Fill

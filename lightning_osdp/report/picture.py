@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
-from lightning_osdp.core.byte_size import format_bytes
-from lightning_osdp.core.duration import format_seconds, three_digits
-from lightning_osdp.core.plan import DP, ZDP, Plan, Unit
+from lightning_osdp.core.plans.plan import DP, ZDP, Plan, Unit
+from lightning_osdp.core.text.byte_size import format_bytes
+from lightning_osdp.core.text.duration import format_seconds, three_digits
 from lightning_osdp.cost import Moment
 from lightning_osdp.report.memory_picture import bars_height, draw_bars, draw_step
 from lightning_osdp.report.sentences import NOT_PREDICTED, explain, is_predicted, name_treatment

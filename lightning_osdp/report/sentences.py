@@ -10,11 +10,11 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from lightning_osdp.core.byte_size import format_bytes
-from lightning_osdp.core.duration import format_seconds, three_digits
-from lightning_osdp.core.folding import fold_names
 from lightning_osdp.core.modes import MODES, ZDP
-from lightning_osdp.core.plan import Plan, Unit
+from lightning_osdp.core.plans.plan import Plan, Unit
+from lightning_osdp.core.text.byte_size import format_bytes
+from lightning_osdp.core.text.duration import format_seconds, three_digits
+from lightning_osdp.core.text.folding import fold_names
 from lightning_osdp.report.activations import tell_blocks
 
 MOST_PATTERNS = 8

@@ -13,9 +13,9 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from lightning_osdp.core.byte_size import format_bytes
-from lightning_osdp.core.duration import format_seconds, three_digits
-from lightning_osdp.core.plan import Plan
+from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.text.byte_size import format_bytes
+from lightning_osdp.core.text.duration import format_seconds, three_digits
 from lightning_osdp.report.sentences import (
     NOT_PREDICTED,
     explain,

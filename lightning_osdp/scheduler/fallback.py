@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lightning_osdp.core.modes import DP, ZDP
-from lightning_osdp.core.plan import Block, Plan, Unit
+from lightning_osdp.core.plans.plan import Block, Plan, Unit
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from lightning_osdp.assign import Setting
-from lightning_osdp.core.byte_size import format_at_least, format_bytes
+from lightning_osdp.core.text.byte_size import format_at_least, format_bytes
 from lightning_osdp.core.workload import Workload
 from lightning_osdp.cost import PeakMemory
 from lightning_osdp.scheduler.sweep import Sweep

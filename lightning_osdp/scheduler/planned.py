@@ -8,7 +8,7 @@ from dataclasses import replace
 from lightning_osdp.assign import Assignment, Setting, chosen_activations
 from lightning_osdp.core.blocks import freed_bytes
 from lightning_osdp.core.modes import DP, ZDP, ShardingMode
-from lightning_osdp.core.plan import Block, Unit
+from lightning_osdp.core.plans.plan import Block, Unit
 from lightning_osdp.core.profile import BlockProfile
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.cost import block_s

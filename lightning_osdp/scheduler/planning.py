@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from lightning_osdp.assign import Modes, Setting, with_blocks
-from lightning_osdp.core.byte_size import format_bytes
 from lightning_osdp.core.cluster import Cluster
-from lightning_osdp.core.document import shown
-from lightning_osdp.core.plan import COST_MODELS, Plan
+from lightning_osdp.core.plans.document import shown
+from lightning_osdp.core.plans.plan import COST_MODELS, Plan
+from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import ModelProfile
-from lightning_osdp.core.progress import Progress, silent
-from lightning_osdp.core.search_space import SearchSpace
+from lightning_osdp.core.text.byte_size import format_bytes
+from lightning_osdp.core.text.progress import Progress, silent
 from lightning_osdp.core.units import SMALL_UNIT_BYTES, partition
 from lightning_osdp.cost import Workload
 from lightning_osdp.engine import AUTO, FSDP2, Engine

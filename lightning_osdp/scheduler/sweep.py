@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from lightning_osdp.assign import Modes, Setting, fill_spare
-from lightning_osdp.core.duration import three_digits
-from lightning_osdp.core.progress import Progress, silent
+from lightning_osdp.core.text.duration import three_digits
+from lightning_osdp.core.text.progress import Progress, silent
 from lightning_osdp.scheduler.candidate import Candidate, samples_per_s
 from lightning_osdp.scheduler.competition import Competition
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
-from lightning_osdp.core.duration import format_seconds
+from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.search.bound import Relaxation, relax
 from lightning_osdp.search.core import Core, Option, reduce_to_core
 from lightning_osdp.search.dominance import Skyline

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning_osdp.core.blocks import with_activations
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.modes import ShardingMode
-from lightning_osdp.core.plan import Plan
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.slices import slice_names, split_operators
 from lightning_osdp.core.units import UnitProfile, grouped

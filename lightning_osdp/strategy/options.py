@@ -13,10 +13,10 @@ from lightning.fabric.utilities.rank_zero import _get_rank
 from lightning.pytorch.strategies import FSDPStrategy
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision
 
-from lightning_osdp.core.byte_size import format_bytes, parse_bytes
-from lightning_osdp.core.document import shown
-from lightning_osdp.core.plan import COST_MODELS, Plan
-from lightning_osdp.core.search_space import SearchSpace
+from lightning_osdp.core.plans.document import shown
+from lightning_osdp.core.plans.plan import COST_MODELS, Plan
+from lightning_osdp.core.plans.search_space import SearchSpace
+from lightning_osdp.core.text.byte_size import format_bytes, parse_bytes
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.search import SOLVERS
 

@@ -17,18 +17,18 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_osdp.apply import fully_shard_arguments
-from lightning_osdp.core.plan import Plan
-from lightning_osdp.core.search_space import SearchSpace
+from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.strategy import averaging, checkpoint, saving, stored
-from lightning_osdp.strategy.agreement import on_rank_zero
-from lightning_osdp.strategy.complete import to_load
-from lightning_osdp.strategy.finetuning import restore_groups
-from lightning_osdp.strategy.launcher import GatheringLauncher, StartMethod
+from lightning_osdp.strategy.checkpointing import averaging, load, saving, stored_plan
+from lightning_osdp.strategy.checkpointing.find_complete import to_load
+from lightning_osdp.strategy.checkpointing.finetuning import restore_groups
+from lightning_osdp.strategy.checkpointing.generators import Generators
+from lightning_osdp.strategy.dry_run.rehearsing import RehearsingStrategy
 from lightning_osdp.strategy.options import Options, check_fsdp_kwargs, pop_prefetch
 from lightning_osdp.strategy.precision import OSDPPrecision
-from lightning_osdp.strategy.rehearsing import RehearsingStrategy
-from lightning_osdp.strategy.rng import Generators
+from lightning_osdp.strategy.runtime.all_ranks import on_rank_zero
+from lightning_osdp.strategy.runtime.launcher import GatheringLauncher, StartMethod
 
 
 class OSDPStrategy(RehearsingStrategy):
@@ -211,11 +211,11 @@ class OSDPStrategy(RehearsingStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        self._division.save(checkpoint)
-        self._generators.save(checkpoint, self.root_device)
-        stored.store(self.plan, checkpoint)
+        self._division.save(load)
+        self._generators.save(load, self.root_device)
+        stored_plan.store(self.plan, load)
         saving.save(
-            checkpoint,
+            load,
             self.broadcast(filepath),
             state_dict_type=self._state_dict_type,
             checkpoint_io=self.checkpoint_io,
@@ -228,7 +228,7 @@ class OSDPStrategy(RehearsingStrategy):
         assert module is not None
         is_fitting = module.trainer.state.fn == TrainerFn.FITTING
         path = Path(self.broadcast(checkpoint_path))
-        loaded = checkpoint.load(
+        loaded = load.load(
             on_rank_zero(lambda: to_load(path, module.trainer)),
             self._sharded,
             self.optimizers if is_fitting else [],
@@ -240,5 +240,5 @@ class OSDPStrategy(RehearsingStrategy):
         if is_fitting:
             self._division.resume(module.trainer, loaded)
             self._generators.resume(loaded, self.root_device)
-            stored.tell_of_change(self.plan, loaded)
+            stored_plan.tell_of_change(self.plan, loaded)
         return loaded

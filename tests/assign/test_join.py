@@ -12,9 +12,9 @@ from lightning_osdp.assign import Setting, join_units
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.cluster import Cluster, Link
 from lightning_osdp.core.modes import DP, ZDP
-from lightning_osdp.core.plan import Plan
+from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import Rerun
-from lightning_osdp.core.search_space import SearchSpace
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload
 from lightning_osdp.engine import FSDP2

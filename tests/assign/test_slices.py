@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from lightning_osdp.assign import Setting, assign_modes, ever_more_slices
-from lightning_osdp.assign.slices import one_sync
+from lightning_osdp.assign.merging.slices import one_sync
 from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_osdp.core.byte_size import format_at_least, format_bytes, parse_bytes
+from lightning_osdp.core.text.byte_size import format_at_least, format_bytes, parse_bytes
 from lightning_osdp.errors import ConfigurationError, OSDPError
 
 

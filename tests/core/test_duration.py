@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_osdp.core.duration import format_seconds, three_digits
+from lightning_osdp.core.text.duration import format_seconds, three_digits
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_osdp.core.modes import MODES
-from lightning_osdp.core.plan import (
+from lightning_osdp.core.plans.plan import (
     ACTIVATION_CHOICES,
     COST_MODELS,
     PREFETCH_CHOICES,

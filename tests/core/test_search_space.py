@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_osdp.core.search_space import SearchSpace
+from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.errors import ConfigurationError
 
 

@@ -17,10 +17,10 @@ from models import GPT, Block
 
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp import OSDPStrategy, SearchSpace
-from lightning_osdp.apply.activations import block_forwards
-from lightning_osdp.apply.reentrant import Reentrant
+from lightning_osdp.apply.activations.blocks import block_forwards
+from lightning_osdp.apply.activations.reentrant import Reentrant
 from lightning_osdp.core.modes import ACTIVATION_CHOICES
-from lightning_osdp.core.plan import Block as PlannedBlock
+from lightning_osdp.core.plans.plan import Block as PlannedBlock
 from lightning_osdp.errors import InfeasibleError
 
 

@@ -20,7 +20,7 @@ from lightning_osdp.callbacks import PlanMonitor
 from lightning_osdp.core.cluster import Link
 from lightning_osdp.errors import UntraceableError
 from lightning_osdp.simulation import simulate
-from lightning_osdp.strategy import planning
+from lightning_osdp.strategy.planning import plan_fit
 
 EVERYTHING = SearchSpace(min_unit_bytes=0, share_units=False)
 
@@ -38,7 +38,7 @@ def _stated(*_, **__):
 STATED_RATES = DeviceRates(flops_per_s={"float32": 1e10, "float64": 1e10}, bytes_per_s=1e10)
 
 
-without_measuring = mock.patch.object(planning, "measure_cluster", new=_stated)
+without_measuring = mock.patch.object(plan_fit, "measure_cluster", new=_stated)
 """For cases that plan but are not about links: measuring takes longer than all the rest, on four ranks seconds."""
 
 

@@ -23,12 +23,12 @@ from strategy_cases import failure, shared_folder
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp import OSDPPrecision, OSDPStrategy, change_plan, profile_model
 from lightning_osdp.apply import ShardedModel
-from lightning_osdp.apply.activations import block_forwards
+from lightning_osdp.apply.activations.blocks import block_forwards
 from lightning_osdp.apply.fsdp2 import internals
 from lightning_osdp.callbacks import PlanMonitor
 from lightning_osdp.callbacks.peak import living_tensors
 from lightning_osdp.core.modes import ACTIVATION_CHOICES
-from lightning_osdp.core.plan_unit import Block
+from lightning_osdp.core.plans.plan_unit import Block
 from lightning_osdp.engine import engine_of
 from lightning_osdp.profiler import LiveBytes
 from lightning_osdp.simulation import planned_units

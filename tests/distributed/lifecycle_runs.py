@@ -28,7 +28,7 @@ from manual_cases import GAN
 from models import OddMLP
 from strategy_cases import shared_folder
 
-from lightning_osdp.strategy.agreement import from_all_ranks
+from lightning_osdp.strategy.runtime.all_ranks import from_all_ranks
 
 
 class Model(OddMLP):

@@ -21,10 +21,10 @@ from torch import nn
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.apply import local
 from lightning_osdp.apply.fsdp2.internals import whole_storages
-from lightning_osdp.core.plan import Plan
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.errors import OSDPError
-from lightning_osdp.strategy.agreement import from_all_ranks
-from lightning_osdp.strategy.stored import read_plan
+from lightning_osdp.strategy.checkpointing.stored_plan import read_plan
+from lightning_osdp.strategy.runtime.all_ranks import from_all_ranks
 
 CALLS = []
 """Micro-batches that a model has seen: what modules hold is restored after a rehearsal, this is not."""

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_osdp import OSDPStrategy, SearchSpace
 from lightning_osdp.callbacks import PlanMonitor
 from lightning_osdp.errors import OSDPError
-from lightning_osdp.strategy import profiling
+from lightning_osdp.strategy.planning import profile_fit
 
 SPACE = SearchSpace(min_unit_bytes=1024)
 
@@ -245,18 +245,18 @@ def a_far_micro_batch_that_cannot_be_profiled():
 
 def profiled_sizes():
     """Samples of the batches that fits profile, where loaders give 4, by the micro-batch that is asked for."""
-    found, profile_model = {}, profiling.profile_model
+    found, profile_model = {}, profile_fit.profile_model
 
     def noted(*args, batch_size, **options):
         sizes.append(batch_size)
         return profile_model(*args, batch_size=batch_size, **options)
 
-    with mock.patch.object(profiling, "profile_model", noted):
+    with mock.patch.object(profile_fit, "profile_model", noted):
         for size in (8, 16):
             sizes = []
             fitted(OSDPStrategy(search_space=SPACE, batch_size=size), WideMLP(), max_steps=1)
             found[size] = sizes
-        with mock.patch.object(profiling, "unsharded_bytes", return_value=2**60 * dist.get_rank()):
+        with mock.patch.object(profile_fit, "unsharded_bytes", return_value=2**60 * dist.get_rank()):
             sizes = []
             fitted(OSDPStrategy(search_space=SPACE, batch_size=16), WideMLP(), max_steps=1)
             found["without memory"] = sizes

@@ -16,9 +16,9 @@ from traced import CPU, PRECISIONS, real_and_fake
 
 from benchmarks.families import FAMILIES as BENCHMARKED
 from benchmarks.families import build
-from lightning_osdp.profiler.fake import faked
-from lightning_osdp.profiler.operation_cost import replayed_s, segment_seconds
-from lightning_osdp.profiler.operations import OperationRecorder
+from lightning_osdp.profiler.fake_tensors.fake_model import faked
+from lightning_osdp.profiler.timing.operation_cost import replayed_s, segment_seconds
+from lightning_osdp.profiler.timing.operations import OperationRecorder
 
 HEADS = 4
 ROUNDING = 0 if torch.__version__ >= (2, 13) else 0.01

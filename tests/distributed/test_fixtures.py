@@ -4,7 +4,7 @@ import fixture_cases as cases
 import pytest
 
 from lightning_osdp.errors import PlanFormatError
-from lightning_osdp.strategy.stored import read_plan
+from lightning_osdp.strategy.checkpointing.stored_plan import read_plan
 
 pytestmark = pytest.mark.distributed
 

@@ -21,7 +21,7 @@ from user_runs import Chain, ddp, difference, fitted
 
 from lightning_osdp import OSDPStrategy, PlanMonitor
 from lightning_osdp.report import render
-from lightning_osdp.strategy import profiling
+from lightning_osdp.strategy.planning import profile_fit
 
 WIDTH = 16
 LENGTHS = [3, 3, 4, 3, 3, 3, 40, 3, 3, 3]
@@ -137,10 +137,10 @@ def too_large():
     """A model for which there is no room on a device, beside the same that is profiled on one, and DDP."""
     found = {}
     expected = fitted(ddp(), Chain(), max_steps=4)
-    for name, is_moved in (("moved", profiling.FitProfiler._is_moved), ("too large", lambda self: False)):
+    for name, is_moved in (("moved", profile_fit.FitProfiler._is_moved), ("too large", lambda self: False)):
         module = Chain()
         module.first.weight.mark = "kept"
-        with mock.patch.object(profiling.FitProfiler, "_is_moved", is_moved):
+        with mock.patch.object(profile_fit.FitProfiler, "_is_moved", is_moved):
             own = fitted(OSDPStrategy(search_space=EVERYTHING), module, max_steps=4)
         plan, off = own[2].strategy.plan, difference(own, expected)
         found[name] = off, plan.peak_bytes, [unit.parameter_bytes for unit in plan.units], module.first.weight.mark

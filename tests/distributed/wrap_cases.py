@@ -14,7 +14,8 @@ from wrapped import compare
 from wrapped_units import NESTED, Nested, plan, units_of
 
 from lightning_osdp.apply import apply_plan
-from lightning_osdp.profiler import cluster, measure_cluster
+from lightning_osdp.profiler import measure_cluster
+from lightning_osdp.profiler.machine import cluster
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_osdp.apply.fsdp2 import internals
-from lightning_osdp.core.plan import Plan, Unit
+from lightning_osdp.core.plans.plan import Plan, Unit
 
 
 class Nested(nn.Module):

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from lightning_osdp.core.plan import Block, Plan, Unit
+from lightning_osdp.core.plans.plan import Block, Plan, Unit
 from lightning_osdp.engine import FLIPS, check_change
 from lightning_osdp.errors import PlanMismatchError
 

@@ -7,8 +7,8 @@ import pytest
 from benchmarks.fsdp1 import FSDP1
 from lightning_osdp.assign import Setting
 from lightning_osdp.core.modes import ALL_MODES, DP, ZDP
-from lightning_osdp.core.plan import Plan
-from lightning_osdp.core.search_space import SearchSpace
+from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.units import partition
 from lightning_osdp.core.workload import Workload
 from lightning_osdp.engine import AUTO, DEFAULT, FSDP2, engine_of

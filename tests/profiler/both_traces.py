@@ -7,9 +7,9 @@ from unittest import mock
 import torch
 from torch import nn
 
-from lightning_osdp.profiler import trace
-from lightning_osdp.profiler.estimate import estimate_step
-from lightning_osdp.profiler.rehearsal import Step
+from lightning_osdp.profiler.step.run_step import Step
+from lightning_osdp.profiler.timing.estimate import estimate_step
+from lightning_osdp.profiler.tracing import trace
 
 CPU = torch.device("cpu")
 DEPTH = 10

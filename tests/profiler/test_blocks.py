@@ -17,8 +17,8 @@ from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload, exact_peak
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.profiler import profile_model
-from lightning_osdp.profiler.blocks import find_blocks
-from lightning_osdp.profiler.calls import recorded_calls
+from lightning_osdp.profiler.tracing.blocks import find_blocks
+from lightning_osdp.profiler.tracing.calls import recorded_calls
 
 EVERYTHING = ("keep", "recompute", "offload", "recompute_offload")
 WIDTH, LENGTH = 16, 8

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_osdp.profiler.calls import recorded_calls
+from lightning_osdp.profiler.tracing.calls import recorded_calls
 
 
 def linear():

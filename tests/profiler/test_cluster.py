@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from lightning_osdp.core.cluster import Link
 from lightning_osdp.profiler import measure_cluster
-from lightning_osdp.profiler.cluster import fit_link
+from lightning_osdp.profiler.machine.cluster import fit_link
 
 SIZES = (16_384, 262_144, 2_097_152, 8_388_608)
 

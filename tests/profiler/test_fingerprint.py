@@ -4,7 +4,7 @@ from torch import nn
 
 from lightning_osdp.errors import ProfileError
 from lightning_osdp.profiler import fingerprint
-from lightning_osdp.profiler.operators import check_parameters
+from lightning_osdp.profiler.tracing.operators import check_parameters
 
 
 def test_fingerprint_names_shape_dtype_frozen_and_tied():

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from lightning_osdp.errors import ProfileError
-from lightning_osdp.profiler.loss import check_finite, check_loss, loss_in
+from lightning_osdp.profiler.step.loss import check_finite, check_loss, loss_in
 
 LOSS = torch.ones(2, requires_grad=True).sum()
 

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from lightning_osdp.profiler import default_memory_limit_bytes, memory
+from lightning_osdp.profiler import default_memory_limit_bytes
+from lightning_osdp.profiler.machine import memory
 
 GIB = 2**30
 CPU = torch.device("cpu")

@@ -11,9 +11,9 @@ from traced import CPU, PRECISIONS, own_step
 
 from lightning_osdp.errors import ConfigurationError, UntraceableError
 from lightning_osdp.profiler import LiveBytes
-from lightning_osdp.profiler.fake import faked
-from lightning_osdp.profiler.operation_cost import replayed_s, roofline_s, segment_seconds
-from lightning_osdp.profiler.operations import Operand, OperationRecorder
+from lightning_osdp.profiler.fake_tensors.fake_model import faked
+from lightning_osdp.profiler.timing.operation_cost import replayed_s, roofline_s, segment_seconds
+from lightning_osdp.profiler.timing.operations import Operand, OperationRecorder
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 

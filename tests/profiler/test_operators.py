@@ -3,8 +3,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_osdp.profiler.calls import recorded_calls
-from lightning_osdp.profiler.operators import find_operators
+from lightning_osdp.profiler.tracing.calls import recorded_calls
+from lightning_osdp.profiler.tracing.operators import find_operators
 
 
 def operators_of(model, *inputs):

@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_osdp.profiler.resize import another_size, resized
+from lightning_osdp.profiler.step.resize import another_size, resized
 
 
 def test_the_second_size_is_smaller_where_it_can_be():

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_osdp.profiler.calls import recorded_calls
-from lightning_osdp.profiler.segments import Position, followed
+from lightning_osdp.profiler.tracing.calls import recorded_calls
+from lightning_osdp.profiler.tracing.segments import Position, followed
 
 
 class Net(nn.Module):

@@ -9,7 +9,7 @@ import torch
 import torchmetrics
 from torch import nn
 
-from lightning_osdp.profiler.snapshot import iterators_in, untouched
+from lightning_osdp.profiler.step.snapshot import iterators_in, untouched
 
 
 class Everything(nn.Module):

@@ -9,8 +9,8 @@ from entangled_models import MODELS
 from torch import nn
 
 from lightning_osdp.errors import ProfileError
-from lightning_osdp.profiler.rehearsal import Step
-from lightning_osdp.profiler.trace import _trace, trace_step
+from lightning_osdp.profiler.step.run_step import Step
+from lightning_osdp.profiler.tracing.trace import _trace, trace_step
 
 CPU = torch.device("cpu")
 READS_VALUES = {"SkipsLayers"}

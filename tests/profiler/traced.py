@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 
 from lightning_osdp.profiler import LiveBytes
-from lightning_osdp.profiler.fake import faked
-from lightning_osdp.profiler.resize import resized
-from lightning_osdp.profiler.snapshot import untouched
-from lightning_osdp.profiler.tensors import tensors_in
+from lightning_osdp.profiler.fake_tensors.fake_model import faked
+from lightning_osdp.profiler.step.resize import resized
+from lightning_osdp.profiler.step.snapshot import untouched
+from lightning_osdp.profiler.step.tensors import tensors_in
 
 CPU = torch.device("cpu")
 PRECISIONS = {"float32": nullcontext, "bf16-mixed": lambda: torch.autocast("cpu", dtype=torch.bfloat16)}

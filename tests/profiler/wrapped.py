@@ -6,7 +6,7 @@ import torch
 from entangled_models import MODELS
 
 from lightning_osdp.apply import ShardedModel
-from lightning_osdp.core.plan import Plan, Unit
+from lightning_osdp.core.plans.plan import Plan, Unit
 from lightning_osdp.core.units import partition
 from lightning_osdp.profiler import fingerprint, profile_model
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from lightning_osdp.core.plan import Block, Plan, Unit
+from lightning_osdp.core.plans.plan import Block, Plan, Unit
 from lightning_osdp.report import render_plan
 from lightning_osdp.report.activations import tell_blocks
 

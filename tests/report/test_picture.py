@@ -6,7 +6,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from lightning_osdp.core.plan import Plan, Unit
+from lightning_osdp.core.plans.plan import Plan, Unit
 from lightning_osdp.cost import Moment
 from lightning_osdp.report import draw_plan, save_picture
 from lightning_osdp.report.memory_picture import BANDS

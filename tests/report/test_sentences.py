@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from lightning_osdp.core.byte_size import format_bytes
-from lightning_osdp.core.duration import format_seconds
-from lightning_osdp.core.plan import Plan, Unit
+from lightning_osdp.core.plans.plan import Plan, Unit
+from lightning_osdp.core.text.byte_size import format_bytes
+from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.report.sentences import (
     explain,
     format_span,

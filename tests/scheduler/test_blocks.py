@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from lightning_osdp.core.affine import Affine
+from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import BlockProfile
-from lightning_osdp.core.search_space import SearchSpace
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.scheduler import make_plan
 from lightning_osdp.simulation import simulate

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from lightning_osdp.core.plan import Block, Plan, Unit
+from lightning_osdp.core.plans.plan import Block, Plan, Unit
 from lightning_osdp.scheduler import freeable_bytes, with_less_memory, with_smaller_micro_batch
 
 

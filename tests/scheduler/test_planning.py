@@ -9,8 +9,8 @@ import pytest
 
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.cluster import UnitOverhead
-from lightning_osdp.core.plan import Plan
-from lightning_osdp.core.search_space import SearchSpace
+from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.engine import FSDP2, engine_of
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.scheduler import make_plan

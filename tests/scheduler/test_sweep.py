@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_osdp.core.search_space import SearchSpace
+from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.engine import FSDP2
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.scheduler import competition, make_plan, sweep

@@ -15,7 +15,7 @@ from lightning_osdp import Cluster, ConfigurationError, OSDPError, OSDPStrategy,
 from lightning_osdp.core.cluster import Link
 from lightning_osdp.core.rates import DeviceRates
 from lightning_osdp.profiler import ComputePrecision
-from lightning_osdp.strategy import planning
+from lightning_osdp.strategy.planning import plan_fit
 
 pytestmark = [
     pytest.mark.usefixtures("one_rank", "quiet"),
@@ -56,7 +56,7 @@ def quiet(monkeypatch):
     """Links are stated; nothing is logged but warnings."""
     link = Link(latency_s=1e-5, seconds_per_byte=1e-9)
     stated = Cluster(world_size=1, all_gather=link, reduce_scatter=link, memory_bytes=2**34)
-    monkeypatch.setattr(planning, "measure_cluster", lambda *_, **__: stated)
+    monkeypatch.setattr(plan_fit, "measure_cluster", lambda *_, **__: stated)
     monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "level", logging.ERROR)
 
 

@@ -10,10 +10,10 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from lightning_osdp.strategy import failure
-from lightning_osdp.strategy.failure import FailureWatch, explain, print_one_line
-from lightning_osdp.strategy.heartbeat import Heartbeats
-from lightning_osdp.strategy.termination import SigtermWatch
+from lightning_osdp.strategy.runtime import failure
+from lightning_osdp.strategy.runtime.failure import FailureWatch, explain, print_one_line
+from lightning_osdp.strategy.runtime.heartbeat import Heartbeats
+from lightning_osdp.strategy.runtime.sigterm import SigtermWatch
 
 ECHO = RuntimeError("Connection closed by peer")
 WAIT_S = 60
@@ -82,7 +82,7 @@ def test_a_rank_that_cannot_end_by_itself_is_ended_with_the_others_text():
     script = """
         import time
         import torch.distributed as dist
-        from lightning_osdp.strategy.failure import FailureWatch
+        from lightning_osdp.strategy.runtime.failure import FailureWatch
 
         store = dist.HashStore()
         FailureWatch(store, "run", rank=0, world_size=2, grace_s=0.1).start()

@@ -2,9 +2,9 @@
 
 import pytest
 
-from lightning_osdp.strategy import fallback
-from lightning_osdp.strategy.rehearsal import Rehearsed
-from lightning_osdp.strategy.shortage import Shortage
+from lightning_osdp.strategy.dry_run import fallback
+from lightning_osdp.strategy.dry_run.step import Rehearsed
+from lightning_osdp.strategy.runtime.out_of_memory import Shortage
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ import torch
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_osdp import ConfigurationError, OSDPStrategy, Plan
-from lightning_osdp.strategy import ranks as ranks_module
-from lightning_osdp.strategy.launcher import GatheringLauncher
+from lightning_osdp.strategy.runtime import ranks as ranks_module
+from lightning_osdp.strategy.runtime.launcher import GatheringLauncher
 
 SCRIPT = Path(__file__).with_name("script.py")
 STEPS, SEED = 8, 5

@@ -8,8 +8,8 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 from lightning_osdp.errors import ProfileError
-from lightning_osdp.strategy.loaders import LoaderChange, common_size, first_batch, samples_per_rank, why_kept
-from lightning_osdp.strategy.once import Peeked
+from lightning_osdp.strategy.batching.loaders import LoaderChange, common_size, first_batch, samples_per_rank, why_kept
+from lightning_osdp.strategy.batching.read_once import Peeked
 
 DATA = TensorDataset(torch.arange(10.0))
 FOUR = TensorDataset(torch.arange(4.0))

@@ -9,8 +9,8 @@ from torch import nn
 
 from lightning_osdp import Cluster, make_plan, profile_model
 from lightning_osdp.core.cluster import Link
-from lightning_osdp.strategy import progress as shown
-from lightning_osdp.strategy.progress import shown_progress
+from lightning_osdp.strategy.planning import progress as shown
+from lightning_osdp.strategy.planning.progress import shown_progress
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_osdp import OSDPStrategy
-from lightning_osdp.strategy import publish
+from lightning_osdp.strategy.planning import publish
 
 
 @pytest.fixture

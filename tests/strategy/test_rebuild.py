@@ -15,7 +15,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lightning_osdp.strategy.rebuild import loader_size, why_fixed, with_batch_size
+from lightning_osdp.strategy.batching.rebuild import loader_size, why_fixed, with_batch_size
 
 DATA = TensorDataset(torch.arange(10.0))
 

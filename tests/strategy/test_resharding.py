@@ -7,7 +7,7 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 
-from lightning_osdp.strategy.resharding import reshard_before_hooks
+from lightning_osdp.strategy.sharding.resharding import reshard_before_hooks
 
 
 class Written(L.Callback):

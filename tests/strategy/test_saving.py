@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint import CheckpointException
 
 from lightning_osdp import ConfigurationError
-from lightning_osdp.strategy import saving
-from lightning_osdp.strategy.saving import CompleteFiles
+from lightning_osdp.strategy.checkpointing import saving
+from lightning_osdp.strategy.checkpointing.saving import CompleteFiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 

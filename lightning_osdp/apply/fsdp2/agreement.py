@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_osdp.apply.fsdp2 import internals
-from lightning_osdp.core.plan import Plan
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.errors import OSDPError, PlanMismatchError, RanksApartError
 
 _PRIME = 2**31 - 1

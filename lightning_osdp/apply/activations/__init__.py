@@ -1,0 +1,1 @@
+"""Blocks that recompute or offload what they save for backward."""

@@ -1,0 +1,213 @@
+"""Blocks that recompute what they save for backward, or have it in host memory: their forward is replaced in place.
+
+Nothing is wrapped, so that names of modules and parameters stay. Units are around this: a block that is a unit
+is gathered once for running again and for its backward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_osdp.apply.activations.buffers import Buffers, Place
+from lightning_osdp.apply.activations.offload import HostMemory
+from lightning_osdp.apply.activations.reentrant import Reentrant
+from lightning_osdp.core.plans.plan_unit import Block
+from lightning_osdp.errors import PlanMismatchError
+
+
+def apply_activations(
+    module: nn.Module, blocks: Sequence[Block], *, device: torch.device, units: Collection[str] = ()
+) -> HostMemory:
+    """Has blocks do with what they save for backward as the plan says; returns what they have on the host.
+
+    Evaluation is not changed: without gradients a block runs as it is. `remove_activations` undoes it.
+
+    Args:
+        module: the model, before it is sharded.
+        blocks: of a plan.
+        device: where the model computes.
+        units: names of the modules that are going to be units of their own.
+
+    Raises:
+        PlanMismatchError: a block is not a module of the model, or is the root, or lies inside another.
+    """
+    forwards = BlockForwards(module, device)
+    forwards.choose(blocks, units=units)
+    return forwards.memory
+
+
+class BlockForwards:
+    """The forwards of a model's blocks, of which each can do something else from one step to the next.
+
+    A forward that was put in the place of a block's own stays there, also while the block keeps what it saves:
+    somebody may have put another one around it.
+
+    Args:
+        module: the model.
+        device: where it computes.
+
+    Attributes:
+        memory: what blocks have on the host.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._module, self.memory = module, HostMemory(device)
+        self._of: dict[nn.Module, BlockForward] = {}
+
+    def choose(self, blocks: Sequence[Block], *, units: Collection[str]) -> None:
+        """Has these blocks do as the plan says, and all others keep what they save; arguments as `apply_activations`.
+
+        Raises:
+            PlanMismatchError: a block is not a module of the model, or is the root, or lies inside another.
+        """
+        check_blocks(self._module, blocks)
+        chosen = {self._module.get_submodule(block.name): block for block in blocks}
+        for own, block in chosen.items():
+            if own not in self._of:
+                is_unit = block.name in units and not any(unit.startswith(f"{block.name}.") for unit in units)
+                self._of[own] = own.forward = BlockForward(own, self.memory, is_unit=is_unit)
+        for own, forward in self._of.items():
+            forward.choose(chosen[own].activations if own in chosen else "keep")
+
+
+def remove_activations(module: nn.Module) -> None:
+    """Gives blocks their own forward back."""
+    for forward in block_forwards(module):
+        forward.undo()
+
+
+def block_forwards(module: nn.Module) -> Iterator[BlockForward]:
+    """The forwards that `apply_activations` put in the place of blocks' own."""
+    for child in module.modules():
+        found = vars(child).get("forward")
+        if isinstance(found, BlockForward):
+            yield found
+
+
+class BlockForward:
+    """A block's forward, which can keep less for backward than the block's own.
+
+    Args:
+        block: the module; none of its hooks are part of what is run again.
+        memory: of the model.
+        is_unit: whether the block is a unit that has none inside.
+
+    Attributes:
+        activations: one of `ACTIVATION_CHOICES`, at first ``keep``.
+    """
+
+    def __init__(self, block: nn.Module, memory: HostMemory, *, is_unit: bool) -> None:
+        self.block, self.memory, self.activations = block, memory, "keep"
+        self._own: Callable[..., Any] | None = vars(block).get("forward")
+        self._run: Callable[..., Any] = block.forward
+        self._buffers = Buffers(block)
+        self._is_unit = is_unit
+        self._reentrant: Reentrant | None = None
+        functools.update_wrapper(self, self._run, updated=())
+
+    def choose(self, activations: str) -> None:
+        """Has the next forward do so with what the block saves."""
+        if activations != self.activations:
+            takes_reentrant = self._is_unit and activations == "recompute_offload"
+            self._reentrant = Reentrant(self.block, self._run, self._buffers) if takes_reentrant else None
+            self.activations = activations
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's outputs."""
+        if self.activations == "keep" or not torch.is_grad_enabled():
+            return self._run(*args, **kwargs)
+        return self._saving_less(args, kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled block would compile what drops and restores
+    def _saving_less(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self.memory.saves_for(self.block) if "offload" in self.activations else nullcontext():
+            if self.activations == "offload":
+                return self._run(*args, **kwargs)
+            if self._reentrant is not None and self._reentrant.takes(args, kwargs):
+                return self._reentrant(args, kwargs)
+            return self._non_reentrant(args, kwargs)
+
+    def undo(self) -> None:
+        """Gives the block its own forward back."""
+        del self.block.forward
+        if self._own is not None:
+            self.block.forward = self._own
+
+    def _non_reentrant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        values: dict[Place, Tensor] = {}
+        reentrant = self._reentrant
+        num_args, names = len(args), tuple(kwargs)  # what is run again must not hold the inputs themselves
+
+        def run(*given: Any) -> Any:
+            return self._run(*given[:num_args], **dict(zip(names, given[num_args:], strict=True)))
+
+        # Tensors are saved as inputs, and so go to the host, only if they are given by position.
+        outputs = checkpoint(
+            run,
+            *args,
+            *kwargs.values(),
+            use_reentrant=False,
+            context_fn=lambda: (self._buffers.updated(values), self._again(values, reentrant)),
+        )
+        if reentrant is not None:
+            reentrant.learn_from(outputs)
+        return outputs
+
+    @contextmanager
+    def _again(self, values: dict[Place, Tensor], reentrant: Reentrant | None) -> Iterator[None]:
+        if reentrant is not None:
+            reentrant.end_learning()
+        with self._buffers.as_they_were(values):
+            yield
+
+
+def with_recomputed(blocks: Sequence[Block], names: Collection[str]) -> tuple[Block, ...]:
+    """Blocks with these modules recomputing, too, where nothing is said of them or of what is around them.
+
+    Args:
+        blocks: of a plan.
+        names: of modules that recompute whatever a plan says.
+    """
+    planned = [block.name for block in blocks]
+    more = [name for name in names if name not in planned and not is_inside(name, planned)]
+    kept = [block for block in blocks if not is_inside(block.name, more)]
+    return (*kept, *(Block(name=name, activations="recompute") for name in more))
+
+
+def is_inside(name: str, names: Collection[str]) -> bool:
+    """Whether a module is inside one of others."""
+    return any(name.startswith(f"{other}.") for other in names)
+
+
+def check_blocks(module: nn.Module, blocks: Sequence[Block]) -> None:
+    """Returns if all blocks are modules of a model, none the root and none inside another.
+
+    Raises:
+        PlanMismatchError: one is not.
+    """
+    modules = dict(module.named_modules())
+    names = {block.name for block in blocks}
+    for block in blocks:
+        name = block.name
+        around = next((other for other in names if name.startswith(f"{other}.")), None)
+        wrong = (
+            "the root"
+            if not name
+            else "not there"
+            if name not in modules
+            else f"inside block {around!r}"
+            if around is not None
+            else None
+        )
+        if wrong is not None:
+            raise PlanMismatchError(
+                f"Expected each block of the plan to be a module of the model, not the root and in no other block, but"
+                f" {name!r} is {wrong}. Plan anew by leaving out `plan=`."
+            )

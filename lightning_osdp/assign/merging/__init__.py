@@ -1,0 +1,1 @@
+"""Other units than operators: blocks, neighbours, slices."""

@@ -1,0 +1,102 @@
+"""Units of one mode that follow each other made one unit of several modules, where that is faster and still fits.
+
+One all-gather takes the place of two, and the unit stays gathered from the first call of its modules to the last.
+Equal pairs of units are joined together, and pairs of pairs after that, so that equal blocks are treated alike.
+
+As in `share`, this is outside the space that the certified gap is about: it can only make a plan faster.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from lightning_osdp.assign.additive import Modes
+from lightning_osdp.assign.merging.share import LARGEST_SHARE
+from lightning_osdp.assign.setting import Setting
+from lightning_osdp.core.modes import DP
+from lightning_osdp.core.units import UnitProfile, joined, may_join
+
+_WORTH_JOINING = 1e-3
+"""Fraction of the step time for which units are joined: fewer and larger ones leave less to choose."""
+
+_MAX_ROUNDS = 4
+"""Times that units are joined in pairs: up to 16 are one then."""
+
+_Pair = tuple[str, str]
+
+
+def join_units(setting: Setting, modes: Modes, *, limit_bytes: float) -> tuple[Setting, Modes]:
+    """The setting with units of several modules where that is faster, and its modes.
+
+    Args:
+        setting: with units as they are after sharing; `Setting.once` keeps what is made of it.
+        modes: one per unit, which fit.
+        limit_bytes: the most bytes that may live on one rank.
+    """
+    if setting.is_paper or setting.num_slices:
+        return setting, modes
+    for _ in range(_MAX_ROUNDS):
+        before = setting
+        for pairs in _pairs(setting, modes):
+            setting, modes = _join(setting, modes, pairs, limit_bytes)
+        if setting is before:
+            break
+    return setting, modes
+
+
+def _join(setting: Setting, modes: Modes, pairs: Sequence[_Pair], limit_bytes: float) -> tuple[Setting, Modes]:
+    """As many of the last pairs as fit and are faster, found by halving."""
+    names = {unit.name: unit for unit in setting.units}
+    pairs = [pair for pair in pairs if all(name in names for name in pair)]  # others may have been joined meanwhile
+    worth_s = setting.step_time_s(modes) * (1 - _WORTH_JOINING)
+    count = len(pairs)
+    while count:
+        tried = _with(setting, modes, pairs[-count:])
+        if tried is None or tried[0].step_time_s(tried[1]) >= worth_s:
+            break
+        if tried[0].exact_peak(tried[1]).peak_bytes <= limit_bytes:
+            return tried
+        count //= 2
+    return setting, modes
+
+
+def _with(setting: Setting, modes: Modes, pairs: Sequence[_Pair]) -> tuple[Setting, Modes] | None:
+    found = setting.once(("joined", *pairs), partial(_joined, setting, tuple(pairs)))
+    if not found:
+        return None
+    by_name = {unit.name: mode for unit, mode in zip(setting.units, modes, strict=True)}
+    (with_lists,) = found
+    return with_lists, tuple(DP if unit.is_root else by_name[unit.name] for unit in with_lists.units)
+
+
+def _joined(setting: Setting, pairs: Sequence[_Pair]) -> Iterator[Setting]:
+    """With each of these pairs one unit; nothing where one cannot be."""
+    units = joined(setting.profile, setting.units, pairs)
+    if units is not None:
+        yield dataclasses.replace(setting, units=units)
+
+
+def _pairs(setting: Setting, modes: Modes) -> list[list[_Pair]]:
+    """Pairs of neighbours of one mode that may be joined, equal ones together, no unit in two of the same kind."""
+    most_bytes = LARGEST_SHARE * sum(unit.gathered_bytes for unit in setting.units)
+    found: dict[tuple[object, ...], list[_Pair]] = {}
+    taken: dict[tuple[object, ...], set[str]] = {}
+    units = [*zip(setting.units, modes, strict=True)]
+    for index in range(1, len(units) - 1):
+        (first, mode), (second, other) = units[index : index + 2]
+        if mode != other or mode.activations != "keep" or not may_join(setting.profile, setting.units, index):
+            continue
+        if first.gathered_bytes + second.gathered_bytes > most_bytes:
+            continue
+        key = (mode, _structure(first), _structure(second))
+        if taken.setdefault(key, set()).isdisjoint({first.name, second.name}):
+            taken[key] |= {first.name, second.name}
+            found.setdefault(key, []).append((first.name, second.name))
+    return [*found.values()]
+
+
+def _structure(unit: UnitProfile) -> tuple[object, ...]:
+    """Equal for units that cost the same."""
+    return unit.gathered_bytes, unit.gradient_bytes, unit.kind

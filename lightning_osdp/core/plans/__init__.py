@@ -1,0 +1,1 @@
+"""A plan, what it may choose, and its file."""

@@ -1,0 +1,280 @@
+"""The plan: what to shard how, and what that is predicted to cost. A document of names and numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lightning_osdp.core.modes import ACTIVATION_CHOICES, DP, MODES, SYNC_CHOICES, ZDP
+from lightning_osdp.core.plans.document import read_dataclass, shown
+from lightning_osdp.core.plans.plan_unit import Block, Decision, Unit
+from lightning_osdp.core.slices import slice_names
+from lightning_osdp.errors import PlanFormatError, PlanMismatchError
+
+SCHEMA_VERSION = 3
+PREFETCH_CHOICES = ("pre", "none")
+"""Settings of backward prefetch."""
+COST_MODELS = ("simulate", "paper")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How to shard one model for one number of ranks; applying it decides nothing.
+
+    Bytes are per rank. A plan made without a profile (see `Plan.all_zdp_step_time_s`) has no predicted times.
+    """
+
+    fingerprint: Mapping[str, str]
+    """Parameter name -> shape, dtype and marks of the model that the plan is for."""
+    world_size: int
+    units: tuple[Unit, ...]
+    """Root first, then in forward order. They fix what is gathered together."""
+    memory_limit_bytes: int
+    peak_bytes: int
+    """Predicted peak of live bytes in one optimizer step, on the rank that holds most."""
+    micro_batch_size: int
+    """Samples per rank and micro-batch."""
+    num_micro_batches: int
+    """Micro-batches per optimizer step."""
+    step_time_s: float
+    """Predicted seconds of one optimizer step."""
+    samples_per_s: float
+    """Predicted samples per second, all ranks together."""
+    gap: float
+    """No plan in the search space is predicted to be faster by more than this fraction."""
+    blocks: tuple[Block, ...] = ()
+    """Modules that recompute or offload what they save for backward, in forward order; all others keep it."""
+    recomputable: tuple[Block, ...] = ()
+    """Of those that keep it, modules that might recompute, with what that would free and take, in forward order."""
+    solver: str = ""
+    cost_model: str = "simulate"
+    """What predicted it: ``simulate``, a step as ``fully_shard`` runs it, or ``paper``, the sums of equation 1."""
+    backward_prefetch: str = "pre"
+    forward_prefetch: bool = False
+    asynchronous_unshard: bool = True
+    """Whether all-gathers are issued so that computing may go on, and their buffers are gone sooner."""
+    late_forward: tuple[str, ...] = ()
+    """Units, or slices of them, that are gathered when forward comes to them though others are gathered ahead."""
+    late_backward: tuple[str, ...] = ()
+    """The same of backward."""
+    all_zdp_step_time_s: float = 0.0
+    """Predicted seconds that plain FSDP takes for as many samples: every unit ZDP, in those micro-batches, with those
+    activations kept or recomputed, that are fastest under the limit; 0 where it does not fit."""
+    all_zdp_peak_bytes: int = 0
+    """Its predicted peak; the least there is where it does not fit."""
+    all_zdp_how: str = ""
+    """In what it differs from this plan's micro-batches, with all activations kept; nothing where it does not."""
+    peak_phase: str = ""
+    """Where the peak is: ``forward``, ``backward``, ``reduce-scatter`` or ``optimizer step``."""
+    peak_operator: str = ""
+    """Operator that runs at the peak; the empty string in the loss and in the optimizer step."""
+    peak_parts: Mapping[str, int] = field(default_factory=dict)
+    """What the peak consists of, in bytes."""
+    evaluation_peak_bytes: int = 0
+    """Predicted peak while the model is evaluated in batches of ``micro_batch_size`` samples per rank."""
+    notes: tuple[str, ...] = ()
+    schema_version: int = field(default=SCHEMA_VERSION)
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """One entry per operator, derived from the units."""
+        return tuple(
+            Decision(operator=operator, unit=unit.name, modes=unit.modes)
+            for unit in self.units
+            for operator in unit.operators
+        )
+
+    @property
+    def predicted_gain(self) -> float:
+        """Predicted samples/s over plain FSDP's at its best under the same limit; 1.0 where that is not known."""
+        predicted = self.all_zdp_step_time_s > 0 and self.step_time_s > 0
+        return self.all_zdp_step_time_s / self.step_time_s if predicted else 1.0
+
+    def to_json(self) -> str:
+        """JSON text: the fields of this class, with `decisions` beside them for readers."""
+        # asdict copies a dict but cannot copy other mappings, such as a MappingProxyType
+        plain = dataclasses.replace(self, fingerprint=dict(self.fingerprint), peak_parts=dict(self.peak_parts))
+        document = dataclasses.asdict(plain)
+        document["decisions"] = [dataclasses.asdict(decision) for decision in self.decisions]
+        ordered = {"schema_version": document.pop("schema_version"), **document}
+        return json.dumps(ordered, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str = "the plan") -> Plan:
+        """Plan from what `to_json` wrote.
+
+        Args:
+            text: JSON text.
+            source: what to call the text in errors, such as its path.
+
+        Raises:
+            PlanFormatError: not JSON, of another schema version, or an entry is missing, unknown or nonsensical.
+        """
+        if not isinstance(text, str):
+            raise PlanFormatError(f"Expected {source} to be JSON text, got {type(text).__name__}.")
+        try:
+            document = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise PlanFormatError(
+                f"Expected {source} to be a JSON document written by `Plan.save`, but it cannot be parsed: {error}."
+                " Restore the file, or plan anew by leaving out `plan=`."
+            ) from error
+        return _plan_from_document(document, source)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan as JSON; the file appears only when it is complete."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".part")
+        partial.write_text(self.to_json(), encoding="utf-8")
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Plan from a file written by `save`.
+
+        Raises:
+            PlanFormatError: there is no such file, or it is not a plan.
+        """
+        path = Path(path)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:  # not text in UTF-8, or a path that no file can have
+            raise PlanFormatError(f"Expected a plan file at {str(path)!r}, but it cannot be read: {error}.") from error
+        return cls.from_json(text, source=f"plan file {str(path)!r}")
+
+    def check_matches(self, fingerprint: Mapping[str, str], *, world_size: int) -> None:
+        """Returns if the plan is for this model on this many ranks.
+
+        Raises:
+            PlanMismatchError: with the first differences.
+        """
+        differences = []
+        if world_size != self.world_size:
+            differences.append(f"the plan is for {self.world_size} ranks, this run has {world_size}")
+        names = list(dict.fromkeys([*self.fingerprint, *fingerprint]))
+        for name in names:
+            planned, found = self.fingerprint.get(name), fingerprint.get(name)
+            if planned != found:
+                planned, found = (text if text is not None else "not there" for text in (planned, found))
+                differences.append(f"parameter {name!r}: planned {planned}, found {found}")
+        if differences:
+            first, rest = differences[:3], len(differences) - 3
+            listed = "; ".join(first) + (f"; and {rest} more" if rest > 0 else "")
+            raise PlanMismatchError(
+                f"Expected a plan for this model and this number of ranks, but: {listed}."
+                " Plan anew by leaving out `plan=`, or use the model and the number of ranks that it was made for."
+            )
+
+
+def _plan_from_document(document: object, source: str) -> Plan:
+    if not isinstance(document, dict):
+        raise PlanFormatError(f"Expected {source} to hold a JSON object, got {type(document).__name__}.")
+    version = document.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise PlanFormatError(
+            f"Expected {source} to have schema_version {SCHEMA_VERSION}, got {shown(version)}."
+            " Plan anew with this version of lightning_osdp, or use the version that wrote the plan."
+        )
+    entries = {key: value for key, value in document.items() if key != "decisions"}
+    units = entries.get("units")
+    if not isinstance(units, list) or not units:
+        raise PlanFormatError(f"Expected 'units' of {source} to be a non-empty list, got {shown(units)}.")
+    entries["units"] = tuple(read_dataclass(Unit, unit, f"units[{i}] of {source}") for i, unit in enumerate(units))
+    for field_name in ("blocks", "recomputable"):
+        blocks = entries.get(field_name, [])
+        if not isinstance(blocks, list):
+            raise PlanFormatError(f"Expected {field_name!r} of {source} to be a list, got {shown(blocks)}.")
+        entries[field_name] = tuple(
+            read_dataclass(Block, block, f"{field_name}[{i}] of {source}") for i, block in enumerate(blocks)
+        )
+    plan = read_dataclass(Plan, entries, source)
+    _check_units(plan.units, source)
+    _check_blocks((*plan.blocks, *plan.recomputable), source)
+    _check_numbers(plan, source)
+    _check_late(plan, source)
+    if "decisions" in document:
+        derived = json.loads(plan.to_json())["decisions"]
+        if document["decisions"] != derived:
+            raise PlanFormatError(
+                f"Expected 'decisions' of {source} to be what its 'units' say, but they differ."
+                " Edit 'units' (they say what is sharded how) and delete 'decisions' (they are derived)."
+            )
+    return plan
+
+
+def _check_units(units: tuple[Unit, ...], source: str) -> None:
+    seen_units: set[str] = set()
+    seen_operators: set[str] = set()
+    seen_modules: set[str] = set()
+    for unit in units:
+        where = f"unit {unit.name!r} of {source}"
+        if not unit.modes:
+            raise PlanFormatError(f"Expected {where} to have at least one mode, got none.")
+        checks = [("mode", mode, tuple(MODES)) for mode in unit.modes]
+        checks.append(("sync", unit.sync, SYNC_CHOICES))
+        for what, value, choices in checks:
+            if value not in choices:
+                raise PlanFormatError(f"Expected {what} of {where} to be one of {choices}, got {value!r}.")
+        for name in ("parameter_bytes", "time_s", "keep_costs_bytes", "accumulate_costs_bytes"):
+            if getattr(unit, name) < 0:
+                raise PlanFormatError(f"Expected {name!r} of {where} to be at least 0, got {getattr(unit, name)!r}.")
+        repeated = seen_operators.intersection(unit.operators) | ({unit.name} & seen_units)
+        if repeated or len(set(unit.operators)) < len(unit.operators):
+            raise PlanFormatError(f"Expected units and operators of {source} once each, got {where} again.")
+        if seen_modules.intersection(unit.modules) or len(set(unit.modules)) < len(unit.modules):
+            raise PlanFormatError(f"Expected modules of {source} in one unit each, got those of {where} again.")
+        if unit.modules and (unit.num_slices > 1 or not unit.name):
+            raise PlanFormatError(f"Expected no 'modules' in {where}: neither slices nor the root are grouped.")
+        seen_modules.update(unit.modules)
+        seen_units.add(unit.name)
+        seen_operators.update(unit.operators)
+    if "" not in seen_units:
+        raise PlanFormatError(f"Expected {source} to have a root unit, named '', got none.")
+
+
+def _check_blocks(blocks: tuple[Block, ...], source: str) -> None:
+    names = {block.name for block in blocks}
+    if len(names) < len(blocks):
+        raise PlanFormatError(f"Expected blocks of {source} once each, got {[block.name for block in blocks]}.")
+    for block in blocks:
+        where, choices = f"block {block.name!r} of {source}", ACTIVATION_CHOICES[1:]
+        if block.activations not in choices:
+            raise PlanFormatError(f"Expected activations of {where} to be one of {choices}, got {block.activations!r}.")
+        if block.frees_bytes < 0:
+            raise PlanFormatError(f"Expected 'frees_bytes' of {where} to be at least 0, got {block.frees_bytes!r}.")
+        parts = block.name.split(".")
+        around = {".".join(parts[:length]) for length in range(1, len(parts))}
+        if not block.name or around & names:
+            raise PlanFormatError(f"Expected no block of {source} inside another, and not the root, got {where}.")
+
+
+def _check_numbers(plan: Plan, source: str) -> None:
+    at_least = {"world_size": 1, "micro_batch_size": 1, "num_micro_batches": 1, "memory_limit_bytes": 1}
+    at_least |= dict.fromkeys(("peak_bytes", "step_time_s", "samples_per_s", "gap"), 0)
+    at_least |= dict.fromkeys(("all_zdp_step_time_s", "all_zdp_peak_bytes", "evaluation_peak_bytes"), 0)
+    for name, least in at_least.items():
+        value = getattr(plan, name)
+        if value < least:
+            raise PlanFormatError(f"Expected {name!r} of {source} to be at least {least}, got {value!r}.")
+    for name, choices in {"backward_prefetch": PREFETCH_CHOICES, "cost_model": COST_MODELS}.items():
+        value = getattr(plan, name)
+        if value not in choices:
+            raise PlanFormatError(f"Expected {name!r} of {source} to be one of {choices}, got {value!r}.")
+
+
+def _check_late(plan: Plan, source: str) -> None:
+    known = {part for unit in plan.units if unit.name for part in slice_names(unit.name, unit.num_slices)}
+    for field_name in ("late_forward", "late_backward"):
+        late = getattr(plan, field_name)
+        unknown = [name for name in late if name not in known]
+        if unknown:
+            raise PlanFormatError(
+                f"Expected {field_name!r} of {source} to name units or slices but the root, got {shown(unknown[0])}."
+            )
+
+
+__all__ = ["ACTIVATION_CHOICES", "DP", "SCHEMA_VERSION", "SYNC_CHOICES", "ZDP", "Block", "Decision", "Plan", "Unit"]

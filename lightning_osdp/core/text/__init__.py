@@ -1,0 +1,1 @@
+"""Sizes, durations, names and progress as text."""

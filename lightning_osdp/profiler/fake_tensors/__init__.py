@@ -1,0 +1,1 @@
+"""The model on tensors without values."""

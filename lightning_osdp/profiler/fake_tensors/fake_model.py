@@ -1,0 +1,144 @@
+"""A model of fake tensors for a while: its own training step runs, and nothing is allocated or computed."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_osdp.errors import OSDPError, UntraceableError
+from lightning_osdp.profiler.fake_tensors.rules import AsAllocated
+from lightning_osdp.profiler.step.snapshot import untouched
+from lightning_osdp.profiler.step.tensors import tensors_in
+
+
+@contextmanager
+def faked(
+    module: nn.Module,
+    batch: Any,
+    device: torch.device,
+    *,
+    assumes_ones: bool = False,
+    changed: set[nn.Parameter] | None = None,
+) -> Iterator[Any]:
+    """Fake tensors in place of the module's parameters, buffers and other tensors, with gradients on.
+
+    Fake tensors have shape, strides, dtype and device, and no values. Operations on them take the same path through
+    torch as on real ones, saved tensors and autocast included, but only work out what the result looks like; one
+    without a rule for that is run on zeros. ``module.parameters()`` returns fakes inside, one for each parameter
+    however often it is registered or kept as an attribute, and frozen where the parameter is; hooks on the parameters
+    themselves are left out. Counting modes such as `LiveBytes` must be entered inside.
+
+    On exit everything is as before, as `untouched` says, also after an error.
+
+    Args:
+        module: the model, real or on the meta device.
+        batch: one batch for it, real or on the meta device; it is not touched.
+        device: where the model trains: fakes of tensors on the meta device are there, all others where the real
+            ones are.
+        assumes_ones: whether a value that the step reads is taken as one, which may lead it down another path.
+        changed: gets the parameters that the step writes to.
+
+    Yields:
+        The batch, copied with fakes for its tensors. `resized` gives it another number of samples.
+
+    Raises:
+        UntraceableError: the device is not there; or what runs inside needs values, cannot be run on fakes, or
+            failed for a reason of its own, which is the cause attached. Errors of this package pass through.
+
+    Example:
+        >>> layer = nn.Linear(3, 2)
+        >>> with faked(layer, torch.ones(5, 3), torch.device("cpu")) as batch:
+        ...     layer(batch).sum().backward()
+        ...     layer.weight.grad
+        FakeTensor(..., size=(2, 3))
+        >>> layer.weight.grad is None
+        True
+    """
+    if not torch.get_device_module(device).is_available():
+        raise UntraceableError(
+            f"Expected {device} to be there, for autograd asks it even about fake tensors, but it is not."
+            " Profile on a machine that has it, or for the CPU."
+        )
+    with untouched(module):
+        try:
+            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            stand_ins = _StandIns(mode, device)
+            fake_batch = copy.deepcopy(batch, {id(tensor): stand_ins.of(tensor) for tensor in tensors_in(batch)})
+            parameters = list(module.parameters())
+            for child in module.modules():
+                stand_ins.put_into(vars(child))
+            with mode, AsAllocated(assumes_ones=assumes_ones) as noted, torch.enable_grad():
+                yield fake_batch
+            if changed is not None:
+                changed |= {p for p in parameters if stand_ins.of(p).untyped_storage()._cdata in noted.written}
+        except OSDPError:
+            raise
+        except Exception as error:  # a training step may do anything, and so may fail in any way
+            raise UntraceableError(
+                f"Expected the training step of {type(module).__name__} to run on fake tensors, which have shapes but"
+                f" no values, but it failed: {error!r}. Let it read no values (.item(), .tolist(), NumPy, shapes that"
+                " depend on data), or profile it with real parameters."
+            ) from error
+
+
+class _StandIns:
+    """One fake for each tensor; those that share a storage have fakes that do."""
+
+    def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
+        self._mode, self._device = mode, device
+        self._fakes: dict[int, Tensor] = {}
+        self._kept: list[Any] = []  # so that an id stays taken
+        self._visited: set[int] = set()
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The tensor's fake, as a leaf of autograd."""
+        if id(tensor) not in self._fakes:
+            self._kept.append(tensor)
+            self._fakes[id(tensor)] = self._made(tensor)
+        return self._fakes[id(tensor)]
+
+    def _made(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return self._mode.from_tensor(tensor if tensor.is_leaf else tensor.detach())
+        fake = self._mode.fake_tensor_converter.from_meta_and_device(self._mode, tensor.detach(), self._device)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        return fake.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+
+    def put_into(self, container: Any) -> None:
+        """Replaces tensors in a container, and in those inside it, without replacing the containers."""
+        if id(container) in self._visited:
+            return
+        self._visited.add(id(container))
+        if isinstance(container, set):
+            items = [self._instead_of(item) for item in container]
+            container.clear()
+            container.update(items)
+            return
+        for key, item in list(container.items() if isinstance(container, dict) else enumerate(container)):
+            replaced = self._instead_of(item)
+            if replaced is not item:
+                container[key] = replaced
+
+    def _instead_of(self, item: Any) -> Any:
+        if isinstance(item, Tensor):
+            return self.of(item)
+        if isinstance(item, weakref.ref) and isinstance(referent := item(), Tensor):
+            return weakref.ref(self.of(referent))  # recurrent layers compare their weights with these
+        if isinstance(item, torch.device) and item.type == "meta":
+            return self._device  # Lightning's modules and metrics note theirs
+        if isinstance(item, (dict, list, deque, set)):
+            self.put_into(item)
+        elif isinstance(item, tuple):
+            replaced = [self._instead_of(inner) for inner in item]
+            if any(new is not old for new, old in zip(replaced, item, strict=True)):
+                return type(item)(*replaced) if hasattr(item, "_fields") else type(item)(replaced)
+        return item

@@ -1,0 +1,174 @@
+"""What a unit costs beside its collectives: the runtime's hooks, views and copies, measured on the process group."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, UnitOverhead
+from lightning_osdp.profiler.timing.fastest import REPEATS, fastest_s
+
+_SMALL, _MEDIUM, _LARGE = 64, 512, 1024
+"""Widths of square float32 layers of 16 KiB, 1 and 4 MiB: overhead is affine in the bytes of a unit."""
+_FEW, _MANY = 1, 6
+_ONE, _SEVERAL = 1, 6
+"""Parameters of a unit."""
+_COLLECTIVES = (REPEATS + 1) * (_FEW + _MANY) * 3
+"""Timed for each kind of unit: gathers of forward alone, gathers and reduces of forward and backward."""
+_PATIENCE_S = 5.0
+"""For collectives of the largest width."""
+
+
+def measure_unit_overhead(cluster: Cluster, device: torch.device) -> Mapping[str, UnitOverhead]:
+    """Seconds of each of `UNIT_PARTS` that neither collectives nor the operators explain.
+
+    Chains of one and of six equal units are run, sharded and plain; the difference per unit, less the links' prediction
+    of its collectives, is the overhead. Forward alone tells a gather from all the rest. Units of one parameter of 16
+    KiB, of six of them, and of one of 4 MiB are measured, or of 1 MiB where collectives of so many bytes take too long.
+    Call it on all ranks.
+
+    Args:
+        cluster: with the links.
+        device: where to run.
+
+    Returns:
+        The same values on every rank: those of the slowest. Empty with one rank.
+    """
+    if cluster.world_size == 1:
+        return {}
+    kinds = (_SMALL, _ONE), (_large_width(cluster), _ONE), (_SMALL, _SEVERAL)
+    small_s, large_s, several_s = (_measured_s(*kind, cluster, device) for kind in kinds)
+    gc.collect()  # what shards a module refers to it and to itself: nothing of the chains outlives this
+    small_bytes, large_bytes, several_bytes = (_num_bytes(*kind) for kind in kinds)
+    return {
+        part: fitted(
+            (small_bytes, small_s[part]),
+            (large_bytes, large_s[part]),
+            (several_bytes, several_s[part]),
+            num_tensors=_SEVERAL,
+        )
+        for part in UNIT_PARTS
+    }
+
+
+def parts_s(gather_s: float, dp_s: float, held_s: float) -> dict[str, float]:
+    """Seconds of the parts that make up what was measured of one micro-batch: none is less than nothing.
+
+    Without collectives there is less to do than with them: what says otherwise is noise. Flattening and reducing are
+    not told apart further than the difference shows.
+
+    Args:
+        gather_s: one gather.
+        dp_s: one gather, flattening and reducing.
+        held_s: flattening and accumulating.
+
+    Example:
+        >>> parts_s(2.0, 5.0, 1.0)
+        {'gather': 2.0, 'flatten': 1.0, 'reduce': 2.0, 'accumulate': 0.0}
+    """
+    gather_s = max(0.0, gather_s)
+    backward_s = max(0.0, dp_s - gather_s)
+    held_s = min(max(0.0, held_s), gather_s + backward_s)
+    flatten_s = min(held_s, backward_s)
+    return {
+        "gather": gather_s,
+        "flatten": flatten_s,
+        "reduce": backward_s - flatten_s,
+        "accumulate": held_s - flatten_s,
+    }
+
+
+def fitted(
+    small: tuple[int, float], large: tuple[int, float], several: tuple[int, float], *, num_tensors: int
+) -> UnitOverhead:
+    """What explains the seconds of three kinds of units; no part of it is less than nothing.
+
+    Args:
+        small: bytes of a small unit of one parameter, and its seconds.
+        large: of a large one.
+        several: of a unit of several small parameters.
+        num_tensors: how many.
+
+    Example:
+        >>> fitted((10, 2.6), (110, 3.6), (30, 6.8), num_tensors=3)
+        UnitOverhead(fixed_s=0.5, seconds_per_byte=0.01, seconds_per_tensor=2.0)
+    """
+    per_byte_s = max(0.0, (large[1] - small[1]) / (large[0] - small[0]))
+    rest_s = small[1] - per_byte_s * small[0]
+    per_tensor_s = max(0.0, (several[1] - per_byte_s * several[0] - rest_s) / (num_tensors - 1))
+    per_tensor_s = min(per_tensor_s, max(0.0, rest_s))
+    return UnitOverhead(
+        fixed_s=max(0.0, rest_s - per_tensor_s), seconds_per_byte=per_byte_s, seconds_per_tensor=per_tensor_s
+    )
+
+
+def _num_bytes(width: int, num_tensors: int) -> int:
+    return 4 * width * width * num_tensors
+
+
+def _large_width(cluster: Cluster) -> int:
+    """The largest one, unless its collectives are predicted to take too long; the same on every rank."""
+    links = (cluster.all_gather, cluster.reduce_scatter)
+    longest_s = max(link.ring_s(_num_bytes(_LARGE, _ONE), cluster.world_size) for link in links)
+    return _LARGE if _COLLECTIVES * longest_s <= _PATIENCE_S else _MEDIUM
+
+
+def _measured_s(width: int, num_tensors: int, cluster: Cluster, device: torch.device) -> dict[str, float]:
+    """Seconds of each part of a unit."""
+    num_bytes = _num_bytes(width, num_tensors)
+    gather_s = cluster.all_gather.ring_s(num_bytes, cluster.world_size)
+    reduce_s = cluster.reduce_scatter.ring_s(num_bytes, cluster.world_size)
+    make = partial(_unit, width, num_tensors, device)
+    few, many = (_chain_s(make, num_units, device) for num_units in (_FEW, _MANY))
+    gathered, dp, held = ((many[name] - few[name]) / (_MANY - _FEW) for name in ("gathered", "dp", "held"))
+    return parts_s(gathered - gather_s, dp - gather_s - reduce_s, held)
+
+
+def _chain_s(make: Callable[[], nn.Module], num_units: int, device: torch.device) -> dict[str, float]:
+    """Seconds that sharding a chain of units adds to forward, to a step, and to one without collectives."""
+    plain = nn.Sequential(*(make() for _ in range(num_units)))
+    batch = torch.ones(1, next(plain.parameters()).shape[1], device=device)
+    forward_s = fastest_s(partial(_forward, plain, batch), device)
+    step_s = fastest_s(partial(_step, plain, batch), device)
+    zdp = _sharded([make() for _ in range(num_units)], device, keeps=False)
+    gathered_s = fastest_s(partial(_forward, zdp, batch), device)
+    dp = _sharded([make() for _ in range(num_units)], device, keeps=True)
+    dp_s = fastest_s(partial(_step, dp, batch), device)
+    for unit in dp.modules():  # they keep what they have gathered, and add up gradients
+        if isinstance(unit, FSDPModule):
+            unit.set_requires_gradient_sync(False, recurse=False)
+            unit.set_reshard_after_backward(False, recurse=False)
+    held_s = fastest_s(partial(_step, dp, batch, accumulates=True), device)
+    return {"gathered": gathered_s - forward_s, "dp": dp_s - step_s, "held": held_s - step_s}
+
+
+def _unit(width: int, num_tensors: int, device: torch.device) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(width, width, bias=False, device=device) for _ in range(num_tensors)))
+
+
+def _sharded(units: list[nn.Module], device: torch.device, *, keeps: bool) -> nn.Module:
+    """A chain of units."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for unit in units:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=not keeps)
+    chain = nn.Sequential(*units)
+    fully_shard(chain, mesh=mesh)
+    return chain
+
+
+@torch.no_grad()
+def _forward(module: nn.Module, batch: Tensor) -> None:
+    module(batch)
+
+
+def _step(module: nn.Module, batch: Tensor, *, accumulates: bool = False) -> None:
+    if not accumulates:
+        module.zero_grad()
+    module(batch).sum().backward()

@@ -1,0 +1,1 @@
+"""The user's training step, run for its cost alone."""

@@ -1,0 +1,190 @@
+"""Which modules are operators, in which order forward runs them, and which modules may be their units.
+
+``fully_shard`` gathers a unit's parameters for the time of its module's forward, and puts into the unit whatever
+parameters lie below that module in the tree and in no unit of their own. So a module can be the unit of an operator
+only if
+
+- it is at or above the operator on every path from the root (a module may be registered twice),
+- it runs whenever the operator's parameters are read, and
+- it captures no parameter of another operator for which these do not hold (a tied one that is read elsewhere).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils.parametrize import ParametrizationList
+
+from lightning_osdp.errors import ProfileError
+from lightning_osdp.profiler.tracing.calls import Calls
+
+
+@dataclass
+class Operator:
+    """A module that owns parameters, as found in the tree and seen in one forward."""
+
+    name: str
+    module: nn.Module
+    parameters: list[nn.Parameter]
+    """Parameters that count here; a tied one counts at its first operator only."""
+    gradients: list[nn.Parameter]
+    """Parameters whose gradients its backward makes first; a tied one's at its last operator, where backward begins."""
+    enclosing: tuple[str, ...]
+    """See `OperatorProfile.enclosing`."""
+    signature: str = ""
+
+
+def fingerprint(module: nn.Module) -> dict[str, str]:
+    """Parameter name -> dtype, shape and marks, for every name, tied ones included.
+
+    Example:
+        >>> fingerprint(nn.Linear(3, 2, bias=False))
+        {'weight': 'float32[2, 3]'}
+    """
+    first: dict[nn.Parameter, str] = {}
+    described = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        text = f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)}"
+        if not parameter.requires_grad:
+            text += " frozen"
+        if parameter in first:
+            text += f" tied to {first[parameter]}"
+        first.setdefault(parameter, name)
+        described[name] = text
+    return described
+
+
+def check_parameters(module: nn.Module) -> None:
+    """Returns if ``fully_shard`` can shard the module.
+
+    Raises:
+        ProfileError: it has no parameters, or one that cannot be sharded.
+    """
+    parameters = dict(module.named_parameters())
+    if not parameters:
+        raise ProfileError(
+            f"Expected {type(module).__name__} to have parameters to shard, but it has none."
+            " Create its layers in __init__ or configure_model, or use another strategy."
+        )
+    for name, parameter in parameters.items():
+        if isinstance(parameter, UninitializedParameter):
+            raise ProfileError(
+                f"Expected parameters of known shapes, but {name!r} is created by the first batch (a lazy module)."
+                " Run one batch through the model in configure_model, or state the layer's sizes."
+            )
+        if parameter.dim() == 0:
+            raise ProfileError(
+                f"fully_shard cannot shard a scalar parameter, but {name!r} has shape []."
+                " Make it a tensor of one element, torch.nn.Parameter(value.reshape(1))."
+            )
+
+
+def find_operators(module: nn.Module, calls: Calls) -> list[Operator]:
+    """Operators in forward order; those that are never called stand where the nearest module around them does.
+
+    Args:
+        module: the whole model.
+        calls: what one forward of it did.
+    """
+    tree = _Tree(module)
+    owners = {name: ps for name, child in tree.modules.items() if (ps := _own_parameters(child))}
+    enclosing = _enclosing(tree, owners, calls)
+    rank = {name: index for index, name in enumerate(["", *calls.signatures])}
+    operators: list[Operator] = []
+    counted: set[nn.Parameter] = set()
+    for name in sorted(owners, key=lambda name: rank[next(n for n in (name, *enclosing[name]) if n in rank)]):
+        operators.append(
+            Operator(
+                name=name,
+                module=tree.modules[name],
+                parameters=[p for p in owners[name] if p not in counted],
+                gradients=[],
+                enclosing=enclosing[name],
+                signature=calls.signatures.get(name, f"{name} is never called"),
+            )
+        )
+        counted.update(owners[name])
+    for operator in reversed(operators):
+        operator.gradients = [p for p in owners[operator.name] if p.requires_grad and p in counted]
+        counted.difference_update(operator.gradients)
+    return operators
+
+
+class _Tree:
+    """Modules by name (the first, where there are several), and what lies above each."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.modules = dict(module.named_modules())
+        self.parameter_names = {parameter: name for name, parameter in module.named_parameters()}
+        self._names = {child: name for name, child in self.modules.items()}
+        self._paths: dict[str, list[list[str]]] = {}
+        registered: dict[nn.Module, set[tuple[str, str]]] = {}
+        by_path = dict(module.named_modules(remove_duplicate=False))
+        for path, child in by_path.items():
+            self._paths.setdefault(self._names[child], []).append([self._names[by_path[p]] for p in _up(path)])
+            parent, _, attribute = path.rpartition(".")
+            registered.setdefault(child, set()).add((self._names[by_path[parent]], attribute))
+        # A unit is named by its only place in the tree. A parametrization belongs to the module whose tensor it makes.
+        self.unwrappable = {
+            self._names[child]
+            for child, places in registered.items()
+            if len(places) > 1 or isinstance(child, ParametrizationList)
+        }
+
+    def dominators(self, name: str) -> list[str]:
+        """The module and what is above it on every path, innermost first, the root left out."""
+        first, *others = self._paths[name]
+        return [above for above in first if all(above in path for path in others)]
+
+    def around(self, name: str) -> set[str]:
+        """The module and what is above it on any path, the root left out."""
+        return {above for path in self._paths[name] for above in path}
+
+
+def _up(path: str) -> Iterator[str]:
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+
+
+def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module._parameters.values() if parameter is not None]
+
+
+def _enclosing(tree: _Tree, owners: Mapping[str, list[nn.Parameter]], calls: Calls) -> dict[str, tuple[str, ...]]:
+    """For each operator the modules that can be its unit, innermost first, the root last."""
+    users: dict[nn.Parameter, list[str]] = {}
+    for name, parameters in owners.items():
+        for parameter in parameters:
+            users.setdefault(parameter, []).append(name)
+    found = {name: tree.dominators(name) for name in owners}
+    for name in owners:
+        names = [tree.parameter_names[parameter] for parameter in owners[name]]
+        stacks = _stacks(name, names, calls, above=found[name])
+        found[name] = [n for n in found[name] if n not in tree.unwrappable and all(n in stack for stack in stacks)]
+    before = None
+    while found != before:  # what one tie or capture rules out may rule out more
+        before = {name: list(above) for name, above in found.items()}
+        for tied in users.values():
+            common = [n for n in found[tied[0]] if all(n in found[other] for other in tied)]
+            found.update((name, list(common)) for name in tied)
+        # What lies between an operator and its innermost possible unit would take the parameters away from it.
+        captures = {
+            n for name, above in found.items() for n in tree.around(name) - tree.around(above[0] if above else "")
+        }
+        found = {name: [n for n in above if n not in captures] for name, above in found.items()}
+    return {name: (*above, "") for name, above in found.items()}
+
+
+def _stacks(name: str, parameters: Iterable[str], calls: Calls, *, above: list[str]) -> set[tuple[str, ...]]:
+    """What runs while the parameters are needed: at their reads and at the calls of the module that owns them."""
+    stacks = {stack for parameter in parameters for stack in calls.reads.get(parameter, ())}
+    stacks |= calls.stacks.get(name, set())
+    if stacks:
+        return stacks
+    # Neither read nor called on this batch: as its surroundings, should another batch need it.
+    nearest = next((n for n in above if n in calls.stacks), None)
+    return {("",)} if nearest is None else calls.stacks[nearest]

@@ -1,0 +1,1 @@
+"""Loaders, micro-batches and gradient accumulation as planned."""

@@ -1,0 +1,196 @@
+"""Checkpoints that are complete wherever they bear their name, whenever a rank is killed.
+
+What is being written is at ``<name>.part`` and renamed when all of it is on disk. A rename cannot replace a folder: a
+folder makes room under ``<stem>.osdp-replaced<suffix>``, where ``ckpt_path="last"`` finds it, too, until the new one is
+in place. What is to be deleted is renamed to ``<name>.part`` first.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.strategies.fsdp import _distributed_checkpoint_save
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+from lightning.fabric.utilities.load import _METADATA_FILENAME
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from typing_extensions import override
+
+from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.strategy.runtime.all_ranks import on_rank_zero
+
+_PART = ".part"
+_SHARD_SUFFIX, SHARD_METADATA = ".distcp", ".metadata"
+
+
+class CompleteFiles(TorchCheckpointIO):
+    """Lightning's files, each under its name only when it is complete; remote ones as Lightning writes them."""
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        if storage_options is not None or not _is_local_file_protocol(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        path = Path(path)
+        _make_room(path)
+        _write(checkpoint, _part(path))
+        _put_in_place(path)
+
+    @override
+    def remove_checkpoint(self, path: str | Path) -> None:
+        if _is_local_file_protocol(path):
+            _discard(Path(path))
+        else:
+            super().remove_checkpoint(path)
+
+
+def save(
+    checkpoint: dict[str, Any],
+    path: str | Path,
+    *,
+    state_dict_type: str,
+    checkpoint_io: CheckpointIO,
+    storage_options: Any = None,
+) -> None:
+    """Writes a checkpoint; all ranks must call it, and all raise if one cannot write.
+
+    Args:
+        checkpoint: of Lightning; loses the states of model and optimizers where they are sharded.
+        path: the same on all ranks.
+        state_dict_type: ``"full"``, one file that rank 0 writes, or ``"sharded"``, a folder.
+        checkpoint_io: writes files.
+        storage_options: for it.
+
+    Raises:
+        ConfigurationError: there are storage options for shards, which have no use for them.
+        IsADirectoryError: at this path is a folder with something else than a checkpoint.
+    """
+    if state_dict_type == "full":
+        on_rank_zero(lambda: checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options))
+        return
+    if storage_options is not None:
+        raise ConfigurationError(
+            f'Expected no storage_options with state_dict_type="sharded", got {storage_options!r}: shards are written'
+            " by torch.distributed.checkpoint. Leave them out."
+        )
+    _save_sharded(checkpoint, Path(path))
+
+
+def saved_at(path: Path) -> Path:
+    """Where the checkpoint of this name is: there, or where it made room if the run was killed at that moment."""
+    old = _old(path)
+    if path.exists() or not old.exists():
+        return path
+    rank_zero_warn(f"OSDP: {path.name} was being replaced when a run was killed; {old.name} is used, the one before.")
+    return old
+
+
+def tell_of_incomplete(trainer: pl.Trainer) -> None:
+    """Warns of checkpoints that a run was writing when it was killed: none of them is resumed from."""
+    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    folders = {Path(callback.dirpath) for callback in callbacks if callback.dirpath}
+    for folder in sorted(folders):
+        names = sorted(found.name for found in folder.glob(f"*{ModelCheckpoint.FILE_EXTENSION}{_PART}"))
+        if names:
+            rank_zero_warn(
+                f"OSDP: a run was killed while it wrote or removed {', '.join(names)} in {folder}. These are not"
+                " complete and are skipped; they can be deleted."
+            )
+
+
+def _save_sharded(checkpoint: dict[str, Any], path: Path) -> None:
+    on_rank_zero(lambda: _make_room(path))
+    states = {"model": checkpoint.pop("state_dict")}
+    states.update({f"optimizer_{i}": state for i, state in enumerate(checkpoint.pop("optimizer_states", []))})
+    _distributed_checkpoint_save(states, _part(path))  # all of it is on disk when this returns
+
+    def complete() -> None:
+        _write(checkpoint, _part(path) / _METADATA_FILENAME)
+        _put_in_place(path)
+
+    on_rank_zero(complete)
+
+
+def _part(path: Path) -> Path:
+    return path.with_name(path.name + _PART)
+
+
+def _old(path: Path) -> Path:
+    return path.with_name(f"{path.stem}.osdp-replaced{path.suffix}")  # a name that nobody else gives
+
+
+def _make_room(path: Path) -> None:
+    """Prepares to write `_part`.
+
+    Raises:
+        IsADirectoryError: at the path is a folder with more than a checkpoint.
+    """
+    if path.is_dir() and not path.is_symlink():
+        other = [entry.name for entry in path.iterdir() if not is_of_checkpoint(entry)]
+        if other:
+            raise IsADirectoryError(
+                f"Expected {str(path)!r} to be free or a checkpoint to replace, but it is a folder with"
+                f" {sorted(other)[0]!r}. Save under another name."
+            )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for left in (_part(path), _part(_old(path))):
+        _remove(left)
+
+
+def is_of_checkpoint(entry: Path) -> bool:
+    """Whether this may be in the folder of a sharded checkpoint."""
+    return entry.suffix == _SHARD_SUFFIX or entry.name in (_METADATA_FILENAME, SHARD_METADATA)
+
+
+def _write(value: object, path: Path) -> None:
+    with path.open("wb") as file:
+        torch.save(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _put_in_place(path: Path) -> None:
+    part, old = _part(path), _old(path)
+    if _is_there(path) and (path.is_dir() or part.is_dir()):
+        _discard(old)
+        path.rename(old)
+    part.replace(path)
+    _sync(path.parent)
+    _discard(old)
+
+
+def _discard(path: Path) -> None:
+    """Deletes a checkpoint, which nothing can take for a complete one while it loses its files."""
+    if _is_there(path):
+        part = _part(path)
+        _remove(part)
+        path.rename(part)
+        _remove(part)
+
+
+def _is_there(path: Path) -> bool:
+    return path.is_symlink() or path.exists()
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+def _sync(folder: Path) -> None:
+    """Has a rename within this folder survive the machine; a killed process needs none of it."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

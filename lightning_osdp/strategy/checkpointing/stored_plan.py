@@ -1,0 +1,86 @@
+"""The plan that a checkpoint was trained under, in the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile, is_zipfile
+
+from lightning.fabric.utilities.load import _METADATA_FILENAME
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.text.byte_size import format_bytes
+from lightning_osdp.engine import engine_of
+from lightning_osdp.errors import PlanFormatError
+from lightning_osdp.strategy.checkpointing.texts import read_text
+
+_KEY = "osdp_plan"
+"""Of a checkpoint's entry: the plan as JSON text."""
+
+
+def store(plan: Plan | None, checkpoint: dict[str, Any]) -> None:
+    """Writes the plan in use into a checkpoint, if there is one."""
+    if plan is not None:
+        checkpoint[_KEY] = plan.to_json()
+
+
+def read_plan(path: Path) -> Plan:
+    """Plan of a plan file, or of a full or sharded checkpoint; nothing in either is executed.
+
+    Raises:
+        PlanFormatError: there is no plan at this path.
+    """
+    if not _is_checkpoint(path):
+        return Plan.load(path)
+    file = path / _METADATA_FILENAME if path.is_dir() else path
+    try:
+        text = read_text(file, _KEY) if file.exists() else None
+    except Exception as error:  # damaged files are not refused by any one kind of error
+        raise PlanFormatError(
+            f"Expected a checkpoint at {str(path)!r}, but {file.name!r} cannot be read: {type(error).__name__}:"
+            f" {error}. Use another checkpoint, or plan anew by leaving out `plan=`."
+        ) from error
+    if text is None:
+        raise PlanFormatError(
+            f"Expected a plan file or a checkpoint trained under a plan at {str(path)!r}, got one without a plan. Plan"
+            " anew by leaving out `plan=`."
+        )
+    return Plan.from_json(text, source=f"the plan in checkpoint {str(path)!r}")
+
+
+def _is_checkpoint(path: Path) -> bool:
+    try:
+        return path.is_dir() or (path.is_file() and is_zipfile(path))
+    except (OSError, ValueError, BadZipFile):  # no file can have such a path, or it is damaged: reading it will say so
+        return False
+
+
+def tell_of_change(plan: Plan | None, checkpoint: Mapping[str, Any]) -> None:
+    """Says so where training goes on under another plan than the checkpoint's, and for what each was made."""
+    if plan is None or _KEY not in checkpoint:
+        return
+    try:
+        before = Plan.from_json(checkpoint[_KEY], source="the plan in the checkpoint")
+    except PlanFormatError as error:  # of another version: what was learned is there all the same
+        rank_zero_info(f"OSDP: training goes on under this run's plan. {error}")
+        return
+    if _decided(before) == _decided(plan):
+        return
+    keep = " Pass the checkpoint's path as plan= to keep it." if before.world_size == plan.world_size else ""
+    rank_zero_info(
+        f"OSDP: training goes on under another plan. The checkpoint's was made for {_cluster(before)}, this run's for"
+        f" {_cluster(plan)}.{keep}"
+    )
+
+
+def _decided(plan: Plan) -> object:
+    units = [(unit.name, unit.operators, unit.modes, unit.sync) for unit in plan.units]
+    blocks = [(block.name, block.activations) for block in plan.blocks]
+    return plan.world_size, units, blocks, engine_of(plan)
+
+
+def _cluster(plan: Plan) -> str:
+    ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
+    return f"{ranks} with {format_bytes(plan.memory_limit_bytes)} each"

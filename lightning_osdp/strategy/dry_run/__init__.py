@@ -1,0 +1,1 @@
+"""One optimizer step of each rank alone before the first, to see that memory suffices."""

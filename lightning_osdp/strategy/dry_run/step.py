@@ -1,0 +1,153 @@
+"""One optimizer step of this rank alone, before the first real one: does it fit, and if not, where not?"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import FSDPStrategy
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_osdp.apply import ShardedModel
+from lightning_osdp.callbacks.peak import other_tensors, planned_tensors, tensors_in
+from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.profiler import Census, LiveBytes, is_out_of_memory, loss_in, untouched
+from lightning_osdp.strategy.batching.loaders import first_batch
+from lightning_osdp.strategy.batching.read_once import read_once_source
+from lightning_osdp.strategy.planning.training_step import muted, step_arguments, to_device
+from lightning_osdp.strategy.runtime.out_of_memory import Shortage, shortage_of
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """What a rehearsal on one rank came to."""
+
+    shortage: Shortage | None = None
+    """Where memory ran out, if it did."""
+    why_not: str = ""
+    """Why the step could not be taken, for another reason."""
+
+
+def rehearse(trainer: pl.Trainer, sharded: ShardedModel, plan: Plan) -> Rehearsed:
+    """Takes an optimizer step like those to come, without the other ranks, and leaves nothing of it.
+
+    The gradients of a step before are alive, and so is the state of optimizers: where there is none yet, a copy of the
+    optimizer steps on gradients of zero, and weights are put back from a copy on the host. On CPU tensors are counted,
+    those that no plan predicts too, and more than the memory limit of the plan counts as out of memory.
+
+    An error of another kind says nothing of memory, as what units gather is wrong.
+
+    Args:
+        trainer: about to take its first step; call it on all of its ranks.
+        sharded: its model.
+        plan: that it is sharded by.
+    """
+    strategy, module = trainer.strategy, trainer.lightning_module
+    assert isinstance(strategy, FSDPStrategy)
+    others = other_tensors(trainer)  # before there are copies that no other step has
+    with (
+        sharded.alone(),
+        untouched(sharded.module, left_out=sharded.shards),
+        muted(trainer, module),
+        torch.autograd.set_detect_anomaly(False),
+    ):
+        found = _attempt(trainer, strategy, sharded, plan, others)
+    if found.shortage is not None:
+        _give_back(strategy.root_device)
+        # a step that was broken off may leave tensors until the next one
+        census = getattr(strategy, "census", None)
+        if isinstance(census, Census):
+            census.ignore(other_tensors(trainer, besides=others))
+    return found
+
+
+def _attempt(
+    trainer: pl.Trainer, strategy: FSDPStrategy, sharded: ShardedModel, plan: Plan, others: Sequence[Tensor]
+) -> Rehearsed:
+    try:
+        batch = _next_batch(trainer)
+        fresh = [_copied(optimizer) for optimizer in strategy.optimizers if not optimizer.state]
+        counted = _counted(trainer, [*planned_tensors(trainer), *tensors_in(batch), *others], plan)
+        with sharded.kept_shards() if fresh else nullcontext():
+            return Rehearsed(shortage=_shortage(trainer, sharded, batch, fresh, counted))
+    except Exception as error:
+        return Rehearsed(why_not=f"{type(error).__name__}: {error}")
+
+
+def _shortage(
+    trainer: pl.Trainer,
+    sharded: ShardedModel,
+    batch: Any,
+    fresh: Sequence[Optimizer],
+    counted: AbstractContextManager[Any],
+) -> Shortage | None:
+    """Takes the step, and returns where memory ran out, if it did; other errors are raised."""
+    strategy = trainer.strategy
+    assert isinstance(strategy, FSDPStrategy)
+    try:
+        with counted:
+            sharded.shard_gradients()
+            for optimizer in fresh:
+                with sharded.stepping(optimizer):
+                    optimizer.step()
+            _window(trainer, strategy, batch)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return shortage_of(error, sharded)
+    return None
+
+
+def _copied(optimizer: Optimizer) -> Optimizer:
+    """An optimizer of the same parameters with a state, and hooks, of its own."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return copy.deepcopy(optimizer, {id(parameter): parameter for parameter in parameters})
+
+
+def _window(trainer: pl.Trainer, strategy: FSDPStrategy, batch: Any) -> None:
+    """Micro-batches of an optimizer step, as Lightning's automatic optimization runs them."""
+    module, number = trainer.lightning_module, trainer.accumulate_grad_batches
+    for index in range(number):
+        with nullcontext() if index == number - 1 else strategy.block_backward_sync():
+            arguments = step_arguments(module, to_device(trainer, module, batch))
+            loss = loss_in(strategy.training_step(*arguments)) / number
+            if index == 0:
+                for optimizer in strategy.optimizers:
+                    optimizer.zero_grad()
+            strategy.pre_backward(loss)
+            loss.backward()
+
+
+def _next_batch(trainer: pl.Trainer) -> Any:
+    """One that training begins with; neither loaders nor random numbers are different afterwards."""
+    ahead = getattr(trainer.fit_loop._data_fetcher, "batches", None)
+    if ahead:
+        return ahead[0][0]
+    loaders = trainer.fit_loop._combined_loader
+    assert loaders is not None
+    if any(read_once_source(loader) is not None for loader in loaders.flattened):
+        raise ValueError("the training loader can be read only once")
+    return first_batch(loaders)[0]
+
+
+def _counted(trainer: pl.Trainer, alive: Sequence[Tensor], plan: Plan) -> AbstractContextManager[Any]:
+    """Counts live tensors, these and new ones, where nothing else limits them."""
+    if trainer.strategy.root_device.type != "cpu":
+        return nullcontext()
+    live = LiveBytes("cpu", limit_bytes=plan.memory_limit_bytes)
+    live.track(alive)
+    return live
+
+
+def _give_back(device: torch.device) -> None:
+    """Frees what an error held, so that the next attempt begins like the first."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,1 @@
+"""From a Trainer about to fit to a plan."""

@@ -1,0 +1,165 @@
+"""What micro-batches a fit may be planned for: by its options, its loaders and its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.strategy.batching.loaders import samples_per_rank, why_kept
+from lightning_osdp.strategy.batching.windows import Windows, possible_sizes, why_not_divided
+from lightning_osdp.strategy.options import Options
+from lightning_osdp.strategy.runtime.all_ranks import from_all_ranks
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """Micro-batches to plan for.
+
+    Attributes:
+        arguments: of `make_plan`.
+        windows: what the user has; None where the Trainer keeps its number of micro-batches.
+        sizes: samples of a micro-batch that may be chosen then, the user's own first.
+    """
+
+    arguments: Mapping[str, Any]
+    windows: Windows | None = None
+    sizes: tuple[int, ...] = ()
+
+    @classmethod
+    def dividing(cls, windows: Windows, sizes: tuple[int, ...]) -> Wishes:
+        """The user's optimizer step in micro-batches of one of these sizes."""
+        arguments = {
+            "micro_batch_size": "auto",
+            "samples_per_step": windows.num_samples,
+            "micro_batch_sizes": sizes,
+        }
+        return cls(arguments, windows, sizes)
+
+
+def wishes(
+    trainer: pl.Trainer,
+    options: Options,
+    loaders: CombinedLoader,
+    current: int,
+    *,
+    why_not_mean: Callable[[], str | None],
+) -> Wishes:
+    """What to plan for, the same on all ranks; says why where that is less than was asked for.
+
+    Args:
+        trainer: about to fit.
+        options: of the strategy.
+        loaders: for training.
+        current: samples that they give at once.
+        why_not_mean: why the loss of a micro-batch is not its samples' mean, if so; called on all ranks or none.
+
+    Raises:
+        ConfigurationError: ``global_batch_size`` cannot be had.
+    """
+    number, wanted = trainer.accumulate_grad_batches, options.batch_size
+    num_samples = samples_per_step(trainer, options, current)
+    if wanted == "auto":
+        windows = Windows.of(trainer, micro_batch_size=current, num_samples=num_samples)
+        return _any_division(trainer, loaders, windows, why_not_mean)
+    reason = None if wanted in ("keep", current) else why_kept(loaders)
+    if reason is not None:
+        rank_zero_warn(f"OSDP: batch_size={wanted!r} is ignored, the loader keeps {current}: {reason}.")
+    elif wanted == "scale":
+        most = samples_per_rank(loaders, world_size=trainer.world_size)
+        return Wishes({"micro_batch_size": "scale", "max_micro_batch_size": most, "num_micro_batches": number})
+    size = wanted if isinstance(wanted, int) and reason is None else current
+    if size not in ("scale", current):
+        _check_enough_samples(size, samples_per_rank(loaders, world_size=trainer.world_size), trainer.world_size)
+    if options.global_batch_size is None:
+        return Wishes({"micro_batch_size": size, "num_micro_batches": number})
+    _check_divides(size, num_samples, trainer.world_size, reason)
+    return Wishes.dividing(Windows(current, number, num_samples, {}), (size,))
+
+
+def divisions(
+    trainer: pl.Trainer,
+    loaders: CombinedLoader,
+    windows: Windows,
+    why_not_mean: Callable[[], str | None] = lambda: None,
+) -> tuple[tuple[int, ...], str | None]:
+    """Micro-batches that make up the user's optimizer steps, the user's own first, on all ranks alike.
+
+    Returns:
+        The sizes, and why there is no other than the user's own.
+    """
+    own = windows.micro_batch_size
+    reason = _first_of_ranks(why_not_divided(trainer, loaders, windows)) or _first_of_ranks(why_not_mean())
+    if reason is not None:
+        return (own,), reason
+    sizes = set.intersection(*map(set, from_all_ranks(possible_sizes(loaders, windows))))
+    if not sizes - {own}:
+        return (own,), f"no other size divides {windows.num_samples} samples and gives every epoch the same windows"
+    return tuple(sorted(sizes, key=lambda size: (size != own, size))), None
+
+
+def _any_division(
+    trainer: pl.Trainer, loaders: CombinedLoader, windows: Windows, why_not_mean: Callable[[], str | None]
+) -> Wishes:
+    sizes, reason = divisions(trainer, loaders, windows, why_not_mean)
+    if reason is not None:
+        (own,) = sizes
+        _check_divides(own, windows.num_samples, trainer.world_size, reason)
+        if windows.num_samples > 1:
+            rank_zero_info(f"OSDP: micro-batches stay {own} x {windows.num_samples // own}: {reason}.")
+    return Wishes.dividing(windows, sizes)
+
+
+def samples_per_step(trainer: pl.Trainer, options: Options, current: int) -> int:
+    """B: samples of one rank in the optimizer step that the user wants.
+
+    Args:
+        trainer: about to fit.
+        options: of the strategy.
+        current: samples that loaders give at once.
+
+    Raises:
+        ConfigurationError: ``global_batch_size`` contradicts what the Trainer accumulates, or ranks cannot share it.
+    """
+    number, wanted = trainer.accumulate_grad_batches, options.global_batch_size
+    if wanted is None:
+        return current * number
+    if wanted % trainer.world_size:
+        raise ConfigurationError(
+            f"Expected a global_batch_size that {trainer.world_size} ranks can share, got {wanted}. Use a multiple of"
+            f" {trainer.world_size}."
+        )
+    found = current * number * trainer.world_size
+    if number > 1 and found != wanted:
+        raise ConfigurationError(
+            f"Expected global_batch_size={wanted}, but batches of {current} with accumulate_grad_batches={number} on"
+            f" {trainer.world_size} ranks are {found} samples. Leave out one of the two."
+        )
+    return wanted // trainer.world_size
+
+
+def _check_enough_samples(size: int, most: int | None, world_size: int) -> None:
+    if most is not None and size > most:
+        raise ConfigurationError(
+            f"Expected a batch_size of which each of {world_size} ranks has at least one, got {size}: the training data"
+            f" have {most} samples for a rank. Use at most {most}."
+        )
+
+
+def _check_divides(size: int, num_samples: int, world_size: int, reason: str | None) -> None:
+    if num_samples % size:
+        why = f" ({reason})" if reason else ""
+        raise ConfigurationError(
+            f"Expected micro-batches that divide global_batch_size={num_samples * world_size}, which is {num_samples}"
+            f" samples a rank, got {size}{why}. Let the loader give a divisor of it."
+        )
+
+
+def _first_of_ranks(text: str | None) -> str | None:
+    """The text of the first rank that has one."""
+    return next((each for each in from_all_ranks(text) if each is not None), None)

@@ -1,0 +1,1 @@
+"""The ranks' processes: how they start, agree, fail and end."""

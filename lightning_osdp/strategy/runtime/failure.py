@@ -1,0 +1,241 @@
+"""One rank's failure, told to the others: they end too, in bounded time and with its text.
+
+A rank that waits in a collective for one that failed would wait for the process group's timeout, half an hour by
+default, unless the other's sockets close: they do not while its process lives, and NCCL does not notice.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from lightning_osdp.strategy.runtime.heartbeat import Heartbeats, behind, named, silent
+
+log = logging.getLogger(__name__)
+
+_LINE = "_osdp_line"
+"""Attribute of an error: what is printed of it if nobody catches it."""
+
+POLL_S = 0.5
+"""Seconds between looks at the store: few requests of well under a millisecond each."""
+GRACE_S = 10.0
+"""Seconds that a rank is given to end by itself after another failed, before its process is ended."""
+SIGTERM_GRACE_S = 20.0
+"""The same after SIGTERM: to finish a step, and no longer than most clusters wait before they kill."""
+LINGER_S = 5.0
+"""Longest that a failed rank waits until all others know: the store may end with its process."""
+SILENCE_S = 4.0
+"""A rank that has not written for so long, eight times longer than it should, has ended or is frozen."""
+_SIGTERM = "received SIGTERM, so every rank ends."
+_STORE_GONE = "Rank 0, or torchrun on its node, ended without a word: it was killed, or its machine is gone."
+
+
+class FailureWatch:
+    """Tells the other ranks when this one fails, and ends this one when another did.
+
+    Args:
+        store: the process group's key-value store.
+        run: a name that all ranks share and no other watch has.
+        rank: of this process.
+        world_size: number of ranks.
+        num_collectives: how many this rank has entered.
+        stall_s: seconds that a rank may wait in a collective for one that does not come.
+        is_terminated: whether this process has received SIGTERM since the last call.
+        grace_s: seconds that this rank has to end by itself after another failed.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        run: str,
+        *,
+        rank: int,
+        world_size: int,
+        num_collectives: Callable[[], int] = int,
+        stall_s: float = float("inf"),
+        is_terminated: Callable[[], bool] = bool,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        self._store, self._rank, self._world_size = store, rank, world_size
+        self._stall_s, self._is_terminated, self._grace_s = stall_s, is_terminated, grace_s
+        run = f"lightning_osdp/{run}"
+        self._failure, self._informed, self._over = f"{run}/failure", f"{run}/informed", f"{run}/over"
+        self._beats = Heartbeats(store, run, rank=rank, world_size=world_size, num_collectives=num_collectives)
+        self._num_collectives, self._since_s = -1, 0.0
+        self._first: str | None = None  # what the rank that failed first had to say, once this one knows
+        self._knows, self._stopped = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="osdp-failure-watch", daemon=True)
+
+    @property
+    def is_terminating(self) -> bool:
+        """Whether a rank has received SIGTERM."""
+        return self._first is not None and self._first.endswith(_SIGTERM)
+
+    def start(self) -> None:
+        """Watches from now on, in a thread."""
+        self._beats.beat()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stops watching, for this rank is done; the thread is gone when this returns.
+
+        It must be before the interpreter ends.
+        """
+        is_first = not self._stopped.is_set()
+        self._end_thread()
+        if is_first and self._first is None:
+            try:
+                self._beats.leave()
+                if self._rank == 0:
+                    self._store.set(self._over, "")
+            except RuntimeError:
+                log.debug("The store is gone, and with it the others", exc_info=True)
+
+    def report(self, error: BaseException) -> str | None:
+        """Tells the others of this rank's error, and waits until they know it, for `LINGER_S` at most.
+
+        Returns:
+            What the rank that failed first had to say, if that was another one.
+        """
+        mine = f"Rank {self._rank} failed: {type(error).__name__}: {error}"
+        try:
+            text = (self._cause() if is_echo(error) else None) or mine
+            self._end_thread()
+            self._claim(text)
+            # Whoever was interrupted, by a signal or the keyboard, must not wait.
+            deadline = time.monotonic() + (LINGER_S if isinstance(error, Exception) else 0.0)
+            while self._store.add(self._informed, 0) < self._world_size and time.monotonic() < deadline:
+                time.sleep(POLL_S / 10)
+        except RuntimeError:
+            # It ends with the process that holds it, which waits only until all know of the failure.
+            log.debug("The store is gone, and with it the others", exc_info=True)
+            self._learn(_STORE_GONE)
+        self._end_thread()
+        return None if self._first == mine else self._first
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(POLL_S):
+            try:
+                text = self._news()
+            except RuntimeError:
+                text = self._first or _STORE_GONE
+                self._learn(text)
+            if text is not None:
+                self._end_process(text)
+                return
+
+    def _news(self) -> str | None:
+        """What ends all ranks, if anything has."""
+        if self._is_terminated():
+            return self._claim(f"Rank {self._rank} {_SIGTERM}")
+        if self._store.check([self._failure]):
+            self._learn(self._store.get(self._failure).decode())
+            return self._first
+        if self._store.check([self._over]):
+            self._beats.leave()
+            self._stopped.set()  # rank 0 is done, and the store may end
+            return None
+        stalled = self._stalled()
+        return None if stalled is None else self._claim(stalled)
+
+    def _stalled(self) -> str | None:
+        """Which ranks keep this one waiting, if it has waited for too long."""
+        now_s, num_collectives = time.monotonic(), self._beats.beat()
+        if num_collectives != self._num_collectives:
+            self._num_collectives, self._since_s = num_collectives, now_s
+            return None
+        if now_s - self._since_s < self._stall_s:
+            return None
+        ranks = behind(self._beats.read(), num_collectives) or self._silent_ranks()
+        if not ranks:
+            self._since_s = now_s  # nobody is waited for: all work by themselves
+            return None
+        return (
+            f"{named(ranks)} stalled: rank {self._rank} has waited {self._stall_s:g} s in a collective for it. Where it"
+            " is stands in its own output. OSDPStrategy(timeout=...) is how long ranks may wait."
+        )
+
+    def _silent_ranks(self) -> list[int]:
+        before, deadline = self._beats.read(), time.monotonic() + SILENCE_S
+        while True:
+            found = [rank for rank in silent(before, self._beats.read()) if rank != self._rank]
+            if not found or self._knows.is_set() or time.monotonic() > deadline:
+                return found
+            self._knows.wait(POLL_S)
+            self._beats.beat()  # for others may ask the same
+
+    def _cause(self) -> str | None:
+        """What made a collective break: a failure that others tell of, or a rank that has ended without a word."""
+        ranks = self._silent_ranks()
+        if self._first is not None or not ranks:
+            return self._first
+        return f"{named(ranks)} ended without a word: killed, or the machine is gone."
+
+    def _claim(self, text: str) -> str:
+        """Tells the others, unless there is a first failure already; returns the first."""
+        first = self._store.compare_set(self._failure, "", text).decode()
+        self._learn(first)
+        return first
+
+    def _learn(self, text: str) -> None:
+        if self._first is None:
+            self._first = text
+            self._knows.set()
+            if text != _STORE_GONE:
+                self._store.add(self._informed, 1)
+
+    def _end_process(self, text: str) -> None:
+        grace_s = SIGTERM_GRACE_S if self.is_terminating else self._grace_s
+        if not self._stopped.wait(grace_s):
+            frame = sys._current_frames()[threading.main_thread().ident or 0]
+            place = "".join(traceback.format_stack(frame))
+            ending = f"Rank {self._rank} has not ended by itself in {grace_s:g} s: ending it. It is at"
+            log.error("%s\n%s\n%s", text, ending, place)
+            logging.shutdown()
+            os._exit(1)
+
+    def _end_thread(self) -> None:
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+
+def is_echo(error: BaseException) -> bool:
+    """Whether another rank's failure may be the cause: what collectives raise that broke."""
+    return type(error) is RuntimeError or isinstance(error, dist.DistError)
+
+
+def explain(error: BaseException, cause: str | None) -> None:
+    """Appends what made another rank fail first to an error that is only its echo."""
+    if cause is not None and is_echo(error) and not cause.endswith(str(error)):
+        error.args = (f"{error}\n{cause}", *error.args[1:])
+
+
+def print_one_line(error: BaseException, line: str) -> None:
+    """Has Python print this line if nobody catches the error, without a traceback: another rank prints all of it."""
+    error.__dict__[_LINE] = line
+    if not isinstance(sys.excepthook, _OneLine):
+        sys.excepthook = _OneLine(sys.excepthook)
+
+
+class _OneLine:
+    """What Python does with errors that nobody caught, but for those of `print_one_line`."""
+
+    def __init__(self, otherwise: Callable[..., None]) -> None:
+        self._otherwise = otherwise
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        line = getattr(error, _LINE, None)
+        if line is None:
+            self._otherwise(kind, error, trace)
+        else:
+            sys.stderr.write(line + "\n")

@@ -1,0 +1,167 @@
+"""How ranks are started where the processes are not there yet: as scripts, or as children of this process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
+
+import lightning.pytorch as pl
+from lightning.fabric.strategies.launchers.multiprocessing import _disable_module_memory_sharing
+from lightning.pytorch.strategies.launchers.multiprocessing import (
+    _GlobalStateSnapshot,
+    _MultiProcessingLauncher,
+    _WorkerOutput,
+)
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from typing_extensions import override
+
+from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.errors import ConfigurationError
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+"""``"popen"`` runs the script once per rank; the others fork or spawn workers and leave this process to wait."""
+
+REGISTERED: dict[str, StartMethod] = {
+    "osdp": "popen",
+    "osdp_spawn": "spawn",
+    "osdp_fork": "fork",
+    "osdp_notebook": "fork",
+}
+"""Names for ``Trainer(strategy=...)``, as Lightning has them for DDP."""
+
+
+def check_start_method(start_method: str) -> None:
+    """Returns if ranks can be started so.
+
+    Raises:
+        ConfigurationError: they cannot.
+    """
+    if start_method not in get_args(StartMethod):
+        raise ConfigurationError(f"start_method must be one of {get_args(StartMethod)}, got {start_method!r}.")
+
+
+def refuse_in_notebook(start_method: str) -> ConfigurationError:
+    """The error for a start method that a notebook or interactive session cannot use."""
+    return ConfigurationError(
+        f"Expected start_method='fork' in a notebook or interactive session, got {start_method!r}, which would run the"
+        " session's code again in every rank. Use Trainer(strategy='osdp_notebook') or OSDPStrategy(start_method="
+        "'fork'), or run a script."
+    )
+
+
+class GathersState(Protocol):
+    """What the launcher needs of a strategy beyond Lightning's."""
+
+    _plan: Plan | None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in use."""
+
+    def take_whole_state(self) -> dict[str, Any] | None:
+        """Weights as they were when training or evaluation ended, whole on each node's first rank at least."""
+
+
+class GatheringLauncher(_MultiProcessingLauncher):
+    """Lightning's multiprocessing launcher for sharded models.
+
+    When fit ends, the main process gets the whole weights into its LightningModule, and the plan into its strategy.
+    Lightning's launcher would send back ``lightning_module.state_dict()``, which are shards here.
+
+    Args:
+        strategy: the strategy that the workers run.
+        start_method: how to start them.
+    """
+
+    def __init__(self, strategy: ParallelStrategy, start_method: Literal["spawn", "fork", "forkserver"]) -> None:
+        super().__init__(strategy, start_method=start_method)
+        self._gathers: GathersState = strategy  # type: ignore[assignment]  # OSDPStrategy, which imports this file
+        self._names: list[str] = []
+        self._inherited: tuple[dict[str, str], _GlobalStateSnapshot] | None = None
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        if self._start_method == "forkserver":
+            self._inherited = dict(os.environ), _GlobalStateSnapshot.capture()
+        if threading.current_thread() is not threading.main_thread():
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        # Without this process, the workers would run on.
+        before = signal.signal(signal.SIGTERM, lambda signum, _: self.kill(signum))
+        try:
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    @override
+    def _wrapping_function(
+        self,
+        process_idx: int,
+        trainer: pl.Trainer | None,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        return_queue: Any,
+        global_states: Any = None,
+    ) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # forked from a process that hands it on
+        if self._inherited is not None:
+            # Spawned workers get this from Lightning. The server has the environment, seed included, of its start, and
+            # without copies all ranks would write to the same buffers.
+            environment, global_states = self._inherited
+            os.environ.update(environment)
+            args, kwargs = _disable_module_memory_sharing((args, kwargs))
+        try:
+            super()._wrapping_function(process_idx, trainer, function, args, kwargs, return_queue, global_states)
+        except BaseException as error:
+            # Under the other launchers the Trainer does this; here it would do so in the main process only.
+            self._strategy.on_exception(error)
+            raise
+
+    @override
+    def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> _WorkerOutput | None:
+        state = self._gathers.take_whole_state()
+        if self._strategy.local_rank != 0:
+            return None
+        weights_path = None
+        if state is not None and trainer.state.fn == TrainerFn.FITTING:
+            self._names = list(state)
+            weights_path = str(Path(tempfile.mkdtemp()) / "weights.ckpt")
+            self._strategy.checkpoint_io.save_checkpoint(state, weights_path)
+        best_model_path = getattr(trainer.checkpoint_callback, "best_model_path", None)
+        return _WorkerOutput(best_model_path, weights_path, trainer.state, results, self.get_extra_results(trainer))
+
+    @override
+    def _recover_results_in_main_process(self, worker_output: _WorkerOutput, trainer: pl.Trainer) -> None:
+        super()._recover_results_in_main_process(worker_output, trainer)
+        if worker_output.weights_path is not None:
+            shutil.rmtree(Path(worker_output.weights_path).parent, ignore_errors=True)
+
+    @override
+    def get_extra_results(self, trainer: pl.Trainer) -> dict[str, Any]:
+        plan = self._gathers.plan
+        return {
+            **super().get_extra_results(trainer),
+            "plan": None if plan is None else plan.to_json(),
+            "names": self._names,
+        }
+
+    @override
+    def update_main_process_results(self, trainer: pl.Trainer, extra: dict[str, Any]) -> None:
+        super().update_main_process_results(trainer, extra)
+        if extra["plan"] is not None:
+            self._gathers._plan = Plan.from_json(extra["plan"], source="the ranks' plan")
+        module = trainer.lightning_module
+        lost = sorted(set(extra["names"]) - set(module.state_dict()))
+        if lost:
+            rank_zero_warn(
+                f"OSDP: {len(lost)} trained weights, such as {lost[0]!r}, are not in the main process: the ranks built"
+                f" them in configure_model, {type(module).__name__} has none of that name here. Load the checkpoint."
+            )

@@ -1,0 +1,128 @@
+"""The units that a model is sharded in: found again by every Trainer that the model is given to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_osdp.apply import ShardedModel
+from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.text.byte_size import format_bytes
+from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.strategy.checkpointing.stored_plan import read_plan
+from lightning_osdp.strategy.options import Options
+from lightning_osdp.strategy.runtime.all_ranks import on_rank_zero
+from lightning_osdp.strategy.sharding.model_summary import WholeSummary
+
+
+@dataclass(eq=False)
+class Wrapping:
+    """A sharded module, which holds this as a hook of its own ``state_dict()``, as long as it is sharded.
+
+    Attributes:
+        sharded: the module, its units and their plan.
+        settings: what else the units were made with, as text.
+        summaries: of the module as it was before, by depth.
+        given_up: plans with the same units that did not fit in rehearsal.
+    """
+
+    sharded: ShardedModel
+    settings: Mapping[str, str]
+    summaries: Mapping[int, WholeSummary] = field(default_factory=dict)
+    given_up: list[Plan] = field(default_factory=list)
+    _handles: list[RemovableHandle] = field(default_factory=list)
+
+    def hold(self) -> None:
+        """Has the module hold this.
+
+        Its ``state_dict()`` and those of modules inside it raise wherever they would give this rank's shards; its own
+        ``load_state_dict()`` takes whole tensors, on all ranks.
+        """
+        module = self.sharded.module
+        having = (child for child in module.modules() if any(True for _ in child.parameters()))
+        self._handles += [child.register_state_dict_pre_hook(self) for child in having]
+        self._handles.append(module._register_load_state_dict_pre_hook(self._take))
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's."""
+        return self.sharded.module
+
+    @property
+    def plan(self) -> Plan | None:
+        """Of its units; None where there is none."""
+        return self.sharded.plan
+
+    def undo(self) -> None:
+        """Gives a module that was sharded for want of a plan whole parameters again. Call it on all ranks."""
+        self.sharded.undo()
+        for handle in self._handles:
+            handle.remove()
+
+    def check_settings(self, settings: Mapping[str, str]) -> None:
+        """Returns if units of another strategy would be made in the same way.
+
+        Raises:
+            ConfigurationError: they would not.
+        """
+        if not self.sharded.shares_world:
+            raise _disagree("the process group that it was sharded over", "another one")
+        for name, own in self.settings.items():
+            if settings[name] != own:
+                raise _disagree(f"{name} {own}", settings[name])
+
+    def check_wishes(self, options: Options) -> None:
+        """Returns if a fit with these options may use the plan as it is; all ranks must call it.
+
+        Raises:
+            ConfigurationError: they name another plan or limit.
+        """
+        assert self.plan is not None
+        given, limit_bytes = options.plan, options.memory_limit_bytes
+        if isinstance(given, Path):
+            given = on_rank_zero(lambda: read_plan(Path(str(options.plan))))
+        if given is not None and given not in (self.plan, *self.given_up):
+            raise _disagree("the plan that it was sharded by", "another plan=")
+        if given is None and limit_bytes not in (None, self.plan.memory_limit_bytes):
+            raise _disagree(
+                f"memory_limit {format_bytes(self.plan.memory_limit_bytes)}", format_bytes(limit_bytes or 0)
+            )
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Runs before ``state_dict()`` of the module or one inside it.
+
+        Raises:
+            ConfigurationError: it would give shards.
+        """
+        del keep_vars, prefix
+        if not self.sharded.is_opened:
+            raise ConfigurationError(
+                "Expected the whole weights to be asked of the strategy, got state_dict() of a module, which has only"
+                " this rank's shards. On all ranks, call trainer.strategy.whole_state_dict(), or save within `with"
+                " trainer.strategy.gathered(): ...`, as save_pretrained() can; or load a checkpoint."
+            )
+
+    def _take(self, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+        """Runs before the module loads a state dict, which goes into shards."""
+        del state_dict
+        if not prefix:
+            self.sharded.reshard()
+
+
+def wrapping_of(module: nn.Module) -> Wrapping | None:
+    """What this module is sharded in, by whichever strategy."""
+    hooks = module._state_dict_pre_hooks.values()
+    return next((hook for hook in hooks if isinstance(hook, Wrapping) and hook.module is module), None)
+
+
+def _disagree(expected: str, got: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"Expected a strategy that goes on with the units of this model, which another Trainer sharded: {expected}, got"
+        f" {got}. Leave it as it was, or load trainer.strategy.whole_state_dict(on_all_ranks=True) of that Trainer into"
+        " a new model."
+    )

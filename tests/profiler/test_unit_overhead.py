@@ -1,0 +1,88 @@
+"""What the runtime takes for a unit: parts of what was measured, and which collectives were in it."""
+
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.testbed.groups import fake_group
+from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, Link
+from lightning_osdp.profiler.machine import unit_overhead
+from lightning_osdp.profiler.machine.unit_overhead import fitted, parts_s
+from lightning_osdp.profiler.timing import fastest
+
+CPU = torch.device("cpu")
+SECONDS = st.floats(0.0, 10.0)
+
+
+@given(SECONDS, SECONDS, SECONDS, SECONDS)
+def test_parts_explain_what_was_measured(gather_s, flatten_s, reduce_s, accumulate_s):
+    dp_s = gather_s + flatten_s + reduce_s
+    held_s = min(flatten_s + accumulate_s, dp_s)
+    found = parts_s(gather_s, dp_s, held_s)
+    assert found["gather"] == pytest.approx(gather_s)
+    assert found["gather"] + found["flatten"] + found["reduce"] == pytest.approx(dp_s)
+    assert found["flatten"] + found["accumulate"] == pytest.approx(held_s)
+
+
+NOISY = st.floats(-1.0, 10.0)
+
+
+@given(NOISY, NOISY, NOISY)
+def test_no_part_is_negative_and_a_micro_batch_takes_what_was_measured(gather_s, dp_s, held_s):
+    found = parts_s(gather_s, dp_s, held_s)
+    assert set(found) == set(UNIT_PARTS)
+    assert min(found.values()) >= 0
+    assert found["gather"] + found["flatten"] + found["reduce"] == pytest.approx(max(0, gather_s, dp_s))
+
+
+@pytest.mark.parametrize(("seconds_per_byte", "width"), [(0.0, 1024), (2e-8, 512), (1.0, 512)])
+def test_larger_units_are_measured_where_that_takes_no_time(seconds_per_byte, width):
+    link = Link(latency_s=0.0, seconds_per_byte=seconds_per_byte)
+    assert unit_overhead._large_width(Cluster(world_size=4, all_gather=link, reduce_scatter=link)) == width
+
+
+@given(fixed=SECONDS, per_byte=st.floats(0.0, 1e-3), per_tensor=SECONDS)
+def test_three_kinds_of_units_tell_what_a_unit_a_byte_and_a_tensor_take(fixed, per_byte, per_tensor):
+    def seconds(num_bytes, num_tensors):
+        return num_bytes, fixed + per_byte * num_bytes + per_tensor * num_tensors
+
+    found = fitted(seconds(100, 1), seconds(10_000, 1), seconds(600, 6), num_tensors=6)
+    for kind in ((100, 1), (10_000, 1), (600, 6), (5000, 3)):
+        assert found.seconds(*kind) == pytest.approx(seconds(*kind)[1], abs=1e-6)
+
+
+@given(NOISY, NOISY, NOISY)
+def test_nothing_takes_less_than_no_time(small_s, large_s, several_s):
+    found = fitted((100, small_s), (10_000, large_s), (600, several_s), num_tensors=6)
+    assert min(found.fixed_s, found.seconds_per_byte, found.seconds_per_tensor) >= 0
+
+
+COLLECTIVES = {
+    "all_gather": ["all_gather_single", "all_gather_into_tensor"],
+    "reduce_scatter": ["reduce_scatter_single", "reduce_scatter_tensor"],
+}
+
+
+def test_a_chain_gathers_and_reduces_as_is_subtracted(monkeypatch):
+    counts = Counter()
+    for kind, names in COLLECTIVES.items():
+        for name in names:
+            if hasattr(dist, name):
+                collective = getattr(dist, name)
+
+                def counted(*args, kind=kind, collective=collective, **kwargs):
+                    counts[kind] += 1
+                    return collective(*args, **kwargs)
+
+                monkeypatch.setattr(dist, name, counted)
+    num_units, num_runs = 2, fastest.REPEATS + 1
+    with fake_group(2):
+        found = unit_overhead._chain_s(partial(unit_overhead._unit, 8, 3, CPU), num_units, CPU)
+    assert set(found) == {"gathered", "dp", "held"}
+    # forward alone once a run, forward and backward once; and once for all runs that hold what they have gathered
+    assert counts == {"all_gather": num_units * (2 * num_runs + 1), "reduce_scatter": num_units * num_runs}

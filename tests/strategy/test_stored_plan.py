@@ -1,0 +1,173 @@
+"""The plan in a checkpoint."""
+
+import dataclasses
+import os
+import pickle
+from collections import OrderedDict
+
+import pytest
+import torch
+
+from lightning_osdp import Plan, PlanFormatError
+from lightning_osdp.core.plans.plan import Unit
+from lightning_osdp.strategy.checkpointing import stored_plan
+
+PLAN = Plan(
+    fingerprint={"weight": "float32[3]"},
+    world_size=2,
+    units=(Unit(name="", operators=("",), kind="Linear", modes=("DP",)),),
+    memory_limit_bytes=2**30,
+    peak_bytes=100,
+    micro_batch_size=4,
+    num_micro_batches=1,
+    step_time_s=0.0,
+    samples_per_s=0.0,
+    gap=0.0,
+)
+
+
+def saved(tmp_path, plan, kind):
+    checkpoint = {"hyper": {"path": tmp_path}}
+    stored_plan.store(plan, checkpoint)
+    if kind == "sharded":
+        (tmp_path / "last.ckpt").mkdir()
+        torch.save(checkpoint, tmp_path / "last.ckpt" / "meta.pt")
+    else:
+        torch.save({**checkpoint, "state_dict": {"weight": torch.ones(3)}}, tmp_path / "last.ckpt")
+    return tmp_path / "last.ckpt"
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_a_plan_is_read_from_its_checkpoint(tmp_path, kind):
+    assert stored_plan.read_plan(saved(tmp_path, PLAN, kind)) == PLAN
+
+
+def test_a_plan_is_read_from_its_file(tmp_path):
+    PLAN.save(tmp_path / "plan.json")
+    assert stored_plan.read_plan(tmp_path / "plan.json") == PLAN
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_a_checkpoint_without_a_plan_is_refused(tmp_path, kind):
+    with pytest.raises(PlanFormatError, match=r"at '.*last.ckpt', got one without a plan. Plan anew"):
+        stored_plan.read_plan(saved(tmp_path, None, kind))
+
+
+def test_a_folder_that_is_no_checkpoint_has_no_plan(tmp_path):
+    with pytest.raises(PlanFormatError, match="got one without a plan"):
+        stored_plan.read_plan(tmp_path)
+
+
+class Executed:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded", "pickled", "protocol 0"])
+def test_nothing_of_what_is_given_as_a_plan_is_executed(tmp_path, kind):
+    given, written = tmp_path / "given", tmp_path / "written"
+    checkpoint = {"osdp_plan": Executed(written)}
+    if kind in {"pickled", "protocol 0"}:
+        given.write_bytes(pickle.dumps(checkpoint, protocol=0 if kind == "protocol 0" else 4))
+    else:
+        file = given / "meta.pt" if kind == "sharded" else given
+        file.parent.mkdir(exist_ok=True)
+        torch.save(checkpoint, file)
+    with pytest.raises(PlanFormatError, match=r"Expected a plan file|Expected plan file .* to be a JSON document"):
+        stored_plan.read_plan(given)
+    assert not written.exists()
+    if kind == "full":  # as the test is made, it would be
+        torch.load(given, weights_only=False)
+        assert written.exists()
+
+
+def test_a_plan_is_read_from_among_anything_that_can_be_saved(tmp_path):
+    objects = {
+        "list": [PLAN],
+        "set": {PLAN.units[0].modes},
+        "ordered": OrderedDict(a=1),
+        "module": torch.nn.Linear(1, 2),
+    }
+    checkpoint = {**objects, "class": Executed, torch.float16: range(3), "optimizer": torch.optim.SGD([torch.ones(1)])}
+    stored_plan.store(PLAN, checkpoint)
+    torch.save(checkpoint, tmp_path / "last.ckpt")
+    assert stored_plan.read_plan(tmp_path / "last.ckpt") == PLAN
+
+
+def test_a_damaged_checkpoint_is_refused_or_read(tmp_path):
+    path = saved(tmp_path, PLAN, "full")
+    whole = path.read_bytes()
+    num_refused = 0
+    for position in range(0, len(whole), 37):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 0x55]) + whole[position + 1 :])
+        try:
+            stored_plan.read_plan(path)
+        except PlanFormatError:
+            num_refused += 1
+    assert num_refused > 10
+    for length in range(0, len(whole), 101):
+        path.write_bytes(whole[:length])
+        with pytest.raises(PlanFormatError):
+            stored_plan.read_plan(path)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 5000, "none/plan.json"])
+def test_a_path_that_cannot_be_a_file_is_refused(tmp_path, name):
+    with pytest.raises(PlanFormatError, match="cannot be read"):
+        stored_plan.read_plan(tmp_path / name)
+
+
+def test_the_entry_can_be_read_with_weights_only():
+    checkpoint = {}
+    stored_plan.store(PLAN, checkpoint)
+    assert all(type(value) is str for value in checkpoint.values())
+
+
+@pytest.fixture
+def told(monkeypatch):
+    texts = []
+    monkeypatch.setattr(stored_plan, "rank_zero_info", texts.append)
+
+    def tell(plan, before):
+        checkpoint = {}
+        stored_plan.store(before, checkpoint)
+        stored_plan.tell_of_change(plan, checkpoint)
+        return texts
+
+    return tell
+
+
+def test_another_cluster_is_told_of(told):
+    now = dataclasses.replace(PLAN, world_size=1, memory_limit_bytes=2**31)
+    (text,) = told(now, PLAN)
+    assert text == (
+        "OSDP: training goes on under another plan. The checkpoint's was made for 2 ranks with 1.00 GiB each, this"
+        " run's for 1 rank with 2.00 GiB each."
+    )
+
+
+def test_another_plan_of_as_many_ranks_can_be_undone(told):
+    units = (dataclasses.replace(PLAN.units[0], sync="last"),)
+    (text,) = told(dataclasses.replace(PLAN, units=units), PLAN)
+    assert text.endswith(" Pass the checkpoint's path as plan= to keep it.")
+
+
+@pytest.mark.parametrize("before", [None, dataclasses.replace(PLAN, memory_limit_bytes=1, step_time_s=3.0)])
+def test_the_same_plan_and_none_are_passed_over(told, before):
+    assert told(PLAN, before) == []
+
+
+@pytest.mark.parametrize("text", ['{"schema_version": 1}', "{", PLAN.to_json().replace("{", '{"later": 1, ', 1)])
+def test_a_plan_of_another_version_does_not_stop_training(told, text):
+    assert told(PLAN, None) == []
+    stored_plan.tell_of_change(PLAN, {"osdp_plan": text})
+    assert told(PLAN, None)[0].startswith("OSDP: training goes on under this run's plan. ")
+
+
+def test_evaluation_as_one_unit_has_no_plan_to_compare(told):
+    assert told(None, PLAN) == []
