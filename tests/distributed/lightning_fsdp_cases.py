@@ -111,6 +111,18 @@ class Stranger(Net):
         return torch.optim.Adam(nn.Linear(4, 5).parameters())
 
 
+class Faint(Net):
+    """Whose gradients are zero in half precision, but for a scaler."""
+
+    def step(self, batch, batch_idx):
+        return 1e-9 * self.layers(batch).float().square().mean()
+
+    training_step = step
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e8)
+
+
 class Counting(Net):
     """With a metric, which has no parameters."""
 
@@ -412,6 +424,17 @@ def made_in_precision(precision):
         is_same = all(torch.equal(other, state) or other.isnan().any() for other in others)
         found.append((before, (str(module.layers[0].weight.device), str(module.layers[0].weight.dtype)), is_same))
     return found
+
+
+@ranks_case
+def faint_gradients():
+    """How far weights move, in bf16 and half precision, and whether the scale of losses is in a checkpoint."""
+    found, before = {}, Net().layers[0].weight.detach()
+    for precision in ("bf16-mixed", "16-mixed"):
+        fit = fitted(Faint(), precision=precision, max_epochs=4)
+        found[precision] = float((weights(fit)["layers.0.weight"] - before).norm())
+    saved = fit._checkpoint_connector.dump_checkpoint(weights_only=False)
+    return found, [entry["scale"] for entry in saved.values() if isinstance(entry, dict) and "scale" in entry]
 
 
 @ranks_case

@@ -47,6 +47,12 @@ def test_the_cpu_is_no_error():
     assert isinstance(trainer.strategy, OSDPStrategy)
 
 
+def test_modules_may_be_made_by_the_trainer_without_a_warning():
+    trainer = L.Trainer(accelerator="cpu", devices=1, strategy="osdp", logger=False, enable_checkpointing=False)
+    with trainer.init_module(empty_init=True):
+        assert cases.Net().layers[0].weight.is_meta
+
+
 @pytest.mark.parametrize(
     ("name", "values", "text"),
     [
@@ -172,6 +178,13 @@ def test_modules_are_made_in_the_trainers_precision_also_on_the_meta_device(rank
     dtype = {"32-true": "torch.float32", "16-true": "torch.float16", "bf16-true": "torch.bfloat16"}[precision]
     expected = [((device, dtype), ("cpu", dtype), True) for device in ("cpu", "meta")]
     assert ranks(2).run(cases.made_in_precision, precision=precision) == [expected] * 2
+
+
+def test_gradients_that_half_precision_cannot_hold_are_scaled(ranks):
+    for found, scales in ranks(2).run(cases.faint_gradients):
+        assert found["bf16-mixed"] > 1e-3
+        assert found["16-mixed"] == pytest.approx(found["bf16-mixed"], rel=0.1)
+        assert len(scales) == 1
 
 
 def test_what_recomputes_or_is_compiled_trains_the_same_and_mixed_precision_does_not(ranks):
