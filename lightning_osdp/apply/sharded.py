@@ -366,24 +366,30 @@ class ShardedModel:
         finally:
             self._is_opened = was_opened
 
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """`_opened`, whatever mode the caller is in: DTensors have no views in inference mode."""
+        with torch.inference_mode(mode=False), self._opened():
+            yield
+
     def whole_state(self, *, on_all_ranks: bool) -> dict[str, Any] | None:
         """Whole state dict in memory of its own, on rank 0 or on all ranks; None on the others."""
-        with self._opened():
+        with self._reading():
             return state.whole_state(self.module, on_all_ranks=on_all_ranks)
 
     def model_state(self, state_dict_type: str) -> dict[str, Any]:
         """State dict for a checkpoint: whole tensors on rank 0 (``"full"``), or each rank's shards (``"sharded"``)."""
-        with self._opened():
+        with self._reading():
             return state.model_state(self.module, state_dict_type)
 
     def optimizer_state(self, optimizer: Optimizer, state_dict_type: str) -> dict[str, Any]:
         """State of one optimizer, likewise; whole states are keyed by parameter index, as a plain optimizer's are."""
-        with self._opened():
+        with self._reading():
             return state.optimizer_state(self.module, optimizer, state_dict_type)
 
     def load_model(self, state_dict: Mapping[str, Any], *, strict: bool) -> None:
         """Loads a whole state dict, which every rank has."""
-        with self._opened():
+        with self._reading():
             load.load_model(self.module, state_dict, strict=strict)
 
     def load_optimizer(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
@@ -392,12 +398,12 @@ class ShardedModel:
         Raises:
             PlanMismatchError: its parameter groups are not the optimizer's.
         """
-        with self._opened():
+        with self._reading():
             load.load_optimizer(self.module, optimizer, state_dict)
 
     def load_sharded(self, path: Path, optimizers: Sequence[Optimizer], *, strict: bool) -> None:
         """Loads weights, and states of optimizers where there are any, from the folder of a sharded checkpoint."""
-        with self._opened():
+        with self._reading():
             load.load_sharded(path, self.module, optimizers, strict=strict)
 
 

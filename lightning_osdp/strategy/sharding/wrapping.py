@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_osdp.apply import ShardedModel
@@ -75,6 +76,21 @@ class Wrapping:
         for name, own in self.settings.items():
             if settings[name] != own:
                 raise _disagree(f"{name} {own}", settings[name])
+
+    def check_parameters(self) -> None:
+        """Returns if the module has the parameters that were sharded, and no others.
+
+        Raises:
+            ConfigurationError: it has got new ones, which no rank would share with another.
+        """
+        self.sharded.reshard()
+        new = [name for name, parameter in self.module.named_parameters() if not isinstance(parameter, DTensor)]
+        if new:
+            raise ConfigurationError(
+                f"Expected the model as it was sharded, but its parameter {new[0]!r} is new. Lightning calls"
+                " configure_model before every stage: make modules there only where there are none yet, as in"
+                " `if self.layers is None: self.layers = ...`, and add none to a model that is sharded."
+            )
 
     def check_wishes(self, options: Options) -> None:
         """Returns if a fit with these options may use the plan as it is; all ranks must call it.
