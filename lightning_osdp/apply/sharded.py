@@ -163,6 +163,15 @@ class ShardedModel:
         result: T = internals.run_as_forward(self.module, step, args, kwargs, without_views)
         return result
 
+    def evaluate(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """The same for a step of an evaluation.
+
+        Raises:
+            RanksApartError: some ranks have run units more often than others.
+        """
+        with self._agreement.evaluating():
+            return self.run(step, *args, **kwargs)
+
     def before_backward(self) -> None:
         """Forward is over, and backward comes."""
         self._agreement.begin_backward()

@@ -17,6 +17,7 @@ from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from lightning_osdp.strategy.failure import FailureWatch, explain
+from lightning_osdp.strategy.interrupted import SavingTogether
 from lightning_osdp.strategy.launcher import GatheringLauncher, StartMethod, check_start_method, refuse_in_notebook
 from lightning_osdp.strategy.shutdown import settle_at_exit
 from lightning_osdp.strategy.termination import EXIT_CODE, SigtermWatch, end_together, forget
@@ -43,6 +44,7 @@ class RanksStrategy(FSDPStrategy):
         self._start_method = start_method
         self._watch: FailureWatch | None = None
         self._sigterm: SigtermWatch | None = None
+        self._saving: SavingTogether | None = None
         super().__init__(**fsdp_kwargs)
 
     @override
@@ -65,6 +67,9 @@ class RanksStrategy(FSDPStrategy):
             settle_at_exit()
         if self.world_size > 1:
             self._watch_failures(self.broadcast(uuid4().hex))
+        if self.lightning_module is not None:
+            self._saving = SavingTogether(self._can_save)
+            self._saving.begin(self.lightning_module.trainer)
 
     def _watch_failures(self, run: str) -> None:
         timeout = self._timeout or default_pg_timeout
@@ -81,6 +86,19 @@ class RanksStrategy(FSDPStrategy):
         watch.start()
         assert self.lightning_module is not None
         end_together(self.lightning_module.trainer, lambda: watch.is_terminating)
+
+    def _can_save(self) -> bool:
+        """Whether all ranks can save a checkpoint, after an exception on this one; says so if they cannot."""
+        can = self._has_states and (self._watch is None or self._watch.have_all_raised())
+        if not can:
+            why = "not all have raised one at the same point" if self._has_states else "there is nothing to save yet"
+            log.warning("OSDP: no checkpoint is saved on this exception: all ranks must save together, and %s.", why)
+        return can
+
+    @property
+    def _has_states(self) -> bool:
+        """Whether there is a model to save."""
+        return True
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -101,6 +119,9 @@ class RanksStrategy(FSDPStrategy):
             self._sigterm.close()
             assert self.lightning_module is not None
             forget(self.lightning_module.trainer)
+        if self._saving is not None:
+            assert self.lightning_module is not None
+            self._saving.end(self.lightning_module.trainer)
         super().teardown()
 
 

@@ -91,6 +91,17 @@ class UnitsStrategy(RanksStrategy):
             found.check_settings(self._settings())
         super().setup(trainer)
 
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        """``wrap()`` of torch leaves modules as they are here, as under DDP: the plan says what a unit is."""
+        yield
+
+    @property
+    @override
+    def _has_states(self) -> bool:
+        return self._wrapping is not None
+
     @override
     def on_exception(self, exception: BaseException) -> None:
         sharded = None if self._wrapping is None else self._wrapping.sharded
@@ -210,15 +221,15 @@ class UnitsStrategy(RanksStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._sharded.run(super().validation_step, *args, **kwargs)
+        return self._sharded.evaluate(super().validation_step, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._sharded.run(super().test_step, *args, **kwargs)
+        return self._sharded.evaluate(super().test_step, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._sharded.run(super().predict_step, *args, **kwargs)
+        return self._sharded.evaluate(super().predict_step, *args, **kwargs)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
