@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
+from torch._dynamo import OptimizedModule
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
 
@@ -133,6 +134,12 @@ class _Tree:
             for child, places in registered.items()
             if len(places) > 1 or isinstance(child, ParametrizationList)
         }
+        # Hooks of a unit are inside its compiled code, unless the unit is the module that compiles it.
+        for name, child in self.modules.items():
+            if isinstance(child, OptimizedModule):
+                is_whole = child.dynamo_ctx.fullgraph
+                inside = [other for other in self.modules if other.startswith(f"{name}.")]
+                self.unwrappable.update(inside if is_whole else [self._names[child._orig_mod]])
 
     def dominators(self, name: str) -> list[str]:
         """The module and what is above it on every path, innermost first, the root left out."""

@@ -228,6 +228,7 @@ class _Gathering:
         self._handle: Any = handle
         self._made_for = internals.group_of(handle)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # as torch does with its own hooks of a unit
     def __call__(self, _: nn.Module, __: Any, output: Any) -> None:
         """After forward of one of the modules."""
         for tensor in tree_leaves(output):
@@ -248,6 +249,7 @@ def _nothing(*_: object) -> None:
     """In place of a hook."""
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # as torch does with its own hooks of a unit
 def _without_views(module: nn.Module, _: Any, output: Any) -> Any:
     del module
     return without_views(output)

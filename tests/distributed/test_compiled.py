@@ -1,0 +1,55 @@
+"""Models of which torch compiles a part, or all, train as under DDP."""
+
+import shutil
+
+import compiled_cases as cases
+import pytest
+from test_user_code import TOLERANCE, check
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize("how", ["first", "first in place", "all in place"])
+def test_compiled_blocks_train_under_plans(ranks, how):
+    check(ranks(2).run(cases.given_plans, how=how)[0])
+
+
+def test_compiled_backward_trains_under_plans(ranks):
+    check(ranks(2).run(cases.given_plans, how="first", backend="aot_eager", kinds=("mixed",))[0])
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "eager",
+        pytest.param("inductor", marks=pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")),
+    ],
+)
+def test_blocks_that_are_compiled_whole_are_units(ranks, backend):
+    check(ranks(2).run(cases.around, backend=backend)[0])
+
+
+def test_a_plan_is_made_of_compiled_blocks_and_says_how_they_were_timed(ranks):
+    apart, units, notes = ranks(2).run(cases.planned, how="both")[0]
+    assert apart < TOLERANCE
+    assert "blocks.0._orig_mod.up" in units
+    assert "blocks.0._orig_mod" not in units
+    (note,) = notes
+    assert note.startswith("'blocks.0', 'blocks.1': profiled as eager code")
+
+
+def test_a_block_that_is_compiled_whole_is_one_unit(ranks):
+    apart, units, _ = ranks(2).run(cases.planned, how="both", fullgraph=True)[0]
+    assert apart < TOLERANCE
+    assert units == ["", "blocks.0", "blocks.1", "last"]
+
+
+def test_checkpoints_of_compiled_models_are_those_of_ddp(ranks):
+    assert max(ranks(2).run(cases.resumed)[0]) < TOLERANCE
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_lightning_module_trains(ranks, backend):
+    apart, (note,) = ranks(2).run(cases.by_lightning, backend=backend)[0]
+    assert apart < TOLERANCE
+    assert note.startswith("the whole model: profiled as eager code")
