@@ -21,6 +21,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_osdp.errors import ProfileError
 from lightning_osdp.profiler.calls import Calls
+from lightning_osdp.splitting import compiled_whole
 
 
 @dataclass
@@ -135,11 +136,11 @@ class _Tree:
             if len(places) > 1 or isinstance(child, ParametrizationList)
         }
         # Hooks of a unit are inside its compiled code, unless the unit is the module that compiles it.
-        for name, child in self.modules.items():
+        for child in self.modules.values():
             if isinstance(child, OptimizedModule):
-                is_whole = child.dynamo_ctx.fullgraph
-                inside = [other for other in self.modules if other.startswith(f"{name}.")]
-                self.unwrappable.update(inside if is_whole else [self._names[child._orig_mod]])
+                self.unwrappable.add(self._names[child._orig_mod])
+        for name in compiled_whole(module):
+            self.unwrappable.update(other for other in self.modules if other.startswith(f"{name}."))
 
     def dominators(self, name: str) -> list[str]:
         """The module and what is above it on every path, innermost first, the root left out."""

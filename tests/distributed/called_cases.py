@@ -57,7 +57,6 @@ def calls_in_hooks():
     for hook, with_grad, only_layer in (
         ("on_train_epoch_end", False, False),
         ("on_validation_end", True, False),
-        ("on_train_batch_end", False, False),
         ("on_train_batch_end", True, True),
     ):
         kind = type("CallingIn", (Calling,), {hook: lambda self, *_: self.look()})

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from cases import EVERYTHING, trainer, without_measuring
 from models import Base, OddMLP
-from user_runs import ddp, difference, differences, fitted, plan_with
+from user_runs import ddp, difference, differences, fitted, plan_with, refusal
 
 from lightning_osdp import OSDPPrecision, OSDPStrategy
 
@@ -43,6 +43,9 @@ class Compiled(Base):
                 self.blocks[place] = torch.compile(self.blocks[place], **options)
         elif how == "first in place":
             self.blocks[0].compile(**options)
+        elif how == "both in place":
+            for block in self.blocks:
+                block.compile(**options)
         elif how == "all in place":
             self.compile(**options)
 
@@ -68,13 +71,13 @@ AROUND = ("blocks.0", "blocks.1", "last")
 """Units whose hooks are outside of what is compiled."""
 
 
-def given_plans(how, backend="eager", kinds=("mixed", "zdp")):
+def given_plans(how, backend):
     """Differences from DDP under plans whose units are around compiled blocks, and inside them."""
     torch._dynamo.reset()
     options = {"how": how, "backend": backend}
-    found = {"inside": differences(partial(Compiled, **options), kinds, max_steps=7)}
+    found = {"inside": differences(partial(Compiled, **options), ("mixed",), max_steps=7)}
     torch._dynamo.reset()
-    return found | {"around": differences(partial(Compiled, units=AROUND, **options), kinds, max_steps=7)}
+    return found | {"around": differences(partial(Compiled, units=AROUND, **options), ("zdp",), max_steps=7)}
 
 
 def around(backend):
@@ -92,6 +95,16 @@ def planned(how, **options):
     own = fitted(OSDPStrategy(search_space=EVERYTHING), make())
     plan = own[2].strategy.plan
     return difference(own, fitted(ddp(), make())), [unit.name for unit in plan.units], plan.notes
+
+
+def refused():
+    """What is said of a plan with a unit inside what is compiled whole."""
+    found = []
+    for how in ("both", "first in place"):
+        make = partial(Compiled, how=how, backend="eager", fullgraph=True)
+        strategy = OSDPStrategy(plan=plan_with(make, "mixed"))
+        found.append(refusal(partial(fitted, strategy, make())))
+    return found
 
 
 def resumed():
