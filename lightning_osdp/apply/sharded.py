@@ -17,7 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecision
 from torch.optim import Optimizer
 
-from lightning_osdp.apply.activations.blocks import BlockForwards, check_blocks, remove_activations, with_recomputed
+from lightning_osdp.apply.activations.blocks import (
+    BlockForwards,
+    check_blocks,
+    is_inside,
+    remove_activations,
+    with_recomputed,
+)
 from lightning_osdp.apply.children import blocks_in, called_children
 from lightning_osdp.apply.fsdp2 import internals, load, state
 from lightning_osdp.apply.fsdp2.agreement import Agreement
@@ -34,7 +40,7 @@ from lightning_osdp.core.slices import slice_names
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
 from lightning_osdp.engine import check_change, engine_of
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.splitting import cuts_of, join_names
+from lightning_osdp.splitting import compiled_whole, cuts_of, join_names
 
 T = TypeVar("T")
 
@@ -162,6 +168,15 @@ class ShardedModel:
         """Runs one of the user's steps, with what the root unit holds unsharded."""
         result: T = internals.run_as_forward(self.module, step, args, kwargs, without_views)
         return result
+
+    def evaluate(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """The same for a step of an evaluation.
+
+        Raises:
+            RanksApartError: some ranks have run units more often than others.
+        """
+        with self._agreement.evaluating():
+            return self.run(step, *args, **kwargs)
 
     def before_backward(self) -> None:
         """Forward is over, and backward comes."""
@@ -471,6 +486,7 @@ def _modes(unit: Unit) -> Iterator[tuple[str, ShardingMode]]:
 def _children_and_blocks(module: nn.Module, *, min_unit_bytes: int) -> Iterator[ShardedUnit]:
     """In forward order; children that share a parameter are one unit."""
     names = {child: name for name, child in module.named_modules()}
+    whole = compiled_whole(module)
     groups: list[list[tuple[str, nn.Module]]] = []
     for name, child in called_children(module):
         own = set(child.parameters())
@@ -481,6 +497,7 @@ def _children_and_blocks(module: nn.Module, *, min_unit_bytes: int) -> Iterator[
         yield ShardedUnit(group[0][0], tuple(child for _, child in group), ZDP)
         for _, child in group:
             blocks = list(blocks_in(child, min_unit_bytes)) if len(group) == 1 else []
+            blocks = [block for block in blocks if not is_inside(names[block], whole)]
             yield from (ShardedUnit(names[block], (block,), ZDP) for block in sorted(blocks, key=list(names).index))
 
 

@@ -105,6 +105,11 @@ class UnitsStrategy(RanksStrategy):
         with torch.inference_mode(mode=False):  # whatever the caller is in: what is sharded may be trained later
             super().setup(trainer)
 
+    @property
+    @override
+    def _has_states(self) -> bool:
+        return self._wrapping is not None
+
     @override
     def on_exception(self, exception: BaseException) -> None:
         sharded = None if self._wrapping is None else self._wrapping.sharded
@@ -224,15 +229,15 @@ class UnitsStrategy(RanksStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._sharded.run(super().validation_step, *args, **kwargs)
+        return self._sharded.evaluate(super().validation_step, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._sharded.run(super().test_step, *args, **kwargs)
+        return self._sharded.evaluate(super().test_step, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._sharded.run(super().predict_step, *args, **kwargs)
+        return self._sharded.evaluate(super().predict_step, *args, **kwargs)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
