@@ -16,6 +16,7 @@ from torch.distributed.fsdp.wrap import wrap
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from cases import without_measuring
 from user_runs import Chain, differences, fitted, plan_with, refusal
 
 from lightning_osdp import OSDPStrategy
@@ -243,4 +244,15 @@ def fails(on_ranks, at=2):
                 path.name for path in first.iterdir() if torch.load(path, weights_only=False)["global_step"] == at
             ]
             return str(error), states, last.exists() or not last.is_symlink()
+    return None
+
+
+@without_measuring
+def fails_in_setup():
+    """What is raised by a step that is profiled, with a checkpoint on exceptions."""
+    try:
+        callbacks = [OnExceptionCheckpoint(tempfile.mkdtemp())]
+        fitted(OSDPStrategy(), Failing(on_ranks=(0, 1), at=0), callbacks=callbacks, enable_checkpointing=True)
+    except ValueError as error:
+        return str(error)
     return None

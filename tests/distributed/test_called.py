@@ -57,6 +57,10 @@ def test_an_exception_on_all_ranks_is_saved_and_reaches_the_user(ranks):
         assert has_last
 
 
+def test_an_exception_before_there_is_a_model_to_save_reaches_the_user(ranks):
+    assert ranks(2).run(cases.fails_in_setup) == ["of the user"] * 2
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_exception_on_one_rank_is_not_saved_and_reaches_the_user(rank):
     pool = RankPool(2)  # the other rank is ended in its collective
