@@ -39,8 +39,8 @@ def with_activations(profile: ModelProfile, activations: Mapping[str, str]) -> M
     """Bytes that the blocks so far do not have saved."""
     for block in (block for block in profile.blocks if block.name in chosen):
         (first, last), choice = block.span, chosen[block.name]
-        segments += [_settled_less(segment, fewer) for segment in profile.segments[len(segments) : first]]
-        own = [_settled_less(segment, fewer) for segment in block.segments[choice]]
+        segments += [_beginning_with_less(segment, fewer) for segment in profile.segments[len(segments) : first]]
+        own = [_beginning_with_less(segment, fewer) for segment in block.segments[choice]]
         segments += list(_made_again(profile, block.span, own)) if choice in RERUN else own
         fewer += freed_bytes(profile, block, choice)
         if choice in RERUN:
@@ -48,7 +48,7 @@ def with_activations(profile: ModelProfile, activations: Mapping[str, str]) -> M
             rerun[block.name] = Rerun(block.span, block.reruns_early)
         if choice in block.copied_bytes:
             copied.append((block.span, block.copied_bytes[choice]))
-    segments += [_settled_less(segment, fewer) for segment in profile.segments[len(segments) :]]
+    segments += [_beginning_with_less(segment, fewer) for segment in profile.segments[len(segments) :]]
     segments = _saved_once(segments, profile, chosen)
     return replace(profile, segments=tuple(segments), blocks=(), crossings=(), rerun=rerun, copied=tuple(copied))
 
@@ -89,7 +89,7 @@ def _saved_once(segments: Sequence[Segment], profile: ModelProfile, chosen: Mapp
     found = []
     for segment, here in zip(segments, more, strict=True):
         fewer += here.times(-1.0)
-        moved = _settled_less(segment, fewer)
+        moved = _beginning_with_less(segment, fewer)
         found.append(moved if here == ZERO else replace(moved, saved_bytes=segment.saved_bytes + here))
     return found
 
@@ -104,12 +104,14 @@ def _check(profile: ModelProfile, chosen: Mapping[str, str]) -> None:
             )
 
 
-def _settled_less(segment: Segment, fewer: Affine) -> Segment:
+def _beginning_with_less(segment: Segment, fewer: Affine) -> Segment:
     """A segment that begins with so many bytes fewer saved."""
-    settled = segment.settled_bytes
-    if settled is None or fewer == ZERO:
+    if fewer == ZERO:
         return segment
-    return replace(segment, settled_bytes=Affine(settled.fixed - fewer.fixed, settled.per_sample - fewer.per_sample))
+    settled, passed = (
+        None if alive is None else alive + fewer.times(-1.0) for alive in (segment.settled_bytes, segment.passed_bytes)
+    )
+    return replace(segment, settled_bytes=settled, passed_bytes=passed)
 
 
 def stays_bytes(block: BlockProfile, choice: str) -> Affine:

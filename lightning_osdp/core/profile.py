@@ -148,6 +148,8 @@ class Segment:
     """Most bytes of live tensors beside parameters, buffers and batch while its forward runs without gradients."""
     settled_bytes: Affine | None = None
     """Live tensors, saved or not, once the operator's gradients are complete; None where it makes none."""
+    passed_bytes: Affine | None = None
+    """The same once its backward is over, with the gradient that it hands on; None where that is not known."""
 
 
 class Rerun(NamedTuple):

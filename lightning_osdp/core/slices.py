@@ -174,6 +174,7 @@ def _segments(segment: Segment, cut: Cut, number: int, handed: Affine) -> Iterat
                     segment.forward_workspace_bytes, _less(besides + products, segment.saved_bytes)
                 ),
                 settled_bytes=None if settled is None else _less(settled + x_again + y + part, gradient),
+                passed_bytes=None if settled is None else settled + x_again + y,
                 evaluation_bytes=_most(segment.evaluation_bytes, x + products),
                 **timed,
             )
@@ -185,6 +186,7 @@ def _segments(segment: Segment, cut: Cut, number: int, handed: Affine) -> Iterat
                 backward_workspace_bytes=segment.made_before_bytes + x_again + y + gradient + part,
                 rerun_workspace_bytes=segment.rerun_workspace_bytes,
                 settled_bytes=None if settled is None else settled + part + (x_again + y if index else ZERO),
+                passed_bytes=(None if settled is None else settled + x_again + y) if index else segment.passed_bytes,
                 evaluation_bytes=_least(segment.evaluation_bytes, x + products),
                 **timed,
             )

@@ -136,7 +136,7 @@ def test_saved_tensors_are_gone_one_unit_after_the_other():
 def test_backward_gathers_beside_the_gradient_that_is_handed_on():
     handed, engine = 100.0, FSDP2(backward_prefetch="none")
     profile = linears(4, 4)
-    segments = tuple(replace(segment, settled_bytes=Affine(handed)) for segment in profile.segments[:-1])
+    segments = tuple(replace(segment, passed_bytes=Affine(handed)) for segment in profile.segments[:-1])
     handing = replace(profile, segments=(*segments, profile.segments[-1]))
     without, _ = moments(profile, ZDP, engine, world_size=2, copies=False)
     found, _ = moments(handing, ZDP, engine, world_size=2, copies=False)

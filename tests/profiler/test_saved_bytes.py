@@ -156,6 +156,25 @@ def test_a_graph_that_the_loss_does_not_need_is_not_kept():
     assert found == {"a": 0, "b": 0}
 
 
+def test_a_graph_that_is_dropped_later_in_forward_was_there_until_then():
+    def profile_of(*, with_metric):
+        def step(m, x):
+            metric = torch.tanh(m.a(x)).sum() if with_metric else m.a(x).detach()
+            hidden = m.b(x)
+            del metric
+            return m.c(hidden).sum()
+
+        return profiled(step, a=nn.Linear(8, 8), b=nn.Linear(8, 8), c=nn.Linear(8, 8))
+
+    profile, without = profile_of(with_metric=True), profile_of(with_metric=False)
+    tanh = 4 * 8  # the output, which tanh saves
+    assert [segment.saved_bytes.per_sample for segment in profile.segments] == [0, 0, 4 * 8, 0]
+    assert profile.segments[0].handed_bytes.per_sample == tanh
+    assert profile.segments[1].forward_workspace_bytes.per_sample == 4 * 8 + tanh
+    for dropped, plain in zip(profile.segments[1:], without.segments[1:], strict=True):
+        assert dropped.backward_workspace_bytes == plain.backward_workspace_bytes
+
+
 def test_sparse_tensors_do_not_stop_it():
     class Graph(nn.Module):
         def __init__(self):
@@ -204,6 +223,20 @@ def test_workspace_of_a_linear_by_hand():
     assert 4 * 32 <= b.backward_workspace_bytes.per_sample <= 4 * (32 + 16)
     # once its weight's gradient is there: its input has gone or its gradient is to come, and the loss with its gradient
     assert b.settled_bytes.at(4) == pytest.approx(4 * 4 * 32, abs=2 * LOSS)
+    assert b.passed_bytes.at(4) == pytest.approx(4 * 4 * 32, abs=2 * LOSS)  # the gradient of its input
+
+
+def test_what_is_between_two_operators_is_gone_where_backward_passes_to_the_first():
+    profile = profiled(
+        lambda m, x: m.b(torch.tanh(m.a(x))).sum(),
+        batch_size=4,
+        a=nn.Linear(8, 32, bias=False),
+        b=nn.Linear(32, 16, bias=False),
+    )
+    a, b = profile.segments[:2]
+    assert a.saved_bytes.at(4) == 4 * 4 * 32  # tanh's output, which is b's input
+    # the gradient of a's output is there, and nothing saved but the batch
+    assert b.passed_bytes.at(4) == pytest.approx(4 * 4 * 32, abs=2 * LOSS)
 
 
 def test_a_gradient_that_waits_for_the_rest_of_it_is_no_workspace():

@@ -139,9 +139,9 @@ class FSDP2LiveParts(LiveParts):
     def _release(self, index: int) -> None:
         super()._release(index)
         self.is_over = index == 0
-        settled = self.profile.segments[index].settled_bytes
+        passed = self.profile.segments[index].passed_bytes
         # the gradient that it hands on: its own saved tensors are gone
-        self.received = 0.0 if settled is None else max(0.0, settled.at(self.samples) - self.parts["activations"])
+        self.received = 0.0 if passed is None else passed.at(self.samples) - self.parts["activations"]
 
     @override
     def _flatten(self, unit: int) -> None:

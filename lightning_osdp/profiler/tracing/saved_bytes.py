@@ -46,6 +46,8 @@ class Activations:
     settled_bytes: int | None = None
     """Live bytes beside parameters, batch and gradients of parameters when its last gradient is complete, less what it
     and the segments before it have saved: may be negative, and is the same however many segments there are before."""
+    passed_bytes: int | None = None
+    """Likewise when its backward is over."""
 
 
 class _Trace:
@@ -92,8 +94,13 @@ class _Trace:
     def _freed(self, key: int, num_bytes: int) -> None:
         """A graph that the loss does not need was dropped in forward."""
         part = self.saved_in.pop(key)
-        if not self.position.in_backward:
-            self._book(part, -num_bytes)
+        if self.position.in_backward:
+            return
+        self._book(part, -num_bytes)
+        for segment in range(part, self.position.now):  # to these it was no saved tensor, but a live one
+            self.parts[segment].forward_workspace_bytes += num_bytes
+            self.parts[segment].handed_bytes += num_bytes
+            self.saved_before[segment] -= num_bytes
 
     def _book(self, part: int, num_bytes: int) -> None:
         self.parts[part].saved_bytes += num_bytes
@@ -123,6 +130,8 @@ class _Trace:
             gradients = sum(p.numel() * p.element_size() for p in alive)
             beside = self.live.peak_bytes - self.static_bytes - self.saved_before[now] - gradients
             part.backward_workspace_bytes = max(part.backward_workspace_bytes, beside)
+            if not self.position.is_running_again:
+                part.passed_bytes = self._unsaved_bytes()
             self.gone = set(self.dropped)
             self.gradients = {p: made_in for p, made_in in self.gradients.items() if p not in self.gone}
         self.live.reset_peak()
@@ -131,11 +140,15 @@ class _Trace:
         """Frees a gradient that is complete: the plan counts gradients itself, here they must not add up."""
         parameter.grad = None
         self.dropped.add(parameter)
+        self.parts[self.position.now].settled_bytes = self._unsaved_bytes()
+
+    def _unsaved_bytes(self) -> int:
+        """What lives in backward beside gradients, less what this segment and those before it have saved."""
         now = self.position.now
         waiting = (p for p, made_in in self.gradients.items() if made_in >= now and p not in self.dropped)
         gradients = sum(p.numel() * p.element_size() for p in waiting)
         saved = sum(part.saved_bytes for part in self.parts[: now + 1])
-        self.parts[now].settled_bytes = self.live.current_bytes - self.static_bytes - saved - gradients
+        return self.live.current_bytes - self.static_bytes - saved - gradients
 
 
 def trace_activations(

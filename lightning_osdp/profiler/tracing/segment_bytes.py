@@ -36,11 +36,16 @@ def segment_bytes(traced: Traced, index: int, saved_before: Mapping[int, int]) -
     def num_bytes(of: Callable[[Activations], int]) -> Affine:
         return affine({size: of(part) for size, part in at.items()})
 
-    settled = {
-        size: saved_before[size] + part.saved_bytes + part.settled_bytes
-        for size, part in at.items()
-        if part.settled_bytes is not None
-    }
+    def alive(of: Callable[[Activations], int | None]) -> Affine | None:
+        """With what this segment and those before it have saved."""
+        beside = {size: of(part) for size, part in at.items()}
+        found = {
+            size: saved_before[size] + at[size].saved_bytes + num_bytes
+            for size, num_bytes in beside.items()
+            if num_bytes is not None
+        }
+        return affine(found) if len(found) == len(at) else None
+
     return {
         "saved_bytes": num_bytes(lambda part: part.saved_bytes),
         "forward_workspace_bytes": num_bytes(lambda part: part.forward_workspace_bytes),
@@ -48,7 +53,8 @@ def segment_bytes(traced: Traced, index: int, saved_before: Mapping[int, int]) -
         "backward_workspace_bytes": num_bytes(lambda part: part.backward_workspace_bytes),
         "rerun_workspace_bytes": num_bytes(lambda part: part.rerun_workspace_bytes),
         "evaluation_bytes": num_bytes(lambda part: part.evaluation_bytes),
-        "settled_bytes": affine(settled) if len(settled) == len(at) else None,
+        "settled_bytes": alive(lambda part: part.settled_bytes),
+        "passed_bytes": alive(lambda part: part.passed_bytes),
     }
 
 
