@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
 from lightning_osdp.core.plans.plan import DP, ZDP, Plan, Unit
@@ -60,7 +60,7 @@ NAMED_SHARE = 0.013
 NAME_CHARACTERS = 30
 LINE_CHARACTERS = 150
 
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
     "axes.spines.top": False,
     "font.size": 9,
@@ -70,8 +70,14 @@ _STYLE = {
     "text.parse_math": False,  # names may hold dollars
 }
 _HEADROOM = 1.2
-_ABOVE = {"loc": "lower left", "bbox_to_anchor": (0, 1), "alignment": "left", "frameon": False, "borderpad": 0}
-_NARROW = {"columnspacing": 1.2, "handlelength": 1.5}
+_LEGEND: dict[str, Any] = {
+    "loc": "lower left",
+    "bbox_to_anchor": (0, 1),
+    "alignment": "left",
+    "columnspacing": 1.2,
+    "frameon": False,
+    "handlelength": 1.5,
+}
 
 
 def draw_plan(plan: Plan, *, memory: Sequence[Moment] = ()) -> Figure:
@@ -151,29 +157,32 @@ def _units(plan: Plan) -> list[Unit]:
 
 def _draw_units(axes: Axes, plan: Plan) -> None:
     """One box for each unit; where its slices differ, one above the other."""
-    from matplotlib.patches import Patch, Rectangle
-
     units, total = _units(plan), sum(unit.parameter_bytes for unit in plan.units)
     widths = [unit.parameter_bytes / total if total else 1 / len(units) for unit in units]
     lefts = [0.0, *accumulate(widths)]
-    line = {"edgecolor": "black", "linewidth": 0.5 if len(units) <= MOST_OUTLINED else 0}
+    line = 0.5 if len(units) <= MOST_OUTLINED else 0.0
     for i, unit in enumerate(units):
         top, hatch = 1.0, "".join(HATCHES[choice][0] for choice in _choices(unit, plan))
         for j, (mode, count) in enumerate(sorted(Counter(unit.modes).items())):
             colour, height = KINDS[mode if unit.name else "root"][0], count / unit.num_slices
             top -= height
-            look = {"facecolor": colour, "hatch": hatch, "gid": f"unit{i}-{j}", **line}
-            axes.add_patch(Rectangle((lefts[i], top), widths[i], height, **look))
+            (box,) = axes.bar(lefts[i], height, widths[i], top, align="edge", hatch=hatch, gid=f"unit{i}-{j}")
+            box.set(facecolor=colour, edgecolor="black", linewidth=line)
     named = [i for i, width in enumerate(widths) if width >= NAMED_SHARE]
     axes.set_xticks([lefts[i] + widths[i] / 2 for i in named], [_short(units[i]) for i in named], rotation=90)
     axes.set(xlim=(0, 1), ylim=(0, 1), yticks=[])
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
+    _tell_units(axes, plan, f"Units in forward order, as wide as they are large ({format_bytes(total)})")
+
+
+def _tell_units(axes: Axes, plan: Plan, heading: str) -> None:
+    from matplotlib.patches import Patch
+
     handles = [Patch(facecolor=colour, label=words) for colour, words in KINDS.values()]
     for lines, words in HATCHES.values() if plan.blocks else ():
         handles.append(Patch(facecolor="white", edgecolor="black", hatch=lines, label=words))
-    heading = f"Units in forward order, as wide as they are large ({format_bytes(total)})"
-    axes.legend(handles=handles, title=heading, ncols=len(handles), **_ABOVE, **_NARROW)
+    axes.legend(handles=handles, title=heading, ncols=len(handles), **_LEGEND)
 
 
 def _choices(unit: Unit, plan: Plan) -> list[str]:
@@ -203,27 +212,31 @@ def _draw_step(axes: Axes, plan: Plan, moments: Sequence[Moment]) -> None:
     """Bytes of one rank at each moment of a step, by what they are, under the limit."""
     peak = max(range(len(moments)), key=lambda i: moments[i].num_bytes)
     scale, unit, top, is_far = _scaled(plan, moments[peak].num_bytes)
-    heights, bands = [0.0] * len(moments), []
-    for number, (words, (colour, parts)) in enumerate(BANDS.items()):
-        added = [sum(moment.parts.get(part, 0.0) for part in parts) / scale for moment in moments]
-        heights = [below + more for below, more in zip(heights, added, strict=True)]
-        if any(added):  # what lies below is drawn above what reaches higher
-            look = {"facecolor": colour, "edgecolor": "black", "linewidth": 0.4, "zorder": 2 - number / 10}
-            bands.append(axes.stairs(heights, fill=True, label=words, **look))
+    _draw_bands(axes, plan, moments, scale)
     is_left = peak < len(moments) / 2
-    here, there, x = ("left", "right", 0.995) if is_left else ("right", "left", 0.005)
+    here, there, edge = ("left", "right", 0.995) if is_left else ("right", "left", 0.005)
     arrow = {"arrowstyle": "-|>", "color": "black", "relpos": (0 if is_left else 1, 0), "shrinkB": 0}
     place = (peak + 0.5, moments[peak].num_bytes / scale)
     axes.annotate(_peak(plan, moments[peak]), place, (place[0], 1.1 * top), ha=here, arrowprops=arrow)
     across = axes.get_yaxis_transform()
-    axes.text(x, 1.02 * top, _limit(plan, is_far=is_far), ha=there, color=LIMIT_COLOUR, transform=across)
+    axes.text(edge, 1.02 * top, _limit(plan, is_far=is_far), ha=there, color=LIMIT_COLOUR, transform=across)
     if not is_far:
         axes.axhline(plan.memory_limit_bytes / scale, color=LIMIT_COLOUR, linewidth=2, linestyle="--")
     _name_phases(axes, moments)
     axes.set(xlim=(0, len(moments)), ylim=(0, _HEADROOM * top), ylabel=unit)
+
+
+def _draw_bands(axes: Axes, plan: Plan, moments: Sequence[Moment], scale: float) -> None:
+    heights, bands = [0.0] * len(moments), []
+    for number, (words, (colour, parts)) in enumerate(BANDS.items()):
+        added = [sum(moment.parts.get(part, 0.0) for part in parts) / scale for moment in moments]
+        heights = [below + more for below, more in zip(heights, added, strict=True)]
+        if any(added):
+            band = axes.stairs(heights, fill=True, label=words, facecolor=colour, edgecolor="black", linewidth=0.4)
+            band.set_zorder(2 - number / 10)  # each reaches down to 0, and lower ones are drawn over it
+            bands.append(band)
     part = "a step" if plan.num_micro_batches <= 3 else "the first, a steady and the last micro-batch"
-    heading = f"Memory of one rank over {part}, as predicted"
-    axes.legend(handles=bands, title=heading, ncols=len(BANDS), **_ABOVE, **_NARROW)
+    axes.legend(handles=bands, title=f"Memory of one rank over {part}, as predicted", ncols=len(bands), **_LEGEND)
 
 
 def _draw_peaks(axes: Axes, plan: Plan) -> None:
