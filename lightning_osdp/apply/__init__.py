@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning_osdp.apply.activations.blocks import apply_activations, is_inside, remove_activations, with_recomputed
 from lightning_osdp.apply.children import called_children
 from lightning_osdp.apply.fsdp2.arguments import fully_shard_arguments
-from lightning_osdp.apply.fsdp2.internals import local
+from lightning_osdp.apply.fsdp2.internals import local, refuse_copy
 from lightning_osdp.apply.materialize import check_initializable
 from lightning_osdp.apply.plan import apply_plan, change_plan
 from lightning_osdp.apply.sharded import ShardedModel
@@ -22,6 +22,7 @@ __all__ = [
     "fully_shard_arguments",
     "is_inside",
     "local",
+    "refuse_copy",
     "remove_activations",
     "with_recomputed",
 ]

@@ -10,7 +10,7 @@ from lightning_osdp.apply.materialize import UnitInitializer
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.plan_unit import Unit
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError
-from lightning_osdp.splitting import split, splittable
+from lightning_osdp.splitting import compiled_whole, split, splittable
 
 
 def prepared(module: nn.Module, plan: Plan) -> dict[str, nn.Module]:
@@ -23,11 +23,13 @@ def prepared(module: nn.Module, plan: Plan) -> dict[str, nn.Module]:
     Raises:
         PlanMismatchError: the module of a unit or block is not there or cannot be one, operators' parameters would end
             up in another unit, or the model has parameters that the plan does not know.
-        ConfigurationError: a unit has trainable parameters of several dtypes, or slices and several operators.
+        ConfigurationError: a unit has trainable parameters of several dtypes, or slices and several operators, or is
+            inside a module that is compiled whole.
     """
     modules = dict(module.named_modules())
     _check_units(plan, modules)
     _check_parameters(plan, module)
+    _check_compiled(plan, module)
     _check_slices(plan, module)
     call_layers_in_evaluation(module)
     return modules
@@ -128,6 +130,18 @@ def _check_parameters(plan: Plan, module: nn.Module) -> None:
                 " module of those that differ and plan with"
                 " search_space=SearchSpace(min_unit_bytes=0)."
             )
+
+
+def _check_compiled(plan: Plan, module: nn.Module) -> None:
+    for whole in compiled_whole(module):
+        for unit in plan.units:
+            inside = next((name for name in modules_of(unit) if name.startswith(f"{whole}.")), None)
+            if inside is not None:
+                raise ConfigurationError(
+                    f"Expected no unit inside {whole!r}, which is compiled with fullgraph=True, but the plan has"
+                    f" {inside!r}: nothing can be all-gathered within one graph. Plan anew by leaving out `plan=`, or"
+                    " compile without fullgraph."
+                )
 
 
 def _nearest(operator: str, units: Collection[str]) -> str:

@@ -16,7 +16,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecision
 from torch.optim import Optimizer
 
-from lightning_osdp.apply.activations.blocks import BlockForwards, check_blocks, remove_activations, with_recomputed
+from lightning_osdp.apply.activations.blocks import (
+    BlockForwards,
+    check_blocks,
+    is_inside,
+    remove_activations,
+    with_recomputed,
+)
 from lightning_osdp.apply.children import blocks_in, called_children
 from lightning_osdp.apply.fsdp2 import internals, load, state
 from lightning_osdp.apply.fsdp2.agreement import Agreement
@@ -33,7 +39,7 @@ from lightning_osdp.core.slices import slice_names
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
 from lightning_osdp.engine import check_change, engine_of
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.splitting import cuts_of, join_names
+from lightning_osdp.splitting import compiled_whole, cuts_of, join_names
 
 T = TypeVar("T")
 
@@ -161,6 +167,15 @@ class ShardedModel:
         """Runs one of the user's steps, with what the root unit holds unsharded."""
         result: T = internals.run_as_forward(self.module, step, args, kwargs, without_views)
         return result
+
+    def evaluate(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """The same for a step of an evaluation.
+
+        Raises:
+            RanksApartError: some ranks have run units more often than others.
+        """
+        with self._agreement.evaluating():
+            return self.run(step, *args, **kwargs)
 
     def before_backward(self) -> None:
         """Forward is over, and backward comes."""
@@ -367,24 +382,30 @@ class ShardedModel:
         finally:
             self._is_opened = was_opened
 
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """`_opened`, whatever mode the caller is in: DTensors have no views in inference mode."""
+        with torch.inference_mode(mode=False), self._opened():
+            yield
+
     def whole_state(self, *, on_all_ranks: bool) -> dict[str, Any] | None:
         """Whole state dict in memory of its own, on rank 0 or on all ranks; None on the others."""
-        with self._opened():
+        with self._reading():
             return state.whole_state(self.module, on_all_ranks=on_all_ranks)
 
     def model_state(self, state_dict_type: str) -> dict[str, Any]:
         """State dict for a checkpoint: whole tensors on rank 0 (``"full"``), or each rank's shards (``"sharded"``)."""
-        with self._opened():
+        with self._reading():
             return state.model_state(self.module, state_dict_type)
 
     def optimizer_state(self, optimizer: Optimizer, state_dict_type: str) -> dict[str, Any]:
         """State of one optimizer, likewise; whole states are keyed by parameter index, as a plain optimizer's are."""
-        with self._opened():
+        with self._reading():
             return state.optimizer_state(self.module, optimizer, state_dict_type)
 
     def load_model(self, state_dict: Mapping[str, Any], *, strict: bool) -> None:
         """Loads a whole state dict, which every rank has."""
-        with self._opened():
+        with self._reading():
             load.load_model(self.module, state_dict, strict=strict)
 
     def load_optimizer(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
@@ -393,12 +414,12 @@ class ShardedModel:
         Raises:
             PlanMismatchError: its parameter groups are not the optimizer's.
         """
-        with self._opened():
+        with self._reading():
             load.load_optimizer(self.module, optimizer, state_dict)
 
     def load_sharded(self, path: Path, optimizers: Sequence[Optimizer], *, strict: bool) -> None:
         """Loads weights, and states of optimizers where there are any, from the folder of a sharded checkpoint."""
-        with self._opened():
+        with self._reading():
             load.load_sharded(path, self.module, optimizers, strict=strict)
 
 
@@ -466,6 +487,7 @@ def _modes(unit: Unit) -> Iterator[tuple[str, ShardingMode]]:
 def _children_and_blocks(module: nn.Module, *, min_unit_bytes: int) -> Iterator[ShardedUnit]:
     """In forward order; children that share a parameter are one unit."""
     names = {child: name for name, child in module.named_modules()}
+    whole = compiled_whole(module)
     groups: list[list[tuple[str, nn.Module]]] = []
     for name, child in called_children(module):
         own = set(child.parameters())
@@ -476,6 +498,7 @@ def _children_and_blocks(module: nn.Module, *, min_unit_bytes: int) -> Iterator[
         yield ShardedUnit(group[0][0], tuple(child for _, child in group), ZDP)
         for _, child in group:
             blocks = list(blocks_in(child, min_unit_bytes)) if len(group) == 1 else []
+            blocks = [block for block in blocks if not is_inside(names[block], whole)]
             yield from (ShardedUnit(names[block], (block,), ZDP) for block in sorted(blocks, key=list(names).index))
 
 

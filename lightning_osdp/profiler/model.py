@@ -18,6 +18,7 @@ from lightning_osdp.core.rates import DeviceRates
 from lightning_osdp.core.text.progress import Progress, silent
 from lightning_osdp.errors import ProfileError, RanksApartError
 from lightning_osdp.profiler.assemble import assemble
+from lightning_osdp.profiler.compiled import as_eager, compiled_modules, note_of
 from lightning_osdp.profiler.machine.memory import is_out_of_memory
 from lightning_osdp.profiler.optimizer import profile_optimizers
 from lightning_osdp.profiler.precision import ComputePrecision
@@ -103,7 +104,8 @@ def profile_model(
     given_blocks = None if blocks is None else frozenset(module.get_submodule(name) for name in blocks)
     step = Step(module, batch, batch_size, run, device, given_blocks)
     progress("tracing the model", "")
-    with precision.applied(module):
+    compiled = compiled_modules(module)
+    with precision.applied(module), as_eager(compiled):
         trace = trace_step(step, traced_choices(activations))
         seconds = _seconds(step, trace, rates, together, progress)
     progress("profiling the optimizer", "")
@@ -122,7 +124,8 @@ def profile_model(
         precision=precision,
         activations=activations,
     )
-    return replace(profile, notes=tuple(dict.fromkeys(step.notes)))
+    notes = (*step.notes, *([note_of(compiled)] if compiled else []))
+    return replace(profile, notes=tuple(dict.fromkeys(notes)))
 
 
 def _seconds(

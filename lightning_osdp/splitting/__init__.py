@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_osdp.splitting.compiled import compiled_whole
 from lightning_osdp.splitting.joined import JoinedShards, gathered
 from lightning_osdp.splitting.module import SplitModule
 from lightning_osdp.splitting.splitters import SPLITTERS, cut_dims, num_features, split, splittable
@@ -11,6 +12,7 @@ __all__ = [
     "SPLITTERS",
     "JoinedShards",
     "SplitModule",
+    "compiled_whole",
     "cut_dims",
     "cut_states",
     "cuts_of",

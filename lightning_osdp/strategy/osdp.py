@@ -211,11 +211,11 @@ class OSDPStrategy(RehearsingStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        self._division.save(load)
-        self._generators.save(load, self.root_device)
-        stored_plan.store(self.plan, load)
+        self._division.save(checkpoint)
+        self._generators.save(checkpoint, self.root_device)
+        stored_plan.store(self.plan, checkpoint)
         saving.save(
-            load,
+            checkpoint,
             self.broadcast(filepath),
             state_dict_type=self._state_dict_type,
             checkpoint_io=self.checkpoint_io,

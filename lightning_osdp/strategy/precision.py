@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.types import Optimizable
 from lightning.pytorch.plugins.precision import FSDPPrecision
 from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -33,8 +34,10 @@ class OSDPPrecision(FSDPPrecision):
         self._device_type = "cuda"
 
     def use_device(self, device: torch.device) -> None:
-        """Autocast on this device from now on."""
+        """Autocast on this device from now on, and scale losses there."""
         self._device_type = device.type
+        if self.scaler is not None and not self.scaler.is_enabled():  # Lightning's, for CUDA where there is none
+            self.scaler = ShardedGradScaler(device=device.type)
 
     @property
     @override

@@ -174,3 +174,19 @@ def test_one_may_be_left_before_another_that_was_entered_after_it():
     assert not outer.is_active
     inner.__exit__(None, None, None)
     assert torch.UntypedStorage.resize_ is RESIZE
+
+
+def test_what_is_compiled_whole_runs_as_eager_code_while_it_is_counted():
+    compiled = []
+
+    def backend(graph, _):
+        compiled.append(graph)
+        return graph.forward
+
+    double = torch.compile(lambda x: x * 2, backend=backend, fullgraph=True)
+    with LiveBytes("cpu") as live:
+        assert double(torch.ones(100)).sum() == 200
+    assert live.peak_bytes >= 800
+    assert not compiled
+    assert double(torch.ones(100)).sum() == 200
+    assert compiled

@@ -139,7 +139,7 @@ def test_of_an_error_that_all_ranks_have_each_but_one_prints_a_line(tmp_path):
     assert stderr.count("Traceback (most recent call last)") == 1
     text = "InfeasibleError: No plan fits: the limit is 2.00 KiB per rank"
     for told in (
-        f"\nlightning_osdp.errors.{text}",
+        f"lightning_osdp.errors.{text}",
         *(f"\nOSDP: rank {rank} ends as rank 0 does: {text}" for rank in (1, 2)),
     ):
         assert stderr.count(told) == 1, stderr

@@ -20,6 +20,8 @@ from lightning_osdp.errors import OSDPError, PlanMismatchError, RanksApartError
 _PRIME = 2**31 - 1
 _STEP = -1
 """What a rank tells at the end of a step."""
+_EVALUATED = -2
+"""The same at the end of a step of an evaluation."""
 _NUM_CHECKED = 2
 """Optimizer steps, with the evaluation before them, in which each collective is told before."""
 
@@ -31,7 +33,8 @@ class Agreement:
       reduces zeros for it, so that a rank on which it was used finds the others in the same reduce-scatter.
     - Ranks that gathered or reduced different units at a time have computed with one another's weights, added up one
       another's gradients, or would wait for each other for ever. In the first steps each rank tells what it is about
-      to do before it does it, for whoever waits tells nothing.
+      to do before it does it, for whoever waits tells nothing. So it does in an evaluation, before it gathers a unit
+      for the second time in one step: text that is generated may be longer on one rank than on another.
 
     Args:
         root: of the units.
@@ -46,6 +49,7 @@ class Agreement:
         self._num_checked = 0
         self._order = 0  # a hash of the units in the order in which they were gathered and reduced
         self._is_paused = False
+        self._gathered: set[int] | None = None  # units in this step of an evaluation
         self._parameters: list[tuple[nn.Parameter, Any]] = []
         self._starts: list[int] = []
         for index, group in enumerate(groups):
@@ -117,6 +121,21 @@ class Agreement:
             )
 
     @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """A step of an evaluation.
+
+        Raises:
+            RanksApartError: some ranks have gathered units more often than others.
+        """
+        self._gathered = set()
+        try:
+            yield
+            if self._gathered and not self._is_paused:
+                self._check(_EVALUATED)
+        finally:
+            self._gathered = None
+
+    @contextmanager
     def paused(self) -> Iterator[None]:
         """Within it, nothing is noted: this rank runs alone."""
         kept = list(self._has_gradient)
@@ -131,7 +150,10 @@ class Agreement:
             return
         told = 2 * unit + is_reduction
         self._order = (self._order * 31 + told + 1) % _PRIME
-        if self._num_checked < _NUM_CHECKED:
+        is_again = self._gathered is not None and told in self._gathered
+        if self._gathered is not None:
+            self._gathered.add(told)
+        if is_again or self._num_checked < _NUM_CHECKED:
             self._check(told)
 
     def _check(self, told: int) -> None:
@@ -163,5 +185,6 @@ def _check_same(most: int, negated_least: int) -> None:
         raise RanksApartError(
             "Expected every rank to run the same modules in the same order, but they ran different units in this step,"
             " so that one's weights and gradients would be taken for another's. Call all modules on every rank, with"
-            " inputs that do not count if need be, or make one unit of all that is chosen by rank."
+            " inputs that do not count if need be, or make one unit of all that is chosen by rank. To generate for as"
+            " long as each rank likes, do so within `with trainer.strategy.gathered(): ...`."
         )

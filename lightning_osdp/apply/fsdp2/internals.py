@@ -9,14 +9,14 @@ import gc
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed._composable_state import _get_module_state, _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._common_utils import collect_grad_tensors, replace_grad_tensors
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
@@ -32,7 +32,6 @@ from lightning_osdp.errors import ConfigurationError
 
 _METHODS = {
     FSDPModule: (
-        "_get_fsdp_state",
         "_orig_cls_mro_index",
         "_set_unshard_async_op",
         "set_reduce_scatter_unused_params",  # public, and of 2.13
@@ -74,6 +73,8 @@ _ATTRIBUTES = {
     ),
 }
 """What it uses of the objects that make a unit; `_unsharded_param` of a parameter comes with its first all-gather."""
+_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+"""Attributes that it gives to all modules inside a unit."""
 
 
 def check_torch() -> None:
@@ -140,12 +141,13 @@ def _whole_value(operation: Any, args: Any, _: Any) -> Any:
 
 
 def state_of(module: nn.Module) -> Any:
-    """The state of a unit, given any of its modules."""
-    assert isinstance(module, FSDPModule)
-    return module._get_fsdp_state()
+    """The state of a unit, given any of its modules, also while it is a `plain` one."""
+    state = _get_module_state(module)
+    assert isinstance(state, FSDPState)
+    return state
 
 
-def group_of(module: nn.Module) -> Any:
+def group_of(module: Any) -> Any:
     """The parameters that a unit gathers together; None where it has none."""
     groups = state_of(module)._fsdp_param_groups
     return groups[0] if groups else None
@@ -207,7 +209,7 @@ def _begin_with_hooks(parameter: Any, begin: Callable[[], None]) -> None:
 
 @contextmanager
 def plain(module: nn.Module, groups: Sequence[Any], *, writes: bool) -> Iterator[None]:
-    """Within it, a module has whole parameters, and runs forward like any other, with no collective.
+    """Within it, a module has whole parameters, and runs forward and is copied like any other, with no collective.
 
     Args:
         module: any inside the root.
@@ -226,10 +228,13 @@ def plain(module: nn.Module, groups: Sequence[Any], *, writes: bool) -> Iterator
                 is_shard = value.data_ptr() == local(sharded).data_ptr()
                 whole[parameter] = nn.Parameter(value.clone() if is_shard else value, sharded.requires_grad)
                 vars(whole[parameter]).update(vars(sharded))
+    units = [child for child in inside if isinstance(child, FSDPModule)]
     with ExitStack() as stack:
-        for state in dict.fromkeys(state_of(child) for child in inside if isinstance(child, FSDPModule)):
+        for state in dict.fromkeys(map(state_of, units)):
             for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
                 stack.enter_context(_without(handle))
+        for child in inside:
+            stack.enter_context(_unmarked(child))
         for parameter, value in whole.items():
             parameter._setattr_on_modules(value)
         try:
@@ -243,6 +248,47 @@ def plain(module: nn.Module, groups: Sequence[Any], *, writes: bool) -> Iterator
                 if group._training_state == TrainingState.FORWARD:  # what goes on there expects it
                     group.unshard()
                     group.wait_for_unshard()
+
+
+@contextmanager
+def _unmarked(module: nn.Module) -> Iterator[None]:
+    """Within it, nothing tells that a module is sharded: it has its own class, so that it can be copied.
+
+    ``generate()`` of transformers would wait for other ranks.
+    """
+    kind, own = type(module), vars(module)
+    kept = {name: own.pop(name) for name in (*_MARKS, STATE_KEY, REGISTRY_KEY, "_apply") if name in own}
+    if issubclass(kind, FSDPModule):
+        module.__class__ = _own_class(module)
+    try:
+        yield
+    finally:
+        module.__class__ = kind
+        own.update(kept)
+
+
+def _own_class(module: Any) -> type:
+    """The class that a unit's module had before ``fully_shard``."""
+    own: type = type(module).__mro__[type(module)._orig_cls_mro_index]
+    return own
+
+
+def refuse_copies(module: nn.Module) -> None:
+    """Has ``copy.deepcopy`` of a unit's module, outside of `plain`, say what to do."""
+    type(module).__deepcopy__ = refuse_copy  # type: ignore[attr-defined]  # a class that torch has made for its units
+
+
+def refuse_copy(*_: object) -> NoReturn:
+    """In place of a copy of shards.
+
+    Raises:
+        ConfigurationError: always.
+    """
+    raise ConfigurationError(
+        "Expected whole parameters to copy, but each rank has only its shards of a model that is sharded. Copy it on"
+        " all ranks within `with trainer.strategy.gathered(): ...`, and read its parameters there; for an average of"
+        " the weights, use Lightning's WeightAveraging."
+    )
 
 
 def _write_rows(sharded: DTensor, whole: Tensor) -> None:
@@ -542,11 +588,11 @@ def make_plain(module: nn.Module) -> None:
                     handle.remove()
         for child in state._modules:
             child.__dict__.pop("_apply", None)
-            child.__class__ = type(child).__mro__[type(child)._orig_cls_mro_index]
+            child.__class__ = _own_class(child)
             del child.__dict__[STATE_KEY], child.__dict__[REGISTRY_KEY], _module_state_mapping[child]
     for child in module.modules():
-        child.__dict__.pop("_is_fsdp_managed_module", None)
-        child.__dict__.pop("_fsdp_use_orig_params", None)
+        for name in _MARKS:
+            child.__dict__.pop(name, None)
 
 
 class NotedCollective:

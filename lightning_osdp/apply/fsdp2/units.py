@@ -96,8 +96,9 @@ def shard(
                 sharded._backward_hooks = hooks[child, name]  # `internals.carry_hooks` has them run
         for module in unit.modules:
             internals.keep_attributes(module)
+            internals.refuse_copies(module)
         for module in unit.modules[:-1]:
-            module.register_forward_hook(_gathering(unit.handle))
+            module.register_forward_hook(_Gathering(unit.handle))
 
 
 def set_prefetch(
@@ -214,27 +215,41 @@ def without_views(output: Any) -> Any:
     return _no_view(output) if isinstance(output, Tensor) else tree_map_only(Tensor, _no_view, output)
 
 
-def _gathering(handle: nn.Module) -> Callable[[nn.Module, Any, Any], None]:
+class _Gathering:
     """A hook that gathers a unit of several modules where backward comes to the output of one that is not the last.
 
     fully_shard does that at the output of the last one, which the loss may not depend on.
+
+    Args:
+        handle: of the unit.
     """
-    made_for = internals.group_of(handle)
 
-    def gather(_: Tensor) -> None:
-        # hooks outlive the units: what is sharded anew has other ones
-        sharded: Any = handle
-        if isinstance(handle, FSDPModule) and internals.group_of(sharded) is made_for:
-            sharded.unshard()  # nothing where it is there
+    def __init__(self, handle: nn.Module) -> None:
+        self._handle: Any = handle
+        self._made_for = internals.group_of(handle)
 
-    def hook(_: nn.Module, __: Any, output: Any) -> None:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # as torch does with its own hooks of a unit
+    def __call__(self, _: nn.Module, __: Any, output: Any) -> None:
+        """After forward of one of the modules."""
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(gather)
+                tensor.register_hook(self._gather)
 
-    return hook
+    def __deepcopy__(self, _: object) -> Callable[..., None]:
+        """For a copy of the module, which is no unit."""
+        return _nothing
+
+    def _gather(self, _: Tensor) -> None:
+        # hooks outlive the units: what is sharded anew has other ones
+        if isinstance(self._handle, FSDPModule) and internals.group_of(self._handle) is self._made_for:
+            self._handle.unshard()  # nothing where it is there
 
 
+def _nothing(*_: object) -> None:
+    """In place of a hook."""
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # as torch does with its own hooks of a unit
 def _without_views(module: nn.Module, _: Any, output: Any) -> Any:
     del module
     return without_views(output)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
+from lightning_osdp.profiler.compiled import as_eager, compiled_modules
 from lightning_osdp.profiler.step.loss import loss_in
 from lightning_osdp.profiler.step.resize import samples_of
 from lightning_osdp.profiler.step.snapshot import untouched
@@ -38,7 +39,8 @@ def why_not_mean(module: nn.Module, run: Callable[[Any], Any], batch: Any, *, ba
         batch: on the module's device.
         batch_size: its samples.
     """
-    return next(_obstacles(module, run, batch, batch_size), None)
+    with as_eager(compiled_modules(module)):
+        return next(_obstacles(module, run, batch, batch_size), None)
 
 
 def _obstacles(module: nn.Module, run: Callable[[Any], Any], batch: Any, batch_size: int) -> Iterator[str]:

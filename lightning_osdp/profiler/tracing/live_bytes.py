@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -88,6 +89,8 @@ class LiveBytes(TorchDispatchMode):
         if not _counting:
             # fully_shard frees and allocates unsharded parameters by resizing their storage, past the dispatcher.
             torch.UntypedStorage.resize_ = _counted_resize  # type: ignore[method-assign, assignment]
+            # torch compiles nothing under a mode, and raises of what is to be compiled whole
+            _while_counting.enter_context(torch.compiler.set_stance("force_eager"))
         _counting.append(self)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -96,6 +99,7 @@ class LiveBytes(TorchDispatchMode):
         _counting.remove(self)
         if not _counting:
             torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
+            _while_counting.close()
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
@@ -114,6 +118,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 _resize = torch.UntypedStorage.resize_
+_while_counting = ExitStack()
 _counting: list[LiveBytes] = []
 """Those that are entered, in any order: one may be left before another that was entered after it."""
 

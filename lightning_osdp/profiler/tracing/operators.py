@@ -15,11 +15,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
+from torch._dynamo import OptimizedModule
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_osdp.errors import ProfileError
 from lightning_osdp.profiler.tracing.calls import Calls
+from lightning_osdp.splitting import compiled_whole
 
 
 @dataclass
@@ -133,6 +135,12 @@ class _Tree:
             for child, places in registered.items()
             if len(places) > 1 or isinstance(child, ParametrizationList)
         }
+        # Hooks of a unit are inside its compiled code, unless the unit is the module that compiles it.
+        for child in self.modules.values():
+            if isinstance(child, OptimizedModule):
+                self.unwrappable.add(self._names[child._orig_mod])
+        for name in compiled_whole(module):
+            self.unwrappable.update(other for other in self.modules if other.startswith(f"{name}."))
 
     def dominators(self, name: str) -> list[str]:
         """The module and what is above it on every path, innermost first, the root left out."""

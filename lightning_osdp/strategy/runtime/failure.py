@@ -31,6 +31,8 @@ GRACE_S = 10.0
 """Seconds that a rank is given to end by itself after another failed, before its process is ended."""
 SIGTERM_GRACE_S = 20.0
 """The same after SIGTERM: to finish a step, and no longer than most clusters wait before they kill."""
+MEETING_S = 5.0
+"""Longest that a failed rank waits for all others to fail, too, where something is to be saved."""
 LINGER_S = 5.0
 """Longest that a failed rank waits until all others know: the store may end with its process."""
 SILENCE_S = 4.0
@@ -69,6 +71,8 @@ class FailureWatch:
         self._stall_s, self._is_terminated, self._grace_s = stall_s, is_terminated, grace_s
         run = f"lightning_osdp/{run}"
         self._failure, self._informed, self._over = f"{run}/failure", f"{run}/informed", f"{run}/over"
+        self._raised = [f"{run}/raised/{each}" for each in range(world_size)]
+        self._meeting = f"{run}/meeting"
         self._beats = Heartbeats(store, run, rank=rank, world_size=world_size, num_collectives=num_collectives)
         self._num_collectives, self._since_s = -1, 0.0
         self._first: str | None = None  # what the rank that failed first had to say, once this one knows
@@ -121,6 +125,23 @@ class FailureWatch:
             self._learn(_STORE_GONE)
         self._end_thread()
         return None if self._first == mine else self._first
+
+    def have_all_raised(self) -> bool:
+        """Whether every rank has raised at the same point, so that they can do something together; waits for them.
+
+        All ranks that ask have the same answer.
+        """
+        try:
+            self._store.set(self._raised[self._rank], str(self._beats.beat()))
+            deadline = time.monotonic() + MEETING_S
+            while not self._store.check(self._raised) and time.monotonic() < deadline:
+                time.sleep(POLL_S / 10)
+            are_there = self._store.check(self._raised)
+            is_same = are_there and len(set(self._store.multi_get(self._raised))) == 1
+            return self._store.compare_set(self._meeting, "", "yes" if is_same else "no") == b"yes"
+        except RuntimeError:
+            log.debug("The store is gone, and with it the others", exc_info=True)
+            return False
 
     def _watch(self) -> None:
         while not self._stopped.wait(POLL_S):

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_osdp.strategy.runtime.all_ranks import first_rank
 from lightning_osdp.strategy.runtime.failure import FailureWatch, explain, is_echo, print_one_line
+from lightning_osdp.strategy.runtime.interrupted import SavingTogether
 from lightning_osdp.strategy.runtime.launcher import (
     GatheringLauncher,
     StartMethod,
@@ -49,6 +50,7 @@ class RanksStrategy(FSDPStrategy):
         self._start_method = start_method
         self._watch: FailureWatch | None = None
         self._sigterm: SigtermWatch | None = None
+        self._saving: SavingTogether | None = None
         super().__init__(**fsdp_kwargs)
 
     @override
@@ -71,6 +73,9 @@ class RanksStrategy(FSDPStrategy):
             settle_at_exit()
         if self.world_size > 1:
             self._watch_failures(self.broadcast(uuid4().hex))
+        if self.lightning_module is not None:
+            self._saving = SavingTogether(self._can_save)
+            self._saving.begin(self.lightning_module.trainer)
 
     def _watch_failures(self, run: str) -> None:
         timeout = self._timeout or default_pg_timeout
@@ -87,6 +92,19 @@ class RanksStrategy(FSDPStrategy):
         watch.start()
         assert self.lightning_module is not None
         end_together(self.lightning_module.trainer, lambda: watch.is_terminating)
+
+    def _can_save(self) -> bool:
+        """Whether all ranks can save a checkpoint, after an exception on this one; says so if they cannot."""
+        can = self._has_states and (self._watch is None or self._watch.have_all_raised())
+        if not can:
+            why = "not all have raised one at the same point" if self._has_states else "there is nothing to save yet"
+            log.warning("OSDP: no checkpoint is saved on this exception: all ranks must save together, and %s.", why)
+        return can
+
+    @property
+    def _has_states(self) -> bool:
+        """Whether there is a model to save."""
+        return True
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -113,6 +131,9 @@ class RanksStrategy(FSDPStrategy):
             self._sigterm.close()
             assert self.lightning_module is not None
             forget(self.lightning_module.trainer)
+        if self._saving is not None:
+            assert self.lightning_module is not None
+            self._saving.end(self.lightning_module.trainer)
         super().teardown()
 
 

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lightning_osdp.apply import ShardedModel
 from lightning_osdp.callbacks import PlanMonitor
+from lightning_osdp.strategy.runtime.interrupted import SavingTogether
 
 _HOOKS = tuple(
     name
@@ -39,8 +40,9 @@ def reshard_before_hooks(trainer: pl.Trainer, sharded: ShardedModel) -> None:
     """
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     others = [callback for callback in callbacks if not isinstance(callback, Resharding)]
-    num_monitors = sum(isinstance(callback, PlanMonitor) for callback in others)  # they come first, for their clocks
-    callbacks[:] = [*others[:num_monitors], Resharding(sharded), *others[num_monitors:]]
+    first = [callback for callback in others if isinstance(callback, (SavingTogether, PlanMonitor))]  # for their clocks
+    rest = [callback for callback in others if callback not in first]
+    callbacks[:] = [*first, Resharding(sharded), *rest]
 
 
 class Resharding(pl.Callback):

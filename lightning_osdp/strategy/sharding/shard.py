@@ -8,9 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.strategies.fsdp import _move_torchmetrics_to_device
 from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision
@@ -19,6 +22,7 @@ from typing_extensions import override
 
 from lightning_osdp.apply import ShardedModel
 from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.profiler import Census
 from lightning_osdp.strategy.batching.division import Division
 from lightning_osdp.strategy.batching.larger_batches import BatchWatch
@@ -50,6 +54,9 @@ class UnitsStrategy(RanksStrategy):
     Attributes:
         census: what was alive when fit began, on CPU, where what is alive is counted; None elsewhere.
     """
+
+    # Not FSDPStrategy's: torch's wrap() in configure_model leaves modules as they are, for the plan shards them.
+    model_sharded_context = Strategy.model_sharded_context
 
     def __init__(self, options: Options, prefetch: Prefetch, **kwargs: Any) -> None:
         self._options, self._prefetch = options, prefetch
@@ -85,11 +92,23 @@ class UnitsStrategy(RanksStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         self._setting_up.close()
         assert self.model is not None
+        if is_overridden("configure_sharded_model", self.lightning_module):
+            raise ConfigurationError(
+                "Expected configure_model, got configure_sharded_model, after which Lightning leaves sharding to the"
+                " module itself. Rename it: the plan shards."
+            )
         found = wrapping_of(self.model)
         if found is not None:
             # Before anything converts shards to another precision.
             found.check_settings(self._settings())
-        super().setup(trainer)
+            found.check_parameters()
+        with torch.inference_mode(mode=False):  # whatever the caller is in: what is sharded may be trained later
+            super().setup(trainer)
+
+    @property
+    @override
+    def _has_states(self) -> bool:
+        return self._wrapping is not None
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -210,15 +229,15 @@ class UnitsStrategy(RanksStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._sharded.run(super().validation_step, *args, **kwargs)
+        return self._sharded.evaluate(super().validation_step, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._sharded.run(super().test_step, *args, **kwargs)
+        return self._sharded.evaluate(super().test_step, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._sharded.run(super().predict_step, *args, **kwargs)
+        return self._sharded.evaluate(super().predict_step, *args, **kwargs)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -257,5 +276,9 @@ class UnitsStrategy(RanksStrategy):
 
     @property
     def _sharded(self) -> ShardedModel:
-        assert self._wrapping is not None
+        if self._wrapping is None:
+            raise ConfigurationError(
+                "Expected a sharded model, but setup has not been yet, or has failed. Ask for weights, and save them,"
+                " from on_fit_start on."
+            )
         return self._wrapping.sharded

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_osdp.apply import ShardedModel
+from lightning_osdp.apply import ShardedModel, refuse_copy
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.errors import ConfigurationError
@@ -46,7 +48,7 @@ class Wrapping:
         module = self.sharded.module
         having = (child for child in module.modules() if any(True for _ in child.parameters()))
         self._handles += [child.register_state_dict_pre_hook(self) for child in having]
-        self._handles.append(module._register_load_state_dict_pre_hook(self._take))
+        self._handles.append(module._register_load_state_dict_pre_hook(partial(_take, self)))
 
     @property
     def module(self) -> nn.Module:
@@ -75,6 +77,21 @@ class Wrapping:
         for name, own in self.settings.items():
             if settings[name] != own:
                 raise _disagree(f"{name} {own}", settings[name])
+
+    def check_parameters(self) -> None:
+        """Returns if the module has the parameters that were sharded, and no others.
+
+        Raises:
+            ConfigurationError: it has got new ones, which no rank would share with another.
+        """
+        self.sharded.reshard()
+        new = [name for name, parameter in self.module.named_parameters() if not isinstance(parameter, DTensor)]
+        if new:
+            raise ConfigurationError(
+                f"Expected the model as it was sharded, but its parameter {new[0]!r} is new. Lightning calls"
+                " configure_model before every stage: make modules there only where there are none yet, as in"
+                " `if self.layers is None: self.layers = ...`, and add none to a model that is sharded."
+            )
 
     def check_wishes(self, options: Options) -> None:
         """Returns if a fit with these options may use the plan as it is; all ranks must call it.
@@ -107,11 +124,26 @@ class Wrapping:
                 " trainer.strategy.gathered(): ...`, as save_pretrained() can; or load a checkpoint."
             )
 
-    def _take(self, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-        """Runs before the module loads a state dict, which goes into shards."""
-        del state_dict
-        if not prefix:
-            self.sharded.reshard()
+    def __deepcopy__(self, _: object) -> Callable[..., None]:
+        """Of a module that is copied while its parameters are whole, nothing is sharded.
+
+        Raises:
+            ConfigurationError: they are shards.
+        """
+        if not self.sharded.is_opened:
+            refuse_copy()
+        return _nothing
+
+
+def _take(wrapping: object, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    """Runs before the module loads a state dict, which goes into shards; nothing in a copy of the module."""
+    del state_dict
+    if isinstance(wrapping, Wrapping) and not prefix:
+        wrapping.sharded.reshard()
+
+
+def _nothing(*_: object) -> None:
+    """In place of a hook."""
 
 
 def wrapping_of(module: nn.Module) -> Wrapping | None:

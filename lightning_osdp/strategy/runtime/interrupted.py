@@ -1,0 +1,67 @@
+"""Checkpoints on an exception: saved where all ranks have raised it, left out where only some have."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Checkpoint
+from typing_extensions import override
+
+log = logging.getLogger(__name__)
+
+
+class SavingTogether(pl.Callback):
+    """The first to hear of an exception: keeps others from saving where ranks would wait for each other.
+
+    What a callback raises while it saves would replace the user's exception, and a collective that the other ranks are
+    not in would be taken for another one's, or wait.
+
+    Args:
+        can_save: whether all ranks can save now; asked once, and only where somebody saves.
+    """
+
+    def __init__(self, can_save: Callable[[], bool]) -> None:
+        self._can_save = cache(can_save)
+        self._left_out: list[pl.Callback] = []
+
+    def begin(self, trainer: pl.Trainer) -> None:
+        """Listens from now on."""
+        _callbacks(trainer).insert(0, self)
+
+    def end(self, trainer: pl.Trainer) -> None:
+        """Undoes it."""
+        callbacks = _callbacks(trainer)
+        callbacks[:] = [callback for callback in callbacks if callback is not self]
+        callbacks += self._left_out
+        self._left_out = []
+        vars(trainer).pop("save_checkpoint", None)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        callbacks, save = _callbacks(trainer), trainer.save_checkpoint
+
+        def save_if_possible(*args: Any, **kwargs: Any) -> None:
+            if self._can_save():
+                save(*args, **kwargs)
+
+        trainer.save_checkpoint = save_if_possible  # type: ignore[method-assign]
+        saving = [callback for callback in callbacks if _saves(callback)]
+        if saving and not self._can_save():
+            # behind this one in the list that is gone through now
+            self._left_out = saving
+            callbacks[:] = [callback for callback in callbacks if callback not in saving]
+
+
+def _saves(callback: pl.Callback) -> bool:
+    """Whether it saves on an exception: ``ModelCheckpoint`` if it was asked to, others whenever they have the hook."""
+    is_written = type(callback).on_exception is not pl.Callback.on_exception
+    return isinstance(callback, Checkpoint) and is_written and getattr(callback, "save_on_exception", True)
+
+
+def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
+    found: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    return found
