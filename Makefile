@@ -75,7 +75,7 @@ $(TORCH_WANTED): FORCE
 $(INSTALLED): pyproject.toml $(TORCH_WANTED)
 	$(PIP) install --upgrade 'pip>=25.1'
 	$(PIP) install '$(TORCH)'
-	$(PIP) install --editable .
+	$(PIP) install --editable '.[plots]'
 	touch $@
 
 $(INSTALLED_DEV): $(INSTALLED)

@@ -95,6 +95,21 @@ def test_blocking_stops_what_does_need_torch(name):
     assert "is blocked" in found.stderr
 
 
+def test_importing_the_package_imports_nothing_that_few_need():
+    rare = ("fairscale", "matplotlib", "torch.testing._internal")
+    code = """
+        import sys
+        import lightning.pytorch
+        known = set(sys.modules)  # torch and Lightning import some of them where they are installed
+        import lightning_osdp
+        print(*sys.modules.keys() - known)
+        """
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)]
+    added = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.split()
+    assert "lightning_osdp.report.picture" in added
+    assert [name for name in added if f"{name}.".startswith(tuple(f"{each}." for each in rare))] == []
+
+
 def test_the_public_names_are_these():
     assert lightning_osdp.__all__ == [
         "FSDP2",

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecision
@@ -289,6 +288,8 @@ class ShardedModel:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Within it, no collective reaches another rank; afterwards all is as before, errors or not."""
+        from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers the backend "fake"
+
         self.reshard()
         group, real = dist.new_group(backend="fake"), dist.group.WORLD
         assert real is not None

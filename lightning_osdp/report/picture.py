@@ -1,130 +1,301 @@
-"""A plan as a picture: its units as a strip, marked by mode, above the memory of a step against the limit.
+"""A plan as a picture, which matplotlib draws: its units by mode, above the memory of a step against the limit.
 
-Modes are told apart by colour and by hatching; the colours are Okabe and Ito's, which colour-blind people can tell
-apart. Whoever points at a unit in a browser reads what the plan says of it.
+One colour means one thing, and light ones lie beside dark ones; units in which blocks recompute or offload are hatched.
+Whoever points at a unit in a browser reads what the plan says of it.
 """
 
 from __future__ import annotations
 
+import io
+import math
+import re
+import textwrap
+import warnings
 from collections import Counter
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, groupby
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from xml.sax.saxutils import escape
 
 from lightning_osdp.core.plans.plan import DP, ZDP, Plan, Unit
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds, three_digits
 from lightning_osdp.cost import Moment
-from lightning_osdp.report.memory_picture import bars_height, draw_bars, draw_step
+from lightning_osdp.report.activations import tell_blocks
 from lightning_osdp.report.sentences import NOT_PREDICTED, explain, is_predicted, name_treatment
-from lightning_osdp.report.svg import Drawing, Fill
 
-WIDTH_PX = 1100.0
-LEFT_PX, RIGHT_PX = 70.0, 1080.0
-STRIP_TOP_PX, STRIP_PX, MEMORY_PX = 88.0, 64.0, 240.0
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+KINDS = {
+    "root": ("#F0E442", "root: always gathered"),
+    ZDP.name: ("#BFD7EA", "ZDP: freed, gathered again"),
+    DP.name: ("#0072B2", "DP: gathered once, kept"),
+}
+"""Colour and words of units."""
+HATCHES = {"recompute": ("////", "blocks in it recompute"), "offload": ("\\\\\\\\", "blocks in it offload")}
+"""Lines across units, and words; both lines where blocks recompute and offload their inputs."""
+STATES = ("parameter shards", "optimizer state", "buffers", "batch")
+GRADIENTS = ("reduced gradients", "accumulated gradients", "unsharded gradients")
+BANDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "shards, optimizer state, buffers, batch": ("#999999", STATES),
+    "gathered parameters": ("#009E73", ("gathered parameters",)),
+    "gradients": ("#E69F00", GRADIENTS),
+    "activations": ("#CC79A7", ("activations",)),
+    "workspace": ("#4D2C19", ("workspace",)),
+}
+"""Memory from below: colour, and the parts of a `Moment`."""
+LIMIT_COLOUR = "#B34700"
+FAR = 1.8
+"""A limit so many times the peak or more is told in words: drawn to scale it would squeeze the rest."""
+MOST_MOMENTS = 600
+"""More than these are not told apart on the page: of each few neighbours the largest is drawn."""
 MOST_OUTLINED = 150
 """Units up to which each is outlined: of more, the outlines would be all that one sees."""
-NAME_PX = 13.0
-"""Width of a unit from which its name finds room below it."""
+NAMED_SHARE = 0.013
+"""Share of all parameters from which a unit's name finds room below it."""
 NAME_CHARACTERS = 30
-CHARACTER_PX = 5.2
-"""Mean width of a character of size 10, rounded up: a program cannot know the font that a picture is shown in."""
+LINE_CHARACTERS = 150
 
-FILLS = {ZDP.name: Fill("#F0B84C", "lines"), DP.name: Fill("#0072B2")}
-ROOT_FILL = Fill("#BBBBBB", "dots")
-OTHER_FILL = Fill("#CC79A7")
+_STYLE: dict[Any, Any] = {
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "font.size": 9,
+    "hatch.linewidth": 0.8,
+    "svg.fonttype": "none",  # words stay words
+    "svg.hashsalt": "lightning-osdp",
+    "text.parse_math": False,  # names may hold dollars
+}
+_HEADROOM = 1.2
+_LEGEND: dict[str, Any] = {
+    "loc": "lower left",
+    "bbox_to_anchor": (0, 1),
+    "alignment": "left",
+    "columnspacing": 1.2,
+    "frameon": False,
+    "handlelength": 1.5,
+}
 
 
-def draw_plan(plan: Plan, *, memory: Sequence[Moment] = ()) -> str:
-    """The picture of a plan as SVG.
+def draw_plan(plan: Plan, *, memory: Sequence[Moment] = ()) -> Figure:
+    """The picture of a plan; it needs matplotlib.
 
     Args:
         plan: what to draw.
         memory: what is predicted to live at each moment of a step, see `StepEstimate`; without it the plan's peak
             is drawn as a bar.
     """
-    units = [unit for unit in plan.units if unit.parameter_bytes > 0]
-    # a plan that was written by hand may hold no sizes
-    widths = [float(unit.parameter_bytes) for unit in units] or [1.0] * len(plan.units)
-    units = units or list(plan.units)
-    scale = (RIGHT_PX - LEFT_PX) / sum(widths)
-    lefts = [LEFT_PX, *(LEFT_PX + scale * width for width in accumulate(widths))]
-    named = [i for i, width in enumerate(widths) if scale * width >= NAME_PX]
-    names_px = CHARACTER_PX * max((len(_short(units[i])) for i in named), default=0)
-    memory_top = STRIP_TOP_PX + STRIP_PX + names_px + 52
-    memory_px = MEMORY_PX if memory else bars_height(plan)
-    drawing = Drawing(WIDTH_PX, memory_top + memory_px + 40)
-    _draw_title(drawing, plan)
-    _draw_legend(drawing, plan)
-    _draw_strip(drawing, plan, units, lefts)
-    for i in named:
-        middle = (lefts[i] + lefts[i + 1]) / 2
-        drawing.text(middle + 3.5, STRIP_TOP_PX + STRIP_PX + 6, _short(units[i]), size=10, anchor="end", upwards=True)
-    area = (LEFT_PX, memory_top, RIGHT_PX - LEFT_PX, memory_px)
-    if memory:
-        draw_step(drawing, area, plan, memory)
-    else:
-        draw_bars(drawing, area, plan)
-    return drawing.to_text()
+    from matplotlib.figure import Figure
+
+    inches = [0.9] + ([3.2] if memory else [0.7] if is_predicted(plan) else [])
+    words = "\n".join(
+        textwrap.fill(line, LINE_CHARACTERS) for line in (_title(plan), _subtitle(plan), *tell_blocks(plan))
+    )
+    with _styled():
+        figure = Figure(figsize=(11, 2 + 0.2 * words.count("\n") + sum(inches)), layout="constrained")
+        figure.suptitle(words, x=0.005, ha="left", fontsize=9.5)
+        units, *below = figure.subplots(len(inches), 1, squeeze=False, height_ratios=inches)[:, 0]
+        _draw_units(units, plan)
+        if memory:
+            _draw_step(below[0], plan, _thinned(memory))
+        elif below:
+            _draw_peaks(below[0], plan)
+        else:
+            units.set_xlabel(f"Memory of one rank: {NOT_PREDICTED}; the {_limit(plan)}", loc="left")
+    return figure
 
 
 def save_picture(plan: Plan, path: str | Path, *, memory: Sequence[Moment] = ()) -> None:
-    """Writes the picture of a plan to an SVG file; the arguments are those of `draw_plan`."""
+    """Writes the picture of a plan to an SVG file, the same each time; the arguments are those of `draw_plan`."""
+    drawn = io.StringIO()
+    metadata = {"Title": _title(plan), "Description": _subtitle(plan), "Creator": None, "Date": None}
+    figure = draw_plan(plan, memory=memory)
+    with _styled():
+        figure.savefig(drawn, format="svg", metadata=metadata)
+    told = [f"<title>{escape(_tooltip(unit, plan))}</title>" for unit in _units(plan)]
+    svg = re.sub(r'<g id="unit(\d+)-\d+">', lambda group: group[0] + told[int(group[1])], drawn.getvalue())
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(draw_plan(plan, memory=memory), encoding="utf-8")
+    path.write_text(svg, encoding="utf-8")
 
 
-def _draw_title(drawing: Drawing, plan: Plan) -> None:
+@contextmanager
+def _styled() -> Iterator[None]:
+    """Within it, matplotlib draws the same, on a white page, whatever its user has set."""
+    import matplotlib as mpl
+
+    with mpl.rc_context(), warnings.catch_warnings():
+        mpl.rcdefaults()
+        mpl.rcParams.update(_STYLE)
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # the font that it is shown in may have it
+        yield
+
+
+def _title(plan: Plan) -> str:
     counts = Counter(" + ".join(dict.fromkeys(unit.modes)) for unit in plan.units if unit.name)
     modes = ", ".join(f"{count} {'unit' if count == 1 else 'units'} {mode}" for mode, count in sorted(counts.items()))
+    return f"OSDP plan: {modes or 'one unit'}"
+
+
+def _subtitle(plan: Plan) -> str:
     samples = f"{plan.micro_batch_size} x {plan.num_micro_batches} x {plan.world_size}"
-    lines = [f"{samples} samples (micro-batch x micro-batches x ranks) a step"]
-    if is_predicted(plan):
-        lines.append(f"{format_seconds(plan.step_time_s)} and {three_digits(plan.samples_per_s)} samples/s predicted")
-        if plan.predicted_gain > 1:
-            lines.append(f"{plan.predicted_gain - 1:.1%} more than plain FSDP at its best")
-    else:
-        lines.append(f"time and memory {NOT_PREDICTED}")
-    drawing.text(LEFT_PX, 24, f"OSDP plan: {modes or 'one unit'}", size=16, bold=True)
-    drawing.text(LEFT_PX, 44, "; ".join(lines), colour="#444444")
+    text = f"{samples} samples (micro-batch x micro-batches x ranks) a step"
+    if not is_predicted(plan):
+        return f"{text}; time and memory {NOT_PREDICTED}"
+    text += f"; {format_seconds(plan.step_time_s)} and {three_digits(plan.samples_per_s)} samples/s predicted"
+    gain = plan.predicted_gain - 1
+    return text + (f"; {gain:.1%} more than plain FSDP at its best" if gain > 0 else "")
 
 
-def _draw_legend(drawing: Drawing, plan: Plan) -> None:
-    total = format_bytes(sum(unit.parameter_bytes for unit in plan.units))
-    drawing.text(LEFT_PX, STRIP_TOP_PX - 10, f"Units in forward order, as wide as they are large ({total})")
-    entries = [
-        ("root: always gathered", ROOT_FILL),
-        ("ZDP: freed, gathered again", FILLS[ZDP.name]),
-        ("DP: gathered once, kept", FILLS[DP.name]),
-    ]
-    x = RIGHT_PX
-    for words, fill in reversed(entries):
-        x -= 6 * len(words) + 18
-        drawing.text(x + 18, STRIP_TOP_PX - 10, words, size=11)
-        drawing.box(x, STRIP_TOP_PX - 20, 13, 12, fill)
-        x -= 14
+def _units(plan: Plan) -> list[Unit]:
+    """Those that are drawn: with parameters, or all of a plan that was written by hand and holds no sizes."""
+    return [unit for unit in plan.units if unit.parameter_bytes > 0] or list(plan.units)
 
 
-def _draw_strip(drawing: Drawing, plan: Plan, units: Sequence[Unit], lefts: Sequence[float]) -> None:
+def _draw_units(axes: Axes, plan: Plan) -> None:
     """One box for each unit; where its slices differ, one above the other."""
-    outline = 0.5 if len(units) <= MOST_OUTLINED else 0
-    for unit, left, right in zip(units, lefts, lefts[1:], strict=False):
-        top = STRIP_TOP_PX
-        for mode, count in sorted(Counter(unit.modes).items()):
-            fill = FILLS.get(mode, OTHER_FILL) if unit.name else ROOT_FILL
-            height = STRIP_PX * count / unit.num_slices
-            drawing.box(left, top, right - left, height, fill, outline=outline, tooltip=_tooltip(unit, plan))
-            top += height
+    units, total = _units(plan), sum(unit.parameter_bytes for unit in plan.units)
+    widths = [unit.parameter_bytes / total if total else 1 / len(units) for unit in units]
+    lefts = [0.0, *accumulate(widths)]
+    line = 0.5 if len(units) <= MOST_OUTLINED else 0.0
+    for i, unit in enumerate(units):
+        top, hatch = 1.0, "".join(HATCHES[choice][0] for choice in _choices(unit, plan))
+        for j, (mode, count) in enumerate(sorted(Counter(unit.modes).items())):
+            colour, height = KINDS[mode if unit.name else "root"][0], count / unit.num_slices
+            top -= height
+            (box,) = axes.bar(lefts[i], height, widths[i], top, align="edge", hatch=hatch, gid=f"unit{i}-{j}")
+            box.set(facecolor=colour, edgecolor="black", linewidth=line)
+    named = [i for i, width in enumerate(widths) if width >= NAMED_SHARE]
+    axes.set_xticks([lefts[i] + widths[i] / 2 for i in named], [_short(units[i]) for i in named], rotation=90)
+    axes.set(xlim=(0, 1), ylim=(0, 1), yticks=[])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    _tell_units(axes, plan, f"Units in forward order, as wide as they are large ({format_bytes(total)})")
+
+
+def _tell_units(axes: Axes, plan: Plan, heading: str) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(facecolor=colour, label=words) for colour, words in KINDS.values()]
+    for lines, words in HATCHES.values() if plan.blocks else ():
+        handles.append(Patch(facecolor="white", edgecolor="black", hatch=lines, label=words))
+    axes.legend(handles=handles, title=heading, ncols=len(handles), **_LEGEND)
+
+
+def _choices(unit: Unit, plan: Plan) -> list[str]:
+    """Which of `HATCHES` blocks in it have."""
+    inside = [
+        block.activations
+        for block in plan.blocks
+        if any(f"{operator}.".startswith(f"{block.name}.") for operator in unit.operators)
+    ]
+    return [choice for choice in HATCHES if any(choice in activations for activations in inside)]
 
 
 def _tooltip(unit: Unit, plan: Plan) -> str:
     lines = [f"{unit.name or '(root)'}: {unit.kind}", name_treatment(unit), format_bytes(unit.parameter_bytes)]
     if is_predicted(plan):
         lines.append(f"{format_seconds(unit.time_s)} a step")
+    lines += [HATCHES[choice][1] for choice in _choices(unit, plan)]
     return "\n".join([*lines, explain([unit], plan)])
 
 
 def _short(unit: Unit) -> str:
     name = unit.name or "(root)"
     return name if len(name) <= NAME_CHARACTERS else "…" + name[-NAME_CHARACTERS + 1 :]
+
+
+def _draw_step(axes: Axes, plan: Plan, moments: Sequence[Moment]) -> None:
+    """Bytes of one rank at each moment of a step, by what they are, under the limit."""
+    peak = max(range(len(moments)), key=lambda i: moments[i].num_bytes)
+    scale, unit, top, is_far = _scaled(plan, moments[peak].num_bytes)
+    _draw_bands(axes, plan, moments, scale)
+    is_left = peak < len(moments) / 2
+    here, there, edge = ("left", "right", 0.995) if is_left else ("right", "left", 0.005)
+    arrow = {"arrowstyle": "-|>", "color": "black", "relpos": (0 if is_left else 1, 0), "shrinkB": 0}
+    place = (peak + 0.5, moments[peak].num_bytes / scale)
+    axes.annotate(_peak(plan, moments[peak]), place, (place[0], 1.1 * top), ha=here, arrowprops=arrow)
+    across = axes.get_yaxis_transform()
+    axes.text(edge, 1.02 * top, _limit(plan, is_far=is_far), ha=there, color=LIMIT_COLOUR, transform=across)
+    if not is_far:
+        axes.axhline(plan.memory_limit_bytes / scale, color=LIMIT_COLOUR, linewidth=2, linestyle="--")
+    _name_phases(axes, moments)
+    axes.set(xlim=(0, len(moments)), ylim=(0, _HEADROOM * top), ylabel=unit)
+
+
+def _draw_bands(axes: Axes, plan: Plan, moments: Sequence[Moment], scale: float) -> None:
+    heights, bands = [0.0] * len(moments), []
+    for number, (words, (colour, parts)) in enumerate(BANDS.items()):
+        added = [sum(moment.parts.get(part, 0.0) for part in parts) / scale for moment in moments]
+        heights = [below + more for below, more in zip(heights, added, strict=True)]
+        if any(added):
+            band = axes.stairs(heights, fill=True, label=words, facecolor=colour, edgecolor="black", linewidth=0.4)
+            band.set_zorder(2 - number / 10)  # each reaches down to 0, and lower ones are drawn over it
+            bands.append(band)
+    part = "a step" if plan.num_micro_batches <= 3 else "the first, a steady and the last micro-batch"
+    axes.legend(handles=bands, title=f"Memory of one rank over {part}, as predicted", ncols=len(bands), **_LEGEND)
+
+
+def _draw_peaks(axes: Axes, plan: Plan) -> None:
+    """The predicted peaks of the plan and of plain FSDP against the limit."""
+    peaks = {"this plan": plan.peak_bytes}
+    if plan.all_zdp_peak_bytes:
+        peaks["plain FSDP at its best"] = plan.all_zdp_peak_bytes
+    scale, unit, top, is_far = _scaled(plan, max(peaks.values()))
+    for place, (name, num_bytes) in enumerate(peaks.items()):
+        axes.barh(place, num_bytes / scale, 0.8, color="white", edgecolor="black")
+        axes.text(0.01 * top, place, f"{name}: {format_bytes(num_bytes)}", va="center")
+    if not is_far:
+        axes.axvline(plan.memory_limit_bytes / scale, color=LIMIT_COLOUR, linewidth=2, linestyle="--")
+    axes.set_title(_limit(plan, is_far=is_far), loc="right", color=LIMIT_COLOUR, fontsize="medium")
+    axes.set_title("Peak memory of one rank, as predicted", loc="left", fontsize="medium")
+    axes.set(xlim=(0, _HEADROOM * top), xlabel=unit, yticks=[])
+    axes.invert_yaxis()
+
+
+def _scaled(plan: Plan, peak_bytes: float) -> tuple[float, str, float, bool]:
+    """Bytes of a unit of the axis, its name, the highest that is drawn in it, and whether the limit is far above."""
+    is_far = plan.memory_limit_bytes >= FAR * peak_bytes
+    highest = max(1.0, peak_bytes) if is_far else max(peak_bytes, plan.memory_limit_bytes)
+    scale = 1024.0 ** min(4, int(math.log(highest, 1024)))
+    return scale, format_bytes(scale).split()[1], highest / scale, is_far
+
+
+def _limit(plan: Plan, *, is_far: bool = False) -> str:
+    return f"limit is {format_bytes(plan.memory_limit_bytes)}" + (", far above" if is_far else "")
+
+
+def _peak(plan: Plan, moment: Moment) -> str:
+    share = f"{moment.num_bytes / plan.memory_limit_bytes:.1%} of the limit"
+    phase = _phase(moment)
+    where = phase if phase == "optimizer step" else f"{phase} of {moment.operator or 'the loss'}"
+    return f"peak {format_bytes(moment.num_bytes)}, {share}, in the {where}"
+
+
+def _thinned(moments: Sequence[Moment]) -> list[Moment]:
+    each = math.ceil(len(moments) / MOST_MOMENTS)
+    thinned = []
+    for _, phase in groupby(moments, key=_phase):
+        together = list(phase)
+        groups = (together[i : i + each] for i in range(0, len(together), each))
+        thinned += [max(group, key=lambda moment: moment.num_bytes) for group in groups]
+    return thinned
+
+
+def _phase(moment: Moment) -> str:
+    return "backward" if moment.phase == "reduce-scatter" else moment.phase
+
+
+def _name_phases(axes: Axes, moments: Sequence[Moment]) -> None:
+    """Names of forward, backward and the optimizer step below what they take, with lines between them."""
+    phases = [(name, len(list(group))) for name, group in groupby(moments, key=_phase)]
+    ends = list(accumulate(length for _, length in phases))
+    for end in ends[:-1]:
+        axes.axvline(end, ymax=1 / _HEADROOM, color="black", linewidth=0.8, linestyle=":")
+    middles = [end - length / 2 for end, (_, length) in zip(ends, phases, strict=True)]
+    axes.set_xticks([*middles[:-1], ends[-1]], [name for name, _ in phases])
+    axes.tick_params(axis="x", length=0)
+    axes.get_xticklabels()[-1].set_horizontalalignment("right")  # short as it is, its name would leave the page

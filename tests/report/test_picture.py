@@ -1,21 +1,21 @@
-"""A literal plan in, SVG out, which is read back as XML."""
+"""A literal plan in, a figure out, whose boxes, bands, lines and words are read; and the file that it is saved to."""
 
 import dataclasses
-import re
 from xml.etree import ElementTree as ET
 
 import pytest
 
-from lightning_osdp.core.plans.plan import Plan, Unit
+from lightning_osdp.core.plans.plan import Block, Plan, Unit
 from lightning_osdp.cost import Moment
 from lightning_osdp.report import draw_plan, save_picture
-from lightning_osdp.report.memory_picture import BANDS
+from lightning_osdp.report.picture import BANDS, HATCHES, KINDS, LIMIT_COLOUR
 from lightning_osdp.scheduler import make_plan
 from lightning_osdp.simulation import simulate
 
+mpl = pytest.importorskip("matplotlib")
+
 MIB = 2**20
 SVG = "{http://www.w3.org/2000/svg}"
-BLUE, ORANGE, GREY = "#0072B2", "#F0B84C", "#BBBBBB"
 
 
 def unit(name, *modes, mib=4):
@@ -61,68 +61,89 @@ MOMENTS = (
 )
 
 
-def read(svg):
-    return ET.fromstring(svg)
+RECOMPUTING = dataclasses.replace(
+    PLAN,
+    blocks=(
+        Block(name="wide", activations="recompute", frees_bytes=MIB, costs_s=1e-3),
+        Block(name="h", activations="recompute_offload"),
+    ),
+)
 
 
-def words(svg):
-    return [element.text for element in read(svg).iter(f"{SVG}text")]
+def words(figure):
+    from matplotlib.text import Text
+
+    return [line for text in figure.findobj(Text) for line in text.get_text().split("\n")]
 
 
-def paint(root, element):
-    """The colour that a box is filled with, through its pattern if it has one, and whether it is hatched."""
-    fill = element.get("fill")
-    pattern = next((p for p in root.iter(f"{SVG}pattern") if fill == f"url(#{p.get('id')})"), None)
-    return (fill, False) if pattern is None else (pattern.find(f"{SVG}rect").get("fill"), True)
+def boxes(figure):
+    """Left, width, height, kind and hatch of each box of a unit."""
+    from matplotlib.colors import same_color
 
-
-def boxes(svg):
-    """Name, left, width, height and paint of each box that tells of a unit."""
-    root = read(svg)
     return [
         (
-            box.find(f"{SVG}title").text.split(":")[0],
-            *(float(box.get(key)) for key in ("x", "width", "height")),
-            *paint(root, box),
+            box.get_x(),
+            box.get_width(),
+            box.get_height(),
+            next(kind for kind, (colour, _) in KINDS.items() if same_color(colour, box.get_facecolor())),
+            box.get_hatch(),
         )
-        for box in root.iter(f"{SVG}rect")
-        if box.find(f"{SVG}title") is not None
+        for box in figure.axes[0].patches
     ]
 
 
+def bands(figure):
+    """Words and highest value of each band of memory, from below."""
+    return [(band.get_label(), max(band.get_data().values)) for band in figure.axes[1].patches]
+
+
+def limits(figure):
+    """Where lines of the limit are."""
+    lines = [line for line in figure.axes[1].lines if line.get_color() == LIMIT_COLOUR]
+    return [
+        line.get_ydata()[0] if line.get_xdata()[0] != line.get_xdata()[1] else line.get_xdata()[0] for line in lines
+    ]
+
+
+def names(figure):
+    return [label.get_text() for label in figure.axes[0].get_xticklabels()]
+
+
+def told(figure):
+    """Entries of the legend of units."""
+    return [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+
+
 def test_units_are_boxes_in_forward_order_as_wide_as_their_parameters():
-    found = boxes(draw_plan(PLAN))
-    assert [name for name, *_ in found] == ["(root)", "wide", "h.fc", "head"]
-    widths = [width for _, _, width, *_ in found]
-    assert widths == pytest.approx([101, 606, 202, 101])
-    lefts = [left for _, left, *_ in found]
-    assert lefts == pytest.approx([70, 171, 777, 979])
+    figure = draw_plan(PLAN)
+    assert names(figure) == ["(root)", "wide", "h.fc", "head"]
+    assert [width for _, width, *_ in boxes(figure)] == pytest.approx([0.1, 0.6, 0.2, 0.1])
+    assert [left for left, *_ in boxes(figure)] == pytest.approx([0, 0.1, 0.7, 0.9])
+    assert [kind for *_, kind, _ in boxes(figure)] == ["root", "DP", "ZDP", "DP"]
+    assert told(figure) == ["root: always gathered", "ZDP: freed, gathered again", "DP: gathered once, kept"]
 
 
-def test_modes_differ_in_colour_and_without_it():
-    painted = {name: marks for name, _, _, _, *marks in boxes(draw_plan(PLAN))}
-    assert painted == {"(root)": [GREY, True], "wide": [BLUE, False], "h.fc": [ORANGE, True], "head": [BLUE, False]}
+def test_a_colour_means_one_thing():
+    colours = [colour for colour, _ in (*KINDS.values(), *BANDS.values())]
+    assert len({*colours, LIMIT_COLOUR}) == len(colours) + 1
 
 
 def test_slices_of_a_unit_are_stacked():
     split = dataclasses.replace(PLAN, units=(*PLAN.units[:3], unit("head", "DP", "ZDP", "ZDP", "ZDP")))
-    found = [(height, colour) for name, _, _, height, colour, _ in boxes(draw_plan(split)) if name == "head"]
-    assert found == [(16, BLUE), (48, ORANGE)]
+    assert [(height, kind) for _, _, height, kind, _ in boxes(draw_plan(split))[3:]] == [(0.25, "DP"), (0.75, "ZDP")]
 
 
-def test_a_unit_tells_its_mode_bytes_time_and_reason():
-    (told,) = (title.text for title in read(draw_plan(PLAN)).iter(f"{SVG}title") if title.text.startswith("h.fc"))
-    assert told.splitlines() == [
-        "h.fc: Linear",
-        "ZDP",
-        "2.00 MiB",
-        "2.00 ms a step",
-        "keeping it would save 600 us and take 2.00 MiB; 2.00 MiB are left",
-    ]
+def test_units_in_which_blocks_recompute_or_offload_are_hatched():
+    (recompute, _), (offload, _) = HATCHES.values()
+    figure = draw_plan(RECOMPUTING)
+    assert [hatch or "" for *_, hatch in boxes(figure)] == ["", recompute, recompute + offload, ""]
+    assert told(figure)[3:] == ["blocks in it recompute", "blocks in it offload"]
+    assert "wide recomputed in backward: 1.00 MiB fewer at the end of forward, 1.00 ms more a step" in words(figure)
+    assert "h recomputed in backward, inputs offloaded to host memory" in words(figure)
 
 
 def test_the_title_says_what_is_predicted():
-    title, subtitle, *_ = words(draw_plan(PLAN))
+    title, subtitle = draw_plan(PLAN).get_suptitle().split("\n")
     assert title == "OSDP plan: 2 units DP, 1 unit ZDP"
     assert subtitle == (
         "8 x 1 x 2 samples (micro-batch x micro-batches x ranks) a step; 180 ms and 88.9 samples/s predicted;"
@@ -131,23 +152,11 @@ def test_the_title_says_what_is_predicted():
 
 
 def test_the_peak_stands_below_the_limit():
-    svg = draw_plan(PLAN, memory=MOMENTS)
-    assert "peak 62.0 MiB, 96.9% of the limit, in the backward of wide" in words(svg)
-    assert "limit is 64.0 MiB" in words(svg)
-    (limit,) = (line for line in read(svg).iter(f"{SVG}line") if line.get("stroke-dasharray") == "7 4")
-    heights = [float(y) for d in bands(svg) for y in re.findall(r" ([\d.]+)", d)]
-    assert float(limit.get("y1")) < min(heights)
-    bottom = max(heights)
-    assert (bottom - min(heights)) / (bottom - float(limit.get("y1"))) == pytest.approx(62 / 64, abs=1e-3)
-
-
-def bands(svg):
-    """Outlines of the bands of memory, from the highest."""
-    return [path.get("d") for path in read(svg).iter(f"{SVG}path") if path.get("stroke")]
-
-
-def test_each_part_that_there_is_makes_a_band():
-    assert len(bands(draw_plan(PLAN, memory=MOMENTS))) == 2
+    figure = draw_plan(PLAN, memory=MOMENTS)
+    assert {"peak 62.0 MiB, 96.9% of the limit, in the backward of wide", "limit is 64.0 MiB"} <= {*words(figure)}
+    assert bands(figure) == [("shards, optimizer state, buffers, batch", 10), ("gathered parameters", 62)]
+    assert limits(figure) == [64]
+    assert figure.axes[1].get_ylabel() == "MiB"
 
 
 def test_every_part_of_a_simulated_step_belongs_to_a_band(model, cluster):
@@ -161,63 +170,90 @@ def test_every_part_of_a_simulated_step_belongs_to_a_band(model, cluster):
 
 
 def test_forward_backward_and_the_optimizer_are_named_once():
-    phases = ("forward", "backward", "optimizer step", "reduce-scatter")
-    found = [text for text in words(draw_plan(PLAN, memory=MOMENTS)) if text in phases]
-    assert found == ["forward", "backward", "optimizer step"]
+    labels = draw_plan(PLAN, memory=MOMENTS).axes[1].get_xticklabels()
+    assert [label.get_text() for label in labels] == ["forward", "backward", "optimizer step"]
 
 
 @pytest.mark.parametrize("memory", [(), MOMENTS])
 def test_a_limit_far_above_is_said_rather_than_drawn(memory):
-    svg = draw_plan(dataclasses.replace(PLAN, memory_limit_bytes=2**40), memory=memory)
-    assert "limit is 1.00 TiB, far above" in words(svg)
-    assert not [line for line in read(svg).iter(f"{SVG}line") if line.get("stroke-dasharray") == "7 4"]
+    figure = draw_plan(dataclasses.replace(PLAN, memory_limit_bytes=2**40), memory=memory)
+    assert "limit is 1.00 TiB, far above" in words(figure)
+    assert limits(figure) == []
 
 
 def test_without_moments_the_peaks_are_bars():
-    svg = draw_plan(PLAN)
-    assert {"this plan", "62.0 MiB", "plain FSDP at its best", "48.0 MiB", "limit is 64.0 MiB"} <= {*words(svg)}
-    assert bands(svg) == []
+    figure = draw_plan(PLAN)
+    assert {"this plan: 62.0 MiB", "plain FSDP at its best: 48.0 MiB", "limit is 64.0 MiB"} <= {*words(figure)}
+    assert [bar.get_width() for bar in figure.axes[1].patches] == [62, 48]
+    assert limits(figure) == [64]
 
 
 def test_a_plan_that_says_a_time_and_no_peak_can_be_drawn():
-    assert "this plan" in words(draw_plan(dataclasses.replace(PLAN, peak_bytes=0, all_zdp_peak_bytes=0)))
+    assert "this plan: 0 B" in words(draw_plan(dataclasses.replace(PLAN, peak_bytes=0, all_zdp_peak_bytes=0)))
 
 
-def test_a_plan_without_prediction_has_its_strip():
-    svg = draw_plan(dataclasses.replace(PLAN, step_time_s=0.0, samples_per_s=0.0, peak_bytes=0))
-    assert len(boxes(svg)) == 4
-    assert "Memory of one rank: not predicted; the limit is 64.0 MiB" in words(svg)
-    assert any("time and memory not predicted" in text for text in words(svg))
+def test_a_plan_without_prediction_has_its_units():
+    figure = draw_plan(dataclasses.replace(PLAN, step_time_s=0.0, samples_per_s=0.0, peak_bytes=0))
+    assert len(boxes(figure)) == 4
+    assert "Memory of one rank: not predicted; the limit is 64.0 MiB" in words(figure)
+    assert any("time and memory not predicted" in text for text in words(figure))
 
 
 def test_one_unit_and_units_without_sizes():
-    alone = dataclasses.replace(PLAN, units=(unit("", "DP"),))
-    assert [(name, width) for name, _, width, *_ in boxes(draw_plan(alone))] == [("(root)", 1010)]
-    assert words(draw_plan(alone))[0] == "OSDP plan: one unit"
-    unsized = dataclasses.replace(PLAN, units=(unit("", "DP", mib=0), unit("a", "DP", mib=0)))
-    assert [width for _, _, width, *_ in boxes(draw_plan(unsized))] == [505, 505]
+    alone = draw_plan(dataclasses.replace(PLAN, units=(unit("", "DP"),)))
+    assert [box[:2] for box in boxes(alone)] == [(0, 1)]
+    assert alone.get_suptitle().startswith("OSDP plan: one unit\n")
+    unsized = draw_plan(dataclasses.replace(PLAN, units=(unit("", "DP", mib=0), unit("a", "DP", mib=0))))
+    assert [box[:2] for box in boxes(unsized)] == [(0, 0.5), (0.5, 0.5)]
 
 
-def test_names_are_escaped_and_shortened():
-    name = "a<b>&" + "x" * 40
-    svg = draw_plan(dataclasses.replace(PLAN, units=(unit("", "DP", mib=0), unit(name, "DP"))))
-    assert "…" + "x" * 29 in words(svg)
-    assert boxes(svg)[0][0] == name
-
-
-def test_five_hundred_units_stay_one_page_with_its_peak():
+def test_five_hundred_units_stay_one_page_with_its_peak(tmp_path):
     many = tuple(unit(f"h.{i}", "DP" if i % 3 else "ZDP") for i in range(500))
     moments = [moment("forward", 1 + i % 7, f"h.{i % 500}") for i in range(1500)]
     moments[1234] = moment("forward", 52, "h.peak")
-    plan = dataclasses.replace(PLAN, units=(PLAN.units[0], *many))
-    svg = draw_plan(plan, memory=[*moments, MOMENTS[-1]])
-    assert len(boxes(svg)) == 501
-    assert len(svg) < 250_000
-    assert "peak 62.0 MiB, 96.9% of the limit, in the forward of h.peak" in words(svg)
-    # too narrow for a name each
-    assert not any(text.startswith("h.") for text in words(svg))
+    plan, memory = dataclasses.replace(PLAN, units=(PLAN.units[0], *many)), [*moments, MOMENTS[-1]]
+    figure = draw_plan(plan, memory=memory)
+    assert len(boxes(figure)) == 501
+    assert "peak 62.0 MiB, 96.9% of the limit, in the forward of h.peak" in words(figure)
+    assert names(figure) == []  # too narrow for a name each
+    save_picture(plan, tmp_path / "plan.svg", memory=memory)
+    assert (tmp_path / "plan.svg").stat().st_size < 500_000
 
 
-def test_it_is_saved_where_there_was_no_folder(tmp_path):
-    save_picture(PLAN, tmp_path / "new" / "plan.svg", memory=MOMENTS)
-    assert read((tmp_path / "new" / "plan.svg").read_text(encoding="utf-8")).tag == f"{SVG}svg"
+def saved(plan, path, memory=MOMENTS):
+    """The file's text, its words, and what pointing at its units shows."""
+    save_picture(plan, path, memory=memory)
+    text = path.read_text(encoding="utf-8")
+    root = ET.fromstring(text)
+    return text, [each.text for each in root.iter(f"{SVG}text")], [each.text for each in root.iter(f"{SVG}title")]
+
+
+def test_the_file_has_words_and_tells_of_units(tmp_path):
+    _, found, (title, *tooltips) = saved(RECOMPUTING, tmp_path / "new" / "plan.svg")
+    assert title == "OSDP plan: 2 units DP, 1 unit ZDP"
+    assert {"h.fc", "gathered parameters", "blocks in it offload", "limit is 64.0 MiB"} <= {*found}
+    assert tooltips[2].split("\n") == [
+        "h.fc: Linear",
+        "ZDP",
+        "2.00 MiB",
+        "2.00 ms a step",
+        "blocks in it recompute",
+        "blocks in it offload",
+        "keeping it would save 600 us and take 2.00 MiB; 2.00 MiB are left",
+    ]
+
+
+def test_the_file_is_the_same_each_time_whatever_the_user_has_set(tmp_path):
+    first, *_ = saved(PLAN, tmp_path / "first.svg")
+    with mpl.rc_context({"figure.facecolor": "black", "svg.fonttype": "path", "font.size": 20}):
+        second, *_ = saved(PLAN, tmp_path / "second.svg")
+        assert mpl.rcParams["font.size"] == 20
+    assert first == second
+
+
+def test_names_are_escaped_and_shortened(tmp_path):
+    name = "a<b>&$x$\u4e2d" + "x" * 40
+    plan = dataclasses.replace(PLAN, units=(unit("", "DP", mib=0), unit(name, "DP"), unit("b$x$\u4e2d", "DP")))
+    _, found, (_, tooltip, _) = saved(plan, tmp_path / "plan.svg")
+    assert {"\u2026" + "x" * 29, "b$x$\u4e2d"} <= {*found}
+    assert tooltip.startswith(f"{name}: Linear")

@@ -1,12 +1,14 @@
 """What people are told when a plan is made."""
 
+import sys
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
-from lightning_osdp import OSDPStrategy
+from lightning_osdp import OSDPStrategy, Plan
+from lightning_osdp.core.plans.plan import Unit
 from lightning_osdp.strategy.planning import publish
 
 
@@ -42,3 +44,41 @@ def test_of_a_sharded_checkpoint_there_is_no_smaller_one(told):
 @pytest.mark.parametrize("given", [{"limit_bytes": 4 * 2**20}, {"device": "cuda"}, {"saves": False}])
 def test_nothing_is_said_where_it_fits_or_goes_to_the_host_or_nothing_is_saved(told, given):
     assert told(**given) == []
+
+
+PLAN = Plan(
+    fingerprint={},
+    world_size=1,
+    units=(Unit(name="", operators=("net",), kind="Linear", modes=("DP",), parameter_bytes=4, time_s=0.0),),
+    memory_limit_bytes=2**20,
+    peak_bytes=0,
+    micro_batch_size=1,
+    num_micro_batches=1,
+    step_time_s=0.0,
+    samples_per_s=0.0,
+    gap=0.0,
+)
+
+
+def published(monkeypatch, folder):
+    """What is said, and what is written."""
+    texts = []
+    monkeypatch.setattr(publish, "rank_zero_info", texts.append)
+    trainer = SimpleNamespace(
+        log_dir=folder, fast_dev_run=False, strategy=OSDPStrategy(), state=SimpleNamespace(fn=None)
+    )
+    publish.publish(trainer, PLAN, None)
+    return texts, sorted(path.name for path in folder.iterdir())
+
+
+def test_the_plan_is_written_and_drawn(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    text = f"OSDP: plan written to {tmp_path / 'osdp_plan.json'}; drawn beside it as osdp_plan.svg"
+    assert published(monkeypatch, tmp_path) == ([text], ["osdp_plan.json", "osdp_plan.svg"])
+
+
+def test_without_matplotlib_the_plan_is_written_and_a_line_says_how_to_get_a_picture(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    (text,), written = published(monkeypatch, tmp_path)
+    assert text.endswith('osdp_plan.json; a picture of it needs matplotlib: pip install "lightning-osdp[plots]"')
+    assert written == ["osdp_plan.json"]

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from fairscale.nn.checkpoint import checkpoint_wrapper, is_recomputing
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
@@ -32,6 +31,8 @@ class Reentrant:
     """
 
     def __init__(self, block: nn.Module, run: Callable[..., Any], buffers: Buffers) -> None:
+        from fairscale.nn.checkpoint import checkpoint_wrapper  # only such blocks need fairscale
+
         self._body = _Body(block, run, buffers)
         # Its own offload_to_cpu copies to memory that is not pinned, for which the host waits; `HostMemory` does it.
         self._wrapped = checkpoint_wrapper(self._body, offload_to_cpu=False)
@@ -79,6 +80,8 @@ class _Body(nn.Module):
 
     def forward(self, values: dict[Place, Tensor], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """The leaves of what the block returns."""
+        from fairscale.nn.checkpoint import is_recomputing
+
         buffers = self._buffers_of_block
         with buffers.as_they_were(values) if is_recomputing() else buffers.updated(values):
             leaves, self.outputs = tree_flatten(self._block[1](*args, **kwargs))

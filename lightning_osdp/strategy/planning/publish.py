@@ -17,6 +17,7 @@ from lightning_osdp.simulation import StepEstimate
 from lightning_osdp.strategy.runtime.all_ranks import on_rank_zero
 
 PLAN_FILENAME = "osdp_plan.json"
+NOT_DRAWN = 'a picture of it needs matplotlib: pip install "lightning-osdp[plots]"'
 
 
 def publish(trainer: pl.Trainer, plan: Plan, estimate: StepEstimate | None) -> None:
@@ -34,14 +35,12 @@ def publish(trainer: pl.Trainer, plan: Plan, estimate: StepEstimate | None) -> N
     def write() -> None:
         if is_kept:
             plan.save(path)
-            memory = [] if estimate is None else [moment for _, moment in estimate.moments]
-            save_picture(plan, path.with_suffix(".svg"), memory=memory)
         show(plan_table(plan))
+        if is_kept:
+            rank_zero_info(f"OSDP: plan written to {path}; {_draw(plan, path.with_suffix('.svg'), estimate)}")
         _tell_of_saving(trainer, plan, estimate)
 
     on_rank_zero(write)
-    if is_kept:
-        rank_zero_info(f"OSDP: plan written to {path}, and drawn beside it as {path.with_suffix('.svg').name}")
     if trainer.state.fn == TrainerFn.FITTING:
         # First, so that its clock stops before other callbacks validate, log or save.
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
@@ -49,6 +48,16 @@ def publish(trainer: pl.Trainer, plan: Plan, estimate: StepEstimate | None) -> N
         for monitor in monitors:
             monitor.use(plan)
         callbacks[:] = [*monitors, *(callback for callback in callbacks if not isinstance(callback, PlanMonitor))]
+
+
+def _draw(plan: Plan, path: Path, estimate: StepEstimate | None) -> str:
+    """Draws the plan, and says where; without matplotlib, how to get a picture."""
+    memory = [] if estimate is None else [moment for _, moment in estimate.moments]
+    try:
+        save_picture(plan, path, memory=memory)
+    except ImportError:
+        return NOT_DRAWN
+    return f"drawn beside it as {path.name}"
 
 
 def _tell_of_saving(trainer: pl.Trainer, plan: Plan, estimate: StepEstimate | None) -> None:
