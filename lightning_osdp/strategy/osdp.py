@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -135,6 +136,8 @@ class OSDPStrategy(RehearsingStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        # Lightning's own, told of anew whenever somebody catches warnings
+        warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
         if self._checkpoint_io is None:
             self._checkpoint_io = saving.CompleteFiles()
         if isinstance(self.precision_plugin, OSDPPrecision):

@@ -211,6 +211,17 @@ def test_a_step_that_reads_values_is_refused_with_the_cause(read):
     assert repr(refused.value.__cause__) in str(refused.value)
 
 
+def test_what_torch_has_no_rule_for_is_told_by_the_error_alone(caplog, capfd):
+    layer = nn.Linear(4, 4)
+    with (
+        pytest.raises(UntraceableError, match="Expected inputs of BF16 type"),
+        faked(layer, torch.ones(4, 4), torch.device("cpu")) as batch,
+    ):
+        torch._grouped_mm(batch, layer.weight.expand(2, 4, 4), offs=torch.tensor([2, 4], dtype=torch.int32))
+    assert caplog.records == []
+    assert capfd.readouterr().err == ""
+
+
 def test_errors_of_the_package_pass_through():
     with pytest.raises(ProfileError, match=r"^no loss$"), faked(nn.Linear(2, 2), None, CPU):
         raise ProfileError("no loss")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -75,7 +76,7 @@ def faked(
             parameters = list(module.parameters())
             for child in module.modules():
                 stand_ins.put_into(vars(child))
-            with mode, AsAllocated(assumes_ones=assumes_ones) as noted, torch.enable_grad():
+            with mode, AsAllocated(assumes_ones=assumes_ones) as noted, torch.enable_grad(), _not_logged():
                 yield fake_batch
             if changed is not None:
                 changed |= {p for p in parameters if stand_ins.of(p).untyped_storage()._cdata in noted.written}
@@ -87,6 +88,17 @@ def faked(
                 f" no values, but it failed: {error!r}. Let it read no values (.item(), .tolist(), NumPy, shapes that"
                 " depend on data), or profile it with real parameters."
             ) from error
+
+
+@contextmanager
+def _not_logged() -> Iterator[None]:
+    """Torch logs a traceback before it raises; who calls this tells what is worth telling."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled
 
 
 class _StandIns:
