@@ -25,7 +25,7 @@ from benchmarks.testbed.turns import Turns, fastest_of_slowest, fits_in_turns
 from lightning_osdp import Cluster, ModelProfile, SearchSpace, make_plan, measure_cluster, profile_model
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.report.accumulation import wire_bytes
-from lightning_osdp.simulation.plan import planned_units
+from lightning_osdp.simulation.plan import planned_step
 from lightning_osdp.simulation.step import StepEstimate
 from lightning_osdp.strategy.runtime.all_ranks import in_step
 
@@ -197,8 +197,8 @@ class _Plans:
         return min(self._profiles, key=lambda each: abs(log(each.profiled_batch_size / plan.micro_batch_size)))
 
     def _with_bytes(self, plan: Plan) -> Plan:
-        _, profiles, _ = planned_units(plan, self._profiles[0])
-        sizes = {unit.name: unit.gathered_bytes for unit in profiles}
+        step, _ = planned_step(plan, self._profiles[0], self._cluster)
+        sizes = {unit.name: unit.gathered_bytes for unit in step.units}
         return replace(plan, units=tuple(replace(unit, parameter_bytes=sizes[unit.name]) for unit in plan.units))
 
 

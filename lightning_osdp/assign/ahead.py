@@ -21,7 +21,6 @@ from lightning_osdp.assign.setting import Setting
 from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.cost.peak_memory import ROUNDING_BYTES
 from lightning_osdp.engine import Event, Moment
-from lightning_osdp.simulation import in_modes
 
 _MAX_ROUNDS = 4
 """Times that units are found that must not be gathered ahead; mostly the first one finds all of them."""
@@ -97,17 +96,9 @@ def _ahead_above(
             if not ahead:
                 above.append((live.is_in_backward, None))
 
-    profile, world_size = in_modes(setting.profile, setting.units, modes), setting.cluster.world_size
-    live = setting.engine.live_parts(
-        profile,
-        setting.units,
-        note,
-        world_size=world_size,
-        workload=setting.workload,
-        reduce_scatter_copies=setting.cluster.reduce_scatter_copies,
-    )
-    repeats = setting.workload.num_micro_batches
-    for events in setting.engine.events_of(profile, setting.units, modes, world_size, num_micro_batches=repeats):
+    step = setting.in_modes(modes)
+    live = setting.engine.live_parts(step, note)
+    for events in setting.engine.events_of(step, modes):
         live.begin_micro_batch()
         for event, following in zip(events, [*events[1:], None], strict=True):
             if event.kind == "gather" and following != Event("await", event.of):

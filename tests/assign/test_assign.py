@@ -69,12 +69,7 @@ class Every(NamedTuple):
 
 def every_assignment(found):
     """All that there are."""
-    arguments = {
-        "world_size": found.cluster.world_size,
-        "workload": found.workload,
-        "engine": found.engine,
-    }
-    memory = step_memory(found.profile, found.units, **arguments)
+    memory = step_memory(found, engine=found.engine)
     return [
         Every(memory.peak(modes).peak_bytes, found.step_time_s(modes), found.exact_peak(modes).peak_bytes)
         for modes in itertools.product(*found.options)

@@ -133,14 +133,7 @@ def passed_by_in_a_detour():
 
 
 def simulated(setting, modes):
-    return simulate_step(
-        setting.profile,
-        setting.units,
-        modes,
-        setting.cluster,
-        setting.workload,
-        engine=setting.engine,
-    )
+    return simulate_step(setting, modes, engine=setting.engine)
 
 
 @settings(deadline=None, max_examples=60)

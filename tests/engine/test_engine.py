@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from steps import step_of
 
 from benchmarks.fsdp1 import FSDP1
 from lightning_osdp.assign import Setting
@@ -89,11 +90,10 @@ def test_an_engine_that_gathers_all_units_ahead_or_none_has_no_late_ones():
 
 
 def test_what_is_left_to_choose_does_not_run(model):
-    profile = model(100)
-    units = partition(profile, min_unit_bytes=0)
+    step = step_of(model(100))
     for engine in (FSDP2(backward_prefetch=AUTO), FSDP2(forward_prefetch=AUTO)):
         with pytest.raises(ValueError, match="runs nothing"):
-            engine.events_of(profile, units, [DP, ZDP], 2)
+            engine.events_of(step, [DP, ZDP])
 
 
 @pytest.mark.parametrize("prefetch", ["both", "post"])
