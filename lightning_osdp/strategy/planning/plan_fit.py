@@ -91,13 +91,15 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
         measured = _nearer(profiler, profiled, plan, cluster)
         if measured is not profiled.model:
             plan = search(measured)
-    if plan.micro_batch_size == wanted.arguments.get("max_micro_batch_size"):
+    if plan.micro_batch_size == wanted.policy.max_micro_batch_size:
         rank_zero_warn(
             f"OSDP: the micro-batch of {plan.micro_batch_size} is all that a rank has of the training data, so an epoch"
             " is one step. Give batch_size a number."
         )
     change = LoaderChange(None if plan.micro_batch_size == current else plan.micro_batch_size, profiled.peeked)
-    division = Division(change, wanted.windows, wanted.sizes, plan.micro_batch_size, plan.num_micro_batches)
+    division = Division(
+        change, wanted.windows, wanted.policy.micro_batch_sizes, plan.micro_batch_size, plan.num_micro_batches
+    )
     told = division.compared(plan)
     if told:
         rank_zero_info(f"OSDP: {told} (against your own micro-batches, each of which reduces all gradients)")
@@ -151,13 +153,13 @@ def _searched(
             profile,
             cluster,
             memory_limit_bytes=limit_bytes,
+            micro_batch_size=wanted.policy,
             search=options.search,
             search_space=_search_space(options, trainer),
             cost_model=options.cost_model,
             blocks={block.name: "recompute" for block in profile.blocks} if options.recomputed else None,
             engine=FSDP2(backward_prefetch=prefetch.backward, forward_prefetch=prefetch.forward),
             progress=progress,
-            **wanted.arguments,
         )
     )
 
