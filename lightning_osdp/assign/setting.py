@@ -60,8 +60,8 @@ class Setting(Step):
 
     def at(self, micro_batch_size: int, num_micro_batches: int | None = None) -> Setting:
         """The same with another micro-batch size, and another number of them."""
-        repeats = self.workload.num_micro_batches if num_micro_batches is None else num_micro_batches
-        return replace(self, workload=Workload(micro_batch_size=micro_batch_size, num_micro_batches=repeats))
+        num_micro_batches = self.workload.num_micro_batches if num_micro_batches is None else num_micro_batches
+        return replace(self, workload=Workload(micro_batch_size=micro_batch_size, num_micro_batches=num_micro_batches))
 
     def once(self, what: Hashable, make: Callable[[], Iterable[Setting]]) -> list[Setting]:
         """Settings made of this one, whose units depend on neither workload nor prefetch: made once for all of these.
@@ -164,9 +164,9 @@ class Setting(Step):
     @cached_property
     def compute_s(self) -> float:
         """Seconds of a step that its operators, the loss and the optimizer compute, whatever the units."""
-        samples, repeats = self.workload.micro_batch_size, self.workload.num_micro_batches
+        samples, num_micro_batches = self.workload.micro_batch_size, self.workload.num_micro_batches
         segments_s = sum((part.forward_s + part.backward_s).at(samples) for part in self.profile.segments)
-        return repeats * segments_s + self._optimizer_s
+        return num_micro_batches * segments_s + self._optimizer_s
 
     @property
     def _optimizer_s(self) -> float:

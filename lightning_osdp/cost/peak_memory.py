@@ -120,12 +120,12 @@ class StepMemory:
         held = [self.held(place, modes[unit]) for place, unit in enumerate(self.order)]
         return list(accumulate((each.prefix_bytes for each in held), initial=sum(each.window_bytes for each in held)))
 
-    def room_bytes(self, limit_bytes: int) -> list[float]:
+    def room_bytes(self, memory_limit_bytes: int) -> list[float]:
         """For k = 0, 1, ...: bytes that units may hold; never falling with k, for what they hold never does.
 
-        Modes fit where ``kept_bytes(modes)[k] <= room_bytes(limit_bytes)[k]`` for every k, and the optimizer step does.
+        Modes fit where ``kept_bytes(modes)[k]`` is at most that for every k, and the optimizer step does.
         """
-        rooms = {k: limit_bytes + ROUNDING_BYTES - moment.num_bytes for k, moment in self.moments.items()}
+        rooms = {k: memory_limit_bytes + ROUNDING_BYTES - moment.num_bytes for k, moment in self.moments.items()}
         falling = [rooms.get(k, math.inf) for k in range(len(self.order), -1, -1)]
         return list(accumulate(falling, min))[::-1]
 

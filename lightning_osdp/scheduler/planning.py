@@ -86,7 +86,7 @@ def make_plan(
             for each in engine.alternatives(overlaps=first.overlaps)
         ],
         Competition(
-            limit_bytes=memory_limit_bytes,
+            memory_limit_bytes=memory_limit_bytes,
             search=search,
             shares=search_space.share_units,
             slices=search_space.slices,

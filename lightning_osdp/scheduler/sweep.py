@@ -77,7 +77,7 @@ class Sweep:
 
     def fits(self, micro_batch_size: int, num_micro_batches: int | None = None) -> bool:
         """Whether any assignment does; with as many micro-batches as the sweep's if their number is not given."""
-        return self.smallest(micro_batch_size, num_micro_batches).least_bytes <= self.competition.limit_bytes
+        return self.smallest(micro_batch_size, num_micro_batches).least_bytes <= self.competition.memory_limit_bytes
 
     def candidate(self, micro_batch_size: int) -> Candidate | None:
         """Best assignment at this size; None if none fits."""
@@ -89,7 +89,7 @@ class Sweep:
         setting, assignment = min(found, key=lambda one: one[1].step_time_s)
         self._candidates[micro_batch_size] = Candidate(
             setting=setting,
-            assignment=fill_spare(setting, assignment, limit_bytes=self.competition.limit_bytes),
+            assignment=fill_spare(setting, assignment, memory_limit_bytes=self.competition.memory_limit_bytes),
             bounds=tuple((setting.lead, assignment.bound_s) for setting, assignment in found),
         )
         return self._candidates[micro_batch_size]
@@ -102,11 +102,11 @@ class Sweep:
         Args:
             candidate: what it is compared with.
         """
-        engine, limit_bytes = candidate.setting.lead.engine, self.competition.limit_bytes
+        engine, memory_limit_bytes = candidate.setting.lead.engine, self.competition.memory_limit_bytes
         settings = [each for size in self._candidates for each in self._of_size(size) if each.engine == engine]
         found = [(setting, modes) for each in settings for setting, modes in self.competition.plain(each)]
         fastest = sorted(found, key=lambda each: samples_per_s(each[0], each[0].step_time_s(each[1])), reverse=True)
-        best = next((each for each in fastest if each[0].exact_peak(each[1]).peak_bytes <= limit_bytes), None)
+        best = next((each for each in fastest if each[0].exact_peak(each[1]).peak_bytes <= memory_limit_bytes), None)
         if best is None:
             return min(found, key=lambda each: each[0].exact_peak(each[1]).peak_bytes)
         return self.competition.shared(*best)
