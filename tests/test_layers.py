@@ -98,6 +98,7 @@ def test_blocking_stops_what_does_need_torch(name):
 def test_the_public_names_are_these():
     assert lightning_osdp.__all__ == [
         "FSDP2",
+        "BatchPolicy",
         "Cluster",
         "ComputePrecision",
         "ConfigurationError",
