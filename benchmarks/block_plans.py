@@ -81,7 +81,7 @@ def _modes(profile: ModelProfile, limit_bytes: int, *, overlaps: bool) -> Callab
 
     def solve() -> float:
         found = block_units(replace(setting(profile, overlaps=overlaps), cluster=ranks), ACTIVATION_CHOICES)[0]
-        assigned = assign_modes(found, limit_bytes=limit_bytes)
+        assigned = assign_modes(found, memory_limit_bytes=limit_bytes)
         assert assigned is not None
         return assigned.gap
 

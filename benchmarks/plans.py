@@ -165,7 +165,7 @@ def _modes(found: Setting, share: float) -> Callable[[], float]:
     limit = limit_bytes(found, share)
 
     def solve() -> float:
-        assigned = assign_modes(found, limit_bytes=limit)
+        assigned = assign_modes(found, memory_limit_bytes=limit)
         assert assigned is not None
         return assigned.gap
 
@@ -208,7 +208,7 @@ def measure_distance(num_problems: int, *, num_units: int = 8) -> Distance:
             num_micro_batches=draw.choice([1, 4]),
         )
         limit = limit_bytes(found, draw.choice([0.0, 0.1, 0.3, 0.5, 0.8]))
-        assigned = assign_modes(found, limit_bytes=limit)
+        assigned = assign_modes(found, memory_limit_bytes=limit)
         assert assigned is not None
         fitting = (modes for modes in itertools.product(*found.options) if found.peak(modes).peak_bytes <= limit)
         best_s = min(map(found.step_time_s, fitting))

@@ -6,6 +6,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_osdp.apply import apply_plan, change_plan
 from lightning_osdp.callbacks import PlanMonitor
+from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
@@ -37,6 +38,7 @@ for _name, _start_method in REGISTERED.items():
 
 __all__ = [
     "FSDP2",
+    "BatchPolicy",
     "Cluster",
     "ComputePrecision",
     "ConfigurationError",

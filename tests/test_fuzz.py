@@ -15,6 +15,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_osdp import OSDPError, OSDPStrategy, Plan, SearchSpace, apply_plan, make_plan, profile_model
+from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Cluster, Link, UnitOverhead
 from lightning_osdp.profiler import fingerprint
 from lightning_osdp.report import render_plan, save_picture
@@ -219,10 +220,16 @@ def test_a_plan_is_made_or_refused(model, operator, data):
             profile,
             cluster,
             memory_limit_bytes=draw(NUMBERS | st.sampled_from([-1, 10**400])),
-            micro_batch_size=draw(counts | st.sampled_from(["scale", "auto"])),
-            max_micro_batch_size=draw(st.none() | counts),
-            num_micro_batches=draw(counts),
-            samples_per_step=draw(st.none() | counts),
+            micro_batch_size=draw(
+                st.sampled_from(
+                    [
+                        lambda: draw(counts),
+                        lambda: BatchPolicy.fixed(draw(counts), draw(counts)),
+                        lambda: BatchPolicy.scale(draw(st.none() | counts), draw(counts)),
+                        lambda: BatchPolicy.divide(draw(counts)),
+                    ]
+                )
+            )(),
             search=draw(st.sampled_from(["depth_first", "greedy", "exhaustive"])),
             cost_model=draw(st.sampled_from(["simulate", "paper"])),
         )

@@ -113,6 +113,7 @@ def test_importing_the_package_imports_nothing_that_few_need():
 def test_the_public_names_are_these():
     assert lightning_osdp.__all__ == [
         "FSDP2",
+        "BatchPolicy",
         "Cluster",
         "ComputePrecision",
         "ConfigurationError",

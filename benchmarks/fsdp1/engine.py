@@ -12,9 +12,9 @@ from benchmarks.fsdp1.layout import layout
 from benchmarks.fsdp1.live_parts import FSDP1LiveParts
 from benchmarks.fsdp1.schedule import FSDP1Host
 from lightning_osdp.core.modes import ShardingMode
-from lightning_osdp.core.profile import ModelProfile, OptimizerProfile
+from lightning_osdp.core.profile import OptimizerProfile
+from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.core.workload import Workload
 from lightning_osdp.engine.engine import Engine
 from lightning_osdp.engine.events import GatherRule
 from lightning_osdp.engine.host import Course
@@ -83,26 +83,10 @@ class FSDP1(Engine):
 
     @override
     def live_parts(
-        self,
-        profile: ModelProfile,
-        units: Sequence[UnitProfile],
-        observer: Observer,
-        *,
-        world_size: int,
-        workload: Workload,
-        reduce_scatter_copies: bool,
-        rank: int | None = None,
-        is_bound: bool = False,
+        self, step: Step, observer: Observer, *, rank: int | None = None, is_bound: bool = False
     ) -> FSDP1LiveParts:
-        return FSDP1LiveParts(
-            profile,
-            units,
-            observer,
-            layout=self.layout(units, profile.optimizer, world_size, rank=rank),
-            world_size=world_size,
-            workload=workload,
-            reduce_scatter_copies=reduce_scatter_copies,
-        )
+        found = self.layout(step.units, step.profile.optimizer, step.cluster.world_size, rank=rank)
+        return FSDP1LiveParts(step, observer, layout=found)
 
     @override
     def host(self, course: Course) -> FSDP1Host:

@@ -71,7 +71,7 @@ class FSDP1LiveParts(LiveParts):
             self._observe("reduce-scatter", name, "unsharded gradients", size.scattered + flat * self.copies)
         if is_cast:
             # on one rank the sum of micro-batches is cast down and up again
-            beside = size.reduced + (size.scattered if is_sharded else flat * (self.repeats > 1))
+            beside = size.reduced + (size.scattered if is_sharded else flat * (self.num_micro_batches > 1))
             self._observe("backward", name, "unsharded gradients", beside)
         self._add("unsharded gradients", -flat)
         if unit in self.accumulated:

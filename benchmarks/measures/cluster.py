@@ -28,6 +28,7 @@ from lightning_osdp import (
     profile_model,
     simulate,
 )
+from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.simulation import StepEstimate
 
@@ -149,7 +150,9 @@ def _contestants(module: Family, profile: ModelProfile, case: Case) -> Iterator[
 
 def _planned(profile: ModelProfile, cluster: Cluster, *, limit_bytes: int, space: SearchSpace) -> Plan | None:
     try:
-        return make_plan(profile, cluster, memory_limit_bytes=limit_bytes, micro_batch_size="scale", search_space=space)
+        return make_plan(
+            profile, cluster, memory_limit_bytes=limit_bytes, micro_batch_size=BatchPolicy.scale(), search_space=space
+        )
     except InfeasibleError:
         return None
 

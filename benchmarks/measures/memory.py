@@ -24,10 +24,9 @@ from lightning_osdp.core.plans.plan import Block, Unit
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.rates import DeviceRates
 from lightning_osdp.core.units import UnitProfile, partition
-from lightning_osdp.cost import Workload
 from lightning_osdp.engine import engine_of
 from lightning_osdp.profiler import ComputePrecision
-from lightning_osdp.simulation import StepEstimate, planned_units, simulate_step
+from lightning_osdp.simulation import StepEstimate, planned_step, simulate_step
 
 T = TypeVar("T")
 
@@ -189,13 +188,7 @@ def predict(case: Case, *, rank: int = 0, reduce_scatter_copies: bool = False) -
         reduce_scatter=FREE,
         reduce_scatter_copies=reduce_scatter_copies,
     )
-    estimate = simulate_step(
-        *planned_units(plan, profile),
-        cluster,
-        Workload(micro_batch_size=case.micro_batch_size, num_micro_batches=case.num_micro_batches),
-        engine=engine_of(plan),
-        rank=rank,
-    )
+    estimate = simulate_step(*planned_step(plan, profile, cluster), engine=engine_of(plan), rank=rank)
     return estimate, plan
 
 

@@ -22,6 +22,7 @@ from benchmarks.measures.section import Row, Section
 from benchmarks.target import Target
 from examples.mingpt.model import GPT, GPTConfig
 from lightning_osdp import Cluster, make_plan, profile_model
+from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Link
 
 HIDDEN_SIZE, NUM_RANKS, NUM_SAMPLES = 2048, 8, 2
@@ -98,7 +99,7 @@ def plan_once(num_layers: int) -> dict[str, Any]:
         profile,
         Cluster(world_size=NUM_RANKS, all_gather=_LINK, reduce_scatter=_LINK),
         memory_limit_bytes=num_layers * _BYTES_PER_LAYER,
-        micro_batch_size="scale",
+        micro_batch_size=BatchPolicy.scale(),
     )
     return {
         "profile_s": profiled_s - start_s,

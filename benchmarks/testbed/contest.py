@@ -23,9 +23,10 @@ from benchmarks.testbed.ring import ring_reduce_scatters
 from benchmarks.testbed.training import quiet, train
 from benchmarks.testbed.turns import Turns, fastest_of_slowest, fits_in_turns
 from lightning_osdp import Cluster, ModelProfile, SearchSpace, make_plan, measure_cluster, profile_model
+from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.report.accumulation import wire_bytes
-from lightning_osdp.simulation.plan import planned_units
+from lightning_osdp.simulation.plan import planned_step
 from lightning_osdp.simulation.step import StepEstimate
 from lightning_osdp.strategy.runtime.all_ranks import in_step
 
@@ -108,8 +109,8 @@ def on_one_rank(
         if dist.get_rank() == 0:
             known = [Baseline(**fields) for fields in baselines]
             chosen = {name: _space(fields) for name, fields in spaces.items()}
-            sizes = _sizes(division, micro_batch_size, num_micro_batches)
-            plans = _Plans(build(model), profiles, cluster, sizes, chosen)
+            policy = _policy(division, micro_batch_size, num_micro_batches)
+            plans = _Plans(build(model), profiles, cluster, policy, chosen)
             for limit, limit_bytes in limits:
                 fitting = [each for each in known if each.counted_bytes <= limit_bytes]
                 entrants += [plans.entrant(*entry) for entry in plans.entries(fitting, limit, limit_bytes)]
@@ -117,13 +118,12 @@ def on_one_rank(
         return [asdict(entrant) for entrant in _timed(model, entrants, num_rounds)]
 
 
-def _sizes(division: Division, micro_batch_size: int, num_micro_batches: int) -> dict[str, Any]:
-    """Arguments of `make_plan`."""
+def _policy(division: Division, micro_batch_size: int, num_micro_batches: int) -> BatchPolicy:
     if division == "held":
-        return {"micro_batch_size": micro_batch_size, "num_micro_batches": num_micro_batches}
+        return BatchPolicy.fixed(micro_batch_size, num_micro_batches)
     if division == "auto":
-        return {"micro_batch_size": "auto", "samples_per_step": micro_batch_size * num_micro_batches}
-    return {"micro_batch_size": "scale"}
+        return BatchPolicy.divide(micro_batch_size * num_micro_batches)
+    return BatchPolicy.scale()
 
 
 def _profiled(division: Division, micro_batch_size: int, num_micro_batches: int) -> Sequence[int]:
@@ -146,11 +146,11 @@ class _Plans:
         module: Family,
         profiles: Sequence[ModelProfile],
         cluster: Cluster,
-        sizes: Mapping[str, Any],
+        policy: BatchPolicy,
         spaces: Mapping[str, SearchSpace],
     ) -> None:
         self._module, self._profiles, self._cluster = module, profiles, cluster
-        self._sizes, self._spaces = sizes, spaces
+        self._policy, self._spaces = policy, spaces
 
     def entries(self, fitting: Iterable[Baseline], limit: float | None, limit_bytes: int) -> list[_Entry]:
         """Those that take part under a limit."""
@@ -182,11 +182,19 @@ class _Plans:
         )
 
     def _searched(self, space: SearchSpace, limit_bytes: int) -> Plan:
-        arguments = {**self._sizes, "memory_limit_bytes": limit_bytes, "search_space": space}
+        def planned(profile: ModelProfile) -> Plan:
+            return make_plan(
+                profile,
+                self._cluster,
+                memory_limit_bytes=limit_bytes,
+                micro_batch_size=self._policy,
+                search_space=space,
+            )
+
         first = self._profiles[0]
-        plan = make_plan(first, self._cluster, **arguments)
+        plan = planned(first)
         nearer = self._nearest(plan)
-        return plan if nearer is first else make_plan(nearer, self._cluster, **arguments)
+        return plan if nearer is first else planned(nearer)
 
     def _simulated(self, plan: Plan, baseline: Baseline | None) -> StepEstimate:
         engine = None if baseline is None else baseline.engine
@@ -197,8 +205,8 @@ class _Plans:
         return min(self._profiles, key=lambda each: abs(log(each.profiled_batch_size / plan.micro_batch_size)))
 
     def _with_bytes(self, plan: Plan) -> Plan:
-        _, profiles, _ = planned_units(plan, self._profiles[0])
-        sizes = {unit.name: unit.gathered_bytes for unit in profiles}
+        step, _ = planned_step(plan, self._profiles[0], self._cluster)
+        sizes = {unit.name: unit.gathered_bytes for unit in step.units}
         return replace(plan, units=tuple(replace(unit, parameter_bytes=sizes[unit.name]) for unit in plan.units))
 
 

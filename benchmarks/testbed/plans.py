@@ -10,10 +10,9 @@ from torch import nn
 
 from lightning_osdp import Cluster, ModelProfile
 from lightning_osdp.core.plans.plan import Plan, Unit
-from lightning_osdp.core.workload import Workload
 from lightning_osdp.engine import Engine, engine_of
 from lightning_osdp.profiler import fingerprint
-from lightning_osdp.simulation import StepEstimate, planned_units, simulate_step
+from lightning_osdp.simulation import StepEstimate, planned_step, simulate_step
 
 _MOST_SAMPLES = 2**20
 
@@ -77,8 +76,7 @@ def simulated(plan: Plan, profile: ModelProfile, cluster: Cluster, *, engine: En
         cluster: ranks and links.
         engine: what runs it; None: ``fully_shard``, with the settings of the plan.
     """
-    workload = Workload(micro_batch_size=plan.micro_batch_size, num_micro_batches=plan.num_micro_batches)
-    return simulate_step(*planned_units(plan, profile), cluster, workload, engine=engine or engine_of(plan))
+    return simulate_step(*planned_step(plan, profile, cluster), engine=engine or engine_of(plan))
 
 
 def largest_that_fits(

@@ -21,56 +21,55 @@ from lightning_osdp.assign.setting import Setting
 from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.cost.peak_memory import ROUNDING_BYTES
 from lightning_osdp.engine import Event, Moment
-from lightning_osdp.simulation import in_modes
 
 _MAX_ROUNDS = 4
 """Times that units are found that must not be gathered ahead; mostly the first one finds all of them."""
 
 
 def assign_ahead(
-    setting: Setting, *, limit_bytes: int, search: str, worth_s: float
+    setting: Setting, *, memory_limit_bytes: int, search: str, worth_s: float
 ) -> tuple[Setting, Assignment] | None:
     """The fastest assignment found, with units gathered ahead as far as that fits, and a bound on all of these.
 
     Args:
         setting: with every unit gathered ahead that may be; arguments as of `assign_modes`.
-        limit_bytes: the most bytes that may live on one rank.
+        memory_limit_bytes: the most bytes that may live on one rank.
         search: name of a solver.
         worth_s: a step time that is of no use.
 
     Returns:
         The setting with what is gathered ahead, and the assignment; None if none fits.
     """
-    ideal, fits = setting.ideal, setting.peak(setting.least_memory_modes).peak_bytes <= limit_bytes
+    ideal, fits = setting.ideal, setting.peak(setting.least_memory_modes).peak_bytes <= memory_limit_bytes
     # nothing is worth improving where only the bound is asked for
     worth_ideal_s = 0.0 if fits and ideal is not setting else worth_s
-    best = assign_modes(ideal, limit_bytes=limit_bytes, search=search, worth_s=worth_ideal_s)
+    best = assign_modes(ideal, memory_limit_bytes=memory_limit_bytes, search=search, worth_s=worth_ideal_s)
     if best is None or ideal is setting:
         return None if best is None else (setting, best)
     if fits:
-        found = assign_modes(setting, limit_bytes=limit_bytes, search=search, worth_s=worth_s)
+        found = assign_modes(setting, memory_limit_bytes=memory_limit_bytes, search=search, worth_s=worth_s)
         if found is not None:
             return setting, replace(found, bound_s=min(best.bound_s, found.bound_s))
-    chosen = as_far_as_fits(setting, best.modes, limit_bytes=limit_bytes)
+    chosen = as_far_as_fits(setting, best.modes, memory_limit_bytes=memory_limit_bytes)
     if chosen is None:
         return None
     return chosen, replace(best, step_time_s=chosen.step_time_s(best.modes), peak=chosen.exact_peak(best.modes))
 
 
-def as_far_as_fits(setting: Setting, modes: Modes, *, limit_bytes: int) -> Setting | None:
+def as_far_as_fits(setting: Setting, modes: Modes, *, memory_limit_bytes: int) -> Setting | None:
     """The setting with as many units gathered ahead as fit with these modes; None where not even none do.
 
     Args:
         setting: with every unit gathered ahead that may be.
         modes: one per unit.
-        limit_bytes: the most bytes that may live on one rank.
+        memory_limit_bytes: the most bytes that may live on one rank.
     """
     engine, frugal = setting.engine, setting.frugal or setting.engine
     may = (engine.forward_prefetch != frugal.forward_prefetch, engine.backward_prefetch != frugal.backward_prefetch)
     late: list[list[str]] = [[], []]
     for _ in range(_MAX_ROUNDS):
         setting = replace(setting, engine=engine.gathering_late(late[False], late[True]))
-        above = list(dict.fromkeys(_ahead_above(setting, modes, limit_bytes)))
+        above = list(dict.fromkeys(_ahead_above(setting, modes, memory_limit_bytes)))
         if not above:
             return setting
         more = [(way, setting.units[u].name) for way, u in above if u is not None and may[way]]
@@ -81,33 +80,25 @@ def as_far_as_fits(setting: Setting, modes: Modes, *, limit_bytes: int) -> Setti
             late[way].append(name)
     every = [unit.name for unit in setting.units if not unit.is_root]
     setting = replace(setting, engine=engine.gathering_late(*(every if each else [] for each in may)))
-    return setting if setting.exact_peak(modes).peak_bytes <= limit_bytes else None
+    return setting if setting.exact_peak(modes).peak_bytes <= memory_limit_bytes else None
 
 
 def _ahead_above(
-    setting: Setting, modes: Sequence[ShardingMode], limit_bytes: int
+    setting: Setting, modes: Sequence[ShardingMode], memory_limit_bytes: int
 ) -> Iterator[tuple[bool, int | None]]:
     """At moments above the limit: whether backward goes on, and each unit that is there ahead; None if none is."""
     ahead: set[int] = set()
     above: list[tuple[bool, int | None]] = []
 
     def note(num_bytes: float, _: Callable[[], Moment]) -> None:
-        if num_bytes > limit_bytes + ROUNDING_BYTES:
+        if num_bytes > memory_limit_bytes + ROUNDING_BYTES:
             above.extend((live.is_in_backward, unit) for unit in sorted(ahead))
             if not ahead:
                 above.append((live.is_in_backward, None))
 
-    profile, world_size = in_modes(setting.profile, setting.units, modes), setting.cluster.world_size
-    live = setting.engine.live_parts(
-        profile,
-        setting.units,
-        note,
-        world_size=world_size,
-        workload=setting.workload,
-        reduce_scatter_copies=setting.cluster.reduce_scatter_copies,
-    )
-    repeats = setting.workload.num_micro_batches
-    for events in setting.engine.events_of(profile, setting.units, modes, world_size, num_micro_batches=repeats):
+    step = setting.in_modes(modes)
+    live = setting.engine.live_parts(step, note)
+    for events in setting.engine.events_of(step, modes):
         live.begin_micro_batch()
         for event, following in zip(events, [*events[1:], None], strict=True):
             if event.kind == "gather" and following != Event("await", event.of):

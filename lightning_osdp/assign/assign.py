@@ -36,32 +36,32 @@ class Assignment:
 
 
 def assign_modes(
-    setting: Setting, *, limit_bytes: int, search: str = "depth_first", worth_s: float = math.inf
+    setting: Setting, *, memory_limit_bytes: int, search: str = "depth_first", worth_s: float = math.inf
 ) -> Assignment | None:
     """The fastest assignment found whose peak fits, with a bound on all of them; None if none fits.
 
     Args:
         setting: model, units, cluster and workload.
-        limit_bytes: the most bytes that may live on one rank.
+        memory_limit_bytes: the most bytes that may live on one rank.
         search: name of a solver in ``search.SOLVERS``.
         worth_s: a step time that is of no use: where none below it is possible, the modes are not improved further.
     """
-    first = found = _assigned(setting, limit_bytes, search, worth_s)
+    first = found = _assigned(setting, memory_limit_bytes, search, worth_s)
     if len(setting.activations) == 1 or first is None:
         return found
     # Beside a unit that is gathered ahead, the closed form may leave out what its block keeps.
-    room_bytes = limit_bytes
+    room_bytes = memory_limit_bytes
     for _ in range(MAX_TRIES):
         if found is None:
             break
         peak = setting.exact_peak(found.modes)
-        if peak.peak_bytes <= limit_bytes:
+        if peak.peak_bytes <= memory_limit_bytes:
             return replace(found, peak=peak, bound_s=min(first.bound_s, found.bound_s))
-        room_bytes -= peak.peak_bytes - limit_bytes
+        room_bytes -= peak.peak_bytes - memory_limit_bytes
         found = _assigned(setting, room_bytes, search, worth_s)
     least = setting.least_memory_modes
     peak = setting.exact_peak(least)
-    if peak.peak_bytes > limit_bytes:
+    if peak.peak_bytes > memory_limit_bytes:
         return None
     return replace(first, modes=least, step_time_s=setting.step_time_s(least), peak=peak)
 
@@ -80,11 +80,11 @@ def assigned_as(setting: Setting, modes: Modes, *, bound_s: float | None) -> Ass
     return Assignment(modes=modes, step_time_s=time_s, peak=setting.exact_peak(modes), bound_s=min(time_s, bound_s))
 
 
-def _assigned(setting: Setting, limit_bytes: int, search: str, worth_s: float) -> Assignment | None:
+def _assigned(setting: Setting, memory_limit_bytes: int, search: str, worth_s: float) -> Assignment | None:
     """What fits by the closed form."""
-    if setting.peak(setting.least_memory_modes).peak_bytes > limit_bytes:
+    if setting.peak(setting.least_memory_modes).peak_bytes > memory_limit_bytes:
         return None
-    rooms = setting.memory.room_bytes(limit_bytes)
+    rooms = setting.memory.room_bytes(memory_limit_bytes)
     if setting.overlaps:
         solved = solve_overlapped(setting, rooms, search=search, worth_s=worth_s)
     else:
@@ -99,7 +99,7 @@ def _assigned(setting: Setting, limit_bytes: int, search: str, worth_s: float) -
     )
 
 
-def fill_spare(setting: Setting, assignment: Assignment, *, limit_bytes: int) -> Assignment:
+def fill_spare(setting: Setting, assignment: Assignment, *, memory_limit_bytes: int) -> Assignment:
     """The assignment with its peak as simulated, and faster modes as far as that leaves room for them.
 
     Where gradients are accumulated the closed form counts units twice that run and are held. Modes that are found here
@@ -108,17 +108,17 @@ def fill_spare(setting: Setting, assignment: Assignment, *, limit_bytes: int) ->
     Args:
         setting: model, units, cluster and workload.
         assignment: what fits by the closed form.
-        limit_bytes: the most bytes that may live on one rank.
+        memory_limit_bytes: the most bytes that may live on one rank.
     """
     if setting.is_paper and {mode.sync for options in setting.options for mode in options} == {"every"}:
         return assignment
-    rooms, modes, step_time_s = setting.memory.room_bytes(limit_bytes), assignment.modes, assignment.step_time_s
+    rooms, modes, step_time_s = setting.memory.room_bytes(memory_limit_bytes), assignment.modes, assignment.step_time_s
     fits, fails = 0.0, sum(sorted(setting.memory.gathered_bytes)[-2:])
     spare_bytes = fails
     for _ in range(MAX_TRIES):
         found = fill(setting.additive, assignment.modes, [room + spare_bytes for room in rooms])
         found = one_sync(setting, found)
-        if setting.exact_peak(found).peak_bytes <= limit_bytes:
+        if setting.exact_peak(found).peak_bytes <= memory_limit_bytes:
             fits = spare_bytes
             if setting.step_time_s(found) < step_time_s:
                 modes, step_time_s = found, setting.step_time_s(found)

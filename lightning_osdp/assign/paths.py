@@ -137,8 +137,8 @@ class Paths:
                     best_s, best = total_s, detour
             detours_s.append(best_s)
             taken.append(best)
-        direct_s, repeats = self._direct_s([(mode,) for mode in modes]), self._clock.num_micro_batches
-        turn = max(range(len(direct_s)), key=lambda turn: direct_s[turn] + repeats * detours_s[turn])
+        direct_s, num_micro_batches = self._direct_s([(mode,) for mode in modes]), self._clock.num_micro_batches
+        turn = max(range(len(direct_s)), key=lambda turn: direct_s[turn] + num_micro_batches * detours_s[turn])
         return Path(turn, _chosen(taken, turn))
 
     def least_s(self) -> float:
@@ -147,7 +147,7 @@ class Paths:
 
     def _direct_s(self, options: Sequence[Sequence[ShardingMode]]) -> list[float]:
         """For each turn, the seconds of a step's path without detours: of each unit the least of its options."""
-        repeats = self._clock.num_micro_batches
+        num_micro_batches = self._clock.num_micro_batches
         more_s = [0.0] * (len(self._constants_s) + 1)
         for unit, turn in self._flattened.items():
             more_s[turn] += min(self._own_s(unit, mode) for mode in options[unit])
@@ -160,18 +160,18 @@ class Paths:
             more_s[1] -= gathers_s
         for unit, before in self._regathers:
             if not any(mode.resident for mode in options[unit]):
-                more_s[0] += repeats * self._gather_s[unit]
-                more_s[1] -= (repeats - self._num_ordered) * self._gather_s[unit]
+                more_s[0] += num_micro_batches * self._gather_s[unit]
+                more_s[1] -= (num_micro_batches - self._num_ordered) * self._gather_s[unit]
                 more_s[before + 1] -= self._num_ordered * self._gather_s[unit]
         return [
-            repeats * constant_s + own_s
+            num_micro_batches * constant_s + own_s
             for constant_s, own_s in zip(self._constants_s, accumulate(more_s), strict=False)
         ]
 
     def _own_s(self, unit: int, mode: ShardingMode) -> float:
         """Seconds of a step, before the unit's gradients are reduced, that depend on its mode alone."""
-        repeats = self._clock.num_micro_batches
-        return self._clock.overhead_s(unit, mode) + repeats * self._clock.activations_s(unit, mode)
+        num_micro_batches = self._clock.num_micro_batches
+        return self._clock.overhead_s(unit, mode) + num_micro_batches * self._clock.activations_s(unit, mode)
 
     def _num_gathers(self, mode: ShardingMode) -> int:
         """How often a step gathers a unit that is not there, whether or not forward frees it."""
@@ -191,13 +191,13 @@ class Paths:
 
     def at(self, path: Path) -> Additive:
         """The seconds of one path."""
-        repeats = self._clock.num_micro_batches
+        num_micro_batches = self._clock.num_micro_batches
         freed_s = dict.fromkeys(range(len(self._setting.units)), 0.0)
         for unit, before in self._regathers:
             if before >= path.turn:
-                freed_s[unit] += (self._num_ordered if path.turn else repeats) * self._gather_s[unit]
+                freed_s[unit] += (self._num_ordered if path.turn else num_micro_batches) * self._gather_s[unit]
         for detour in path.detours:
-            freed_s[detour.unit] += repeats * detour.more_s
+            freed_s[detour.unit] += num_micro_batches * detour.more_s
         gathered = Counter(self._gathered if path.turn == 0 else ())
         times_s = []
         for unit, options in enumerate(self._setting.options):
@@ -211,7 +211,7 @@ class Paths:
                     for mode in options
                 }
             )
-        constant_s = repeats * self._constants_s[path.turn] + self._clock.optimizer_s
+        constant_s = num_micro_batches * self._constants_s[path.turn] + self._clock.optimizer_s
         return dataclasses.replace(self._setting.additive, times_s=times_s, constant_s=constant_s)
 
 

@@ -9,9 +9,9 @@ from functools import cached_property
 from typing import Any
 
 from lightning_osdp.assign.additive import Additive, Modes, sum_s
-from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.modes import ALL_MODES, DP, MODES, SYNC_CHOICES, ZDP, ShardingMode
 from lightning_osdp.core.profile import ModelProfile
+from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile, grouped
 from lightning_osdp.cost import (
     PAPER_TIME_TERMS,
@@ -28,17 +28,13 @@ from lightning_osdp.cost import (
     unit_cost,
 )
 from lightning_osdp.engine import DEFAULT, Engine
-from lightning_osdp.simulation import StepClock, in_modes
+from lightning_osdp.simulation import StepClock
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
-    """Model, cluster and workload, with the time and the memory of every choice of modes."""
+class Setting(Step):
+    """A step with what may be chosen of it, and the time and the memory of every choice of modes."""
 
-    profile: ModelProfile
-    units: tuple[UnitProfile, ...]
-    cluster: Cluster
-    workload: Workload
     blocks: Mapping[str, str] = field(default_factory=dict)
     """Blocks that do not keep what they save -> what they do, which the profile has already."""
     given: ModelProfile | None = None
@@ -64,8 +60,8 @@ class Setting:
 
     def at(self, micro_batch_size: int, num_micro_batches: int | None = None) -> Setting:
         """The same with another micro-batch size, and another number of them."""
-        repeats = self.workload.num_micro_batches if num_micro_batches is None else num_micro_batches
-        return replace(self, workload=Workload(micro_batch_size=micro_batch_size, num_micro_batches=repeats))
+        num_micro_batches = self.workload.num_micro_batches if num_micro_batches is None else num_micro_batches
+        return replace(self, workload=Workload(micro_batch_size=micro_batch_size, num_micro_batches=num_micro_batches))
 
     def once(self, what: Hashable, make: Callable[[], Iterable[Setting]]) -> list[Setting]:
         """Settings made of this one, whose units depend on neither workload nor prefetch: made once for all of these.
@@ -162,23 +158,15 @@ class Setting:
     def memory(self) -> StepMemory:
         """Peak of one optimizer step for every choice of modes."""
         if self.is_paper:
-            return paper_memory(self.profile, self.units, self.cluster, self.workload)
-        return step_memory(
-            self.profile,
-            self.units,
-            world_size=self.cluster.world_size,
-            workload=self.workload,
-            activations=self.activations,
-            engine=self.bytes_engine,
-            reduce_scatter_copies=self.cluster.reduce_scatter_copies,
-        )
+            return paper_memory(self)
+        return step_memory(self, activations=self.activations, engine=self.bytes_engine)
 
     @cached_property
     def compute_s(self) -> float:
         """Seconds of a step that its operators, the loss and the optimizer compute, whatever the units."""
-        samples, repeats = self.workload.micro_batch_size, self.workload.num_micro_batches
+        samples, num_micro_batches = self.workload.micro_batch_size, self.workload.num_micro_batches
         segments_s = sum((part.forward_s + part.backward_s).at(samples) for part in self.profile.segments)
-        return repeats * segments_s + self._optimizer_s
+        return num_micro_batches * segments_s + self._optimizer_s
 
     @property
     def _optimizer_s(self) -> float:
@@ -202,7 +190,7 @@ class Setting:
     @cached_property
     def clock(self) -> StepClock:
         """The simulator of its time."""
-        return StepClock(self.profile, self.units, self.cluster, self.workload, self.engine)
+        return StepClock(self, self.engine)
 
     @property
     def least_memory_modes(self) -> Modes:
@@ -249,15 +237,7 @@ class Setting:
 
     def evaluation_peak_bytes(self, modes: Sequence[ShardingMode]) -> int:
         """Predicted peak of an evaluation in batches of as many samples."""
-        peak = evaluation_peak(
-            self.profile,
-            self.units,
-            modes,
-            world_size=self.cluster.world_size,
-            num_samples=self.workload.micro_batch_size,
-            engine=self.bytes_engine,
-        )
-        return math.ceil(peak)
+        return math.ceil(evaluation_peak(self, modes, engine=self.bytes_engine))
 
     def peak(self, modes: Sequence[ShardingMode]) -> PeakMemory:
         """Predicted peak of one optimizer step, or a bound on it: see `StepMemory`."""
@@ -267,12 +247,4 @@ class Setting:
         """Predicted peak of one optimizer step."""
         if self.is_paper:
             return self.peak(modes)
-        return exact_peak(
-            in_modes(self.profile, self.units, modes),
-            self.units,
-            modes,
-            world_size=self.cluster.world_size,
-            workload=self.workload,
-            engine=self.bytes_engine,
-            reduce_scatter_copies=self.cluster.reduce_scatter_copies,
-        )
+        return exact_peak(self, modes, engine=self.bytes_engine)

@@ -9,20 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_osdp.core.modes import DP, ShardingMode
-from lightning_osdp.core.profile import ModelProfile
-from lightning_osdp.core.units import UnitProfile
+from lightning_osdp.core.step import Step
 from lightning_osdp.engine import DEFAULT, Engine, UnitBytes
 
 
-def evaluation_peak(
-    profile: ModelProfile,
-    units: Sequence[UnitProfile],
-    modes: Sequence[ShardingMode],
-    *,
-    world_size: int,
-    num_samples: int,
-    engine: Engine = DEFAULT,
-) -> float:
+def evaluation_peak(step: Step, modes: Sequence[ShardingMode], *, engine: Engine = DEFAULT) -> float:
     """Most bytes alive on one rank while the model runs forward without gradients.
 
         base + [P of the root and of all DP units] + max_i ( [P of ZDP units that run] + e_i )
@@ -31,13 +22,12 @@ def evaluation_peak(
     after its first forward. Lightning has zeroed the gradients.
 
     Args:
-        profile: the model; e_i is measured on its training step.
-        units: partition of its operators.
+        step: the training step, on which e_i is measured; an evaluation batch has as many samples as its micro-batch.
         modes: one per unit.
-        world_size: N.
-        num_samples: of one evaluation batch.
         engine: what runs it.
     """
+    profile, units, world_size = step.profile, step.units, step.cluster.world_size
+    num_samples = step.workload.micro_batch_size
     sizes = engine.layout(units, profile.optimizer, world_size).units
     stays = [engine.keeps(DP if unit.is_root else mode, world_size) for unit, mode in zip(units, modes, strict=True)]
     running = [0.0] * len(profile.segments)
@@ -53,16 +43,14 @@ def evaluation_peak(
         for segment, whole, cast in zip(profile.segments, running, gathering, strict=True)
     )
     lingering = engine.most_lingering * max((size.buffer for size in sizes), default=0.0)
-    states = _between_steps(profile, units, world_size, engine) + profile.batch_bytes.at(num_samples)
+    states = _between_steps(step, engine) + profile.batch_bytes.at(num_samples)
     return states + kept + lingering + max(transient)
 
 
 def saving_peak(
-    profile: ModelProfile,
-    units: Sequence[UnitProfile],
+    step: Step,
     modes: Sequence[ShardingMode],
     *,
-    world_size: int,
     is_sharded: bool,
     goes_to_host: bool,
     engine: Engine = DEFAULT,
@@ -73,15 +61,14 @@ def saving_peak(
     in a sharded one. Units are gathered one after the other, beside what an evaluation before has left gathered.
 
     Args:
-        profile: the model.
-        units: partition of its operators.
+        step: between two of which it is made.
         modes: one per unit.
-        world_size: N.
         is_sharded: ``state_dict_type="sharded"``.
         goes_to_host: whether state dicts leave the device, as Lightning has it on GPUs.
         engine: what shards the model.
     """
-    sizes = engine.layout(units, profile.optimizer, world_size).units
+    units, world_size = step.units, step.cluster.world_size
+    sizes = engine.layout(units, step.profile.optimizer, world_size).units
     whole = sum(unit.parameter_bytes + unit.optimizer_bytes for unit in units)
     states = 0.0 if goes_to_host else whole / world_size if is_sharded else float(whole)
     gathered = [_at_rest(size, world_size) for size in sizes]
@@ -89,12 +76,12 @@ def saving_peak(
         num_bytes for unit, mode, num_bytes in zip(units, modes, gathered, strict=True) if unit.is_root or mode.resident
     )
     one = max((num_bytes + size.shard for num_bytes, size in zip(gathered, sizes, strict=True)), default=0.0)
-    return _between_steps(profile, units, world_size, engine) + left + one + states
+    return _between_steps(step, engine) + left + one + states
 
 
-def _between_steps(profile: ModelProfile, units: Sequence[UnitProfile], world_size: int, engine: Engine) -> float:
-    found = engine.layout(units, profile.optimizer, world_size)
-    return found.shards + found.optimizer_state + profile.buffer_bytes
+def _between_steps(step: Step, engine: Engine) -> float:
+    found = engine.layout(step.units, step.profile.optimizer, step.cluster.world_size)
+    return found.shards + found.optimizer_state + step.profile.buffer_bytes
 
 
 def _at_rest(size: UnitBytes, world_size: int) -> float:

@@ -30,9 +30,9 @@ def communication_cost(
     References:
         OSDP (Jiang et al. 2022), equation 2.
     """
-    repeats = workload.num_micro_batches
-    num_gathers = engine.num_all_gathers(mode, unit, num_micro_batches=repeats)
-    num_reduces = engine.num_reduce_scatters(mode, num_micro_batches=repeats)
+    num_micro_batches = workload.num_micro_batches
+    num_gathers = engine.num_all_gathers(mode, unit, num_micro_batches=num_micro_batches)
+    num_reduces = engine.num_reduce_scatters(mode, num_micro_batches=num_micro_batches)
     return Cost(time_s=num_gathers * gather_s(unit, cluster, engine) + num_reduces * reduce_s(unit, cluster, engine))
 
 

@@ -24,21 +24,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-from lightning_osdp.core.profile import ModelProfile, Rerun
+from lightning_osdp.core.profile import Rerun
+from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.core.workload import Workload
-from lightning_osdp.engine import DEFAULT, MOST_SIMULATED, Engine, Event, Moment, leaving_order
+from lightning_osdp.engine import MOST_SIMULATED, Engine, Event, Moment, leaving_order
 
 
-def largest_moments(
-    profile: ModelProfile,
-    units: Sequence[UnitProfile],
-    *,
-    world_size: int,
-    workload: Workload,
-    engine: Engine = DEFAULT,
-    reduce_scatter_copies: bool = True,
-) -> tuple[dict[int, Moment], Moment]:
+def largest_moments(step: Step, engine: Engine) -> tuple[dict[int, Moment], Moment]:
     """Of a step in which every unit is ZDP and reduces its gradients in each micro-batch.
 
     Returns:
@@ -52,25 +44,17 @@ def largest_moments(
         if num_freed not in largest or num_bytes > largest[num_freed].num_bytes:
             largest[num_freed] = moment()
 
-    live = engine.live_parts(
-        profile,
-        units,
-        keep_if_largest,
-        world_size=world_size,
-        workload=workload,
-        reduce_scatter_copies=reduce_scatter_copies,
-        is_bound=True,
-    )
+    live = engine.live_parts(step, keep_if_largest, is_bound=True)
     simulated = _events(
-        tuple(units),
-        min(MOST_SIMULATED, workload.num_micro_batches),
-        len(profile.segments),
-        tuple(profile.rerun.items()),
+        step.units,
+        min(MOST_SIMULATED, step.workload.num_micro_batches),
+        len(step.profile.segments),
+        tuple(step.profile.rerun.items()),
         engine,
     )
     for events in simulated:
         live.begin_micro_batch()
-        freed = _Freed(units)
+        freed = _Freed(step.units)
         for event in events:
             freed.read(event)
             num_freed = freed.num

@@ -21,13 +21,13 @@ def overhead_cost(
 
     The paper has no such term. [Empirical, measured by `profiler.measure_unit_overhead` in every run.]
     """
-    repeats = workload.num_micro_batches
-    num_reduces = engine.num_reduce_scatters(mode, num_micro_batches=repeats)
+    num_micro_batches = workload.num_micro_batches
+    num_reduces = engine.num_reduce_scatters(mode, num_micro_batches=num_micro_batches)
     counts = {
-        "gather": engine.num_all_gathers(mode, unit, num_micro_batches=repeats),
-        "flatten": repeats,
+        "gather": engine.num_all_gathers(mode, unit, num_micro_batches=num_micro_batches),
+        "flatten": num_micro_batches,
         "reduce": num_reduces,
-        "accumulate": repeats - num_reduces,
+        "accumulate": num_micro_batches - num_reduces,
     }
     return Cost(time_s=sum(count * overhead_s(unit, part, cluster) for part, count in counts.items()))
 

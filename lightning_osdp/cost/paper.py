@@ -13,13 +13,8 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.modes import DP, ZDP
-from lightning_osdp.core.profile import ModelProfile
-from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.core.workload import Workload
+from lightning_osdp.core.step import Step
 from lightning_osdp.cost.model_states import model_states_cost
 from lightning_osdp.cost.peak_memory import StepMemory
 from lightning_osdp.engine import Moment, leaving_order
@@ -28,24 +23,16 @@ TIME_TERMS = ("communication", "compute")
 """Terms of `cost.TERMS` whose seconds the paper adds up."""
 
 
-def paper_memory(
-    profile: ModelProfile, units: Sequence[UnitProfile], cluster: Cluster, workload: Workload
-) -> StepMemory:
-    """Bytes as the paper adds them up, for any choice of modes; the root unit is DP in all of them.
-
-    Args:
-        profile: the model.
-        units: partition of its operators.
-        cluster: the ranks.
-        workload: micro-batch size.
-    """
+def paper_memory(step: Step) -> StepMemory:
+    """Bytes as the paper adds them up, for any choice of modes; the root unit is DP in all of them."""
+    units, cluster, workload = step.units, step.cluster, step.workload
     sharded, whole = (
         [model_states_cost(unit, mode, cluster=cluster, workload=workload).memory_bytes for unit in units]
         for mode in (ZDP, DP)
     )
     order = leaving_order(units)
     states = sum(whole[index] if unit.is_root else sharded[index] for index, unit in enumerate(units))
-    saved = profile.saved_bytes.at(workload.micro_batch_size)
+    saved = step.profile.saved_bytes.at(workload.micro_batch_size)
     moment = Moment(
         num_bytes=states + saved,
         phase="all phases",

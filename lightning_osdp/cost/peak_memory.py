@@ -26,14 +26,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
 from lightning_osdp.core.blocks import with_activations
 from lightning_osdp.core.modes import DP, ShardingMode
-from lightning_osdp.core.profile import ModelProfile
+from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.core.workload import Workload
 from lightning_osdp.cost.activations import saved_bytes
@@ -120,12 +120,12 @@ class StepMemory:
         held = [self.held(place, modes[unit]) for place, unit in enumerate(self.order)]
         return list(accumulate((each.prefix_bytes for each in held), initial=sum(each.window_bytes for each in held)))
 
-    def room_bytes(self, limit_bytes: int) -> list[float]:
+    def room_bytes(self, memory_limit_bytes: int) -> list[float]:
         """For k = 0, 1, ...: bytes that units may hold; never falling with k, for what they hold never does.
 
-        Modes fit where ``kept_bytes(modes)[k] <= room_bytes(limit_bytes)[k]`` for every k, and the optimizer step does.
+        Modes fit where ``kept_bytes(modes)[k]`` is at most that for every k, and the optimizer step does.
         """
-        rooms = {k: limit_bytes + ROUNDING_BYTES - moment.num_bytes for k, moment in self.moments.items()}
+        rooms = {k: memory_limit_bytes + ROUNDING_BYTES - moment.num_bytes for k, moment in self.moments.items()}
         falling = [rooms.get(k, math.inf) for k in range(len(self.order), -1, -1)]
         return list(accumulate(falling, min))[::-1]
 
@@ -149,32 +149,17 @@ class StepMemory:
         return PeakMemory.of(self.moments[k], besides=besides)
 
 
-def exact_peak(
-    profile: ModelProfile,
-    units: Sequence[UnitProfile],
-    modes: Sequence[ShardingMode],
-    *,
-    world_size: int,
-    workload: Workload,
-    engine: Engine = DEFAULT,
-    reduce_scatter_copies: bool = True,
-) -> PeakMemory:
-    """Peak of one optimizer step in these modes, event by event; arguments as in `step_memory`."""
+def exact_peak(step: Step, modes: Sequence[ShardingMode], *, engine: Engine = DEFAULT) -> PeakMemory:
+    """Peak of one optimizer step in these modes, one per unit, event by event."""
+    step = step.in_modes(modes)
     largest: list[Moment] = []
 
     def keep_if_largest(num_bytes: float, moment: Callable[[], Moment]) -> None:
         if not largest or num_bytes > largest[0].num_bytes:
             largest[:] = [moment()]
 
-    live = engine.live_parts(
-        profile,
-        units,
-        keep_if_largest,
-        world_size=world_size,
-        workload=workload,
-        reduce_scatter_copies=reduce_scatter_copies,
-    )
-    for events in engine.events_of(profile, units, modes, world_size, num_micro_batches=workload.num_micro_batches):
+    live = engine.live_parts(step, keep_if_largest)
+    for events in engine.events_of(step, modes):
         live.begin_micro_batch()
         for event in events:
             live.read(event)
@@ -182,40 +167,22 @@ def exact_peak(
     return PeakMemory.of(largest[0])
 
 
-def step_memory(
-    profile: ModelProfile,
-    units: Sequence[UnitProfile],
-    *,
-    world_size: int,
-    workload: Workload,
-    activations: Sequence[str] = ("keep",),
-    engine: Engine = DEFAULT,
-    reduce_scatter_copies: bool = True,
-) -> StepMemory:
+def step_memory(step: Step, *, activations: Sequence[str] = ("keep",), engine: Engine = DEFAULT) -> StepMemory:
     """Peak of one optimizer step on one rank, for any choice of modes.
 
     Args:
-        profile: the model.
-        units: partition of its operators.
-        world_size: N.
-        workload: micro-batch size and number of micro-batches.
+        step: in which all blocks keep what they save.
         activations: what units that are blocks may do with what they save.
         engine: what runs the step.
-        reduce_scatter_copies: whether the backend copies what it reduces, as gloo does.
     """
-    order, sizes = leaving_order(units), engine.layout(units, profile.optimizer, world_size).units
-    saved = [_saved_bytes(units[unit], activations, workload) for unit in order]
+    profile, units = step.profile, step.units
+    order, sizes = leaving_order(units), engine.layout(units, profile.optimizer, step.cluster.world_size).units
+    saved = [_saved_bytes(units[unit], activations, step.workload) for unit in order]
     moments: dict[int, Moment] = {}
     update: Moment | None = None
     for choice in activations if any(saved) else activations[:1]:
-        found, update = largest_moments(
-            with_activations(profile, {unit.name: choice for unit in units if _may(unit, choice)}),
-            units,
-            world_size=world_size,
-            workload=workload,
-            engine=engine,
-            reduce_scatter_copies=reduce_scatter_copies,
-        )
+        chosen = with_activations(profile, {unit.name: choice for unit in units if _may(unit, choice)})
+        found, update = largest_moments(replace(step, profile=chosen), engine)
         before = list(accumulate((each.get(choice, 0.0) for each in saved), initial=0.0))
         for k, moment in found.items():
             floor = moment.less("activations", before[k])
@@ -223,7 +190,9 @@ def step_memory(
                 moments[k] = floor
     return StepMemory(
         order=order,
-        gathered_bytes=tuple(sizes[unit].gathered if engine.keeps(DP, world_size) else 0.0 for unit in order),
+        gathered_bytes=tuple(
+            sizes[unit].gathered if engine.keeps(DP, step.cluster.world_size) else 0.0 for unit in order
+        ),
         # with paddings a shard may be larger than what it is a shard of
         whole_bytes=tuple(max(0.0, sizes[unit].whole_gradient - sizes[unit].reduced) for unit in order),
         saved_bytes=tuple(saved),

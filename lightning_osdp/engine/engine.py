@@ -7,16 +7,16 @@ An engine is whatever shards a module and runs it: the package has one, `FSDP2`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from typing_extensions import Self
 
 from lightning_osdp.core.modes import ShardingMode
-from lightning_osdp.core.profile import ModelProfile, OptimizerProfile, Rerun
+from lightning_osdp.core.profile import OptimizerProfile, Rerun
+from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.core.workload import Workload
 from lightning_osdp.engine.events import MOST_SIMULATED, Event, GatherRule
 from lightning_osdp.engine.host import Course, Host
 from lightning_osdp.engine.layout import Layout
@@ -146,26 +146,13 @@ class Engine(ABC):
 
     @abstractmethod
     def live_parts(
-        self,
-        profile: ModelProfile,
-        units: Sequence[UnitProfile],
-        observer: Observer,
-        *,
-        world_size: int,
-        workload: Workload,
-        reduce_scatter_copies: bool,
-        rank: int | None = None,
-        is_bound: bool = False,
+        self, step: Step, observer: Observer, *, rank: int | None = None, is_bound: bool = False
     ) -> LiveParts:
         """What reads events as bytes.
 
         Args:
-            profile: the model.
-            units: partition of its operators.
+            step: whose events are read.
             observer: told of every moment.
-            world_size: N.
-            workload: micro-batch size and number of micro-batches.
-            reduce_scatter_copies: whether the backend copies what it reduces, as gloo does.
             rank: whose bytes; None: those of the rank that holds most.
             is_bound: whether what follows is to hold whatever the modes of other units.
         """
@@ -210,22 +197,14 @@ class Engine(ABC):
             found.append(host.events)
         return found
 
-    def events_of(
-        self,
-        profile: ModelProfile,
-        units: Sequence[UnitProfile],
-        modes: Iterable[ShardingMode],
-        world_size: int,
-        *,
-        num_micro_batches: int = 1,
-    ) -> list[list[Event]]:
-        """Events of the micro-batches that are gone through, with these modes."""
-        modes = tuple(modes)
+    def events_of(self, step: Step, modes: Sequence[ShardingMode]) -> list[list[Event]]:
+        """Events of the micro-batches that are gone through, with these modes, one per unit."""
+        world_size = step.cluster.world_size
         return self.micro_batches(
-            units,
+            step.units,
             [self.keeps(mode, world_size) for mode in modes],
             [mode.sync == "last" and world_size > 1 for mode in modes],
-            num_micro_batches=num_micro_batches,
-            num_segments=len(profile.segments),
-            rerun=profile.rerun,
+            num_micro_batches=step.workload.num_micro_batches,
+            num_segments=len(step.profile.segments),
+            rerun=step.profile.rerun,
         )

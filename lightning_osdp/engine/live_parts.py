@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from lightning_osdp.core.profile import ModelProfile, OperatorProfile
+from lightning_osdp.core.profile import OperatorProfile
+from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.core.workload import Workload
 from lightning_osdp.engine.events import Event
 from lightning_osdp.engine.layout import Layout
 
@@ -41,29 +41,15 @@ class LiveParts(ABC):
     """What is alive, by what it is, while one step goes on.
 
     Args:
-        profile: the model.
-        units: partition of its operators.
+        step: whose events are read.
         observer: told of every moment.
-        layout: of the units on the rank in question.
-        world_size: N.
-        workload: micro-batch size and number of micro-batches.
-        reduce_scatter_copies: whether the backend copies what it reduces, as gloo does.
+        layout: of its units on the rank in question.
     """
 
-    def __init__(
-        self,
-        profile: ModelProfile,
-        units: Sequence[UnitProfile],
-        observer: Observer,
-        *,
-        layout: Layout,
-        world_size: int,
-        workload: Workload,
-        reduce_scatter_copies: bool,
-    ) -> None:
-        self.profile, self.units, self.observer, self.world_size = profile, units, observer, world_size
-        self.samples, self.repeats = workload.micro_batch_size, workload.num_micro_batches
-        self.copies = reduce_scatter_copies
+    def __init__(self, step: Step, observer: Observer, *, layout: Layout) -> None:
+        self.profile, self.units, self.observer = step.profile, step.units, observer
+        self.world_size, self.copies = step.cluster.world_size, step.cluster.reduce_scatter_copies
+        self.samples, self.num_micro_batches = step.workload.micro_batch_size, step.workload.num_micro_batches
         self.is_in_backward = False
         self.segment = 0  # that backward has come to
         self.handed = 0.0  # bytes beyond the saved tensors where one segment of forward follows another
@@ -76,8 +62,8 @@ class LiveParts(ABC):
         self.parts = {
             "parameter shards": self.layout.shards,
             "optimizer state": self.layout.optimizer_state,
-            "buffers": float(profile.buffer_bytes),
-            "batch": profile.batch_bytes.at(self.samples),
+            "buffers": float(step.profile.buffer_bytes),
+            "batch": step.profile.batch_bytes.at(self.samples),
             "reduced gradients": sum(size.reduced for size in self.sizes),
             "gathered parameters": 0.0,
             "unsharded gradients": 0.0,

@@ -13,7 +13,6 @@ from lightning_osdp.core.profile import (
     Cut,
     ModelProfile,
     OperatorProfile,
-    OptimizerProfile,
     ParameterProfile,
     Segment,
 )
@@ -21,7 +20,7 @@ from lightning_osdp.profiler.optimizer import OptimizedParameter
 from lightning_osdp.profiler.precision import ComputePrecision
 from lightning_osdp.profiler.timing.step_time import Seconds
 from lightning_osdp.profiler.tracing.calls import Flow
-from lightning_osdp.profiler.tracing.operators import Operator, fingerprint
+from lightning_osdp.profiler.tracing.operators import Operator, find_operators, fingerprint
 from lightning_osdp.profiler.tracing.segment_bytes import (
     affine,
     profile_blocks,
@@ -35,31 +34,26 @@ from lightning_osdp.splitting import cut_dims, splittable
 
 def assemble(
     module: nn.Module,
-    operators: Sequence[Operator],
     trace: Trace,
     *,
     seconds: Mapping[int, Seconds],
-    optimizer: OptimizerProfile,
     optimized: Mapping[nn.Parameter, OptimizedParameter],
-    batch_bytes: int,
     batch_size: int,
     precision: ComputePrecision,
     activations: Sequence[str],
 ) -> ModelProfile:
-    """The profile of a model from its parts.
+    """The profile of a model from its parts, but for its batch and the optimizer's step.
 
     Args:
         module: the model.
-        operators: in forward order.
         trace: what its step does.
         seconds: of micro-batches of the profiled size, and of another one where that could be run.
-        optimizer: its step.
         optimized: what the optimizers make of each parameter.
-        batch_bytes: of the profiled batch.
-        batch_size: its samples.
+        batch_size: samples of the profiled batch.
         precision: dtypes of computing.
         activations: what blocks may do with what they save.
     """
+    operators = find_operators(module, trace.calls)
     segments = _segments(operators, trace, seconds)
     positions = {parameter: index for index, parameter in enumerate(module.parameters())}
     names = {operator.name for operator in operators if operator.name}
@@ -84,9 +78,7 @@ def assemble(
         crossings=profile_crossings(trace),
         fingerprint=fingerprint(module),
         profiled_batch_size=batch_size,
-        optimizer=optimizer,
         buffer_bytes=_bytes(list(module.buffers())),
-        batch_bytes=Affine.proportional(batch_size, batch_bytes),
     )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.rates import DeviceRates
 from lightning_osdp.core.text.progress import Progress, silent
@@ -29,7 +30,7 @@ from lightning_osdp.profiler.step.tensors import tensors_in
 from lightning_osdp.profiler.timing.estimate import estimate_step, seconds_on
 from lightning_osdp.profiler.timing.step_time import Seconds, time_step
 from lightning_osdp.profiler.together import Together, alone
-from lightning_osdp.profiler.tracing.operators import check_parameters, find_operators
+from lightning_osdp.profiler.tracing.operators import check_parameters
 from lightning_osdp.profiler.tracing.segment_bytes import traced_choices
 from lightning_osdp.profiler.tracing.trace import Trace, trace_step
 
@@ -111,21 +112,22 @@ def profile_model(
     progress("profiling the optimizer", "")
     with untouched(module):
         optimizer, optimized = profile_optimizers(module, configure_optimizers or _plain_optimizers, device)
-    profile = assemble(
-        module,
-        find_operators(module, trace.calls),
-        trace,
-        seconds=seconds,
+    # a cast makes a copy beside what the loader gave
+    batch_bytes = sum(tensor.nbytes for tensor in {*tensors_in(given), *tensors_in(batch)})
+    return replace(
+        assemble(
+            module,
+            trace,
+            seconds=seconds,
+            optimized=optimized,
+            batch_size=batch_size,
+            precision=precision,
+            activations=activations,
+        ),
         optimizer=optimizer,
-        optimized=optimized,
-        # a cast makes a copy beside what the loader gave
-        batch_bytes=sum(tensor.nbytes for tensor in {*tensors_in(given), *tensors_in(batch)}),
-        batch_size=batch_size,
-        precision=precision,
-        activations=activations,
+        batch_bytes=Affine.proportional(batch_size, batch_bytes),
+        notes=tuple(dict.fromkeys((*step.notes, *([note_of(compiled)] if compiled else [])))),
     )
-    notes = (*step.notes, *([note_of(compiled)] if compiled else []))
-    return replace(profile, notes=tuple(dict.fromkeys(notes)))
 
 
 def _seconds(

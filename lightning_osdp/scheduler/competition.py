@@ -33,7 +33,7 @@ class Competition:
     """Assignments of one model in the same memory.
 
     Args:
-        limit_bytes: the most bytes that may live on one rank.
+        memory_limit_bytes: the most bytes that may live on one rank.
         search: name of a solver in ``search.SOLVERS``.
         shares: whether units of blocks compete, too.
         slices: numbers of slices that an operator may be split into.
@@ -41,15 +41,15 @@ class Competition:
     """
 
     def __init__(
-        self, *, limit_bytes: int, search: str, shares: bool, slices: Sequence[int], activations: Sequence[str]
+        self, *, memory_limit_bytes: int, search: str, shares: bool, slices: Sequence[int], activations: Sequence[str]
     ) -> None:
-        self.limit_bytes, self.activations = limit_bytes, tuple(activations)
+        self.memory_limit_bytes, self.activations = memory_limit_bytes, tuple(activations)
         self._search, self._shares, self._slices = search, shares, slices
 
     def offering(self, activations: Sequence[str]) -> Competition:
         """The same where blocks may do this with what they save."""
         return Competition(
-            limit_bytes=self.limit_bytes,
+            memory_limit_bytes=self.memory_limit_bytes,
             search=self._search,
             shares=self._shares,
             slices=self._slices,
@@ -60,7 +60,7 @@ class Competition:
         """The setting that needs the fewest bytes; with operators split where it would not fit else."""
         best = min(settings, key=attrgetter("least_bytes"))
         for found in (self._recomputing(best), self._split(best)):
-            if best.least_bytes <= self.limit_bytes:
+            if best.least_bytes <= self.memory_limit_bytes:
                 break
             best = min((best, *found), key=attrgetter("least_bytes"))
         return best.ideal
@@ -98,7 +98,11 @@ class Competition:
 
     def shared(self, setting: Setting, modes: Modes) -> tuple[Setting, Modes]:
         """The same with units shared, where they may be."""
-        return share_units(setting, modes, limit_bytes=self.limit_bytes) if self._shares else (setting, modes)
+        return (
+            share_units(setting, modes, memory_limit_bytes=self.memory_limit_bytes)
+            if self._shares
+            else (setting, modes)
+        )
 
     def _by_block(self, settings: Sequence[Setting]) -> list[Setting]:
         """The same with a unit for each block, where units may be shared."""
@@ -111,7 +115,7 @@ class Competition:
             return
         peak = setting.peak(setting.least_memory_modes)
         whole = sum(peak.parts.get(part, 0) for part in ("gathered parameters", "unsharded gradients"))
-        if peak.peak_bytes - whole <= self.limit_bytes:
+        if peak.peak_bytes - whole <= self.memory_limit_bytes:
             yield from ever_more_slices(setting, self._slices)
 
     def _recomputing(self, setting: Setting) -> Iterator[Setting]:
@@ -162,26 +166,28 @@ class Competition:
         are shared as if all were sharded, too.
         """
         worth_s = min(map(_time_s, before), default=math.inf)
-        assigned = assign_ahead(setting, limit_bytes=self.limit_bytes, search=self._search, worth_s=worth_s)
+        assigned = assign_ahead(
+            setting, memory_limit_bytes=self.memory_limit_bytes, search=self._search, worth_s=worth_s
+        )
         if assigned is None:
             return []
         found = [assigned]
         # where not all fits that may be gathered ahead, units are shared as if that took no memory
         base = setting if assigned[0].engine == setting.engine else setting.ideal
         for modes in (assigned[1].modes, setting.least_memory_modes) if self._shares else ():
-            shared = share_units(base, modes, limit_bytes=self.limit_bytes)
-            for merged, modes_of_merged in (shared, join_units(*shared, limit_bytes=self.limit_bytes)):
+            shared = share_units(base, modes, memory_limit_bytes=self.memory_limit_bytes)
+            for merged, modes_of_merged in (shared, join_units(*shared, memory_limit_bytes=self.memory_limit_bytes)):
                 if merged is not base and all(merged.units != other.units for other, _ in found):
                     found += self._again(merged.lead, modes_of_merged, min(worth_s, *map(_time_s, found)))
         return found
 
     def _again(self, setting: Setting, modes: Modes, worth_s: float) -> list[tuple[Setting, Assignment]]:
         """The best modes of units that were made with these, or these, which fit though the closed form may exceed."""
-        again = assign_ahead(setting, limit_bytes=self.limit_bytes, search=self._search, worth_s=worth_s)
+        again = assign_ahead(setting, memory_limit_bytes=self.memory_limit_bytes, search=self._search, worth_s=worth_s)
         found = [] if again is None else [again]
         time_s = setting.step_time_s(modes)
         if time_s < worth_s and (again is None or time_s < again[1].step_time_s * (1 - NO_GAIN)):
-            chosen = as_far_as_fits(setting, modes, limit_bytes=self.limit_bytes)
+            chosen = as_far_as_fits(setting, modes, memory_limit_bytes=self.memory_limit_bytes)
             if chosen is not None:
                 bound_s = None if again is None else again[1].bound_s
                 found.append((chosen, assigned_as(chosen, modes, bound_s=bound_s)))

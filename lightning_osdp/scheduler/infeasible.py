@@ -11,7 +11,7 @@ from lightning_osdp.cost import PeakMemory
 from lightning_osdp.scheduler.sweep import Sweep
 
 
-def why_infeasible(sweep: Sweep, micro_batch_size: int, limit_bytes: int) -> str:
+def why_infeasible(sweep: Sweep, micro_batch_size: int, memory_limit_bytes: int) -> str:
     """The text of `InfeasibleError`: the limit, the least bytes of any plan, the largest contributors, a remedy."""
     setting = sweep.smallest(micro_batch_size)
     peak = setting.peak(setting.least_memory_modes)
@@ -40,12 +40,14 @@ def why_infeasible(sweep: Sweep, micro_batch_size: int, limit_bytes: int) -> str
             " or batch_size='scale'"
         )
     else:
-        remedy = f"raise memory_limit to {format_at_least(peak.peak_bytes)!r}" + _more_ranks(setting, limit_bytes)
+        remedy = f"raise memory_limit to {format_at_least(peak.peak_bytes)!r}" + _more_ranks(
+            setting, memory_limit_bytes
+        )
     saving_less = _saving_less(setting, peak, sweep)
     return (
-        f"No plan fits: the limit is {format_bytes(limit_bytes)} per rank, and a micro-batch of {samples} on {ranks}"
-        f" {'rank' if ranks == 1 else 'ranks'} needs at least {format_bytes(peak.peak_bytes)} ({where}: {parts})."
-        f" Largest contributors: {listed}. Nearest remedy: {remedy}.{saving_less}"
+        f"No plan fits: the limit is {format_bytes(memory_limit_bytes)} per rank, and a micro-batch of {samples} on"
+        f" {ranks} {'rank' if ranks == 1 else 'ranks'} needs at least {format_bytes(peak.peak_bytes)} ({where}:"
+        f" {parts}). Largest contributors: {listed}. Nearest remedy: {remedy}.{saving_less}"
         + "".join(f" Note: {note}." for note in setting.profile.notes)
     )
 
@@ -80,11 +82,11 @@ def _saving_less(setting: Setting, peak: PeakMemory, sweep: Sweep) -> str:
     return f" Activations dominate; {how}, with which {format_bytes(needed_bytes)} are needed."
 
 
-def _more_ranks(setting: Setting, limit_bytes: int) -> str:
+def _more_ranks(setting: Setting, memory_limit_bytes: int) -> str:
     """The first doubling of the ranks at which one and the same micro-batch per rank fits; nothing if none does."""
     for doubling in range(1, 11):
         ranks = setting.cluster.world_size * 2**doubling
         wider = dataclasses.replace(setting, cluster=dataclasses.replace(setting.cluster, world_size=ranks))
-        if wider.peak(wider.least_memory_modes).peak_bytes <= limit_bytes:
+        if wider.peak(wider.least_memory_modes).peak_bytes <= memory_limit_bytes:
             return f", or use {ranks} ranks"
     return ""

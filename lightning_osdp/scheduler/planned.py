@@ -38,12 +38,12 @@ def recomputable_blocks(setting: Setting, assignment: Assignment) -> tuple[Block
 
 
 def _block(setting: Setting, block: BlockProfile, choice: str) -> Block:
-    samples, repeats = setting.workload.micro_batch_size, setting.workload.num_micro_batches
+    samples, num_micro_batches = setting.workload.micro_batch_size, setting.workload.num_micro_batches
     return Block(
         name=block.name,
         activations=choice,
         frees_bytes=max(0, round(freed_bytes(setting.unchanged, block, choice).at(samples))),
-        costs_s=repeats * block_s(block, choice, setting.cluster, samples),
+        costs_s=num_micro_batches * block_s(block, choice, setting.cluster, samples),
     )
 
 

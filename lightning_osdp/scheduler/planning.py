@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Mapping
 
 from lightning_osdp.assign import Modes, Setting, with_blocks
+from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plans.document import shown
 from lightning_osdp.core.plans.plan import COST_MODELS, Plan
@@ -15,7 +15,6 @@ from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.progress import Progress, silent
 from lightning_osdp.core.units import SMALL_UNIT_BYTES, partition
-from lightning_osdp.cost import Workload
 from lightning_osdp.engine import AUTO, FSDP2, Engine
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.scheduler.candidate import Candidate
@@ -27,20 +26,13 @@ from lightning_osdp.search import SOLVERS
 
 _ANY_PREFETCH = FSDP2(backward_prefetch=AUTO, forward_prefetch=AUTO)
 
-_MOST_SAMPLES = 2**20
-"""Of a micro-batch that a sweep may choose by itself."""
-
 
 def make_plan(
     profile: ModelProfile,
     cluster: Cluster,
     *,
     memory_limit_bytes: int,
-    micro_batch_size: int | Literal["scale", "auto"],
-    max_micro_batch_size: int | None = None,
-    num_micro_batches: int = 1,
-    samples_per_step: int | None = None,
-    micro_batch_sizes: Sequence[int] | None = None,
+    micro_batch_size: int | BatchPolicy,
     search: str = "depth_first",
     search_space: SearchSpace | None = None,
     blocks: Mapping[str, str] | None = None,
@@ -54,12 +46,8 @@ def make_plan(
         profile: the model, see `profile_model`.
         cluster: ranks and links, see `measure_cluster`.
         memory_limit_bytes: most bytes of live tensors on one rank, in every phase of a step.
-        micro_batch_size: samples per rank and micro-batch; ``"scale"`` to sweep it; ``"auto"`` to sweep it with the
-            number of micro-batches, so that a rank has ``samples_per_step`` in every optimizer step.
-        max_micro_batch_size: largest size that ``"scale"`` may choose; None: as far as memory allows, at most 2^20.
-        num_micro_batches: micro-batches per optimizer step (gradient accumulation), unless ``"auto"`` chooses them.
-        samples_per_step: samples per rank and optimizer step, for ``"auto"``.
-        micro_batch_sizes: divisors of it that ``"auto"`` may choose, the preferred one first; None: all up to 2^20.
+        micro_batch_size: samples per rank and micro-batch, of which an optimizer step has one; else a `BatchPolicy`
+            says how many it has, or what may be chosen.
         search: name of a solver: ``depth_first``, ``greedy`` or ``exhaustive``.
         search_space: what may be chosen; None: everything.
         blocks: what blocks do with what they save, where that is not to be chosen; those that are not named then keep
@@ -71,19 +59,20 @@ def make_plan(
         progress: called with each micro-batch size that is tried, and the best samples/s so far.
 
     Raises:
-        ConfigurationError: no such solver or block, a number of samples or micro-batches below 1, a
-            limit below 1 or of 2^63 bytes or more, or sizes that do not divide the samples of a step.
+        ConfigurationError: no such solver or block, a number of samples below 1, or a limit below 1 or of 2^63 bytes
+            or more.
         InfeasibleError: no plan fits; the text says what would.
     """
     _check_choices(search, cost_model)
-    _check_numbers(memory_limit_bytes, micro_batch_size, max_micro_batch_size, num_micro_batches)
+    _check_limit(memory_limit_bytes)
     search_space = search_space or SearchSpace()
-    sizes = _sizes(micro_batch_size, samples_per_step, micro_batch_sizes)
+    policy = micro_batch_size if isinstance(micro_batch_size, BatchPolicy) else BatchPolicy.fixed(micro_batch_size)
+    smallest = min(policy.micro_batch_sizes, default=1)
     first = Setting(
         profile=profile,
         units=partition(profile, min_unit_bytes=search_space.min_unit_bytes),
         cluster=cluster,
-        workload=Workload(micro_batch_size=sizes[0], num_micro_batches=num_micro_batches),
+        workload=policy.workload(smallest),
         modes=search_space.modes,
         sync=search_space.sync,
         engine=engine,
@@ -97,44 +86,19 @@ def make_plan(
             for each in engine.alternatives(overlaps=first.overlaps)
         ],
         Competition(
-            limit_bytes=memory_limit_bytes,
+            memory_limit_bytes=memory_limit_bytes,
             search=search,
             shares=search_space.share_units,
             slices=search_space.slices,
             activations=search_space.activations if blocks is None else ("keep",),
         ),
-        samples_per_step=samples_per_step if micro_batch_size == "auto" else None,
+        policy=policy,
         progress=progress,
     )
-    if micro_batch_size == "scale":
-        best = sweep.best(_MOST_SAMPLES if max_micro_batch_size is None else max_micro_batch_size)
-    else:
-        best = sweep.best_of(sizes)
+    best = sweep.best()
     if best is None:
-        raise InfeasibleError(why_infeasible(sweep, min(sizes), memory_limit_bytes))
+        raise InfeasibleError(why_infeasible(sweep, smallest, memory_limit_bytes))
     return _plan(best, sweep, memory_limit_bytes, search, search_space.min_unit_bytes)
-
-
-def _sizes(
-    micro_batch_size: int | Literal["scale", "auto"], samples_per_step: int | None, allowed: Sequence[int] | None
-) -> Sequence[int]:
-    """Micro-batch sizes to try, or to begin with."""
-    if micro_batch_size == "scale":
-        return (1,)
-    if micro_batch_size != "auto":
-        return (micro_batch_size,)
-    if samples_per_step is None or samples_per_step < 1:
-        raise ConfigurationError(
-            "micro_batch_size='auto' needs samples_per_step, a number of samples, at least one, got"
-            f" {samples_per_step!r}."
-        )
-    sizes = range(1, min(samples_per_step, _MOST_SAMPLES) + 1) if allowed is None else allowed
-    divisors = [size for size in sizes if size >= 1 and samples_per_step % size == 0]
-    if not divisors or (allowed is not None and len(divisors) < len(allowed)):
-        raise ConfigurationError(
-            f"micro_batch_sizes must be divisors of samples_per_step={samples_per_step}, at least one, got {allowed!r}."
-        )
-    return divisors
 
 
 def _check_choices(search: str, cost_model: str) -> None:
@@ -144,20 +108,11 @@ def _check_choices(search: str, cost_model: str) -> None:
         raise ConfigurationError(f"cost_model must be one of {COST_MODELS}, got {cost_model!r}.")
 
 
-def _check_numbers(memory_limit_bytes: int, micro_batch_size: object, most: int | None, num_micro_batches: int) -> None:
+def _check_limit(memory_limit_bytes: int) -> None:
     if not 1 <= memory_limit_bytes < 2**63:
         raise ConfigurationError(
             f"memory_limit_bytes must be at least 1 and less than 2^63, got {shown(memory_limit_bytes)}."
         )
-    is_size = isinstance(micro_batch_size, int) and micro_batch_size >= 1
-    if not is_size and micro_batch_size not in ("scale", "auto"):
-        raise ConfigurationError(
-            f"micro_batch_size must be 'scale', 'auto' or a number of samples, at least one, got {micro_batch_size!r}."
-        )
-    if most is not None and most < 1:
-        raise ConfigurationError(f"max_micro_batch_size must be None or at least 1, got {most!r}.")
-    if num_micro_batches < 1:
-        raise ConfigurationError(f"num_micro_batches must be at least 1, got {num_micro_batches!r}.")
 
 
 def _plan(best: Candidate, sweep: Sweep, memory_limit_bytes: int, search: str, min_unit_bytes: int | None) -> Plan:

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from lightning_osdp.assign import Modes, Setting, fill_spare
+from lightning_osdp.core.batch_policy import MOST_SAMPLES, BatchPolicy
 from lightning_osdp.core.text.duration import three_digits
 from lightning_osdp.core.text.progress import Progress, silent
 from lightning_osdp.scheduler.candidate import Candidate, samples_per_s
@@ -44,8 +45,7 @@ class Sweep:
     Args:
         settings: that compete; of equally fast ones the first is chosen.
         competition: what else competes at each size, and the memory.
-        samples_per_step: samples of a rank and optimizer step that every size makes up, in as many micro-batches as
-            that takes; None: the number of micro-batches is that of the settings.
+        policy: what micro-batches there may be.
         progress: called with each size that is tried.
     """
 
@@ -54,17 +54,17 @@ class Sweep:
         settings: Sequence[Setting],
         competition: Competition,
         *,
-        samples_per_step: int | None = None,
+        policy: BatchPolicy,
         progress: Progress = silent,
     ) -> None:
         self.competition = competition
-        self._settings, self._samples_per_step, self._progress = settings, samples_per_step, progress
+        self._settings, self._policy, self._progress = settings, policy, progress
         self._candidates: dict[int, Candidate] = {}
         self._open: dict[tuple[int, int], float] = {}
 
     def _of_size(self, micro_batch_size: int, num_micro_batches: int | None = None) -> list[Setting]:
-        if num_micro_batches is None and self._samples_per_step is not None:
-            num_micro_batches = self._samples_per_step // micro_batch_size
+        if num_micro_batches is None:
+            num_micro_batches = self._policy.workload(micro_batch_size).num_micro_batches
         return [setting.at(micro_batch_size, num_micro_batches) for setting in self._settings]
 
     def smallest(self, micro_batch_size: int, num_micro_batches: int | None = None) -> Setting:
@@ -77,7 +77,7 @@ class Sweep:
 
     def fits(self, micro_batch_size: int, num_micro_batches: int | None = None) -> bool:
         """Whether any assignment does; with as many micro-batches as the sweep's if their number is not given."""
-        return self.smallest(micro_batch_size, num_micro_batches).least_bytes <= self.competition.limit_bytes
+        return self.smallest(micro_batch_size, num_micro_batches).least_bytes <= self.competition.memory_limit_bytes
 
     def candidate(self, micro_batch_size: int) -> Candidate | None:
         """Best assignment at this size; None if none fits."""
@@ -89,7 +89,7 @@ class Sweep:
         setting, assignment = min(found, key=lambda one: one[1].step_time_s)
         self._candidates[micro_batch_size] = Candidate(
             setting=setting,
-            assignment=fill_spare(setting, assignment, limit_bytes=self.competition.limit_bytes),
+            assignment=fill_spare(setting, assignment, memory_limit_bytes=self.competition.memory_limit_bytes),
             bounds=tuple((setting.lead, assignment.bound_s) for setting, assignment in found),
         )
         return self._candidates[micro_batch_size]
@@ -102,11 +102,11 @@ class Sweep:
         Args:
             candidate: what it is compared with.
         """
-        engine, limit_bytes = candidate.setting.lead.engine, self.competition.limit_bytes
+        engine, memory_limit_bytes = candidate.setting.lead.engine, self.competition.memory_limit_bytes
         settings = [each for size in self._candidates for each in self._of_size(size) if each.engine == engine]
         found = [(setting, modes) for each in settings for setting, modes in self.competition.plain(each)]
         fastest = sorted(found, key=lambda each: samples_per_s(each[0], each[0].step_time_s(each[1])), reverse=True)
-        best = next((each for each in fastest if each[0].exact_peak(each[1]).peak_bytes <= limit_bytes), None)
+        best = next((each for each in fastest if each[0].exact_peak(each[1]).peak_bytes <= memory_limit_bytes), None)
         if best is None:
             return min(found, key=lambda each: each[0].exact_peak(each[1]).peak_bytes)
         return self.competition.shared(*best)
@@ -125,7 +125,12 @@ class Sweep:
                 fails = middle
         return fits
 
-    def best(self, most: int) -> Candidate | None:
+    def best(self) -> Candidate | None:
+        """The best of the micro-batches that there may be; None if none fits."""
+        sizes, most = self._policy.micro_batch_sizes, self._policy.max_micro_batch_size
+        return self._best_of(sizes) if sizes else self._best_up_to(MOST_SAMPLES if most is None else most)
+
+    def _best_up_to(self, most: int) -> Candidate | None:
         """Best samples/s, to `TOLERANCE`; between equal ones the smallest size."""
         largest = self.largest(most)
         for size in sorted({1, largest} - {0}):
@@ -137,7 +142,7 @@ class Sweep:
             self.candidate(sum(promising) // 2)
         return self._best() if self._candidates else None
 
-    def best_of(self, sizes: Sequence[int]) -> Candidate | None:
+    def _best_of(self, sizes: Sequence[int]) -> Candidate | None:
         """The first of these sizes, unless another one is better by more than `WORTH_CHANGING`."""
         found = [candidate for candidate in map(self.candidate, sizes) if candidate is not None]
         if not found:
@@ -157,7 +162,7 @@ class Sweep:
 
     def _open_sizes(self) -> list[tuple[int, int]]:
         """Sizes that were tried, with others between them that may be chosen."""
-        if self._samples_per_step is not None:
+        if self._policy.micro_batch_sizes:
             return []
         return [pair for pair in pairwise(sorted(self._candidates)) if pair[1] - pair[0] > 1]
 

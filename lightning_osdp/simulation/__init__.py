@@ -4,8 +4,8 @@
 """
 
 from lightning_osdp.simulation.clock import StepClock
-from lightning_osdp.simulation.plan import planned_units, simulate
-from lightning_osdp.simulation.step import StepEstimate, in_modes, simulate_step
+from lightning_osdp.simulation.plan import planned_step, simulate
+from lightning_osdp.simulation.step import StepEstimate, simulate_step
 from lightning_osdp.simulation.timeline import Interval
 
-__all__ = ["Interval", "StepClock", "StepEstimate", "in_modes", "planned_units", "simulate", "simulate_step"]
+__all__ = ["Interval", "StepClock", "StepEstimate", "planned_step", "simulate", "simulate_step"]

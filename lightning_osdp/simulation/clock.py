@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple
 
-from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.modes import DP, ShardingMode
-from lightning_osdp.core.profile import ModelProfile, Rerun
+from lightning_osdp.core.profile import Rerun
+from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.cost import Workload, activations_s, copied_s, optimizer_s, overhead_cost
+from lightning_osdp.cost import activations_s, copied_s, optimizer_s, overhead_cost
 from lightning_osdp.engine import DEFAULT, MOST_SIMULATED, Engine, Event
 from lightning_osdp.simulation.step import durations_of
 from lightning_osdp.simulation.timeline import Durations, Timeline
@@ -19,7 +19,7 @@ _TIMELESS = frozenset({"zero", "rerun", "release"})
 """Kinds of events that take no time."""
 
 
-class Step(NamedTuple):
+class StepTime(NamedTuple):
     """What was found of one choice of modes."""
 
     time_s: float
@@ -33,36 +33,26 @@ class StepClock:
     A unit's events depend on its own mode alone: one that is kept does without some of those of one that is freed.
 
     Args:
-        profile: the model.
-        units: partition of its operators.
-        cluster: ranks, links, and whether collectives overlap computing.
-        workload: micro-batch size and number of micro-batches.
+        step: in which all blocks keep what they save.
         engine: what runs the step.
     """
 
-    def __init__(
-        self,
-        profile: ModelProfile,
-        units: Sequence[UnitProfile],
-        cluster: Cluster,
-        workload: Workload,
-        engine: Engine = DEFAULT,
-    ) -> None:
-        self.cluster, self.workload, self.num_micro_batches = cluster, workload, workload.num_micro_batches
-        self.engine = engine
-        self.optimizer_s = optimizer_s(profile, cluster)
-        self.durations = durations_of(profile, units, cluster, workload, engine)
-        self.units, self.samples = units, workload.micro_batch_size
+    def __init__(self, step: Step, engine: Engine = DEFAULT) -> None:
+        self.cluster, self.workload, self.engine = step.cluster, step.workload, engine
+        self.num_micro_batches = step.workload.num_micro_batches
+        self.optimizer_s = optimizer_s(step.profile, step.cluster)
+        self.durations = durations_of(step, engine)
+        self.units, self.samples = step.units, step.workload.micro_batch_size
         self.events = _classed(
-            tuple(units),
-            len(profile.segments),
-            tuple(profile.rerun.items()),
+            step.units,
+            len(step.profile.segments),
+            tuple(step.profile.rerun.items()),
             engine,
-            may_keep=engine.keeps(DP, cluster.world_size),
+            may_keep=engine.keeps(DP, step.cluster.world_size),
         )
         """Events of a micro-batch in which every unit is freed, each with its class: see `_absent`."""
 
-    def step(self, modes: Sequence[ShardingMode]) -> Step:
+    def step(self, modes: Sequence[ShardingMode]) -> StepTime:
         """One optimizer step with these modes, one per unit."""
         timeline = Timeline(
             self._with_activations(modes),
@@ -73,7 +63,7 @@ class StepClock:
         for index in range(num_simulated):
             absent = [_absent(mode, is_first=index == 0, is_last=index == num_simulated - 1) for mode in modes]
             timeline.read_all(event for event, kind in self.events if kind is None or kind not in absent[event.of])
-        return Step(timeline.total_s(self.num_micro_batches) + self.optimizer_s, timeline.stalls_s)
+        return StepTime(timeline.total_s(self.num_micro_batches) + self.optimizer_s, timeline.stalls_s)
 
     def _with_activations(self, modes: Sequence[ShardingMode]) -> Durations:
         """Seconds of every event where blocks do with what they save as the modes say."""

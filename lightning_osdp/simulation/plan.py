@@ -8,7 +8,8 @@ from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.slices import slice_names, split_operators
-from lightning_osdp.core.units import UnitProfile, grouped
+from lightning_osdp.core.step import Step
+from lightning_osdp.core.units import grouped
 from lightning_osdp.cost import Workload
 from lightning_osdp.engine import engine_of
 from lightning_osdp.errors import ConfigurationError
@@ -28,21 +29,11 @@ def simulate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> StepEstimat
         ConfigurationError: an operator has more slices than it can have.
     """
     plan.check_matches(profile.fingerprint, world_size=cluster.world_size)
-    profile, units, modes = planned_units(plan, profile)
-    return simulate_step(
-        profile,
-        units,
-        modes,
-        cluster,
-        Workload(micro_batch_size=plan.micro_batch_size, num_micro_batches=plan.num_micro_batches),
-        engine=engine_of(plan),
-    )
+    return simulate_step(*planned_step(plan, profile, cluster), engine=engine_of(plan))
 
 
-def planned_units(
-    plan: Plan, profile: ModelProfile
-) -> tuple[ModelProfile, tuple[UnitProfile, ...], tuple[ShardingMode, ...]]:
-    """The profile with blocks and slices as planned, its units, and their modes.
+def planned_step(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Step, tuple[ShardingMode, ...]]:
+    """The step that a plan is for, with blocks and slices as planned, and the modes of its units.
 
     Raises:
         ConfigurationError: an operator has more slices than it can have, a block does what was not profiled, or a unit
@@ -60,7 +51,9 @@ def planned_units(
         )
         modes |= dict(zip(names, unit.sharding_modes, strict=True))
     units = grouped(profile, operators, {unit.name: unit.modules for unit in plan.units if unit.modules})
-    return profile, units, tuple(modes[unit.name] for unit in units)
+    workload = Workload(micro_batch_size=plan.micro_batch_size, num_micro_batches=plan.num_micro_batches)
+    step = Step(profile=profile, units=units, cluster=cluster, workload=workload)
+    return step, tuple(modes[unit.name] for unit in units)
 
 
 def _check_names(plan: Plan, profile: ModelProfile) -> None:

@@ -6,15 +6,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_osdp.core.blocks import with_activations
-from lightning_osdp.core.cluster import UNIT_PARTS, Cluster
+from lightning_osdp.core.cluster import UNIT_PARTS
 from lightning_osdp.core.modes import ShardingMode
-from lightning_osdp.core.profile import ModelProfile
-from lightning_osdp.core.units import UnitProfile
+from lightning_osdp.core.step import Step
 from lightning_osdp.cost import (
     Moment,
     PeakMemory,
-    Workload,
     evaluation_peak,
     gather_s,
     optimizer_s,
@@ -57,47 +54,29 @@ class StepEstimate:
 
 
 def simulate_step(
-    profile: ModelProfile,
-    units: Sequence[UnitProfile],
-    modes: Sequence[ShardingMode],
-    cluster: Cluster,
-    workload: Workload,
-    *,
-    engine: Engine = DEFAULT,
-    rank: int | None = None,
+    step: Step, modes: Sequence[ShardingMode], *, engine: Engine = DEFAULT, rank: int | None = None
 ) -> StepEstimate:
     """Goes through one optimizer step.
 
     Args:
-        profile: the model.
-        units: partition of its operators.
+        step: to go through.
         modes: one per unit; what blocks do with what they save comes on top of what the profile has of it.
-        cluster: ranks, links, and whether collectives overlap computing.
-        workload: micro-batch size and number of micro-batches.
         engine: what runs the step.
         rank: whose memory; None: of the rank that holds most.
     """
-    repeats = workload.num_micro_batches
-    profile = in_modes(profile, units, modes)
-    simulated = engine.events_of(profile, units, modes, cluster.world_size, num_micro_batches=repeats)
-    durations = durations_of(profile, units, cluster, workload, engine)
+    step = step.in_modes(modes)
+    num_micro_batches = step.workload.num_micro_batches
+    simulated = engine.events_of(step, modes)
+    durations = durations_of(step, engine)
     timeline = Timeline(
-        durations, overlaps=cluster.overlaps, gathers_wait_for=engine.gathers_wait_for, keeps_intervals=True
+        durations, overlaps=step.cluster.overlaps, gathers_wait_for=engine.gathers_wait_for, keeps_intervals=True
     )
     moments: list[tuple[float, Moment]] = []
 
     def note(_: float, moment: Callable[[], Moment]) -> None:
         moments.append((timeline.now_s, moment()))
 
-    live = engine.live_parts(
-        profile,
-        units,
-        note,
-        world_size=cluster.world_size,
-        workload=workload,
-        reduce_scatter_copies=cluster.reduce_scatter_copies,
-        rank=rank,
-    )
+    live = engine.live_parts(step, note, rank=rank)
     for index, events in enumerate(simulated):
         live.begin_micro_batch()
         for event in events:
@@ -105,35 +84,17 @@ def simulate_step(
             live.read(event)
         timeline.end_backward()
     live.update()
-    update_s = optimizer_s(profile, cluster)
+    update_s = optimizer_s(step.profile, step.cluster)
+    collectives_s = {"gather": durations.gather_s, "reduce": durations.reduce_s}
     return StepEstimate(
-        time_s=timeline.total_s(repeats) + update_s,
-        compute_s=repeats * (sum(durations.forward_s) + sum(durations.backward_s)) + update_s,
-        communication_s=_total_s(simulated, {"gather": durations.gather_s, "reduce": durations.reduce_s}, repeats),
-        overhead_s=_total_s(simulated, durations.overhead_s, repeats),
+        time_s=timeline.total_s(num_micro_batches) + update_s,
+        compute_s=num_micro_batches * (sum(durations.forward_s) + sum(durations.backward_s)) + update_s,
+        communication_s=_total_s(simulated, collectives_s, num_micro_batches),
+        overhead_s=_total_s(simulated, durations.overhead_s, num_micro_batches),
         peak=PeakMemory.of(max((moment for _, moment in moments), key=lambda moment: moment.num_bytes)),
-        evaluation_bytes=math.ceil(
-            evaluation_peak(
-                profile,
-                units,
-                modes,
-                world_size=cluster.world_size,
-                num_samples=workload.micro_batch_size,
-                engine=engine,
-            )
-        ),
+        evaluation_bytes=math.ceil(evaluation_peak(step, modes, engine=engine)),
         saving_bytes={
-            kind: math.ceil(
-                saving_peak(
-                    profile,
-                    units,
-                    modes,
-                    world_size=cluster.world_size,
-                    is_sharded=kind == "sharded",
-                    goes_to_host=False,
-                    engine=engine,
-                )
-            )
+            kind: math.ceil(saving_peak(step, modes, is_sharded=kind == "sharded", goes_to_host=False, engine=engine))
             for kind in ("full", "sharded")
         },
         moments=tuple(moments),
@@ -141,21 +102,10 @@ def simulate_step(
     )
 
 
-def in_modes(profile: ModelProfile, units: Sequence[UnitProfile], modes: Sequence[ShardingMode]) -> ModelProfile:
-    """The profile with blocks as the modes of their units have them; itself where all keep what they save."""
-    chosen = {unit.name: mode.activations for unit, mode in zip(units, modes, strict=True)}
-    return with_activations(profile, chosen)
-
-
-def durations_of(
-    profile: ModelProfile,
-    units: Sequence[UnitProfile],
-    cluster: Cluster,
-    workload: Workload,
-    engine: Engine,
-) -> Durations:
+def durations_of(step: Step, engine: Engine) -> Durations:
     """Seconds of each event of one micro-batch."""
-    samples = workload.micro_batch_size
+    profile, units, cluster = step.profile, step.units, step.cluster
+    samples = step.workload.micro_batch_size
     copies_s = [0.0] * len(profile.segments)
     for (_, last), num_bytes in profile.copied:
         copies_s[last] += num_bytes.at(samples) * cluster.host_copy_s_per_byte

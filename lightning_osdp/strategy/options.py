@@ -103,10 +103,10 @@ class Options:
                 f" training loader and returns one, got {profile_batch!r}."
             )
         share = _share(memory_limit)
-        limit_bytes = _limit_bytes(memory_limit) if memory_limit is not None and share is None else None
+        memory_limit_bytes = _limit_bytes(memory_limit) if memory_limit is not None and share is None else None
         share = (_SCALE_SHARE if batch_size == "scale" else 1.0) if share is None else share
         return cls(
-            memory_limit_bytes=limit_bytes,
+            memory_limit_bytes=memory_limit_bytes,
             memory_share=share,
             plan=_existing(plan) if isinstance(plan, (str, Path)) else plan,
             profile_batch=profile_batch,

@@ -63,7 +63,7 @@ def test_no_modes_with_any_units_gathered_ahead_are_faster_than_the_bound(model,
         least = family.least_bytes
         most = family.peak((DP,) * len(family.units)).peak_bytes
         limit_bytes = int(least + share * max(0, most - least) * 0.7)
-        assigned = assign_ahead(family, limit_bytes=limit_bytes, search="depth_first", worth_s=float("inf"))
+        assigned = assign_ahead(family, memory_limit_bytes=limit_bytes, search="depth_first", worth_s=float("inf"))
         assert assigned is not None
         chosen, assignment = assigned
         assert chosen.exact_peak(assignment.modes).peak_bytes <= limit_bytes
@@ -140,13 +140,13 @@ def giant(model, operator, cluster):
 def test_where_one_buffer_does_not_fit_only_that_unit_is_gathered_late(giant):
     family = families(giant(), ANY)[0]
     modes = family.all_zdp_modes
-    late = as_far_as_fits(family, modes, limit_bytes=family.exact_peak(modes).peak_bytes - 1)
+    late = as_far_as_fits(family, modes, memory_limit_bytes=family.exact_peak(modes).peak_bytes - 1)
     assert set(late.engine.late_forward) | set(late.engine.late_backward) <= {"m3", "m4", "m5"}
     assert len(late.engine.late_forward) + len(late.engine.late_backward) == 1
     none = dataclasses.replace(family, engine=family.frugal)
     assert family.step_time_s(modes) < late.step_time_s(modes) < none.step_time_s(modes)
-    assert as_far_as_fits(family, modes, limit_bytes=none.exact_peak(modes).peak_bytes - 1) is None
-    assert as_far_as_fits(family, modes, limit_bytes=family.exact_peak(modes).peak_bytes) == family
+    assert as_far_as_fits(family, modes, memory_limit_bytes=none.exact_peak(modes).peak_bytes - 1) is None
+    assert as_far_as_fits(family, modes, memory_limit_bytes=family.exact_peak(modes).peak_bytes) == family
 
 
 def test_a_plan_says_which_units_are_gathered_late(giant):
@@ -166,4 +166,4 @@ def test_settings_that_a_user_gives_stay(giant):
     assert (family.frugal, family.ideal) == (family.engine, family)
     assert [each.engine for each in families(giant(), FSDP2(backward_prefetch=AUTO))] == [FSDP2()]
     backward = families(giant(), FSDP2(backward_prefetch=AUTO))[0]
-    assert as_far_as_fits(backward, (DP, *[ZDP] * 8), limit_bytes=backward.least_bytes).engine.late_forward == ()
+    assert as_far_as_fits(backward, (DP, *[ZDP] * 8), memory_limit_bytes=backward.least_bytes).engine.late_forward == ()

@@ -69,12 +69,7 @@ class Every(NamedTuple):
 
 def every_assignment(found):
     """All that there are."""
-    arguments = {
-        "world_size": found.cluster.world_size,
-        "workload": found.workload,
-        "engine": found.engine,
-    }
-    memory = step_memory(found.profile, found.units, **arguments)
+    memory = step_memory(found, engine=found.engine)
     return [
         Every(memory.peak(modes).peak_bytes, found.step_time_s(modes), found.exact_peak(modes).peak_bytes)
         for modes in itertools.product(*found.options)
@@ -102,7 +97,7 @@ def test_the_plan_fits_and_the_bound_is_below_the_optimum(setting, search, case)
     found = setting(**case)
     assignments = every_assignment(found)
     for limit_bytes in limits_between(assignments):
-        assigned = assign_modes(found, limit_bytes=limit_bytes, search=search)
+        assigned = assign_modes(found, memory_limit_bytes=limit_bytes, search=search)
         assert (assigned is None) == all(each.bound_bytes > limit_bytes for each in assignments)
         if assigned is None:
             continue
@@ -112,7 +107,7 @@ def test_the_plan_fits_and_the_bound_is_below_the_optimum(setting, search, case)
         assert assigned.step_time_s == found.step_time_s(assigned.modes)
         assert assigned.bound_s <= bound_s * (1 + 1e-12)
         assert bound_s <= assigned.step_time_s * (1 + 1e-12)
-        filled = fill_spare(found, assigned, limit_bytes=limit_bytes)
+        filled = fill_spare(found, assigned, memory_limit_bytes=limit_bytes)
         assert filled.peak == found.exact_peak(filled.modes)
         assert filled.peak.peak_bytes <= limit_bytes
         assert filled.step_time_s == found.step_time_s(filled.modes)
@@ -129,7 +124,7 @@ def test_exact_solvers_prove_small_plans_best_and_more_memory_is_never_slower(se
     assignments = every_assignment(found)
     times_s = []
     for limit_bytes in limits_between(assignments)[1:]:
-        assigned = assign_modes(found, limit_bytes=limit_bytes, search=search)
+        assigned = assign_modes(found, memory_limit_bytes=limit_bytes, search=search)
         bound_s, _ = fastest(assignments, limit_bytes)
         assert assigned.step_time_s == pytest.approx(bound_s, rel=1e-11)
         assert (assigned.gap, assigned.note) == (0.0, "")
@@ -142,7 +137,9 @@ def test_exact_solvers_prove_small_plans_best_and_more_memory_is_never_slower(se
 def test_with_greedy_more_memory_is_slower_by_no_more_than_the_gap(setting, case):
     found = setting(**case)
     limits = limits_between(every_assignment(found))[1:]
-    for less, more in itertools.pairwise(assign_modes(found, limit_bytes=each, search="greedy") for each in limits):
+    for less, more in itertools.pairwise(
+        assign_modes(found, memory_limit_bytes=each, search="greedy") for each in limits
+    ):
         assert more.step_time_s <= less.step_time_s * (1 + more.gap) * (1 + 1e-12)
 
 

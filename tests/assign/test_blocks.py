@@ -133,14 +133,7 @@ def passed_by_in_a_detour():
 
 
 def simulated(setting, modes):
-    return simulate_step(
-        setting.profile,
-        setting.units,
-        modes,
-        setting.cluster,
-        setting.workload,
-        engine=setting.engine,
-    )
+    return simulate_step(setting, modes, engine=setting.engine)
 
 
 @settings(deadline=None, max_examples=60)
@@ -152,7 +145,7 @@ def test_blocks_and_modes_are_chosen_as_well_as_by_brute_force(blocked, fields, 
     peaks = [setting.peak(modes).peak_bytes for modes in every]
     limit_bytes = int(min(peaks) + share * (max(peaks) - min(peaks)))
     fastest = min(setting.step_time_s(modes) for modes, peak in zip(every, peaks, strict=True) if peak <= limit_bytes)
-    found = assign_modes(setting, limit_bytes=limit_bytes)
+    found = assign_modes(setting, memory_limit_bytes=limit_bytes)
     if found is None:  # only the closed form has a plan that fits
         assert setting.exact_peak(setting.least_memory_modes).peak_bytes > limit_bytes
         return
@@ -213,6 +206,6 @@ def test_blocks_that_are_kept_longest_recompute_first(blocked, cluster):
     fields = {"cluster": cluster(2, seconds_per_byte=0.01), "workload": Workload(micro_batch_size=1)}
     setting = block_units(blocked(operators, engine=FSDP2(backward_prefetch="none"), **fields), CHOICES[:2])[0]
     most = setting.peak(tuple(options[-1] for options in setting.options)).peak_bytes
-    found = assign_modes(setting, limit_bytes=most - 700)
+    found = assign_modes(setting, memory_limit_bytes=most - 700)
     assert list(chosen_activations(setting, found.modes)) == ["b0"]
     assert found.gap == 0.0

@@ -26,19 +26,19 @@ def two_ranks(cluster):
 def test_one_rank_has_nothing_to_choose(setting, cluster):
     found = setting(operators=chain([100, 200]), cluster=cluster(1), workload=Workload(micro_batch_size=1))
     least = found.peak(found.least_memory_modes).peak_bytes
-    assigned = assign_modes(found, limit_bytes=least)
+    assigned = assign_modes(found, memory_limit_bytes=least)
     assert (assigned.gap, assigned.step_time_s) == (0.0, found.additive.fastest_s)
-    assert assign_modes(found, limit_bytes=least - 1) is None
+    assert assign_modes(found, memory_limit_bytes=least - 1) is None
 
 
 def test_everything_is_kept_where_it_fits_and_nothing_where_nothing_does(setting, two_ranks):
     found = setting(operators=chain([100, 200, 300, 400]), **two_ranks)
     most = found.peak((DP,) * 5).peak_bytes
-    assert assign_modes(found, limit_bytes=most).modes == (DP,) * 5
+    assert assign_modes(found, memory_limit_bytes=most).modes == (DP,) * 5
     # 3/2 S against 1 S seconds of S bytes at 0.01 s: 1.5 * 10 and 1.0 * 10
-    assert assign_modes(found, limit_bytes=most).step_time_s == pytest.approx(10.0)
+    assert assign_modes(found, memory_limit_bytes=most).step_time_s == pytest.approx(10.0)
     least = found.peak(found.all_zdp_modes).peak_bytes
-    assert assign_modes(found, limit_bytes=least - 1) is None
+    assert assign_modes(found, memory_limit_bytes=least - 1) is None
 
 
 def test_of_equal_operators_the_later_ones_are_kept(setting, two_ranks):
@@ -54,14 +54,14 @@ def test_of_equal_operators_the_later_ones_are_kept(setting, two_ranks):
         (2149, "ZDDDDD"),
         (2150, "DDDDDD"),
     ]:
-        modes = assign_modes(found, limit_bytes=limit_bytes).modes
+        modes = assign_modes(found, memory_limit_bytes=limit_bytes).modes
         assert "".join(mode.name[0] for mode in modes[1:]) == expected
 
 
 def test_a_binding_moment_other_than_the_last_forward_is_proven_too(setting, two_ranks):
     # the peak is where m2's gradients are reduced: m1 is prefetched then, and only m0 may be freed
     found = setting(operators=chain([10, 20, 1000, 30, 40]), **two_ranks)
-    assigned = assign_modes(found, limit_bytes=found.peak(found.all_zdp_modes).peak_bytes)
+    assigned = assign_modes(found, memory_limit_bytes=found.peak(found.all_zdp_modes).peak_bytes)
     assert (assigned.peak.phase, assigned.peak.operator) == ("reduce-scatter", "m2")
     assert assigned.modes == (DP, ZDP, DP, DP, DP, DP)
     assert assigned.gap == 0.0
@@ -77,7 +77,7 @@ def test_a_search_that_stops_early_says_so_in_words_that_are_true_of_the_step(se
         workload=Workload(micro_batch_size=2),
     )
     least, most = found.peak(found.all_zdp_modes).peak_bytes, found.peak((DP,) * 401).peak_bytes
-    assigned = assign_modes(found, limit_bytes=(9 * least + most) // 10)
+    assigned = assign_modes(found, memory_limit_bytes=(9 * least + most) // 10)
     assert 0 < assigned.gap < 1e-3
     text, _, rest = assigned.note.partition(" nodes: ")
     assert text.startswith("depth_first stopped after 300,")
@@ -95,7 +95,7 @@ def test_thousands_of_distinct_operators_take_about_a_second(setting, cluster, n
     )
     limit_bytes = sum(made["parameter_bytes"] for made in operators)
     start_s = time.process_time()
-    assigned = assign_modes(found, limit_bytes=limit_bytes)
+    assigned = assign_modes(found, memory_limit_bytes=limit_bytes)
     assert time.process_time() - start_s < most_s
     assert assigned.gap < 1e-3
 
@@ -104,7 +104,7 @@ def test_exhaustive_refuses_many_units(setting, two_ranks):
     found = setting(operators=chain([100 + index for index in range(40)], activation_bytes_per_sample=1), **two_ranks)
     least, most = found.peak(found.all_zdp_modes).peak_bytes, found.peak((DP,) * 41).peak_bytes
     with pytest.raises(ConfigurationError, match="search='exhaustive' expects a problem with at most 100,000"):
-        assign_modes(found, limit_bytes=(least + most) // 2, search="exhaustive")
+        assign_modes(found, memory_limit_bytes=(least + most) // 2, search="exhaustive")
 
 
 def test_what_a_setting_says_of_plain_fsdp_does_not_depend_on_what_is_offered(setting, two_ranks):
@@ -136,5 +136,5 @@ def test_a_gap_without_a_bound_is_none(setting, cluster):
         cluster=cluster(2, seconds_per_byte=0.0),
         workload=Workload(micro_batch_size=1),
     )
-    assigned = assign_modes(found, limit_bytes=10**6)
+    assigned = assign_modes(found, memory_limit_bytes=10**6)
     assert (assigned.step_time_s, assigned.bound_s, assigned.gap) == (0.0, 0.0, 0.0)

@@ -45,7 +45,7 @@ def given_setting(model, operator):
 
 def joined_in(setting, mode=ZDP, limit_bytes=math.inf):
     modes = tuple(DP if unit.is_root else mode for unit in setting.units)
-    found, modes = join_units(setting, modes, limit_bytes=limit_bytes)
+    found, modes = join_units(setting, modes, memory_limit_bytes=limit_bytes)
     return {unit.name: unit.modules for unit in found.units if unit.modules}, found, modes
 
 
@@ -80,7 +80,7 @@ def test_as_many_of_the_last_ones_are_joined_as_fit(given_setting):
 
 def test_units_of_different_modes_are_not_joined(given_setting):
     setting = given_setting(100, 100, 100, 100)
-    found, _ = join_units(setting, (DP, DP, ZDP, DP, ZDP), limit_bytes=math.inf)
+    found, _ = join_units(setting, (DP, DP, ZDP, DP, ZDP), memory_limit_bytes=math.inf)
     assert found is setting
 
 
@@ -136,7 +136,7 @@ def test_joined_units_are_faster_and_fit(model, operator, case, overlaps, mode):
     found = dataclasses.replace(found, cluster=dataclasses.replace(found.cluster, overlaps=overlaps))
     modes = tuple(DP if unit.is_root else mode for unit in found.units)
     limit_bytes = found.exact_peak(modes).peak_bytes + 150
-    joined, joined_modes = join_units(found, modes, limit_bytes=limit_bytes)
+    joined, joined_modes = join_units(found, modes, memory_limit_bytes=limit_bytes)
     assert joined.exact_peak(joined_modes).peak_bytes <= limit_bytes
     if joined is not found:
         assert joined.step_time_s(joined_modes) < found.step_time_s(modes)

@@ -31,13 +31,13 @@ def fitting(found, share):
 def test_modes_fit_and_no_modes_that_fit_are_faster_than_the_bound(model, operator, case, share):
     found = made(model, operator, case)
     limit_bytes, times_s = fitting(found, share)
-    assigned = assign_modes(found, limit_bytes=limit_bytes)
+    assigned = assign_modes(found, memory_limit_bytes=limit_bytes)
     best_s = min(times_s.values())
     assert assigned.peak.peak_bytes <= limit_bytes
     assert assigned.step_time_s == times_s[assigned.modes]
     assert assigned.bound_s <= best_s * (1 + 1e-9)
     assert best_s <= assigned.step_time_s <= times_s[found.least_memory_modes]
-    assert assign_modes(found, limit_bytes=limit_bytes) == assigned
+    assert assign_modes(found, memory_limit_bytes=limit_bytes) == assigned
 
 
 @settings(deadline=None, max_examples=150)
@@ -93,7 +93,7 @@ def chain(model, operator, cluster):
 
 def test_nothing_is_kept_where_computing_hides_everything(chain):
     found = chain(3.0)
-    assigned = assign_modes(found, limit_bytes=10**6)
+    assigned = assign_modes(found, memory_limit_bytes=10**6)
     assert assigned.modes == (DP, *[ZDP] * 8)
     # 8 (3 + 6), the first gather and the last reduce-scatter
     assert (assigned.step_time_s, assigned.gap) == (74.0, 0.0)
@@ -102,7 +102,7 @@ def test_nothing_is_kept_where_computing_hides_everything(chain):
 def test_what_is_gathered_again_once_forward_is_over_is_kept_where_nothing_else_shows(chain):
     found = chain(3.0, EXPLICIT)
     assert found.step_time_s(found.all_zdp_modes) == 75.0
-    assigned = assign_modes(found, limit_bytes=10**6)
+    assigned = assign_modes(found, memory_limit_bytes=10**6)
     assert assigned.modes == (DP, *[ZDP] * 7, DP)
     assert (assigned.step_time_s, assigned.gap) == (74.0, 0.0)
 
@@ -110,7 +110,7 @@ def test_what_is_gathered_again_once_forward_is_over_is_kept_where_nothing_else_
 @pytest.mark.parametrize("engine", [IMPLICIT, EXPLICIT], ids=["implicit", "explicit"])
 def test_everything_is_kept_where_collectives_take_longest(chain, engine):
     found = chain(0.1, engine)
-    assigned = assign_modes(found, limit_bytes=10**6)
+    assigned = assign_modes(found, memory_limit_bytes=10**6)
     # 16 collectives, between which the last forward and backward are computed
     assert assigned.step_time_s == pytest.approx(16.0 + 0.3)
     assert assigned.gap == pytest.approx(0.0, abs=1e-9)
@@ -120,7 +120,7 @@ def test_everything_is_kept_where_collectives_take_longest(chain, engine):
 @pytest.mark.parametrize(("forward_s", "saves"), [(3.0, False), (0.1, True)])
 def test_what_a_plan_says_that_keeping_saves_is_what_the_step_would(chain, forward_s, saves):
     found = chain(forward_s)
-    units = planned(found, assign_modes(found, limit_bytes=10**6))
+    units = planned(found, assign_modes(found, memory_limit_bytes=10**6))
     assert all((unit.keep_saves_s > 0.5) == saves for unit in units[1:])
     assert saves or all(unit.keep_saves_s == pytest.approx(0, abs=1e-9) for unit in units)
 
@@ -128,23 +128,23 @@ def test_what_a_plan_says_that_keeping_saves_is_what_the_step_would(chain, forwa
 def test_as_many_are_kept_as_fit_where_collectives_take_longest(chain):
     found = chain(0.1)
     least, most = (found.peak(modes).peak_bytes for modes in (found.all_zdp_modes, (DP,) * 9))
-    times_s = [assign_modes(found, limit_bytes=limit).step_time_s for limit in range(least, most + 1, 100)]
+    times_s = [assign_modes(found, memory_limit_bytes=limit).step_time_s for limit in range(least, most + 1, 100)]
     assert times_s == sorted(times_s, reverse=True)
     assert times_s[0] > times_s[-1] + 3.0
 
 
 def test_where_no_plan_below_the_wanted_time_is_possible_modes_are_not_improved(chain):
     found = chain(3.0)
-    assigned = assign_modes(found, limit_bytes=10**6, worth_s=70.0)
+    assigned = assign_modes(found, memory_limit_bytes=10**6, worth_s=70.0)
     assert (assigned.step_time_s, assigned.bound_s) == (74.0, 74.0)
     with_overhead = dataclasses.replace(
         found, cluster=dataclasses.replace(found.cluster, unit_overhead={"gather": UnitOverhead(fixed_s=1.0)})
     )
-    assert assign_modes(with_overhead, limit_bytes=10**6, worth_s=math.inf).modes == (DP,) * 9
+    assert assign_modes(with_overhead, memory_limit_bytes=10**6, worth_s=math.inf).modes == (DP,) * 9
 
 
 def test_one_rank_has_nothing_to_overlap(chain):
     alone = chain(1.0)
     alone = dataclasses.replace(alone, cluster=dataclasses.replace(alone.cluster, world_size=1))
     assert not alone.overlaps
-    assert assign_modes(alone, limit_bytes=10**6).gap == 0.0
+    assert assign_modes(alone, memory_limit_bytes=10**6).gap == 0.0

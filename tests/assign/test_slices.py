@@ -60,6 +60,6 @@ def test_slices_of_an_operator_reduce_their_gradients_alike(wide):
 def test_with_slices_a_part_of_an_operator_is_kept(wide):
     split = list(ever_more_slices(wide, (1, 4)))[-1]
     limit_bytes = (least_bytes(split) + split.peak(tuple(DP for _ in split.units)).peak_bytes) // 2
-    modes = assign_modes(split, limit_bytes=limit_bytes).modes
+    modes = assign_modes(split, memory_limit_bytes=limit_bytes).modes
     slices = [mode for unit, mode in zip(split.units, modes, strict=True) if unit.name.startswith("large")]
     assert set(slices) == {ZDP, DP}

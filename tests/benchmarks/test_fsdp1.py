@@ -10,14 +10,14 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from steps import step_of
 
 from benchmarks.fsdp1 import FSDP1
 from lightning_osdp.core.affine import Affine
-from lightning_osdp.core.cluster import Cluster, Link
 from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.profile import ParameterProfile, Rerun
 from lightning_osdp.core.units import partition
-from lightning_osdp.cost import Workload, step_memory
+from lightning_osdp.cost import step_memory
 from lightning_osdp.engine import AUTO
 from lightning_osdp.simulation import simulate_step
 
@@ -45,12 +45,9 @@ def modes_of(letters):
 
 def step(profile, letters, *, world_size=2, samples=2, num_micro_batches=1, **settings):
     """The simulated step, and the closed form of its peak."""
-    units, modes = partition(profile, min_unit_bytes=0), modes_of(letters)
-    free, engine = Link(latency_s=0.0, seconds_per_byte=0.0), FSDP1(**settings)
-    cluster = Cluster(world_size=world_size, all_gather=free, reduce_scatter=free)
-    workload = Workload(micro_batch_size=samples, num_micro_batches=num_micro_batches)
-    bound = step_memory(profile, units, world_size=world_size, workload=workload, engine=engine).peak(modes)
-    return simulate_step(profile, units, modes, cluster, workload, engine=engine), bound
+    modes, engine = modes_of(letters), FSDP1(**settings)
+    judged = step_of(profile, world_size=world_size, micro_batch_size=samples, num_micro_batches=num_micro_batches)
+    return simulate_step(judged, modes, engine=engine), step_memory(judged, engine=engine).peak(modes)
 
 
 def peak(profile, letters, **options):
@@ -64,8 +61,7 @@ def peak(profile, letters, **options):
 
 
 def events(profile, letters, **settings):
-    units = partition(profile, min_unit_bytes=0)
-    (found,) = FSDP1(**settings).events_of(profile, units, modes_of(letters), 2)
+    (found,) = FSDP1(**settings).events_of(step_of(profile), modes_of(letters))
     return " ".join(f"{kind}{of}" for kind, of in found if kind in {"gather", "free", "backward", "reduce"})
 
 
@@ -251,8 +247,7 @@ def timed(model, cluster, letters, *, sizes=3, forward_s=3.0, backward_s=6.0, ri
     ]
     profile = replace(profile, segments=(*segments, profile.segments[-1]))
     ranks = replace(cluster(2, seconds_per_byte=ring_s / 50), overlaps=True)
-    units, workload = partition(profile, min_unit_bytes=0), Workload(micro_batch_size=1)
-    return simulate_step(profile, units, modes_of(letters), ranks, workload, engine=FSDP1(**settings))
+    return simulate_step(replace(step_of(profile), cluster=ranks), modes_of(letters), engine=FSDP1(**settings))
 
 
 def test_without_prefetch_gathers_queue_behind_reduce_scatters(model, cluster):

@@ -7,10 +7,10 @@ takes e_i = 10, 90, 4 and 2 bytes of two samples, or the buffer that a unit is c
 import dataclasses
 
 import pytest
+from steps import step_of
 
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.modes import DP, ZDP
-from lightning_osdp.core.units import partition
 from lightning_osdp.cost import evaluation_peak, saving_peak
 
 
@@ -24,8 +24,9 @@ def three(model):
     return dataclasses.replace(profile, segments=tuple(segments))
 
 
-def given(profile, modes):
-    return profile, partition(profile, min_unit_bytes=0), [DP, *({"D": DP, "Z": ZDP}[letter] for letter in modes)]
+def given(profile, modes, *, world_size=2):
+    step = step_of(profile, world_size=world_size, micro_batch_size=2)
+    return step, [DP, *({"D": DP, "Z": ZDP}[letter] for letter in modes)]
 
 
 @pytest.mark.parametrize(
@@ -40,11 +41,11 @@ def given(profile, modes):
 )
 def test_evaluation_keeps_what_is_dp_and_gathers_the_rest(three, modes, expected):
     # two samples: base 120 + 240 + 2 of the batch
-    assert evaluation_peak(*given(three, modes), world_size=2, num_samples=2) == expected
+    assert evaluation_peak(*given(three, modes)) == expected
 
 
 def test_one_rank_copies_its_shards_in_evaluation_without_a_buffer(three):
-    assert evaluation_peak(*given(three, "DDD"), world_size=1, num_samples=2) == 240 + 480 + 2 + 240 + 90
+    assert evaluation_peak(*given(three, "DDD", world_size=1)) == 240 + 480 + 2 + 240 + 90
 
 
 @pytest.mark.parametrize(
@@ -59,4 +60,4 @@ def test_one_rank_copies_its_shards_in_evaluation_without_a_buffer(three):
     ],
 )
 def test_saving_holds_state_dicts_where_they_stay_on_the_device(three, options, modes, expected):
-    assert saving_peak(*given(three, modes), world_size=2, **options) == expected
+    assert saving_peak(*given(three, modes), **options) == expected

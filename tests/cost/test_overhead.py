@@ -7,6 +7,7 @@ import pytest
 from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, Link, UnitOverhead
 from lightning_osdp.core.modes import ALL_MODES, DP, ZDP
 from lightning_osdp.core.profile import ModelProfile, OperatorProfile
+from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload
 from lightning_osdp.cost.overhead import overhead_cost
@@ -62,7 +63,8 @@ def test_the_simulated_step_has_the_same_overhead(model):
             for unit, mode in zip(units, modes, strict=True)
         ]
         for overlaps in (False, True):
-            found = simulate_step(profile, units, modes, replace(CLUSTER, overlaps=overlaps), workload)
+            cluster = replace(CLUSTER, overlaps=overlaps)
+            found = simulate_step(Step(profile=profile, units=units, cluster=cluster, workload=workload), modes)
             assert found.overhead_s == pytest.approx(sum(terms))
             assert found.time_s == pytest.approx(sum(terms))  # nothing else takes time
 

@@ -3,8 +3,10 @@
 import itertools
 
 import pytest
+from steps import step_of
 
 from lightning_osdp.core.modes import DP, ZDP
+from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import PAPER_TIME_TERMS, TERMS, paper_memory, unit_cost
 
@@ -13,7 +15,7 @@ def test_bytes_add_up_over_units_of_any_modes(model, operator, cluster, workload
     operators = [operator("", 40), *(operator(f"m{i}", 80 + i, activation_bytes_per_sample=10) for i in range(3))]
     profile = model(*operators, loss_activation_bytes_per_sample=5)
     units, ranks, two = partition(profile, min_unit_bytes=0), cluster(4), workload(2)
-    memory = paper_memory(profile, units, ranks, two)
+    memory = paper_memory(Step(profile=profile, units=units, cluster=ranks, workload=two))
     for chosen in itertools.product((ZDP, DP), repeat=3):
         modes = (DP, *chosen)
         # parameters, gradients and Adam's two; 10 bytes of each operator and 5 of the loss per sample
@@ -25,9 +27,8 @@ def test_bytes_add_up_over_units_of_any_modes(model, operator, cluster, workload
     assert memory.peak((DP,) * 4).parts.keys() == {"model states", "activations", "gathered parameters"}
 
 
-def test_half_precision_keeps_no_less_than_it_shards(model, operator, cluster, workload):
-    profile = model(operator("m", 80, gathered_bytes=40))
-    memory = paper_memory(profile, partition(profile, min_unit_bytes=0), cluster(1), workload(1))
+def test_half_precision_keeps_no_less_than_it_shards(model, operator):
+    memory = paper_memory(step_of(model(operator("m", 80, gathered_bytes=40)), world_size=1))
     assert memory.gathered_bytes == (0.0,)
 
 

@@ -14,11 +14,12 @@ gradient that outlives its copy is all of it; to reduce the gradients of m2 take
 from dataclasses import replace
 
 import pytest
+from steps import step_of
 
 from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.core.units import partition
-from lightning_osdp.cost import Workload, exact_peak, step_memory
+from lightning_osdp.cost import exact_peak, step_memory
 from lightning_osdp.engine import FSDP2, leaving_order
 
 FROZEN = {"frozen": True, "num_trainable": 0, "trainable_bytes": 0, "gradient_bytes": 0, "optimizer_bytes": 0}
@@ -41,12 +42,15 @@ def three(model, operator):
 
 def both(profile, modes, *, world_size=2, samples=2, num_micro_batches=1, copies=True, **settings):
     """Exact peak and closed form, with modes such as "DzD" for units after the root: capitals reduce every time."""
-    units = partition(profile, min_unit_bytes=0)
-    workload = Workload(micro_batch_size=samples, num_micro_batches=num_micro_batches)
-    chosen = [DP, *(LETTERS[letter] for letter in modes)]
-    arguments = {"world_size": world_size, "workload": workload, "engine": FSDP2(**settings)}
-    exact = exact_peak(profile, units, chosen, **arguments, reduce_scatter_copies=copies)
-    return exact, step_memory(profile, units, **arguments, reduce_scatter_copies=copies).peak(chosen)
+    step = step_of(
+        profile,
+        world_size=world_size,
+        micro_batch_size=samples,
+        num_micro_batches=num_micro_batches,
+        reduce_scatter_copies=copies,
+    )
+    chosen, engine = [DP, *(LETTERS[letter] for letter in modes)], FSDP2(**settings)
+    return exact_peak(step, chosen, engine=engine), step_memory(step, engine=engine).peak(chosen)
 
 
 def peak(profile, modes, **options):
@@ -269,10 +273,7 @@ def test_a_fraction_of_a_byte_is_rounded_up(model, operator):
 
 def test_rooms_are_what_the_first_units_may_keep(three):
     # the largest moments at which k units are freed: bwd(1) and rs(1), rs(2), copy(2) in forward, and the loss
-    profile = three()
-    memory = step_memory(
-        profile, partition(profile, min_unit_bytes=0), world_size=2, workload=Workload(micro_batch_size=2)
-    )
+    memory = step_memory(step_of(three(), micro_batch_size=2))
     assert [memory.moments[k].num_bytes for k in range(4)] == [800, 980, 780, 610]
     # at a limit of 1000: 200, 20, 220, 390 bytes, and no first units may keep more than the first k > them
     assert [round(room) for room in memory.room_bytes(1000)] == [20, 20, 220, 390]

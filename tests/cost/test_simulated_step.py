@@ -6,6 +6,7 @@ import pytest
 from engines import ENGINES
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from steps import step_of
 
 from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.profile import OptimizerProfile
@@ -16,7 +17,7 @@ from lightning_osdp.engine import leaving_order
 
 @st.composite
 def steps(draw):
-    """A random module tree in forward order, and the rest of what `step_memory` takes."""
+    """A random module tree in forward order, and what it is run by."""
     names = [""]
     for index in range(draw(st.integers(1, 7))):
         names.append(f"{draw(st.sampled_from(names))}.{index}".strip("."))
@@ -61,7 +62,7 @@ def test_the_peak_is_that_of_a_simulation_which_tracks_what_is_gathered(model, o
     profile = model(*(operator(**made) for made in operators), **fields)
     units = partition(profile, min_unit_bytes=min_unit_bytes)
     modes = [DP if dp or unit.is_root else ZDP for unit, dp in zip(units, kept, strict=False)]
-    found = exact_peak(profile, units, modes, **arguments)
+    found = exact_peak(judged(profile, units, **arguments), modes, engine=arguments["engine"])
     assert found.peak_bytes == pytest.approx(simulated_peak(profile, units, modes, **arguments), abs=1.0)
     assert sum(found.parts.values()) == pytest.approx(found.peak_bytes, abs=len(found.parts) / 2 + 1)
     assert all(num_bytes > 0 for num_bytes in found.parts.values())
@@ -78,8 +79,8 @@ def test_where_every_unit_is_freed_the_closed_form_is_the_peak(model, operator, 
     profile = model(*(operator(**made) for made in operators), **fields)
     units = partition(profile, min_unit_bytes=min_unit_bytes)
     modes = [DP if unit.is_root else ZDP for unit in units]
-    bound = step_memory(profile, units, **arguments).peak(modes)
-    exact = exact_peak(profile, units, modes, **arguments)
+    bound = step_memory(judged(profile, units, **arguments), engine=arguments["engine"]).peak(modes)
+    exact = exact_peak(judged(profile, units, **arguments), modes, engine=arguments["engine"])
     assert (bound.peak_bytes, bound.parts) == (exact.peak_bytes, exact.parts)
 
 
@@ -94,8 +95,8 @@ def test_the_closed_form_is_no_less_than_the_peak_of_any_modes(model, operator, 
         DP if unit.is_root else replace(DP if dp else ZDP, sync="last" if may_wait and last else "every")
         for unit, dp, last in zip(units, kept, waits, strict=False)
     ]
-    exact = exact_peak(profile, units, modes, **arguments).peak_bytes
-    assert exact <= step_memory(profile, units, **arguments).peak(modes).peak_bytes
+    exact = exact_peak(judged(profile, units, **arguments), modes, engine=arguments["engine"]).peak_bytes
+    assert exact <= step_memory(judged(profile, units, **arguments), engine=arguments["engine"]).peak(modes).peak_bytes
 
 
 @settings(deadline=None, max_examples=100)
@@ -105,11 +106,16 @@ def test_modes_fit_where_every_prefix_has_room(model, operator, step, limit_byte
     profile = model(*(operator(**made) for made in operators), **fields)
     units = partition(profile, min_unit_bytes=min_unit_bytes)
     modes = [DP if dp else ZDP for dp in kept[: len(units)]]
-    memory = step_memory(profile, units, **arguments)
+    memory = step_memory(judged(profile, units, **arguments), engine=arguments["engine"])
     rooms = memory.room_bytes(limit_bytes)
     fits = all(found <= room for found, room in zip(memory.kept_bytes(modes), rooms, strict=True))
     assert fits == (memory.peak(modes).peak_bytes <= limit_bytes)
     assert rooms == sorted(rooms)
+
+
+def judged(profile, units, *, world_size, workload, engine):
+    del engine
+    return replace(step_of(profile, world_size=world_size), units=units, workload=workload)
 
 
 def simulated_peak(profile, units, modes, *, world_size, workload, engine):

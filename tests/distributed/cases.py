@@ -17,6 +17,7 @@ from models import BATCH_SIZE, build
 
 from lightning_osdp import Cluster, DeviceRates, OSDPPrecision, OSDPStrategy, SearchSpace, make_plan, profile_model
 from lightning_osdp.callbacks import PlanMonitor
+from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Link
 from lightning_osdp.errors import UntraceableError
 from lightning_osdp.simulation import simulate
@@ -73,8 +74,7 @@ def plan_for(module, modes, *, world_size, micro_batch_size=BATCH_SIZE, num_micr
         profile_of(module),
         stated_cluster(world_size),
         memory_limit_bytes=2**40,
-        micro_batch_size=micro_batch_size,
-        num_micro_batches=num_micro_batches,
+        micro_batch_size=BatchPolicy.fixed(micro_batch_size, num_micro_batches),
         search="greedy",
         search_space=space,
     )

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).parent))
 
 from activation_cases import BLOCKS, CPU, MODES, SLICES, UNITS, DroppingParts, Pair, batches_of
-from cases import trainer
+from cases import stated_cluster, trainer
 from strategy_cases import failure, shared_folder
 
 from benchmarks.testbed.plans import plan_of
@@ -31,7 +31,7 @@ from lightning_osdp.core.modes import ACTIVATION_CHOICES
 from lightning_osdp.core.plans.plan_unit import Block
 from lightning_osdp.engine import engine_of
 from lightning_osdp.profiler import LiveBytes
-from lightning_osdp.simulation import planned_units
+from lightning_osdp.simulation import planned_step
 
 MICRO_BATCHES = 2
 STEPS = 7
@@ -258,11 +258,10 @@ def predicted(plan):
     blocks = ["pair", "alone"] if any(block.name == "pair" for block in plan.blocks) else BLOCKS
     module = module_of()
     profile = profile_model(module, batches_of(module, 0, 1)[0], blocks=blocks)
-    profile, units, modes = planned_units(plan, profile)
-    number, world_size = plan.num_micro_batches, dist.get_world_size()
-    events = engine_of(plan).events_of(profile, units, modes, world_size, num_micro_batches=number)
+    step, modes = planned_step(plan, profile, stated_cluster(dist.get_world_size()))
+    events = engine_of(plan).events_of(step, modes)
     kinds = {"gather": False, "reduce": True}
-    return [(kinds[kind], units[of].name) for each in events for kind, of in each if kind in kinds]
+    return [(kinds[kind], step.units[of].name) for each in events for kind, of in each if kind in kinds]
 
 
 def peak_bytes(run, batches):

@@ -19,7 +19,7 @@ from models import BATCH_SIZE, GPT, OddMLP, build
 
 from lightning_osdp import OSDPStrategy, SearchSpace, make_plan
 from lightning_osdp.engine import FSDP2, engine_of
-from lightning_osdp.simulation import planned_units
+from lightning_osdp.simulation import planned_step
 
 
 class Unused(OddMLP):
@@ -99,12 +99,11 @@ def trains(name, prefetch, modules=None, late=0):
     seen, patches = _counted(lambda param: holder[param._param_fqn.rpartition(".")[0]])
     with patches[0], patches[1]:
         osdp, _, fit = trained(OSDPStrategy(plan=plan, rehearse=False), **options)
-    profile, unit_profiles, modes = planned_units(plan, profile_of(build(name, dtype="float64")))
-    (events,) = engine_of(plan).events_of(profile, unit_profiles, modes, dist.get_world_size())
+    profile = profile_of(build(name, dtype="float64"))
+    step, modes = planned_step(plan, profile, stated_cluster(dist.get_world_size()))
+    (events,) = engine_of(plan).events_of(step, modes)
     expected = [
-        (kind, unit_profiles[of].name)
-        for kind, of in events
-        if kind in {"gather", "reduce"} and unit_profiles[of].operators
+        (kind, step.units[of].name) for kind, of in events if kind in {"gather", "reduce"} and step.units[of].operators
     ]
     return {
         "difference": largest_difference(osdp, ddp) if dist.get_rank() == 0 else 0.0,

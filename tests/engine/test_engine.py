@@ -3,9 +3,11 @@
 import dataclasses
 
 import pytest
+from steps import step_of
 
 from benchmarks.fsdp1 import FSDP1
 from lightning_osdp.assign import Setting
+from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.modes import ALL_MODES, DP, ZDP
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
@@ -89,11 +91,10 @@ def test_an_engine_that_gathers_all_units_ahead_or_none_has_no_late_ones():
 
 
 def test_what_is_left_to_choose_does_not_run(model):
-    profile = model(100)
-    units = partition(profile, min_unit_bytes=0)
+    step = step_of(model(100))
     for engine in (FSDP2(backward_prefetch=AUTO), FSDP2(forward_prefetch=AUTO)):
         with pytest.raises(ValueError, match="runs nothing"):
-            engine.events_of(profile, units, [DP, ZDP], 2)
+            engine.events_of(step, [DP, ZDP])
 
 
 @pytest.mark.parametrize("prefetch", ["both", "post"])
@@ -142,7 +143,7 @@ def test_the_peak_of_a_plan_is_that_of_its_simulated_step(model, operator, clust
     profile = model(*(operator(f"h.{i // 2}.m{i}", size) for i, size in enumerate(sizes)))
     ring = cluster(2, latency_s=1.0)
     plan = make_plan(
-        profile, ring, memory_limit_bytes=limit_bytes, micro_batch_size=1, num_micro_batches=2, engine=engine
+        profile, ring, memory_limit_bytes=limit_bytes, micro_batch_size=BatchPolicy.fixed(1, 2), engine=engine
     )
     estimate = simulate(plan, profile, ring)
     assert estimate.peak.peak_bytes == plan.peak_bytes <= limit_bytes

@@ -4,13 +4,12 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from steps import step_of
 
 from lightning_osdp.core.affine import Affine
-from lightning_osdp.core.cluster import Cluster, Link
+from lightning_osdp.core.cluster import Link
 from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.profile import ModelProfile, OperatorProfile, ParameterProfile, Segment
-from lightning_osdp.core.units import partition
-from lightning_osdp.core.workload import Workload
 from lightning_osdp.cost import evaluation_peak, step_memory
 from lightning_osdp.engine import FSDP2
 from lightning_osdp.simulation import simulate_step
@@ -55,14 +54,10 @@ def linears(itemsize, gathered_itemsize, rows=ROWS, saved=0.0, reduced_itemsize=
 
 
 def moments(profile, mode, engine, *, world_size, copies=True, num_micro_batches=1):
-    units = partition(profile, min_unit_bytes=0)
-    modes = [DP if unit.is_root else mode for unit in units]
-    cluster = Cluster(world_size=world_size, all_gather=FREE, reduce_scatter=FREE, reduce_scatter_copies=copies)
-    workload = Workload(micro_batch_size=1, num_micro_batches=num_micro_batches)
-    estimate = simulate_step(profile, units, modes, cluster, workload, engine=engine)
-    bound = step_memory(
-        profile, units, world_size=world_size, workload=workload, engine=engine, reduce_scatter_copies=copies
-    ).peak(modes)
+    step = step_of(profile, world_size=world_size, num_micro_batches=num_micro_batches, reduce_scatter_copies=copies)
+    modes = [DP if unit.is_root else mode for unit in step.units]
+    estimate = simulate_step(step, modes, engine=engine)
+    bound = step_memory(step, engine=engine).peak(modes)
     assert estimate.peak.peak_bytes <= bound.peak_bytes
     return [moment for _, moment in estimate.moments], bound
 
@@ -184,11 +179,11 @@ def test_gradients_that_wait_are_whole_and_added_to_in_place(mode):
 )
 def test_an_evaluation_gathers_into_buffers(engine, buffers):
     profile, w = linears(4, 4), ROWS * (COLUMNS + 1) * 4
-    units = partition(profile, min_unit_bytes=0)
+    step = step_of(profile)
     states = NUM_UNITS * 3 * w / 2
     for mode, kept in ((ZDP, 1), (DP, NUM_UNITS)):
-        modes = [DP if unit.is_root else mode for unit in units]
-        peak = evaluation_peak(profile, units, modes, world_size=2, num_samples=1, engine=engine)
+        modes = [DP if unit.is_root else mode for unit in step.units]
+        peak = evaluation_peak(step, modes, engine=engine)
         assert peak == states + (kept + buffers) * w
 
 

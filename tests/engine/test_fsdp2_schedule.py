@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
+from steps import step_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
@@ -141,7 +142,8 @@ def done(model, units, modes, engine, num_micro_batches, monkeypatch, rerun):
 def predicted(profile, units, modes, engine, num_micro_batches):
     """The same, predicted: without frees of what is not there, and reductions of nothing."""
     gathered, found = set(), []
-    for events in engine.events_of(profile, units, modes, 2, num_micro_batches=num_micro_batches):
+    step = dataclasses.replace(step_of(profile, num_micro_batches=num_micro_batches), units=units)
+    for events in engine.events_of(step, modes):
         effective = []
         for kind, of in events:
             unit = units[of] if kind in {"gather", "free", "reduce"} else None

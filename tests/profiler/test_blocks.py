@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from steps import step_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -13,8 +14,7 @@ from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.blocks import freed_bytes, with_activations
 from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.slices import split_operators
-from lightning_osdp.core.units import partition
-from lightning_osdp.cost import Workload, exact_peak
+from lightning_osdp.cost import exact_peak
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.profiler import profile_model
 from lightning_osdp.profiler.tracing.blocks import find_blocks
@@ -74,15 +74,9 @@ def profiled(model, activations=("keep",)):
 
 
 def peak(profile, mode, world_size):
-    units = partition(profile, min_unit_bytes=0)
-    return exact_peak(
-        profile,
-        units,
-        [DP if unit.is_root else mode for unit in units],
-        world_size=world_size,
-        workload=Workload(micro_batch_size=32),
-        engine=FSDP1(backward_prefetch="none"),
-    )
+    step = step_of(profile, world_size=world_size, micro_batch_size=32)
+    modes = [DP if unit.is_root else mode for unit in step.units]
+    return exact_peak(step, modes, engine=FSDP1(backward_prefetch="none"))
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ def test_counts_what_operations_return_until_it_is_freed():
 
 
 def test_past_a_limit_an_operation_fails_as_if_memory_ran_out():
-    with LiveBytes("cpu", limit_bytes=600) as live:
+    with LiveBytes("cpu", memory_limit_bytes=600) as live:
         kept = torch.zeros(100)
         with pytest.raises(MemoryError, match="live tensors take 800 B, the limit is 600 B"):
             kept + 1

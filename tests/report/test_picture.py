@@ -5,6 +5,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
 from lightning_osdp.cost import Moment
 from lightning_osdp.report import draw_plan, save_picture
@@ -162,7 +163,7 @@ def test_the_peak_stands_below_the_limit():
 def test_every_part_of_a_simulated_step_belongs_to_a_band(model, cluster):
     profile = model(40, 80)
     ring = cluster(2)
-    plan = make_plan(profile, ring, memory_limit_bytes=10**4, micro_batch_size=1, num_micro_batches=3)
+    plan = make_plan(profile, ring, memory_limit_bytes=10**4, micro_batch_size=BatchPolicy.fixed(1, 3))
     assert {unit.sync for unit in plan.units} == {"every", "last"}
     drawn = {part for _, parts in BANDS.values() for part in parts}
     for _, moment in simulate(plan, profile, ring).moments:

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from lightning_osdp.core.affine import Affine
+from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import BlockProfile
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
@@ -164,13 +165,13 @@ def test_a_stack_of_blocks_is_never_one_unit(model, operator, cluster, overlaps)
 
 def test_gradients_that_only_the_last_micro_batch_may_reduce_are_planned_with_blocks_that_recompute(deep, cluster):
     space = SearchSpace(sync=("last",), activations=("keep", "recompute"))
-    options = {"num_micro_batches": 2, "search_space": space}
+    options = {"micro_batch_size": BatchPolicy.fixed(1, 2), "search_space": space}
     ranks = dataclasses.replace(cluster(2, latency_s=1.0, seconds_per_byte=0.01))
-    most = make_plan(deep, ranks, memory_limit_bytes=10**6, micro_batch_size=1, **options).peak_bytes
+    most = make_plan(deep, ranks, memory_limit_bytes=10**6, **options).peak_bytes
     numbers = set()
     for limit_bytes in range(most, 0, -200):
         try:
-            found = make_plan(deep, ranks, memory_limit_bytes=limit_bytes, micro_batch_size=1, **options)
+            found = make_plan(deep, ranks, memory_limit_bytes=limit_bytes, **options)
         except InfeasibleError:
             break
         assert {unit.sync for unit in found.units if unit.name} == {"last"}

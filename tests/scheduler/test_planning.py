@@ -8,6 +8,7 @@ import math
 import pytest
 
 from lightning_osdp.core.affine import Affine
+from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import UnitOverhead
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
@@ -25,7 +26,7 @@ def plan(profile, cluster, **options):
 
 def test_the_best_throughput_is_neither_the_largest_batch_nor_the_shortest_step(uneven, cluster):
     ring = cluster(2, seconds_per_byte=0.01)
-    best = plan(uneven, ring, micro_batch_size="scale")
+    best = plan(uneven, ring, micro_batch_size=BatchPolicy.scale())
     assert (best.micro_batch_size, best.peak_bytes) == (3, 549)
     assert best.step_time_s == pytest.approx(1.33)
     assert best.samples_per_s == pytest.approx(6 / 1.33)
@@ -39,7 +40,7 @@ def test_the_best_throughput_is_neither_the_largest_batch_nor_the_shortest_step(
 
 @pytest.mark.parametrize(("most", "expected"), [(None, 3), (4, 3), (3, 3), (2, 2), (1, 1)])
 def test_no_more_samples_are_chosen_than_allowed(uneven, cluster, most, expected):
-    found = plan(uneven, cluster(2, seconds_per_byte=0.01), micro_batch_size="scale", max_micro_batch_size=most)
+    found = plan(uneven, cluster(2, seconds_per_byte=0.01), micro_batch_size=BatchPolicy.scale(most))
     assert found.micro_batch_size == expected
 
 
@@ -51,8 +52,7 @@ def test_a_model_that_saves_nothing_takes_as_much_as_is_allowed(model, cluster):
             profile,
             cluster(2, seconds_per_byte=0.01),
             memory_limit_bytes=10_000,
-            micro_batch_size="scale",
-            max_micro_batch_size=most,
+            micro_batch_size=BatchPolicy.scale(most),
         )
         assert found.micro_batch_size == most
 
@@ -62,8 +62,7 @@ def test_between_equal_sizes_the_smallest_is_chosen(model, cluster):
         model(100, loss_s_per_sample=0.5),
         cluster(1),
         memory_limit_bytes=10_000,
-        micro_batch_size="scale",
-        max_micro_batch_size=64,
+        micro_batch_size=BatchPolicy.scale(64),
     )
     assert found.micro_batch_size == 1
 
@@ -117,8 +116,8 @@ def test_where_fewer_samples_fit_the_error_says_how_many(uneven, cluster):
 
 def test_the_global_batch_that_a_remedy_keeps_has_all_micro_batches(uneven, cluster):
     with pytest.raises(InfeasibleError, match=r"batch_size=3\) with Trainer\(accumulate_grad_batches=6\) keeps"):
-        plan(uneven, cluster(2), micro_batch_size=6, num_micro_batches=3)
-    plan(uneven, cluster(2), micro_batch_size=3, num_micro_batches=6)
+        plan(uneven, cluster(2), micro_batch_size=BatchPolicy.fixed(6, 3))
+    plan(uneven, cluster(2), micro_batch_size=BatchPolicy.fixed(3, 6))
     with pytest.raises(
         InfeasibleError, match=r"OSDPStrategy\(batch_size=1\) with Trainer\(accumulate_grad_batches=5\)"
     ):
@@ -127,7 +126,7 @@ def test_the_global_batch_that_a_remedy_keeps_has_all_micro_batches(uneven, clus
 
 def test_where_not_even_one_sample_fits_the_error_says_what_would_help(uneven, cluster):
     with pytest.raises(InfeasibleError) as caught:
-        plan(uneven, cluster(2), micro_batch_size="scale", memory_limit_bytes=410)
+        plan(uneven, cluster(2), micro_batch_size=BatchPolicy.scale(), memory_limit_bytes=410)
     # rs(large): 154.5 +1.5 +100 (sent) +100 (last) +50 +100 (gloo's copy); on four ranks 77.25 +0.75 +325 = 403
     assert str(caught.value) == (
         "No plan fits: the limit is 410 B per rank, and a micro-batch of 1 on 2 ranks needs at least 506 B"
@@ -165,43 +164,57 @@ def test_on_one_rank_the_error_speaks_of_one_rank_and_the_root_is_named(model, o
         ({"cost_model": "guess"}, "cost_model must be one of ('simulate', 'paper'), got 'guess'."),
         (
             {"micro_batch_size": 0},
-            "micro_batch_size must be 'scale', 'auto' or a number of samples, at least one, got 0.",
+            "micro_batch_size must be a BatchPolicy or a number of samples, at least one, got 0.",
         ),
         (
             {"micro_batch_size": -3},
-            "micro_batch_size must be 'scale', 'auto' or a number of samples, at least one, got -3.",
+            "micro_batch_size must be a BatchPolicy or a number of samples, at least one, got -3.",
         ),
         (
             {"micro_batch_size": "big"},
-            "micro_batch_size must be 'scale', 'auto' or a number of samples, at least one, got 'big'.",
+            "micro_batch_size must be a BatchPolicy or a number of samples, at least one, got 'big'.",
         ),
         (
             {"micro_batch_size": 1.5},
-            "micro_batch_size must be 'scale', 'auto' or a number of samples, at least one, got 1.5.",
+            "micro_batch_size must be a BatchPolicy or a number of samples, at least one, got 1.5.",
         ),
-        (
-            {"micro_batch_size": "scale", "max_micro_batch_size": 0},
-            "max_micro_batch_size must be None or at least 1, got 0.",
-        ),
-        ({"num_micro_batches": 0}, "num_micro_batches must be at least 1, got 0."),
         ({"memory_limit_bytes": 0}, "memory_limit_bytes must be at least 1 and less than 2^63, got 0."),
         (
             {"memory_limit_bytes": 2**63},
             "memory_limit_bytes must be at least 1 and less than 2^63, got 9223372036854775808.",
-        ),
-        (
-            {"micro_batch_size": "auto"},
-            "micro_batch_size='auto' needs samples_per_step, a number of samples, at least one, got None.",
-        ),
-        (
-            {"micro_batch_size": "auto", "samples_per_step": 6, "micro_batch_sizes": (2, 4)},
-            "micro_batch_sizes must be divisors of samples_per_step=6, at least one, got (2, 4).",
         ),
     ],
 )
 def test_options_that_make_no_sense_are_refused(uneven, cluster, options, text):
     with pytest.raises(ConfigurationError) as caught:
         plan(uneven, cluster(2), **{"micro_batch_size": 1, **options})
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda: BatchPolicy.fixed(0),
+            "micro_batch_size must be a BatchPolicy or a number of samples, at least one, got 0.",
+        ),
+        (lambda: BatchPolicy.fixed(1, 0), "num_micro_batches must be at least 1, got 0."),
+        (lambda: BatchPolicy.scale(0), "max_micro_batch_size must be None or at least 1, got 0."),
+        (lambda: BatchPolicy.scale(num_micro_batches=0), "num_micro_batches must be at least 1, got 0."),
+        (lambda: BatchPolicy.divide(0), "num_samples must be at least 1, got 0."),
+        (
+            lambda: BatchPolicy.divide(6, (2, 4)),
+            "micro_batch_sizes must be divisors of num_samples=6, at least one, got (2, 4).",
+        ),
+        (
+            lambda: BatchPolicy.divide(6, ()),
+            "micro_batch_sizes must be divisors of num_samples=6, at least one, got ().",
+        ),
+    ],
+)
+def test_batches_that_make_no_sense_are_refused(make, text):
+    with pytest.raises(ConfigurationError) as caught:
+        make()
     assert str(caught.value) == text
 
 
@@ -262,7 +275,7 @@ def test_accumulating_multiplies_the_work_and_keeps_gradients(uneven, cluster):
     ring = cluster(2, seconds_per_byte=0.01)
     space = SearchSpace(sync=("every",))
     one, three = (
-        plan(uneven, ring, micro_batch_size=1, num_micro_batches=number, search_space=space) for number in (1, 3)
+        plan(uneven, ring, micro_batch_size=BatchPolicy.fixed(1, number), search_space=space) for number in (1, 3)
     )
     assert three.step_time_s == pytest.approx(3 * one.step_time_s)
     assert three.samples_per_s == pytest.approx(one.samples_per_s)
@@ -275,8 +288,7 @@ def test_where_there_is_room_gradients_are_reduced_once_a_step(uneven, cluster):
         plan(
             uneven,
             ring,
-            micro_batch_size=1,
-            num_micro_batches=3,
+            micro_batch_size=BatchPolicy.fixed(1, 3),
             memory_limit_bytes=10**4,
             search_space=SearchSpace(min_unit_bytes=0, share_units=False, sync=sync),
         )
@@ -296,7 +308,7 @@ def test_with_less_room_some_units_accumulate(uneven, cluster):
     ring = cluster(2, seconds_per_byte=0.01)
     limits = range(560, 750, 10)
     found = [
-        plan(uneven, ring, micro_batch_size=1, num_micro_batches=3, memory_limit_bytes=limit_bytes)
+        plan(uneven, ring, micro_batch_size=BatchPolicy.fixed(1, 3), memory_limit_bytes=limit_bytes)
         for limit_bytes in limits
     ]
     assert all(each.peak_bytes <= limit_bytes for each, limit_bytes in zip(found, limits, strict=True))
@@ -307,9 +319,9 @@ def test_with_less_room_some_units_accumulate(uneven, cluster):
 def test_samples_of_a_step_are_divided_as_is_fastest(uneven, cluster):
     ring = cluster(2, seconds_per_byte=0.01)
     much = {"memory_limit_bytes": 10**4, "search_space": SearchSpace(sync=("every",))}
-    auto = plan(uneven, ring, micro_batch_size="auto", samples_per_step=6, **much)
+    auto = plan(uneven, ring, micro_batch_size=BatchPolicy.divide(6), **much)
     each = {
-        size: plan(uneven, ring, micro_batch_size=size, num_micro_batches=6 // size, **much).step_time_s
+        size: plan(uneven, ring, micro_batch_size=BatchPolicy.fixed(size, 6 // size), **much).step_time_s
         for size in (1, 2, 3, 6)
     }
     assert (auto.micro_batch_size, auto.num_micro_batches) == (6, 1)
@@ -319,18 +331,18 @@ def test_samples_of_a_step_are_divided_as_is_fastest(uneven, cluster):
 
 def test_the_micro_batch_that_is_there_stays_unless_another_one_is_worth_it(uneven, cluster):
     idle = cluster(2, seconds_per_byte=0.0)  # nothing is saved by fewer micro-batches
-    found = plan(uneven, idle, micro_batch_size="auto", samples_per_step=6, micro_batch_sizes=(2, 1, 6))
+    found = plan(uneven, idle, micro_batch_size=BatchPolicy.divide(6, (2, 1, 6)))
     assert (found.micro_batch_size, found.num_micro_batches) == (2, 3)
 
 
 def test_what_does_not_fit_in_one_micro_batch_is_divided(uneven, cluster):
     ring = cluster(2, seconds_per_byte=0.01)
-    limit_bytes = plan(uneven, ring, micro_batch_size=2, num_micro_batches=3).peak_bytes
-    found = plan(uneven, ring, micro_batch_size="auto", samples_per_step=6, memory_limit_bytes=limit_bytes)
+    limit_bytes = plan(uneven, ring, micro_batch_size=BatchPolicy.fixed(2, 3)).peak_bytes
+    found = plan(uneven, ring, micro_batch_size=BatchPolicy.divide(6), memory_limit_bytes=limit_bytes)
     assert found.micro_batch_size * found.num_micro_batches == 6
     assert found.peak_bytes <= limit_bytes
     with pytest.raises(InfeasibleError, match="a micro-batch of 1 on 2 ranks needs at least"):
-        plan(uneven, ring, micro_batch_size="auto", samples_per_step=6, memory_limit_bytes=10)
+        plan(uneven, ring, micro_batch_size=BatchPolicy.divide(6), memory_limit_bytes=10)
 
 
 @pytest.fixture(scope="module")
@@ -363,7 +375,7 @@ def test_scaling_goes_on_with_slices(wide, cluster):
         slices: plan(
             dataclasses.replace(wide, batch_bytes=Affine(0.0, 1000.0)),
             ring,
-            micro_batch_size="scale",
+            micro_batch_size=BatchPolicy.scale(),
             memory_limit_bytes=90_000,
             search_space=SearchSpace(min_unit_bytes=0, slices=slices),
         ).samples_per_s
@@ -389,11 +401,11 @@ def test_the_gain_is_over_the_best_plain_fsdp_that_fits(uneven, cluster, limit_b
     ring = cluster(2, seconds_per_byte=0.01)
     options = {"memory_limit_bytes": limit_bytes, "search": "exhaustive"}
     space = SearchSpace(min_unit_bytes=0, share_units=False)
-    found = plan(uneven, ring, micro_batch_size="auto", samples_per_step=4, search_space=space, **options)
+    found = plan(uneven, ring, micro_batch_size=BatchPolicy.divide(4), search_space=space, **options)
     alternatives = []
     for size, sync in itertools.product((1, 2, 4), ("every", "last")):
         only = dataclasses.replace(space, modes=("ZDP",), sync=(sync,))
-        sizes = {"micro_batch_size": size, "num_micro_batches": 4 // size, "search_space": only}
+        sizes = {"micro_batch_size": BatchPolicy.fixed(size, 4 // size), "search_space": only}
         with contextlib.suppress(InfeasibleError):
             alternatives.append(plan(uneven, ring, **sizes, **options).step_time_s)
     assert found.all_zdp_step_time_s == pytest.approx(min(alternatives))

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.engine import FSDP2
 from lightning_osdp.errors import InfeasibleError
@@ -44,14 +45,16 @@ def tried(monkeypatch):
 def test_sizes_double_to_the_first_that_does_not_fit_and_none_above_is_tried(model, operator, cluster, tried):
     # reduce(m) = 1 + 2 (states) + 2 (sent) + 2 (last gradient) + 1 (received) + 2 (gloo's copy), and a byte per sample
     profile = model(operator("m", 2), batch_bytes_per_sample=1.0, loss_s_per_sample=0.1)
-    found = plan(profile, cluster(2, seconds_per_byte=1.0), memory_limit_bytes=100, micro_batch_size="scale")
+    found = plan(
+        profile, cluster(2, seconds_per_byte=1.0), memory_limit_bytes=100, micro_batch_size=BatchPolicy.scale()
+    )
     assigned, looked_at = tried
     assert looked_at == [1, 2, 4, 8, 16, 32, 64, 128, 96, 80, 88, 92, 90, 91]
     assert found.micro_batch_size == max(assigned) == 90
 
 
 def test_sizes_that_cannot_be_best_are_left_out(uneven, cluster, tried):
-    plan(uneven, cluster(2, seconds_per_byte=0.01), memory_limit_bytes=10**6, micro_batch_size="scale")
+    plan(uneven, cluster(2, seconds_per_byte=0.01), memory_limit_bytes=10**6, micro_batch_size=BatchPolicy.scale())
     assigned, _ = tried
     # everything is kept up to the largest size but the last one or two: nothing between is open for long
     assert len(assigned) < 12
@@ -94,10 +97,10 @@ def test_no_size_is_better_than_the_chosen_one_by_more_than_the_tolerance(
     fitting = [size for size, peak_bytes in enumerate(least, start=1) if peak_bytes <= limit_bytes]
     if not fitting:
         with pytest.raises(InfeasibleError):
-            plan(profile, ring, micro_batch_size="scale", max_micro_batch_size=most, **options)
+            plan(profile, ring, micro_batch_size=BatchPolicy.scale(most), **options)
         return
     found = [plan(profile, ring, micro_batch_size=size, **options) for size in fitting]
-    chosen = plan(profile, ring, micro_batch_size="scale", max_micro_batch_size=most, **options)
+    chosen = plan(profile, ring, micro_batch_size=BatchPolicy.scale(most), **options)
     best = max(each.samples_per_s for each in found)
     assert best <= chosen.samples_per_s * (1 + chosen.gap) * (1 + 1e-12)
     assert best / (1 + sweep.TOLERANCE) <= chosen.samples_per_s * (1 + 1e-12)
@@ -125,8 +128,7 @@ def test_what_a_plan_states_agrees_with_itself(model, operator, cluster, case, n
         profile,
         ring,
         memory_limit_bytes=10**6,
-        micro_batch_size=size,
-        num_micro_batches=number,
+        micro_batch_size=BatchPolicy.fixed(size, number),
         search_space=SearchSpace(modes=modes, min_unit_bytes=100),
         engine=FSDP2(backward_prefetch="pre", forward_prefetch=True),
     )
@@ -145,8 +147,7 @@ def test_what_a_plan_states_agrees_with_itself(model, operator, cluster, case, n
         profile,
         ring,
         memory_limit_bytes=10**6,
-        micro_batch_size=size,
-        num_micro_batches=number,
+        micro_batch_size=BatchPolicy.fixed(size, number),
         search_space=SearchSpace(modes=("ZDP",), min_unit_bytes=100),
         engine=FSDP2(backward_prefetch="pre", forward_prefetch=True),
     )

@@ -69,14 +69,7 @@ def surroundings(draw, **fixed):
 
 
 def simulated(found, modes):
-    return simulate_step(
-        found.profile,
-        found.units,
-        modes,
-        found.cluster,
-        found.workload,
-        engine=found.engine,
-    )
+    return simulate_step(found, modes, engine=found.engine)
 
 
 def again(profile, turns):
@@ -145,13 +138,10 @@ def test_collectives_of_a_step_are_those_of_its_modes(model, operator, tree, aro
     profile = model(*(operator(**made) for made in operators), **fields)
     found = Setting(profile=profile, units=partition(profile, min_unit_bytes=0), **around)
     modes, repeats = chosen(found, choices), found.workload.num_micro_batches
-    events = [
-        (event.kind, event.of)
-        for micro_batch in found.engine.events_of(
-            profile, found.units, modes, max(2, found.cluster.world_size), num_micro_batches=min(3, repeats)
-        )
-        for event in micro_batch
-    ]
+    several = dataclasses.replace(
+        found, cluster=dataclasses.replace(found.cluster, world_size=max(2, found.cluster.world_size))
+    )
+    events = [(event.kind, event.of) for micro_batch in found.engine.events_of(several, modes) for event in micro_batch]
     for index, (unit, mode) in enumerate(zip(found.units, modes, strict=True)):
         if not unit.is_root:
             assert events.count(("gather", index)) == found.engine.num_all_gathers(

@@ -4,12 +4,12 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from steps import step_of
 
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.profile import ParameterProfile
-from lightning_osdp.core.units import partition
-from lightning_osdp.cost import Workload, exact_peak, step_memory
+from lightning_osdp.cost import exact_peak, step_memory
 from lightning_osdp.engine import FSDP2
 from lightning_osdp.simulation import simulate_step
 
@@ -17,10 +17,10 @@ from lightning_osdp.simulation import simulate_step
 def over_step(model, cluster, modes, *, world_size=2, **options):
     profile = model(40, 80, 120)
     chosen = [DP, *({"D": DP, "Z": ZDP}[letter] for letter in modes)]
-    units, workload = partition(profile, min_unit_bytes=0), Workload(micro_batch_size=2)
-    estimate = simulate_step(profile, units, chosen, cluster(world_size), workload, **options)
-    closed_form = step_memory(profile, units, world_size=world_size, workload=workload, **options).peak(chosen)
-    exact = exact_peak(profile, units, chosen, world_size=world_size, workload=workload, **options)
+    step = replace(step_of(profile, micro_batch_size=2), cluster=cluster(world_size))
+    estimate = simulate_step(step, chosen, **options)
+    closed_form = step_memory(step, **options).peak(chosen)
+    exact = exact_peak(step, chosen, **options)
     assert estimate.peak == exact
     assert exact.peak_bytes <= closed_form.peak_bytes
     return [moment for _, moment in estimate.moments], exact
@@ -73,8 +73,8 @@ def test_a_gather_that_casts_its_shard_finds_what_was_handed_on(model, operator,
     profile = model(*halves)
     first, *others = profile.segments
     profile = replace(profile, segments=(replace(first, handed_bytes=Affine(0.0, 7.0)), *others))
-    units = partition(profile, min_unit_bytes=0)
-    estimate = simulate_step(profile, units, [DP, ZDP, ZDP], cluster(2), Workload(micro_batch_size=2))
+    step = replace(step_of(profile, micro_batch_size=2), cluster=cluster(2))
+    estimate = simulate_step(step, [DP, ZDP, ZDP])
     forward = [(m.operator, m.num_bytes) for _, m in estimate.moments if m.phase == "forward"]
     base = 160 + 160  # shards and reduced gradients
     assert forward == [

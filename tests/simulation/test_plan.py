@@ -5,7 +5,7 @@ import pytest
 from lightning_osdp.engine import FSDP2
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.scheduler import make_plan
-from lightning_osdp.simulation import planned_units, simulate
+from lightning_osdp.simulation import planned_step, simulate
 
 
 @pytest.fixture
@@ -77,8 +77,8 @@ def test_modules_in_one_unit_are_gathered_from_the_first_to_the_last(model, oper
     root, *_, b, _ = plan.units
     ends = dataclasses.replace(b, name="a", operators=("a", "c"), modules=("a", "c"), modes=("ZDP",))
     middle = dataclasses.replace(b, modes=("ZDP",))
-    _, units, _ = planned_units(dataclasses.replace(plan, units=(root, ends, middle)), profile)
-    assert [unit.calls for unit in units] == [((0, 3),), ((0, 2),), ((1, 1),)]
+    step, _ = planned_step(dataclasses.replace(plan, units=(root, ends, middle)), profile, cluster(2))
+    assert [unit.calls for unit in step.units] == [((0, 3),), ((0, 2),), ((1, 1),)]
     apart = dataclasses.replace(ends, modules=())
-    _, units, _ = planned_units(dataclasses.replace(plan, units=(root, apart, middle)), profile)
-    assert [unit.calls for unit in units] == [((0, 3),), ((0, 0),), ((1, 1),)]
+    step, _ = planned_step(dataclasses.replace(plan, units=(root, apart, middle)), profile, cluster(2))
+    assert [unit.calls for unit in step.units] == [((0, 3),), ((0, 0),), ((1, 1),)]

@@ -3,11 +3,10 @@
 import dataclasses
 
 import pytest
+from steps import step_of
 
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.modes import DP, ZDP
-from lightning_osdp.core.units import partition
-from lightning_osdp.cost import Workload
 from lightning_osdp.engine import FSDP2
 from lightning_osdp.simulation import simulate_step
 
@@ -30,14 +29,9 @@ def chain(model):
 def estimate(profile, cluster, modes, *, overlaps, ring_s, num_micro_batches=1, **settings):
     # two ranks: a ring takes 1/2 * 100 bytes * seconds_per_byte
     ranks = dataclasses.replace(cluster(2, seconds_per_byte=ring_s / 50), overlaps=overlaps)
-    return simulate_step(
-        profile,
-        partition(profile, min_unit_bytes=0),
-        [DP, *({"D": DP, "Z": ZDP}[letter] for letter in modes)],
-        ranks,
-        Workload(micro_batch_size=1, num_micro_batches=num_micro_batches),
-        engine=FSDP2(**settings),
-    )
+    step = dataclasses.replace(step_of(profile, num_micro_batches=num_micro_batches), cluster=ranks)
+    chosen = [DP, *({"D": DP, "Z": ZDP}[letter] for letter in modes)]
+    return simulate_step(step, chosen, engine=FSDP2(**settings))
 
 
 @pytest.mark.parametrize(("modes", "rings"), [("ZZZ", 9), ("DDD", 6), ("ZDZ", 8)])

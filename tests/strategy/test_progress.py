@@ -8,6 +8,7 @@ from rich.console import Console
 from torch import nn
 
 from lightning_osdp import Cluster, make_plan, profile_model
+from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Link
 from lightning_osdp.strategy.planning import progress as shown
 from lightning_osdp.strategy.planning.progress import shown_progress
@@ -104,7 +105,7 @@ def test_profiling_and_searching_tell_their_stages():
 
     link = Link(latency_s=1e-3, seconds_per_byte=1e-9)
     cluster = Cluster(world_size=2, all_gather=link, reduce_scatter=link)
-    options = {"memory_limit_bytes": 2**20, "micro_batch_size": "scale", "max_micro_batch_size": 8}
+    options = {"memory_limit_bytes": 2**20, "micro_batch_size": BatchPolicy.scale(8)}
     told = told_by(lambda tell: make_plan(profiles[0], cluster, progress=tell, **options))
     assert told[0] == ("searching", "micro-batch 1")
     assert {stage for stage, _ in told} == {"searching"}

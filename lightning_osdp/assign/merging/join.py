@@ -27,26 +27,26 @@ _MAX_ROUNDS = 4
 _Pair = tuple[str, str]
 
 
-def join_units(setting: Setting, modes: Modes, *, limit_bytes: float) -> tuple[Setting, Modes]:
+def join_units(setting: Setting, modes: Modes, *, memory_limit_bytes: float) -> tuple[Setting, Modes]:
     """The setting with units of several modules where that is faster, and its modes.
 
     Args:
         setting: with units as they are after sharing; `Setting.once` keeps what is made of it.
         modes: one per unit, which fit.
-        limit_bytes: the most bytes that may live on one rank.
+        memory_limit_bytes: the most bytes that may live on one rank.
     """
     if setting.is_paper or setting.num_slices:
         return setting, modes
     for _ in range(_MAX_ROUNDS):
         before = setting
         for pairs in _pairs(setting, modes):
-            setting, modes = _join(setting, modes, pairs, limit_bytes)
+            setting, modes = _join(setting, modes, pairs, memory_limit_bytes)
         if setting is before:
             break
     return setting, modes
 
 
-def _join(setting: Setting, modes: Modes, pairs: Sequence[_Pair], limit_bytes: float) -> tuple[Setting, Modes]:
+def _join(setting: Setting, modes: Modes, pairs: Sequence[_Pair], memory_limit_bytes: float) -> tuple[Setting, Modes]:
     """As many of the last pairs as fit and are faster, found by halving."""
     names = {unit.name: unit for unit in setting.units}
     pairs = [pair for pair in pairs if all(name in names for name in pair)]  # others may have been joined meanwhile
@@ -56,7 +56,7 @@ def _join(setting: Setting, modes: Modes, pairs: Sequence[_Pair], limit_bytes: f
         tried = _with(setting, modes, pairs[-count:])
         if tried is None or tried[0].step_time_s(tried[1]) >= worth_s:
             break
-        if tried[0].exact_peak(tried[1]).peak_bytes <= limit_bytes:
+        if tried[0].exact_peak(tried[1]).peak_bytes <= memory_limit_bytes:
             return tried
         count //= 2
     return setting, modes

@@ -35,7 +35,7 @@ class _Block:
     """Equal for blocks that cost the same."""
 
 
-def share_units(setting: Setting, modes: Modes, *, limit_bytes: float) -> tuple[Setting, Modes]:
+def share_units(setting: Setting, modes: Modes, *, memory_limit_bytes: float) -> tuple[Setting, Modes]:
     """The setting with blocks for units where that is faster, and its modes.
 
     Blocks are tried from the innermost outwards, equal ones together: all of them, or as many of the last ones in
@@ -44,7 +44,7 @@ def share_units(setting: Setting, modes: Modes, *, limit_bytes: float) -> tuple[
     Args:
         setting: with a partition into operators.
         modes: one per unit, which fit.
-        limit_bytes: the most bytes that may live on one rank.
+        memory_limit_bytes: the most bytes that may live on one rank.
     """
     stacks = _stacks(setting)
     modules = _modules(setting)
@@ -58,11 +58,13 @@ def share_units(setting: Setting, modes: Modes, *, limit_bytes: float) -> tuple[
                 if block is not None:
                     groups.setdefault(block.key, []).append(block)
         for blocks in groups.values():
-            setting, modes = _share(setting, modes, blocks, limit_bytes)
+            setting, modes = _share(setting, modes, blocks, memory_limit_bytes)
     return setting, modes
 
 
-def _share(setting: Setting, modes: Modes, blocks: Sequence[_Block], limit_bytes: float) -> tuple[Setting, Modes]:
+def _share(
+    setting: Setting, modes: Modes, blocks: Sequence[_Block], memory_limit_bytes: float
+) -> tuple[Setting, Modes]:
     """As many of the last blocks as fit, found by halving."""
     before_s = setting.step_time_s(modes)
     best, fits, fails = (setting, modes), 0, len(blocks) + 1
@@ -71,7 +73,7 @@ def _share(setting: Setting, modes: Modes, blocks: Sequence[_Block], limit_bytes
         tried = _with(setting, modes, blocks[-count:])
         if tried is not None and tried[0].step_time_s(tried[1]) >= before_s * (1 - NO_GAIN):
             break
-        if tried is not None and tried[0].exact_peak(tried[1]).peak_bytes <= limit_bytes:
+        if tried is not None and tried[0].exact_peak(tried[1]).peak_bytes <= memory_limit_bytes:
             best, fits = tried, count
         else:
             fails = count

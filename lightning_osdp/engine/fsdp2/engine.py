@@ -9,9 +9,9 @@ from typing import ClassVar
 from typing_extensions import override
 
 from lightning_osdp.core.modes import ShardingMode
-from lightning_osdp.core.profile import ModelProfile, OptimizerProfile
+from lightning_osdp.core.profile import OptimizerProfile
+from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.core.workload import Workload
 from lightning_osdp.engine.engine import AUTO, Engine
 from lightning_osdp.engine.events import GatherRule
 from lightning_osdp.engine.fsdp2.layout import gathered_bytes, layout, sent_bytes
@@ -128,27 +128,11 @@ class FSDP2(Engine):
 
     @override
     def live_parts(
-        self,
-        profile: ModelProfile,
-        units: Sequence[UnitProfile],
-        observer: Observer,
-        *,
-        world_size: int,
-        workload: Workload,
-        reduce_scatter_copies: bool,
-        rank: int | None = None,
-        is_bound: bool = False,
+        self, step: Step, observer: Observer, *, rank: int | None = None, is_bound: bool = False
     ) -> FSDP2LiveParts:
+        found = self.layout(step.units, step.profile.optimizer, step.cluster.world_size, rank=rank)
         return FSDP2LiveParts(
-            profile,
-            units,
-            observer,
-            asynchronous_unshard=self.asynchronous_unshard,
-            is_bound=is_bound,
-            layout=self.layout(units, profile.optimizer, world_size, rank=rank),
-            world_size=world_size,
-            workload=workload,
-            reduce_scatter_copies=reduce_scatter_copies,
+            step, observer, layout=found, asynchronous_unshard=self.asynchronous_unshard, is_bound=is_bound
         )
 
     @override

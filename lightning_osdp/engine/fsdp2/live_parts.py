@@ -27,13 +27,12 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from typing_extensions import override
 
-from lightning_osdp.core.profile import ModelProfile, OperatorProfile
+from lightning_osdp.core.profile import OperatorProfile
+from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
+from lightning_osdp.engine.layout import Layout
 from lightning_osdp.engine.live_parts import LiveParts, Observer
 
 
@@ -41,25 +40,17 @@ class FSDP2LiveParts(LiveParts):
     """Parameters and gradients are tensors of their own, and are copied to and from what collectives use.
 
     Args:
-        profile: the model.
-        units: partition of its operators.
+        step: whose events are read.
         observer: told of every moment.
+        layout: of its units on the rank in question.
         asynchronous_unshard: whether unsharding is asynchronous.
         is_bound: whether what is left of one unit while another runs is to be the most that other modes would leave.
-        **kwargs: as in `LiveParts`.
     """
 
     def __init__(
-        self,
-        profile: ModelProfile,
-        units: Sequence[UnitProfile],
-        observer: Observer,
-        *,
-        asynchronous_unshard: bool,
-        is_bound: bool,
-        **kwargs: Any,
+        self, step: Step, observer: Observer, *, layout: Layout, asynchronous_unshard: bool, is_bound: bool
     ) -> None:
-        super().__init__(profile, units, observer, **kwargs)
+        super().__init__(step, observer, layout=layout)
         self.is_synchronous, self.is_bound = not asynchronous_unshard, is_bound
         self.pending: set[int] = set()  # units whose buffer is not copied out yet
         self.copied: int | None = None  # the unit that was awaited last, if it was copied out then
@@ -183,7 +174,7 @@ class FSDP2LiveParts(LiveParts):
             self.reduced.add(unit)
             self._add("reduced gradients", size.reduced)
         # where others reduce in the last micro-batch only, an earlier one is there for longer
-        self._send(max(before, sent) if self.is_bound and self.repeats > 1 else sent)
+        self._send(max(before, sent) if self.is_bound and self.num_micro_batches > 1 else sent)
         self.settled = 0.0
 
     @override

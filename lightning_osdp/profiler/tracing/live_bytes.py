@@ -28,7 +28,7 @@ class LiveBytes(TorchDispatchMode):
 
     Args:
         device_type: ``"cpu"`` or ``"cuda"``; tensors elsewhere do not count.
-        limit_bytes: what may live while the mode is active; an operation that exceeds it raises a `MemoryError`.
+        memory_limit_bytes: what may live while the mode is active; an operation that exceeds it raises a `MemoryError`.
 
     Example:
         >>> with LiveBytes("cpu") as live:
@@ -37,12 +37,12 @@ class LiveBytes(TorchDispatchMode):
         (4000, 8000)
     """
 
-    def __init__(self, device_type: str, *, limit_bytes: int | None = None) -> None:
+    def __init__(self, device_type: str, *, memory_limit_bytes: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.current_bytes = 0
         self.peak_bytes = 0
         self.device_type = device_type
-        self._limit_bytes = limit_bytes
+        self._limit_bytes = memory_limit_bytes
         self._sizes: dict[int, int] = {}
 
     @property

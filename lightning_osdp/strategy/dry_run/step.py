@@ -141,7 +141,7 @@ def _counted(trainer: pl.Trainer, alive: Sequence[Tensor], plan: Plan) -> Abstra
     """Counts live tensors, these and new ones, where nothing else limits them."""
     if trainer.strategy.root_device.type != "cpu":
         return nullcontext()
-    live = LiveBytes("cpu", limit_bytes=plan.memory_limit_bytes)
+    live = LiveBytes("cpu", memory_limit_bytes=plan.memory_limit_bytes)
     live.track(alive)
     return live
 

@@ -78,11 +78,11 @@ def check_accumulates_in_fp32(plan: Plan, options: Options, precision: str) -> N
 
 
 def _check_fits(plan: Plan, options: Options) -> None:
-    limit_bytes = options.memory_limit_bytes
-    if limit_bytes is not None and plan.peak_bytes > limit_bytes:
+    memory_limit_bytes = options.memory_limit_bytes
+    if memory_limit_bytes is not None and plan.peak_bytes > memory_limit_bytes:
         raise ConfigurationError(
-            f"Expected a plan that fits memory_limit={format_bytes(limit_bytes)}, got one that is predicted to take"
-            f" {format_bytes(plan.peak_bytes)}. Leave memory_limit out, or plan anew by leaving out plan."
+            f"Expected a plan that fits memory_limit={format_bytes(memory_limit_bytes)}, got one that is predicted to"
+            f" take {format_bytes(plan.peak_bytes)}. Leave memory_limit out, or plan anew by leaving out plan."
         )
 
 

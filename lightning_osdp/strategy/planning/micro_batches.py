@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.strategy.batching.loaders import samples_per_rank, why_kept
 from lightning_osdp.strategy.batching.windows import Windows, possible_sizes, why_not_divided
@@ -22,24 +22,17 @@ class Wishes:
     """Micro-batches to plan for.
 
     Attributes:
-        arguments: of `make_plan`.
+        policy: what may be chosen, the user's own size first.
         windows: what the user has; None where the Trainer keeps its number of micro-batches.
-        sizes: samples of a micro-batch that may be chosen then, the user's own first.
     """
 
-    arguments: Mapping[str, Any]
+    policy: BatchPolicy
     windows: Windows | None = None
-    sizes: tuple[int, ...] = ()
 
     @classmethod
     def dividing(cls, windows: Windows, sizes: tuple[int, ...]) -> Wishes:
         """The user's optimizer step in micro-batches of one of these sizes."""
-        arguments = {
-            "micro_batch_size": "auto",
-            "samples_per_step": windows.num_samples,
-            "micro_batch_sizes": sizes,
-        }
-        return cls(arguments, windows, sizes)
+        return cls(BatchPolicy.divide(windows.num_samples, sizes), windows)
 
 
 def wishes(
@@ -72,12 +65,12 @@ def wishes(
         rank_zero_warn(f"OSDP: batch_size={wanted!r} is ignored, the loader keeps {current}: {reason}.")
     elif wanted == "scale":
         most = samples_per_rank(loaders, world_size=trainer.world_size)
-        return Wishes({"micro_batch_size": "scale", "max_micro_batch_size": most, "num_micro_batches": number})
+        return Wishes(BatchPolicy.scale(most, number))
     size = wanted if isinstance(wanted, int) and reason is None else current
     if size not in ("scale", current):
         _check_enough_samples(size, samples_per_rank(loaders, world_size=trainer.world_size), trainer.world_size)
     if options.global_batch_size is None:
-        return Wishes({"micro_batch_size": size, "num_micro_batches": number})
+        return Wishes(BatchPolicy.fixed(size, number))
     _check_divides(size, num_samples, trainer.world_size, reason)
     return Wishes.dividing(Windows(current, number, num_samples, {}), (size,))
 

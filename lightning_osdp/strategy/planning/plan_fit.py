@@ -83,21 +83,30 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
         wanted = wishes(
             trainer, options, profiled.loaders, current, why_not_mean=lambda: _why_not_mean(trainer, module, profiled)
         )
-        limit_bytes = _limit_bytes(options, cluster, strategy.root_device)
+        memory_limit_bytes = _limit_bytes(options, cluster, strategy.root_device)
         search = partial(
-            _searched, trainer, options, cluster, wanted, limit_bytes=limit_bytes, prefetch=prefetch, progress=progress
+            _searched,
+            trainer,
+            options,
+            cluster,
+            wanted,
+            memory_limit_bytes=memory_limit_bytes,
+            prefetch=prefetch,
+            progress=progress,
         )
         plan = search(profiled.model)
         measured = _nearer(profiler, profiled, plan, cluster)
         if measured is not profiled.model:
             plan = search(measured)
-    if plan.micro_batch_size == wanted.arguments.get("max_micro_batch_size"):
+    if plan.micro_batch_size == wanted.policy.max_micro_batch_size:
         rank_zero_warn(
             f"OSDP: the micro-batch of {plan.micro_batch_size} is all that a rank has of the training data, so an epoch"
             " is one step. Give batch_size a number."
         )
     change = LoaderChange(None if plan.micro_batch_size == current else plan.micro_batch_size, profiled.peeked)
-    division = Division(change, wanted.windows, wanted.sizes, plan.micro_batch_size, plan.num_micro_batches)
+    division = Division(
+        change, wanted.windows, wanted.policy.micro_batch_sizes, plan.micro_batch_size, plan.num_micro_batches
+    )
     told = division.compared(plan)
     if told:
         rank_zero_info(f"OSDP: {told} (against your own micro-batches, each of which reduces all gradients)")
@@ -122,17 +131,17 @@ def _limit_bytes(options: Options, cluster: Cluster, device: torch.device) -> in
     """Of every rank; says what it is, or that it is more than there is."""
     free_bytes = cluster.memory_bytes
     assert free_bytes is not None
-    limit_bytes = options.memory_limit_bytes or round(options.memory_share * free_bytes)
+    memory_limit_bytes = options.memory_limit_bytes or round(options.memory_share * free_bytes)
     free = f"{format_bytes(free_bytes)}, {_why_so_much(device)}"
     if options.memory_limit_bytes is None:
         share = f"{options.memory_share:.0%} of " if options.memory_share < 1 else ""
         rank_zero_info(f"OSDP: memory_limit is {share}{free}")
-    elif limit_bytes > free_bytes:
+    elif memory_limit_bytes > free_bytes:
         rank_zero_warn(
-            f"OSDP: memory_limit is {format_bytes(limit_bytes)}, more than {free}. Training may run out of memory;"
-            " leave memory_limit out to plan for what is there."
+            f"OSDP: memory_limit is {format_bytes(memory_limit_bytes)}, more than {free}. Training may run out of"
+            " memory; leave memory_limit out to plan for what is there."
         )
-    return limit_bytes
+    return memory_limit_bytes
 
 
 def _searched(
@@ -142,7 +151,7 @@ def _searched(
     wanted: Wishes,
     profile: ModelProfile,
     *,
-    limit_bytes: int,
+    memory_limit_bytes: int,
     prefetch: Prefetch,
     progress: Progress,
 ) -> Plan:
@@ -150,14 +159,14 @@ def _searched(
         lambda: make_plan(
             profile,
             cluster,
-            memory_limit_bytes=limit_bytes,
+            memory_limit_bytes=memory_limit_bytes,
+            micro_batch_size=wanted.policy,
             search=options.search,
             search_space=_search_space(options, trainer),
             cost_model=options.cost_model,
             blocks={block.name: "recompute" for block in profile.blocks} if options.recomputed else None,
             engine=FSDP2(backward_prefetch=prefetch.backward, forward_prefetch=prefetch.forward),
             progress=progress,
-            **wanted.arguments,
         )
     )
 

@@ -100,14 +100,14 @@ class Wrapping:
             ConfigurationError: they name another plan or limit.
         """
         assert self.plan is not None
-        given, limit_bytes = options.plan, options.memory_limit_bytes
+        given, memory_limit_bytes = options.plan, options.memory_limit_bytes
         if isinstance(given, Path):
             given = on_rank_zero(lambda: read_plan(Path(str(options.plan))))
         if given is not None and given not in (self.plan, *self.given_up):
             raise _disagree("the plan that it was sharded by", "another plan=")
-        if given is None and limit_bytes not in (None, self.plan.memory_limit_bytes):
+        if given is None and memory_limit_bytes not in (None, self.plan.memory_limit_bytes):
             raise _disagree(
-                f"memory_limit {format_bytes(self.plan.memory_limit_bytes)}", format_bytes(limit_bytes or 0)
+                f"memory_limit {format_bytes(self.plan.memory_limit_bytes)}", format_bytes(memory_limit_bytes or 0)
             )
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -1,0 +1,83 @@
+"""What micro-batches a plan may have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_osdp.core.workload import Workload
+from lightning_osdp.errors import ConfigurationError
+
+MOST_SAMPLES = 2**20
+"""Of a micro-batch that is chosen without a limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPolicy:
+    """Micro-batches of one rank that a plan may have: those of `fixed`, of `divide` or of `scale`."""
+
+    micro_batch_sizes: tuple[int, ...] = ()
+    """Samples of a micro-batch that may be chosen, the preferred one first; empty: any number."""
+    max_micro_batch_size: int | None = None
+    num_micro_batches: int = 1
+    """Of an optimizer step, where `num_samples` is None."""
+    num_samples: int | None = None
+    """Of an optimizer step, which is made of as many micro-batches as that takes."""
+
+    @classmethod
+    def fixed(cls, micro_batch_size: int, num_micro_batches: int = 1) -> BatchPolicy:
+        """So many samples in each of so many micro-batches (gradient accumulation).
+
+        Raises:
+            ConfigurationError: one of these is below 1.
+        """
+        _check("micro_batch_size", micro_batch_size, "a BatchPolicy or a number of samples, at least one")
+        _check("num_micro_batches", num_micro_batches)
+        return cls(micro_batch_sizes=(micro_batch_size,), num_micro_batches=num_micro_batches)
+
+    @classmethod
+    def divide(cls, num_samples: int, micro_batch_sizes: Sequence[int] | None = None) -> BatchPolicy:
+        """So many samples of a rank in every optimizer step, in the micro-batches that are fastest.
+
+        Args:
+            num_samples: of a rank and optimizer step.
+            micro_batch_sizes: divisors of it that may be chosen, the preferred one first; None: all up to 2^20.
+
+        Raises:
+            ConfigurationError: there are no samples, no sizes, or sizes that do not divide the samples.
+        """
+        _check("num_samples", num_samples)
+        sizes = range(1, min(num_samples, MOST_SAMPLES) + 1) if micro_batch_sizes is None else micro_batch_sizes
+        divisors = tuple(size for size in sizes if size >= 1 and num_samples % size == 0)
+        if not divisors or (micro_batch_sizes is not None and len(divisors) < len(micro_batch_sizes)):
+            raise ConfigurationError(
+                f"micro_batch_sizes must be divisors of num_samples={num_samples}, at least one, got"
+                f" {micro_batch_sizes!r}."
+            )
+        return cls(micro_batch_sizes=divisors, num_samples=num_samples)
+
+    @classmethod
+    def scale(cls, max_micro_batch_size: int | None = None, num_micro_batches: int = 1) -> BatchPolicy:
+        """As many samples in each of so many micro-batches as are fastest.
+
+        Args:
+            max_micro_batch_size: the most that may be chosen; None: as far as memory allows, at most 2^20.
+            num_micro_batches: of an optimizer step.
+
+        Raises:
+            ConfigurationError: one of these is below 1.
+        """
+        if max_micro_batch_size is not None:
+            _check("max_micro_batch_size", max_micro_batch_size, "None or at least 1")
+        _check("num_micro_batches", num_micro_batches)
+        return cls(max_micro_batch_size=max_micro_batch_size, num_micro_batches=num_micro_batches)
+
+    def workload(self, micro_batch_size: int) -> Workload:
+        """What a rank does in one optimizer step with micro-batches of this size."""
+        number = self.num_micro_batches if self.num_samples is None else self.num_samples // micro_batch_size
+        return Workload(micro_batch_size=micro_batch_size, num_micro_batches=number)
+
+
+def _check(name: str, number: object, expected: str = "at least 1") -> None:
+    if not isinstance(number, int) or number < 1:
+        raise ConfigurationError(f"{name} must be {expected}, got {number!r}.")

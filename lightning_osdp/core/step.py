@@ -1,0 +1,32 @@
+"""An optimizer step that is to be judged: by its seconds and bytes, in any modes and under any engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from typing_extensions import Self
+
+from lightning_osdp.core.blocks import with_activations
+from lightning_osdp.core.cluster import Cluster
+from lightning_osdp.core.modes import ShardingMode
+from lightning_osdp.core.profile import ModelProfile
+from lightning_osdp.core.units import UnitProfile
+from lightning_osdp.core.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What is run, in which units, by which ranks, on how many samples."""
+
+    profile: ModelProfile
+    units: tuple[UnitProfile, ...]
+    """Partition of its operators."""
+    cluster: Cluster
+    workload: Workload
+
+    def in_modes(self, modes: Sequence[ShardingMode]) -> Self:
+        """The step with blocks as the modes of their units have them; itself where all keep what they save."""
+        chosen = {unit.name: mode.activations for unit, mode in zip(self.units, modes, strict=True)}
+        profile = with_activations(self.profile, chosen)
+        return self if profile is self.profile else replace(self, profile=profile)
