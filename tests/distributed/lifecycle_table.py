@@ -1,4 +1,4 @@
-"""Writes docs/lifecycle.md: `python tests/distributed/lifecycle_table.py`."""
+"""Writes docs/research/lifecycle.md: `python tests/distributed/lifecycle_table.py`."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import lifecycle_cases as cases
 import ranks
 
-PAGE = Path(__file__).parents[2] / "docs" / "lifecycle.md"
+PAGE = Path(__file__).parents[2] / "docs" / "research" / "lifecycle.md"
 HEAD = """# Features of the Trainer
 
 Each feature was run on two gloo ranks under `OSDPStrategy`, with a plan of ZDP and DP units, and under Lightning's
