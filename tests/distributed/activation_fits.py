@@ -138,7 +138,8 @@ def transformers_gpt2(limit_bytes):
     planned = [PlannedBlock(name=name, activations="recompute_offload") for name in blocks]
     moved = dataclasses.replace(keeping, blocks=tuple(planned))
     space, found = SearchSpace(slices=(1,)), []
-    for strategy in (OSDPStrategy(memory_limit=f"{limit_bytes}B", search_space=space), OSDPStrategy(plan=moved)):
+    limited = OSDPStrategy(memory_limit=f"{limit_bytes}B", search_space=space, batch_size="keep")
+    for strategy in (limited, OSDPStrategy(plan=moved)):
         with mock.patch.object(Reentrant, "__call__", autospec=True, side_effect=Reentrant.__call__) as reentrant:
             state, ours, fit = fitted(strategy, kind=LongGPT2)
         difference = largest_of(state, ours, kept, losses)
