@@ -48,18 +48,23 @@ def name_operators(units: Sequence[Unit]) -> str:
 
 
 def name_units(units: Sequence[Unit], plan: Plan) -> str:
-    """Folded names of the modules, where these units hold all operators inside a module each; else of the operators."""
-    if all(unit.name and len(unit.operators) > 1 and _is_whole_module(unit, plan) for unit in units):
-        return "\n".join(fold_names([unit.name for unit in units]))
+    """Folded names of the modules, where these units hold all operators inside them; else of the operators."""
+    if all(unit.name and len(unit.operators) > 1 and _holds_modules(unit, plan) for unit in units):
+        return "\n".join(fold_names([name for unit in units for name in unit.modules or (unit.name,)]))
     return name_operators(units)
 
 
-def _is_whole_module(unit: Unit, plan: Plan) -> bool:
-    inside = f"{unit.name}."
-    holds_only = all(operator.startswith(inside) or operator == unit.name for operator in unit.operators)
-    return holds_only and not any(
-        operator.startswith(inside) for other in plan.units if other is not unit for operator in other.operators
+def _holds_modules(unit: Unit, plan: Plan) -> bool:
+    """Whether the unit's operators are all that is inside its modules."""
+    modules = unit.modules or (unit.name,)
+    others = (operator for other in plan.units if other is not unit for operator in other.operators)
+    return all(_is_inside(operator, modules) for operator in unit.operators) and not any(
+        _is_inside(operator, modules) for operator in others
     )
+
+
+def _is_inside(operator: str, modules: Sequence[str]) -> bool:
+    return any(f"{operator}.".startswith(f"{module}.") for module in modules)
 
 
 def name_treatment(unit: Unit) -> str:

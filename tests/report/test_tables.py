@@ -225,6 +225,16 @@ def test_units_that_hold_whole_modules_go_by_the_modules_names():
         "model.layers.{0,6-7}",
         "model.layers.{1-5}",
     ]
+    joined = dataclasses.replace(
+        layers[0],
+        modules=("model.layers.0", "model.layers.1"),
+        operators=(*layers[0].operators, *layers[1].operators),
+    )
+    neighbours = dataclasses.replace(plan, units=(joined, layers[2]))
+    assert [line.split()[0] for line in body(render_plan(neighbours, width=80))] == [
+        "model.layers.{0-1}",
+        "model.layers.2",
+    ]
     part = layer(0, "DP", INSIDE[1:])
     elsewhere = dataclasses.replace(linear(f"model.layers.0.{INSIDE[0]}", "ZDP", mib=1))
     names = [
