@@ -160,6 +160,7 @@ def _segments(segment: Segment, cut: Cut, number: int, handed: Affine) -> Iterat
     # in backward, what a block that runs again makes again, as if it had been saved
     x_again = saved_x + _least(x, segment.made_again_bytes)
     settled = segment.settled_bytes
+    between = None if settled is None else settled + x_again + y  # of one slice and the one before it
     sizes = slice_sizes(cut.num_features, number)
     for index, (name, size) in enumerate(zip(slice_names(segment.operator, number), sizes, strict=True)):
         share = size / cut.num_features
@@ -174,7 +175,7 @@ def _segments(segment: Segment, cut: Cut, number: int, handed: Affine) -> Iterat
                     segment.forward_workspace_bytes, _less(besides + products, segment.saved_bytes)
                 ),
                 settled_bytes=None if settled is None else _less(settled + x_again + y + part, gradient),
-                passed_bytes=None if settled is None else settled + x_again + y,
+                passed_bytes=between,
                 evaluation_bytes=_most(segment.evaluation_bytes, x + products),
                 **timed,
             )
@@ -186,7 +187,7 @@ def _segments(segment: Segment, cut: Cut, number: int, handed: Affine) -> Iterat
                 backward_workspace_bytes=segment.made_before_bytes + x_again + y + gradient + part,
                 rerun_workspace_bytes=segment.rerun_workspace_bytes,
                 settled_bytes=None if settled is None else settled + part + (x_again + y if index else ZERO),
-                passed_bytes=(None if settled is None else settled + x_again + y) if index else segment.passed_bytes,
+                passed_bytes=between if index else segment.passed_bytes,
                 evaluation_bytes=_least(segment.evaluation_bytes, x + products),
                 **timed,
             )

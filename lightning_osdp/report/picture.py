@@ -24,7 +24,7 @@ from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds, three_digits
 from lightning_osdp.cost import Moment
 from lightning_osdp.report.activations import tell_blocks
-from lightning_osdp.report.sentences import NOT_PREDICTED, explain, is_predicted, name_treatment
+from lightning_osdp.report.sentences import NOT_PREDICTED, explain, is_inside, is_predicted, name_treatment
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -190,7 +190,7 @@ def _choices(unit: Unit, plan: Plan) -> list[str]:
     inside = [
         block.activations
         for block in plan.blocks
-        if any(f"{operator}.".startswith(f"{block.name}.") for operator in unit.operators)
+        if any(is_inside(operator, [block.name]) for operator in unit.operators)
     ]
     return [choice for choice in HATCHES if any(choice in activations for activations in inside)]
 

@@ -58,12 +58,13 @@ def _holds_modules(unit: Unit, plan: Plan) -> bool:
     """Whether the unit's operators are all that is inside its modules."""
     modules = unit.modules or (unit.name,)
     others = (operator for other in plan.units if other is not unit for operator in other.operators)
-    return all(_is_inside(operator, modules) for operator in unit.operators) and not any(
-        _is_inside(operator, modules) for operator in others
+    return all(is_inside(operator, modules) for operator in unit.operators) and not any(
+        is_inside(operator, modules) for operator in others
     )
 
 
-def _is_inside(operator: str, modules: Sequence[str]) -> bool:
+def is_inside(operator: str, modules: Iterable[str]) -> bool:
+    """Whether an operator is one of these modules, or inside one."""
     return any(f"{operator}.".startswith(f"{module}.") for module in modules)
 
 

@@ -58,7 +58,7 @@ def _obstacles(module: nn.Module, run: Callable[[Any], Any], batch: Any, batch_s
         parts = [samples_of(batch, batch_size, half) for half in halves]
         if any(part is None for part in parts):
             yield f"no tensor of the batch has {batch_size} samples first"
-        with _without_dropout(module), _NothingDropped():
+        with _without_dropout(module):
             whole, again = _loss(module, run, batch, seed=0), _loss(module, run, batch, seed=1)
             losses = [_loss(module, run, part, seed=0) for part in parts]
     except Exception as error:
@@ -104,7 +104,8 @@ def _without_dropout(module: nn.Module) -> Iterator[None]:
     for child in dropping:
         child.training = False
     try:
-        yield
+        with _NothingDropped():
+            yield
     finally:
         for child in dropping:
             child.training = True
