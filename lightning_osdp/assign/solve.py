@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_osdp.assign.additive import Additive, Modes
-from lightning_osdp.assign.merging.nested import Price, improve
+from lightning_osdp.assign.nested import Price, improve
 from lightning_osdp.assign.relaxation import Solver, prefix_knapsack
 from lightning_osdp.assign.repair import fill, repair
 from lightning_osdp.search import SOLVERS, Solution

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_osdp.assign import assign_modes, fill_spare
-from lightning_osdp.assign.merging.nested import Price, improve
+from lightning_osdp.assign.nested import Price, improve
 from lightning_osdp.assign.repair import fill, repair
 from lightning_osdp.core.cluster import Cluster, Link
 from lightning_osdp.core.modes import DP, ZDP

@@ -8,14 +8,12 @@ As in `share`, this is outside the space that the certified gap is about: it can
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from lightning_osdp.assign.additive import Modes
-from lightning_osdp.assign.merging.share import LARGEST_SHARE
+from lightning_osdp.assign.merging.share import LARGEST_SHARE, in_other_units
 from lightning_osdp.assign.setting import Setting
-from lightning_osdp.core.modes import DP
 from lightning_osdp.core.units import UnitProfile, joined, may_join
 
 _WORTH_JOINING = 1e-3
@@ -53,29 +51,15 @@ def _join(setting: Setting, modes: Modes, pairs: Sequence[_Pair], memory_limit_b
     worth_s = setting.step_time_s(modes) * (1 - _WORTH_JOINING)
     count = len(pairs)
     while count:
-        tried = _with(setting, modes, pairs[-count:])
+        chosen = tuple(pairs[-count:])
+        make = partial(joined, setting.profile, setting.units, chosen)
+        tried = in_other_units(setting, modes, ("joined", *chosen), make)
         if tried is None or tried[0].step_time_s(tried[1]) >= worth_s:
             break
         if tried[0].exact_peak(tried[1]).peak_bytes <= memory_limit_bytes:
             return tried
         count //= 2
     return setting, modes
-
-
-def _with(setting: Setting, modes: Modes, pairs: Sequence[_Pair]) -> tuple[Setting, Modes] | None:
-    found = setting.once(("joined", *pairs), partial(_joined, setting, tuple(pairs)))
-    if not found:
-        return None
-    by_name = {unit.name: mode for unit, mode in zip(setting.units, modes, strict=True)}
-    (with_lists,) = found
-    return with_lists, tuple(DP if unit.is_root else by_name[unit.name] for unit in with_lists.units)
-
-
-def _joined(setting: Setting, pairs: Sequence[_Pair]) -> Iterator[Setting]:
-    """With each of these pairs one unit; nothing where one cannot be."""
-    units = joined(setting.profile, setting.units, pairs)
-    if units is not None:
-        yield dataclasses.replace(setting, units=units)
 
 
 def _pairs(setting: Setting, modes: Modes) -> list[list[_Pair]]:

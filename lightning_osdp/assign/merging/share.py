@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 from lightning_osdp.assign.additive import NO_GAIN, Modes
 from lightning_osdp.assign.setting import Setting
@@ -83,20 +84,38 @@ def _share(
 
 def _with(setting: Setting, modes: Modes, blocks: Sequence[_Block]) -> tuple[Setting, Modes] | None:
     names = tuple(block.name for block in blocks)
-    found = setting.once(("shared", *names), partial(_merged, setting, names))
+    make = partial(merged, setting.profile, setting.units, names)
+    return in_other_units(setting, modes, ("shared", *names), make, {block.name: block.mode for block in blocks})
+
+
+def in_other_units(
+    setting: Setting,
+    modes: Modes,
+    what: Hashable,
+    make: Callable[[], tuple[UnitProfile, ...] | None],
+    changed: Mapping[str, ShardingMode] = MappingProxyType({}),
+) -> tuple[Setting, Modes] | None:
+    """The setting in other units, which are made once, and their modes; None where there are no such units.
+
+    Args:
+        setting: to change.
+        modes: one per unit.
+        what: units are made, see `Setting.once`.
+        make: makes them, or gives None.
+        changed: modes of units that have no namesake in the setting.
+    """
+
+    def settings() -> Iterator[Setting]:
+        units = make()
+        if units is not None:
+            yield dataclasses.replace(setting, units=units)
+
+    found = setting.once(what, settings)
     if not found:
         return None
-    by_name = {unit.name: mode for unit, mode in zip(setting.units, modes, strict=True)}
-    by_name |= {block.name: block.mode for block in blocks}
-    (shared,) = found
-    return shared, tuple(DP if unit.is_root else by_name[unit.name] for unit in shared.units)
-
-
-def _merged(setting: Setting, names: Collection[str]) -> Iterator[Setting]:
-    """With these modules for units; nothing where one cannot be."""
-    units = merged(setting.profile, setting.units, names)
-    if units is not None:
-        yield dataclasses.replace(setting, units=units)
+    by_name = {unit.name: mode for unit, mode in zip(setting.units, modes, strict=True)} | dict(changed)
+    (other,) = found
+    return other, tuple(DP if unit.is_root else by_name[unit.name] for unit in other.units)
 
 
 def _modules(setting: Setting) -> dict[str, None]:
