@@ -142,7 +142,6 @@ def test_planning_compares_the_fastest_runs(monkeypatch):
 
 
 def test_pictures_are_the_same_each_time(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
     from benchmarks import pictures
 
     _, case = cheap_cases("odd_mlp", 2)

@@ -85,7 +85,6 @@ def test_too_few_samples_are_refused():
 
 @pytest.mark.parametrize(("leak_bytes", "verdict", "code"), [(0, "yes", 0), (100_000, "NO", 1)])
 def test_a_result_is_shown_drawn_and_judged(tmp_path, capsys, leak_bytes, verdict, code):
-    pytest.importorskip("matplotlib")
     rows = [asdict(taken) for taken in samples_with("resident_bytes", lambda s: leak_bytes * s)]
     (tmp_path / "soak.json").write_text(json.dumps({"date": "2026-11-21", "ranks": [rows]}))
     with pytest.raises(SystemExit) as ended:

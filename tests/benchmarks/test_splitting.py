@@ -83,7 +83,6 @@ def test_no_decisions_are_measured_without_network_namespaces(monkeypatch, caplo
 
 
 def test_pictures_are_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
     from benchmarks import split_pictures
 
     case = {"hidden_size": HIDDEN_SIZE}

@@ -3,6 +3,7 @@
 import dataclasses
 from xml.etree import ElementTree as ET
 
+import matplotlib as mpl
 import pytest
 
 from lightning_osdp.core.batch_policy import BatchPolicy
@@ -12,8 +13,6 @@ from lightning_osdp.report import draw_plan, save_picture
 from lightning_osdp.report.picture import BANDS, HATCHES, KINDS, LIMIT_COLOUR
 from lightning_osdp.scheduler import make_plan
 from lightning_osdp.simulation import simulate
-
-mpl = pytest.importorskip("matplotlib")
 
 MIB = 2**20
 SVG = "{http://www.w3.org/2000/svg}"

@@ -72,7 +72,6 @@ def published(monkeypatch, folder):
 
 
 def test_the_plan_is_written_and_drawn(monkeypatch, tmp_path):
-    pytest.importorskip("matplotlib")
     text = f"OSDP: plan written to {tmp_path / 'osdp_plan.json'}; drawn beside it as osdp_plan.svg"
     assert published(monkeypatch, tmp_path) == ([text], ["osdp_plan.json", "osdp_plan.svg"])
 
