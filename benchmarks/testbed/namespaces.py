@@ -123,6 +123,7 @@ class Hosts:
             "MASTER_PORT": "29500",  # the namespace is ours alone
             "GLOO_SOCKET_IFNAME": "eth0",
             "OMP_NUM_THREADS": "1",
+            "MALLOC_ARENA_MAX": "1",  # Trainers that take turns have a thread each: what one frees, the next one takes
             "PYTHONPATH": os.pathsep.join([str(self._root), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
         command = [sys.executable, "-m", "benchmarks.testbed.rank", target, str(folder)]

@@ -42,7 +42,8 @@ def plan_of(
         asynchronous_unshard: whether computing may go on during all-gathers.
     """
     held: dict[str, list[str]] = {"": [], **{name: [] for name in modes}}
-    for operator in dict.fromkeys(name.rpartition(".")[0] for name, _ in module.named_parameters()):
+    names = (name for name, _ in module.named_parameters(remove_duplicate=False))  # tied ones are two operators'
+    for operator in dict.fromkeys(name.rpartition(".")[0] for name in names):
         unit = operator
         while unit not in held:
             unit = unit.rpartition(".")[0]
