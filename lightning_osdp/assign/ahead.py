@@ -32,15 +32,16 @@ def assign_ahead(
     """The fastest assignment found, with units gathered ahead as far as that fits, and a bound on all of these.
 
     Args:
-        setting: with every unit gathered ahead that may be; arguments as of `assign_modes`.
-        memory_limit_bytes: the most bytes that may live on one rank.
+        setting: with every unit gathered ahead that may be.
+        memory_limit_bytes: as of `assign_modes`, and so are the others.
         search: name of a solver.
         worth_s: a step time that is of no use.
 
     Returns:
         The setting with what is gathered ahead, and the assignment; None if none fits.
     """
-    ideal, fits = setting.ideal, setting.peak(setting.least_memory_modes).peak_bytes <= memory_limit_bytes
+    ideal, costs = setting.ideal, setting.costs
+    fits = costs.peak(costs.least_memory_modes).peak_bytes <= memory_limit_bytes
     # nothing is worth improving where only the bound is asked for
     worth_ideal_s = 0.0 if fits and ideal is not setting else worth_s
     best = assign_modes(ideal, memory_limit_bytes=memory_limit_bytes, search=search, worth_s=worth_ideal_s)
@@ -53,7 +54,8 @@ def assign_ahead(
     chosen = as_far_as_fits(setting, best.modes, memory_limit_bytes=memory_limit_bytes)
     if chosen is None:
         return None
-    return chosen, replace(best, step_time_s=chosen.step_time_s(best.modes), peak=chosen.exact_peak(best.modes))
+    costs = chosen.costs
+    return chosen, replace(best, step_time_s=costs.step_time_s(best.modes), peak=costs.exact_peak(best.modes))
 
 
 def as_far_as_fits(setting: Setting, modes: Modes, *, memory_limit_bytes: int) -> Setting | None:
@@ -80,7 +82,7 @@ def as_far_as_fits(setting: Setting, modes: Modes, *, memory_limit_bytes: int) -
             late[way].append(name)
     every = [unit.name for unit in setting.units if not unit.is_root]
     setting = replace(setting, engine=engine.gathering_late(*(every if each else [] for each in may)))
-    return setting if setting.exact_peak(modes).peak_bytes <= memory_limit_bytes else None
+    return setting if setting.costs.exact_peak(modes).peak_bytes <= memory_limit_bytes else None
 
 
 def _ahead_above(

@@ -54,16 +54,16 @@ def assign_modes(
     for _ in range(MAX_TRIES):
         if found is None:
             break
-        peak = setting.exact_peak(found.modes)
+        peak = setting.costs.exact_peak(found.modes)
         if peak.peak_bytes <= memory_limit_bytes:
             return replace(found, peak=peak, bound_s=min(first.bound_s, found.bound_s))
         room_bytes -= peak.peak_bytes - memory_limit_bytes
         found = _assigned(setting, room_bytes, search, worth_s)
-    least = setting.least_memory_modes
-    peak = setting.exact_peak(least)
+    least = setting.costs.least_memory_modes
+    peak = setting.costs.exact_peak(least)
     if peak.peak_bytes > memory_limit_bytes:
         return None
-    return replace(first, modes=least, step_time_s=setting.step_time_s(least), peak=peak)
+    return replace(first, modes=least, step_time_s=setting.costs.step_time_s(least), peak=peak)
 
 
 def assigned_as(setting: Setting, modes: Modes, *, bound_s: float | None) -> Assignment:
@@ -74,26 +74,28 @@ def assigned_as(setting: Setting, modes: Modes, *, bound_s: float | None) -> Ass
         modes: one per unit, which fit.
         bound_s: no other assignment is faster; None: it is as if memory were no concern.
     """
-    time_s = setting.step_time_s(modes)
+    costs = setting.costs
+    time_s = costs.step_time_s(modes)
     if bound_s is None:
-        bound_s = Paths(setting.lead).least_s() if setting.overlaps else setting.additive.fastest_s
-    return Assignment(modes=modes, step_time_s=time_s, peak=setting.exact_peak(modes), bound_s=min(time_s, bound_s))
+        bound_s = Paths(setting.lead).least_s() if setting.overlaps else costs.additive.fastest_s
+    return Assignment(modes=modes, step_time_s=time_s, peak=costs.exact_peak(modes), bound_s=min(time_s, bound_s))
 
 
 def _assigned(setting: Setting, memory_limit_bytes: int, search: str, worth_s: float) -> Assignment | None:
     """What fits by the closed form."""
-    if setting.peak(setting.least_memory_modes).peak_bytes > memory_limit_bytes:
+    costs = setting.costs
+    if costs.peak(costs.least_memory_modes).peak_bytes > memory_limit_bytes:
         return None
-    rooms = setting.memory.room_bytes(memory_limit_bytes)
+    rooms = costs.memory.room_bytes(memory_limit_bytes)
     if setting.overlaps:
         solved = solve_overlapped(setting, rooms, search=search, worth_s=worth_s)
     else:
-        solved = solve(setting.additive, rooms, search=search)
+        solved = solve(costs.additive, rooms, search=search)
     modes = one_sync(setting, solved.modes)
     return Assignment(
         modes=modes,
-        step_time_s=solved.time_s if modes == solved.modes else setting.step_time_s(modes),
-        peak=setting.peak(modes),
+        step_time_s=solved.time_s if modes == solved.modes else costs.step_time_s(modes),
+        peak=costs.peak(modes),
         bound_s=solved.bound_s,
         note=solved.note,
     )
@@ -110,24 +112,25 @@ def fill_spare(setting: Setting, assignment: Assignment, *, memory_limit_bytes: 
         assignment: what fits by the closed form.
         memory_limit_bytes: the most bytes that may live on one rank.
     """
-    if setting.is_paper and {mode.sync for options in setting.options for mode in options} == {"every"}:
+    costs = setting.costs
+    if setting.is_paper and {mode.sync for options in costs.options for mode in options} == {"every"}:
         return assignment
-    rooms, modes, step_time_s = setting.memory.room_bytes(memory_limit_bytes), assignment.modes, assignment.step_time_s
-    fits, fails = 0.0, sum(sorted(setting.memory.gathered_bytes)[-2:])
+    rooms, modes, step_time_s = costs.memory.room_bytes(memory_limit_bytes), assignment.modes, assignment.step_time_s
+    fits, fails = 0.0, sum(sorted(costs.memory.gathered_bytes)[-2:])
     spare_bytes = fails
     for _ in range(MAX_TRIES):
-        found = fill(setting.additive, assignment.modes, [room + spare_bytes for room in rooms])
+        found = fill(costs.additive, assignment.modes, [room + spare_bytes for room in rooms])
         found = one_sync(setting, found)
-        if setting.exact_peak(found).peak_bytes <= memory_limit_bytes:
+        if costs.exact_peak(found).peak_bytes <= memory_limit_bytes:
             fits = spare_bytes
-            if setting.step_time_s(found) < step_time_s:
-                modes, step_time_s = found, setting.step_time_s(found)
+            if costs.step_time_s(found) < step_time_s:
+                modes, step_time_s = found, costs.step_time_s(found)
         else:
             fails = spare_bytes
         if fits == fails:
             break
         spare_bytes = (fits + fails) / 2
-    return replace(assignment, modes=modes, step_time_s=step_time_s, peak=setting.exact_peak(modes))
+    return replace(assignment, modes=modes, step_time_s=step_time_s, peak=costs.exact_peak(modes))
 
 
 def bound_later_s(setting: Setting, bound_s: float, *, micro_batch_size: int) -> float:
@@ -144,4 +147,4 @@ def bound_later_s(setting: Setting, bound_s: float, *, micro_batch_size: int) ->
     later = setting.at(micro_batch_size)
     if setting.overlaps:
         return max(bound_s, Paths(later).least_s())
-    return bound_s + later.compute_s - setting.compute_s
+    return bound_s + later.costs.compute_s - setting.costs.compute_s

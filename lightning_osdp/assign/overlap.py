@@ -45,7 +45,7 @@ def solve_overlapped(setting: Setting, rooms: Sequence[float], *, search: str, w
         worth_s: step time that the modes must be below to be of use; where they cannot, they are not improved.
     """
     found = _Found(setting, rooms)
-    found.offer(_solve(setting.additive, rooms, search).modes)
+    found.offer(_solve(setting.costs.additive, rooms, search).modes)
     bound_s = _bound_s(setting, rooms, found, search)
     while bound_s < worth_s:
         _free(found)
@@ -81,15 +81,15 @@ class _Found:
     """The best modes so far, and how many more may be simulated."""
 
     def __init__(self, setting: Setting, rooms: Sequence[float]) -> None:
-        self.setting, self.rooms, self.problem = setting, rooms, setting.additive
-        self.modes: Modes = setting.least_memory_modes
-        self.time_s, self.stalls_s = setting.clock.step(self.modes)
+        self.setting, self.rooms, self.problem = setting, rooms, setting.costs.additive
+        self.modes: Modes = setting.costs.least_memory_modes
+        self.time_s, self.stalls_s = setting.costs.clock.step(self.modes)
         self.num_left = MAX_SIMULATED_UNITS // len(setting.units)
 
     def offer(self, modes: Modes, *, slack: float = -NO_GAIN) -> bool:
         """Takes modes that fit if they are faster, or slower by no more than a fraction; returns whether they were."""
         self.num_left -= 1
-        step = self.setting.clock.step(modes)
+        step = self.setting.costs.clock.step(modes)
         is_taken = step.time_s < self.time_s * (1 + slack)
         if is_taken:
             self.modes, (self.time_s, self.stalls_s) = modes, step

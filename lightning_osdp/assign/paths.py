@@ -64,10 +64,10 @@ class Paths:
     """
 
     def __init__(self, setting: Setting) -> None:
-        self._setting, self._clock = setting, setting.clock
+        self._setting, self._clock, self._options = setting, setting.costs.clock, setting.costs.options
         self._gather_s = self._clock.durations.gather_s
         self._reduce_s = self._clock.durations.reduce_s
-        self._may_accumulate = any(mode.sync == "last" for options in setting.options for mode in options)
+        self._may_accumulate = any(mode.sync == "last" for options in self._options for mode in options)
         self._flattened: dict[int, int] = {}  # unit -> number of its reduce-scatter
         self._gathered: list[int] = []  # units that are gathered whatever their mode
         self._regathers: list[tuple[int, int]] = []  # units if freed, with the number of reduce-scatters before
@@ -106,7 +106,7 @@ class Paths:
                 passed_s += rerun_s.get(of, 0.0)
             elif kind == "flatten":
                 self._flattened[of] = len(reduces_s)
-                passed_s += self._clock.overhead_s(of, ZDP) / self._clock.num_micro_batches
+                passed_s += self._clock.overhead_s(self._setting.units[of], ZDP) / self._clock.num_micro_batches
             elif kind == "reduce":
                 before_s.append(computed_s)
                 busy_s.append(computed_s + passed_s)
@@ -117,11 +117,11 @@ class Paths:
     def _most_of_segments_s(self) -> tuple[dict[int, float], dict[int, float]]:
         """Segment -> the most that blocks take in its forward, and in its backward, to do without what they save."""
         copied_s, rerun_s = dict[int, float](), dict[int, float]()
-        for unit, (of, options) in enumerate(zip(self._setting.units, self._setting.options, strict=True)):
+        for of, options in zip(self._setting.units, self._options, strict=True):
             if of.block is not None:
-                copies_s = {mode: self._clock.copied_s(unit, mode) for mode in options}
+                copies_s = {mode: self._clock.copied_s(of, mode) for mode in options}
                 copied_s[of.last] = max(copies_s.values())
-                rerun_s[of.last] = max(self._clock.activations_s(unit, mode) - copies_s[mode] for mode in options)
+                rerun_s[of.last] = max(self._clock.activations_s(of, mode) - copies_s[mode] for mode in options)
         return copied_s, rerun_s
 
     def longest(self, modes: Sequence[ShardingMode]) -> Path:
@@ -143,7 +143,7 @@ class Paths:
 
     def least_s(self) -> float:
         """Seconds of a step that no modes go below, as if memory were no concern."""
-        return max(self._direct_s(self._setting.options)) + self._clock.optimizer_s
+        return max(self._direct_s(self._options)) + self._clock.optimizer_s
 
     def _direct_s(self, options: Sequence[Sequence[ShardingMode]]) -> list[float]:
         """For each turn, the seconds of a step's path without detours: of each unit the least of its options."""
@@ -170,8 +170,8 @@ class Paths:
 
     def _own_s(self, unit: int, mode: ShardingMode) -> float:
         """Seconds of a step, before the unit's gradients are reduced, that depend on its mode alone."""
-        num_micro_batches = self._clock.num_micro_batches
-        return self._clock.overhead_s(unit, mode) + num_micro_batches * self._clock.activations_s(unit, mode)
+        clock, of = self._clock, self._setting.units[unit]
+        return clock.overhead_s(of, mode) + clock.num_micro_batches * clock.activations_s(of, mode)
 
     def _num_gathers(self, mode: ShardingMode) -> int:
         """How often a step gathers a unit that is not there, whether or not forward frees it."""
@@ -200,7 +200,7 @@ class Paths:
             freed_s[detour.unit] += num_micro_batches * detour.more_s
         gathered = Counter(self._gathered if path.turn == 0 else ())
         times_s = []
-        for unit, options in enumerate(self._setting.options):
+        for unit, options in enumerate(self._options):
             turn, reduce_s = self._flattened[unit], self._reduce_s[unit]
             times_s.append(
                 {
@@ -212,7 +212,7 @@ class Paths:
                 }
             )
         constant_s = num_micro_batches * self._constants_s[path.turn] + self._clock.optimizer_s
-        return dataclasses.replace(self._setting.additive, times_s=times_s, constant_s=constant_s)
+        return dataclasses.replace(self._setting.costs.additive, times_s=times_s, constant_s=constant_s)
 
 
 def _chosen(taken: Sequence[_Detour | None], turn: int) -> tuple[_Detour, ...]:

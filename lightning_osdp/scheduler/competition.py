@@ -29,6 +29,11 @@ def _time_s(assigned: tuple[Setting, Assignment]) -> float:
     return assigned[1].step_time_s
 
 
+def _least_s(setting: Setting) -> float:
+    """Seconds of the step as if memory were no concern."""
+    return setting.costs.step_time_s(setting.costs.additive.fastest_modes)
+
+
 class Competition:
     """Assignments of one model in the same memory.
 
@@ -58,11 +63,11 @@ class Competition:
 
     def smallest(self, settings: Sequence[Setting]) -> Setting:
         """The setting that needs the fewest bytes; with operators split where it would not fit else."""
-        best = min(settings, key=attrgetter("least_bytes"))
+        best = min(settings, key=attrgetter("costs.least_bytes"))
         for found in (self._recomputing(best), self._split(best)):
-            if best.least_bytes <= self.memory_limit_bytes:
+            if best.costs.least_bytes <= self.memory_limit_bytes:
                 break
-            best = min((best, *found), key=attrgetter("least_bytes"))
+            best = min((best, *found), key=attrgetter("costs.least_bytes"))
         return best.ideal
 
     def assigned(self, settings: Sequence[Setting]) -> list[tuple[Setting, Assignment]]:
@@ -71,9 +76,9 @@ class Competition:
         for setting in (*settings, *self._by_block(settings)):
             found += self._assigned(setting, found)
         fastest = min(found, key=_time_s, default=None)
-        if fastest is None or fastest[1].step_time_s > fastest[0].lead.fastest_s * (1 + NO_GAIN):
+        if fastest is None or fastest[1].step_time_s > _least_s(fastest[0].lead) * (1 + NO_GAIN):
             engine = None if fastest is None else fastest[0].lead.engine
-            smallest = min(settings, key=attrgetter("least_bytes"))
+            smallest = min(settings, key=attrgetter("costs.least_bytes"))
             base = next((each for each in settings if each.engine == engine), smallest)
             for each in self._split(base):
                 found += self._assigned(each, found)
@@ -92,7 +97,7 @@ class Competition:
             settings.append(with_blocks(setting, recomputing))
         for each in settings:
             yield each, each.all_zdp_modes
-            last = tuple(options[-1] for options in each.options)
+            last = tuple(options[-1] for options in each.costs.options)
             if last != each.all_zdp_modes:
                 yield each, last
 
@@ -113,7 +118,7 @@ class Competition:
         """The same with operators split, where that can help."""
         if setting.cluster.world_size == 1 or len(self._slices) == 1:
             return
-        peak = setting.peak(setting.least_memory_modes)
+        peak = setting.costs.peak(setting.costs.least_memory_modes)
         whole = sum(peak.parts.get(part, 0) for part in ("gathered parameters", "unsharded gradients"))
         if peak.peak_bytes - whole <= self.memory_limit_bytes:
             yield from ever_more_slices(setting, self._slices)
@@ -174,7 +179,7 @@ class Competition:
         found = [assigned]
         # where not all fits that may be gathered ahead, units are shared as if that took no memory
         base = setting if assigned[0].engine == setting.engine else setting.ideal
-        for modes in (assigned[1].modes, setting.least_memory_modes) if self._shares else ():
+        for modes in (assigned[1].modes, setting.costs.least_memory_modes) if self._shares else ():
             shared = share_units(base, modes, memory_limit_bytes=self.memory_limit_bytes)
             for merged, modes_of_merged in (shared, join_units(*shared, memory_limit_bytes=self.memory_limit_bytes)):
                 if merged is not base and all(merged.units != other.units for other, _ in found):
@@ -185,7 +190,7 @@ class Competition:
         """The best modes of units that were made with these, or these, which fit though the closed form may exceed."""
         again = assign_ahead(setting, memory_limit_bytes=self.memory_limit_bytes, search=self._search, worth_s=worth_s)
         found = [] if again is None else [again]
-        time_s = setting.step_time_s(modes)
+        time_s = setting.costs.step_time_s(modes)
         if time_s < worth_s and (again is None or time_s < again[1].step_time_s * (1 - NO_GAIN)):
             chosen = as_far_as_fits(setting, modes, memory_limit_bytes=self.memory_limit_bytes)
             if chosen is not None:

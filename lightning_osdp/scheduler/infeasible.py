@@ -14,7 +14,7 @@ from lightning_osdp.scheduler.sweep import Sweep
 def why_infeasible(sweep: Sweep, micro_batch_size: int, memory_limit_bytes: int) -> str:
     """The text of `InfeasibleError`: the limit, the least bytes of any plan, the largest contributors, a remedy."""
     setting = sweep.smallest(micro_batch_size)
-    peak = setting.peak(setting.least_memory_modes)
+    peak = setting.costs.peak(setting.costs.least_memory_modes)
     workload, ranks = setting.workload, setting.cluster.world_size
     samples = workload.micro_batch_size
     sizes = {
@@ -87,6 +87,6 @@ def _more_ranks(setting: Setting, memory_limit_bytes: int) -> str:
     for doubling in range(1, 11):
         ranks = setting.cluster.world_size * 2**doubling
         wider = dataclasses.replace(setting, cluster=dataclasses.replace(setting.cluster, world_size=ranks))
-        if wider.peak(wider.least_memory_modes).peak_bytes <= memory_limit_bytes:
+        if wider.costs.peak(wider.costs.least_memory_modes).peak_bytes <= memory_limit_bytes:
             return f", or use {ranks} ranks"
     return ""

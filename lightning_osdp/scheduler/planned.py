@@ -54,20 +54,21 @@ def _keeping_saves_s(setting: Setting, modes: Sequence[ShardingMode]) -> list[fl
     too many kinds for that, it is what the unit saves if nothing overlaps.
     """
     if not setting.overlaps:
-        return [setting.saved_s(unit) for unit in range(len(setting.units))]
+        return [setting.costs.keeping_saves_s(unit) for unit in range(len(setting.units))]
     kinds = [(unit.kind, unit.gathered_bytes, mode) for unit, mode in zip(setting.units, modes, strict=True)]
     first = {kind: index for index, kind in reversed([*enumerate(kinds)])}
     if len(first) > _MOST_KINDS:
-        return [setting.saved_s(unit) for unit in range(len(setting.units))]
+        return [setting.costs.keeping_saves_s(unit) for unit in range(len(setting.units))]
     saved_s = {kind: _saved_in_step_s(setting, modes, unit) for kind, unit in first.items()}
     return [saved_s[kind] for kind in kinds]
 
 
 def _saved_in_step_s(setting: Setting, modes: Sequence[ShardingMode], unit: int) -> float:
+    costs = setting.costs
     if setting.units[unit].is_root:
         return 0.0
     sharded_s, kept_s = (
-        setting.step_time_s([*modes[:unit], replace(mode, activations=modes[unit].activations), *modes[unit + 1 :]])
+        costs.step_time_s([*modes[:unit], replace(mode, activations=modes[unit].activations), *modes[unit + 1 :]])
         for mode in (ZDP, DP)
     )
     return max(0.0, sharded_s - kept_s)
@@ -109,9 +110,9 @@ def _unit(
         modes=tuple(mode.name for mode in modes),
         sync=modes[0].sync,
         parameter_bytes=parameter_bytes,
-        time_s=sum(setting.times_s[index][mode] for index, mode in each),
+        time_s=sum(setting.costs.times_s[index][mode] for index, mode in each),
         keep_saves_s=sum(keeping_saves_s[index] for index in slices),
         keep_costs_bytes=0 if name == "" else parameter_bytes,
-        accumulate_saves_s=sum(setting.accumulating_saves_s(index, mode) for index, mode in each),
-        accumulate_costs_bytes=sum(setting.accumulating_costs_bytes(index, mode) for index, mode in each),
+        accumulate_saves_s=sum(setting.costs.accumulating_saves_s(index, mode) for index, mode in each),
+        accumulate_costs_bytes=sum(setting.costs.accumulating_costs_bytes(index, mode) for index, mode in each),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 from lightning_osdp.assign import Modes, Setting, with_blocks
@@ -15,6 +16,7 @@ from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.progress import Progress, silent
 from lightning_osdp.core.units import SMALL_UNIT_BYTES, partition
+from lightning_osdp.cost import evaluation_peak
 from lightning_osdp.engine import AUTO, FSDP2, Engine
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.scheduler.candidate import Candidate
@@ -118,7 +120,7 @@ def _check_limit(memory_limit_bytes: int) -> None:
 def _plan(best: Candidate, sweep: Sweep, memory_limit_bytes: int, search: str, min_unit_bytes: int | None) -> Plan:
     setting, assignment = best.setting, best.assignment
     plain, plain_modes = sweep.plain(best)
-    plain_peak_bytes = plain.exact_peak(plain_modes).peak_bytes
+    plain_peak_bytes = plain.costs.exact_peak(plain_modes).peak_bytes
     ratio = setting.workload.num_samples / plain.workload.num_samples if plain_peak_bytes <= memory_limit_bytes else 0.0
     predicts = assignment.step_time_s > 0
     return Plan(
@@ -137,13 +139,13 @@ def _plan(best: Candidate, sweep: Sweep, memory_limit_bytes: int, search: str, m
         solver=search,
         cost_model=setting.cost_model,
         **setting.engine.settings,
-        all_zdp_step_time_s=ratio * plain.step_time_s(plain_modes),
+        all_zdp_step_time_s=ratio * plain.costs.step_time_s(plain_modes),
         all_zdp_peak_bytes=plain_peak_bytes,
         all_zdp_how=_how(plain, plain_modes, setting),
         peak_phase=assignment.peak.phase,
         peak_operator=assignment.peak.operator,
         peak_parts=dict(assignment.peak.parts),
-        evaluation_peak_bytes=setting.evaluation_peak_bytes(assignment.modes),
+        evaluation_peak_bytes=math.ceil(evaluation_peak(setting, assignment.modes, engine=setting.bytes_engine)),
         notes=tuple(
             filter(None, (*setting.profile.notes, assignment.note, _held_by_root(setting.profile, min_unit_bytes)))
         ),

@@ -73,11 +73,12 @@ class Sweep:
 
     def least_bytes(self, micro_batch_size: int, activations: Sequence[str]) -> int:
         """What the smallest setting of this size needs if blocks may do this with what they save."""
-        return self.competition.offering(activations).smallest(self._of_size(micro_batch_size)).least_bytes
+        return self.competition.offering(activations).smallest(self._of_size(micro_batch_size)).costs.least_bytes
 
     def fits(self, micro_batch_size: int, num_micro_batches: int | None = None) -> bool:
         """Whether any assignment does; with as many micro-batches as the sweep's if their number is not given."""
-        return self.smallest(micro_batch_size, num_micro_batches).least_bytes <= self.competition.memory_limit_bytes
+        smallest = self.smallest(micro_batch_size, num_micro_batches)
+        return smallest.costs.least_bytes <= self.competition.memory_limit_bytes
 
     def candidate(self, micro_batch_size: int) -> Candidate | None:
         """Best assignment at this size; None if none fits."""
@@ -105,11 +106,15 @@ class Sweep:
         engine, memory_limit_bytes = candidate.setting.lead.engine, self.competition.memory_limit_bytes
         settings = [each for size in self._candidates for each in self._of_size(size) if each.engine == engine]
         found = [(setting, modes) for each in settings for setting, modes in self.competition.plain(each)]
-        fastest = sorted(found, key=lambda each: samples_per_s(each[0], each[0].step_time_s(each[1])), reverse=True)
-        best = next((each for each in fastest if each[0].exact_peak(each[1]).peak_bytes <= memory_limit_bytes), None)
-        if best is None:
-            return min(found, key=lambda each: each[0].exact_peak(each[1]).peak_bytes)
-        return self.competition.shared(*best)
+
+        def peak_bytes(plain: tuple[Setting, Modes]) -> int:
+            return plain[0].costs.exact_peak(plain[1]).peak_bytes
+
+        fastest = sorted(
+            found, key=lambda each: samples_per_s(each[0], each[0].costs.step_time_s(each[1])), reverse=True
+        )
+        best = next((each for each in fastest if peak_bytes(each) <= memory_limit_bytes), None)
+        return min(found, key=peak_bytes) if best is None else self.competition.shared(*best)
 
     def largest(self, most: int) -> int:
         """Largest size that fits, 0 if not even one sample does: doubling to the first that does not, then halving."""

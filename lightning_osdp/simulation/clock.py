@@ -10,7 +10,7 @@ from lightning_osdp.core.modes import DP, ShardingMode
 from lightning_osdp.core.profile import Rerun
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.cost import activations_s, copied_s, optimizer_s, overhead_cost
+from lightning_osdp.cost import block_s, copied_s, optimizer_s, overhead_s
 from lightning_osdp.engine import DEFAULT, MOST_SIMULATED, Engine, Event
 from lightning_osdp.simulation.step import durations_of
 from lightning_osdp.simulation.timeline import Durations, Timeline
@@ -71,23 +71,23 @@ class StepClock:
         if all(mode.activations == "keep" for mode in modes):
             return durations
         forward_s, backward_s = list(durations.forward_s), list(durations.backward_s)
-        for unit, (of, mode) in enumerate(zip(self.units, modes, strict=True)):
-            forward_s[of.last] += self.copied_s(unit, mode)
-            backward_s[of.last] += self.activations_s(unit, mode) - self.copied_s(unit, mode)
+        for unit, mode in zip(self.units, modes, strict=True):
+            of_forward_s = self.copied_s(unit, mode)
+            forward_s[unit.last] += of_forward_s
+            backward_s[unit.last] += self.activations_s(unit, mode) - of_forward_s
         return durations._replace(forward_s=forward_s, backward_s=backward_s)
 
-    def activations_s(self, unit: int, mode: ShardingMode) -> float:
-        """Seconds of a micro-batch that a unit's block takes to do without what it would save."""
-        return activations_s(self.units[unit], mode, self.cluster, self.samples)
+    def activations_s(self, unit: UnitProfile, mode: ShardingMode) -> float:
+        """Seconds of a micro-batch that the unit's block takes to do without what it would save."""
+        return 0.0 if unit.block is None else block_s(unit.block, mode.activations, self.cluster, self.samples)
 
-    def copied_s(self, unit: int, mode: ShardingMode) -> float:
+    def copied_s(self, unit: UnitProfile, mode: ShardingMode) -> float:
         """The part of that which its forward takes."""
-        return copied_s(self.units[unit].block, mode.activations, self.cluster, self.samples)
+        return 0.0 if unit.block is None else copied_s(unit.block, mode.activations, self.cluster, self.samples)
 
-    def overhead_s(self, unit: int, mode: ShardingMode) -> float:
-        """Seconds of a step that the runtime takes for a unit."""
-        of = self.units[unit]
-        return overhead_cost(of, mode, cluster=self.cluster, workload=self.workload, engine=self.engine).time_s
+    def overhead_s(self, unit: UnitProfile, mode: ShardingMode) -> float:
+        """Seconds of a step that the runtime takes for the unit."""
+        return overhead_s(unit, mode, cluster=self.cluster, workload=self.workload, engine=self.engine)
 
 
 @cache

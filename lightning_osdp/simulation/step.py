@@ -15,7 +15,7 @@ from lightning_osdp.cost import (
     evaluation_peak,
     gather_s,
     optimizer_s,
-    overhead_s,
+    overhead_part_s,
     reduce_s,
     saving_peak,
 )
@@ -114,7 +114,7 @@ def durations_of(step: Step, engine: Engine) -> Durations:
         backward_s=[segment.backward_s.at(samples) + s for segment, s in zip(profile.segments, copies_s, strict=True)],
         gather_s=[gather_s(unit, cluster, engine) for unit in units],
         reduce_s=[reduce_s(unit, cluster, engine) for unit in units],
-        overhead_s={part: [overhead_s(unit, part, cluster) for unit in units] for part in UNIT_PARTS},
+        overhead_s={part: [overhead_part_s(unit, part, cluster) for unit in units] for part in UNIT_PARTS},
     )
 
 

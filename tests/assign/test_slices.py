@@ -30,7 +30,7 @@ def wide(model, linear, cluster):
 
 
 def least_bytes(found):
-    return found.peak(found.least_memory_modes).peak_bytes
+    return found.costs.peak(found.costs.least_memory_modes).peak_bytes
 
 
 def test_what_binds_is_split_as_long_as_that_lowers_the_peak(wide):
@@ -59,7 +59,7 @@ def test_slices_of_an_operator_reduce_their_gradients_alike(wide):
 
 def test_with_slices_a_part_of_an_operator_is_kept(wide):
     split = list(ever_more_slices(wide, (1, 4)))[-1]
-    limit_bytes = (least_bytes(split) + split.peak(tuple(DP for _ in split.units)).peak_bytes) // 2
+    limit_bytes = (least_bytes(split) + split.costs.peak(tuple(DP for _ in split.units)).peak_bytes) // 2
     modes = assign_modes(split, memory_limit_bytes=limit_bytes).modes
     slices = [mode for unit, mode in zip(split.units, modes, strict=True) if unit.name.startswith("large")]
     assert set(slices) == {ZDP, DP}

@@ -9,8 +9,7 @@ from lightning_osdp.core.modes import ALL_MODES, DP, ZDP
 from lightning_osdp.core.profile import ModelProfile, OperatorProfile
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import partition
-from lightning_osdp.cost import Workload
-from lightning_osdp.cost.overhead import overhead_cost
+from lightning_osdp.cost import Workload, overhead_s
 from lightning_osdp.simulation import simulate_step
 
 FREE = Link(latency_s=0.0, seconds_per_byte=0.0)
@@ -46,10 +45,9 @@ ROOT, UNIT = partition(ModelProfile.in_turn([OPERATOR]), min_unit_bytes=0)
 )
 def test_parts_are_charged_as_often_as_they_happen(mode, per_micro_batch, once, num_micro_batches):
     workload = Workload(micro_batch_size=3, num_micro_batches=num_micro_batches)
-    found = overhead_cost(UNIT, mode, cluster=CLUSTER, workload=workload)
+    found_s = overhead_s(UNIT, mode, cluster=CLUSTER, workload=workload)
     counts = {part: num_micro_batches * per_micro_batch.get(part, 0) + once.get(part, 0) for part in UNIT_PARTS}
-    assert found.time_s == pytest.approx(sum(count * EACH_S[part] for part, count in counts.items()))
-    assert found.memory_bytes == 0
+    assert found_s == pytest.approx(sum(count * EACH_S[part] for part, count in counts.items()))
 
 
 def test_the_simulated_step_has_the_same_overhead(model):
@@ -59,8 +57,7 @@ def test_the_simulated_step_has_the_same_overhead(model):
     for mode in ALL_MODES:
         modes = [DP if unit.is_root else mode for unit in units]
         terms = [
-            overhead_cost(unit, mode, cluster=CLUSTER, workload=workload).time_s
-            for unit, mode in zip(units, modes, strict=True)
+            overhead_s(unit, mode, cluster=CLUSTER, workload=workload) for unit, mode in zip(units, modes, strict=True)
         ]
         for overlaps in (False, True):
             cluster = replace(CLUSTER, overlaps=overlaps)
@@ -71,7 +68,7 @@ def test_the_simulated_step_has_the_same_overhead(model):
 
 def test_nothing_where_it_was_not_measured_or_the_unit_is_empty():
     unmeasured = replace(CLUSTER, unit_overhead={})
-    assert overhead_cost(UNIT, ZDP, cluster=unmeasured, workload=Workload(micro_batch_size=1)).time_s == 0
+    assert overhead_s(UNIT, ZDP, cluster=unmeasured, workload=Workload(micro_batch_size=1)) == 0
     alone = replace(CLUSTER, world_size=1)
-    assert overhead_cost(UNIT, ZDP, cluster=alone, workload=Workload(micro_batch_size=1)).time_s == 0
-    assert overhead_cost(ROOT, DP, cluster=CLUSTER, workload=Workload(micro_batch_size=1)).time_s == 0
+    assert overhead_s(UNIT, ZDP, cluster=alone, workload=Workload(micro_batch_size=1)) == 0
+    assert overhead_s(ROOT, DP, cluster=CLUSTER, workload=Workload(micro_batch_size=1)) == 0

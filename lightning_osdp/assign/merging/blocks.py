@@ -22,7 +22,8 @@ def block_units(setting: Setting, activations: Sequence[str] = ("keep",)) -> lis
         setting: in which all blocks keep what they save.
         activations: what they may do.
     """
-    return setting.once(("blocks", *activations), partial(_block_units, setting, activations))
+    make = partial(_block_units, setting, activations)
+    return setting.variants.once(setting, ("blocks", *activations), make)
 
 
 def _block_units(setting: Setting, activations: Sequence[str]) -> Iterator[Setting]:
@@ -62,7 +63,8 @@ def with_blocks(setting: Setting, activations: Mapping[str, str]) -> Setting:
         setting: in which all blocks keep what they save, and no operator is split.
         activations: block -> what it does; those that are not named keep what they save.
     """
-    (found,) = setting.once(tuple(activations.items()), partial(_with_blocks, setting, activations))
+    make = partial(_with_blocks, setting, activations)
+    (found,) = setting.variants.once(setting, tuple(activations.items()), make)
     return found
 
 

@@ -67,14 +67,14 @@ def _share(
     setting: Setting, modes: Modes, blocks: Sequence[_Block], memory_limit_bytes: float
 ) -> tuple[Setting, Modes]:
     """As many of the last blocks as fit, found by halving."""
-    before_s = setting.step_time_s(modes)
+    before_s = setting.costs.step_time_s(modes)
     best, fits, fails = (setting, modes), 0, len(blocks) + 1
     count = len(blocks)
     while fails - fits > 1:
         tried = _with(setting, modes, blocks[-count:])
-        if tried is not None and tried[0].step_time_s(tried[1]) >= before_s * (1 - NO_GAIN):
+        if tried is not None and tried[0].costs.step_time_s(tried[1]) >= before_s * (1 - NO_GAIN):
             break
-        if tried is not None and tried[0].exact_peak(tried[1]).peak_bytes <= memory_limit_bytes:
+        if tried is not None and tried[0].costs.exact_peak(tried[1]).peak_bytes <= memory_limit_bytes:
             best, fits = tried, count
         else:
             fails = count
@@ -100,7 +100,7 @@ def in_other_units(
     Args:
         setting: to change.
         modes: one per unit.
-        what: units are made, see `Setting.once`.
+        what: units are made, see `Variants.once`.
         make: makes them, or gives None.
         changed: modes of units that have no namesake in the setting.
     """
@@ -110,7 +110,7 @@ def in_other_units(
         if units is not None:
             yield dataclasses.replace(setting, units=units)
 
-    found = setting.once(what, settings)
+    found = setting.variants.once(setting, what, settings)
     if not found:
         return None
     by_name = {unit.name: mode for unit, mode in zip(setting.units, modes, strict=True)} | dict(changed)

@@ -36,7 +36,7 @@ def ever_more_slices(setting: Setting, choices: Sequence[int]) -> Iterator[Setti
     """
     groups = _groups(setting)
     counts: dict[str, int] = {}
-    least_bytes, in_vain = setting.least_bytes, 0
+    least_bytes, in_vain = setting.costs.least_bytes, 0
     current = setting
     for _ in range(MAX_STEPS):
         more = ((group.names, group.more(counts, choices)) for group in _binding(current, groups))
@@ -44,8 +44,9 @@ def ever_more_slices(setting: Setting, choices: Sequence[int]) -> Iterator[Setti
         if not number or in_vain == MAX_IN_VAIN:
             return
         counts |= dict.fromkeys(names, number)
-        (current,) = setting.once(tuple(counts.items()), partial(_with_slices, setting, dict(counts)))
-        now_bytes = current.least_bytes
+        make = partial(_with_slices, setting, dict(counts))
+        (current,) = setting.variants.once(setting, tuple(counts.items()), make)
+        now_bytes = current.costs.least_bytes
         if now_bytes <= least_bytes * (1 - WORTH_SPLITTING):
             least_bytes, in_vain = now_bytes, 0
             yield current
@@ -64,7 +65,7 @@ def one_sync(setting: Setting, modes: Modes) -> Modes:
         slices = [places[part] for part in slice_names(name, number)]
         if len({modes[index].sync for index in slices}) > 1:
             for index in slices:
-                agreed[index] = _every(modes[index], setting.options[index])
+                agreed[index] = _every(modes[index], setting.costs.options[index])
     return tuple(agreed)
 
 
@@ -104,7 +105,7 @@ def _groups(setting: Setting) -> dict[str, _Group]:
 
 def _binding(setting: Setting, groups: Mapping[str, _Group]) -> list[_Group]:
     """Groups of the operators that are gathered at the peak, the largest units first."""
-    peak = setting.peak(setting.least_memory_modes)
+    peak = setting.costs.peak(setting.costs.least_memory_modes)
     running = [
         index
         for index, unit in enumerate(setting.units)
