@@ -22,7 +22,7 @@ from lightning_osdp.errors import (
     ProfileError,
 )
 from lightning_osdp.profiler import ComputePrecision, measure_cluster, profile_model
-from lightning_osdp.scheduler import make_plan
+from lightning_osdp.scheduler import PlanMethod, make_plan
 from lightning_osdp.simulation import StepEstimate, simulate
 from lightning_osdp.strategy import OSDPPrecision, OSDPStrategy
 from lightning_osdp.strategy.runtime.launcher import REGISTERED
@@ -50,6 +50,7 @@ __all__ = [
     "OSDPStrategy",
     "Plan",
     "PlanFormatError",
+    "PlanMethod",
     "PlanMismatchError",
     "PlanMonitor",
     "ProfileError",

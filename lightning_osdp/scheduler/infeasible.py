@@ -6,14 +6,13 @@ import dataclasses
 
 from lightning_osdp.assign import Setting
 from lightning_osdp.core.text.byte_size import format_at_least, format_bytes
-from lightning_osdp.core.workload import Workload
-from lightning_osdp.cost import PeakMemory
+from lightning_osdp.cost import PeakMemory, Workload
 from lightning_osdp.scheduler.sweep import Sweep
 
 
-def why_infeasible(sweep: Sweep, micro_batch_size: int, memory_limit_bytes: int) -> str:
+def why_infeasible(sweep: Sweep, micro_batch_size: int) -> str:
     """The text of `InfeasibleError`: the limit, the least bytes of any plan, the largest contributors, a remedy."""
-    setting = sweep.smallest(micro_batch_size)
+    setting, memory_limit_bytes = sweep.smallest(micro_batch_size), sweep.competition.memory_limit_bytes
     peak = setting.costs.peak(setting.costs.least_memory_modes)
     workload, ranks = setting.workload, setting.cluster.world_size
     samples = workload.micro_batch_size
@@ -64,7 +63,7 @@ def _divided(sweep: Sweep, workload: Workload) -> Workload | None:
 
 def _saving_less(setting: Setting, peak: PeakMemory, sweep: Sweep) -> str:
     """What else would help where most of the peak is saved for backward, and does help; nothing where it is not."""
-    offered, has_blocks = sweep.competition.activations, bool(setting.unchanged.blocks)
+    offered, has_blocks = sweep.competition.space.activations, bool(setting.unchanged.blocks)
     activations = peak.parts.get("activations", 0)
     if has_blocks:  # what a block recomputes, or takes back, is workspace of its backward
         activations += peak.parts.get("workspace", 0)

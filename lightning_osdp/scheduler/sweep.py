@@ -19,14 +19,15 @@ References:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from lightning_osdp.assign import Modes, Setting, fill_spare
+from lightning_osdp.assign import Assignment, Modes, Setting, bound_later_s, fill_spare
 from lightning_osdp.core.batch_policy import MOST_SAMPLES, BatchPolicy
 from lightning_osdp.core.text.duration import three_digits
-from lightning_osdp.core.text.progress import Progress, silent
-from lightning_osdp.scheduler.candidate import Candidate, samples_per_s
+from lightning_osdp.core.text.progress import Progress
 from lightning_osdp.scheduler.competition import Competition
 
 TOLERANCE = 1e-3
@@ -37,6 +38,37 @@ WORTH_CHANGING = 0.01
 
 MAX_SIZES = 64
 """Sizes that a sweep assigns modes for; past them the best of those is chosen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One micro-batch size with its best assignment."""
+
+    setting: Setting
+    assignment: Assignment
+    bounds: tuple[tuple[Setting, float], ...]
+    """All settings that were tried, each with the seconds that no modes of it go below."""
+
+    @property
+    def samples_per_s(self) -> float:
+        """Equation 1's objective: samples of all ranks over the step time."""
+        return _samples_per_s(self.setting, self.assignment.step_time_s)
+
+    @property
+    def most_samples_per_s(self) -> float:
+        """What no modes exceed at this size."""
+        return max(_samples_per_s(setting, bound_s) for setting, bound_s in self.bounds)
+
+    def most_later(self, micro_batch_size: int) -> float:
+        """What no modes exceed at any larger size up to this one."""
+        size = micro_batch_size
+        later = ((setting.at(size), bound_later_s(setting, s, micro_batch_size=size)) for setting, s in self.bounds)
+        return max(_samples_per_s(setting, bound_s) for setting, bound_s in later)
+
+
+def _samples_per_s(setting: Setting, step_time_s: float) -> float:
+    samples = setting.workload.num_samples * setting.cluster.world_size
+    return samples / step_time_s if step_time_s > 0 else math.inf
 
 
 class Sweep:
@@ -50,12 +82,7 @@ class Sweep:
     """
 
     def __init__(
-        self,
-        settings: Sequence[Setting],
-        competition: Competition,
-        *,
-        policy: BatchPolicy,
-        progress: Progress = silent,
+        self, settings: Sequence[Setting], competition: Competition, *, policy: BatchPolicy, progress: Progress
     ) -> None:
         self.competition = competition
         self._settings, self._policy, self._progress = settings, policy, progress
@@ -73,7 +100,8 @@ class Sweep:
 
     def least_bytes(self, micro_batch_size: int, activations: Sequence[str]) -> int:
         """What the smallest setting of this size needs if blocks may do this with what they save."""
-        return self.competition.offering(activations).smallest(self._of_size(micro_batch_size)).costs.least_bytes
+        offering = replace(self.competition, space=replace(self.competition.space, activations=tuple(activations)))
+        return offering.smallest(self._of_size(micro_batch_size)).costs.least_bytes
 
     def fits(self, micro_batch_size: int, num_micro_batches: int | None = None) -> bool:
         """Whether any assignment does; with as many micro-batches as the sweep's if their number is not given."""
@@ -111,7 +139,7 @@ class Sweep:
             return plain[0].costs.exact_peak(plain[1]).peak_bytes
 
         fastest = sorted(
-            found, key=lambda each: samples_per_s(each[0], each[0].costs.step_time_s(each[1])), reverse=True
+            found, key=lambda each: _samples_per_s(each[0], each[0].costs.step_time_s(each[1])), reverse=True
         )
         best = next((each for each in fastest if peak_bytes(each) <= memory_limit_bytes), None)
         return min(found, key=peak_bytes) if best is None else self.competition.shared(*best)
