@@ -61,7 +61,6 @@ class Cluster:
     reduce_scatter: Link
     unit_overhead: Mapping[str, UnitOverhead] = field(default_factory=dict)
     """One of `UNIT_PARTS` -> what the runtime takes for it, each time; empty where it was not measured."""
-    num_nodes: int = 1
     backend: str = ""
     """Name of the process group's backend, for reports."""
     overlaps: bool = False

@@ -59,11 +59,6 @@ class UnitProfile:
         """The segment in which its last call ends."""
         return self.calls[-1][1]
 
-    @property
-    def dtype(self) -> str:
-        """Of the parameters at rest, several separated by commas."""
-        return ", ".join(dict.fromkeys(operator.dtype for operator in self.operators))
-
     @cached_property
     def parameters(self) -> tuple[ParameterProfile, ...]:
         """In the order of ``named_parameters()``; none where an operator does not tell its own."""

@@ -68,7 +68,6 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
         progress("measuring links and the overhead of a unit", "")
         cluster = measure_cluster(
             strategy.root_device,
-            num_nodes=strategy.num_nodes,
             local_ranks=strategy.num_processes,
         )
     for name, link in (("all-gather", cluster.all_gather), ("reduce-scatter", cluster.reduce_scatter)):
