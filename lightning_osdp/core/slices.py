@@ -164,9 +164,9 @@ def _segments(segment: Segment, cut: Cut, number: int, handed: Affine) -> Iterat
     sizes = slice_sizes(cut.num_features, number)
     for index, (name, size) in enumerate(zip(slice_names(segment.operator, number), sizes, strict=True)):
         share = size / cut.num_features
-        part = _times(gradient, share)
+        part = gradient * share
         products = y + y if index else y
-        timed = {"forward_s": _times(segment.forward_s, share), "backward_s": _times(segment.backward_s, share)}
+        timed = {"forward_s": segment.forward_s * share, "backward_s": segment.backward_s * share}
         if index == number - 1:
             yield replace(
                 segment,
@@ -191,10 +191,6 @@ def _segments(segment: Segment, cut: Cut, number: int, handed: Affine) -> Iterat
                 evaluation_bytes=_least(segment.evaluation_bytes, x + products),
                 **timed,
             )
-
-
-def _times(quantity: Affine, factor: float) -> Affine:
-    return Affine(quantity.fixed * factor, quantity.per_sample * factor)
 
 
 def _less(quantity: Affine, other: Affine) -> Affine:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from lightning_osdp.core.modes import DP, ShardingMode
 from lightning_osdp.core.step import Step
-from lightning_osdp.engine import DEFAULT, Engine, UnitBytes
+from lightning_osdp.engine import DEFAULT, Engine, Layout
 
 
 def evaluation_peak(step: Step, modes: Sequence[ShardingMode], *, engine: Engine = DEFAULT) -> float:
@@ -28,34 +28,27 @@ def evaluation_peak(step: Step, modes: Sequence[ShardingMode], *, engine: Engine
     """
     profile, units, world_size = step.profile, step.units, step.cluster.world_size
     num_samples = step.workload.micro_batch_size
-    sizes = engine.layout(units, profile.optimizer, world_size).units
+    layout = engine.layout(units, profile.optimizer, world_size)
     stays = [engine.keeps(DP if unit.is_root else mode, world_size) for unit, mode in zip(units, modes, strict=True)]
     running = [0.0] * len(profile.segments)
     gathering = [0.0] * len(profile.segments)
-    for unit, size, is_kept in zip(units, sizes, stays, strict=True):
+    for unit, size, is_kept in zip(units, layout.units, stays, strict=True):
         for first, last in unit.calls:
             gathering[first] = max(gathering[first], size.cast_shard, size.buffer)
             for segment in range(first, last + 1) if not is_kept else ():
                 running[segment] += size.gathered
-    kept = sum(size.gathered for size, is_kept in zip(sizes, stays, strict=True) if is_kept)
+    kept = sum(size.gathered for size, is_kept in zip(layout.units, stays, strict=True) if is_kept)
     transient = (
         whole + max(segment.evaluation_bytes.at(num_samples), cast)
         for segment, whole, cast in zip(profile.segments, running, gathering, strict=True)
     )
-    lingering = engine.most_lingering * max((size.buffer for size in sizes), default=0.0)
-    states = _between_steps(step, engine) + profile.batch_bytes.at(num_samples)
+    lingering = engine.most_lingering * max((size.buffer for size in layout.units), default=0.0)
+    states = _between_steps(step, layout) + profile.batch_bytes.at(num_samples)
     return states + kept + lingering + max(transient)
 
 
-def saving_peak(
-    step: Step,
-    modes: Sequence[ShardingMode],
-    *,
-    is_sharded: bool,
-    goes_to_host: bool,
-    engine: Engine = DEFAULT,
-) -> float:
-    """Most bytes alive on rank 0 while a checkpoint of model and optimizer is made; a bound.
+def saving_peak(step: Step, modes: Sequence[ShardingMode], *, is_sharded: bool, engine: Engine = DEFAULT) -> float:
+    """Most bytes alive on rank 0 while a checkpoint of model and optimizer is made on the device; a bound.
 
     State dicts of the model and of its optimizer live together: of all parameters in a full checkpoint, of this rank's
     in a sharded one. Units are gathered one after the other, beside what an evaluation before has left gathered.
@@ -64,26 +57,20 @@ def saving_peak(
         step: between two of which it is made.
         modes: one per unit.
         is_sharded: ``state_dict_type="sharded"``.
-        goes_to_host: whether state dicts leave the device, as Lightning has it on GPUs.
         engine: what shards the model.
     """
     units, world_size = step.units, step.cluster.world_size
-    sizes = engine.layout(units, step.profile.optimizer, world_size).units
+    layout = engine.layout(units, step.profile.optimizer, world_size)
     whole = sum(unit.parameter_bytes + unit.optimizer_bytes for unit in units)
-    states = 0.0 if goes_to_host else whole / world_size if is_sharded else float(whole)
-    gathered = [_at_rest(size, world_size) for size in sizes]
+    states = whole / world_size if is_sharded else float(whole)
+    # state dicts gather units in the dtype at rest
+    gathered = [size.shard * world_size if world_size > 1 else 0.0 for size in layout.units]
     left = sum(
         num_bytes for unit, mode, num_bytes in zip(units, modes, gathered, strict=True) if unit.is_root or mode.resident
     )
-    one = max((num_bytes + size.shard for num_bytes, size in zip(gathered, sizes, strict=True)), default=0.0)
-    return _between_steps(step, engine) + left + one + states
+    one = max((num_bytes + size.shard for num_bytes, size in zip(gathered, layout.units, strict=True)), default=0.0)
+    return _between_steps(step, layout) + left + one + states
 
 
-def _between_steps(step: Step, engine: Engine) -> float:
-    found = engine.layout(step.units, step.profile.optimizer, step.cluster.world_size)
-    return found.shards + found.optimizer_state + step.profile.buffer_bytes
-
-
-def _at_rest(size: UnitBytes, world_size: int) -> float:
-    """The whole unit in the dtype at rest, in which state dicts gather it."""
-    return size.shard * world_size if world_size > 1 else 0.0
+def _between_steps(step: Step, layout: Layout) -> float:
+    return layout.shards + layout.optimizer_state + step.profile.buffer_bytes

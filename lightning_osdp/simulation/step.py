@@ -94,7 +94,7 @@ def simulate_step(
         peak=PeakMemory.of(max((moment for _, moment in moments), key=lambda moment: moment.num_bytes)),
         evaluation_bytes=math.ceil(evaluation_peak(step, modes, engine=engine)),
         saving_bytes={
-            kind: math.ceil(saving_peak(step, modes, is_sharded=kind == "sharded", goes_to_host=False, engine=engine))
+            kind: math.ceil(saving_peak(step, modes, is_sharded=kind == "sharded", engine=engine))
             for kind in ("full", "sharded")
         },
         moments=tuple(moments),
