@@ -12,13 +12,12 @@ ahead: a plan without that prefetch alone is nearly as fast as one with all of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from lightning_osdp.assign.additive import Modes
 from lightning_osdp.assign.assign import Assignment, assign_modes
 from lightning_osdp.assign.setting import Setting
-from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.cost.peak_memory import ROUNDING_BYTES
 from lightning_osdp.engine import Event, Moment
 
@@ -33,7 +32,7 @@ def assign_ahead(
 
     Args:
         setting: with every unit gathered ahead that may be.
-        memory_limit_bytes: as of `assign_modes`, and so are the others.
+        memory_limit_bytes: this and the others are those of `assign_modes`.
         search: name of a solver.
         worth_s: a step time that is of no use.
 
@@ -85,9 +84,7 @@ def as_far_as_fits(setting: Setting, modes: Modes, *, memory_limit_bytes: int) -
     return setting if setting.costs.exact_peak(modes).peak_bytes <= memory_limit_bytes else None
 
 
-def _ahead_above(
-    setting: Setting, modes: Sequence[ShardingMode], memory_limit_bytes: int
-) -> Iterator[tuple[bool, int | None]]:
+def _ahead_above(setting: Setting, modes: Modes, memory_limit_bytes: int) -> list[tuple[bool, int | None]]:
     """At moments above the limit: whether backward goes on, and each unit that is there ahead; None if none is."""
     ahead: set[int] = set()
     above: list[tuple[bool, int | None]] = []
@@ -109,4 +106,4 @@ def _ahead_above(
                 ahead.discard(event.of)
             live.read(event)
     live.update()
-    yield from above
+    return above

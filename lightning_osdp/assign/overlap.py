@@ -49,7 +49,9 @@ def solve_overlapped(setting: Setting, rooms: Sequence[float], *, search: str, w
     bound_s = _bound_s(setting, rooms, found, search)
     while bound_s < worth_s:
         _free(found)
-        if found.time_s <= bound_s * (1 + ENOUGH) or not _move(found):
+        if found.time_s <= bound_s * (1 + ENOUGH):
+            break
+        if not (found.improve(_relieved(found)) or found.improve(_replaced(found))):
             break
     return Solved(modes=found.modes, time_s=found.time_s, bound_s=min(bound_s, found.time_s))
 
@@ -110,11 +112,6 @@ class _Found:
         for unit in units:
             modes[unit] = self.problem.options[unit][option]
         return tuple(modes)
-
-
-def _move(found: _Found) -> bool:
-    """One step of the local search; whether there is one."""
-    return found.improve(_relieved(found)) or found.improve(_replaced(found))
 
 
 def _relieved(found: _Found) -> Iterator[Modes]:

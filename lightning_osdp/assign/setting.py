@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from lightning_osdp.assign.additive import Additive, Modes, sum_s
+from lightning_osdp.core.blocks import with_activations
 from lightning_osdp.core.modes import ALL_MODES, DP, MODES, SYNC_CHOICES, ZDP, ShardingMode
 from lightning_osdp.core.profile import ModelProfile
+from lightning_osdp.core.slices import slice_names, split_operators
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile, grouped
 from lightning_osdp.cost import (
@@ -83,16 +84,40 @@ class Setting(Step):
         num_micro_batches = self.workload.num_micro_batches if num_micro_batches is None else num_micro_batches
         return replace(self, workload=Workload(micro_batch_size=micro_batch_size, num_micro_batches=num_micro_batches))
 
-    def decided(self, profile: ModelProfile, members: Mapping[str, Sequence[str]], **fields: Any) -> Setting:
-        """The same with slices or blocks decided, which leaves nothing to choose of what blocks do.
+    def with_blocks(self, blocks: Mapping[str, str]) -> Setting:
+        """The same units with what blocks do decided, where all keep what they save and no operator is split.
 
         Args:
-            profile: with what was decided.
-            members: unit -> its operators, by name.
-            **fields: what was decided.
+            blocks: block -> what it does; those that are not named keep what they save.
+
+        Raises:
+            ConfigurationError: there is no such block, or this choice was not profiled for it.
         """
+
+        def make() -> Iterator[Setting]:
+            yield replace(self._decided(with_activations(self.profile, blocks), {}), blocks=dict(blocks))
+
+        return self.variants.once(self, tuple(blocks.items()), make)[0]
+
+    def with_slices(self, num_slices: Mapping[str, int]) -> Setting:
+        """The same with operators split, where none is so far: each slice is a unit."""
+
+        def make() -> Iterator[Setting]:
+            profile = split_operators(self.profile, num_slices)
+            yield replace(self._decided(profile, num_slices), num_slices=dict(num_slices))
+
+        return self.variants.once(self, tuple(num_slices.items()), make)[0]
+
+    def _decided(self, profile: ModelProfile, num_slices: Mapping[str, int]) -> Setting:
+        members: dict[str, list[str]] = {}
+        for unit in self.units:
+            number = num_slices.get(unit.name, 1)
+            if number == 1:
+                members[unit.name] = [operator.name for operator in unit.operators]
+            else:
+                members |= {name: [name] for name in slice_names(unit.name, number)}
         units = grouped(profile, members)
-        return replace(self, profile=profile, units=units, given=self.unchanged, activations=("keep",), **fields)
+        return replace(self, profile=profile, units=units, given=self.unchanged, activations=("keep",))
 
     @property
     def unchanged(self) -> ModelProfile:

@@ -20,7 +20,6 @@ from lightning_osdp.assign import (
     ever_more_slices,
     join_units,
     share_units,
-    with_blocks,
 )
 from lightning_osdp.core.modes import ZDP
 from lightning_osdp.core.plans.search_space import SearchSpace
@@ -78,7 +77,7 @@ class Competition:
         settings = [setting]
         recomputing = {block.name: "recompute" for block in setting.profile.blocks if "recompute" in block.segments}
         if "recompute" in self.space.activations and recomputing and not setting.is_paper:
-            settings.append(with_blocks(setting, recomputing))
+            settings.append(setting.with_blocks(recomputing))
         for each in settings:
             yield each, each.all_zdp_modes
             last = tuple(options[-1] for options in each.costs.options)
@@ -120,7 +119,7 @@ class Competition:
         for choice in choices:
             chosen = {block.name: choice for block in setting.profile.blocks if choice in block.segments}
             if chosen:
-                yield from (with_blocks(each, chosen) for each in bases)
+                yield from (each.with_blocks(chosen) for each in bases)
 
     def _with_recomputing(
         self, setting: Setting, before: Sequence[tuple[Setting, Assignment]]
@@ -138,7 +137,7 @@ class Competition:
             chosen = (chosen_activations(one, assignment.modes) for one, assignment in assigned)
             tried += [blocks for blocks in chosen if blocks and blocks not in tried]
         for blocks in tried:
-            fine = with_blocks(setting, blocks)
+            fine = setting.with_blocks(blocks)
             if all(fine.blocks != each.blocks for each in settings):
                 found += self._assigned(fine, [*before, *found])
             for split in self._split(fine):

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_osdp.assign import Modes, Setting, with_blocks
+from lightning_osdp.assign import Modes, Setting
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plans.document import shown
@@ -99,7 +99,7 @@ def make_plan(
         cost_model=method.cost_model,
     )
     if method.blocks is not None:
-        first = with_blocks(first, method.blocks)
+        first = first.with_blocks(method.blocks)
         space = dataclasses.replace(space, activations=("keep",))
     sweep = Sweep(
         [

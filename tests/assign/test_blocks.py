@@ -8,7 +8,7 @@ from engines import ENGINES
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lightning_osdp.assign import Setting, assign_modes, block_units, chosen_activations, with_blocks
+from lightning_osdp.assign import Setting, assign_modes, block_units, chosen_activations
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.cluster import Cluster, Link
 from lightning_osdp.core.modes import DP
@@ -171,7 +171,7 @@ def test_what_the_search_sees_is_what_the_simulator_says(blocked, fields, data):
     left_out = 0 if setting.engine.backward_prefetch == "none" else ahead
     assert estimate.peak.peak_bytes <= setting.costs.peak(modes).peak_bytes + left_out
     # the same decided before, with the operators for units
-    fine = with_blocks(base, chosen_activations(setting, modes))
+    fine = base.with_blocks(chosen_activations(setting, modes))
     modes = tuple(data.draw(st.sampled_from(options)) for options in fine.costs.options)
     estimate = simulated(fine, modes)
     assert fine.costs.step_time_s(modes) == pytest.approx(estimate.time_s, rel=1e-9)
@@ -184,7 +184,7 @@ def test_a_unit_inside_a_block_that_recomputes_is_gathered_for_that_and_stays_fo
     operators = [{"name": f"b{block}.{index}", "parameter_bytes": 100} for block in range(2) for index in range(4)]
     for reruns_early in (False, True):
         base = blocked(operators, reruns_early=reruns_early, **fields)
-        fine = with_blocks(base, {"b0": "recompute", "b1": "recompute"})
+        fine = base.with_blocks({"b0": "recompute", "b1": "recompute"})
         for modes in (fine.all_zdp_modes, (DP,) * len(fine.units)):
             assert fine.costs.step_time_s(modes) == pytest.approx(base.costs.step_time_s(modes))
         # base 1200, and 350 to reduce a unit: b0.1 is reduced beside b0.0, prefetched, and six gradient shards of 50;

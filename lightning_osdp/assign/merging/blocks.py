@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 
 from lightning_osdp.assign.additive import Modes
 from lightning_osdp.assign.setting import Setting
-from lightning_osdp.core.blocks import with_activations
 from lightning_osdp.core.units import UnitProfile, agree, grouped, merged, outermost
 
 
@@ -22,8 +20,7 @@ def block_units(setting: Setting, activations: Sequence[str] = ("keep",)) -> lis
         setting: in which all blocks keep what they save.
         activations: what they may do.
     """
-    make = partial(_block_units, setting, activations)
-    return setting.variants.once(setting, ("blocks", *activations), make)
+    return setting.variants.once(setting, ("blocks", *activations), lambda: _block_units(setting, activations))
 
 
 def _block_units(setting: Setting, activations: Sequence[str]) -> Iterator[Setting]:
@@ -54,21 +51,3 @@ def chosen_activations(setting: Setting, modes: Modes) -> dict[str, str]:
     """Blocks that do not keep what they save -> what they do, with these modes, one per unit."""
     chosen = {unit.name: mode.activations for unit, mode in zip(setting.units, modes, strict=True)}
     return {name: choice for name, choice in {**chosen, **setting.blocks}.items() if choice != "keep"}
-
-
-def with_blocks(setting: Setting, activations: Mapping[str, str]) -> Setting:
-    """The setting with its units as they are, and what blocks do decided.
-
-    Args:
-        setting: in which all blocks keep what they save, and no operator is split.
-        activations: block -> what it does; those that are not named keep what they save.
-    """
-    make = partial(_with_blocks, setting, activations)
-    (found,) = setting.variants.once(setting, tuple(activations.items()), make)
-    return found
-
-
-def _with_blocks(setting: Setting, activations: Mapping[str, str]) -> Iterator[Setting]:
-    profile = with_activations(setting.profile, activations)
-    members = {unit.name: [operator.name for operator in unit.operators] for unit in setting.units}
-    yield setting.decided(profile, members, blocks=dict(activations))

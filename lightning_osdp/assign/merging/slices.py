@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from typing import NamedTuple
 
 from lightning_osdp.assign.additive import Modes
 from lightning_osdp.assign.setting import Setting
-from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.profile import OperatorProfile
-from lightning_osdp.core.slices import slice_names, split_operators
+from lightning_osdp.core.slices import slice_names
 
 WORTH_SPLITTING = 0.01
 """Fraction of the peak that is worth more slices."""
@@ -44,8 +43,7 @@ def ever_more_slices(setting: Setting, choices: Sequence[int]) -> Iterator[Setti
         if not number or in_vain == MAX_IN_VAIN:
             return
         counts |= dict.fromkeys(names, number)
-        make = partial(_with_slices, setting, dict(counts))
-        (current,) = setting.variants.once(setting, tuple(counts.items()), make)
+        current = setting.with_slices(counts)
         now_bytes = current.costs.least_bytes
         if now_bytes <= least_bytes * (1 - WORTH_SPLITTING):
             least_bytes, in_vain = now_bytes, 0
@@ -65,17 +63,12 @@ def one_sync(setting: Setting, modes: Modes) -> Modes:
         slices = [places[part] for part in slice_names(name, number)]
         if len({modes[index].sync for index in slices}) > 1:
             for index in slices:
-                agreed[index] = _every(modes[index], setting.costs.options[index])
+                every, options = dataclasses.replace(modes[index], sync="every"), setting.costs.options[index]
+                agreed[index] = every if every in options else options[0]
     return tuple(agreed)
 
 
-def _every(mode: ShardingMode, options: Modes) -> ShardingMode:
-    every = dataclasses.replace(mode, sync="every")
-    return every if every in options else options[0]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Group:
+class _Group(NamedTuple):
     """Equal operators, each a unit of its own."""
 
     names: tuple[str, ...]
@@ -116,15 +109,3 @@ def _binding(setting: Setting, groups: Mapping[str, _Group]) -> list[_Group]:
     of_slice = {part: name for name, number in setting.num_slices.items() for part in slice_names(name, number)}
     names = (of_slice.get(unit.name, unit.name) for unit in units)
     return list(dict.fromkeys(groups[name] for name in names if name in groups))
-
-
-def _with_slices(setting: Setting, counts: Mapping[str, int]) -> Iterator[Setting]:
-    """The setting, which has none yet, with so many slices."""
-    members: dict[str, list[str]] = {}
-    for unit in setting.units:
-        number = counts.get(unit.name, 1)
-        if number == 1:
-            members[unit.name] = [operator.name for operator in unit.operators]
-        else:
-            members |= {name: [name] for name in slice_names(unit.name, number)}
-    yield setting.decided(split_operators(setting.profile, counts), members, num_slices=counts)
