@@ -30,14 +30,8 @@ def assign_ahead(
 ) -> tuple[Setting, Assignment] | None:
     """The fastest assignment found, with units gathered ahead as far as that fits, and a bound on all of these.
 
-    Args:
-        setting: with every unit gathered ahead that may be.
-        memory_limit_bytes: this and the others are those of `assign_modes`.
-        search: name of a solver.
-        worth_s: a step time that is of no use.
-
-    Returns:
-        The setting with what is gathered ahead, and the assignment; None if none fits.
+    The setting has every unit gathered ahead that may be; the other arguments are those of `assign_modes`. It returns
+    the setting with what is gathered ahead, and the assignment; None if none fits.
     """
     ideal, costs = setting.ideal, setting.costs
     fits = costs.peak(costs.least_memory_modes).peak_bytes <= memory_limit_bytes
@@ -58,12 +52,9 @@ def assign_ahead(
 
 
 def as_far_as_fits(setting: Setting, modes: Modes, *, memory_limit_bytes: int) -> Setting | None:
-    """The setting with as many units gathered ahead as fit with these modes; None where not even none do.
+    """The setting, in which every unit is gathered ahead that may be, with as many as fit with these modes.
 
-    Args:
-        setting: with every unit gathered ahead that may be.
-        modes: one per unit.
-        memory_limit_bytes: the most bytes that may live on one rank.
+    None where not even none do.
     """
     engine, frugal = setting.engine, setting.frugal or setting.engine
     may = (engine.forward_prefetch != frugal.forward_prefetch, engine.backward_prefetch != frugal.backward_prefetch)

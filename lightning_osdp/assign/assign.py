@@ -41,7 +41,7 @@ def assign_modes(
     """The fastest assignment found whose peak fits, with a bound on all of them; None if none fits.
 
     Args:
-        setting: model, units, cluster and workload.
+        setting: a step, and what may be chosen of it.
         memory_limit_bytes: the most bytes that may live on one rank.
         search: name of a solver in ``search.SOLVERS``.
         worth_s: a step time that is of no use: where none below it is possible, the modes are not improved further.
@@ -67,12 +67,9 @@ def assign_modes(
 
 
 def assigned_as(setting: Setting, modes: Modes, *, bound_s: float | None) -> Assignment:
-    """These modes with what they cost, bytes as simulated.
+    """These modes, which fit, with what they cost, bytes as simulated.
 
-    Args:
-        setting: model, units, cluster and workload.
-        modes: one per unit, which fit.
-        bound_s: no other assignment is faster; None: it is as if memory were no concern.
+    No other assignment is faster than ``bound_s``; None: it is as if memory were no concern.
     """
     costs = setting.costs
     time_s = costs.step_time_s(modes)
@@ -106,11 +103,6 @@ def fill_spare(setting: Setting, assignment: Assignment, *, memory_limit_bytes: 
 
     Where gradients are accumulated the closed form counts units twice that run and are held. Modes that are found here
     are outside the space that the bound is about: they can only be faster.
-
-    Args:
-        setting: model, units, cluster and workload.
-        assignment: what fits by the closed form.
-        memory_limit_bytes: the most bytes that may live on one rank.
     """
     costs = setting.costs
     if setting.is_paper and {mode.sync for options in costs.options for mode in options} == {"every"}:
@@ -134,15 +126,10 @@ def fill_spare(setting: Setting, assignment: Assignment, *, memory_limit_bytes: 
 
 
 def bound_later_s(setting: Setting, bound_s: float, *, micro_batch_size: int) -> float:
-    """Seconds that no modes go below at a larger micro-batch, where no fewer bytes are needed.
+    """Seconds that no modes go below at a larger micro-batch, of those that do not go below ``bound_s`` at this one.
 
     Where nothing overlaps, each choice of modes takes so much longer as there is more to compute. Where something does,
     none takes less than before, nor less than the paths of the larger micro-batch.
-
-    Args:
-        setting: at the smaller micro-batch.
-        bound_s: seconds that no modes which fit go below there.
-        micro_batch_size: the larger one.
     """
     later = setting.at(micro_batch_size)
     if setting.overlaps:

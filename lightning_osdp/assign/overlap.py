@@ -36,14 +36,7 @@ ENOUGH = 1e-3
 
 
 def solve_overlapped(setting: Setting, rooms: Sequence[float], *, search: str, worth_s: float) -> Solved:
-    """The fastest modes found, with a bound on all of them.
-
-    Args:
-        setting: with a cluster that overlaps.
-        rooms: of `StepMemory.room_bytes`; every unit's smallest option must fit.
-        search: name of a solver in ``search.SOLVERS``.
-        worth_s: step time that the modes must be below to be of use; where they cannot, they are not improved.
-    """
+    """As `solve`, where the cluster overlaps; modes that cannot be faster than ``worth_s`` are not improved."""
     found = _Found(setting, rooms)
     found.offer(_solve(setting.costs.additive, rooms, search).modes)
     bound_s = _bound_s(setting, rooms, found, search)

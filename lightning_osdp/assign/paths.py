@@ -57,11 +57,7 @@ class Path(NamedTuple):
 
 
 class Paths:
-    """All of them for one setting.
-
-    Args:
-        setting: with a cluster that overlaps.
-    """
+    """All of them for one setting, whose cluster overlaps."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting, self._clock, self._options = setting, setting.costs.clock, setting.costs.options

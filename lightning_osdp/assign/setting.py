@@ -38,13 +38,7 @@ class Variants:
         self._made: dict[Hashable, tuple[Setting, ...]] = {}
 
     def once(self, setting: Setting, what: Hashable, make: Callable[[], Iterable[Setting]]) -> list[Setting]:
-        """What ``make`` makes of a setting: made once for all workloads and prefetch settings.
-
-        Args:
-            setting: of which they are made.
-            what: is made, of its units.
-            make: makes it.
-        """
+        """What ``make`` makes of a setting: made once for all workloads and prefetch settings."""
         key = (setting.units, setting.activations, what)
         if key not in self._made:
             self._made[key] = tuple(make())
@@ -163,11 +157,7 @@ class Setting(Step):
 
 
 class Costs:
-    """Seconds and bytes of a setting in any modes, each worked out when it is first asked for, and kept.
-
-    Args:
-        setting: the step, and what may be chosen of it.
-    """
+    """Seconds and bytes of a setting in any modes, each worked out when it is first asked for, and kept."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting

@@ -148,11 +148,7 @@ def _parameters(operator: OperatorProfile, cut: Cut, size: int, *, is_last: bool
 def _segments(segment: Segment, cut: Cut, number: int, handed: Affine) -> Iterator[Segment]:
     """One for each slice; what the operator is followed by stays in the last one's.
 
-    Args:
-        segment: of the whole operator.
-        cut: how it is split.
-        number: of slices.
-        handed: bytes beside what is saved that live when the operator is called, x among them where nothing saves it.
+    ``handed`` lives when the operator is called, beside what is saved: x is among it where nothing saves that.
     """
     x, y, gradient = cut.input_bytes, cut.output_bytes, cut.input_gradient_bytes
     saved_x = _least(x, segment.saved_bytes)

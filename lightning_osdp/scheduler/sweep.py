@@ -72,14 +72,7 @@ def _samples_per_s(setting: Setting, step_time_s: float) -> float:
 
 
 class Sweep:
-    """Micro-batch sizes with their best assignment, each searched once.
-
-    Args:
-        settings: that compete; of equally fast ones the first is chosen.
-        competition: what else competes at each size, and the memory.
-        policy: what micro-batches there may be.
-        progress: called with each size that is tried.
-    """
+    """Micro-batch sizes with their best assignment, each searched once; of equally fast settings the first."""
 
     def __init__(
         self, settings: Sequence[Setting], competition: Competition, *, policy: BatchPolicy, progress: Progress
@@ -104,7 +97,7 @@ class Sweep:
         return offering.smallest(self._of_size(micro_batch_size)).costs.least_bytes
 
     def fits(self, micro_batch_size: int, num_micro_batches: int | None = None) -> bool:
-        """Whether any assignment does; with as many micro-batches as the sweep's if their number is not given."""
+        """Whether any assignment does; in as many micro-batches as the policy has it if their number is not given."""
         smallest = self.smallest(micro_batch_size, num_micro_batches)
         return smallest.costs.least_bytes <= self.competition.memory_limit_bytes
 
@@ -124,12 +117,9 @@ class Sweep:
         return self._candidates[micro_batch_size]
 
     def plain(self, candidate: Candidate) -> tuple[Setting, Modes]:
-        """The fastest plain FSDP that fits under the limit, of all sizes that were tried, with the same prefetching.
+        """The fastest plain FSDP that fits, of all sizes that were tried, with the candidate's prefetching.
 
         Where none fits, the one that needs the fewest bytes. Its units are shared likewise.
-
-        Args:
-            candidate: what it is compared with.
         """
         engine, memory_limit_bytes = candidate.setting.lead.engine, self.competition.memory_limit_bytes
         settings = [each for size in self._candidates for each in self._of_size(size) if each.engine == engine]

@@ -30,11 +30,8 @@ class StepTime(NamedTuple):
 class StepClock:
     """The time of `simulate_step` for any modes, with what no mode changes worked out once.
 
-    A unit's events depend on its own mode alone: one that is kept does without some of those of one that is freed.
-
-    Args:
-        step: in which all blocks keep what they save.
-        engine: what runs the step.
+    All blocks of the step keep what they save. A unit's events depend on its own mode alone: one that is kept does
+    without some of those of one that is freed.
     """
 
     def __init__(self, step: Step, engine: Engine = DEFAULT) -> None:

@@ -51,14 +51,7 @@ class Durations(NamedTuple):
 
 
 class Timeline:
-    """Reads events in the order in which the host issues them.
-
-    Args:
-        durations: seconds of every event.
-        overlaps: whether collectives run beside computing.
-        gathers_wait_for: of `Engine`.
-        keeps_intervals: whether to note them, for a picture.
-    """
+    """Reads events in the order in which the host issues them; keeps intervals for a picture, where that is asked."""
 
     def __init__(
         self, durations: Durations, *, overlaps: bool, gathers_wait_for: GatherRule, keeps_intervals: bool = False

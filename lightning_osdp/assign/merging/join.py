@@ -26,13 +26,7 @@ _Pair = tuple[str, str]
 
 
 def join_units(setting: Setting, modes: Modes, *, memory_limit_bytes: float) -> tuple[Setting, Modes]:
-    """The setting with units of several modules where that is faster, and its modes.
-
-    Args:
-        setting: with units as they are after sharing; `Variants.once` keeps what is made of it.
-        modes: one per unit, which fit.
-        memory_limit_bytes: the most bytes that may live on one rank.
-    """
+    """The setting, whose units are shared, with units of several modules where that is faster, and its modes."""
     if setting.is_paper or setting.num_slices:
         return setting, modes
     for _ in range(_MAX_ROUNDS):

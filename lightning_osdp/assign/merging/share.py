@@ -13,9 +13,9 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
+from typing import NamedTuple
 
 from lightning_osdp.assign.additive import NO_GAIN, Modes
 from lightning_osdp.assign.setting import Setting
@@ -26,8 +26,7 @@ LARGEST_SHARE = 0.5
 """Fraction of the model's parameters that one shared unit may hold at most: two units are the least that a plan has."""
 
 
-@dataclass(frozen=True)
-class _Block:
+class _Block(NamedTuple):
     """A module whose units have one mode."""
 
     name: str
@@ -37,15 +36,10 @@ class _Block:
 
 
 def share_units(setting: Setting, modes: Modes, *, memory_limit_bytes: float) -> tuple[Setting, Modes]:
-    """The setting with blocks for units where that is faster, and its modes.
+    """The setting, whose units are operators, with blocks for units where that is faster, and its modes.
 
     Blocks are tried from the innermost outwards, equal ones together: all of them, or as many of the last ones in
     forward order as fit.
-
-    Args:
-        setting: with a partition into operators.
-        modes: one per unit, which fit.
-        memory_limit_bytes: the most bytes that may live on one rank.
     """
     stacks = _stacks(setting)
     modules = _modules(setting)
@@ -97,12 +91,7 @@ def in_other_units(
 ) -> tuple[Setting, Modes] | None:
     """The setting in other units, which are made once, and their modes; None where there are no such units.
 
-    Args:
-        setting: to change.
-        modes: one per unit.
-        what: units are made, see `Variants.once`.
-        make: makes them, or gives None.
-        changed: modes of units that have no namesake in the setting.
+    Units that have no namesake in the setting take their modes from ``changed``.
     """
 
     def settings() -> Iterator[Setting]:
@@ -119,7 +108,7 @@ def in_other_units(
 
 
 def _modules(setting: Setting) -> dict[str, None]:
-    """Modules that enclose some operator, other than the root, in forward order."""
+    """Modules but the root that enclose some operator, in forward order."""
     return dict.fromkeys(name for operator in setting.profile for name in operator.enclosing if name)
 
 

@@ -27,12 +27,7 @@ MAX_IN_VAIN = 3
 
 
 def ever_more_slices(setting: Setting, choices: Sequence[int]) -> Iterator[Setting]:
-    """The setting with operators split, each time with a lower peak of the smallest options than before.
-
-    Args:
-        setting: without slices.
-        choices: numbers of slices that an operator may have.
-    """
+    """The setting with operators split into these numbers, each time with a lower peak of the smallest options."""
     groups = _groups(setting)
     counts: dict[str, int] = {}
     least_bytes, in_vain = setting.costs.least_bytes, 0
