@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
 
 from lightning_osdp.assign.additive import NO_GAIN, Modes
 from lightning_osdp.assign.setting import Setting
@@ -26,15 +25,6 @@ LARGEST_SHARE = 0.5
 """Fraction of the model's parameters that one shared unit may hold at most: two units are the least that a plan has."""
 
 
-class _Block(NamedTuple):
-    """A module whose units have one mode."""
-
-    name: str
-    mode: ShardingMode
-    key: tuple[object, ...]
-    """Equal for blocks that cost the same."""
-
-
 def share_units(setting: Setting, modes: Modes, *, memory_limit_bytes: float) -> tuple[Setting, Modes]:
     """The setting, whose units are operators, with blocks for units where that is faster, and its modes.
 
@@ -43,29 +33,41 @@ def share_units(setting: Setting, modes: Modes, *, memory_limit_bytes: float) ->
     """
     stacks = _stacks(setting)
     modules = _modules(setting)
-    total_bytes = sum(unit.gathered_bytes for unit in setting.units)
+    most_bytes = LARGEST_SHARE * sum(unit.gathered_bytes for unit in setting.units)
     for depth in sorted({name.count(".") for name in modules}, reverse=True):
         inside = _inside(setting.units)
-        groups: dict[tuple[object, ...], list[_Block]] = {}
+        groups: dict[tuple[ShardingMode, object], list[str]] = {}
         for name in modules:
             if name.count(".") == depth and name not in stacks:
-                block = _block(setting, modes, name, inside.get(name, []), LARGEST_SHARE * total_bytes)
-                if block is not None:
-                    groups.setdefault(block.key, []).append(block)
-        for blocks in groups.values():
-            setting, modes = _share(setting, modes, blocks, memory_limit_bytes)
+                units = inside.get(name, [])
+                mode = _shared_mode(setting, modes, units, most_bytes)
+                if mode is not None:
+                    groups.setdefault((mode, _structure(setting, units)), []).append(name)
+        for (mode, _), names in groups.items():
+            setting, modes = _share(setting, modes, names, mode, memory_limit_bytes)
     return setting, modes
 
 
+def _shared_mode(setting: Setting, modes: Modes, units: Sequence[int], most_bytes: float) -> ShardingMode | None:
+    """Of a block with these units; None where they differ in mode, are one already, hold too much or recompute."""
+    chosen = {modes[index] for index in units}
+    if len(units) < 2 or len(chosen) > 1 or sum(setting.units[i].gathered_bytes for i in units) > most_bytes:
+        return None
+    mode = chosen.pop()
+    return mode if mode.activations == "keep" else None  # what recomputes is a block by itself
+
+
 def _share(
-    setting: Setting, modes: Modes, blocks: Sequence[_Block], memory_limit_bytes: float
+    setting: Setting, modes: Modes, names: Sequence[str], mode: ShardingMode, memory_limit_bytes: float
 ) -> tuple[Setting, Modes]:
     """As many of the last blocks as fit, found by halving."""
     before_s = setting.costs.step_time_s(modes)
-    best, fits, fails = (setting, modes), 0, len(blocks) + 1
-    count = len(blocks)
+    best, fits, fails = (setting, modes), 0, len(names) + 1
+    count = len(names)
     while fails - fits > 1:
-        tried = _with(setting, modes, blocks[-count:])
+        last = tuple(names[-count:])
+        make = partial(merged, setting.profile, setting.units, last)
+        tried = in_other_units(setting, modes, ("shared", *last), make, dict.fromkeys(last, mode))
         if tried is not None and tried[0].costs.step_time_s(tried[1]) >= before_s * (1 - NO_GAIN):
             break
         if tried is not None and tried[0].costs.exact_peak(tried[1]).peak_bytes <= memory_limit_bytes:
@@ -74,12 +76,6 @@ def _share(
             fails = count
         count = (fits + fails) // 2
     return best
-
-
-def _with(setting: Setting, modes: Modes, blocks: Sequence[_Block]) -> tuple[Setting, Modes] | None:
-    names = tuple(block.name for block in blocks)
-    make = partial(merged, setting.profile, setting.units, names)
-    return in_other_units(setting, modes, ("shared", *names), make, {block.name: block.mode for block in blocks})
 
 
 def in_other_units(
@@ -125,17 +121,6 @@ def _upwards(name: str) -> list[str]:
     """The module and those above it, without the root."""
     parts = name.split(".") if name else []
     return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
-
-
-def _block(setting: Setting, modes: Modes, name: str, inside: Sequence[int], most_bytes: float) -> _Block | None:
-    """The block at this module; None where its units differ in mode, are one already, hold too much or recompute."""
-    chosen = {modes[index] for index in inside}
-    if len(inside) < 2 or len(chosen) > 1 or sum(setting.units[i].gathered_bytes for i in inside) > most_bytes:
-        return None
-    mode = chosen.pop()
-    if mode.activations != "keep":  # what recomputes is a block by itself
-        return None
-    return _Block(name=name, mode=mode, key=(mode, _structure(setting, inside)))
 
 
 def _structure(setting: Setting, inside: Sequence[int]) -> tuple[object, ...]:
