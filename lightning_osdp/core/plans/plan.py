@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lightning_osdp.core.modes import ACTIVATION_CHOICES, DP, MODES, SYNC_CHOICES, ZDP
+from lightning_osdp.core.modes import ACTIVATION_CHOICES, MODES, SYNC_CHOICES, ShardingMode
 from lightning_osdp.core.plans.document import read_dataclass, shown
-from lightning_osdp.core.plans.plan_unit import Block, Decision, Unit
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.errors import PlanFormatError, PlanMismatchError
 
@@ -18,6 +17,70 @@ SCHEMA_VERSION = 3
 PREFETCH_CHOICES = ("pre", "none")
 """Settings of backward prefetch."""
 COST_MODELS = ("simulate", "paper")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """What is gathered and freed at once, and how."""
+
+    name: str
+    """Qualified name of the module that is sharded; the empty string is the root."""
+    operators: tuple[str, ...]
+    """Qualified names of the operators whose parameters it holds, in forward order."""
+    kind: str
+    """Class names of the operators, for reports."""
+    modes: tuple[str, ...]
+    """Sharding mode of each slice; one slice where the operator is not split."""
+    modules: tuple[str, ...] = ()
+    """Modules that are grouped in this unit, where that is not just the module of its name: it stays gathered from the
+    first of their calls to the last."""
+    sync: str = "every"
+    """Which micro-batches reduce gradients: ``every`` or ``last``."""
+    parameter_bytes: int = 0
+    """Gathered parameters of all slices."""
+    time_s: float = 0.0
+    """Predicted seconds per optimizer step: communication and the operators' own computation."""
+    keep_saves_s: float = 0.0
+    """Predicted seconds per optimizer step that keeping every slice gathered (DP) saves over sharding it (ZDP)."""
+    keep_costs_bytes: int = 0
+    """Bytes that stay allocated from forward to backward if every slice is kept gathered."""
+    accumulate_saves_s: float = 0.0
+    """Predicted seconds per optimizer step that reducing gradients in the last micro-batch only saves."""
+    accumulate_costs_bytes: int = 0
+    """Bytes that stay allocated from one micro-batch to the next for that."""
+
+    @property
+    def sharding_modes(self) -> tuple[ShardingMode, ...]:
+        """What the names of `modes` and `sync` stand for, one per slice."""
+        return tuple(replace(MODES[mode], sync=self.sync) for mode in self.modes)
+
+    @property
+    def num_slices(self) -> int:
+        """Number of slices."""
+        return len(self.modes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """The modes of one operator, one per slice: what a plan says, seen from the operator."""
+
+    operator: str
+    unit: str
+    modes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A module that does not simply keep what it saves for backward."""
+
+    name: str
+    """Qualified name of the module; none is inside another."""
+    activations: str
+    """One of `ACTIVATION_CHOICES`, not ``keep``."""
+    frees_bytes: int = 0
+    """Bytes of a micro-batch that do not stay on the device from its forward to its backward."""
+    costs_s: float = 0.0
+    """Predicted seconds per optimizer step that this takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +159,7 @@ class Plan:
     def to_json(self) -> str:
         """JSON text: the fields of this class, with `decisions` beside them for readers."""
         # asdict copies a dict but cannot copy other mappings, such as a MappingProxyType
-        plain = dataclasses.replace(self, fingerprint=dict(self.fingerprint), peak_parts=dict(self.peak_parts))
+        plain = replace(self, fingerprint=dict(self.fingerprint), peak_parts=dict(self.peak_parts))
         document = dataclasses.asdict(plain)
         document["decisions"] = [dataclasses.asdict(decision) for decision in self.decisions]
         ordered = {"schema_version": document.pop("schema_version"), **document}
@@ -275,6 +338,3 @@ def _check_late(plan: Plan, source: str) -> None:
             raise PlanFormatError(
                 f"Expected {field_name!r} of {source} to name units or slices but the root, got {shown(unknown[0])}."
             )
-
-
-__all__ = ["ACTIVATION_CHOICES", "DP", "SCHEMA_VERSION", "SYNC_CHOICES", "ZDP", "Block", "Decision", "Plan", "Unit"]
