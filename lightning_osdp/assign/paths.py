@@ -63,7 +63,11 @@ class Paths:
         self._setting, self._clock, self._options = setting, setting.costs.clock, setting.costs.options
         self._gather_s = self._clock.durations.gather_s
         self._reduce_s = self._clock.durations.reduce_s
+        self._num_micro_batches = setting.workload.num_micro_batches
         self._may_accumulate = any(mode.sync == "last" for options in self._options for mode in options)
+        # Micro-batches of a step in which a gather comes after every reduce-scatter that was issued before it. Where
+        # units may leave theirs to the last micro-batch, a gather of another one need not have waited for anything.
+        self._num_ordered = 1 if self._may_accumulate else self._num_micro_batches
         self._flattened: dict[int, int] = {}  # unit -> number of its reduce-scatter
         self._gathered: list[int] = []  # units that are gathered whatever their mode
         self._regathers: list[tuple[int, int]] = []  # units if freed, with the number of reduce-scatters before
@@ -102,7 +106,7 @@ class Paths:
                 passed_s += rerun_s.get(of, 0.0)
             elif kind == "flatten":
                 self._flattened[of] = len(reduces_s)
-                passed_s += self._clock.overhead_s(self._setting.units[of], ZDP) / self._clock.num_micro_batches
+                passed_s += self._clock.overhead_s(self._setting.units[of], ZDP) / self._num_micro_batches
             elif kind == "reduce":
                 before_s.append(computed_s)
                 busy_s.append(computed_s + passed_s)
@@ -133,8 +137,8 @@ class Paths:
                     best_s, best = total_s, detour
             detours_s.append(best_s)
             taken.append(best)
-        direct_s, num_micro_batches = self._direct_s([(mode,) for mode in modes]), self._clock.num_micro_batches
-        turn = max(range(len(direct_s)), key=lambda turn: direct_s[turn] + num_micro_batches * detours_s[turn])
+        direct_s = self._direct_s([(mode,) for mode in modes])
+        turn = max(range(len(direct_s)), key=lambda turn: direct_s[turn] + self._num_micro_batches * detours_s[turn])
         return Path(turn, _chosen(taken, turn))
 
     def least_s(self) -> float:
@@ -143,7 +147,6 @@ class Paths:
 
     def _direct_s(self, options: Sequence[Sequence[ShardingMode]]) -> list[float]:
         """For each turn, the seconds of a step's path without detours: of each unit the least of its options."""
-        num_micro_batches = self._clock.num_micro_batches
         more_s = [0.0] * (len(self._constants_s) + 1)
         for unit, turn in self._flattened.items():
             more_s[turn] += min(self._own_s(unit, mode) for mode in options[unit])
@@ -156,11 +159,11 @@ class Paths:
             more_s[1] -= gathers_s
         for unit, before in self._regathers:
             if not any(mode.resident for mode in options[unit]):
-                more_s[0] += num_micro_batches * self._gather_s[unit]
-                more_s[1] -= (num_micro_batches - self._num_ordered) * self._gather_s[unit]
+                more_s[0] += self._num_micro_batches * self._gather_s[unit]
+                more_s[1] -= (self._num_micro_batches - self._num_ordered) * self._gather_s[unit]
                 more_s[before + 1] -= self._num_ordered * self._gather_s[unit]
         return [
-            num_micro_batches * constant_s + own_s
+            self._num_micro_batches * constant_s + own_s
             for constant_s, own_s in zip(self._constants_s, accumulate(more_s), strict=False)
         ]
 
@@ -171,29 +174,20 @@ class Paths:
 
     def _num_gathers(self, mode: ShardingMode) -> int:
         """How often a step gathers a unit that is not there, whether or not forward frees it."""
-        return 1 if mode.resident and mode.sync == "last" else self._clock.num_micro_batches
+        return 1 if mode.resident and mode.sync == "last" else self._num_micro_batches
 
     def _num_reduces(self, mode: ShardingMode) -> int:
         """Reduce-scatters of a unit in a step."""
-        return self._setting.engine.num_reduce_scatters(mode, num_micro_batches=self._clock.num_micro_batches)
-
-    @property
-    def _num_ordered(self) -> int:
-        """Micro-batches of a step in which a gather comes after every reduce-scatter that was issued before it.
-
-        Where units may leave theirs to the last micro-batch, a gather of another one need not have waited for anything.
-        """
-        return 1 if self._may_accumulate else self._clock.num_micro_batches
+        return self._setting.engine.num_reduce_scatters(mode, num_micro_batches=self._num_micro_batches)
 
     def at(self, path: Path) -> Additive:
         """The seconds of one path."""
-        num_micro_batches = self._clock.num_micro_batches
         freed_s = dict.fromkeys(range(len(self._setting.units)), 0.0)
         for unit, before in self._regathers:
             if before >= path.turn:
-                freed_s[unit] += (self._num_ordered if path.turn else num_micro_batches) * self._gather_s[unit]
+                freed_s[unit] += (self._num_ordered if path.turn else self._num_micro_batches) * self._gather_s[unit]
         for detour in path.detours:
-            freed_s[detour.unit] += num_micro_batches * detour.more_s
+            freed_s[detour.unit] += self._num_micro_batches * detour.more_s
         gathered = Counter(self._gathered if path.turn == 0 else ())
         times_s = []
         for unit, options in enumerate(self._options):
@@ -207,7 +201,7 @@ class Paths:
                     for mode in options
                 }
             )
-        constant_s = num_micro_batches * self._constants_s[path.turn] + self._clock.optimizer_s
+        constant_s = self._num_micro_batches * self._constants_s[path.turn] + self._clock.optimizer_s
         return dataclasses.replace(self._setting.costs.additive, times_s=times_s, constant_s=constant_s)
 
 
