@@ -25,13 +25,11 @@ _MAX_ROUNDS = 4
 """Times that units are found that must not be gathered ahead; mostly the first one finds all of them."""
 
 
-def assign_ahead(
-    setting: Setting, *, memory_limit_bytes: int, search: str, worth_s: float
-) -> tuple[Setting, Assignment] | None:
+def assign_ahead(setting: Setting, *, memory_limit_bytes: int, search: str, worth_s: float) -> Assignment | None:
     """The fastest assignment found, with units gathered ahead as far as that fits, and a bound on all of these.
 
-    The setting has every unit gathered ahead that may be; the other arguments are those of `assign_modes`. It returns
-    the setting with what is gathered ahead, and the assignment; None if none fits.
+    The setting has every unit gathered ahead that may be, that of the assignment what fits; the other arguments are
+    those of `assign_modes`. None if none fits.
     """
     ideal, costs = setting.ideal, setting.costs
     fits = costs.peak(costs.least_memory_modes).peak_bytes <= memory_limit_bytes
@@ -39,16 +37,16 @@ def assign_ahead(
     worth_ideal_s = 0.0 if fits and ideal is not setting else worth_s
     best = assign_modes(ideal, memory_limit_bytes=memory_limit_bytes, search=search, worth_s=worth_ideal_s)
     if best is None or ideal is setting:
-        return None if best is None else (setting, best)
+        return best
     if fits:
         found = assign_modes(setting, memory_limit_bytes=memory_limit_bytes, search=search, worth_s=worth_s)
         if found is not None:
-            return setting, replace(found, bound_s=min(best.bound_s, found.bound_s))
+            return replace(found, bound_s=min(best.bound_s, found.bound_s))
     chosen = as_far_as_fits(setting, best.modes, memory_limit_bytes=memory_limit_bytes)
     if chosen is None:
         return None
-    costs = chosen.costs
-    return chosen, replace(best, step_time_s=costs.step_time_s(best.modes), peak=costs.exact_peak(best.modes))
+    time_s, peak = chosen.costs.step_time_s(best.modes), chosen.costs.exact_peak(best.modes)
+    return replace(best, setting=chosen, step_time_s=time_s, peak=peak)
 
 
 def as_far_as_fits(setting: Setting, modes: Modes, *, memory_limit_bytes: int) -> Setting | None:

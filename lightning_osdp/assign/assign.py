@@ -20,8 +20,9 @@ MAX_TRIES = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """Modes aligned with the units, with what they are predicted to cost."""
+    """Modes of a setting, one per unit, with what they are predicted to cost."""
 
+    setting: Setting
     modes: Modes
     step_time_s: float
     peak: PeakMemory
@@ -75,7 +76,9 @@ def assigned_as(setting: Setting, modes: Modes, *, bound_s: float | None) -> Ass
     time_s = costs.step_time_s(modes)
     if bound_s is None:
         bound_s = Paths(setting.lead).least_s() if setting.overlaps else costs.additive.fastest_s
-    return Assignment(modes=modes, step_time_s=time_s, peak=costs.exact_peak(modes), bound_s=min(time_s, bound_s))
+    return Assignment(
+        setting=setting, modes=modes, step_time_s=time_s, peak=costs.exact_peak(modes), bound_s=min(time_s, bound_s)
+    )
 
 
 def _assigned(setting: Setting, memory_limit_bytes: int, search: str, worth_s: float) -> Assignment | None:
@@ -90,6 +93,7 @@ def _assigned(setting: Setting, memory_limit_bytes: int, search: str, worth_s: f
         solved = solve(costs.additive, rooms, search=search)
     modes = one_sync(setting, solved.modes)
     return Assignment(
+        setting=setting,
         modes=modes,
         step_time_s=solved.time_s if modes == solved.modes else costs.step_time_s(modes),
         peak=costs.peak(modes),
@@ -98,13 +102,13 @@ def _assigned(setting: Setting, memory_limit_bytes: int, search: str, worth_s: f
     )
 
 
-def fill_spare(setting: Setting, assignment: Assignment, *, memory_limit_bytes: int) -> Assignment:
+def fill_spare(assignment: Assignment, *, memory_limit_bytes: int) -> Assignment:
     """The assignment with its peak as simulated, and faster modes as far as that leaves room for them.
 
     Where gradients are accumulated the closed form counts units twice that run and are held. Modes that are found here
     are outside the space that the bound is about: they can only be faster.
     """
-    costs = setting.costs
+    setting, costs = assignment.setting, assignment.setting.costs
     if setting.is_paper and {mode.sync for options in costs.options for mode in options} == {"every"}:
         return assignment
     rooms, modes, step_time_s = costs.memory.room_bytes(memory_limit_bytes), assignment.modes, assignment.step_time_s

@@ -25,10 +25,12 @@ from lightning_osdp.core.modes import ZDP
 from lightning_osdp.core.plans.search_space import SearchSpace
 
 _least_bytes = attrgetter("costs.least_bytes")
+_step_time_s = attrgetter("step_time_s")
 
 
-def _time_s(assigned: tuple[Setting, Assignment]) -> float:
-    return assigned[1].step_time_s
+def _least_s(setting: Setting) -> float:
+    """Seconds of the step as if memory were no concern."""
+    return setting.costs.step_time_s(setting.costs.additive.fastest_modes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,18 +52,15 @@ class Competition:
             best = min((best, *found), key=_least_bytes)
         return best.ideal
 
-    def assigned(self, settings: Sequence[Setting]) -> list[tuple[Setting, Assignment]]:
-        """All that fit, each with its best modes."""
-        found: list[tuple[Setting, Assignment]] = []
+    def assigned(self, settings: Sequence[Setting]) -> list[Assignment]:
+        """The best modes of each setting that fits."""
+        found: list[Assignment] = []
         for setting in (*settings, *self._by_block(settings)):
             found += self._assigned(setting, found)
-        fastest = min(found, key=_time_s, default=None)
-        if fastest is not None:
-            lead = fastest[0].lead
-            as_if_memory_were_no_concern_s = lead.costs.step_time_s(lead.costs.additive.fastest_modes)
-            if fastest[1].step_time_s <= as_if_memory_were_no_concern_s * (1 + NO_GAIN):
-                return found
-        engine = None if fastest is None else fastest[0].lead.engine
+        fastest = min(found, key=_step_time_s, default=None)
+        if fastest is not None and fastest.step_time_s <= _least_s(fastest.setting.lead) * (1 + NO_GAIN):
+            return found
+        engine = None if fastest is None else fastest.setting.lead.engine
         smallest = min(settings, key=_least_bytes)
         base = next((each for each in settings if each.engine == engine), smallest)
         for each in self._split(base):
@@ -121,20 +120,18 @@ class Competition:
             if chosen:
                 yield from (each.with_blocks(chosen) for each in bases)
 
-    def _with_recomputing(
-        self, setting: Setting, before: Sequence[tuple[Setting, Assignment]]
-    ) -> list[tuple[Setting, Assignment]]:
+    def _with_recomputing(self, setting: Setting, before: Sequence[Assignment]) -> list[Assignment]:
         """The best with blocks that recompute or offload.
 
         First as units of their own; then, as chosen there or all of them, with units inside, which may be split.
         """
-        found: list[tuple[Setting, Assignment]] = []
+        found: list[Assignment] = []
         tried: list[dict[str, str]] = []
         settings = list(self._recomputing(setting))
         for each in settings:
             assigned = self._assigned(each, [*before, *found])
             found += assigned
-            chosen = (chosen_activations(one, assignment.modes) for one, assignment in assigned)
+            chosen = (chosen_activations(one.setting, one.modes) for one in assigned)
             tried += [blocks for blocks in chosen if blocks and blocks not in tried]
         for blocks in tried:
             fine = setting.with_blocks(blocks)
@@ -144,39 +141,36 @@ class Competition:
                 found += self._assigned(split, [*before, *found])
         return found
 
-    def _assigned(
-        self, setting: Setting, before: Sequence[tuple[Setting, Assignment]]
-    ) -> list[tuple[Setting, Assignment]]:
+    def _assigned(self, setting: Setting, before: Sequence[Assignment]) -> list[Assignment]:
         """The best modes of a setting, and of those that its units shared make of it where that is faster.
 
         Where memory is short, what keeping units saves may be less than what sharing them would have saved: so units
         are shared as if all were sharded, too.
         """
-        worth_s = min(map(_time_s, before), default=math.inf)
+        worth_s = min(map(_step_time_s, before), default=math.inf)
         assigned = self._assigned_ahead(setting, worth_s)
         if assigned is None:
             return []
         found = [assigned]
         # where not all fits that may be gathered ahead, units are shared as if that took no memory
-        base = setting if assigned[0].engine == setting.engine else setting.ideal
-        for modes in (assigned[1].modes, setting.costs.least_memory_modes) if self.space.share_units else ():
+        base = setting if assigned.setting.engine == setting.engine else setting.ideal
+        for modes in (assigned.modes, setting.costs.least_memory_modes) if self.space.share_units else ():
             shared = self.shared(base, modes)
             for merged, modes_of_merged in (shared, join_units(*shared, memory_limit_bytes=self.memory_limit_bytes)):
-                if merged is not base and all(merged.units != other.units for other, _ in found):
-                    found += self._again(merged.lead, modes_of_merged, min(worth_s, *map(_time_s, found)))
+                if merged is not base and all(merged.units != other.setting.units for other in found):
+                    found += self._again(merged.lead, modes_of_merged, min(worth_s, *map(_step_time_s, found)))
         return found
 
-    def _assigned_ahead(self, setting: Setting, worth_s: float) -> tuple[Setting, Assignment] | None:
+    def _assigned_ahead(self, setting: Setting, worth_s: float) -> Assignment | None:
         return assign_ahead(setting, memory_limit_bytes=self.memory_limit_bytes, search=self.search, worth_s=worth_s)
 
-    def _again(self, setting: Setting, modes: Modes, worth_s: float) -> list[tuple[Setting, Assignment]]:
+    def _again(self, setting: Setting, modes: Modes, worth_s: float) -> list[Assignment]:
         """The best modes of units that were made with these, or these, which fit though the closed form may exceed."""
         again = self._assigned_ahead(setting, worth_s)
         found = [] if again is None else [again]
         time_s = setting.costs.step_time_s(modes)
-        if time_s < worth_s and (again is None or time_s < again[1].step_time_s * (1 - NO_GAIN)):
+        if time_s < worth_s and (again is None or time_s < again.step_time_s * (1 - NO_GAIN)):
             chosen = as_far_as_fits(setting, modes, memory_limit_bytes=self.memory_limit_bytes)
             if chosen is not None:
-                bound_s = None if again is None else again[1].bound_s
-                found.append((chosen, assigned_as(chosen, modes, bound_s=bound_s)))
+                found.append(assigned_as(chosen, modes, bound_s=None if again is None else again.bound_s))
         return found

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
-from lightning_osdp.assign import Assignment, Setting, chosen_activations
+from lightning_osdp.assign import Assignment, Modes, Setting, chosen_activations
 from lightning_osdp.core.blocks import freed_bytes
-from lightning_osdp.core.modes import DP, ZDP, ShardingMode
+from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.plans.plan import Block, Unit
 from lightning_osdp.core.profile import BlockProfile
 from lightning_osdp.core.slices import slice_names
@@ -17,13 +17,13 @@ _MOST_KINDS = 64
 """Units that are told apart where each takes a simulated step."""
 
 
-def planned(setting: Setting, assignment: Assignment) -> tuple[Unit, ...]:
+def planned(assignment: Assignment) -> tuple[Unit, ...]:
     """Units of a plan, root first, then in forward order."""
-    return tuple(_units(setting, assignment))
+    return tuple(_units(assignment.setting, assignment.modes))
 
 
-def _units(setting: Setting, assignment: Assignment) -> Iterator[Unit]:
-    costs, saves_s = setting.costs, _keeping_saves_s(setting, assignment.modes)
+def _units(setting: Setting, modes: Modes) -> Iterator[Unit]:
+    costs, saves_s = setting.costs, _keeping_saves_s(setting, modes)
     places = {unit.name: index for index, unit in enumerate(setting.units)}
     slices = {name: slice_names(name, number) for name, number in setting.num_slices.items()}
     whole = {part: name for name, parts in slices.items() for part in parts}
@@ -32,7 +32,7 @@ def _units(setting: Setting, assignment: Assignment) -> Iterator[Unit]:
         parts = slices.get(name, (name,))
         if unit.name != parts[0]:
             continue
-        each = [(places[part], assignment.modes[places[part]]) for part in parts]
+        each = [(places[part], modes[places[part]]) for part in parts]
         parameter_bytes = sum(setting.units[index].gathered_bytes for index, _ in each)
         yield Unit(
             name=name,
@@ -50,7 +50,7 @@ def _units(setting: Setting, assignment: Assignment) -> Iterator[Unit]:
         )
 
 
-def _keeping_saves_s(setting: Setting, modes: Sequence[ShardingMode]) -> list[float]:
+def _keeping_saves_s(setting: Setting, modes: Modes) -> list[float]:
     """Seconds that keeping each unit gathered saves, or would save, in this plan.
 
     Where communication overlaps computing, one unit of each kind is changed and the step simulated; where there are
@@ -64,27 +64,29 @@ def _keeping_saves_s(setting: Setting, modes: Sequence[ShardingMode]) -> list[fl
     return [saved_s[kind] for kind in kinds]
 
 
-def _saved_in_step_s(setting: Setting, modes: Sequence[ShardingMode], unit: int) -> float:
+def _saved_in_step_s(setting: Setting, modes: Modes, unit: int) -> float:
     if setting.units[unit].is_root:
         return 0.0
     sharded_s, kept_s = (
         setting.costs.step_time_s(
-            [*modes[:unit], replace(mode, activations=modes[unit].activations), *modes[unit + 1 :]]
+            (*modes[:unit], replace(mode, activations=modes[unit].activations), *modes[unit + 1 :])
         )
         for mode in (ZDP, DP)
     )
     return max(0.0, sharded_s - kept_s)
 
 
-def planned_blocks(setting: Setting, assignment: Assignment) -> tuple[Block, ...]:
+def planned_blocks(assignment: Assignment) -> tuple[Block, ...]:
     """Blocks of a plan that do not keep what they save, in forward order."""
+    setting = assignment.setting
     chosen = chosen_activations(setting, assignment.modes)
     changed = (block for block in setting.unchanged.blocks if block.name in chosen)
     return tuple(_block(setting, block, chosen[block.name]) for block in changed)
 
 
-def recomputable_blocks(setting: Setting, assignment: Assignment) -> tuple[Block, ...]:
+def recomputable_blocks(assignment: Assignment) -> tuple[Block, ...]:
     """Blocks that keep what they save and would free some of it by recomputing, in forward order."""
+    setting = assignment.setting
     chosen = chosen_activations(setting, assignment.modes)
     keeping = (block for block in setting.unchanged.blocks if block.name not in chosen)
     found = (_block(setting, block, "recompute") for block in keeping if "recompute" in block.segments)

@@ -117,8 +117,8 @@ def make_plan(
 
 
 def _plan(best: Candidate, sweep: Sweep) -> Plan:
-    setting, assignment, space = best.setting, best.assignment, sweep.competition.space
-    memory_limit_bytes = sweep.competition.memory_limit_bytes
+    assignment, setting = best.assignment, best.assignment.setting
+    memory_limit_bytes, space = sweep.competition.memory_limit_bytes, sweep.competition.space
     plain, plain_modes = sweep.plain(best)
     plain_peak_bytes = plain.costs.exact_peak(plain_modes).peak_bytes
     ratio = setting.workload.num_samples / plain.workload.num_samples if plain_peak_bytes <= memory_limit_bytes else 0.0
@@ -126,9 +126,9 @@ def _plan(best: Candidate, sweep: Sweep) -> Plan:
     return Plan(
         fingerprint=dict(setting.profile.fingerprint),
         world_size=setting.cluster.world_size,
-        units=planned(setting, assignment),
-        blocks=planned_blocks(setting, assignment),
-        recomputable=recomputable_blocks(setting, assignment) if "recompute" in space.activations else (),
+        units=planned(assignment),
+        blocks=planned_blocks(assignment),
+        recomputable=recomputable_blocks(assignment) if "recompute" in space.activations else (),
         memory_limit_bytes=memory_limit_bytes,
         peak_bytes=assignment.peak.peak_bytes,
         micro_batch_size=setting.workload.micro_batch_size,

@@ -44,7 +44,6 @@ MAX_SIZES = 64
 class Candidate:
     """One micro-batch size with its best assignment."""
 
-    setting: Setting
     assignment: Assignment
     bounds: tuple[tuple[Setting, float], ...]
     """All settings that were tried, each with the seconds that no modes of it go below."""
@@ -52,7 +51,7 @@ class Candidate:
     @property
     def samples_per_s(self) -> float:
         """Equation 1's objective: samples of all ranks over the step time."""
-        return _samples_per_s(self.setting, self.assignment.step_time_s)
+        return _samples_per_s(self.assignment.setting, self.assignment.step_time_s)
 
     @property
     def most_samples_per_s(self) -> float:
@@ -108,11 +107,10 @@ class Sweep:
         found = self.competition.assigned(self._of_size(micro_batch_size))
         if not found:
             return None
-        setting, assignment = min(found, key=lambda one: one[1].step_time_s)
+        fastest = min(found, key=lambda assignment: assignment.step_time_s)
         self._candidates[micro_batch_size] = Candidate(
-            setting=setting,
-            assignment=fill_spare(setting, assignment, memory_limit_bytes=self.competition.memory_limit_bytes),
-            bounds=tuple((setting.lead, assignment.bound_s) for setting, assignment in found),
+            assignment=fill_spare(fastest, memory_limit_bytes=self.competition.memory_limit_bytes),
+            bounds=tuple((assignment.setting.lead, assignment.bound_s) for assignment in found),
         )
         return self._candidates[micro_batch_size]
 
@@ -121,7 +119,7 @@ class Sweep:
 
         Where none fits, the one that needs the fewest bytes. Its units are shared likewise.
         """
-        engine, memory_limit_bytes = candidate.setting.lead.engine, self.competition.memory_limit_bytes
+        engine, memory_limit_bytes = candidate.assignment.setting.lead.engine, self.competition.memory_limit_bytes
         settings = [each for size in self._candidates for each in self._of_size(size) if each.engine == engine]
         found = [(setting, modes) for each in settings for setting, modes in self.competition.plain(each)]
 
@@ -172,7 +170,7 @@ class Sweep:
             return None
         best = self._best()
         is_worth_it = best.samples_per_s > found[0].samples_per_s * (1 + WORTH_CHANGING)
-        return best if is_worth_it or found[0].setting.workload.micro_batch_size != sizes[0] else found[0]
+        return best if is_worth_it or found[0].assignment.setting.workload.micro_batch_size != sizes[0] else found[0]
 
     @property
     def most_samples_per_s(self) -> float:

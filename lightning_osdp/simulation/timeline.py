@@ -108,10 +108,10 @@ class Timeline:
             self._compute(event, micro_batch, durations.overhead_s["reduce"][of])
             self._communicate(event, micro_batch, durations.reduce_s[of], self.compute_s)
 
-    def read_all(self, events: Iterable[Event], micro_batch: int = 0) -> None:
+    def read_all(self, events: Iterable[Event]) -> None:
         """All events of a micro-batch."""
         for event in events:
-            self.read(event, micro_batch)
+            self.read(event)
         self.end_backward()
 
     def end_backward(self) -> None:

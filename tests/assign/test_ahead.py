@@ -65,11 +65,11 @@ def test_no_modes_with_any_units_gathered_ahead_are_faster_than_the_bound(model,
         limit_bytes = int(least + share * max(0, most - least) * 0.7)
         assigned = assign_ahead(family, memory_limit_bytes=limit_bytes, search="depth_first", worth_s=float("inf"))
         assert assigned is not None
-        chosen, assignment = assigned
-        assert chosen.costs.exact_peak(assignment.modes).peak_bytes <= limit_bytes
-        assert assignment.step_time_s == chosen.costs.step_time_s(assignment.modes)
-        assert assignment.bound_s <= assignment.step_time_s * (1 + 1e-9)
-        assert assignment.bound_s <= min(fitting(family, limit_bytes)) * (1 + 1e-9)
+        costs = assigned.setting.costs
+        assert costs.exact_peak(assigned.modes).peak_bytes <= limit_bytes
+        assert assigned.step_time_s == costs.step_time_s(assigned.modes)
+        assert assigned.bound_s <= assigned.step_time_s * (1 + 1e-9)
+        assert assigned.bound_s <= min(fitting(family, limit_bytes)) * (1 + 1e-9)
 
 
 @settings(deadline=None, max_examples=60)

@@ -107,7 +107,7 @@ def test_the_plan_fits_and_the_bound_is_below_the_optimum(setting, search, case)
         assert assigned.step_time_s == found.costs.step_time_s(assigned.modes)
         assert assigned.bound_s <= bound_s * (1 + 1e-12)
         assert bound_s <= assigned.step_time_s * (1 + 1e-12)
-        filled = fill_spare(found, assigned, memory_limit_bytes=limit_bytes)
+        filled = fill_spare(assigned, memory_limit_bytes=limit_bytes)
         assert filled.peak == found.costs.exact_peak(filled.modes)
         assert filled.peak.peak_bytes <= limit_bytes
         assert filled.step_time_s == found.costs.step_time_s(filled.modes)

@@ -120,7 +120,7 @@ def test_everything_is_kept_where_collectives_take_longest(chain, engine):
 @pytest.mark.parametrize(("forward_s", "saves"), [(3.0, False), (0.1, True)])
 def test_what_a_plan_says_that_keeping_saves_is_what_the_step_would(chain, forward_s, saves):
     found = chain(forward_s)
-    units = planned(found, assign_modes(found, memory_limit_bytes=10**6))
+    units = planned(assign_modes(found, memory_limit_bytes=10**6))
     assert all((unit.keep_saves_s > 0.5) == saves for unit in units[1:])
     assert saves or all(unit.keep_saves_s == pytest.approx(0, abs=1e-9) for unit in units)
 
