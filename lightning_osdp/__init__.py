@@ -7,11 +7,10 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_osdp.apply import apply_plan, change_plan
 from lightning_osdp.callbacks import PlanMonitor
 from lightning_osdp.core.batch_policy import BatchPolicy
-from lightning_osdp.core.cluster import Cluster
+from lightning_osdp.core.cluster import Cluster, DeviceRates
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import ModelProfile
-from lightning_osdp.core.rates import DeviceRates
 from lightning_osdp.engine import FSDP2
 from lightning_osdp.errors import (
     ConfigurationError,

@@ -1,9 +1,8 @@
 """Steps to be judged, by ranks whose links take no time."""
 
 from lightning_osdp.core.cluster import Cluster, Link
-from lightning_osdp.core.step import Step
+from lightning_osdp.core.step import Step, Workload
 from lightning_osdp.core.units import partition
-from lightning_osdp.core.workload import Workload
 
 FREE = Link(latency_s=0.0, seconds_per_byte=0.0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_osdp.core.workload import Workload
+from lightning_osdp.core.step import Workload
 from lightning_osdp.errors import ConfigurationError
 
 MOST_SAMPLES = 2**20

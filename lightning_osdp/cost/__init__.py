@@ -3,7 +3,7 @@
 `TERMS` lists the seconds that add up over units; `step_memory` is the closed form of the peak for any choice of modes.
 """
 
-from lightning_osdp.core.workload import Workload
+from lightning_osdp.core.step import Workload
 from lightning_osdp.cost.besides import evaluation_peak, saving_peak
 from lightning_osdp.cost.paper import PAPER_TERMS, paper_memory
 from lightning_osdp.cost.peak_memory import Held, PeakMemory, StepMemory, exact_peak, saved_bytes, step_memory

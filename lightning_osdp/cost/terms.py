@@ -8,8 +8,8 @@ from lightning_osdp.core.blocks import RERUN
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.profile import BlockProfile, ModelProfile
+from lightning_osdp.core.step import Workload
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.core.workload import Workload
 from lightning_osdp.engine import DEFAULT, Engine
 
 

@@ -11,8 +11,8 @@ from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.modes import ALL_MODES, DP, ZDP
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
+from lightning_osdp.core.step import Workload
 from lightning_osdp.core.units import partition
-from lightning_osdp.core.workload import Workload
 from lightning_osdp.engine import AUTO, DEFAULT, FSDP2, engine_of
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.scheduler import make_plan
