@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from lightning_osdp.assign.additive import Additive, Modes, sum_s
 from lightning_osdp.core.blocks import with_activations
@@ -186,13 +186,18 @@ class Costs:
     def times_s(self) -> tuple[Mapping[ShardingMode, float], ...]:
         """Seconds of each unit in every mode that there is, offered or not, if nothing overlaps."""
         setting = self._setting
-        around = {"cluster": setting.cluster, "workload": setting.workload, "engine": setting.engine}
-        terms = PAPER_TERMS if setting.is_paper else TERMS
-        times_s = []
+        time_s = partial(
+            unit_s,
+            cluster=setting.cluster,
+            workload=setting.workload,
+            engine=setting.engine,
+            terms=PAPER_TERMS if setting.is_paper else TERMS,
+        )
+        found = []
         for unit, options in zip(setting.units, self.options, strict=True):
             modes = (*MODES.values(), *(replace(mode, sync="every") for mode in options), *options)
-            times_s.append({mode: unit_s(unit, mode, terms=terms, **around) for mode in dict.fromkeys(modes)})
-        return tuple(times_s)
+            found.append({mode: time_s(unit, mode) for mode in dict.fromkeys(modes)})
+        return tuple(found)
 
     @cached_property
     def memory(self) -> StepMemory:

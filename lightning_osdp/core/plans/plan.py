@@ -185,7 +185,7 @@ class Plan:
                 f"Expected {source} to be a JSON document written by `Plan.save`, but it cannot be parsed: {error}."
                 " Restore the file, or plan anew by leaving out `plan=`."
             ) from error
-        return _plan_from_document(document, source)
+        return _read(document, source)
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON; the file appears only when it is complete."""
@@ -233,7 +233,7 @@ class Plan:
             )
 
 
-def _plan_from_document(document: object, source: str) -> Plan:
+def _read(document: object, source: str) -> Plan:
     if not isinstance(document, dict):
         raise PlanFormatError(f"Expected {source} to hold a JSON object, got {type(document).__name__}.")
     version = document.get("schema_version")
