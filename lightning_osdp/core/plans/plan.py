@@ -257,16 +257,30 @@ def _read(document: object, source: str) -> Plan:
     plan = read_dataclass(Plan, entries, source)
     _check_units(plan.units, source)
     _check_blocks((*plan.blocks, *plan.recomputable), source)
-    _check_numbers(plan, source)
+    _check_least(plan, source, 1, "world_size", "micro_batch_size", "num_micro_batches", "memory_limit_bytes")
+    _check_least(plan, source, 0, "peak_bytes", "step_time_s", "samples_per_s", "gap", "all_zdp_step_time_s")
+    _check_least(plan, source, 0, "all_zdp_peak_bytes", "evaluation_peak_bytes")
+    _check_choice("'backward_prefetch'", plan.backward_prefetch, PREFETCH_CHOICES, source)
+    _check_choice("'cost_model'", plan.cost_model, COST_MODELS, source)
     _check_late(plan, source)
-    if "decisions" in document:
-        derived = json.loads(plan.to_json())["decisions"]
-        if document["decisions"] != derived:
-            raise PlanFormatError(
-                f"Expected 'decisions' of {source} to be what its 'units' say, but they differ."
-                " Edit 'units' (they say what is sharded how) and delete 'decisions' (they are derived)."
-            )
+    if "decisions" in document and document["decisions"] != json.loads(plan.to_json())["decisions"]:
+        raise PlanFormatError(
+            f"Expected 'decisions' of {source} to be what its 'units' say, but they differ."
+            " Edit 'units' (they say what is sharded how) and delete 'decisions' (they are derived)."
+        )
     return plan
+
+
+def _check_least(value: Plan | Unit | Block, where: str, least: int, *fields: str) -> None:
+    for name in fields:
+        found = getattr(value, name)
+        if found < least:
+            raise PlanFormatError(f"Expected {name!r} of {where} to be at least {least}, got {found!r}.")
+
+
+def _check_choice(what: str, value: str, choices: tuple[str, ...], where: str) -> None:
+    if value not in choices:
+        raise PlanFormatError(f"Expected {what} of {where} to be one of {choices}, got {value!r}.")
 
 
 def _check_units(units: tuple[Unit, ...], source: str) -> None:
@@ -277,14 +291,10 @@ def _check_units(units: tuple[Unit, ...], source: str) -> None:
         where = f"unit {unit.name!r} of {source}"
         if not unit.modes:
             raise PlanFormatError(f"Expected {where} to have at least one mode, got none.")
-        checks = [("mode", mode, tuple(MODES)) for mode in unit.modes]
-        checks.append(("sync", unit.sync, SYNC_CHOICES))
-        for what, value, choices in checks:
-            if value not in choices:
-                raise PlanFormatError(f"Expected {what} of {where} to be one of {choices}, got {value!r}.")
-        for name in ("parameter_bytes", "time_s", "keep_costs_bytes", "accumulate_costs_bytes"):
-            if getattr(unit, name) < 0:
-                raise PlanFormatError(f"Expected {name!r} of {where} to be at least 0, got {getattr(unit, name)!r}.")
+        for mode in unit.modes:
+            _check_choice("mode", mode, tuple(MODES), where)
+        _check_choice("sync", unit.sync, SYNC_CHOICES, where)
+        _check_least(unit, where, 0, "parameter_bytes", "time_s", "keep_costs_bytes", "accumulate_costs_bytes")
         repeated = seen_operators.intersection(unit.operators) | ({unit.name} & seen_units)
         if repeated or len(set(unit.operators)) < len(unit.operators):
             raise PlanFormatError(f"Expected units and operators of {source} once each, got {where} again.")
@@ -304,37 +314,20 @@ def _check_blocks(blocks: tuple[Block, ...], source: str) -> None:
     if len(names) < len(blocks):
         raise PlanFormatError(f"Expected blocks of {source} once each, got {[block.name for block in blocks]}.")
     for block in blocks:
-        where, choices = f"block {block.name!r} of {source}", ACTIVATION_CHOICES[1:]
-        if block.activations not in choices:
-            raise PlanFormatError(f"Expected activations of {where} to be one of {choices}, got {block.activations!r}.")
-        if block.frees_bytes < 0:
-            raise PlanFormatError(f"Expected 'frees_bytes' of {where} to be at least 0, got {block.frees_bytes!r}.")
+        where = f"block {block.name!r} of {source}"
+        _check_choice("activations", block.activations, ACTIVATION_CHOICES[1:], where)
+        _check_least(block, where, 0, "frees_bytes")
         parts = block.name.split(".")
         around = {".".join(parts[:length]) for length in range(1, len(parts))}
         if not block.name or around & names:
             raise PlanFormatError(f"Expected no block of {source} inside another, and not the root, got {where}.")
 
 
-def _check_numbers(plan: Plan, source: str) -> None:
-    at_least = {"world_size": 1, "micro_batch_size": 1, "num_micro_batches": 1, "memory_limit_bytes": 1}
-    at_least |= dict.fromkeys(("peak_bytes", "step_time_s", "samples_per_s", "gap"), 0)
-    at_least |= dict.fromkeys(("all_zdp_step_time_s", "all_zdp_peak_bytes", "evaluation_peak_bytes"), 0)
-    for name, least in at_least.items():
-        value = getattr(plan, name)
-        if value < least:
-            raise PlanFormatError(f"Expected {name!r} of {source} to be at least {least}, got {value!r}.")
-    for name, choices in {"backward_prefetch": PREFETCH_CHOICES, "cost_model": COST_MODELS}.items():
-        value = getattr(plan, name)
-        if value not in choices:
-            raise PlanFormatError(f"Expected {name!r} of {source} to be one of {choices}, got {value!r}.")
-
-
 def _check_late(plan: Plan, source: str) -> None:
     known = {part for unit in plan.units if unit.name for part in slice_names(unit.name, unit.num_slices)}
-    for field_name in ("late_forward", "late_backward"):
-        late = getattr(plan, field_name)
-        unknown = [name for name in late if name not in known]
+    for name, late in (("late_forward", plan.late_forward), ("late_backward", plan.late_backward)):
+        unknown = [part for part in late if part not in known]
         if unknown:
             raise PlanFormatError(
-                f"Expected {field_name!r} of {source} to name units or slices but the root, got {shown(unknown[0])}."
+                f"Expected {name!r} of {source} to name units or slices but the root, got {shown(unknown[0])}."
             )
