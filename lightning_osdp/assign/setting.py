@@ -105,11 +105,10 @@ class Setting(Step):
     def _decided(self, profile: ModelProfile, num_slices: Mapping[str, int]) -> Setting:
         members: dict[str, list[str]] = {}
         for unit in self.units:
-            number = num_slices.get(unit.name, 1)
-            if number == 1:
+            if num_slices.get(unit.name, 1) == 1:
                 members[unit.name] = [operator.name for operator in unit.operators]
             else:
-                members |= {name: [name] for name in slice_names(unit.name, number)}
+                members |= {name: [name] for name in slice_names(unit.name, num_slices[unit.name])}
         units = grouped(profile, members)
         return replace(self, profile=profile, units=units, given=self.unchanged, activations=("keep",))
 

@@ -110,12 +110,12 @@ def _cut(operator: OperatorProfile) -> Cut:
     return operator.cut
 
 
-def _slices(operator: OperatorProfile, number: int) -> Iterator[OperatorProfile]:
+def _slices(operator: OperatorProfile, num_slices: int) -> Iterator[OperatorProfile]:
     cut = _cut(operator)
-    sizes = slice_sizes(cut.num_features, number)
+    sizes = slice_sizes(cut.num_features, num_slices)
     elements = sum(parameter.num_elements for parameter in operator.parameters if parameter.is_trainable)
-    for index, (name, size) in enumerate(zip(slice_names(operator.name, number), sizes, strict=True)):
-        parameters = tuple(_parameters(operator, cut, size, is_last=index == number - 1))
+    for index, (name, size) in enumerate(zip(slice_names(operator.name, num_slices), sizes, strict=True)):
+        parameters = tuple(_parameters(operator, cut, size, is_last=index == num_slices - 1))
         trainable = [parameter for parameter in parameters if parameter.is_trainable]
         num_trainable = sum(parameter.num_elements for parameter in trainable)
         gathered = [parameter.num_elements * parameter.gathered_itemsize for parameter in parameters]
@@ -123,7 +123,7 @@ def _slices(operator: OperatorProfile, number: int) -> Iterator[OperatorProfile]
             operator,
             name=name,
             enclosing=(name, *operator.enclosing[1:]),
-            signature=f"{operator.signature}[{size}{' and the rest' if index == number - 1 else ''}]",
+            signature=f"{operator.signature}[{size}{' and the rest' if index == num_slices - 1 else ''}]",
             parameters=parameters,
             parameter_bytes=sum(parameter.num_elements * parameter.itemsize for parameter in parameters),
             num_trainable=num_trainable,
@@ -145,7 +145,7 @@ def _parameters(operator: OperatorProfile, cut: Cut, size: int, *, is_last: bool
             yield parameter
 
 
-def _segments(segment: Segment, cut: Cut, number: int, handed: Affine) -> Iterator[Segment]:
+def _segments(segment: Segment, cut: Cut, num_slices: int, handed: Affine) -> Iterator[Segment]:
     """One for each slice; what the operator is followed by stays in the last one's.
 
     ``handed`` lives when the operator is called, beside what is saved: x is among it where nothing saves that.
@@ -157,13 +157,13 @@ def _segments(segment: Segment, cut: Cut, number: int, handed: Affine) -> Iterat
     x_again = saved_x + _least(x, segment.made_again_bytes)
     settled = segment.settled_bytes
     between = None if settled is None else settled + x_again + y  # of one slice and the one before it
-    sizes = slice_sizes(cut.num_features, number)
-    for index, (name, size) in enumerate(zip(slice_names(segment.operator, number), sizes, strict=True)):
+    sizes = slice_sizes(cut.num_features, num_slices)
+    for index, (name, size) in enumerate(zip(slice_names(segment.operator, num_slices), sizes, strict=True)):
         share = size / cut.num_features
         part = gradient * share
         products = y + y if index else y
         timed = {"forward_s": segment.forward_s * share, "backward_s": segment.backward_s * share}
-        if index == number - 1:
+        if index == num_slices - 1:
             yield replace(
                 segment,
                 operator=name,

@@ -27,7 +27,7 @@ def evaluation_peak(step: Step, modes: Sequence[ShardingMode], *, engine: Engine
         engine: what runs it.
     """
     profile, units, world_size = step.profile, step.units, step.cluster.world_size
-    num_samples = step.workload.micro_batch_size
+    micro_batch_size = step.workload.micro_batch_size
     layout = engine.layout(units, profile.optimizer, world_size)
     stays = [engine.keeps(DP if unit.is_root else mode, world_size) for unit, mode in zip(units, modes, strict=True)]
     running = [0.0] * len(profile.segments)
@@ -39,11 +39,11 @@ def evaluation_peak(step: Step, modes: Sequence[ShardingMode], *, engine: Engine
                 running[segment] += size.gathered
     kept = sum(size.gathered for size, is_kept in zip(layout.units, stays, strict=True) if is_kept)
     transient = (
-        whole + max(segment.evaluation_bytes.at(num_samples), cast)
+        whole + max(segment.evaluation_bytes.at(micro_batch_size), cast)
         for segment, whole, cast in zip(profile.segments, running, gathering, strict=True)
     )
     lingering = engine.most_lingering * max((size.buffer for size in layout.units), default=0.0)
-    states = _between_steps(step, layout) + profile.batch_bytes.at(num_samples)
+    states = _between_steps(step, layout) + profile.batch_bytes.at(micro_batch_size)
     return states + kept + lingering + max(transient)
 
 

@@ -199,23 +199,23 @@ def step_memory(step: Step, *, activations: Sequence[str] = ("keep",), engine: E
     )
 
 
-def saved_bytes(unit: UnitProfile, choice: str, num_samples: int) -> float:
+def saved_bytes(unit: UnitProfile, choice: str, micro_batch_size: int) -> float:
     """Bytes that stay on the device from the unit's forward to its backward, at most."""
     if unit.block is None:
-        return unit.saved_bytes.at(num_samples)
+        return unit.saved_bytes.at(micro_batch_size)
     if choice == "keep":
-        return (unit.saved_bytes + unit.block.borrowed_bytes).at(num_samples)
-    return stays_bytes(unit.block, choice).at(num_samples)
+        return (unit.saved_bytes + unit.block.borrowed_bytes).at(micro_batch_size)
+    return stays_bytes(unit.block, choice).at(micro_batch_size)
 
 
 def _may(unit: UnitProfile, choice: str) -> bool:
     return unit.block is not None and choice in unit.block.segments
 
 
-def _saved_beyond(unit: UnitProfile, activations: Sequence[str], num_samples: int) -> dict[str, float]:
+def _saved_beyond(unit: UnitProfile, activations: Sequence[str], micro_batch_size: int) -> dict[str, float]:
     """By choice, what the unit saves beyond the one that saves least; empty where it has one choice only."""
     choices = [choice for choice in activations if choice == "keep" or _may(unit, choice)]
     if len(choices) < 2:
         return {}
-    found = {choice: saved_bytes(unit, choice, num_samples) for choice in choices}
+    found = {choice: saved_bytes(unit, choice, micro_batch_size) for choice in choices}
     return {choice: num_bytes - min(found.values()) for choice, num_bytes in found.items()}

@@ -104,22 +104,20 @@ def activations_s(
 ) -> float:
     """What the unit's block takes beyond keeping what it saves: running again, and copies to host memory and back."""
     del engine
-    if unit.block is None:
-        return 0.0
     return workload.num_micro_batches * block_s(unit.block, mode.activations, cluster, workload.micro_batch_size)
 
 
-def block_s(block: BlockProfile, choice: str, cluster: Cluster, num_samples: int) -> float:
+def block_s(block: BlockProfile | None, choice: str, cluster: Cluster, micro_batch_size: int) -> float:
     """The same of a block, in one micro-batch."""
-    again_s = block.rerun_s.at(num_samples) if choice in RERUN else 0.0
-    return again_s + 2 * copied_s(block, choice, cluster, num_samples)
+    again_s = block.rerun_s.at(micro_batch_size) if block is not None and choice in RERUN else 0.0
+    return again_s + 2 * copied_s(block, choice, cluster, micro_batch_size)
 
 
-def copied_s(block: BlockProfile, choice: str, cluster: Cluster, num_samples: int) -> float:
+def copied_s(block: BlockProfile | None, choice: str, cluster: Cluster, micro_batch_size: int) -> float:
     """Seconds of copies to host memory in one micro-batch's forward; those back in its backward take as long."""
-    if choice not in block.copied_bytes:
+    if block is None or choice not in block.copied_bytes:
         return 0.0
-    return block.copied_bytes[choice].at(num_samples) * cluster.host_copy_s_per_byte
+    return block.copied_bytes[choice].at(micro_batch_size) * cluster.host_copy_s_per_byte
 
 
 TERMS: dict[str, Callable[..., float]] = {

@@ -61,11 +61,11 @@ def with_smaller_micro_batch(plan: Plan, micro_batch_size: int) -> Plan:
         plan: what does not fit.
         micro_batch_size: a divisor of the samples of an optimizer step.
     """
-    number = plan.micro_batch_size * plan.num_micro_batches // micro_batch_size
+    num_micro_batches = plan.micro_batch_size * plan.num_micro_batches // micro_batch_size
     return dataclasses.replace(
         _without_peak(plan),
         micro_batch_size=micro_batch_size,
-        num_micro_batches=number,
+        num_micro_batches=num_micro_batches,
         peak_bytes=0,
         step_time_s=0.0,
         samples_per_s=0.0,

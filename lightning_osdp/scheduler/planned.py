@@ -94,10 +94,10 @@ def recomputable_blocks(assignment: Assignment) -> tuple[Block, ...]:
 
 
 def _block(setting: Setting, block: BlockProfile, choice: str) -> Block:
-    samples, num_micro_batches = setting.workload.micro_batch_size, setting.workload.num_micro_batches
+    micro_batch_size, num_micro_batches = setting.workload.micro_batch_size, setting.workload.num_micro_batches
     return Block(
         name=block.name,
         activations=choice,
-        frees_bytes=max(0, round(freed_bytes(setting.unchanged, block, choice).at(samples))),
-        costs_s=num_micro_batches * block_s(block, choice, setting.cluster, samples),
+        frees_bytes=max(0, round(freed_bytes(setting.unchanged, block, choice).at(micro_batch_size))),
+        costs_s=num_micro_batches * block_s(block, choice, setting.cluster, micro_batch_size),
     )

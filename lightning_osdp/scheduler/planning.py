@@ -152,14 +152,14 @@ def _plan(best: Candidate, sweep: Sweep) -> Plan:
 
 def _how(plain: Setting, modes: Modes, setting: Setting) -> str:
     """In what plain FSDP differs from what one would have without choosing."""
-    workload, own = plain.workload, setting.workload
-    number = workload.num_micro_batches
+    workload, num_micro_batches = plain.workload, plain.workload.num_micro_batches
     told = []
-    if (workload.micro_batch_size, number) != (own.micro_batch_size, own.num_micro_batches):
-        told.append(f"micro-batches of {workload.micro_batch_size}" + f" x {number}" * (number > 1))
+    if workload != setting.workload:
+        times = f" x {num_micro_batches}" if num_micro_batches > 1 else ""
+        told.append(f"micro-batches of {workload.micro_batch_size}{times}")
     if plain.blocks:
         told.append("all blocks recomputing")
-    if number > 1:
+    if num_micro_batches > 1:
         last = any(mode.sync == "last" for mode in modes)
         told.append(f"gradients reduced in {'the last' if last else 'every'} micro-batch")
     return ", ".join(told)

@@ -39,7 +39,7 @@ class StepClock:
         self.num_micro_batches = step.workload.num_micro_batches
         self.optimizer_s = optimizer_s(step.profile, step.cluster)
         self.durations = durations_of(step, engine)
-        self.units, self.samples = step.units, step.workload.micro_batch_size
+        self.units, self.micro_batch_size = step.units, step.workload.micro_batch_size
         self.events = _classed(
             step.units,
             len(step.profile.segments),
@@ -76,11 +76,11 @@ class StepClock:
 
     def activations_s(self, unit: UnitProfile, mode: ShardingMode) -> float:
         """Seconds of a micro-batch that the unit's block takes to do without what it would save."""
-        return 0.0 if unit.block is None else block_s(unit.block, mode.activations, self.cluster, self.samples)
+        return block_s(unit.block, mode.activations, self.cluster, self.micro_batch_size)
 
     def copied_s(self, unit: UnitProfile, mode: ShardingMode) -> float:
         """The part of that which its forward takes."""
-        return 0.0 if unit.block is None else copied_s(unit.block, mode.activations, self.cluster, self.samples)
+        return copied_s(unit.block, mode.activations, self.cluster, self.micro_batch_size)
 
     def overhead_s(self, unit: UnitProfile, mode: ShardingMode) -> float:
         """Seconds of a step that the runtime takes for the unit."""

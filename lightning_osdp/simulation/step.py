@@ -105,13 +105,14 @@ def simulate_step(
 def durations_of(step: Step, engine: Engine) -> Durations:
     """Seconds of each event of one micro-batch."""
     profile, units, cluster = step.profile, step.units, step.cluster
-    samples = step.workload.micro_batch_size
+    micro_batch_size = step.workload.micro_batch_size
     copies_s = [0.0] * len(profile.segments)
     for (_, last), num_bytes in profile.copied:
-        copies_s[last] += num_bytes.at(samples) * cluster.host_copy_s_per_byte
+        copies_s[last] += num_bytes.at(micro_batch_size) * cluster.host_copy_s_per_byte
+    segments = [*zip(profile.segments, copies_s, strict=True)]
     return Durations(
-        forward_s=[segment.forward_s.at(samples) + s for segment, s in zip(profile.segments, copies_s, strict=True)],
-        backward_s=[segment.backward_s.at(samples) + s for segment, s in zip(profile.segments, copies_s, strict=True)],
+        forward_s=[segment.forward_s.at(micro_batch_size) + s for segment, s in segments],
+        backward_s=[segment.backward_s.at(micro_batch_size) + s for segment, s in segments],
         gather_s=[gather_s(unit, cluster, engine) for unit in units],
         reduce_s=[reduce_s(unit, cluster, engine) for unit in units],
         overhead_s={part: [overhead_part_s(unit, part, cluster) for unit in units] for part in UNIT_PARTS},
