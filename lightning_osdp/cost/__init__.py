@@ -18,13 +18,11 @@ from lightning_osdp.cost.terms import (
     reduce_s,
     unit_s,
 )
-from lightning_osdp.engine import Moment
 
 __all__ = [
     "PAPER_TERMS",
     "TERMS",
     "Held",
-    "Moment",
     "PeakMemory",
     "StepMemory",
     "Workload",

@@ -10,7 +10,6 @@ from lightning_osdp.core.cluster import UNIT_PARTS
 from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.step import Step
 from lightning_osdp.cost import (
-    Moment,
     PeakMemory,
     evaluation_peak,
     gather_s,
@@ -19,7 +18,7 @@ from lightning_osdp.cost import (
     reduce_s,
     saving_peak,
 )
-from lightning_osdp.engine import DEFAULT, Engine, Event
+from lightning_osdp.engine import DEFAULT, Engine, Event, Moment
 from lightning_osdp.simulation.timeline import Durations, Interval, Timeline
 
 
