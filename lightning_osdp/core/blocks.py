@@ -19,11 +19,9 @@ RERUN = ("recompute", "recompute_offload")
 
 
 def with_activations(profile: ModelProfile, activations: Mapping[str, str]) -> ModelProfile:
-    """The profile with blocks that do not simply keep what they save, in which nothing is left to choose of that.
+    """The profile, in which all blocks keep what they save, with some doing what they are named with instead.
 
-    Args:
-        profile: of the model in which all blocks do.
-        activations: block -> choice; blocks that are not named keep what they save.
+    Nothing is left to choose of that then.
 
     Raises:
         ConfigurationError: there is no such block, or this choice was not profiled for it.
@@ -120,13 +118,7 @@ def stays_bytes(block: BlockProfile, choice: str) -> Affine:
 
 
 def freed_bytes(profile: ModelProfile, block: BlockProfile, choice: str) -> Affine:
-    """Bytes that do not stay on the device from the block's forward to its backward, against keeping them.
-
-    Args:
-        profile: in which all blocks keep what they save.
-        block: of the profile.
-        choice: other than ``keep``.
-    """
+    """Bytes of one of the profile's blocks that do not stay on the device from its forward to its backward."""
     first, last = block.span
     kept = sum((segment.saved_bytes for segment in profile.segments[first : last + 1]), ZERO)
     return kept - stays_bytes(block, choice)

@@ -20,11 +20,7 @@ class Link:
     """Largest relative difference between this line and the times that it was fitted to."""
 
     def ring_s(self, num_bytes: float, world_size: int) -> float:
-        """Seconds of one ring all-gather or reduce-scatter: ``(N-1) alpha + (N-1)/N S beta``.
-
-        Args:
-            num_bytes: S, bytes of the whole (gathered) tensor.
-            world_size: N, number of ranks in the ring.
+        """Seconds of one ring all-gather or reduce-scatter: ``(N-1) alpha + (N-1)/N S beta``, S of the whole tensor.
 
         References:
             OSDP (Jiang et al. 2022), equation 2, after Thakur et al. 2005.

@@ -25,10 +25,6 @@ from lightning_osdp.errors import ConfigurationError
 def slice_sizes(num_features: int, num_slices: int) -> tuple[int, ...]:
     """Features of each slice: as even as possible, the larger ones first.
 
-    Args:
-        num_features: length of the dimension that is cut, such as the input features of a Linear.
-        num_slices: k, from 1 to ``num_features``.
-
     Raises:
         ConfigurationError: there are not as many features as slices, or no slice is asked for.
 
@@ -53,11 +49,9 @@ def slice_names(operator: str, num_slices: int) -> tuple[str, ...]:
 
 
 def split_operators(profile: ModelProfile, num_slices: Mapping[str, int]) -> ModelProfile:
-    """The profile with some operators split: each slice is an operator, and a unit of its own in any partition.
+    """The profile with these operators split: each slice is an operator, and a unit of its own in any partition.
 
-    Args:
-        profile: of the model as the user wrote it, with the blocks chosen that do not keep what they save.
-        num_slices: operator -> k. Those that are not named stay whole.
+    What blocks do with what they save is chosen before.
 
     Raises:
         ConfigurationError: an operator cannot be split, or not into so many slices.

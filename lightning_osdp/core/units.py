@@ -127,10 +127,6 @@ def partition(profile: ModelProfile, *, min_unit_bytes: int | None = None) -> tu
     the module tree -- which is where parameters go that no unit of their own holds -- unless it is also used outside
     that unit's forward, where its parameters would not be gathered, or trains in another dtype. It joins the outermost
     module around it rather than the root: children of the root may be called, and run backward, one by one.
-
-    Args:
-        profile: the model.
-        min_unit_bytes: None: see `default_min_unit_bytes`.
     """
     if min_unit_bytes is None:
         min_unit_bytes = default_min_unit_bytes(profile)

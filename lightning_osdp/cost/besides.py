@@ -19,12 +19,8 @@ def evaluation_peak(step: Step, modes: Sequence[ShardingMode], *, engine: Engine
         base + [P of the root and of all DP units] + max_i ( [P of ZDP units that run] + e_i )
 
     and the buffers of all-gathers, where the engine has any. Without a backward to free it, a DP unit stays gathered
-    after its first forward. Lightning has zeroed the gradients.
-
-    Args:
-        step: the training step, on which e_i is measured; an evaluation batch has as many samples as its micro-batch.
-        modes: one per unit.
-        engine: what runs it.
+    after its first forward. Lightning has zeroed the gradients. An evaluation batch has as many samples as a
+    micro-batch of the training step, on which e_i is measured.
     """
     profile, units, world_size = step.profile, step.units, step.cluster.world_size
     micro_batch_size = step.workload.micro_batch_size
@@ -52,12 +48,6 @@ def saving_peak(step: Step, modes: Sequence[ShardingMode], *, is_sharded: bool, 
 
     State dicts of the model and of its optimizer live together: of all parameters in a full checkpoint, of this rank's
     in a sharded one. Units are gathered one after the other, beside what an evaluation before has left gathered.
-
-    Args:
-        step: between two of which it is made.
-        modes: one per unit.
-        is_sharded: ``state_dict_type="sharded"``.
-        engine: what shards the model.
     """
     units, world_size = step.units, step.cluster.world_size
     layout = engine.layout(units, step.profile.optimizer, world_size)

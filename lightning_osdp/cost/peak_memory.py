@@ -166,12 +166,9 @@ def exact_peak(step: Step, modes: Sequence[ShardingMode], *, engine: Engine = DE
 
 
 def step_memory(step: Step, *, activations: Sequence[str] = ("keep",), engine: Engine = DEFAULT) -> StepMemory:
-    """Peak of one optimizer step on one rank, for any choice of modes.
+    """Peak of one optimizer step on one rank, for any choice of modes, and of what its blocks may do by `activations`.
 
-    Args:
-        step: in which all blocks keep what they save.
-        activations: what units that are blocks may do with what they save.
-        engine: what runs the step.
+    In the step itself all blocks keep what they save.
     """
     profile, units = step.profile, step.units
     order, sizes = leaving_order(units), engine.layout(units, profile.optimizer, step.cluster.world_size).units

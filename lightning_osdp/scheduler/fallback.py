@@ -32,14 +32,8 @@ def with_less_memory(plan: Plan, wanted_bytes: int) -> Plan | None:
     """The plan with units sharded, their gradients reduced earlier, or blocks recomputing, until so much is freed.
 
     What frees most bytes for a second goes first; something changes, but only what `check_change` allows. Step time
-    and peak are predicted from what the plan says of its units and blocks, so it need not be profiled again.
-
-    Args:
-        plan: what does not fit.
-        wanted_bytes: that shall be freed, if possible.
-
-    Returns:
-        None where nothing is left to give up.
+    and peak are predicted from what the plan says of its units and blocks, so it need not be profiled again. None where
+    nothing is left to give up.
     """
     lower, freed_bytes, lost_s = plan, 0.0, 0.0
     while freed_bytes < wanted_bytes or freed_bytes == 0:
@@ -53,12 +47,7 @@ def with_less_memory(plan: Plan, wanted_bytes: int) -> Plan | None:
 
 
 def with_smaller_micro_batch(plan: Plan, micro_batch_size: int) -> Plan:
-    """The plan with the same samples in an optimizer step, in smaller micro-batches; nothing is predicted of it.
-
-    Args:
-        plan: what does not fit.
-        micro_batch_size: a divisor of the samples of an optimizer step.
-    """
+    """The plan with the same samples in an optimizer step, which the size must divide; nothing is predicted of it."""
     return replace(
         _without_peak(plan),
         micro_batch_size=micro_batch_size,

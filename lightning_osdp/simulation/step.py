@@ -57,11 +57,8 @@ def simulate_step(
 ) -> StepEstimate:
     """Goes through one optimizer step.
 
-    Args:
-        step: to go through.
-        modes: one per unit; what blocks do with what they save comes on top of what the profile has of it.
-        engine: what runs the step.
-        rank: whose memory; None: of the rank that holds most.
+    What blocks do by their modes comes on top of what the profile has of it. Memory is this rank's, or that of the rank
+    that holds most.
     """
     step = step.in_modes(modes)
     num_micro_batches = step.workload.num_micro_batches

@@ -15,10 +15,6 @@ def block_units(setting: Setting, activations: Sequence[str] = ("keep",)) -> lis
 
     First with the other units as they are, then with the root instead of them, or its children where that
     may be, as users of ``fully_shard`` have it: it gathers them at once, and the root keeps them gathered.
-
-    Args:
-        setting: in which all blocks keep what they save.
-        activations: what they may do.
     """
     return setting.variants.once(setting, ("blocks", *activations), lambda: _block_units(setting, activations))
 
