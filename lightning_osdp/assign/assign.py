@@ -75,7 +75,7 @@ def assigned_as(setting: Setting, modes: Modes, *, bound_s: float | None) -> Ass
     costs = setting.costs
     time_s = costs.step_time_s(modes)
     if bound_s is None:
-        bound_s = Paths(setting.lead).least_s() if setting.overlaps else costs.additive.fastest_s
+        bound_s = Paths(setting.all_ahead).least_s() if setting.overlaps else costs.additive.fastest_s
     return Assignment(
         setting=setting, modes=modes, step_time_s=time_s, peak=costs.exact_peak(modes), bound_s=min(time_s, bound_s)
     )

@@ -123,7 +123,7 @@ class Setting(Step):
         return self.frugal if self.counts_frugal and self.frugal is not None else self.engine
 
     @property
-    def lead(self) -> Setting:
+    def all_ahead(self) -> Setting:
         """The same with every unit gathered ahead that may be."""
         return replace(self, engine=self.engine.all_ahead, counts_frugal=False)
 

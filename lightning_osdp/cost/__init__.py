@@ -4,7 +4,7 @@
 """
 
 from lightning_osdp.core.step import Workload
-from lightning_osdp.cost.besides import evaluation_peak, saving_peak
+from lightning_osdp.cost.between_steps import evaluation_peak, saving_peak
 from lightning_osdp.cost.paper import PAPER_TERMS, paper_memory
 from lightning_osdp.cost.peak_memory import Held, PeakMemory, StepMemory, exact_peak, saved_bytes, step_memory
 from lightning_osdp.cost.terms import (

@@ -58,9 +58,9 @@ class Competition:
         for setting in (*settings, *self._by_block(settings)):
             found += self._assigned(setting, found)
         fastest = min(found, key=_step_time_s, default=None)
-        if fastest is not None and fastest.step_time_s <= _least_s(fastest.setting.lead) * (1 + NO_GAIN):
+        if fastest is not None and fastest.step_time_s <= _least_s(fastest.setting.all_ahead) * (1 + NO_GAIN):
             return found
-        engine = None if fastest is None else fastest.setting.lead.engine
+        engine = None if fastest is None else fastest.setting.all_ahead.engine
         smallest = min(settings, key=_least_bytes)
         base = next((each for each in settings if each.engine == engine), smallest)
         for each in self._split(base):
@@ -158,7 +158,7 @@ class Competition:
             shared = self.shared(base, modes)
             for merged, modes_of_merged in (shared, join_units(*shared, memory_limit_bytes=self.memory_limit_bytes)):
                 if merged is not base and all(merged.units != other.setting.units for other in found):
-                    found += self._again(merged.lead, modes_of_merged, min(worth_s, *map(_step_time_s, found)))
+                    found += self._again(merged.all_ahead, modes_of_merged, min(worth_s, *map(_step_time_s, found)))
         return found
 
     def _assigned_ahead(self, setting: Setting, worth_s: float) -> Assignment | None:

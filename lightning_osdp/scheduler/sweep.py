@@ -110,7 +110,7 @@ class Sweep:
         fastest = min(found, key=lambda assignment: assignment.step_time_s)
         self._candidates[micro_batch_size] = Candidate(
             assignment=fill_spare(fastest, memory_limit_bytes=self.competition.memory_limit_bytes),
-            bounds=tuple((assignment.setting.lead, assignment.bound_s) for assignment in found),
+            bounds=tuple((assignment.setting.all_ahead, assignment.bound_s) for assignment in found),
         )
         return self._candidates[micro_batch_size]
 
@@ -119,7 +119,7 @@ class Sweep:
 
         Where none fits, the one that needs the fewest bytes. Its units are shared likewise.
         """
-        engine, memory_limit_bytes = candidate.assignment.setting.lead.engine, self.competition.memory_limit_bytes
+        engine, memory_limit_bytes = candidate.assignment.setting.all_ahead.engine, self.competition.memory_limit_bytes
         settings = [each for size in self._candidates for each in self._of_size(size) if each.engine == engine]
         found = [(setting, modes) for each in settings for setting, modes in self.competition.plain(each)]
 
