@@ -14,7 +14,7 @@ from lightning_osdp.assign.additive import NO_GAIN, Additive, Modes
 from lightning_osdp.assign.paths import Path, Paths
 from lightning_osdp.assign.repair import fill
 from lightning_osdp.assign.setting import Setting
-from lightning_osdp.assign.solve import Solved, solve
+from lightning_osdp.assign.solve import Solved, solve, violated
 
 MAX_PATHS = 4
 """Paths that are bounded, one after the other: those that take longest in the modes found so far."""
@@ -39,7 +39,7 @@ def solve_overlapped(setting: Setting, rooms: Sequence[float], *, search: str, w
     """As `solve`, where the cluster overlaps; modes that cannot be faster than ``worth_s`` are not improved."""
     found = _Found(setting, rooms)
     found.offer(_solve(setting.costs.additive, rooms, search).modes)
-    bound_s = _bound_s(setting, rooms, found, search)
+    bound_s = _bound_s(found, search)
     while bound_s < worth_s:
         _free(found)
         if found.time_s <= bound_s * (1 + ENOUGH):
@@ -57,16 +57,16 @@ def _solve(problem: Additive, rooms: Sequence[float], search: str) -> Solved:
     return solved
 
 
-def _bound_s(setting: Setting, rooms: Sequence[float], found: _Found, search: str) -> float:
+def _bound_s(found: _Found, search: str) -> float:
     """The largest bound of a few paths; the modes that make them short are offered, too."""
-    paths, tried, bound_s = Paths(setting), set[Path](), 0.0
+    paths, tried, bound_s = Paths(found.setting), set[Path](), 0.0
     latest = found.modes
     while len(tried) < MAX_PATHS:
         path = next((each for each in map(paths.longest, (found.modes, latest)) if each not in tried), None)
         if path is None:
             break
         tried.add(path)
-        solved = _solve(paths.at(path), rooms, search)
+        solved = _solve(paths.at(path), found.rooms, search)
         bound_s, latest = max(bound_s, solved.bound_s), solved.modes
         found.offer(latest)
     return bound_s
@@ -92,12 +92,10 @@ class _Found:
 
     def improve(self, moves: Iterable[Modes]) -> bool:
         """Takes the first of these that fits and is faster; returns whether there was one."""
-        return any(self.num_left > 0 and self.fits(modes) and self.offer(modes) for modes in moves)
-
-    def fits(self, modes: Modes) -> bool:
-        """Whether every constraint holds."""
-        kept = self.problem.memory.kept_bytes(modes)
-        return all(num_bytes <= room for num_bytes, room in zip(kept, self.rooms, strict=True))
+        return any(
+            self.num_left > 0 and violated(self.problem, modes, self.rooms) is None and self.offer(modes)
+            for modes in moves
+        )
 
     def with_mode(self, units: Iterable[int], option: int) -> Modes:
         """The best modes with the first (0) or last (-1) option for some units."""

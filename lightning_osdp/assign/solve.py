@@ -46,7 +46,7 @@ def solve(problem: Additive, rooms: Sequence[float], *, search: str, tolerance: 
     relaxed = _relaxed(problem, rooms, SOLVERS[search])
     bound_s = max([problem.fastest_s, *(problem.fastest_s + each.solution.bound_s for each in relaxed)])
     proposals = [problem.fastest_modes, *(each.modes for each in relaxed)]
-    if _violated(problem, proposals[-1], rooms) is not None:
+    if violated(problem, proposals[-1], rooms) is not None:
         proposals.append(problem.least_memory_modes)
     best = min((fill(problem, repair(problem, modes, rooms), rooms) for modes in proposals), key=problem.time_s)
     time_s = problem.time_s(best)
@@ -85,7 +85,7 @@ def _relaxed(problem: Additive, rooms: Sequence[float], solver: Callable[[Proble
     relaxed: dict[int, _Relaxed] = {}
     modes = problem.fastest_modes
     while len(relaxed) < MAX_RELAXATIONS:
-        k = _violated(problem, modes, rooms)
+        k = violated(problem, modes, rooms)
         if k is None or k in relaxed:
             break
         knapsack, members = _knapsack(problem, k, rooms[k])
@@ -95,7 +95,7 @@ def _relaxed(problem: Additive, rooms: Sequence[float], solver: Callable[[Proble
     return list(relaxed.values())
 
 
-def _violated(problem: Additive, modes: Modes, rooms: Sequence[float]) -> int | None:
+def violated(problem: Additive, modes: Modes, rooms: Sequence[float]) -> int | None:
     """The k of the constraint that these modes exceed by most; None where they fit."""
     excess = [kept - room for kept, room in zip(problem.memory.kept_bytes(modes), rooms, strict=True)]
     k = max(range(len(excess)), key=excess.__getitem__)
