@@ -32,17 +32,17 @@ from lightning_osdp.simulation import StepClock
 
 
 class Variants:
-    """Settings that were made of others: in other units, which depend on neither the workload nor on prefetch."""
+    """Settings that were made of others: in other units, which the workload, modes and prefetch have no say in."""
 
     def __init__(self) -> None:
         self._made: dict[Hashable, tuple[Setting, ...]] = {}
 
     def once(self, setting: Setting, what: Hashable, make: Callable[[], Iterable[Setting]]) -> list[Setting]:
-        """What ``make`` makes of a setting: made once for all workloads and prefetch settings."""
+        """What ``make`` makes of a setting: made once for all workloads, offered modes and prefetch settings."""
         key = (setting.units, setting.activations, what)
         if key not in self._made:
             self._made[key] = tuple(make())
-        own = {name: getattr(setting, name) for name in ("workload", "engine", "frugal", "counts_frugal")}
+        own = {name: getattr(setting, name) for name in ("workload", "modes", "engine", "frugal", "counts_frugal")}
         return [replace(each, **own) for each in self._made[key]]
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_osdp.assign import Setting, assign_modes, block_units, chosen_activations
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.cluster import Cluster, Link
-from lightning_osdp.core.modes import DP
+from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.profile import BlockProfile
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload
@@ -211,3 +211,12 @@ def test_blocks_that_are_kept_longest_recompute_first(blocked, cluster):
     found = assign_modes(setting, memory_limit_bytes=most - 700)
     assert list(chosen_activations(setting, found.modes)) == ["b0"]
     assert found.gap == 0.0
+
+
+def test_what_was_made_before_offers_the_modes_of_the_setting_that_asks(blocked, cluster):
+    operators = [{"name": f"b{block}.0", "parameter_bytes": 100} for block in range(2)]
+    base = blocked(operators, cluster=cluster(2), workload=Workload(micro_batch_size=1))
+    recomputing = {"b0": "recompute", "b1": "recompute"}
+    assert base.with_blocks(recomputing).modes == base.modes
+    sharded = dataclasses.replace(base, modes=("ZDP",)).with_blocks(recomputing)
+    assert sharded.costs.options == ((DP,), (ZDP,), (ZDP,))
