@@ -31,6 +31,7 @@ from typing import NamedTuple
 from lightning_osdp.assign.additive import Additive
 from lightning_osdp.assign.setting import Setting
 from lightning_osdp.core.modes import ZDP, ShardingMode
+from lightning_osdp.cost import block_s, copied_s, unit_s
 
 _FILLER = 1e-9
 """Weight of a detour to a unit that is kept: it costs nothing now, and something in modes that free the unit."""
@@ -81,7 +82,7 @@ class Paths:
         ready_s: dict[int, float] = {}
         regathered: dict[int, int] = {}
         before_s, busy_s, reduces_s = [0.0], [0.0], [0.0]
-        copied_s, rerun_s = self._most_of_segments_s()
+        most_forward_s, most_backward_s = self._most_of_segments_s()
         passed_s = 0.0  # the most of all modes, of what is on a path whatever it passes by
         for (kind, of), event_class in self._clock.events:
             if kind == "gather" and event_class == "freed":
@@ -100,13 +101,13 @@ class Paths:
                     self._detours.setdefault(found.returns, []).append(found)
             elif kind == "forward":
                 computed_s += durations.forward_s[of]
-                passed_s += copied_s.get(of, 0.0)
+                passed_s += most_forward_s.get(of, 0.0)
             elif kind == "backward":
                 computed_s += durations.backward_s[of]
-                passed_s += rerun_s.get(of, 0.0)
+                passed_s += most_backward_s.get(of, 0.0)
             elif kind == "flatten":
                 self._flattened[of] = len(reduces_s)
-                passed_s += self._clock.overhead_s(self._setting.units[of], ZDP) / self._num_micro_batches
+                passed_s += self._own_s(of, ZDP, ("overhead",)) / self._num_micro_batches
             elif kind == "reduce":
                 before_s.append(computed_s)
                 busy_s.append(computed_s + passed_s)
@@ -116,13 +117,16 @@ class Paths:
 
     def _most_of_segments_s(self) -> tuple[dict[int, float], dict[int, float]]:
         """Segment -> the most that blocks take in its forward, and in its backward, to do without what they save."""
-        copied_s, rerun_s = dict[int, float](), dict[int, float]()
-        for of, options in zip(self._setting.units, self._options, strict=True):
-            if of.block is not None:
-                copies_s = {mode: self._clock.copied_s(of, mode) for mode in options}
-                copied_s[of.last] = max(copies_s.values())
-                rerun_s[of.last] = max(self._clock.activations_s(of, mode) - copies_s[mode] for mode in options)
-        return copied_s, rerun_s
+        forward_s, backward_s = dict[int, float](), dict[int, float]()
+        around = (self._setting.cluster, self._setting.workload.micro_batch_size)
+        for unit, options in zip(self._setting.units, self._options, strict=True):
+            if unit.block is not None:
+                copies_s = {mode: copied_s(unit.block, mode.activations, *around) for mode in options}
+                forward_s[unit.last] = max(copies_s.values())
+                backward_s[unit.last] = max(
+                    block_s(unit.block, mode.activations, *around) - copies_s[mode] for mode in options
+                )
+        return forward_s, backward_s
 
     def longest(self, modes: Sequence[ShardingMode]) -> Path:
         """The path that takes longest with these modes, one per unit."""
@@ -167,10 +171,17 @@ class Paths:
             for constant_s, own_s in zip(self._constants_s, accumulate(more_s), strict=False)
         ]
 
-    def _own_s(self, unit: int, mode: ShardingMode) -> float:
+    def _own_s(self, unit: int, mode: ShardingMode, terms: Sequence[str] = ("overhead", "activations")) -> float:
         """Seconds of a step, before the unit's gradients are reduced, that depend on its mode alone."""
-        clock, of = self._clock, self._setting.units[unit]
-        return clock.overhead_s(of, mode) + clock.num_micro_batches * clock.activations_s(of, mode)
+        setting = self._setting
+        return unit_s(
+            setting.units[unit],
+            mode,
+            cluster=setting.cluster,
+            workload=setting.workload,
+            engine=setting.engine,
+            terms=terms,
+        )
 
     def _num_gathers(self, mode: ShardingMode) -> int:
         """How often a step gathers a unit that is not there, whether or not forward frees it."""

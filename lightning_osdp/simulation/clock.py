@@ -10,7 +10,7 @@ from lightning_osdp.core.modes import DP, ShardingMode
 from lightning_osdp.core.profile import Rerun
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.cost import block_s, copied_s, optimizer_s, overhead_s
+from lightning_osdp.cost import block_s, copied_s, optimizer_s
 from lightning_osdp.engine import DEFAULT, MOST_SIMULATED, Engine, Event
 from lightning_osdp.simulation.step import durations_of
 from lightning_osdp.simulation.timeline import Durations, Timeline
@@ -35,7 +35,7 @@ class StepClock:
     """
 
     def __init__(self, step: Step, engine: Engine = DEFAULT) -> None:
-        self.cluster, self.workload, self.engine = step.cluster, step.workload, engine
+        self.cluster, self.engine = step.cluster, engine
         self.num_micro_batches = step.workload.num_micro_batches
         self.optimizer_s = optimizer_s(step.profile, step.cluster)
         self.durations = durations_of(step, engine)
@@ -69,22 +69,11 @@ class StepClock:
             return durations
         forward_s, backward_s = list(durations.forward_s), list(durations.backward_s)
         for unit, mode in zip(self.units, modes, strict=True):
-            of_forward_s = self.copied_s(unit, mode)
+            around = (unit.block, mode.activations, self.cluster, self.micro_batch_size)
+            of_forward_s = copied_s(*around)
             forward_s[unit.last] += of_forward_s
-            backward_s[unit.last] += self.activations_s(unit, mode) - of_forward_s
+            backward_s[unit.last] += block_s(*around) - of_forward_s
         return durations._replace(forward_s=forward_s, backward_s=backward_s)
-
-    def activations_s(self, unit: UnitProfile, mode: ShardingMode) -> float:
-        """Seconds of a micro-batch that the unit's block takes to do without what it would save."""
-        return block_s(unit.block, mode.activations, self.cluster, self.micro_batch_size)
-
-    def copied_s(self, unit: UnitProfile, mode: ShardingMode) -> float:
-        """The part of that which its forward takes."""
-        return copied_s(unit.block, mode.activations, self.cluster, self.micro_batch_size)
-
-    def overhead_s(self, unit: UnitProfile, mode: ShardingMode) -> float:
-        """Seconds of a step that the runtime takes for the unit."""
-        return overhead_s(unit, mode, cluster=self.cluster, workload=self.workload, engine=self.engine)
 
 
 @cache
