@@ -31,7 +31,7 @@ from typing import NamedTuple
 from lightning_osdp.assign.additive import Additive
 from lightning_osdp.assign.setting import Setting
 from lightning_osdp.core.modes import ZDP, ShardingMode
-from lightning_osdp.cost import block_s, copied_s, unit_s
+from lightning_osdp.cost import block_s, copied_s
 
 _FILLER = 1e-9
 """Weight of a detour to a unit that is kept: it costs nothing now, and something in modes that free the unit."""
@@ -107,7 +107,8 @@ class Paths:
                 passed_s += most_backward_s.get(of, 0.0)
             elif kind == "flatten":
                 self._flattened[of] = len(reduces_s)
-                passed_s += self._own_s(of, ZDP, ("overhead",)) / self._num_micro_batches
+                overhead_s = self._setting.costs.unit_s(self._setting.units[of], ZDP, "overhead")
+                passed_s += overhead_s / self._num_micro_batches
             elif kind == "reduce":
                 before_s.append(computed_s)
                 busy_s.append(computed_s + passed_s)
@@ -171,17 +172,9 @@ class Paths:
             for constant_s, own_s in zip(self._constants_s, accumulate(more_s), strict=False)
         ]
 
-    def _own_s(self, unit: int, mode: ShardingMode, terms: Sequence[str] = ("overhead", "activations")) -> float:
+    def _own_s(self, unit: int, mode: ShardingMode) -> float:
         """Seconds of a step, before the unit's gradients are reduced, that depend on its mode alone."""
-        setting = self._setting
-        return unit_s(
-            setting.units[unit],
-            mode,
-            cluster=setting.cluster,
-            workload=setting.workload,
-            engine=setting.engine,
-            terms=terms,
-        )
+        return self._setting.costs.unit_s(self._setting.units[unit], mode, "overhead", "activations")
 
     def _num_gathers(self, mode: ShardingMode) -> int:
         """How often a step gathers a unit that is not there, whether or not forward frees it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 from lightning_osdp.assign.additive import Additive, Modes, sum_s
 from lightning_osdp.core.blocks import with_activations
@@ -184,19 +184,17 @@ class Costs:
     @cached_property
     def times_s(self) -> tuple[Mapping[ShardingMode, float], ...]:
         """Seconds of each unit in every mode that there is, offered or not, if nothing overlaps."""
-        setting = self._setting
-        time_s = partial(
-            unit_s,
-            cluster=setting.cluster,
-            workload=setting.workload,
-            engine=setting.engine,
-            terms=PAPER_TERMS if setting.is_paper else TERMS,
-        )
-        found = []
-        for unit, options in zip(setting.units, self.options, strict=True):
+        terms = tuple(PAPER_TERMS if self._setting.is_paper else TERMS)
+        times_s = []
+        for unit, options in zip(self._setting.units, self.options, strict=True):
             modes = (*MODES.values(), *(replace(mode, sync="every") for mode in options), *options)
-            found.append({mode: time_s(unit, mode) for mode in dict.fromkeys(modes)})
-        return tuple(found)
+            times_s.append({mode: self.unit_s(unit, mode, *terms) for mode in dict.fromkeys(modes)})
+        return tuple(times_s)
+
+    def unit_s(self, unit: UnitProfile, mode: ShardingMode, *terms: str) -> float:
+        """Seconds of a step that a unit takes by these `cost.TERMS`."""
+        step = self._setting
+        return unit_s(unit, mode, cluster=step.cluster, workload=step.workload, engine=step.engine, terms=terms)
 
     @cached_property
     def memory(self) -> StepMemory:
