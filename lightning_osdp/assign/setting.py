@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from lightning_osdp.assign.additive import Additive, Modes, sum_s
 from lightning_osdp.core.blocks import with_activations
@@ -47,20 +48,26 @@ class Variants:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Decided:
+    """What was chosen of a model before the modes of its units are; a step's profile has it already."""
+
+    profile: ModelProfile | None = None
+    """Before anything was chosen; None: nothing was."""
+    blocks: Mapping[str, str] = field(default_factory=dict)
+    """Blocks that do not keep what they save -> what they do."""
+    num_slices: Mapping[str, int] = field(default_factory=dict)
+    """Operators that are split -> into how many slices, which are units of their own."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Setting(Step):
     """A step with what may be chosen of it: what is given. `costs` has what follows."""
 
-    modes: tuple[str, ...] = tuple(MODES)
-    sync: tuple[str, ...] = SYNC_CHOICES
-    """Which micro-batches may reduce a unit's gradients; with one micro-batch there is nothing to choose."""
+    modes: Modes = ALL_MODES
+    """That units may take; which micro-batches reduce gradients matters where there are several."""
     activations: tuple[str, ...] = ("keep",)
     """What units that are blocks may do with what they save."""
-    blocks: Mapping[str, str] = field(default_factory=dict)
-    """Blocks that do not keep what they save -> what they do, which the profile has already."""
-    num_slices: Mapping[str, int] = field(default_factory=dict)
-    """Operators that are split -> into how many slices, which are units of their own."""
-    given: ModelProfile | None = None
-    """The profile before blocks and slices were chosen; None: it is `profile`."""
+    decided: Decided = Decided()
     engine: Engine = DEFAULT
     """What runs the step, with nothing left to choose of its settings."""
     frugal: Engine | None = None
@@ -89,7 +96,7 @@ class Setting(Step):
         """
 
         def make() -> Iterator[Setting]:
-            yield replace(self._decided(with_activations(self.profile, blocks), {}), blocks=dict(blocks))
+            yield self._with(with_activations(self.profile, blocks), blocks=dict(blocks))
 
         return self.variants.once(self, tuple(blocks.items()), make)[0]
 
@@ -97,25 +104,26 @@ class Setting(Step):
         """The same with operators split, where none is so far: each slice is a unit."""
 
         def make() -> Iterator[Setting]:
-            profile = split_operators(self.profile, num_slices)
-            yield replace(self._decided(profile, num_slices), num_slices=dict(num_slices))
+            yield self._with(split_operators(self.profile, num_slices), num_slices=dict(num_slices))
 
         return self.variants.once(self, tuple(num_slices.items()), make)[0]
 
-    def _decided(self, profile: ModelProfile, num_slices: Mapping[str, int]) -> Setting:
+    def _with(self, profile: ModelProfile, **decided: Any) -> Setting:
+        """With this profile and what it has decided, which leaves nothing to choose of what blocks do."""
+        found = replace(self.decided, profile=self.unchanged, **decided)
         members: dict[str, list[str]] = {}
         for unit in self.units:
-            if num_slices.get(unit.name, 1) == 1:
+            if found.num_slices.get(unit.name, 1) == 1:
                 members[unit.name] = [operator.name for operator in unit.operators]
             else:
-                members |= {name: [name] for name in slice_names(unit.name, num_slices[unit.name])}
+                members |= {name: [name] for name in slice_names(unit.name, found.num_slices[unit.name])}
         units = grouped(profile, members)
-        return replace(self, profile=profile, units=units, given=self.unchanged, activations=("keep",))
+        return replace(self, profile=profile, units=units, decided=found, activations=("keep",))
 
     @property
     def unchanged(self) -> ModelProfile:
         """The profile before blocks and slices were chosen."""
-        return self.given or self.profile
+        return self.decided.profile or self.profile
 
     @property
     def bytes_engine(self) -> Engine:
@@ -169,12 +177,13 @@ class Costs:
     def _options(self, unit: UnitProfile) -> Modes:
         setting, workload = self._setting, self._setting.workload
         accumulates = workload.num_micro_batches > 1 and setting.cluster.world_size > 1
-        sync = setting.sync if accumulates and setting.engine.may_wait(unit) else SYNC_CHOICES[:1]
+        modes = setting.modes
+        if not (accumulates and setting.engine.may_wait(unit)):
+            modes = tuple(dict.fromkeys(replace(mode, sync="every") for mode in modes))
         profiled = () if unit.block is None else unit.block.segments
         choices = [choice for choice in setting.activations if choice == "keep" or choice in profiled]
         choices.sort(key=lambda choice: saved_bytes(unit, choice, workload.micro_batch_size))
-        offered = [mode for mode in ALL_MODES if mode.name in setting.modes and mode.sync in sync]
-        return tuple(replace(mode, activations=choice) for choice in choices for mode in offered)
+        return tuple(replace(mode, activations=choice) for choice in choices for mode in modes)
 
     @property
     def least_memory_modes(self) -> Modes:

@@ -21,7 +21,7 @@ from lightning_osdp.assign import (
     join_units,
     share_units,
 )
-from lightning_osdp.core.modes import ZDP
+from lightning_osdp.core.modes import ZDP, modes_of
 from lightning_osdp.core.plans.search_space import SearchSpace
 
 _least_bytes = attrgetter("costs.least_bytes")
@@ -72,7 +72,8 @@ class Competition:
 
         With several micro-batches, gradients are reduced in each or, where that is offered, in the last one.
         """
-        setting = replace(setting, modes=(ZDP.name,))  # whether it was offered or not
+        # ZDP whether it was offered or not
+        setting = replace(setting, modes=modes_of([ZDP.name], {mode.sync for mode in setting.modes}))
         settings = [setting]
         recomputing = {block.name: "recompute" for block in setting.profile.blocks if "recompute" in block.segments}
         if "recompute" in self.space.activations and recomputing and not setting.is_paper:
@@ -135,7 +136,7 @@ class Competition:
             tried += [blocks for blocks in chosen if blocks and blocks not in tried]
         for blocks in tried:
             fine = setting.with_blocks(blocks)
-            if all(fine.blocks != each.blocks for each in settings):
+            if all(fine.decided.blocks != each.decided.blocks for each in settings):
                 found += self._assigned(fine, [*before, *found])
             for split in self._split(fine):
                 found += self._assigned(split, [*before, *found])

@@ -25,7 +25,7 @@ def planned(assignment: Assignment) -> tuple[Unit, ...]:
 def _units(setting: Setting, modes: Modes) -> Iterator[Unit]:
     costs, saves_s = setting.costs, _keeping_saves_s(setting, modes)
     places = {unit.name: index for index, unit in enumerate(setting.units)}
-    slices = {name: slice_names(name, number) for name, number in setting.num_slices.items()}
+    slices = {name: slice_names(name, number) for name, number in setting.decided.num_slices.items()}
     whole = {part: name for name, parts in slices.items() for part in parts}
     for unit in setting.units:
         name = whole.get(unit.name, unit.name)

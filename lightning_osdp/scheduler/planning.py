@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from lightning_osdp.assign import Modes, Setting
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Cluster
+from lightning_osdp.core.modes import modes_of
 from lightning_osdp.core.plans.document import shown
 from lightning_osdp.core.plans.plan import COST_MODELS, Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
@@ -93,8 +94,7 @@ def make_plan(
         units=partition(profile, min_unit_bytes=space.min_unit_bytes),
         cluster=cluster,
         workload=policy.workload(smallest),
-        modes=space.modes,
-        sync=space.sync,
+        modes=modes_of(space.modes, space.sync),
         engine=engine,
         cost_model=method.cost_model,
     )
@@ -157,7 +157,7 @@ def _how(plain: Setting, modes: Modes, setting: Setting) -> str:
     if workload != setting.workload:
         times = f" x {num_micro_batches}" if num_micro_batches > 1 else ""
         told.append(f"micro-batches of {workload.micro_batch_size}{times}")
-    if plain.blocks:
+    if plain.decided.blocks:
         told.append("all blocks recomputing")
     if num_micro_batches > 1:
         last = any(mode.sync == "last" for mode in modes)

@@ -12,7 +12,7 @@ from lightning_osdp.assign import assign_modes, fill_spare
 from lightning_osdp.assign.nested import Price, improve
 from lightning_osdp.assign.repair import fill, repair
 from lightning_osdp.core.cluster import Cluster, Link
-from lightning_osdp.core.modes import DP, ZDP
+from lightning_osdp.core.modes import ALL_MODES, DP, ZDP, modes_of
 from lightning_osdp.cost import Workload, step_memory
 from lightning_osdp.search import SOLVERS
 
@@ -53,7 +53,7 @@ def settings_to_plan(draw):
         ),
         "workload": Workload(micro_batch_size=draw(st.integers(1, 3)), num_micro_batches=num_micro_batches),
         "engine": draw(ENGINES),
-        "modes": draw(st.sampled_from([("ZDP", "DP"), ("ZDP", "DP"), ("ZDP",), ("DP",)])),
+        "modes": draw(st.sampled_from([ALL_MODES, ALL_MODES, modes_of(["ZDP"]), modes_of(["DP"])])),
     }
 
 
@@ -146,7 +146,7 @@ def test_with_greedy_more_memory_is_slower_by_no_more_than_the_gap(setting, case
 @settings(deadline=None, max_examples=60)
 @given(case=settings_to_plan(), share=st.floats(0, 1))
 def test_repaired_modes_fit_and_filled_ones_are_no_slower(setting, case, share):
-    found = setting(**case | {"modes": ("ZDP", "DP")})
+    found = setting(**case | {"modes": ALL_MODES})
     least, most = (found.costs.peak(modes).peak_bytes for modes in (found.all_zdp_modes, (DP,) * len(found.units)))
     limit_bytes = int(least + share * (most - least))
     rooms = found.costs.memory.room_bytes(limit_bytes)
@@ -169,7 +169,7 @@ def test_repaired_modes_fit_and_filled_ones_are_no_slower(setting, case, share):
     max_states=st.sampled_from([1, 10, 30, 1000]),
 )
 def test_the_nested_search_is_exact_or_its_bound_is_valid(setting, case, share, prices, max_states):
-    found = setting(**case | {"modes": ("ZDP", "DP")})
+    found = setting(**case | {"modes": ALL_MODES})
     assignments = every_assignment(found)
     (limit_bytes,) = limits_between(assignments, shares=(share,))
     best_s, _ = fastest(assignments, limit_bytes)

@@ -218,5 +218,5 @@ def test_what_was_made_before_offers_the_modes_of_the_setting_that_asks(blocked,
     base = blocked(operators, cluster=cluster(2), workload=Workload(micro_batch_size=1))
     recomputing = {"b0": "recompute", "b1": "recompute"}
     assert base.with_blocks(recomputing).modes == base.modes
-    sharded = dataclasses.replace(base, modes=("ZDP",)).with_blocks(recomputing)
+    sharded = dataclasses.replace(base, modes=(ZDP,)).with_blocks(recomputing)
     assert sharded.costs.options == ((DP,), (ZDP,), (ZDP,))

@@ -108,7 +108,7 @@ def test_exhaustive_refuses_many_units(setting, two_ranks):
 
 
 def test_what_a_setting_says_of_plain_fsdp_does_not_depend_on_what_is_offered(setting, two_ranks):
-    every, one = (setting(operators=chain([100, 200]), modes=modes, **two_ranks) for modes in (("ZDP", "DP"), ("DP",)))
+    every, one = (setting(operators=chain([100, 200]), modes=modes, **two_ranks) for modes in ((ZDP, DP), (DP,)))
     assert every.all_zdp_modes == one.all_zdp_modes == (DP, ZDP, ZDP)
     # 3 * 1/2 * 300 * 0.01 s, and a third of it is saved by DP
     assert one.costs.step_time_s(one.all_zdp_modes) == pytest.approx(4.5)
@@ -124,7 +124,7 @@ def test_what_no_unit_owns_is_part_of_every_step(setting, two_ranks):
         optimizer=OptimizerProfile(s_per_element=0.5),
     )
     workload = Workload(micro_batch_size=2, num_micro_batches=5)
-    found = dataclasses.replace(bare, profile=profile, workload=workload, sync=("every",))
+    found = dataclasses.replace(bare, profile=profile, workload=workload, modes=(ZDP, DP))
     # 10 samples at 3 s, and 25 elements on two ranks at 0.5 s
     assert found.costs.additive.constant_s == 30 + 6.25
     assert found.costs.additive.fastest_s == pytest.approx(36.25 + 5 * 1.0)

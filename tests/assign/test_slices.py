@@ -35,16 +35,16 @@ def least_bytes(found):
 
 def test_what_binds_is_split_as_long_as_that_lowers_the_peak(wide):
     found = list(ever_more_slices(wide, CHOICES))
-    assert [each.num_slices["large"] for each in found][:3] == [2, 4, 8]
+    assert [each.decided.num_slices["large"] for each in found][:3] == [2, 4, 8]
     peaks = [least_bytes(wide), *map(least_bytes, found)]
     assert peaks == sorted(peaks, reverse=True)
     assert len(set(peaks)) == len(peaks)
-    assert all(each.num_slices.keys() == {"large"} for each in found[:2])
-    assert found[-1].num_slices.get("a", 1) <= 2  # small ones are left alone while a large one binds
+    assert all(each.decided.num_slices.keys() == {"large"} for each in found[:2])
+    assert found[-1].decided.num_slices.get("a", 1) <= 2  # small ones are left alone while a large one binds
 
 
 def test_no_operator_has_more_slices_than_are_offered_or_than_it_has_features(wide):
-    assert all(each.num_slices == {"large": 3} for each in ever_more_slices(wide, (1, 3)))
+    assert all(each.decided.num_slices == {"large": 3} for each in ever_more_slices(wide, (1, 3)))
     assert not list(ever_more_slices(wide, (1, 65)))
     assert not list(ever_more_slices(wide, (1,)))
 

@@ -27,7 +27,7 @@ _Pair = tuple[str, str]
 
 def join_units(setting: Setting, modes: Modes, *, memory_limit_bytes: float) -> tuple[Setting, Modes]:
     """The setting, whose units are shared, with units of several modules where that is faster, and its modes."""
-    if setting.is_paper or setting.num_slices:
+    if setting.is_paper or setting.decided.num_slices:
         return setting, modes
     for _ in range(_MAX_ROUNDS):
         before = setting

@@ -54,7 +54,7 @@ def one_sync(setting: Setting, modes: Modes) -> Modes:
     """
     places = {unit.name: index for index, unit in enumerate(setting.units)}
     agreed = list(modes)
-    for name, number in setting.num_slices.items():
+    for name, number in setting.decided.num_slices.items():
         slices = [places[part] for part in slice_names(name, number)]
         if len({modes[index].sync for index in slices}) > 1:
             for index in slices:
@@ -101,6 +101,6 @@ def _binding(setting: Setting, groups: Mapping[str, _Group]) -> list[_Group]:
     ]
     near = (index for place in running for index in (place, place - 1, place + 1) if 0 <= index < len(setting.units))
     units = sorted((setting.units[index] for index in near), key=lambda unit: -unit.gathered_bytes)
-    of_slice = {part: name for name, number in setting.num_slices.items() for part in slice_names(name, number)}
+    of_slice = {part: name for name, number in setting.decided.num_slices.items() for part in slice_names(name, number)}
     names = (of_slice.get(unit.name, unit.name) for unit in units)
     return list(dict.fromkeys(groups[name] for name in names if name in groups))
