@@ -71,8 +71,8 @@ def _limit_bytes(profile: ModelProfile, share: float) -> int:
     everything = setting(profile, overlaps=False)
     less = with_activations(profile, {block.name: "recompute_offload" for block in profile.blocks})
     nothing = setting(less, overlaps=False)
-    least = nothing.peak(nothing.least_memory_modes).peak_bytes
-    most = everything.peak((DP,) * len(everything.units)).peak_bytes
+    least = nothing.costs.peak(nothing.costs.least_memory_modes).peak_bytes
+    most = everything.costs.peak((DP,) * len(everything.units)).peak_bytes
     return int(least + share * (most - least))
 
 

@@ -142,8 +142,8 @@ def setting(profile: ModelProfile, *, overlaps: bool, prefetch: str = "pre", num
 
 def limit_bytes(found: Setting, share: float) -> int:
     """Returns a limit that share of the way from the least peak to that of keeping everything."""
-    least = found.peak(found.least_memory_modes).peak_bytes
-    most = found.peak((DP,) * len(found.units)).peak_bytes
+    least = found.costs.peak(found.costs.least_memory_modes).peak_bytes
+    most = found.costs.peak((DP,) * len(found.units)).peak_bytes
     return int(least + share * (most - least))
 
 
@@ -210,7 +210,9 @@ def measure_distance(num_problems: int, *, num_units: int = 8) -> Distance:
         limit = limit_bytes(found, draw.choice([0.0, 0.1, 0.3, 0.5, 0.8]))
         assigned = assign_modes(found, memory_limit_bytes=limit)
         assert assigned is not None
-        fitting = (modes for modes in itertools.product(*found.options) if found.peak(modes).peak_bytes <= limit)
+        fitting = (
+            modes for modes in itertools.product(*found.costs.options) if found.costs.peak(modes).peak_bytes <= limit
+        )
         best_s = min(map(found.step_time_s, fitting))
         distances.append(assigned.step_time_s / best_s - 1)
         gaps.append(assigned.gap)

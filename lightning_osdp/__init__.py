@@ -7,11 +7,10 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_osdp.apply import apply_plan, change_plan
 from lightning_osdp.callbacks import PlanMonitor
 from lightning_osdp.core.batch_policy import BatchPolicy
-from lightning_osdp.core.cluster import Cluster
+from lightning_osdp.core.cluster import Cluster, DeviceRates
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import ModelProfile
-from lightning_osdp.core.rates import DeviceRates
 from lightning_osdp.engine import FSDP2
 from lightning_osdp.errors import (
     ConfigurationError,
@@ -22,7 +21,7 @@ from lightning_osdp.errors import (
     ProfileError,
 )
 from lightning_osdp.profiler import ComputePrecision, measure_cluster, profile_model
-from lightning_osdp.scheduler import make_plan
+from lightning_osdp.scheduler import PlanMethod, make_plan
 from lightning_osdp.simulation import StepEstimate, simulate
 from lightning_osdp.strategy import OSDPPrecision, OSDPStrategy
 from lightning_osdp.strategy.runtime.launcher import REGISTERED
@@ -50,6 +49,7 @@ __all__ = [
     "OSDPStrategy",
     "Plan",
     "PlanFormatError",
+    "PlanMethod",
     "PlanMismatchError",
     "PlanMonitor",
     "ProfileError",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_osdp import OSDPError, OSDPStrategy, Plan, SearchSpace, apply_plan, make_plan, profile_model
+from lightning_osdp import OSDPError, OSDPStrategy, Plan, PlanMethod, SearchSpace, apply_plan, make_plan, profile_model
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Cluster, Link, UnitOverhead
 from lightning_osdp.profiler import fingerprint
@@ -230,8 +230,10 @@ def test_a_plan_is_made_or_refused(model, operator, data):
                     ]
                 )
             )(),
-            search=draw(st.sampled_from(["depth_first", "greedy", "exhaustive"])),
-            cost_model=draw(st.sampled_from(["simulate", "paper"])),
+            method=PlanMethod(
+                search=draw(st.sampled_from(["depth_first", "greedy", "exhaustive"])),
+                cost_model=draw(st.sampled_from(["simulate", "paper"])),
+            ),
         )
     except OSDPError:
         return

@@ -18,11 +18,10 @@ from benchmarks.measures.section import Section
 from benchmarks.testbed.groups import fake_group
 from benchmarks.testbed.memory import StepBytes, count_step
 from lightning_osdp import OSDPStrategy, Plan, profile_model
-from lightning_osdp.core.cluster import Cluster, Link
+from lightning_osdp.core.cluster import Cluster, DeviceRates, Link
 from lightning_osdp.core.modes import DP, SYNC_CHOICES, ZDP, ShardingMode
 from lightning_osdp.core.plans.plan import Block, Unit
 from lightning_osdp.core.profile import ModelProfile
-from lightning_osdp.core.rates import DeviceRates
 from lightning_osdp.core.units import UnitProfile, partition
 from lightning_osdp.engine import engine_of
 from lightning_osdp.profiler import ComputePrecision

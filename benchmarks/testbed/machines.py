@@ -17,7 +17,6 @@ class Machine:
 
     name: str
     num_ranks: int
-    num_nodes: int
     dtype: str
     """Of computing: ``float32``, or ``bfloat16`` for bf16-mixed."""
     flops_per_s: float
@@ -51,7 +50,6 @@ class Machine:
                 "flatten": UnitOverhead(fixed_s=self.kernels_s, seconds_per_byte=moved_s),
                 "reduce": UnitOverhead(seconds_per_byte=moved_s),
             },
-            num_nodes=self.num_nodes,
             backend="nccl",
             overlaps=True,
             reduce_scatter_copies=False,
@@ -84,7 +82,6 @@ class Model:
 TITANS = Machine(
     name="8 TITAN RTX, PCIe 3.0",
     num_ranks=8,
-    num_nodes=1,
     dtype="float32",
     flops_per_s=12e12,
     memory_bytes_per_s=550e9,
@@ -97,7 +94,6 @@ through the host's memory, so every byte takes the lanes twice."""
 NODE = Machine(
     name="8 H100, NVLink",
     num_ranks=8,
-    num_nodes=1,
     dtype="bfloat16",
     flops_per_s=550e12,
     memory_bytes_per_s=2.6e12,
@@ -109,7 +105,6 @@ NODE = Machine(
 NODES = Machine(
     name="4 x 8 H100, 100 Gbit/s",
     num_ranks=32,
-    num_nodes=4,
     dtype="bfloat16",
     flops_per_s=NODE.flops_per_s,
     memory_bytes_per_s=NODE.memory_bytes_per_s,

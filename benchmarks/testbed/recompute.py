@@ -14,7 +14,16 @@ from benchmarks.testbed.lightning_fsdp import Way
 from benchmarks.testbed.ring import ring_reduce_scatters
 from benchmarks.testbed.step import Step, time_in_turns
 from benchmarks.testbed.turns import fastest_of_slowest
-from lightning_osdp import Cluster, ModelProfile, SearchSpace, make_plan, measure_cluster, profile_model, simulate
+from lightning_osdp import (
+    Cluster,
+    ModelProfile,
+    PlanMethod,
+    SearchSpace,
+    make_plan,
+    measure_cluster,
+    profile_model,
+    simulate,
+)
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.strategy.runtime.all_ranks import in_step
 
@@ -91,6 +100,6 @@ def _plans(
         PAPERS_FSDP: Way(sharding="FULL_SHARD", is_fully_shard=True, by_operator=True, recomputes=True).plan(
             build(model), **sizes
         ),
-        EVERYWHERE: osdp(blocks=dict.fromkeys(blocks, "recompute")),
+        EVERYWHERE: osdp(method=PlanMethod(blocks=dict.fromkeys(blocks, "recompute"))),
         BY_BLOCK: osdp(search_space=SearchSpace(activations=("keep", "recompute"))),
     }

@@ -7,8 +7,7 @@ from collections.abc import Collection
 from torch import nn
 
 from lightning_osdp.apply.materialize import UnitInitializer
-from lightning_osdp.core.plans.plan import Plan
-from lightning_osdp.core.plans.plan_unit import Unit
+from lightning_osdp.core.plans.plan import Plan, Unit
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError
 from lightning_osdp.splitting import compiled_whole, split, splittable
 

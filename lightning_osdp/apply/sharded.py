@@ -33,8 +33,7 @@ from lightning_osdp.apply.materialize import unit_initializer
 from lightning_osdp.apply.prepare import call_layers_in_evaluation, modules_of, prepared, slices_of
 from lightning_osdp.core.blocks import RERUN
 from lightning_osdp.core.modes import DP, ZDP, ShardingMode
-from lightning_osdp.core.plans.plan import Plan
-from lightning_osdp.core.plans.plan_unit import Block, Unit
+from lightning_osdp.core.plans.plan import Block, Plan, Unit
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
 from lightning_osdp.engine import check_change, engine_of

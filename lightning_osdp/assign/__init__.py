@@ -3,17 +3,17 @@
     minimise    sum_u time_s[u, mode_u]
     subject to  sum over the first k units of kept bytes  <=  room_k      for every k      (`cost.StepMemory`)
 
-The constraints are nested; the solvers of `search` take one. So `relaxation` solves with one of them at a time, which
+The constraints are nested; the solvers of `search` take one. So `solve` takes one of them at a time, which
 bounds every plan from below, and `repair` makes plans of the solutions that violate another one.
 """
 
 from lightning_osdp.assign.additive import NO_GAIN, Modes
-from lightning_osdp.assign.ahead import as_far_as_fits, assign_ahead
 from lightning_osdp.assign.assign import Assignment, assign_modes, assigned_as, bound_later_s, fill_spare
-from lightning_osdp.assign.merging.blocks import block_units, chosen_activations, with_blocks
+from lightning_osdp.assign.merging.blocks import block_units, chosen_activations
 from lightning_osdp.assign.merging.join import join_units
 from lightning_osdp.assign.merging.share import share_units
 from lightning_osdp.assign.merging.slices import ever_more_slices
+from lightning_osdp.assign.prefetch import as_far_as_fits, assign_ahead
 from lightning_osdp.assign.setting import Setting
 
 __all__ = [
@@ -32,5 +32,4 @@ __all__ = [
     "fill_spare",
     "join_units",
     "share_units",
-    "with_blocks",
 ]

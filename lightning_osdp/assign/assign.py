@@ -20,8 +20,9 @@ MAX_TRIES = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """Modes aligned with the units, with what they are predicted to cost."""
+    """Modes of a setting, one per unit, with what they are predicted to cost."""
 
+    setting: Setting
     modes: Modes
     step_time_s: float
     peak: PeakMemory
@@ -41,7 +42,7 @@ def assign_modes(
     """The fastest assignment found whose peak fits, with a bound on all of them; None if none fits.
 
     Args:
-        setting: model, units, cluster and workload.
+        setting: a step, and what may be chosen of it.
         memory_limit_bytes: the most bytes that may live on one rank.
         search: name of a solver in ``search.SOLVERS``.
         worth_s: a step time that is of no use: where none below it is possible, the modes are not improved further.
@@ -54,94 +55,87 @@ def assign_modes(
     for _ in range(MAX_TRIES):
         if found is None:
             break
-        peak = setting.exact_peak(found.modes)
+        peak = setting.costs.exact_peak(found.modes)
         if peak.peak_bytes <= memory_limit_bytes:
             return replace(found, peak=peak, bound_s=min(first.bound_s, found.bound_s))
         room_bytes -= peak.peak_bytes - memory_limit_bytes
         found = _assigned(setting, room_bytes, search, worth_s)
-    least = setting.least_memory_modes
-    peak = setting.exact_peak(least)
+    least = setting.costs.least_memory_modes
+    peak = setting.costs.exact_peak(least)
     if peak.peak_bytes > memory_limit_bytes:
         return None
-    return replace(first, modes=least, step_time_s=setting.step_time_s(least), peak=peak)
+    return replace(first, modes=least, step_time_s=setting.costs.step_time_s(least), peak=peak)
 
 
 def assigned_as(setting: Setting, modes: Modes, *, bound_s: float | None) -> Assignment:
-    """These modes with what they cost, bytes as simulated.
+    """These modes, which fit, with what they cost, bytes as simulated.
 
-    Args:
-        setting: model, units, cluster and workload.
-        modes: one per unit, which fit.
-        bound_s: no other assignment is faster; None: it is as if memory were no concern.
+    No other assignment is faster than ``bound_s``; None: it is as if memory were no concern.
     """
-    time_s = setting.step_time_s(modes)
+    costs = setting.costs
+    time_s = costs.step_time_s(modes)
     if bound_s is None:
-        bound_s = Paths(setting.lead).least_s() if setting.overlaps else setting.additive.fastest_s
-    return Assignment(modes=modes, step_time_s=time_s, peak=setting.exact_peak(modes), bound_s=min(time_s, bound_s))
+        bound_s = Paths(setting.all_ahead).least_s() if setting.overlaps else costs.additive.fastest_s
+    return Assignment(
+        setting=setting, modes=modes, step_time_s=time_s, peak=costs.exact_peak(modes), bound_s=min(time_s, bound_s)
+    )
 
 
 def _assigned(setting: Setting, memory_limit_bytes: int, search: str, worth_s: float) -> Assignment | None:
     """What fits by the closed form."""
-    if setting.peak(setting.least_memory_modes).peak_bytes > memory_limit_bytes:
+    costs = setting.costs
+    if costs.peak(costs.least_memory_modes).peak_bytes > memory_limit_bytes:
         return None
-    rooms = setting.memory.room_bytes(memory_limit_bytes)
+    rooms = costs.memory.room_bytes(memory_limit_bytes)
     if setting.overlaps:
         solved = solve_overlapped(setting, rooms, search=search, worth_s=worth_s)
     else:
-        solved = solve(setting.additive, rooms, search=search)
+        solved = solve(costs.additive, rooms, search=search)
     modes = one_sync(setting, solved.modes)
     return Assignment(
+        setting=setting,
         modes=modes,
-        step_time_s=solved.time_s if modes == solved.modes else setting.step_time_s(modes),
-        peak=setting.peak(modes),
+        step_time_s=solved.time_s if modes == solved.modes else costs.step_time_s(modes),
+        peak=costs.peak(modes),
         bound_s=solved.bound_s,
         note=solved.note,
     )
 
 
-def fill_spare(setting: Setting, assignment: Assignment, *, memory_limit_bytes: int) -> Assignment:
+def fill_spare(assignment: Assignment, *, memory_limit_bytes: int) -> Assignment:
     """The assignment with its peak as simulated, and faster modes as far as that leaves room for them.
 
     Where gradients are accumulated the closed form counts units twice that run and are held. Modes that are found here
     are outside the space that the bound is about: they can only be faster.
-
-    Args:
-        setting: model, units, cluster and workload.
-        assignment: what fits by the closed form.
-        memory_limit_bytes: the most bytes that may live on one rank.
     """
-    if setting.is_paper and {mode.sync for options in setting.options for mode in options} == {"every"}:
+    setting, costs = assignment.setting, assignment.setting.costs
+    if setting.is_paper and {mode.sync for options in costs.options for mode in options} == {"every"}:
         return assignment
-    rooms, modes, step_time_s = setting.memory.room_bytes(memory_limit_bytes), assignment.modes, assignment.step_time_s
-    fits, fails = 0.0, sum(sorted(setting.memory.gathered_bytes)[-2:])
+    rooms, modes, step_time_s = costs.memory.room_bytes(memory_limit_bytes), assignment.modes, assignment.step_time_s
+    fits, fails = 0.0, sum(sorted(costs.memory.gathered_bytes)[-2:])
     spare_bytes = fails
     for _ in range(MAX_TRIES):
-        found = fill(setting.additive, assignment.modes, [room + spare_bytes for room in rooms])
+        found = fill(costs.additive, assignment.modes, [room + spare_bytes for room in rooms])
         found = one_sync(setting, found)
-        if setting.exact_peak(found).peak_bytes <= memory_limit_bytes:
+        if costs.exact_peak(found).peak_bytes <= memory_limit_bytes:
             fits = spare_bytes
-            if setting.step_time_s(found) < step_time_s:
-                modes, step_time_s = found, setting.step_time_s(found)
+            if costs.step_time_s(found) < step_time_s:
+                modes, step_time_s = found, costs.step_time_s(found)
         else:
             fails = spare_bytes
         if fits == fails:
             break
         spare_bytes = (fits + fails) / 2
-    return replace(assignment, modes=modes, step_time_s=step_time_s, peak=setting.exact_peak(modes))
+    return replace(assignment, modes=modes, step_time_s=step_time_s, peak=costs.exact_peak(modes))
 
 
 def bound_later_s(setting: Setting, bound_s: float, *, micro_batch_size: int) -> float:
-    """Seconds that no modes go below at a larger micro-batch, where no fewer bytes are needed.
+    """Seconds that no modes go below at a larger micro-batch, of those that do not go below ``bound_s`` at this one.
 
     Where nothing overlaps, each choice of modes takes so much longer as there is more to compute. Where something does,
     none takes less than before, nor less than the paths of the larger micro-batch.
-
-    Args:
-        setting: at the smaller micro-batch.
-        bound_s: seconds that no modes which fit go below there.
-        micro_batch_size: the larger one.
     """
     later = setting.at(micro_batch_size)
     if setting.overlaps:
         return max(bound_s, Paths(later).least_s())
-    return bound_s + later.compute_s - setting.compute_s
+    return bound_s + later.costs.compute_s - setting.costs.compute_s

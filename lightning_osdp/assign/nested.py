@@ -61,14 +61,9 @@ class Price(NamedTuple):
 def improve(
     problem: Additive, modes: Modes, rooms: Sequence[float], *, prices: Sequence[Price], max_states: int
 ) -> tuple[Modes, float]:
-    """The best modes, or the best found, and the seconds that no modes that fit can go below.
+    """The best modes, or the best found from these on, which fit, and the seconds that no modes that fit go below.
 
-    Args:
-        problem: what is fixed.
-        modes: a plan that fits.
-        rooms: of `StepMemory.room_bytes`.
-        prices: of the constraints that matter.
-        max_states: about how many states to look at, those of all units together.
+    Rooms are those of `StepMemory.room_bytes`; about ``max_states`` states are looked at, of all units together.
     """
     memory = problem.memory
     menus = [

@@ -14,7 +14,7 @@ from lightning_osdp.assign.additive import NO_GAIN, Additive, Modes
 from lightning_osdp.assign.paths import Path, Paths
 from lightning_osdp.assign.repair import fill
 from lightning_osdp.assign.setting import Setting
-from lightning_osdp.assign.solve import Solved, solve
+from lightning_osdp.assign.solve import Solved, solve, violated
 
 MAX_PATHS = 4
 """Paths that are bounded, one after the other: those that take longest in the modes found so far."""
@@ -36,20 +36,15 @@ ENOUGH = 1e-3
 
 
 def solve_overlapped(setting: Setting, rooms: Sequence[float], *, search: str, worth_s: float) -> Solved:
-    """The fastest modes found, with a bound on all of them.
-
-    Args:
-        setting: with a cluster that overlaps.
-        rooms: of `StepMemory.room_bytes`; every unit's smallest option must fit.
-        search: name of a solver in ``search.SOLVERS``.
-        worth_s: step time that the modes must be below to be of use; where they cannot, they are not improved.
-    """
+    """As `solve`, where the cluster overlaps; modes that cannot be faster than ``worth_s`` are not improved."""
     found = _Found(setting, rooms)
-    found.offer(_solve(setting.additive, rooms, search).modes)
-    bound_s = _bound_s(setting, rooms, found, search)
+    found.offer(_solve(setting.costs.additive, rooms, search).modes)
+    bound_s = _bound_s(found, search)
     while bound_s < worth_s:
         _free(found)
-        if found.time_s <= bound_s * (1 + ENOUGH) or not _move(found):
+        if found.time_s <= bound_s * (1 + ENOUGH):
+            break
+        if not (found.improve(_relieved(found)) or found.improve(_replaced(found))):
             break
     return Solved(modes=found.modes, time_s=found.time_s, bound_s=min(bound_s, found.time_s))
 
@@ -62,16 +57,16 @@ def _solve(problem: Additive, rooms: Sequence[float], search: str) -> Solved:
     return solved
 
 
-def _bound_s(setting: Setting, rooms: Sequence[float], found: _Found, search: str) -> float:
+def _bound_s(found: _Found, search: str) -> float:
     """The largest bound of a few paths; the modes that make them short are offered, too."""
-    paths, tried, bound_s = Paths(setting), set[Path](), 0.0
+    paths, tried, bound_s = Paths(found.setting), set[Path](), 0.0
     latest = found.modes
     while len(tried) < MAX_PATHS:
         path = next((each for each in map(paths.longest, (found.modes, latest)) if each not in tried), None)
         if path is None:
             break
         tried.add(path)
-        solved = _solve(paths.at(path), rooms, search)
+        solved = _solve(paths.at(path), found.rooms, search)
         bound_s, latest = max(bound_s, solved.bound_s), solved.modes
         found.offer(latest)
     return bound_s
@@ -81,15 +76,15 @@ class _Found:
     """The best modes so far, and how many more may be simulated."""
 
     def __init__(self, setting: Setting, rooms: Sequence[float]) -> None:
-        self.setting, self.rooms, self.problem = setting, rooms, setting.additive
-        self.modes: Modes = setting.least_memory_modes
-        self.time_s, self.stalls_s = setting.clock.step(self.modes)
+        self.setting, self.rooms, self.problem = setting, rooms, setting.costs.additive
+        self.modes: Modes = setting.costs.least_memory_modes
+        self.time_s, self.stalls_s = setting.costs.clock.step(self.modes)
         self.num_left = MAX_SIMULATED_UNITS // len(setting.units)
 
     def offer(self, modes: Modes, *, slack: float = -NO_GAIN) -> bool:
         """Takes modes that fit if they are faster, or slower by no more than a fraction; returns whether they were."""
         self.num_left -= 1
-        step = self.setting.clock.step(modes)
+        step = self.setting.costs.clock.step(modes)
         is_taken = step.time_s < self.time_s * (1 + slack)
         if is_taken:
             self.modes, (self.time_s, self.stalls_s) = modes, step
@@ -97,12 +92,10 @@ class _Found:
 
     def improve(self, moves: Iterable[Modes]) -> bool:
         """Takes the first of these that fits and is faster; returns whether there was one."""
-        return any(self.num_left > 0 and self.fits(modes) and self.offer(modes) for modes in moves)
-
-    def fits(self, modes: Modes) -> bool:
-        """Whether every constraint holds."""
-        kept = self.problem.memory.kept_bytes(modes)
-        return all(num_bytes <= room for num_bytes, room in zip(kept, self.rooms, strict=True))
+        return any(
+            self.num_left > 0 and violated(self.problem, modes, self.rooms) is None and self.offer(modes)
+            for modes in moves
+        )
 
     def with_mode(self, units: Iterable[int], option: int) -> Modes:
         """The best modes with the first (0) or last (-1) option for some units."""
@@ -110,11 +103,6 @@ class _Found:
         for unit in units:
             modes[unit] = self.problem.options[unit][option]
         return tuple(modes)
-
-
-def _move(found: _Found) -> bool:
-    """One step of the local search; whether there is one."""
-    return found.improve(_relieved(found)) or found.improve(_replaced(found))
 
 
 def _relieved(found: _Found) -> Iterator[Modes]:

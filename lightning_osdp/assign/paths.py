@@ -31,6 +31,7 @@ from typing import NamedTuple
 from lightning_osdp.assign.additive import Additive
 from lightning_osdp.assign.setting import Setting
 from lightning_osdp.core.modes import ZDP, ShardingMode
+from lightning_osdp.cost import block_s, copied_s
 
 _FILLER = 1e-9
 """Weight of a detour to a unit that is kept: it costs nothing now, and something in modes that free the unit."""
@@ -57,17 +58,17 @@ class Path(NamedTuple):
 
 
 class Paths:
-    """All of them for one setting.
-
-    Args:
-        setting: with a cluster that overlaps.
-    """
+    """All of them for one setting, whose cluster overlaps."""
 
     def __init__(self, setting: Setting) -> None:
-        self._setting, self._clock = setting, setting.clock
+        self._setting, self._clock, self._options = setting, setting.costs.clock, setting.costs.options
         self._gather_s = self._clock.durations.gather_s
         self._reduce_s = self._clock.durations.reduce_s
-        self._may_accumulate = any(mode.sync == "last" for options in setting.options for mode in options)
+        self._num_micro_batches = setting.workload.num_micro_batches
+        self._may_accumulate = any(mode.sync == "last" for options in self._options for mode in options)
+        # Micro-batches of a step in which a gather comes after every reduce-scatter that was issued before it. Where
+        # units may leave theirs to the last micro-batch, a gather of another one need not have waited for anything.
+        self._num_ordered = 1 if self._may_accumulate else self._num_micro_batches
         self._flattened: dict[int, int] = {}  # unit -> number of its reduce-scatter
         self._gathered: list[int] = []  # units that are gathered whatever their mode
         self._regathers: list[tuple[int, int]] = []  # units if freed, with the number of reduce-scatters before
@@ -81,7 +82,7 @@ class Paths:
         ready_s: dict[int, float] = {}
         regathered: dict[int, int] = {}
         before_s, busy_s, reduces_s = [0.0], [0.0], [0.0]
-        copied_s, rerun_s = self._most_of_segments_s()
+        most_forward_s, most_backward_s = self._most_of_segments_s()
         passed_s = 0.0  # the most of all modes, of what is on a path whatever it passes by
         for (kind, of), event_class in self._clock.events:
             if kind == "gather" and event_class == "freed":
@@ -100,13 +101,14 @@ class Paths:
                     self._detours.setdefault(found.returns, []).append(found)
             elif kind == "forward":
                 computed_s += durations.forward_s[of]
-                passed_s += copied_s.get(of, 0.0)
+                passed_s += most_forward_s.get(of, 0.0)
             elif kind == "backward":
                 computed_s += durations.backward_s[of]
-                passed_s += rerun_s.get(of, 0.0)
+                passed_s += most_backward_s.get(of, 0.0)
             elif kind == "flatten":
                 self._flattened[of] = len(reduces_s)
-                passed_s += self._clock.overhead_s(of, ZDP) / self._clock.num_micro_batches
+                overhead_s = self._setting.costs.unit_s(self._setting.units[of], ZDP, "overhead")
+                passed_s += overhead_s / self._num_micro_batches
             elif kind == "reduce":
                 before_s.append(computed_s)
                 busy_s.append(computed_s + passed_s)
@@ -116,13 +118,16 @@ class Paths:
 
     def _most_of_segments_s(self) -> tuple[dict[int, float], dict[int, float]]:
         """Segment -> the most that blocks take in its forward, and in its backward, to do without what they save."""
-        copied_s, rerun_s = dict[int, float](), dict[int, float]()
-        for unit, (of, options) in enumerate(zip(self._setting.units, self._setting.options, strict=True)):
-            if of.block is not None:
-                copies_s = {mode: self._clock.copied_s(unit, mode) for mode in options}
-                copied_s[of.last] = max(copies_s.values())
-                rerun_s[of.last] = max(self._clock.activations_s(unit, mode) - copies_s[mode] for mode in options)
-        return copied_s, rerun_s
+        forward_s, backward_s = dict[int, float](), dict[int, float]()
+        around = (self._setting.cluster, self._setting.workload.micro_batch_size)
+        for unit, options in zip(self._setting.units, self._options, strict=True):
+            if unit.block is not None:
+                copies_s = {mode: copied_s(unit.block, mode.activations, *around) for mode in options}
+                forward_s[unit.last] = max(copies_s.values())
+                backward_s[unit.last] = max(
+                    block_s(unit.block, mode.activations, *around) - copies_s[mode] for mode in options
+                )
+        return forward_s, backward_s
 
     def longest(self, modes: Sequence[ShardingMode]) -> Path:
         """The path that takes longest with these modes, one per unit."""
@@ -137,17 +142,16 @@ class Paths:
                     best_s, best = total_s, detour
             detours_s.append(best_s)
             taken.append(best)
-        direct_s, num_micro_batches = self._direct_s([(mode,) for mode in modes]), self._clock.num_micro_batches
-        turn = max(range(len(direct_s)), key=lambda turn: direct_s[turn] + num_micro_batches * detours_s[turn])
+        direct_s = self._direct_s([(mode,) for mode in modes])
+        turn = max(range(len(direct_s)), key=lambda turn: direct_s[turn] + self._num_micro_batches * detours_s[turn])
         return Path(turn, _chosen(taken, turn))
 
     def least_s(self) -> float:
         """Seconds of a step that no modes go below, as if memory were no concern."""
-        return max(self._direct_s(self._setting.options)) + self._clock.optimizer_s
+        return max(self._direct_s(self._options)) + self._clock.optimizer_s
 
     def _direct_s(self, options: Sequence[Sequence[ShardingMode]]) -> list[float]:
         """For each turn, the seconds of a step's path without detours: of each unit the least of its options."""
-        num_micro_batches = self._clock.num_micro_batches
         more_s = [0.0] * (len(self._constants_s) + 1)
         for unit, turn in self._flattened.items():
             more_s[turn] += min(self._own_s(unit, mode) for mode in options[unit])
@@ -160,47 +164,37 @@ class Paths:
             more_s[1] -= gathers_s
         for unit, before in self._regathers:
             if not any(mode.resident for mode in options[unit]):
-                more_s[0] += num_micro_batches * self._gather_s[unit]
-                more_s[1] -= (num_micro_batches - self._num_ordered) * self._gather_s[unit]
+                more_s[0] += self._num_micro_batches * self._gather_s[unit]
+                more_s[1] -= (self._num_micro_batches - self._num_ordered) * self._gather_s[unit]
                 more_s[before + 1] -= self._num_ordered * self._gather_s[unit]
         return [
-            num_micro_batches * constant_s + own_s
+            self._num_micro_batches * constant_s + own_s
             for constant_s, own_s in zip(self._constants_s, accumulate(more_s), strict=False)
         ]
 
     def _own_s(self, unit: int, mode: ShardingMode) -> float:
         """Seconds of a step, before the unit's gradients are reduced, that depend on its mode alone."""
-        num_micro_batches = self._clock.num_micro_batches
-        return self._clock.overhead_s(unit, mode) + num_micro_batches * self._clock.activations_s(unit, mode)
+        return self._setting.costs.unit_s(self._setting.units[unit], mode, "overhead", "activations")
 
     def _num_gathers(self, mode: ShardingMode) -> int:
         """How often a step gathers a unit that is not there, whether or not forward frees it."""
-        return 1 if mode.resident and mode.sync == "last" else self._clock.num_micro_batches
+        return 1 if mode.resident and mode.sync == "last" else self._num_micro_batches
 
     def _num_reduces(self, mode: ShardingMode) -> int:
         """Reduce-scatters of a unit in a step."""
-        return self._setting.engine.num_reduce_scatters(mode, num_micro_batches=self._clock.num_micro_batches)
-
-    @property
-    def _num_ordered(self) -> int:
-        """Micro-batches of a step in which a gather comes after every reduce-scatter that was issued before it.
-
-        Where units may leave theirs to the last micro-batch, a gather of another one need not have waited for anything.
-        """
-        return 1 if self._may_accumulate else self._clock.num_micro_batches
+        return self._setting.engine.num_reduce_scatters(mode, num_micro_batches=self._num_micro_batches)
 
     def at(self, path: Path) -> Additive:
         """The seconds of one path."""
-        num_micro_batches = self._clock.num_micro_batches
         freed_s = dict.fromkeys(range(len(self._setting.units)), 0.0)
         for unit, before in self._regathers:
             if before >= path.turn:
-                freed_s[unit] += (self._num_ordered if path.turn else num_micro_batches) * self._gather_s[unit]
+                freed_s[unit] += (self._num_ordered if path.turn else self._num_micro_batches) * self._gather_s[unit]
         for detour in path.detours:
-            freed_s[detour.unit] += num_micro_batches * detour.more_s
+            freed_s[detour.unit] += self._num_micro_batches * detour.more_s
         gathered = Counter(self._gathered if path.turn == 0 else ())
         times_s = []
-        for unit, options in enumerate(self._setting.options):
+        for unit, options in enumerate(self._options):
             turn, reduce_s = self._flattened[unit], self._reduce_s[unit]
             times_s.append(
                 {
@@ -211,8 +205,8 @@ class Paths:
                     for mode in options
                 }
             )
-        constant_s = num_micro_batches * self._constants_s[path.turn] + self._clock.optimizer_s
-        return dataclasses.replace(self._setting.additive, times_s=times_s, constant_s=constant_s)
+        constant_s = self._num_micro_batches * self._constants_s[path.turn] + self._clock.optimizer_s
+        return dataclasses.replace(self._setting.costs.additive, times_s=times_s, constant_s=constant_s)
 
 
 def _chosen(taken: Sequence[_Detour | None], turn: int) -> tuple[_Detour, ...]:

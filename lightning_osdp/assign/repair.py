@@ -14,12 +14,8 @@ def repair(problem: Additive, modes: Modes, rooms: Sequence[float]) -> Modes:
     """Moves units to their smallest option until everything fits, those first that save least time per byte.
 
     First those that hold bytes from one micro-batch to the next, which count under every constraint. Then, going
-    through the constraints in order, each is met before the next is looked at: O(n log n).
-
-    Args:
-        problem: what is fixed.
-        modes: one per unit.
-        rooms: of `StepMemory.room_bytes`; every unit's smallest option must fit.
+    through the constraints in order, each is met before the next is looked at: O(n log n). Every unit's smallest option
+    must fit.
     """
     repaired, memory = list(modes), problem.memory
     rooms = _less_what_stays(problem, repaired, rooms)

@@ -1,51 +1,73 @@
-"""Everything that is fixed while modes are chosen, and what follows from it."""
+"""What is fixed while modes are chosen (`Setting`), and what follows from it (`Costs`)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from lightning_osdp.assign.additive import Additive, Modes, sum_s
+from lightning_osdp.core.blocks import with_activations
 from lightning_osdp.core.modes import ALL_MODES, DP, MODES, SYNC_CHOICES, ZDP, ShardingMode
 from lightning_osdp.core.profile import ModelProfile
+from lightning_osdp.core.slices import slice_names, split_operators
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile, grouped
 from lightning_osdp.cost import (
-    PAPER_TIME_TERMS,
+    PAPER_TERMS,
     TERMS,
     PeakMemory,
     StepMemory,
     Workload,
-    evaluation_peak,
     exact_peak,
     optimizer_s,
     paper_memory,
     saved_bytes,
     step_memory,
-    unit_cost,
+    unit_s,
 )
 from lightning_osdp.engine import DEFAULT, Engine
 from lightning_osdp.simulation import StepClock
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting(Step):
-    """A step with what may be chosen of it, and the time and the memory of every choice of modes."""
+class Variants:
+    """Settings that were made of others: in other units, which the workload, modes and prefetch have no say in."""
 
+    def __init__(self) -> None:
+        self._made: dict[Hashable, tuple[Setting, ...]] = {}
+
+    def once(self, setting: Setting, what: Hashable, make: Callable[[], Iterable[Setting]]) -> list[Setting]:
+        """What ``make`` makes of a setting: made once for all workloads, offered modes and prefetch settings."""
+        key = (setting.units, setting.activations, what)
+        if key not in self._made:
+            self._made[key] = tuple(make())
+        own = {name: getattr(setting, name) for name in ("workload", "modes", "engine", "frugal", "counts_frugal")}
+        return [replace(each, **own) for each in self._made[key]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decided:
+    """What was chosen of a model before the modes of its units are; a step's profile has it already."""
+
+    profile: ModelProfile | None = None
+    """Before anything was chosen; None: nothing was."""
     blocks: Mapping[str, str] = field(default_factory=dict)
-    """Blocks that do not keep what they save -> what they do, which the profile has already."""
-    given: ModelProfile | None = None
-    """The profile before blocks and slices were chosen; None: it is `profile`."""
+    """Blocks that do not keep what they save -> what they do."""
     num_slices: Mapping[str, int] = field(default_factory=dict)
     """Operators that are split -> into how many slices, which are units of their own."""
-    modes: tuple[str, ...] = tuple(MODES)
-    sync: tuple[str, ...] = SYNC_CHOICES
-    """Which micro-batches may reduce a unit's gradients; with one micro-batch there is nothing to choose."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting(Step):
+    """A step with what may be chosen of it: what is given. `costs` has what follows."""
+
+    modes: Modes = ALL_MODES
+    """That units may take; which micro-batches reduce gradients matters where there are several."""
     activations: tuple[str, ...] = ("keep",)
     """What units that are blocks may do with what they save."""
+    decided: Decided = Decided()
     engine: Engine = DEFAULT
     """What runs the step, with nothing left to choose of its settings."""
     frugal: Engine | None = None
@@ -55,31 +77,63 @@ class Setting(Step):
     faster and smaller."""
     cost_model: str = "simulate"
     """``simulate``: the step as the engine runs it. ``paper``: the sums of equation 1."""
-    made: dict[Hashable, tuple[Setting, ...]] = field(default_factory=dict, compare=False, repr=False)
-    """Of `once`; the settings that come of one another have it together."""
+    variants: Variants = field(default_factory=Variants, compare=False, repr=False)
+    """The settings that come of one another have it together."""
 
     def at(self, micro_batch_size: int, num_micro_batches: int | None = None) -> Setting:
         """The same with another micro-batch size, and another number of them."""
         num_micro_batches = self.workload.num_micro_batches if num_micro_batches is None else num_micro_batches
         return replace(self, workload=Workload(micro_batch_size=micro_batch_size, num_micro_batches=num_micro_batches))
 
-    def once(self, what: Hashable, make: Callable[[], Iterable[Setting]]) -> list[Setting]:
-        """Settings made of this one, whose units depend on neither workload nor prefetch: made once for all of these.
+    def with_blocks(self, blocks: Mapping[str, str]) -> Setting:
+        """The same units with what blocks do decided, where all keep what they save and no operator is split.
 
         Args:
-            what: is made, of these units.
-            make: makes it.
+            blocks: block -> what it does; those that are not named keep what they save.
+
+        Raises:
+            ConfigurationError: there is no such block, or this choice was not profiled for it.
         """
-        key = (self.units, self.activations, what)
-        if key not in self.made:
-            self.made[key] = tuple(make())
-        own = {name: getattr(self, name) for name in ("workload", "engine", "frugal", "counts_frugal")}
-        return [replace(each, **own) for each in self.made[key]]
+
+        def make() -> Iterator[Setting]:
+            yield self._with(with_activations(self.profile, blocks), blocks=dict(blocks))
+
+        return self.variants.once(self, tuple(blocks.items()), make)[0]
+
+    def with_slices(self, num_slices: Mapping[str, int]) -> Setting:
+        """The same with operators split, where none is so far: each slice is a unit."""
+
+        def make() -> Iterator[Setting]:
+            yield self._with(split_operators(self.profile, num_slices), num_slices=dict(num_slices))
+
+        return self.variants.once(self, tuple(num_slices.items()), make)[0]
+
+    def _with(self, profile: ModelProfile, **decided: Any) -> Setting:
+        """With this profile and what it has decided, which leaves nothing to choose of what blocks do."""
+        found = replace(self.decided, profile=self.unchanged, **decided)
+        members: dict[str, list[str]] = {}
+        for unit in self.units:
+            if found.num_slices.get(unit.name, 1) == 1:
+                members[unit.name] = [operator.name for operator in unit.operators]
+            else:
+                members |= {name: [name] for name in slice_names(unit.name, found.num_slices[unit.name])}
+        units = grouped(profile, members)
+        return replace(self, profile=profile, units=units, decided=found, activations=("keep",))
+
+    @property
+    def unchanged(self) -> ModelProfile:
+        """The profile before blocks and slices were chosen."""
+        return self.decided.profile or self.profile
 
     @property
     def bytes_engine(self) -> Engine:
         """The engine whose bytes count."""
         return self.frugal if self.counts_frugal and self.frugal is not None else self.engine
+
+    @property
+    def all_ahead(self) -> Setting:
+        """The same with every unit gathered ahead that may be."""
+        return replace(self, engine=self.engine.all_ahead, counts_frugal=False)
 
     @cached_property
     def ideal(self) -> Setting:
@@ -87,27 +141,6 @@ class Setting(Step):
         if self.frugal in {None, self.engine}:
             return self
         return replace(self, engine=self.engine.all_ahead, counts_frugal=True)
-
-    @property
-    def lead(self) -> Setting:
-        """The same with every unit gathered ahead that may be."""
-        return replace(self, engine=self.engine.all_ahead, counts_frugal=False)
-
-    def decided(self, profile: ModelProfile, members: Mapping[str, Sequence[str]], **fields: Any) -> Setting:
-        """The same with slices or blocks decided, which leaves nothing to choose of what blocks do.
-
-        Args:
-            profile: with what was decided.
-            members: unit -> its operators, by name.
-            **fields: what was decided.
-        """
-        units = grouped(profile, members)
-        return replace(self, profile=profile, units=units, given=self.unchanged, activations=("keep",), **fields)
-
-    @property
-    def unchanged(self) -> ModelProfile:
-        """The profile before blocks and slices were chosen."""
-        return self.given or self.profile
 
     @property
     def is_paper(self) -> bool:
@@ -119,59 +152,88 @@ class Setting(Step):
         """Whether there is communication that computing may hide: else the simulated time is a sum, too."""
         return self.cluster.overlaps and self.cluster.world_size > 1 and not self.is_paper
 
+    @property
+    def all_zdp_modes(self) -> Modes:
+        """Plain FSDP, offered or not: every unit ZDP, the root gathered as ever."""
+        return tuple(DP if unit.is_root else ZDP for unit in self.units)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Seconds and bytes in any modes."""
+        return Costs(self)
+
+
+class Costs:
+    """Seconds and bytes of a setting in any modes, each worked out when it is first asked for, and kept."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+
     @cached_property
     def options(self) -> tuple[Modes, ...]:
         """Modes that each unit may take, the one with the least memory first; the root stays gathered in any mode."""
-        accumulates = self.workload.num_micro_batches > 1 and self.cluster.world_size > 1
-        offered = [mode for mode in ALL_MODES if mode.name in self.modes]
+        return tuple((DP,) if unit.is_root else self._options(unit) for unit in self._setting.units)
 
-        def of(unit: UnitProfile) -> Modes:
-            sync = self.sync if accumulates and self.engine.may_wait(unit) else SYNC_CHOICES[:1]
-            return self._with_activations(unit, tuple(mode for mode in offered if mode.sync in sync))
-
-        return tuple((DP,) if unit.is_root else of(unit) for unit in self.units)
-
-    def _with_activations(self, unit: UnitProfile, modes: Modes) -> Modes:
-        """The modes with every choice of activations: those first that save least, and the mode itself."""
-        found = () if unit.block is None else unit.block.segments
-        choices = [choice for choice in self.activations if choice == "keep" or choice in found]
-        choices.sort(key=lambda choice: saved_bytes(unit, choice, self.workload.micro_batch_size))
+    def _options(self, unit: UnitProfile) -> Modes:
+        setting, workload = self._setting, self._setting.workload
+        accumulates = workload.num_micro_batches > 1 and setting.cluster.world_size > 1
+        modes = setting.modes
+        if not (accumulates and setting.engine.may_wait(unit)):
+            modes = tuple(dict.fromkeys(replace(mode, sync="every") for mode in modes))
+        profiled = () if unit.block is None else unit.block.segments
+        choices = [choice for choice in setting.activations if choice == "keep" or choice in profiled]
+        choices.sort(key=lambda choice: saved_bytes(unit, choice, workload.micro_batch_size))
         return tuple(replace(mode, activations=choice) for choice in choices for mode in modes)
+
+    @property
+    def least_memory_modes(self) -> Modes:
+        """The first option of every unit."""
+        return tuple(options[0] for options in self.options)
 
     @cached_property
     def times_s(self) -> tuple[Mapping[ShardingMode, float], ...]:
         """Seconds of each unit in every mode that there is, offered or not, if nothing overlaps."""
-        terms = PAPER_TIME_TERMS if self.is_paper else TERMS
-        return tuple(
-            {
-                mode: unit_cost(
-                    unit, mode, cluster=self.cluster, workload=self.workload, engine=self.engine, terms=terms
-                ).time_s
-                for mode in dict.fromkeys(
-                    (*MODES.values(), *(replace(mode, sync="every") for mode in options), *options)
-                )
-            }
-            for unit, options in zip(self.units, self.options, strict=True)
-        )
+        terms = tuple(PAPER_TERMS if self._setting.is_paper else TERMS)
+        times_s = []
+        for unit, options in zip(self._setting.units, self.options, strict=True):
+            modes = (*MODES.values(), *(replace(mode, sync="every") for mode in options), *options)
+            times_s.append({mode: self.unit_s(unit, mode, *terms) for mode in dict.fromkeys(modes)})
+        return tuple(times_s)
+
+    def unit_s(self, unit: UnitProfile, mode: ShardingMode, *terms: str) -> float:
+        """Seconds of a step that a unit takes by these `cost.TERMS`."""
+        step = self._setting
+        return unit_s(unit, mode, cluster=step.cluster, workload=step.workload, engine=step.engine, terms=terms)
 
     @cached_property
     def memory(self) -> StepMemory:
         """Peak of one optimizer step for every choice of modes."""
-        if self.is_paper:
-            return paper_memory(self)
-        return step_memory(self, activations=self.activations, engine=self.bytes_engine)
+        setting = self._setting
+        if setting.is_paper:
+            return paper_memory(setting)
+        return step_memory(setting, activations=setting.activations, engine=setting.bytes_engine)
 
     @cached_property
     def compute_s(self) -> float:
         """Seconds of a step that its operators, the loss and the optimizer compute, whatever the units."""
-        samples, num_micro_batches = self.workload.micro_batch_size, self.workload.num_micro_batches
-        segments_s = sum((part.forward_s + part.backward_s).at(samples) for part in self.profile.segments)
-        return num_micro_batches * segments_s + self._optimizer_s
+        workload = self._setting.workload
+        segments = self._setting.profile.segments
+        segments_s = sum((part.forward_s + part.backward_s).at(workload.micro_batch_size) for part in segments)
+        return workload.num_micro_batches * segments_s + self._optimizer_s
 
     @property
     def _optimizer_s(self) -> float:
         """The paper has no such term."""
-        return 0.0 if self.is_paper else optimizer_s(self.profile, self.cluster)
+        return 0.0 if self._setting.is_paper else optimizer_s(self._setting.profile, self._setting.cluster)
+
+    @cached_property
+    def _constant_s(self) -> float:
+        """What no unit owns: the loss, the optimizer step, and copies that the profile has."""
+        profile, workload = self._setting.profile, self._setting.workload
+        loss_s = (profile.loss.forward_s + profile.loss.backward_s).at(workload.micro_batch_size)
+        copied = sum(num_bytes.at(workload.micro_batch_size) for _, num_bytes in profile.copied)
+        copies_s = 2 * copied * self._setting.cluster.host_copy_s_per_byte
+        return workload.num_micro_batches * (loss_s + copies_s) + self._optimizer_s
 
     @cached_property
     def additive(self) -> Additive:
@@ -179,65 +241,15 @@ class Setting(Step):
         return Additive(options=self.options, times_s=self.times_s, constant_s=self._constant_s, memory=self.memory)
 
     @cached_property
-    def _constant_s(self) -> float:
-        """What no unit owns: the loss, the optimizer step, and copies that the profile has."""
-        loss, workload = self.profile.loss, self.workload
-        loss_s = (loss.forward_s + loss.backward_s).at(workload.micro_batch_size)
-        copied = sum(num_bytes.at(workload.micro_batch_size) for _, num_bytes in self.profile.copied)
-        copies_s = 2 * copied * self.cluster.host_copy_s_per_byte
-        return workload.num_micro_batches * (loss_s + copies_s) + self._optimizer_s
-
-    @cached_property
     def clock(self) -> StepClock:
         """The simulator of its time."""
-        return StepClock(self, self.engine)
-
-    @property
-    def least_memory_modes(self) -> Modes:
-        """The first option of every unit."""
-        return tuple(options[0] for options in self.options)
-
-    @property
-    def least_bytes(self) -> int:
-        """What the step needs with these, and with as little gathered ahead as may be."""
-        return self.ideal.peak(self.least_memory_modes).peak_bytes
-
-    @property
-    def all_zdp_modes(self) -> Modes:
-        """Plain FSDP, offered or not: every unit ZDP, the root gathered as ever."""
-        return tuple(DP if unit.is_root else ZDP for unit in self.units)
-
-    @property
-    def fastest_s(self) -> float:
-        """Predicted seconds of the step as if memory were no concern."""
-        return self.step_time_s(self.additive.fastest_modes)
-
-    def saved_s(self, unit: int) -> float:
-        """Seconds per optimizer step that keeping this unit gathered saves over sharding it, if nothing overlaps."""
-        return 0.0 if self.units[unit].is_root else self.times_s[unit][ZDP] - self.times_s[unit][DP]
-
-    def accumulating_saves_s(self, unit: int, mode: ShardingMode) -> float:
-        """Seconds per optimizer step that reducing this unit's gradients in the last micro-batch only saves."""
-        every, last = (replace(mode, sync=sync) for sync in SYNC_CHOICES)
-        times_s = self.times_s[unit]
-        return times_s[every] - times_s[last] if last in self.options[unit] else 0.0
-
-    def accumulating_costs_bytes(self, unit: int, mode: ShardingMode) -> int:
-        """Bytes that it holds for that from one micro-batch to the next."""
-        last = replace(mode, sync="last")
-        if last not in self.options[unit]:
-            return 0
-        return math.ceil(self.memory.held(self.memory.places[unit], last).window_bytes)
+        return StepClock(self._setting, self._setting.engine)
 
     def step_time_s(self, modes: Sequence[ShardingMode]) -> float:
         """Predicted seconds of one optimizer step: simulated, which is the sum where nothing overlaps."""
-        if self.overlaps:
+        if self._setting.overlaps:
             return self.clock.step(modes).time_s
         return sum_s(self._constant_s, self.times_s, modes)  # as `additive`, without its memory
-
-    def evaluation_peak_bytes(self, modes: Sequence[ShardingMode]) -> int:
-        """Predicted peak of an evaluation in batches of as many samples."""
-        return math.ceil(evaluation_peak(self, modes, engine=self.bytes_engine))
 
     def peak(self, modes: Sequence[ShardingMode]) -> PeakMemory:
         """Predicted peak of one optimizer step, or a bound on it: see `StepMemory`."""
@@ -245,6 +257,27 @@ class Setting(Step):
 
     def exact_peak(self, modes: Sequence[ShardingMode]) -> PeakMemory:
         """Predicted peak of one optimizer step."""
-        if self.is_paper:
+        if self._setting.is_paper:
             return self.peak(modes)
-        return exact_peak(self, modes, engine=self.bytes_engine)
+        return exact_peak(self._setting, modes, engine=self._setting.bytes_engine)
+
+    @property
+    def least_bytes(self) -> int:
+        """What the step needs in the modes with the least memory, and with as little gathered ahead as may be."""
+        return self._setting.ideal.costs.peak(self.least_memory_modes).peak_bytes
+
+    def keeping_saves_s(self, unit: int) -> float:
+        """Seconds per optimizer step that keeping this unit gathered saves over sharding it, if nothing overlaps."""
+        return 0.0 if self._setting.units[unit].is_root else self.times_s[unit][ZDP] - self.times_s[unit][DP]
+
+    def accumulating_saves_s(self, unit: int, mode: ShardingMode) -> float:
+        """Seconds per optimizer step that reducing this unit's gradients in the last micro-batch only saves."""
+        every, last = (replace(mode, sync=sync) for sync in SYNC_CHOICES)
+        return self.times_s[unit][every] - self.times_s[unit][last] if last in self.options[unit] else 0.0
+
+    def accumulating_costs_bytes(self, unit: int, mode: ShardingMode) -> int:
+        """Bytes that it holds for that from one micro-batch to the next."""
+        last = replace(mode, sync="last")
+        if last not in self.options[unit]:
+            return 0
+        return math.ceil(self.memory.held(self.memory.places[unit], last).window_bytes)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from lightning_osdp.assign.additive import Additive, Modes
 from lightning_osdp.assign.nested import Price, improve
-from lightning_osdp.assign.relaxation import Solver, prefix_knapsack
 from lightning_osdp.assign.repair import fill, repair
-from lightning_osdp.search import SOLVERS, Solution
+from lightning_osdp.search import SOLVERS, Choice, Group, Problem, Solution
 from lightning_osdp.search.bound import relax
 
 MAX_RELAXATIONS = 4
@@ -25,8 +24,7 @@ MIN_WIDTH = 100
 """States per unit below which it is not tried: with more than a thousand units. The gap is then some 0.001% anyway."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Solved:
+class Solved(NamedTuple):
     """Modes that fit."""
 
     modes: Modes
@@ -48,23 +46,19 @@ def solve(problem: Additive, rooms: Sequence[float], *, search: str, tolerance: 
     relaxed = _relaxed(problem, rooms, SOLVERS[search])
     bound_s = max([problem.fastest_s, *(problem.fastest_s + each.solution.bound_s for each in relaxed)])
     proposals = [problem.fastest_modes, *(each.modes for each in relaxed)]
-    if _violated(problem, proposals[-1], rooms) is not None:
+    if violated(problem, proposals[-1], rooms) is not None:
         proposals.append(problem.least_memory_modes)
     best = min((fill(problem, repair(problem, modes, rooms), rooms) for modes in proposals), key=problem.time_s)
     time_s = problem.time_s(best)
     thorough = search != "greedy" and len(problem.options) * MIN_WIDTH <= MAX_STATES
     if thorough and time_s > bound_s * (1 + tolerance):
-        prices = [each.price for each in relaxed]
         num_states = MAX_STATES * 4 // max(2, *map(len, problem.options)) ** 2
+        prices = [each.price for each in relaxed]
         best, nested_s = improve(problem, best, rooms, prices=prices, max_states=num_states)
         time_s, bound_s = problem.time_s(best), max(bound_s, nested_s)
-    proven = time_s <= bound_s * (1 + ROUNDING)
-    return Solved(
-        modes=best,
-        time_s=time_s,
-        bound_s=time_s if proven else bound_s,
-        note="" if proven else _note([each.solution for each in relaxed]),
-    )
+    if time_s <= bound_s * (1 + ROUNDING):
+        return Solved(best, time_s, bound_s=time_s)
+    return Solved(best, time_s, bound_s, _note([each.solution for each in relaxed]))
 
 
 def _note(solutions: list[Solution]) -> str:
@@ -78,8 +72,7 @@ def _note(solutions: list[Solution]) -> str:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Relaxed:
+class _Relaxed(NamedTuple):
     """What was found with one constraint."""
 
     solution: Solution
@@ -87,23 +80,62 @@ class _Relaxed:
     price: Price
 
 
-def _relaxed(problem: Additive, rooms: Sequence[float], solver: Solver) -> list[_Relaxed]:
+def _relaxed(problem: Additive, rooms: Sequence[float], solver: Callable[[Problem], Solution]) -> list[_Relaxed]:
     """Solutions with one constraint each: with what the last one violates most, until nothing is violated."""
     relaxed: dict[int, _Relaxed] = {}
     modes = problem.fastest_modes
     while len(relaxed) < MAX_RELAXATIONS:
-        k = _violated(problem, modes, rooms)
+        k = violated(problem, modes, rooms)
         if k is None or k in relaxed:
             break
-        knapsack = prefix_knapsack(problem, k, rooms[k])
-        solution = solver(knapsack.problem)
-        modes = knapsack.modes(solution)
-        relaxed[k] = _Relaxed(solution=solution, modes=modes, price=Price(k, relax(knapsack.problem).price))
+        knapsack, members = _knapsack(problem, k, rooms[k])
+        solution = solver(knapsack)
+        modes = _modes(problem, members, solution)
+        relaxed[k] = _Relaxed(solution, modes, Price(k, relax(knapsack).price))
     return list(relaxed.values())
 
 
-def _violated(problem: Additive, modes: Modes, rooms: Sequence[float]) -> int | None:
+def violated(problem: Additive, modes: Modes, rooms: Sequence[float]) -> int | None:
     """The k of the constraint that these modes exceed by most; None where they fit."""
     excess = [kept - room for kept, room in zip(problem.memory.kept_bytes(modes), rooms, strict=True)]
     k = max(range(len(excess)), key=excess.__getitem__)
     return k if excess[k] > 0 else None
+
+
+def _knapsack(problem: Additive, k: int, room_bytes: float) -> tuple[Problem, list[list[int]]]:
+    """A relaxation: bytes are limited only where the first k units that forward leaves are freed.
+
+    Times and bytes are those beyond each unit's fastest and smallest option. With it come the units of each group;
+    later ones last, for they take the larger choices: they are kept for a shorter time.
+    """
+    memory = problem.memory
+    others = sorted(set(range(len(problem.options))) - set(memory.order))
+    members: dict[tuple[tuple[float, float], ...], list[int]] = {}
+    groups: dict[tuple[tuple[float, float], ...], tuple[Choice, ...]] = {}
+    least_bytes = 0.0
+    for unit in (*others, *memory.order):
+        options, times_s = problem.options[unit], problem.times_s[unit]
+        held = [memory.held_at(k, memory.places.get(unit), mode) for mode in options]
+        smallest, fastest_s = held[0], min(times_s[mode] for mode in options)
+        least_bytes += smallest
+        beyond = [
+            (times_s[mode] - fastest_s, num_bytes - smallest) for mode, num_bytes in zip(options, held, strict=True)
+        ]
+        # Equal units differ by the rounding of sums: in the ninth digit of a time, in a thousandth of a byte.
+        key = tuple((float(f"{time_s:.9g}"), round(num_bytes, 3)) for time_s, num_bytes in beyond)
+        members.setdefault(key, []).append(unit)
+        groups.setdefault(key, tuple(Choice(*choice) for choice in beyond))
+    return Problem(
+        groups=tuple(Group(choices=groups[key], count=len(units)) for key, units in members.items()),
+        budget_bytes=max(0.0, room_bytes - least_bytes),
+    ), [*members.values()]
+
+
+def _modes(problem: Additive, members: Sequence[Sequence[int]], solution: Solution) -> Modes:
+    """One mode per unit, as a solution says."""
+    modes = [options[0] for options in problem.options]
+    for units, counts in zip(members, solution.counts, strict=True):
+        taken = [option for option, count in enumerate(counts) for _ in range(count)]
+        for unit, option in zip(units, taken, strict=True):
+            modes[unit] = problem.options[unit][option]
+    return tuple(modes)

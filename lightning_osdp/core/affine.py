@@ -20,7 +20,11 @@ class Affine:
         """Both together."""
         return Affine(self.fixed + other.fixed, self.per_sample + other.per_sample)
 
-    def times(self, factor: float) -> Affine:
+    def __sub__(self, other: Affine) -> Affine:
+        """Without the other."""
+        return Affine(self.fixed - other.fixed, self.per_sample - other.per_sample)
+
+    def __mul__(self, factor: float) -> Affine:
         """So many times the quantity."""
         return Affine(self.fixed * factor, self.per_sample * factor)
 

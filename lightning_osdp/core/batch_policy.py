@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_osdp.core.workload import Workload
+from lightning_osdp.core.step import Workload
 from lightning_osdp.errors import ConfigurationError
 
 MOST_SAMPLES = 2**20
@@ -74,8 +74,8 @@ class BatchPolicy:
 
     def workload(self, micro_batch_size: int) -> Workload:
         """What a rank does in one optimizer step with micro-batches of this size."""
-        number = self.num_micro_batches if self.num_samples is None else self.num_samples // micro_batch_size
-        return Workload(micro_batch_size=micro_batch_size, num_micro_batches=number)
+        num_micro_batches = self.num_micro_batches if self.num_samples is None else self.num_samples // micro_batch_size
+        return Workload(micro_batch_size=micro_batch_size, num_micro_batches=num_micro_batches)
 
 
 def _check(name: str, number: object, expected: str = "at least 1") -> None:

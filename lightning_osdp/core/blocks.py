@@ -19,11 +19,9 @@ RERUN = ("recompute", "recompute_offload")
 
 
 def with_activations(profile: ModelProfile, activations: Mapping[str, str]) -> ModelProfile:
-    """The profile with blocks that do not simply keep what they save, in which nothing is left to choose of that.
+    """The profile, in which all blocks keep what they save, with some doing what they are named with instead.
 
-    Args:
-        profile: of the model in which all blocks do.
-        activations: block -> choice; blocks that are not named keep what they save.
+    Nothing is left to choose of that then.
 
     Raises:
         ConfigurationError: there is no such block, or this choice was not profiled for it.
@@ -63,7 +61,7 @@ def _made_again(profile: ModelProfile, span: Span, segments: Sequence[Segment]) 
             inputs[own - first] += crossing.num_bytes
     before = ZERO
     for segment, kept, given in zip(segments, profile.segments[first : last + 1], inputs, strict=True):
-        made = kept.saved_bytes + given.times(-1.0)
+        made = kept.saved_bytes - given
         yield replace(segment, made_again_bytes=made, made_before_bytes=before)
         before += made
 
@@ -82,13 +80,13 @@ def _saved_once(segments: Sequence[Segment], profile: ModelProfile, chosen: Mapp
         having = {savers[0] for choice, savers in crossing.savers.items() if savers and choices[savers[0]] == choice}
         saving = [i for choice, savers in crossing.savers.items() for i in savers if choices[i] == choice]
         for index in having.difference([min(saving, default=-1)]):
-            more[index] += crossing.num_bytes.times(-1.0)
+            more[index] -= crossing.num_bytes
         if saving and min(saving) not in having:
             more[min(saving)] += crossing.num_bytes
     fewer = ZERO
     found = []
     for segment, here in zip(segments, more, strict=True):
-        fewer += here.times(-1.0)
+        fewer -= here
         moved = _beginning_with_less(segment, fewer)
         found.append(moved if here == ZERO else replace(moved, saved_bytes=segment.saved_bytes + here))
     return found
@@ -109,7 +107,7 @@ def _beginning_with_less(segment: Segment, fewer: Affine) -> Segment:
     if fewer == ZERO:
         return segment
     settled, passed = (
-        None if alive is None else alive + fewer.times(-1.0) for alive in (segment.settled_bytes, segment.passed_bytes)
+        None if alive is None else alive - fewer for alive in (segment.settled_bytes, segment.passed_bytes)
     )
     return replace(segment, settled_bytes=settled, passed_bytes=passed)
 
@@ -120,14 +118,7 @@ def stays_bytes(block: BlockProfile, choice: str) -> Affine:
 
 
 def freed_bytes(profile: ModelProfile, block: BlockProfile, choice: str) -> Affine:
-    """Bytes that do not stay on the device from the block's forward to its backward, against keeping them.
-
-    Args:
-        profile: in which all blocks keep what they save.
-        block: of the profile.
-        choice: other than ``keep``.
-    """
+    """Bytes of one of the profile's blocks that do not stay on the device from its forward to its backward."""
     first, last = block.span
     kept = sum((segment.saved_bytes for segment in profile.segments[first : last + 1]), ZERO)
-    stays = stays_bytes(block, choice)
-    return Affine(kept.fixed - stays.fixed, kept.per_sample - stays.per_sample)
+    return kept - stays_bytes(block, choice)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lightning_osdp.errors import ConfigurationError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
@@ -18,11 +20,7 @@ class Link:
     """Largest relative difference between this line and the times that it was fitted to."""
 
     def ring_s(self, num_bytes: float, world_size: int) -> float:
-        """Seconds of one ring all-gather or reduce-scatter: ``(N-1) alpha + (N-1)/N S beta``.
-
-        Args:
-            num_bytes: S, bytes of the whole (gathered) tensor.
-            world_size: N, number of ranks in the ring.
+        """Seconds of one ring all-gather or reduce-scatter: ``(N-1) alpha + (N-1)/N S beta``, S of the whole tensor.
 
         References:
             OSDP (Jiang et al. 2022), equation 2, after Thakur et al. 2005.
@@ -61,7 +59,6 @@ class Cluster:
     reduce_scatter: Link
     unit_overhead: Mapping[str, UnitOverhead] = field(default_factory=dict)
     """One of `UNIT_PARTS` -> what the runtime takes for it, each time; empty where it was not measured."""
-    num_nodes: int = 1
     backend: str = ""
     """Name of the process group's backend, for reports."""
     overlaps: bool = False
@@ -72,3 +69,31 @@ class Cluster:
     """Seconds per byte that is copied to host memory, or back; on CPU of a copy in memory."""
     memory_bytes: int | None = None
     """Bytes that one rank may use where the user sets no limit; None if unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceRates:
+    """What a device reaches, for planning without it; a data sheet's numbers are too good.
+
+    Raises:
+        ConfigurationError: a rate is not positive, or those of operations are not by dtype.
+
+    Example:
+        >>> DeviceRates(flops_per_s={"float32": 30e12, "bfloat16": 400e12}, bytes_per_s=2.5e12).bytes_per_s
+        2500000000000.0
+    """
+
+    flops_per_s: Mapping[str, float]
+    """Floating-point operations per second of large matrix products, by dtype."""
+    bytes_per_s: float
+    """Bytes per second to and from its memory."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.flops_per_s, Mapping):
+            raise ConfigurationError(
+                f"Expected flops_per_s by dtype, got {self.flops_per_s!r}. Name the dtypes that the model computes in:"
+                f' flops_per_s={{"float32": ..., "bfloat16": {self.flops_per_s!r}}}.'
+            )
+        for name, rate in {**self.flops_per_s, "bytes_per_s": self.bytes_per_s}.items():
+            if not rate > 0:
+                raise ConfigurationError(f"Expected rates of a device to be positive, got {rate!r} for {name!r}.")

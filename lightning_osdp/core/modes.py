@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 
@@ -40,5 +41,17 @@ ACTIVATION_CHOICES = ("keep", "recompute", "offload", "recompute_offload")
 """What becomes of the tensors that a block saves for backward: they are kept; dropped, and made again by running the
 block's forward in backward; moved to host memory and back; or dropped, with the block's inputs on the host."""
 
-ALL_MODES = tuple(replace(mode, sync=sync) for sync in SYNC_CHOICES for mode in MODES.values())
-"""Every mode with every choice of micro-batches that reduce: the first of those offered takes the least memory."""
+
+def modes_of(names: Collection[str] = tuple(MODES), sync: Collection[str] = SYNC_CHOICES) -> tuple[ShardingMode, ...]:
+    """Modes of these names, with each of these choices of micro-batches that reduce; least memory first."""
+    return tuple(
+        replace(mode, sync=each)
+        for each in SYNC_CHOICES
+        if each in sync
+        for mode in MODES.values()
+        if mode.name in names
+    )
+
+
+ALL_MODES = modes_of()
+"""Every mode with every choice of micro-batches that reduce."""

@@ -221,10 +221,7 @@ class ModelProfile:
     ) -> ModelProfile:
         """A model that calls each operator once, in this order: for those of which one has numbers only.
 
-        Args:
-            operators: in forward order.
-            segments: by operator, the loss under ``""``; none of them saves or takes anything by default.
-            **fields: of the profile.
+        Segments are by operator, the loss under ``""``; none of them saves or takes anything by default.
         """
         known = segments or {}
         called = [operator for operator in operators if operator.name]  # the root's call is all of forward

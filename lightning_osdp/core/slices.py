@@ -25,10 +25,6 @@ from lightning_osdp.errors import ConfigurationError
 def slice_sizes(num_features: int, num_slices: int) -> tuple[int, ...]:
     """Features of each slice: as even as possible, the larger ones first.
 
-    Args:
-        num_features: length of the dimension that is cut, such as the input features of a Linear.
-        num_slices: k, from 1 to ``num_features``.
-
     Raises:
         ConfigurationError: there are not as many features as slices, or no slice is asked for.
 
@@ -53,11 +49,9 @@ def slice_names(operator: str, num_slices: int) -> tuple[str, ...]:
 
 
 def split_operators(profile: ModelProfile, num_slices: Mapping[str, int]) -> ModelProfile:
-    """The profile with some operators split: each slice is an operator, and a unit of its own in any partition.
+    """The profile with these operators split: each slice is an operator, and a unit of its own in any partition.
 
-    Args:
-        profile: of the model as the user wrote it, with the blocks chosen that do not keep what they save.
-        num_slices: operator -> k. Those that are not named stay whole.
+    What blocks do with what they save is chosen before.
 
     Raises:
         ConfigurationError: an operator cannot be split, or not into so many slices.
@@ -110,12 +104,12 @@ def _cut(operator: OperatorProfile) -> Cut:
     return operator.cut
 
 
-def _slices(operator: OperatorProfile, number: int) -> Iterator[OperatorProfile]:
+def _slices(operator: OperatorProfile, num_slices: int) -> Iterator[OperatorProfile]:
     cut = _cut(operator)
-    sizes = slice_sizes(cut.num_features, number)
+    sizes = slice_sizes(cut.num_features, num_slices)
     elements = sum(parameter.num_elements for parameter in operator.parameters if parameter.is_trainable)
-    for index, (name, size) in enumerate(zip(slice_names(operator.name, number), sizes, strict=True)):
-        parameters = tuple(_parameters(operator, cut, size, is_last=index == number - 1))
+    for index, (name, size) in enumerate(zip(slice_names(operator.name, num_slices), sizes, strict=True)):
+        parameters = tuple(_parameters(operator, cut, size, is_last=index == num_slices - 1))
         trainable = [parameter for parameter in parameters if parameter.is_trainable]
         num_trainable = sum(parameter.num_elements for parameter in trainable)
         gathered = [parameter.num_elements * parameter.gathered_itemsize for parameter in parameters]
@@ -123,7 +117,7 @@ def _slices(operator: OperatorProfile, number: int) -> Iterator[OperatorProfile]
             operator,
             name=name,
             enclosing=(name, *operator.enclosing[1:]),
-            signature=f"{operator.signature}[{size}{' and the rest' if index == number - 1 else ''}]",
+            signature=f"{operator.signature}[{size}{' and the rest' if index == num_slices - 1 else ''}]",
             parameters=parameters,
             parameter_bytes=sum(parameter.num_elements * parameter.itemsize for parameter in parameters),
             num_trainable=num_trainable,
@@ -145,14 +139,10 @@ def _parameters(operator: OperatorProfile, cut: Cut, size: int, *, is_last: bool
             yield parameter
 
 
-def _segments(segment: Segment, cut: Cut, number: int, handed: Affine) -> Iterator[Segment]:
+def _segments(segment: Segment, cut: Cut, num_slices: int, handed: Affine) -> Iterator[Segment]:
     """One for each slice; what the operator is followed by stays in the last one's.
 
-    Args:
-        segment: of the whole operator.
-        cut: how it is split.
-        number: of slices.
-        handed: bytes beside what is saved that live when the operator is called, x among them where nothing saves it.
+    ``handed`` lives when the operator is called, beside what is saved: x is among it where nothing saves that.
     """
     x, y, gradient = cut.input_bytes, cut.output_bytes, cut.input_gradient_bytes
     saved_x = _least(x, segment.saved_bytes)
@@ -161,13 +151,13 @@ def _segments(segment: Segment, cut: Cut, number: int, handed: Affine) -> Iterat
     x_again = saved_x + _least(x, segment.made_again_bytes)
     settled = segment.settled_bytes
     between = None if settled is None else settled + x_again + y  # of one slice and the one before it
-    sizes = slice_sizes(cut.num_features, number)
-    for index, (name, size) in enumerate(zip(slice_names(segment.operator, number), sizes, strict=True)):
+    sizes = slice_sizes(cut.num_features, num_slices)
+    for index, (name, size) in enumerate(zip(slice_names(segment.operator, num_slices), sizes, strict=True)):
         share = size / cut.num_features
-        part = _times(gradient, share)
+        part = gradient * share
         products = y + y if index else y
-        timed = {"forward_s": _times(segment.forward_s, share), "backward_s": _times(segment.backward_s, share)}
-        if index == number - 1:
+        timed = {"forward_s": segment.forward_s * share, "backward_s": segment.backward_s * share}
+        if index == num_slices - 1:
             yield replace(
                 segment,
                 operator=name,
@@ -191,10 +181,6 @@ def _segments(segment: Segment, cut: Cut, number: int, handed: Affine) -> Iterat
                 evaluation_bytes=_least(segment.evaluation_bytes, x + products),
                 **timed,
             )
-
-
-def _times(quantity: Affine, factor: float) -> Affine:
-    return Affine(quantity.fixed * factor, quantity.per_sample * factor)
 
 
 def _less(quantity: Affine, other: Affine) -> Affine:

@@ -12,7 +12,21 @@ from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.core.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Samples of one rank."""
+
+    micro_batch_size: int
+    """b: samples per rank and micro-batch."""
+    num_micro_batches: int = 1
+    """K: micro-batches per optimizer step."""
+
+    @property
+    def num_samples(self) -> int:
+        """Of an optimizer step, b * K."""
+        return self.micro_batch_size * self.num_micro_batches
 
 
 @dataclass(frozen=True, kw_only=True)

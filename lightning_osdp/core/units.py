@@ -8,14 +8,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 from lightning_osdp.core.affine import ZERO, Affine
-from lightning_osdp.core.profile import (
-    BlockProfile,
-    ModelProfile,
-    OperatorProfile,
-    ParameterProfile,
-    Segment,
-    Span,
-)
+from lightning_osdp.core.profile import BlockProfile, ModelProfile, OperatorProfile, ParameterProfile, Segment, Span
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,11 +51,6 @@ class UnitProfile:
     def last(self) -> int:
         """The segment in which its last call ends."""
         return self.calls[-1][1]
-
-    @property
-    def dtype(self) -> str:
-        """Of the parameters at rest, several separated by commas."""
-        return ", ".join(dict.fromkeys(operator.dtype for operator in self.operators))
 
     @cached_property
     def parameters(self) -> tuple[ParameterProfile, ...]:
@@ -139,10 +127,6 @@ def partition(profile: ModelProfile, *, min_unit_bytes: int | None = None) -> tu
     the module tree -- which is where parameters go that no unit of their own holds -- unless it is also used outside
     that unit's forward, where its parameters would not be gathered, or trains in another dtype. It joins the outermost
     module around it rather than the root: children of the root may be called, and run backward, one by one.
-
-    Args:
-        profile: the model.
-        min_unit_bytes: None: see `default_min_unit_bytes`.
     """
     if min_unit_bytes is None:
         min_unit_bytes = default_min_unit_bytes(profile)
@@ -187,14 +171,8 @@ def merged(
     """The units with one at each named module in place of all units and parameters inside it; None where one cannot be.
 
     A module cannot hold all parameters below it where some of them are also used outside its forward, or where they
-    train in several dtypes: gradients of a unit are reduced in one tensor.
-
-    Units of several modules are taken apart.
-
-    Args:
-        profile: the model.
-        units: its partition so far.
-        names: modules, none of them inside another.
+    train in several dtypes: gradients of a unit are reduced in one tensor. No named module is inside another. Units of
+    several modules are taken apart.
     """
     wanted = set(names)
     members: dict[str, list[OperatorProfile]] = {"": []}
@@ -215,10 +193,7 @@ def joined(
 ) -> tuple[UnitProfile, ...] | None:
     """The units with each of these pairs one unit, named after its first module; None where one cannot be.
 
-    Args:
-        profile: the model.
-        units: its partition so far.
-        pairs: names of units that follow each other, see `may_join`; each name once.
+    Pairs are names of units that follow each other, see `may_join`; each name once.
     """
     by_name = {unit.name: unit for unit in units}
     into = {second: first for first, second in pairs}
@@ -238,16 +213,11 @@ def joined(
 
 
 def may_join(profile: ModelProfile, units: Sequence[UnitProfile], place: int) -> bool:
-    """Whether a unit and the next one may be one of several modules, gathered from their first call to their last.
+    """Whether the unit at this place and the next one may be one, gathered from their first call to their last.
 
     Each is called once, one after the other with no unit inside them or between; both inside the same units and the
     same blocks that recompute, and neither a block itself; and inside the same child of the root where these run
     backward one by one.
-
-    Args:
-        profile: the model.
-        units: root first, then in forward order.
-        place: of the first of both, not the root.
     """
     first, second, *others = units[place : place + 3]
     operators = (*first.operators, *second.operators)
@@ -264,30 +234,20 @@ def may_join(profile: ModelProfile, units: Sequence[UnitProfile], place: int) ->
         return False
     around = {*profile.rerun, *(name for unit in units if unit.name for name in unit.modules or (unit.name,))}
     is_inside_same = len({tuple(above for above in _ancestors(name) if above in around) for name in called}) == 1
-    is_one_backward = not profile.children_apart or len({_outermost(operator) for operator in operators}) == 1
-    return is_inside_same and is_one_backward
-
-
-def _outermost(operator: OperatorProfile) -> str:
-    """The module that the root calls and that the operator is in; the root, where it calls the operator itself."""
-    return operator.enclosing[-2] if len(operator.enclosing) > 2 else ""
+    # of each operator, the module that the root calls; the root, where it calls the operator itself
+    children = {operator.enclosing[-2] if len(operator.enclosing) > 2 else "" for operator in operators}
+    return is_inside_same and (not profile.children_apart or len(children) == 1)
 
 
 def grouped(
     profile: ModelProfile,
     members: Mapping[str, Collection[str]],
-    modules: Mapping[str, Collection[str]] | None = None,
+    modules: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> tuple[UnitProfile, ...]:
-    """The units of these names, made of the operators of these names.
-
-    Args:
-        profile: the model.
-        members: unit -> its operators.
-        modules: units of several modules -> these; such a unit is gathered from their first call to their last.
-    """
+    """The units of these names, made of the operators of these names; units of several modules name those."""
     operators = {operator.name: operator for operator in profile}
     found = {unit: [operators[name] for name in names] for unit, names in members.items()}
-    return _units(profile, found, modules or {})
+    return _units(profile, found, modules)
 
 
 def _units(
@@ -302,39 +262,38 @@ def _units(
     segments: dict[str, list[Segment]] = {}
     for segment in profile.segments[:-1]:  # the loss is of no unit, not even of an operator that is the root
         segments.setdefault(segment.operator, []).append(segment)
-    whole = ((0, len(profile.segments) - 1),)
-
-    def num_reruns(name: str, calls: tuple[Span, ...]) -> int:
-        """Of the calls that a block ends with mostly none: when it is run again, backward has gathered the unit."""
-        around = [profile.rerun[module] for module in _ancestors(name) if module in profile.rerun]
-        return sum(last < span[1] or is_early for span, is_early in around for _, last in calls)
-
-    def calls_of(name: str) -> tuple[Span, ...]:
-        if not name:
-            return whole
-        if name not in modules:
-            return profile.spans.get(name, _NEVER_CALLED)
-        spans = [span for module in modules[name] for span in profile.spans.get(module, ())]
-        return ((min(first for first, _ in spans), max(last for _, last in spans)),) if spans else _NEVER_CALLED
-
     trained_from = _trained_from(profile)
-    units = (
-        UnitProfile(
-            name=name,
-            operators=tuple(sorted(operators, key=lambda operator: position[operator.name])),
-            segments=tuple(part for operator in operators for part in segments.get(operator.name, ())),
-            calls=calls_of(name),
-            trained_from=trained_from,
-            num_reruns=num_reruns(name, calls_of(name)) if name else 0,
-            modules=tuple(modules.get(name, ())),
-            block=None if name in modules else blocks.get(name),
+    units = []
+    for name, operators in members.items():
+        calls = _calls(profile, name, modules.get(name))
+        around = [profile.rerun[module] for module in _ancestors(name) if name and module in profile.rerun]
+        units.append(
+            UnitProfile(
+                name=name,
+                operators=tuple(sorted(operators, key=lambda operator: position[operator.name])),
+                segments=tuple(part for operator in operators for part in segments.get(operator.name, ())),
+                calls=calls,
+                trained_from=trained_from,
+                # of the calls that a block ends with mostly none: when it is run again, backward has gathered the unit
+                num_reruns=sum(last < span[1] or is_early for span, is_early in around for _, last in calls),
+                modules=tuple(modules.get(name, ())),
+                block=None if name in modules else blocks.get(name),
+            )
         )
-        for name, operators in members.items()
-    )
     # of units that span the same segments the outer one comes first
     return tuple(
         sorted(units, key=lambda unit: (not unit.is_root, unit.first, -unit.last, _depth(unit.name), unit.name))
     )
+
+
+def _calls(profile: ModelProfile, name: str, modules: Collection[str] | None) -> tuple[Span, ...]:
+    """Of the unit of this name: its module's, or one from the first call of its several modules to the last."""
+    if not name:
+        return ((0, len(profile.segments) - 1),)
+    if modules is None:
+        return profile.spans.get(name, _NEVER_CALLED)
+    spans = [span for module in modules for span in profile.spans.get(module, ())]
+    return ((min(first for first, _ in spans), max(last for _, last in spans)),) if spans else _NEVER_CALLED
 
 
 def _trained_from(profile: ModelProfile) -> int:

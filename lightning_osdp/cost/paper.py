@@ -13,26 +13,41 @@ References:
 
 from __future__ import annotations
 
-from lightning_osdp.core.modes import DP, ZDP
+from lightning_osdp.core.modes import DP, ZDP, ShardingMode
 from lightning_osdp.core.step import Step
-from lightning_osdp.cost.model_states import model_states_cost
+from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.cost.peak_memory import StepMemory
 from lightning_osdp.engine import Moment, leaving_order
 
-TIME_TERMS = ("communication", "compute")
-"""Terms of `cost.TERMS` whose seconds the paper adds up."""
+PAPER_TERMS = ("communication", "compute")
+"""Terms of `cost.TERMS` that the paper adds up."""
+
+
+def model_states_bytes(unit: UnitProfile, mode: ShardingMode, world_size: int) -> float:
+    """Bytes of parameters, gradients and optimizer state on one rank.
+
+        m_ZDP = (parameters + gradients + optimizer) / N
+        m_DP  = parameters + (gradients + optimizer) / N
+
+    The paper's text has everything of a DP operator whole; its code, and FSDP's ``SHARD_GRAD_OP``, keep only the
+    parameter whole.
+
+    References:
+        OSDP (Jiang et al. 2022), appendix B (profiler), with the deviation above.
+    """
+    sharded = unit.trainable_bytes + unit.optimizer_bytes
+    if mode.resident:
+        return unit.gathered_bytes + sharded / world_size
+    return (sharded + unit.parameter_bytes) / world_size
 
 
 def paper_memory(step: Step) -> StepMemory:
     """Bytes as the paper adds them up, for any choice of modes; the root unit is DP in all of them."""
-    units, cluster, workload = step.units, step.cluster, step.workload
-    sharded, whole = (
-        [model_states_cost(unit, mode, cluster=cluster, workload=workload).memory_bytes for unit in units]
-        for mode in (ZDP, DP)
-    )
+    units, world_size = step.units, step.cluster.world_size
+    sharded, whole = ([model_states_bytes(unit, mode, world_size) for unit in units] for mode in (ZDP, DP))
     order = leaving_order(units)
     states = sum(whole[index] if unit.is_root else sharded[index] for index, unit in enumerate(units))
-    saved = step.profile.saved_bytes.at(workload.micro_batch_size)
+    saved = step.profile.saved_bytes.at(step.workload.micro_batch_size)
     moment = Moment(
         num_bytes=states + saved,
         phase="all phases",
@@ -44,7 +59,7 @@ def paper_memory(step: Step) -> StepMemory:
         # in half precision the gathered parameters may be smaller than the shard at rest
         gathered_bytes=tuple(max(0.0, whole[unit] - sharded[unit]) for unit in order),
         whole_bytes=tuple(
-            max(0.0, units[unit].gradient_bytes - units[unit].trainable_bytes / cluster.world_size) for unit in order
+            max(0.0, units[unit].gradient_bytes - units[unit].trainable_bytes / world_size) for unit in order
         ),
         saved_bytes=({},) * len(order),
         moments={len(order): moment},

@@ -31,12 +31,10 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from lightning_osdp.core.blocks import with_activations
+from lightning_osdp.core.blocks import stays_bytes, with_activations
 from lightning_osdp.core.modes import DP, ShardingMode
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.core.workload import Workload
-from lightning_osdp.cost.activations import saved_bytes
 from lightning_osdp.cost.moments import largest_moments
 from lightning_osdp.engine import DEFAULT, Engine, Moment, leaving_order
 
@@ -168,16 +166,13 @@ def exact_peak(step: Step, modes: Sequence[ShardingMode], *, engine: Engine = DE
 
 
 def step_memory(step: Step, *, activations: Sequence[str] = ("keep",), engine: Engine = DEFAULT) -> StepMemory:
-    """Peak of one optimizer step on one rank, for any choice of modes.
+    """Peak of one optimizer step on one rank, for any choice of modes, and of what its blocks may do by `activations`.
 
-    Args:
-        step: in which all blocks keep what they save.
-        activations: what units that are blocks may do with what they save.
-        engine: what runs the step.
+    In the step itself all blocks keep what they save.
     """
     profile, units = step.profile, step.units
     order, sizes = leaving_order(units), engine.layout(units, profile.optimizer, step.cluster.world_size).units
-    saved = [_saved_bytes(units[unit], activations, step.workload) for unit in order]
+    saved = [_saved_beyond(units[unit], activations, step.workload.micro_batch_size) for unit in order]
     moments: dict[int, Moment] = {}
     update: Moment | None = None
     for choice in activations if any(saved) else activations[:1]:
@@ -201,14 +196,23 @@ def step_memory(step: Step, *, activations: Sequence[str] = ("keep",), engine: E
     )
 
 
+def saved_bytes(unit: UnitProfile, choice: str, micro_batch_size: int) -> float:
+    """Bytes that stay on the device from the unit's forward to its backward, at most."""
+    if unit.block is None:
+        return unit.saved_bytes.at(micro_batch_size)
+    if choice == "keep":
+        return (unit.saved_bytes + unit.block.borrowed_bytes).at(micro_batch_size)
+    return stays_bytes(unit.block, choice).at(micro_batch_size)
+
+
 def _may(unit: UnitProfile, choice: str) -> bool:
     return unit.block is not None and choice in unit.block.segments
 
 
-def _saved_bytes(unit: UnitProfile, activations: Sequence[str], workload: Workload) -> dict[str, float]:
+def _saved_beyond(unit: UnitProfile, activations: Sequence[str], micro_batch_size: int) -> dict[str, float]:
     """By choice, what the unit saves beyond the one that saves least; empty where it has one choice only."""
     choices = [choice for choice in activations if choice == "keep" or _may(unit, choice)]
     if len(choices) < 2:
         return {}
-    found = {choice: saved_bytes(unit, choice, workload.micro_batch_size) for choice in choices}
+    found = {choice: saved_bytes(unit, choice, micro_batch_size) for choice in choices}
     return {choice: num_bytes - min(found.values()) for choice, num_bytes in found.items()}

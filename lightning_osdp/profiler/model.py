@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_osdp.core.affine import Affine
+from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.core.profile import ModelProfile
-from lightning_osdp.core.rates import DeviceRates
 from lightning_osdp.core.text.progress import Progress, silent
 from lightning_osdp.errors import ProfileError, RanksApartError
 from lightning_osdp.profiler.assemble import assemble

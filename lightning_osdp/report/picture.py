@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
-from lightning_osdp.core.plans.plan import DP, ZDP, Plan, Unit
+from lightning_osdp.core.modes import DP, ZDP
+from lightning_osdp.core.plans.plan import Plan, Unit
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds, three_digits
-from lightning_osdp.cost import Moment
+from lightning_osdp.engine import Moment
 from lightning_osdp.report.activations import tell_blocks
 from lightning_osdp.report.sentences import NOT_PREDICTED, explain, is_inside, is_predicted, name_treatment
 

@@ -4,6 +4,6 @@
 """
 
 from lightning_osdp.scheduler.fallback import freeable_bytes, with_less_memory, with_smaller_micro_batch
-from lightning_osdp.scheduler.planning import make_plan
+from lightning_osdp.scheduler.planning import PlanMethod, make_plan
 
-__all__ = ["freeable_bytes", "make_plan", "with_less_memory", "with_smaller_micro_batch"]
+__all__ = ["PlanMethod", "freeable_bytes", "make_plan", "with_less_memory", "with_smaller_micro_batch"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from lightning_osdp.assign import (
@@ -20,175 +20,158 @@ from lightning_osdp.assign import (
     ever_more_slices,
     join_units,
     share_units,
-    with_blocks,
 )
-from lightning_osdp.core.modes import ZDP
+from lightning_osdp.core.modes import ZDP, modes_of
+from lightning_osdp.core.plans.search_space import SearchSpace
+
+_least_bytes = attrgetter("costs.least_bytes")
+_step_time_s = attrgetter("step_time_s")
 
 
-def _time_s(assigned: tuple[Setting, Assignment]) -> float:
-    return assigned[1].step_time_s
+def _least_s(setting: Setting) -> float:
+    """Seconds of the step as if memory were no concern."""
+    return setting.costs.step_time_s(setting.costs.additive.fastest_modes)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Competition:
-    """Assignments of one model in the same memory.
+    """Assignments of one model in the same memory."""
 
-    Args:
-        memory_limit_bytes: the most bytes that may live on one rank.
-        search: name of a solver in ``search.SOLVERS``.
-        shares: whether units of blocks compete, too.
-        slices: numbers of slices that an operator may be split into.
-        activations: what blocks may do with what they save.
-    """
-
-    def __init__(
-        self, *, memory_limit_bytes: int, search: str, shares: bool, slices: Sequence[int], activations: Sequence[str]
-    ) -> None:
-        self.memory_limit_bytes, self.activations = memory_limit_bytes, tuple(activations)
-        self._search, self._shares, self._slices = search, shares, slices
-
-    def offering(self, activations: Sequence[str]) -> Competition:
-        """The same where blocks may do this with what they save."""
-        return Competition(
-            memory_limit_bytes=self.memory_limit_bytes,
-            search=self._search,
-            shares=self._shares,
-            slices=self._slices,
-            activations=activations,
-        )
+    memory_limit_bytes: int
+    """The most bytes that may live on one rank."""
+    search: str
+    """Name of a solver in ``search.SOLVERS``."""
+    space: SearchSpace
 
     def smallest(self, settings: Sequence[Setting]) -> Setting:
         """The setting that needs the fewest bytes; with operators split where it would not fit else."""
-        best = min(settings, key=attrgetter("least_bytes"))
+        best = min(settings, key=_least_bytes)
         for found in (self._recomputing(best), self._split(best)):
-            if best.least_bytes <= self.memory_limit_bytes:
+            if best.costs.least_bytes <= self.memory_limit_bytes:
                 break
-            best = min((best, *found), key=attrgetter("least_bytes"))
+            best = min((best, *found), key=_least_bytes)
         return best.ideal
 
-    def assigned(self, settings: Sequence[Setting]) -> list[tuple[Setting, Assignment]]:
-        """All that fit, each with its best modes."""
-        found: list[tuple[Setting, Assignment]] = []
+    def assigned(self, settings: Sequence[Setting]) -> list[Assignment]:
+        """The best modes of each setting that fits."""
+        found: list[Assignment] = []
         for setting in (*settings, *self._by_block(settings)):
             found += self._assigned(setting, found)
-        fastest = min(found, key=_time_s, default=None)
-        if fastest is None or fastest[1].step_time_s > fastest[0].lead.fastest_s * (1 + NO_GAIN):
-            engine = None if fastest is None else fastest[0].lead.engine
-            smallest = min(settings, key=attrgetter("least_bytes"))
-            base = next((each for each in settings if each.engine == engine), smallest)
-            for each in self._split(base):
-                found += self._assigned(each, found)
-            found += self._with_recomputing(base, found)
-        return found
+        fastest = min(found, key=_step_time_s, default=None)
+        if fastest is not None and fastest.step_time_s <= _least_s(fastest.setting.all_ahead) * (1 + NO_GAIN):
+            return found
+        engine = None if fastest is None else fastest.setting.all_ahead.engine
+        smallest = min(settings, key=_least_bytes)
+        base = next((each for each in settings if each.engine == engine), smallest)
+        for each in self._split(base):
+            found += self._assigned(each, found)
+        return found + self._with_recomputing(base, found)
 
     def plain(self, setting: Setting) -> Iterator[tuple[Setting, Modes]]:
         """Plain FSDP: nothing is kept after forward, and activations are kept or blocks recompute all of them.
 
         With several micro-batches, gradients are reduced in each or, where that is offered, in the last one.
         """
-        setting = replace(setting, modes=(ZDP.name,))  # whether it was offered or not
+        # ZDP whether it was offered or not
+        setting = replace(setting, modes=modes_of([ZDP.name], {mode.sync for mode in setting.modes}))
         settings = [setting]
         recomputing = {block.name: "recompute" for block in setting.profile.blocks if "recompute" in block.segments}
-        if "recompute" in self.activations and recomputing and not setting.is_paper:
-            settings.append(with_blocks(setting, recomputing))
+        if "recompute" in self.space.activations and recomputing and not setting.is_paper:
+            settings.append(setting.with_blocks(recomputing))
         for each in settings:
             yield each, each.all_zdp_modes
-            last = tuple(options[-1] for options in each.options)
+            last = tuple(options[-1] for options in each.costs.options)
             if last != each.all_zdp_modes:
                 yield each, last
 
     def shared(self, setting: Setting, modes: Modes) -> tuple[Setting, Modes]:
         """The same with units shared, where they may be."""
-        return (
-            share_units(setting, modes, memory_limit_bytes=self.memory_limit_bytes)
-            if self._shares
-            else (setting, modes)
-        )
+        if not self.space.share_units:
+            return setting, modes
+        return share_units(setting, modes, memory_limit_bytes=self.memory_limit_bytes)
 
     def _by_block(self, settings: Sequence[Setting]) -> list[Setting]:
         """The same with a unit for each block, where units may be shared."""
-        plain = [setting for setting in settings if self._shares and not setting.is_paper]
+        plain = [setting for setting in settings if self.space.share_units and not setting.is_paper]
         return [by_block for setting in plain for by_block in block_units(setting)]
 
     def _split(self, setting: Setting) -> Iterator[Setting]:
         """The same with operators split, where that can help."""
-        if setting.cluster.world_size == 1 or len(self._slices) == 1:
+        if setting.cluster.world_size == 1 or len(self.space.slices) == 1:
             return
-        peak = setting.peak(setting.least_memory_modes)
+        peak = setting.costs.peak(setting.costs.least_memory_modes)
         whole = sum(peak.parts.get(part, 0) for part in ("gathered parameters", "unsharded gradients"))
         if peak.peak_bytes - whole <= self.memory_limit_bytes:
-            yield from ever_more_slices(setting, self._slices)
+            yield from ever_more_slices(setting, self.space.slices)
 
     def _recomputing(self, setting: Setting) -> Iterator[Setting]:
         """The same with blocks that may save less: units of their own, and all of them, with units inside, too.
 
         Where units may not be shared, only with units inside.
         """
-        choices = [choice for choice in self.activations if choice != "keep"]
+        choices = [choice for choice in self.space.activations if choice != "keep"]
         if setting.is_paper or not choices:
             return
-        if self._shares:
-            yield from block_units(setting, self.activations)
-        bases = (setting, *block_units(setting)) if self._shares else (setting,)
+        bases = [setting]
+        if self.space.share_units:
+            yield from block_units(setting, self.space.activations)
+            bases += block_units(setting)
         for choice in choices:
             chosen = {block.name: choice for block in setting.profile.blocks if choice in block.segments}
             if chosen:
-                yield from (with_blocks(each, chosen) for each in bases)
+                yield from (each.with_blocks(chosen) for each in bases)
 
-    def _with_recomputing(
-        self, setting: Setting, before: Sequence[tuple[Setting, Assignment]]
-    ) -> list[tuple[Setting, Assignment]]:
+    def _with_recomputing(self, setting: Setting, before: Sequence[Assignment]) -> list[Assignment]:
         """The best with blocks that recompute or offload.
 
         First as units of their own; then, as chosen there or all of them, with units inside, which may be split.
         """
-        found: list[tuple[Setting, Assignment]] = []
+        found: list[Assignment] = []
         tried: list[dict[str, str]] = []
         settings = list(self._recomputing(setting))
         for each in settings:
             assigned = self._assigned(each, [*before, *found])
             found += assigned
-            chosen = (chosen_activations(one, assignment.modes) for one, assignment in assigned)
+            chosen = (chosen_activations(one.setting, one.modes) for one in assigned)
             tried += [blocks for blocks in chosen if blocks and blocks not in tried]
         for blocks in tried:
-            fine = with_blocks(setting, blocks)
-            if all(fine.blocks != each.blocks for each in settings):
+            fine = setting.with_blocks(blocks)
+            if all(fine.decided.blocks != each.decided.blocks for each in settings):
                 found += self._assigned(fine, [*before, *found])
             for split in self._split(fine):
                 found += self._assigned(split, [*before, *found])
         return found
 
-    def _assigned(
-        self, setting: Setting, before: Sequence[tuple[Setting, Assignment]]
-    ) -> list[tuple[Setting, Assignment]]:
+    def _assigned(self, setting: Setting, before: Sequence[Assignment]) -> list[Assignment]:
         """The best modes of a setting, and of those that its units shared make of it where that is faster.
 
         Where memory is short, what keeping units saves may be less than what sharing them would have saved: so units
         are shared as if all were sharded, too.
         """
-        worth_s = min(map(_time_s, before), default=math.inf)
-        assigned = assign_ahead(
-            setting, memory_limit_bytes=self.memory_limit_bytes, search=self._search, worth_s=worth_s
-        )
+        worth_s = min(map(_step_time_s, before), default=math.inf)
+        assigned = self._assigned_ahead(setting, worth_s)
         if assigned is None:
             return []
         found = [assigned]
         # where not all fits that may be gathered ahead, units are shared as if that took no memory
-        base = setting if assigned[0].engine == setting.engine else setting.ideal
-        for modes in (assigned[1].modes, setting.least_memory_modes) if self._shares else ():
-            shared = share_units(base, modes, memory_limit_bytes=self.memory_limit_bytes)
+        base = setting if assigned.setting.engine == setting.engine else setting.ideal
+        for modes in (assigned.modes, setting.costs.least_memory_modes) if self.space.share_units else ():
+            shared = self.shared(base, modes)
             for merged, modes_of_merged in (shared, join_units(*shared, memory_limit_bytes=self.memory_limit_bytes)):
-                if merged is not base and all(merged.units != other.units for other, _ in found):
-                    found += self._again(merged.lead, modes_of_merged, min(worth_s, *map(_time_s, found)))
+                if merged is not base and all(merged.units != other.setting.units for other in found):
+                    found += self._again(merged.all_ahead, modes_of_merged, min(worth_s, *map(_step_time_s, found)))
         return found
 
-    def _again(self, setting: Setting, modes: Modes, worth_s: float) -> list[tuple[Setting, Assignment]]:
+    def _assigned_ahead(self, setting: Setting, worth_s: float) -> Assignment | None:
+        return assign_ahead(setting, memory_limit_bytes=self.memory_limit_bytes, search=self.search, worth_s=worth_s)
+
+    def _again(self, setting: Setting, modes: Modes, worth_s: float) -> list[Assignment]:
         """The best modes of units that were made with these, or these, which fit though the closed form may exceed."""
-        again = assign_ahead(setting, memory_limit_bytes=self.memory_limit_bytes, search=self._search, worth_s=worth_s)
+        again = self._assigned_ahead(setting, worth_s)
         found = [] if again is None else [again]
-        time_s = setting.step_time_s(modes)
-        if time_s < worth_s and (again is None or time_s < again[1].step_time_s * (1 - NO_GAIN)):
+        time_s = setting.costs.step_time_s(modes)
+        if time_s < worth_s and (again is None or time_s < again.step_time_s * (1 - NO_GAIN)):
             chosen = as_far_as_fits(setting, modes, memory_limit_bytes=self.memory_limit_bytes)
             if chosen is not None:
-                bound_s = None if again is None else again[1].bound_s
-                found.append((chosen, assigned_as(chosen, modes, bound_s=bound_s)))
+                found.append(assigned_as(chosen, modes, bound_s=None if again is None else again.bound_s))
         return found

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
@@ -33,21 +32,14 @@ def with_less_memory(plan: Plan, wanted_bytes: int) -> Plan | None:
     """The plan with units sharded, their gradients reduced earlier, or blocks recomputing, until so much is freed.
 
     What frees most bytes for a second goes first; something changes, but only what `check_change` allows. Step time
-    and peak are predicted from what the plan says of its units and blocks, so it need not be profiled again.
-
-    Args:
-        plan: what does not fit.
-        wanted_bytes: that shall be freed, if possible.
-
-    Returns:
-        None where nothing is left to give up.
+    and peak are predicted from what the plan says of its units and blocks, so it need not be profiled again. None where
+    nothing is left to give up.
     """
     lower, freed_bytes, lost_s = plan, 0.0, 0.0
     while freed_bytes < wanted_bytes or freed_bytes == 0:
-        moves = [*_moves(lower)]
-        if not moves:
+        best = min(_moves(lower), key=lambda move: move.price, default=None)
+        if best is None:
             break
-        best = min(moves, key=lambda move: move.price)
         lower = _moved(lower, best.changed)
         freed_bytes += best.freed_bytes
         lost_s += best.lost_s
@@ -55,17 +47,11 @@ def with_less_memory(plan: Plan, wanted_bytes: int) -> Plan | None:
 
 
 def with_smaller_micro_batch(plan: Plan, micro_batch_size: int) -> Plan:
-    """The plan with the same samples in an optimizer step, in smaller micro-batches; nothing is predicted of it.
-
-    Args:
-        plan: what does not fit.
-        micro_batch_size: a divisor of the samples of an optimizer step.
-    """
-    number = plan.micro_batch_size * plan.num_micro_batches // micro_batch_size
-    return dataclasses.replace(
+    """The plan with the same samples in an optimizer step, which the size must divide; nothing is predicted of it."""
+    return replace(
         _without_peak(plan),
         micro_batch_size=micro_batch_size,
-        num_micro_batches=number,
+        num_micro_batches=plan.micro_batch_size * plan.num_micro_batches // micro_batch_size,
         peak_bytes=0,
         step_time_s=0.0,
         samples_per_s=0.0,
@@ -76,17 +62,26 @@ def with_smaller_micro_batch(plan: Plan, micro_batch_size: int) -> Plan:
 
 def _moves(plan: Plan) -> Iterator[_Move]:
     """What can be given up; one rank keeps all units, and the root is kept."""
-    if plan.world_size > 1:
-        for unit in plan.units:
-            if unit.name:
-                yield from _moves_of(unit)
+    for unit in plan.units if plan.world_size > 1 else ():
+        if not unit.name:
+            continue
+        kept = unit.modes.count(DP.name) / unit.num_slices
+        if unit.sync == "last":
+            reduced = replace(unit, sync="every", time_s=max(0.0, unit.time_s + unit.accumulate_saves_s))
+            # parameters that are held between micro-batches are there within them all the same
+            freed_bytes = max(0.0, unit.accumulate_costs_bytes - kept * unit.keep_costs_bytes)
+            yield _Move(reduced, freed_bytes, unit.accumulate_saves_s)
+        if kept:
+            lost_s = kept * unit.keep_saves_s
+            sharded = replace(unit, modes=(ZDP.name,) * unit.num_slices, time_s=max(0.0, unit.time_s + lost_s))
+            yield _Move(sharded, kept * unit.keep_costs_bytes, lost_s)
     yield from (_Move(block, block.frees_bytes, block.costs_s) for block in plan.recomputable)
 
 
 def _moved(plan: Plan, changed: Unit | Block) -> Plan:
     if isinstance(changed, Unit):
         units = tuple(changed if unit.name == changed.name else unit for unit in plan.units)
-        return dataclasses.replace(plan, units=units)
+        return replace(plan, units=units)
     left = tuple(block for block in plan.recomputable if block.name != changed.name)
     operators = [operator for unit in plan.units if unit.name for operator in unit.operators]
 
@@ -95,20 +90,7 @@ def _moved(plan: Plan, changed: Unit | Block) -> Plan:
         own = (i for i, name in enumerate(operators) if f"{name}.".startswith(f"{block.name}."))
         return next(own, len(operators))
 
-    return dataclasses.replace(plan, blocks=tuple(sorted([*plan.blocks, changed], key=place)), recomputable=left)
-
-
-def _moves_of(unit: Unit) -> Iterator[_Move]:
-    if unit.sync == "last":
-        reduced = dataclasses.replace(unit, sync="every", time_s=max(0.0, unit.time_s + unit.accumulate_saves_s))
-        # parameters that are held between micro-batches are there within them all the same
-        held_bytes = unit.modes.count(DP.name) / unit.num_slices * unit.keep_costs_bytes
-        yield _Move(reduced, max(0.0, unit.accumulate_costs_bytes - held_bytes), unit.accumulate_saves_s)
-    if DP.name in unit.modes:
-        part = unit.modes.count(DP.name) / unit.num_slices
-        lost_s = part * unit.keep_saves_s
-        sharded = dataclasses.replace(unit, modes=(ZDP.name,) * unit.num_slices, time_s=max(0.0, unit.time_s + lost_s))
-        yield _Move(sharded, part * unit.keep_costs_bytes, lost_s)
+    return replace(plan, blocks=tuple(sorted([*plan.blocks, changed], key=place)), recomputable=left)
 
 
 def _predicted(plan: Plan, lower: Plan, freed_bytes: float, lost_s: float) -> Plan:
@@ -117,11 +99,11 @@ def _predicted(plan: Plan, lower: Plan, freed_bytes: float, lost_s: float) -> Pl
         # with blocks that recompute, or slices, a plan may take less than plain FSDP
         is_least = not plan.all_zdp_how and plan.all_zdp_peak_bytes <= plan.peak_bytes and lower.blocks == plan.blocks
         least_bytes = plan.all_zdp_peak_bytes if is_least else 0
-        changed = dataclasses.replace(changed, peak_bytes=max(least_bytes, round(plan.peak_bytes - freed_bytes)))
+        changed = replace(changed, peak_bytes=max(least_bytes, round(plan.peak_bytes - freed_bytes)))
     if plan.step_time_s > 0:
         step_time_s = max(plan.step_time_s, plan.step_time_s + lost_s)
         slower = step_time_s / plan.step_time_s
-        changed = dataclasses.replace(
+        changed = replace(
             changed,
             step_time_s=step_time_s,
             samples_per_s=plan.samples_per_s / slower,
@@ -132,4 +114,4 @@ def _predicted(plan: Plan, lower: Plan, freed_bytes: float, lost_s: float) -> Pl
 
 def _without_peak(plan: Plan) -> Plan:
     """Without the details of a peak that is no longer where it was."""
-    return dataclasses.replace(plan, peak_phase="", peak_operator="", peak_parts={}, evaluation_peak_bytes=0)
+    return replace(plan, peak_phase="", peak_operator="", peak_parts={}, evaluation_peak_bytes=0)

@@ -6,29 +6,27 @@ import dataclasses
 
 from lightning_osdp.assign import Setting
 from lightning_osdp.core.text.byte_size import format_at_least, format_bytes
-from lightning_osdp.core.workload import Workload
-from lightning_osdp.cost import PeakMemory
+from lightning_osdp.cost import PeakMemory, Workload
 from lightning_osdp.scheduler.sweep import Sweep
 
 
-def why_infeasible(sweep: Sweep, micro_batch_size: int, memory_limit_bytes: int) -> str:
+def why_infeasible(sweep: Sweep, micro_batch_size: int) -> str:
     """The text of `InfeasibleError`: the limit, the least bytes of any plan, the largest contributors, a remedy."""
-    setting = sweep.smallest(micro_batch_size)
-    peak = setting.peak(setting.least_memory_modes)
-    workload, ranks = setting.workload, setting.cluster.world_size
-    samples = workload.micro_batch_size
+    setting, memory_limit_bytes = sweep.smallest(micro_batch_size), sweep.competition.memory_limit_bytes
+    peak = setting.costs.peak(setting.costs.least_memory_modes)
+    ranks = setting.cluster.world_size
     sizes = {
         unit.name or "the root unit": unit.gathered_bytes
         + (unit.parameter_bytes + unit.trainable_bytes + unit.optimizer_bytes) / ranks
-        + unit.saved_bytes.at(samples)
+        + unit.saved_bytes.at(micro_batch_size)
         for unit in setting.units
     }
     largest = sorted(sizes.items(), key=lambda item: item[1], reverse=True)[:3]
     listed = ", ".join(f"{name} ({format_bytes(num_bytes)})" for name, num_bytes in largest)
     parts = ", ".join(f"{part} {format_bytes(num_bytes)}" for part, num_bytes in peak.parts.items())
     where = f"in {peak.phase}" + (f" at {peak.operator!r}" if peak.operator else "")
-    divided = _divided(sweep, workload)
-    fits = None if divided else sweep.largest(samples - 1)
+    divided = _divided(sweep, setting.workload)
+    fits = None if divided else sweep.largest(micro_batch_size - 1)
     if divided:
         remedy = (
             f"micro-batches of {divided.micro_batch_size} fit: OSDPStrategy(batch_size={divided.micro_batch_size}) with"
@@ -40,14 +38,13 @@ def why_infeasible(sweep: Sweep, micro_batch_size: int, memory_limit_bytes: int)
             " or batch_size='scale'"
         )
     else:
-        remedy = f"raise memory_limit to {format_at_least(peak.peak_bytes)!r}" + _more_ranks(
-            setting, memory_limit_bytes
-        )
-    saving_less = _saving_less(setting, peak, sweep)
+        more_ranks = _more_ranks(setting, memory_limit_bytes)
+        remedy = f"raise memory_limit to {format_at_least(peak.peak_bytes)!r}{more_ranks}"
     return (
-        f"No plan fits: the limit is {format_bytes(memory_limit_bytes)} per rank, and a micro-batch of {samples} on"
-        f" {ranks} {'rank' if ranks == 1 else 'ranks'} needs at least {format_bytes(peak.peak_bytes)} ({where}:"
-        f" {parts}). Largest contributors: {listed}. Nearest remedy: {remedy}.{saving_less}"
+        f"No plan fits: the limit is {format_bytes(memory_limit_bytes)} per rank, and a micro-batch of"
+        f" {micro_batch_size} on {ranks} {'rank' if ranks == 1 else 'ranks'} needs at least"
+        f" {format_bytes(peak.peak_bytes)} ({where}: {parts}). Largest contributors: {listed}."
+        f" Nearest remedy: {remedy}.{_saving_less(setting, peak, sweep)}"
         + "".join(f" Note: {note}." for note in setting.profile.notes)
     )
 
@@ -64,7 +61,7 @@ def _divided(sweep: Sweep, workload: Workload) -> Workload | None:
 
 def _saving_less(setting: Setting, peak: PeakMemory, sweep: Sweep) -> str:
     """What else would help where most of the peak is saved for backward, and does help; nothing where it is not."""
-    offered, has_blocks = sweep.competition.activations, bool(setting.unchanged.blocks)
+    offered, has_blocks = sweep.competition.space.activations, bool(setting.unchanged.blocks)
     activations = peak.parts.get("activations", 0)
     if has_blocks:  # what a block recomputes, or takes back, is workspace of its backward
         activations += peak.parts.get("workspace", 0)
@@ -87,6 +84,6 @@ def _more_ranks(setting: Setting, memory_limit_bytes: int) -> str:
     for doubling in range(1, 11):
         ranks = setting.cluster.world_size * 2**doubling
         wider = dataclasses.replace(setting, cluster=dataclasses.replace(setting.cluster, world_size=ranks))
-        if wider.peak(wider.least_memory_modes).peak_bytes <= memory_limit_bytes:
+        if wider.costs.peak(wider.costs.least_memory_modes).peak_bytes <= memory_limit_bytes:
             return f", or use {ranks} ranks"
     return ""

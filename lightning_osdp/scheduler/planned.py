@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
-from lightning_osdp.assign import Assignment, Setting, chosen_activations
+from lightning_osdp.assign import Assignment, Modes, Setting, chosen_activations
 from lightning_osdp.core.blocks import freed_bytes
-from lightning_osdp.core.modes import DP, ZDP, ShardingMode
+from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.plans.plan import Block, Unit
 from lightning_osdp.core.profile import BlockProfile
 from lightning_osdp.core.slices import slice_names
@@ -17,20 +17,76 @@ _MOST_KINDS = 64
 """Units that are told apart where each takes a simulated step."""
 
 
-def planned(setting: Setting, assignment: Assignment) -> tuple[Unit, ...]:
+def planned(assignment: Assignment) -> tuple[Unit, ...]:
     """Units of a plan, root first, then in forward order."""
-    return tuple(_units(setting, assignment))
+    return tuple(_units(assignment.setting, assignment.modes))
 
 
-def planned_blocks(setting: Setting, assignment: Assignment) -> tuple[Block, ...]:
+def _units(setting: Setting, modes: Modes) -> Iterator[Unit]:
+    costs, saves_s = setting.costs, _keeping_saves_s(setting, modes)
+    places = {unit.name: index for index, unit in enumerate(setting.units)}
+    slices = {name: slice_names(name, number) for name, number in setting.decided.num_slices.items()}
+    whole = {part: name for name, parts in slices.items() for part in parts}
+    for unit in setting.units:
+        name = whole.get(unit.name, unit.name)
+        parts = slices.get(name, (name,))
+        if unit.name != parts[0]:
+            continue
+        each = [(places[part], modes[places[part]]) for part in parts]
+        parameter_bytes = sum(setting.units[index].gathered_bytes for index, _ in each)
+        yield Unit(
+            name=name,
+            operators=(name,) if name in slices else tuple(operator.name for operator in unit.operators),
+            kind=unit.kind,
+            modes=tuple(mode.name for _, mode in each),
+            modules=unit.modules,
+            sync=each[0][1].sync,
+            parameter_bytes=parameter_bytes,
+            time_s=sum(costs.times_s[index][mode] for index, mode in each),
+            keep_saves_s=sum(saves_s[index] for index, _ in each),
+            keep_costs_bytes=0 if unit.is_root else parameter_bytes,
+            accumulate_saves_s=sum(costs.accumulating_saves_s(index, mode) for index, mode in each),
+            accumulate_costs_bytes=sum(costs.accumulating_costs_bytes(index, mode) for index, mode in each),
+        )
+
+
+def _keeping_saves_s(setting: Setting, modes: Modes) -> list[float]:
+    """Seconds that keeping each unit gathered saves, or would save, in this plan.
+
+    Where communication overlaps computing, one unit of each kind is changed and the step simulated; where there are
+    too many kinds for that, it is what the unit saves if nothing overlaps.
+    """
+    kinds = [(unit.kind, unit.gathered_bytes, mode) for unit, mode in zip(setting.units, modes, strict=True)]
+    first = {kind: index for index, kind in reversed([*enumerate(kinds)])}
+    if not setting.overlaps or len(first) > _MOST_KINDS:
+        return [setting.costs.keeping_saves_s(unit) for unit in range(len(setting.units))]
+    saved_s = {kind: _saved_in_step_s(setting, modes, unit) for kind, unit in first.items()}
+    return [saved_s[kind] for kind in kinds]
+
+
+def _saved_in_step_s(setting: Setting, modes: Modes, unit: int) -> float:
+    if setting.units[unit].is_root:
+        return 0.0
+    sharded_s, kept_s = (
+        setting.costs.step_time_s(
+            (*modes[:unit], replace(mode, activations=modes[unit].activations), *modes[unit + 1 :])
+        )
+        for mode in (ZDP, DP)
+    )
+    return max(0.0, sharded_s - kept_s)
+
+
+def planned_blocks(assignment: Assignment) -> tuple[Block, ...]:
     """Blocks of a plan that do not keep what they save, in forward order."""
+    setting = assignment.setting
     chosen = chosen_activations(setting, assignment.modes)
     changed = (block for block in setting.unchanged.blocks if block.name in chosen)
     return tuple(_block(setting, block, chosen[block.name]) for block in changed)
 
 
-def recomputable_blocks(setting: Setting, assignment: Assignment) -> tuple[Block, ...]:
+def recomputable_blocks(assignment: Assignment) -> tuple[Block, ...]:
     """Blocks that keep what they save and would free some of it by recomputing, in forward order."""
+    setting = assignment.setting
     chosen = chosen_activations(setting, assignment.modes)
     keeping = (block for block in setting.unchanged.blocks if block.name not in chosen)
     found = (_block(setting, block, "recompute") for block in keeping if "recompute" in block.segments)
@@ -38,80 +94,10 @@ def recomputable_blocks(setting: Setting, assignment: Assignment) -> tuple[Block
 
 
 def _block(setting: Setting, block: BlockProfile, choice: str) -> Block:
-    samples, num_micro_batches = setting.workload.micro_batch_size, setting.workload.num_micro_batches
+    micro_batch_size, num_micro_batches = setting.workload.micro_batch_size, setting.workload.num_micro_batches
     return Block(
         name=block.name,
         activations=choice,
-        frees_bytes=max(0, round(freed_bytes(setting.unchanged, block, choice).at(samples))),
-        costs_s=num_micro_batches * block_s(block, choice, setting.cluster, samples),
-    )
-
-
-def _keeping_saves_s(setting: Setting, modes: Sequence[ShardingMode]) -> list[float]:
-    """Seconds that keeping each unit gathered saves, or would save, in this plan.
-
-    Where communication overlaps computing, one unit of each kind is changed and the step simulated; where there are
-    too many kinds for that, it is what the unit saves if nothing overlaps.
-    """
-    if not setting.overlaps:
-        return [setting.saved_s(unit) for unit in range(len(setting.units))]
-    kinds = [(unit.kind, unit.gathered_bytes, mode) for unit, mode in zip(setting.units, modes, strict=True)]
-    first = {kind: index for index, kind in reversed([*enumerate(kinds)])}
-    if len(first) > _MOST_KINDS:
-        return [setting.saved_s(unit) for unit in range(len(setting.units))]
-    saved_s = {kind: _saved_in_step_s(setting, modes, unit) for kind, unit in first.items()}
-    return [saved_s[kind] for kind in kinds]
-
-
-def _saved_in_step_s(setting: Setting, modes: Sequence[ShardingMode], unit: int) -> float:
-    if setting.units[unit].is_root:
-        return 0.0
-    sharded_s, kept_s = (
-        setting.step_time_s([*modes[:unit], replace(mode, activations=modes[unit].activations), *modes[unit + 1 :]])
-        for mode in (ZDP, DP)
-    )
-    return max(0.0, sharded_s - kept_s)
-
-
-def _units(setting: Setting, assignment: Assignment) -> Iterator[Unit]:
-    saves_s = _keeping_saves_s(setting, assignment.modes)
-    places = {unit.name: index for index, unit in enumerate(setting.units)}
-    of_first = {slice_names(name, number)[0]: name for name, number in setting.num_slices.items()}
-    further = {part for name, number in setting.num_slices.items() for part in slice_names(name, number)[1:]}
-    for index, unit in enumerate(setting.units):
-        if unit.name in of_first:
-            name = of_first[unit.name]
-            slices = [places[part] for part in slice_names(name, setting.num_slices[name])]
-            yield _unit(setting, assignment, name, (name,), slices, keeping_saves_s=saves_s)
-        elif unit.name not in further:
-            operators = tuple(operator.name for operator in unit.operators)
-            found = _unit(setting, assignment, unit.name, operators, [index], keeping_saves_s=saves_s)
-            yield replace(found, modules=unit.modules)
-
-
-def _unit(
-    setting: Setting,
-    assignment: Assignment,
-    name: str,
-    operators: tuple[str, ...],
-    slices: Sequence[int],
-    *,
-    keeping_saves_s: Sequence[float],
-) -> Unit:
-    modes = [assignment.modes[index] for index in slices]
-    units = [setting.units[index] for index in slices]
-    parameter_bytes = sum(unit.gathered_bytes for unit in units)
-    each = list(zip(slices, modes, strict=True))
-    return Unit(
-        name=name,
-        operators=operators,
-        kind=units[0].kind,
-        modes=tuple(mode.name for mode in modes),
-        sync=modes[0].sync,
-        parameter_bytes=parameter_bytes,
-        time_s=sum(setting.times_s[index][mode] for index, mode in each),
-        keep_saves_s=sum(keeping_saves_s[index] for index in slices),
-        keep_costs_bytes=0 if name == "" else parameter_bytes,
-        accumulate_saves_s=sum(setting.accumulating_saves_s(index, mode) for index, mode in each),
-        accumulate_costs_bytes=sum(setting.accumulating_costs_bytes(index, mode) for index, mode in each),
+        frees_bytes=max(0, round(freed_bytes(setting.unchanged, block, choice).at(micro_batch_size))),
+        costs_s=num_micro_batches * block_s(block, choice, setting.cluster, micro_batch_size),
     )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from lightning_osdp.assign import Modes, Setting, with_blocks
+from lightning_osdp.assign import Modes, Setting
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Cluster
+from lightning_osdp.core.modes import modes_of
 from lightning_osdp.core.plans.document import shown
 from lightning_osdp.core.plans.plan import COST_MODELS, Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
@@ -15,16 +18,39 @@ from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.progress import Progress, silent
 from lightning_osdp.core.units import SMALL_UNIT_BYTES, partition
+from lightning_osdp.cost import evaluation_peak
 from lightning_osdp.engine import AUTO, FSDP2, Engine
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
-from lightning_osdp.scheduler.candidate import Candidate
 from lightning_osdp.scheduler.competition import Competition
 from lightning_osdp.scheduler.infeasible import why_infeasible
 from lightning_osdp.scheduler.planned import planned, planned_blocks, recomputable_blocks
-from lightning_osdp.scheduler.sweep import Sweep
+from lightning_osdp.scheduler.sweep import Candidate, Sweep
 from lightning_osdp.search import SOLVERS
 
 _ANY_PREFETCH = FSDP2(backward_prefetch=AUTO, forward_prefetch=AUTO)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanMethod:
+    """How plans are searched and judged.
+
+    Raises:
+        ConfigurationError: no such solver or cost model.
+    """
+
+    search: str = "depth_first"
+    """Name of a solver: ``depth_first``, ``greedy`` or ``exhaustive``."""
+    cost_model: str = "simulate"
+    """What plans are judged by: ``simulate``, a step as ``fully_shard`` runs it, or ``paper``, the sums of equation 1
+    over operators."""
+    blocks: Mapping[str, str] | None = None
+    """What blocks do with what they save, where that is not to be chosen; those that are not named then keep it."""
+
+    def __post_init__(self) -> None:
+        if self.search not in SOLVERS:
+            raise ConfigurationError(f"search must be one of {tuple(SOLVERS)}, got {self.search!r}.")
+        if self.cost_model not in COST_MODELS:
+            raise ConfigurationError(f"cost_model must be one of {COST_MODELS}, got {self.cost_model!r}.")
 
 
 def make_plan(
@@ -33,11 +59,9 @@ def make_plan(
     *,
     memory_limit_bytes: int,
     micro_batch_size: int | BatchPolicy,
-    search: str = "depth_first",
     search_space: SearchSpace | None = None,
-    blocks: Mapping[str, str] | None = None,
+    method: PlanMethod | None = None,
     engine: Engine = _ANY_PREFETCH,
-    cost_model: str = "simulate",
     progress: Progress = silent,
 ) -> Plan:
     """The plan with the best predicted samples/s under the memory limit.
@@ -48,85 +72,63 @@ def make_plan(
         memory_limit_bytes: most bytes of live tensors on one rank, in every phase of a step.
         micro_batch_size: samples per rank and micro-batch, of which an optimizer step has one; else a `BatchPolicy`
             says how many it has, or what may be chosen.
-        search: name of a solver: ``depth_first``, ``greedy`` or ``exhaustive``.
         search_space: what may be chosen; None: everything.
-        blocks: what blocks do with what they save, where that is not to be chosen; those that are not named then keep
-            it. None: it is chosen.
+        method: solver and cost model; None: `PlanMethod`'s defaults.
         engine: settings of prefetching, which decide when units are gathered, and how many at once; those that are
             ``"auto"`` are chosen.
-        cost_model: what plans are judged by: ``simulate``, a step as ``fully_shard`` runs it, or ``paper``, the sums of
-            equation 1 over operators.
         progress: called with each micro-batch size that is tried, and the best samples/s so far.
 
     Raises:
-        ConfigurationError: no such solver or block, a number of samples below 1, or a limit below 1 or of 2^63 bytes
-            or more.
+        ConfigurationError: no such block, a number of samples below 1, or a limit below 1 or of 2^63 bytes or more.
         InfeasibleError: no plan fits; the text says what would.
     """
-    _check_choices(search, cost_model)
-    _check_limit(memory_limit_bytes)
-    search_space = search_space or SearchSpace()
+    if not 1 <= memory_limit_bytes < 2**63:
+        raise ConfigurationError(
+            f"memory_limit_bytes must be at least 1 and less than 2^63, got {shown(memory_limit_bytes)}."
+        )
+    space, method = search_space or SearchSpace(), method or PlanMethod()
     policy = micro_batch_size if isinstance(micro_batch_size, BatchPolicy) else BatchPolicy.fixed(micro_batch_size)
     smallest = min(policy.micro_batch_sizes, default=1)
     first = Setting(
         profile=profile,
-        units=partition(profile, min_unit_bytes=search_space.min_unit_bytes),
+        units=partition(profile, min_unit_bytes=space.min_unit_bytes),
         cluster=cluster,
         workload=policy.workload(smallest),
-        modes=search_space.modes,
-        sync=search_space.sync,
+        modes=modes_of(space.modes, space.sync),
         engine=engine,
-        cost_model=cost_model,
+        cost_model=method.cost_model,
     )
-    if blocks is not None:
-        first = with_blocks(first, blocks)
+    if method.blocks is not None:
+        first = first.with_blocks(method.blocks)
+        space = dataclasses.replace(space, activations=("keep",))
     sweep = Sweep(
         [
             dataclasses.replace(first, engine=each, frugal=engine.without_prefetch(each))
             for each in engine.alternatives(overlaps=first.overlaps)
         ],
-        Competition(
-            memory_limit_bytes=memory_limit_bytes,
-            search=search,
-            shares=search_space.share_units,
-            slices=search_space.slices,
-            activations=search_space.activations if blocks is None else ("keep",),
-        ),
+        Competition(memory_limit_bytes=memory_limit_bytes, search=method.search, space=space),
         policy=policy,
         progress=progress,
     )
     best = sweep.best()
     if best is None:
-        raise InfeasibleError(why_infeasible(sweep, smallest, memory_limit_bytes))
-    return _plan(best, sweep, memory_limit_bytes, search, search_space.min_unit_bytes)
+        raise InfeasibleError(why_infeasible(sweep, smallest))
+    return _plan(best, sweep)
 
 
-def _check_choices(search: str, cost_model: str) -> None:
-    if search not in SOLVERS:
-        raise ConfigurationError(f"search must be one of {tuple(SOLVERS)}, got {search!r}.")
-    if cost_model not in COST_MODELS:
-        raise ConfigurationError(f"cost_model must be one of {COST_MODELS}, got {cost_model!r}.")
-
-
-def _check_limit(memory_limit_bytes: int) -> None:
-    if not 1 <= memory_limit_bytes < 2**63:
-        raise ConfigurationError(
-            f"memory_limit_bytes must be at least 1 and less than 2^63, got {shown(memory_limit_bytes)}."
-        )
-
-
-def _plan(best: Candidate, sweep: Sweep, memory_limit_bytes: int, search: str, min_unit_bytes: int | None) -> Plan:
-    setting, assignment = best.setting, best.assignment
+def _plan(best: Candidate, sweep: Sweep) -> Plan:
+    assignment, setting = best.assignment, best.assignment.setting
+    memory_limit_bytes, space = sweep.competition.memory_limit_bytes, sweep.competition.space
     plain, plain_modes = sweep.plain(best)
-    plain_peak_bytes = plain.exact_peak(plain_modes).peak_bytes
+    plain_peak_bytes = plain.costs.exact_peak(plain_modes).peak_bytes
     ratio = setting.workload.num_samples / plain.workload.num_samples if plain_peak_bytes <= memory_limit_bytes else 0.0
     predicts = assignment.step_time_s > 0
     return Plan(
         fingerprint=dict(setting.profile.fingerprint),
         world_size=setting.cluster.world_size,
-        units=planned(setting, assignment),
-        blocks=planned_blocks(setting, assignment),
-        recomputable=recomputable_blocks(setting, assignment) if "recompute" in sweep.competition.activations else (),
+        units=planned(assignment),
+        blocks=planned_blocks(assignment),
+        recomputable=recomputable_blocks(assignment) if "recompute" in space.activations else (),
         memory_limit_bytes=memory_limit_bytes,
         peak_bytes=assignment.peak.peak_bytes,
         micro_batch_size=setting.workload.micro_batch_size,
@@ -134,46 +136,44 @@ def _plan(best: Candidate, sweep: Sweep, memory_limit_bytes: int, search: str, m
         step_time_s=assignment.step_time_s,
         samples_per_s=best.samples_per_s if predicts else 0.0,
         gap=max(0.0, sweep.most_samples_per_s / best.samples_per_s - 1) if predicts else 0.0,
-        solver=search,
+        solver=sweep.competition.search,
         cost_model=setting.cost_model,
         **setting.engine.settings,
-        all_zdp_step_time_s=ratio * plain.step_time_s(plain_modes),
+        all_zdp_step_time_s=ratio * plain.costs.step_time_s(plain_modes),
         all_zdp_peak_bytes=plain_peak_bytes,
         all_zdp_how=_how(plain, plain_modes, setting),
         peak_phase=assignment.peak.phase,
         peak_operator=assignment.peak.operator,
         peak_parts=dict(assignment.peak.parts),
-        evaluation_peak_bytes=setting.evaluation_peak_bytes(assignment.modes),
-        notes=tuple(
-            filter(None, (*setting.profile.notes, assignment.note, _held_by_root(setting.profile, min_unit_bytes)))
-        ),
+        evaluation_peak_bytes=math.ceil(evaluation_peak(setting, assignment.modes, engine=setting.bytes_engine)),
+        notes=tuple(filter(None, (*setting.profile.notes, assignment.note, _held_by_root(setting.profile, space)))),
     )
 
 
 def _how(plain: Setting, modes: Modes, setting: Setting) -> str:
     """In what plain FSDP differs from what one would have without choosing."""
-    workload, own = plain.workload, setting.workload
-    number = workload.num_micro_batches
+    workload, num_micro_batches = plain.workload, plain.workload.num_micro_batches
     told = []
-    if (workload.micro_batch_size, number) != (own.micro_batch_size, own.num_micro_batches):
-        told.append(f"micro-batches of {workload.micro_batch_size}" + f" x {number}" * (number > 1))
-    if plain.blocks:
+    if workload != setting.workload:
+        times = f" x {num_micro_batches}" if num_micro_batches > 1 else ""
+        told.append(f"micro-batches of {workload.micro_batch_size}{times}")
+    if plain.decided.blocks:
         told.append("all blocks recomputing")
-    if number > 1:
+    if num_micro_batches > 1:
         last = any(mode.sync == "last" for mode in modes)
         told.append(f"gradients reduced in {'the last' if last else 'every'} micro-batch")
     return ", ".join(told)
 
 
-def _held_by_root(profile: ModelProfile, min_unit_bytes: int | None) -> str:
+def _held_by_root(profile: ModelProfile, space: SearchSpace) -> str:
     """What to say of operators that no unit but the root can have; nothing where they are small."""
     held = [operator for operator in profile if operator.name and operator.enclosing == ("",)]
-    least = SMALL_UNIT_BYTES if min_unit_bytes is None else min_unit_bytes
-    if sum(operator.gathered_bytes for operator in held) <= least:
+    held_bytes = sum(operator.gathered_bytes for operator in held)
+    if held_bytes <= (SMALL_UNIT_BYTES if space.min_unit_bytes is None else space.min_unit_bytes):
         return ""
     others = f" and {len(held) - 1} more" if len(held) > 1 else ""
     return (
-        f"{held[0].name}{others} ({format_bytes(sum(operator.gathered_bytes for operator in held))}) can only be in the"
+        f"{held[0].name}{others} ({format_bytes(held_bytes)}) can only be in the"
         " root unit, which stays gathered: their parameters are read outside their own modules, as by a loss over"
         " self.parameters(), shared with others, or not used at all"
     )

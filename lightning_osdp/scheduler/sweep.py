@@ -19,14 +19,15 @@ References:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from lightning_osdp.assign import Modes, Setting, fill_spare
+from lightning_osdp.assign import Assignment, Modes, Setting, bound_later_s, fill_spare
 from lightning_osdp.core.batch_policy import MOST_SAMPLES, BatchPolicy
 from lightning_osdp.core.text.duration import three_digits
-from lightning_osdp.core.text.progress import Progress, silent
-from lightning_osdp.scheduler.candidate import Candidate, samples_per_s
+from lightning_osdp.core.text.progress import Progress
 from lightning_osdp.scheduler.competition import Competition
 
 TOLERANCE = 1e-3
@@ -39,23 +40,41 @@ MAX_SIZES = 64
 """Sizes that a sweep assigns modes for; past them the best of those is chosen."""
 
 
-class Sweep:
-    """Micro-batch sizes with their best assignment, each searched once.
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One micro-batch size with its best assignment."""
 
-    Args:
-        settings: that compete; of equally fast ones the first is chosen.
-        competition: what else competes at each size, and the memory.
-        policy: what micro-batches there may be.
-        progress: called with each size that is tried.
-    """
+    assignment: Assignment
+    bounds: tuple[tuple[Setting, float], ...]
+    """All settings that were tried, each with the seconds that no modes of it go below."""
+
+    @property
+    def samples_per_s(self) -> float:
+        """Equation 1's objective: samples of all ranks over the step time."""
+        return _samples_per_s(self.assignment.setting, self.assignment.step_time_s)
+
+    @property
+    def most_samples_per_s(self) -> float:
+        """What no modes exceed at this size."""
+        return max(_samples_per_s(setting, bound_s) for setting, bound_s in self.bounds)
+
+    def most_later(self, micro_batch_size: int) -> float:
+        """What no modes exceed at any larger size up to this one."""
+        size = micro_batch_size
+        later = ((setting.at(size), bound_later_s(setting, s, micro_batch_size=size)) for setting, s in self.bounds)
+        return max(_samples_per_s(setting, bound_s) for setting, bound_s in later)
+
+
+def _samples_per_s(setting: Setting, step_time_s: float) -> float:
+    samples = setting.workload.num_samples * setting.cluster.world_size
+    return samples / step_time_s if step_time_s > 0 else math.inf
+
+
+class Sweep:
+    """Micro-batch sizes with their best assignment, each searched once; of equally fast settings the first."""
 
     def __init__(
-        self,
-        settings: Sequence[Setting],
-        competition: Competition,
-        *,
-        policy: BatchPolicy,
-        progress: Progress = silent,
+        self, settings: Sequence[Setting], competition: Competition, *, policy: BatchPolicy, progress: Progress
     ) -> None:
         self.competition = competition
         self._settings, self._policy, self._progress = settings, policy, progress
@@ -73,11 +92,13 @@ class Sweep:
 
     def least_bytes(self, micro_batch_size: int, activations: Sequence[str]) -> int:
         """What the smallest setting of this size needs if blocks may do this with what they save."""
-        return self.competition.offering(activations).smallest(self._of_size(micro_batch_size)).least_bytes
+        offering = replace(self.competition, space=replace(self.competition.space, activations=tuple(activations)))
+        return offering.smallest(self._of_size(micro_batch_size)).costs.least_bytes
 
     def fits(self, micro_batch_size: int, num_micro_batches: int | None = None) -> bool:
-        """Whether any assignment does; with as many micro-batches as the sweep's if their number is not given."""
-        return self.smallest(micro_batch_size, num_micro_batches).least_bytes <= self.competition.memory_limit_bytes
+        """Whether any assignment does; in as many micro-batches as the policy has it if their number is not given."""
+        smallest = self.smallest(micro_batch_size, num_micro_batches)
+        return smallest.costs.least_bytes <= self.competition.memory_limit_bytes
 
     def candidate(self, micro_batch_size: int) -> Candidate | None:
         """Best assignment at this size; None if none fits."""
@@ -86,30 +107,30 @@ class Sweep:
         found = self.competition.assigned(self._of_size(micro_batch_size))
         if not found:
             return None
-        setting, assignment = min(found, key=lambda one: one[1].step_time_s)
+        fastest = min(found, key=lambda assignment: assignment.step_time_s)
         self._candidates[micro_batch_size] = Candidate(
-            setting=setting,
-            assignment=fill_spare(setting, assignment, memory_limit_bytes=self.competition.memory_limit_bytes),
-            bounds=tuple((setting.lead, assignment.bound_s) for setting, assignment in found),
+            assignment=fill_spare(fastest, memory_limit_bytes=self.competition.memory_limit_bytes),
+            bounds=tuple((assignment.setting.all_ahead, assignment.bound_s) for assignment in found),
         )
         return self._candidates[micro_batch_size]
 
     def plain(self, candidate: Candidate) -> tuple[Setting, Modes]:
-        """The fastest plain FSDP that fits under the limit, of all sizes that were tried, with the same prefetching.
+        """The fastest plain FSDP that fits, of all sizes that were tried, with the candidate's prefetching.
 
         Where none fits, the one that needs the fewest bytes. Its units are shared likewise.
-
-        Args:
-            candidate: what it is compared with.
         """
-        engine, memory_limit_bytes = candidate.setting.lead.engine, self.competition.memory_limit_bytes
+        engine, memory_limit_bytes = candidate.assignment.setting.all_ahead.engine, self.competition.memory_limit_bytes
         settings = [each for size in self._candidates for each in self._of_size(size) if each.engine == engine]
         found = [(setting, modes) for each in settings for setting, modes in self.competition.plain(each)]
-        fastest = sorted(found, key=lambda each: samples_per_s(each[0], each[0].step_time_s(each[1])), reverse=True)
-        best = next((each for each in fastest if each[0].exact_peak(each[1]).peak_bytes <= memory_limit_bytes), None)
-        if best is None:
-            return min(found, key=lambda each: each[0].exact_peak(each[1]).peak_bytes)
-        return self.competition.shared(*best)
+
+        def peak_bytes(plain: tuple[Setting, Modes]) -> int:
+            return plain[0].costs.exact_peak(plain[1]).peak_bytes
+
+        fastest = sorted(
+            found, key=lambda each: _samples_per_s(each[0], each[0].costs.step_time_s(each[1])), reverse=True
+        )
+        best = next((each for each in fastest if peak_bytes(each) <= memory_limit_bytes), None)
+        return min(found, key=peak_bytes) if best is None else self.competition.shared(*best)
 
     def largest(self, most: int) -> int:
         """Largest size that fits, 0 if not even one sample does: doubling to the first that does not, then halving."""
@@ -149,7 +170,7 @@ class Sweep:
             return None
         best = self._best()
         is_worth_it = best.samples_per_s > found[0].samples_per_s * (1 + WORTH_CHANGING)
-        return best if is_worth_it or found[0].setting.workload.micro_batch_size != sizes[0] else found[0]
+        return best if is_worth_it or found[0].assignment.setting.workload.micro_batch_size != sizes[0] else found[0]
 
     @property
     def most_samples_per_s(self) -> float:

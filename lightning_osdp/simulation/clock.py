@@ -10,7 +10,7 @@ from lightning_osdp.core.modes import DP, ShardingMode
 from lightning_osdp.core.profile import Rerun
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.cost import activations_s, copied_s, optimizer_s, overhead_cost
+from lightning_osdp.cost import block_s, copied_s, optimizer_s
 from lightning_osdp.engine import DEFAULT, MOST_SIMULATED, Engine, Event
 from lightning_osdp.simulation.step import durations_of
 from lightning_osdp.simulation.timeline import Durations, Timeline
@@ -30,19 +30,16 @@ class StepTime(NamedTuple):
 class StepClock:
     """The time of `simulate_step` for any modes, with what no mode changes worked out once.
 
-    A unit's events depend on its own mode alone: one that is kept does without some of those of one that is freed.
-
-    Args:
-        step: in which all blocks keep what they save.
-        engine: what runs the step.
+    All blocks of the step keep what they save. A unit's events depend on its own mode alone: one that is kept does
+    without some of those of one that is freed.
     """
 
     def __init__(self, step: Step, engine: Engine = DEFAULT) -> None:
-        self.cluster, self.workload, self.engine = step.cluster, step.workload, engine
+        self.cluster, self.engine = step.cluster, engine
         self.num_micro_batches = step.workload.num_micro_batches
         self.optimizer_s = optimizer_s(step.profile, step.cluster)
         self.durations = durations_of(step, engine)
-        self.units, self.samples = step.units, step.workload.micro_batch_size
+        self.units, self.micro_batch_size = step.units, step.workload.micro_batch_size
         self.events = _classed(
             step.units,
             len(step.profile.segments),
@@ -71,23 +68,12 @@ class StepClock:
         if all(mode.activations == "keep" for mode in modes):
             return durations
         forward_s, backward_s = list(durations.forward_s), list(durations.backward_s)
-        for unit, (of, mode) in enumerate(zip(self.units, modes, strict=True)):
-            forward_s[of.last] += self.copied_s(unit, mode)
-            backward_s[of.last] += self.activations_s(unit, mode) - self.copied_s(unit, mode)
+        for unit, mode in zip(self.units, modes, strict=True):
+            around = (unit.block, mode.activations, self.cluster, self.micro_batch_size)
+            of_forward_s = copied_s(*around)
+            forward_s[unit.last] += of_forward_s
+            backward_s[unit.last] += block_s(*around) - of_forward_s
         return durations._replace(forward_s=forward_s, backward_s=backward_s)
-
-    def activations_s(self, unit: int, mode: ShardingMode) -> float:
-        """Seconds of a micro-batch that a unit's block takes to do without what it would save."""
-        return activations_s(self.units[unit], mode, self.cluster, self.samples)
-
-    def copied_s(self, unit: int, mode: ShardingMode) -> float:
-        """The part of that which its forward takes."""
-        return copied_s(self.units[unit].block, mode.activations, self.cluster, self.samples)
-
-    def overhead_s(self, unit: int, mode: ShardingMode) -> float:
-        """Seconds of a step that the runtime takes for a unit."""
-        of = self.units[unit]
-        return overhead_cost(of, mode, cluster=self.cluster, workload=self.workload, engine=self.engine).time_s
 
 
 @cache

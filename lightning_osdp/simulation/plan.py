@@ -45,11 +45,9 @@ def planned_step(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[S
     operators: dict[str, tuple[str, ...]] = {}
     modes: dict[str, ShardingMode] = {}
     for unit in plan.units:
-        names = slice_names(unit.name, unit.num_slices)
-        operators |= dict(
-            zip(names, [unit.operators] if unit.num_slices == 1 else [(name,) for name in names], strict=True)
-        )
-        modes |= dict(zip(names, unit.sharding_modes, strict=True))
+        for name, mode in zip(slice_names(unit.name, unit.num_slices), unit.sharding_modes, strict=True):
+            operators[name] = unit.operators if unit.num_slices == 1 else (name,)
+            modes[name] = mode
     units = grouped(profile, operators, {unit.name: unit.modules for unit in plan.units if unit.modules})
     workload = Workload(micro_batch_size=plan.micro_batch_size, num_micro_batches=plan.num_micro_batches)
     step = Step(profile=profile, units=units, cluster=cluster, workload=workload)

@@ -10,17 +10,16 @@ from lightning_osdp.core.cluster import UNIT_PARTS
 from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.step import Step
 from lightning_osdp.cost import (
-    Moment,
     PeakMemory,
     evaluation_peak,
     gather_s,
     optimizer_s,
-    overhead_s,
+    overhead_part_s,
     reduce_s,
     saving_peak,
 )
-from lightning_osdp.engine import DEFAULT, Engine, Event
-from lightning_osdp.simulation.timeline import Durations, Interval, Timeline
+from lightning_osdp.engine import DEFAULT, Engine, Event, Moment
+from lightning_osdp.simulation.timeline import Durations, Timeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +43,6 @@ class StepEstimate:
     moments: tuple[tuple[float, Moment], ...] = ()
     """Memory over time: seconds from the start of the step, and what is alive then, in the micro-batches that were gone
     through: the first, a steady and the last one."""
-    intervals: tuple[Interval, ...] = ()
-    """What computing and the communicator do, and when, in the micro-batches that were gone through."""
 
     @property
     def exposed_communication_s(self) -> float:
@@ -58,29 +55,24 @@ def simulate_step(
 ) -> StepEstimate:
     """Goes through one optimizer step.
 
-    Args:
-        step: to go through.
-        modes: one per unit; what blocks do with what they save comes on top of what the profile has of it.
-        engine: what runs the step.
-        rank: whose memory; None: of the rank that holds most.
+    What blocks do by their modes comes on top of what the profile has of it. Memory is this rank's, or that of the rank
+    that holds most.
     """
     step = step.in_modes(modes)
     num_micro_batches = step.workload.num_micro_batches
     simulated = engine.events_of(step, modes)
     durations = durations_of(step, engine)
-    timeline = Timeline(
-        durations, overlaps=step.cluster.overlaps, gathers_wait_for=engine.gathers_wait_for, keeps_intervals=True
-    )
+    timeline = Timeline(durations, overlaps=step.cluster.overlaps, gathers_wait_for=engine.gathers_wait_for)
     moments: list[tuple[float, Moment]] = []
 
     def note(_: float, moment: Callable[[], Moment]) -> None:
         moments.append((timeline.now_s, moment()))
 
     live = engine.live_parts(step, note, rank=rank)
-    for index, events in enumerate(simulated):
+    for events in simulated:
         live.begin_micro_batch()
         for event in events:
-            timeline.read(event, index)
+            timeline.read(event)
             live.read(event)
         timeline.end_backward()
     live.update()
@@ -94,27 +86,27 @@ def simulate_step(
         peak=PeakMemory.of(max((moment for _, moment in moments), key=lambda moment: moment.num_bytes)),
         evaluation_bytes=math.ceil(evaluation_peak(step, modes, engine=engine)),
         saving_bytes={
-            kind: math.ceil(saving_peak(step, modes, is_sharded=kind == "sharded", goes_to_host=False, engine=engine))
+            kind: math.ceil(saving_peak(step, modes, is_sharded=kind == "sharded", engine=engine))
             for kind in ("full", "sharded")
         },
         moments=tuple(moments),
-        intervals=tuple(timeline.intervals),
     )
 
 
 def durations_of(step: Step, engine: Engine) -> Durations:
     """Seconds of each event of one micro-batch."""
     profile, units, cluster = step.profile, step.units, step.cluster
-    samples = step.workload.micro_batch_size
+    micro_batch_size = step.workload.micro_batch_size
     copies_s = [0.0] * len(profile.segments)
     for (_, last), num_bytes in profile.copied:
-        copies_s[last] += num_bytes.at(samples) * cluster.host_copy_s_per_byte
+        copies_s[last] += num_bytes.at(micro_batch_size) * cluster.host_copy_s_per_byte
+    segments = [*zip(profile.segments, copies_s, strict=True)]
     return Durations(
-        forward_s=[segment.forward_s.at(samples) + s for segment, s in zip(profile.segments, copies_s, strict=True)],
-        backward_s=[segment.backward_s.at(samples) + s for segment, s in zip(profile.segments, copies_s, strict=True)],
+        forward_s=[segment.forward_s.at(micro_batch_size) + s for segment, s in segments],
+        backward_s=[segment.backward_s.at(micro_batch_size) + s for segment, s in segments],
         gather_s=[gather_s(unit, cluster, engine) for unit in units],
         reduce_s=[reduce_s(unit, cluster, engine) for unit in units],
-        overhead_s={part: [overhead_s(unit, part, cluster) for unit in units] for part in UNIT_PARTS},
+        overhead_s={part: [overhead_part_s(unit, part, cluster) for unit in units] for part in UNIT_PARTS},
     )
 
 

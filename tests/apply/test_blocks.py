@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from lightning_osdp.apply import apply_activations, remove_activations
 from lightning_osdp.apply.activations.blocks import BlockForwards
-from lightning_osdp.core.plans.plan_unit import Block
+from lightning_osdp.core.plans.plan import Block
 from lightning_osdp.errors import PlanMismatchError
 from lightning_osdp.profiler import LiveBytes
 

@@ -12,7 +12,7 @@ from lightning_osdp.assign import assign_modes, fill_spare
 from lightning_osdp.assign.nested import Price, improve
 from lightning_osdp.assign.repair import fill, repair
 from lightning_osdp.core.cluster import Cluster, Link
-from lightning_osdp.core.modes import DP, ZDP
+from lightning_osdp.core.modes import ALL_MODES, DP, ZDP, modes_of
 from lightning_osdp.cost import Workload, step_memory
 from lightning_osdp.search import SOLVERS
 
@@ -53,7 +53,7 @@ def settings_to_plan(draw):
         ),
         "workload": Workload(micro_batch_size=draw(st.integers(1, 3)), num_micro_batches=num_micro_batches),
         "engine": draw(ENGINES),
-        "modes": draw(st.sampled_from([("ZDP", "DP"), ("ZDP", "DP"), ("ZDP",), ("DP",)])),
+        "modes": draw(st.sampled_from([ALL_MODES, ALL_MODES, modes_of(["ZDP"]), modes_of(["DP"])])),
     }
 
 
@@ -71,8 +71,8 @@ def every_assignment(found):
     """All that there are."""
     memory = step_memory(found, engine=found.engine)
     return [
-        Every(memory.peak(modes).peak_bytes, found.step_time_s(modes), found.exact_peak(modes).peak_bytes)
-        for modes in itertools.product(*found.options)
+        Every(memory.peak(modes).peak_bytes, found.costs.step_time_s(modes), found.costs.exact_peak(modes).peak_bytes)
+        for modes in itertools.product(*found.costs.options)
     ]
 
 
@@ -102,18 +102,18 @@ def test_the_plan_fits_and_the_bound_is_below_the_optimum(setting, search, case)
         if assigned is None:
             continue
         bound_s, best_s = fastest(assignments, limit_bytes)
-        assert assigned.peak == found.peak(assigned.modes)
+        assert assigned.peak == found.costs.peak(assigned.modes)
         assert assigned.peak.peak_bytes <= limit_bytes
-        assert assigned.step_time_s == found.step_time_s(assigned.modes)
+        assert assigned.step_time_s == found.costs.step_time_s(assigned.modes)
         assert assigned.bound_s <= bound_s * (1 + 1e-12)
         assert bound_s <= assigned.step_time_s * (1 + 1e-12)
-        filled = fill_spare(found, assigned, memory_limit_bytes=limit_bytes)
-        assert filled.peak == found.exact_peak(filled.modes)
+        filled = fill_spare(assigned, memory_limit_bytes=limit_bytes)
+        assert filled.peak == found.costs.exact_peak(filled.modes)
         assert filled.peak.peak_bytes <= limit_bytes
-        assert filled.step_time_s == found.step_time_s(filled.modes)
+        assert filled.step_time_s == found.costs.step_time_s(filled.modes)
         assert best_s * (1 - 1e-12) <= filled.step_time_s <= assigned.step_time_s
         assert assigned.gap >= 0
-        assert all(mode in options for mode, options in zip(assigned.modes, found.options, strict=True))
+        assert all(mode in options for mode, options in zip(assigned.modes, found.costs.options, strict=True))
 
 
 @pytest.mark.parametrize("search", EXACT)
@@ -146,19 +146,19 @@ def test_with_greedy_more_memory_is_slower_by_no_more_than_the_gap(setting, case
 @settings(deadline=None, max_examples=60)
 @given(case=settings_to_plan(), share=st.floats(0, 1))
 def test_repaired_modes_fit_and_filled_ones_are_no_slower(setting, case, share):
-    found = setting(**case | {"modes": ("ZDP", "DP")})
-    least, most = (found.peak(modes).peak_bytes for modes in (found.all_zdp_modes, (DP,) * len(found.units)))
+    found = setting(**case | {"modes": ALL_MODES})
+    least, most = (found.costs.peak(modes).peak_bytes for modes in (found.all_zdp_modes, (DP,) * len(found.units)))
     limit_bytes = int(least + share * (most - least))
-    rooms = found.memory.room_bytes(limit_bytes)
-    repaired = repair(found.additive, found.additive.fastest_modes, rooms)
-    filled = fill(found.additive, repaired, rooms)
-    assert found.peak(repaired).peak_bytes <= limit_bytes
-    assert found.peak(filled).peak_bytes <= limit_bytes
-    assert found.step_time_s(filled) <= found.step_time_s(repaired)
+    rooms = found.costs.memory.room_bytes(limit_bytes)
+    repaired = repair(found.costs.additive, found.costs.additive.fastest_modes, rooms)
+    filled = fill(found.costs.additive, repaired, rooms)
+    assert found.costs.peak(repaired).peak_bytes <= limit_bytes
+    assert found.costs.peak(filled).peak_bytes <= limit_bytes
+    assert found.costs.step_time_s(filled) <= found.costs.step_time_s(repaired)
     for unit, mode in enumerate(filled):
-        if mode is ZDP and found.saved_s(unit) > 0:  # nothing that would fit is left out
+        if mode is ZDP and found.costs.keeping_saves_s(unit) > 0:  # nothing that would fit is left out
             one_more = (*filled[:unit], DP, *filled[unit + 1 :])
-            assert found.peak(one_more).peak_bytes > limit_bytes
+            assert found.costs.peak(one_more).peak_bytes > limit_bytes
 
 
 @settings(deadline=None, max_examples=60)
@@ -169,15 +169,15 @@ def test_repaired_modes_fit_and_filled_ones_are_no_slower(setting, case, share):
     max_states=st.sampled_from([1, 10, 30, 1000]),
 )
 def test_the_nested_search_is_exact_or_its_bound_is_valid(setting, case, share, prices, max_states):
-    found = setting(**case | {"modes": ("ZDP", "DP")})
+    found = setting(**case | {"modes": ALL_MODES})
     assignments = every_assignment(found)
     (limit_bytes,) = limits_between(assignments, shares=(share,))
     best_s, _ = fastest(assignments, limit_bytes)
-    rooms = found.memory.room_bytes(limit_bytes)
-    known = [Price(min(k, len(found.memory.order)), price) for k, price in prices]
-    modes, bound_s = improve(found.additive, found.all_zdp_modes, rooms, prices=known, max_states=max_states)
-    assert found.peak(modes).peak_bytes <= limit_bytes
+    rooms = found.costs.memory.room_bytes(limit_bytes)
+    known = [Price(min(k, len(found.costs.memory.order)), price) for k, price in prices]
+    modes, bound_s = improve(found.costs.additive, found.all_zdp_modes, rooms, prices=known, max_states=max_states)
+    assert found.costs.peak(modes).peak_bytes <= limit_bytes
     assert bound_s <= best_s * (1 + 1e-11)
-    if max_states == 1000 and len(found.memory.order) <= 6:  # no more than 64 states
-        assert found.step_time_s(modes) == pytest.approx(best_s, rel=1e-11)
+    if max_states == 1000 and len(found.costs.memory.order) <= 6:  # no more than 64 states
+        assert found.costs.step_time_s(modes) == pytest.approx(best_s, rel=1e-11)
         assert bound_s == pytest.approx(best_s, rel=1e-11)

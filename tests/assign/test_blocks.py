@@ -8,10 +8,10 @@ from engines import ENGINES
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lightning_osdp.assign import Setting, assign_modes, block_units, chosen_activations, with_blocks
+from lightning_osdp.assign import Setting, assign_modes, block_units, chosen_activations
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.cluster import Cluster, Link
-from lightning_osdp.core.modes import DP
+from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.profile import BlockProfile
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload
@@ -141,15 +141,17 @@ def simulated(setting, modes):
 @example(passed_by_in_a_detour(), 0.0)
 def test_blocks_and_modes_are_chosen_as_well_as_by_brute_force(blocked, fields, share):
     setting = block_units(blocked(**fields), CHOICES)[0]
-    every = list(itertools.product(*setting.options))
-    peaks = [setting.peak(modes).peak_bytes for modes in every]
+    every = list(itertools.product(*setting.costs.options))
+    peaks = [setting.costs.peak(modes).peak_bytes for modes in every]
     limit_bytes = int(min(peaks) + share * (max(peaks) - min(peaks)))
-    fastest = min(setting.step_time_s(modes) for modes, peak in zip(every, peaks, strict=True) if peak <= limit_bytes)
+    fastest = min(
+        setting.costs.step_time_s(modes) for modes, peak in zip(every, peaks, strict=True) if peak <= limit_bytes
+    )
     found = assign_modes(setting, memory_limit_bytes=limit_bytes)
     if found is None:  # only the closed form has a plan that fits
-        assert setting.exact_peak(setting.least_memory_modes).peak_bytes > limit_bytes
+        assert setting.costs.exact_peak(setting.costs.least_memory_modes).peak_bytes > limit_bytes
         return
-    assert found.peak.peak_bytes == setting.exact_peak(found.modes).peak_bytes <= limit_bytes
+    assert found.peak.peak_bytes == setting.costs.exact_peak(found.modes).peak_bytes <= limit_bytes
     assert found.bound_s <= fastest * (1 + 1e-9)
     if not setting.overlaps and setting.engine.backward_prefetch == "none":
         assert found.step_time_s == pytest.approx(fastest, rel=1e-9)
@@ -160,20 +162,20 @@ def test_blocks_and_modes_are_chosen_as_well_as_by_brute_force(blocked, fields, 
 def test_what_the_search_sees_is_what_the_simulator_says(blocked, fields, data):
     base = blocked(**fields)
     setting = block_units(base, CHOICES)[0]
-    modes = tuple(data.draw(st.sampled_from(options)) for options in setting.options)
+    modes = tuple(data.draw(st.sampled_from(options)) for options in setting.costs.options)
     estimate = simulated(setting, modes)
-    assert setting.step_time_s(modes) == pytest.approx(estimate.time_s, rel=1e-9)
-    assert setting.exact_peak(modes).peak_bytes == estimate.peak.peak_bytes
+    assert setting.costs.step_time_s(modes) == pytest.approx(estimate.time_s, rel=1e-9)
+    assert setting.costs.exact_peak(modes).peak_bytes == estimate.peak.peak_bytes
     # where the unit before is gathered ahead, it and its inputs, 8 bytes a sample, may be left out
     ahead = max(unit.gathered_bytes for unit in setting.units) + 8 * setting.workload.micro_batch_size
     left_out = 0 if setting.engine.backward_prefetch == "none" else ahead
-    assert estimate.peak.peak_bytes <= setting.peak(modes).peak_bytes + left_out
+    assert estimate.peak.peak_bytes <= setting.costs.peak(modes).peak_bytes + left_out
     # the same decided before, with the operators for units
-    fine = with_blocks(base, chosen_activations(setting, modes))
-    modes = tuple(data.draw(st.sampled_from(options)) for options in fine.options)
+    fine = base.with_blocks(chosen_activations(setting, modes))
+    modes = tuple(data.draw(st.sampled_from(options)) for options in fine.costs.options)
     estimate = simulated(fine, modes)
-    assert fine.step_time_s(modes) == pytest.approx(estimate.time_s, rel=1e-9)
-    assert estimate.peak.peak_bytes <= fine.peak(modes).peak_bytes
+    assert fine.costs.step_time_s(modes) == pytest.approx(estimate.time_s, rel=1e-9)
+    assert estimate.peak.peak_bytes <= fine.costs.peak(modes).peak_bytes
     assert all(num_bytes > -1e-6 for _, moment in estimate.moments for num_bytes in moment.parts.values())
 
 
@@ -182,12 +184,12 @@ def test_a_unit_inside_a_block_that_recomputes_is_gathered_for_that_and_stays_fo
     operators = [{"name": f"b{block}.{index}", "parameter_bytes": 100} for block in range(2) for index in range(4)]
     for reruns_early in (False, True):
         base = blocked(operators, reruns_early=reruns_early, **fields)
-        fine = with_blocks(base, {"b0": "recompute", "b1": "recompute"})
+        fine = base.with_blocks({"b0": "recompute", "b1": "recompute"})
         for modes in (fine.all_zdp_modes, (DP,) * len(fine.units)):
-            assert fine.step_time_s(modes) == pytest.approx(base.step_time_s(modes))
+            assert fine.costs.step_time_s(modes) == pytest.approx(base.costs.step_time_s(modes))
         # base 1200, and 350 to reduce a unit: b0.1 is reduced beside b0.0, prefetched, and six gradient shards of 50;
         # or else b0.3 beside b0.0, b0.1 and b0.2, four gradient shards and 8 bytes of inputs
-        peaks = [found.exact_peak(found.all_zdp_modes) for found in (base, fine)]
+        peaks = [found.costs.exact_peak(found.all_zdp_modes) for found in (base, fine)]
         assert [peak.peak_bytes for peak in peaks] == [1550 + 100 + 6 * 50, 1550 + 300 + 4 * 50 + 8]
         assert [peak.parts["gathered parameters"] for peak in peaks] == [100, 300]
 
@@ -205,7 +207,16 @@ def test_blocks_that_are_kept_longest_recompute_first(blocked, cluster):
     ]
     fields = {"cluster": cluster(2, seconds_per_byte=0.01), "workload": Workload(micro_batch_size=1)}
     setting = block_units(blocked(operators, engine=FSDP2(backward_prefetch="none"), **fields), CHOICES[:2])[0]
-    most = setting.peak(tuple(options[-1] for options in setting.options)).peak_bytes
+    most = setting.costs.peak(tuple(options[-1] for options in setting.costs.options)).peak_bytes
     found = assign_modes(setting, memory_limit_bytes=most - 700)
     assert list(chosen_activations(setting, found.modes)) == ["b0"]
     assert found.gap == 0.0
+
+
+def test_what_was_made_before_offers_the_modes_of_the_setting_that_asks(blocked, cluster):
+    operators = [{"name": f"b{block}.0", "parameter_bytes": 100} for block in range(2)]
+    base = blocked(operators, cluster=cluster(2), workload=Workload(micro_batch_size=1))
+    recomputing = {"b0": "recompute", "b1": "recompute"}
+    assert base.with_blocks(recomputing).modes == base.modes
+    sharded = dataclasses.replace(base, modes=(ZDP,)).with_blocks(recomputing)
+    assert sharded.costs.options == ((DP,), (ZDP,), (ZDP,))

@@ -25,19 +25,19 @@ def two_ranks(cluster):
 
 def test_one_rank_has_nothing_to_choose(setting, cluster):
     found = setting(operators=chain([100, 200]), cluster=cluster(1), workload=Workload(micro_batch_size=1))
-    least = found.peak(found.least_memory_modes).peak_bytes
+    least = found.costs.peak(found.costs.least_memory_modes).peak_bytes
     assigned = assign_modes(found, memory_limit_bytes=least)
-    assert (assigned.gap, assigned.step_time_s) == (0.0, found.additive.fastest_s)
+    assert (assigned.gap, assigned.step_time_s) == (0.0, found.costs.additive.fastest_s)
     assert assign_modes(found, memory_limit_bytes=least - 1) is None
 
 
 def test_everything_is_kept_where_it_fits_and_nothing_where_nothing_does(setting, two_ranks):
     found = setting(operators=chain([100, 200, 300, 400]), **two_ranks)
-    most = found.peak((DP,) * 5).peak_bytes
+    most = found.costs.peak((DP,) * 5).peak_bytes
     assert assign_modes(found, memory_limit_bytes=most).modes == (DP,) * 5
     # 3/2 S against 1 S seconds of S bytes at 0.01 s: 1.5 * 10 and 1.0 * 10
     assert assign_modes(found, memory_limit_bytes=most).step_time_s == pytest.approx(10.0)
-    least = found.peak(found.all_zdp_modes).peak_bytes
+    least = found.costs.peak(found.all_zdp_modes).peak_bytes
     assert assign_modes(found, memory_limit_bytes=least - 1) is None
 
 
@@ -46,7 +46,7 @@ def test_of_equal_operators_the_later_ones_are_kept(setting, two_ranks):
     # reduced beside m(k), prefetched: 900 +50 (4-k) +100 +350 (sent, last, scattered, gloo's copy) +50 (k+2) = 1650;
     # when all six are the loss 1500: at the least peak the last one is kept for nothing, each further one takes 100
     found = setting(operators=chain([100] * 6, activation_bytes_per_sample=50), **two_ranks)
-    assert found.peak(found.all_zdp_modes).peak_bytes == 1650
+    assert found.costs.peak(found.all_zdp_modes).peak_bytes == 1650
     for limit_bytes, expected in [
         (1650, "ZZZZZD"),
         (1750, "ZZZZDD"),
@@ -61,7 +61,7 @@ def test_of_equal_operators_the_later_ones_are_kept(setting, two_ranks):
 def test_a_binding_moment_other_than_the_last_forward_is_proven_too(setting, two_ranks):
     # the peak is where m2's gradients are reduced: m1 is prefetched then, and only m0 may be freed
     found = setting(operators=chain([10, 20, 1000, 30, 40]), **two_ranks)
-    assigned = assign_modes(found, memory_limit_bytes=found.peak(found.all_zdp_modes).peak_bytes)
+    assigned = assign_modes(found, memory_limit_bytes=found.costs.peak(found.all_zdp_modes).peak_bytes)
     assert (assigned.peak.phase, assigned.peak.operator) == ("reduce-scatter", "m2")
     assert assigned.modes == (DP, ZDP, DP, DP, DP, DP)
     assert assigned.gap == 0.0
@@ -76,7 +76,7 @@ def test_a_search_that_stops_early_says_so_in_words_that_are_true_of_the_step(se
         cluster=cluster(8, latency_s=2e-5, seconds_per_byte=1e-10),
         workload=Workload(micro_batch_size=2),
     )
-    least, most = found.peak(found.all_zdp_modes).peak_bytes, found.peak((DP,) * 401).peak_bytes
+    least, most = found.costs.peak(found.all_zdp_modes).peak_bytes, found.costs.peak((DP,) * 401).peak_bytes
     assigned = assign_modes(found, memory_limit_bytes=(9 * least + most) // 10)
     assert 0 < assigned.gap < 1e-3
     text, _, rest = assigned.note.partition(" nodes: ")
@@ -102,17 +102,17 @@ def test_thousands_of_distinct_operators_take_about_a_second(setting, cluster, n
 
 def test_exhaustive_refuses_many_units(setting, two_ranks):
     found = setting(operators=chain([100 + index for index in range(40)], activation_bytes_per_sample=1), **two_ranks)
-    least, most = found.peak(found.all_zdp_modes).peak_bytes, found.peak((DP,) * 41).peak_bytes
+    least, most = found.costs.peak(found.all_zdp_modes).peak_bytes, found.costs.peak((DP,) * 41).peak_bytes
     with pytest.raises(ConfigurationError, match="search='exhaustive' expects a problem with at most 100,000"):
         assign_modes(found, memory_limit_bytes=(least + most) // 2, search="exhaustive")
 
 
 def test_what_a_setting_says_of_plain_fsdp_does_not_depend_on_what_is_offered(setting, two_ranks):
-    every, one = (setting(operators=chain([100, 200]), modes=modes, **two_ranks) for modes in (("ZDP", "DP"), ("DP",)))
+    every, one = (setting(operators=chain([100, 200]), modes=modes, **two_ranks) for modes in ((ZDP, DP), (DP,)))
     assert every.all_zdp_modes == one.all_zdp_modes == (DP, ZDP, ZDP)
     # 3 * 1/2 * 300 * 0.01 s, and a third of it is saved by DP
-    assert one.step_time_s(one.all_zdp_modes) == pytest.approx(4.5)
-    assert [one.saved_s(unit) for unit in range(3)] == pytest.approx([0.0, 0.5, 1.0])
+    assert one.costs.step_time_s(one.all_zdp_modes) == pytest.approx(4.5)
+    assert [one.costs.keeping_saves_s(unit) for unit in range(3)] == pytest.approx([0.0, 0.5, 1.0])
 
 
 def test_what_no_unit_owns_is_part_of_every_step(setting, two_ranks):
@@ -124,10 +124,10 @@ def test_what_no_unit_owns_is_part_of_every_step(setting, two_ranks):
         optimizer=OptimizerProfile(s_per_element=0.5),
     )
     workload = Workload(micro_batch_size=2, num_micro_batches=5)
-    found = dataclasses.replace(bare, profile=profile, workload=workload, sync=("every",))
+    found = dataclasses.replace(bare, profile=profile, workload=workload, modes=(ZDP, DP))
     # 10 samples at 3 s, and 25 elements on two ranks at 0.5 s
-    assert found.additive.constant_s == 30 + 6.25
-    assert found.additive.fastest_s == pytest.approx(36.25 + 5 * 1.0)
+    assert found.costs.additive.constant_s == 30 + 6.25
+    assert found.costs.additive.fastest_s == pytest.approx(36.25 + 5 * 1.0)
 
 
 def test_a_gap_without_a_bound_is_none(setting, cluster):

@@ -54,7 +54,7 @@ def test_one_collective_takes_the_place_of_two(given_setting):
     lists, found, modes = joined_in(setting)
     assert lists == {"m0": ("m0", "m1"), "m2": ("m2", "m3")}  # no unit is more than half of the model
     assert [[operator.name for operator in unit.operators] for unit in found.units] == [[], ["m0", "m1"], ["m2", "m3"]]
-    assert (setting.step_time_s(setting.all_zdp_modes), found.step_time_s(modes)) == (12.0, 6.0)
+    assert (setting.costs.step_time_s(setting.all_zdp_modes), found.costs.step_time_s(modes)) == (12.0, 6.0)
     assert [unit.calls for unit in found.units[1:]] == [((0, 1),), ((2, 3),)]
 
 
@@ -69,11 +69,11 @@ def test_nothing_is_joined_that_saves_no_time(given_setting):
 
 def test_as_many_of_the_last_ones_are_joined_as_fit(given_setting):
     setting = given_setting(*[100] * 10)
-    least = setting.exact_peak(setting.all_zdp_modes).peak_bytes
+    least = setting.costs.exact_peak(setting.all_zdp_modes).peak_bytes
     found = set()
     for limit_bytes in range(least, least + 800, 25):
         lists, joined, modes = joined_in(setting, limit_bytes=limit_bytes)
-        assert joined.exact_peak(modes).peak_bytes <= limit_bytes
+        assert joined.costs.exact_peak(modes).peak_bytes <= limit_bytes
         found.add(len(lists))
     assert len(found) > 2
 
@@ -135,11 +135,11 @@ def test_joined_units_are_faster_and_fit(model, operator, case, overlaps, mode):
     found = dataclasses.replace(made(model, operator, case), engine=FSDP2(forward_prefetch=True))
     found = dataclasses.replace(found, cluster=dataclasses.replace(found.cluster, overlaps=overlaps))
     modes = tuple(DP if unit.is_root else mode for unit in found.units)
-    limit_bytes = found.exact_peak(modes).peak_bytes + 150
+    limit_bytes = found.costs.exact_peak(modes).peak_bytes + 150
     joined, joined_modes = join_units(found, modes, memory_limit_bytes=limit_bytes)
-    assert joined.exact_peak(joined_modes).peak_bytes <= limit_bytes
+    assert joined.costs.exact_peak(joined_modes).peak_bytes <= limit_bytes
     if joined is not found:
-        assert joined.step_time_s(joined_modes) < found.step_time_s(modes)
+        assert joined.costs.step_time_s(joined_modes) < found.costs.step_time_s(modes)
     held = sorted(operator.name for unit in joined.units for operator in unit.operators)
     assert held == sorted(operator.name for operator in found.profile)
 

@@ -21,9 +21,9 @@ from lightning_osdp.scheduler.planned import planned
 
 def fitting(found, share):
     """A limit this share of the way from the least peak to the largest, and the step times of all that fit."""
-    every = {modes: found.peak(modes).peak_bytes for modes in itertools.product(*found.options)}
+    every = {modes: found.costs.peak(modes).peak_bytes for modes in itertools.product(*found.costs.options)}
     limit_bytes = int(min(every.values()) + share * (max(every.values()) - min(every.values())))
-    return limit_bytes, {modes: found.step_time_s(modes) for modes, peak in every.items() if peak <= limit_bytes}
+    return limit_bytes, {modes: found.costs.step_time_s(modes) for modes, peak in every.items() if peak <= limit_bytes}
 
 
 @settings(deadline=None, max_examples=150)
@@ -36,7 +36,7 @@ def test_modes_fit_and_no_modes_that_fit_are_faster_than_the_bound(model, operat
     assert assigned.peak.peak_bytes <= limit_bytes
     assert assigned.step_time_s == times_s[assigned.modes]
     assert assigned.bound_s <= best_s * (1 + 1e-9)
-    assert best_s <= assigned.step_time_s <= times_s[found.least_memory_modes]
+    assert best_s <= assigned.step_time_s <= times_s[found.costs.least_memory_modes]
     assert assign_modes(found, memory_limit_bytes=limit_bytes) == assigned
 
 
@@ -45,11 +45,11 @@ def test_modes_fit_and_no_modes_that_fit_are_faster_than_the_bound(model, operat
 def test_every_path_is_a_bound_on_all_modes_and_the_least_one_too(model, operator, case):
     found = made(model, operator, case)
     paths = Paths(found)
-    every = list(itertools.product(*found.options))
+    every = list(itertools.product(*found.costs.options))
     for modes in every[:: max(1, len(every) // 8)]:
         path = paths.at(paths.longest(modes))
-        assert all(path.time_s(others) <= found.step_time_s(others) * (1 + 1e-9) for others in every)
-        assert paths.least_s() <= found.step_time_s(modes) * (1 + 1e-9)
+        assert all(path.time_s(others) <= found.costs.step_time_s(others) * (1 + 1e-9) for others in every)
+        assert paths.least_s() <= found.costs.step_time_s(modes) * (1 + 1e-9)
 
 
 @settings(deadline=None, max_examples=60)
@@ -62,9 +62,9 @@ def test_a_bound_holds_for_larger_micro_batches(model, operator, case, share, mo
     later = found.at(size)
     bound_s = bound_later_s(found, min(times_s.values()), micro_batch_size=size)
     assert bound_s >= min(times_s.values())
-    for modes in itertools.product(*later.options):
-        if later.peak(modes).peak_bytes <= limit_bytes:
-            assert bound_s <= later.step_time_s(modes) * (1 + 1e-9)
+    for modes in itertools.product(*later.costs.options):
+        if later.costs.peak(modes).peak_bytes <= limit_bytes:
+            assert bound_s <= later.costs.step_time_s(modes) * (1 + 1e-9)
 
 
 IMPLICIT, EXPLICIT = FSDP2(asynchronous_unshard=False), FSDP2(forward_prefetch=True)
@@ -101,7 +101,7 @@ def test_nothing_is_kept_where_computing_hides_everything(chain):
 
 def test_what_is_gathered_again_once_forward_is_over_is_kept_where_nothing_else_shows(chain):
     found = chain(3.0, EXPLICIT)
-    assert found.step_time_s(found.all_zdp_modes) == 75.0
+    assert found.costs.step_time_s(found.all_zdp_modes) == 75.0
     assigned = assign_modes(found, memory_limit_bytes=10**6)
     assert assigned.modes == (DP, *[ZDP] * 7, DP)
     assert (assigned.step_time_s, assigned.gap) == (74.0, 0.0)
@@ -120,14 +120,14 @@ def test_everything_is_kept_where_collectives_take_longest(chain, engine):
 @pytest.mark.parametrize(("forward_s", "saves"), [(3.0, False), (0.1, True)])
 def test_what_a_plan_says_that_keeping_saves_is_what_the_step_would(chain, forward_s, saves):
     found = chain(forward_s)
-    units = planned(found, assign_modes(found, memory_limit_bytes=10**6))
+    units = planned(assign_modes(found, memory_limit_bytes=10**6))
     assert all((unit.keep_saves_s > 0.5) == saves for unit in units[1:])
     assert saves or all(unit.keep_saves_s == pytest.approx(0, abs=1e-9) for unit in units)
 
 
 def test_as_many_are_kept_as_fit_where_collectives_take_longest(chain):
     found = chain(0.1)
-    least, most = (found.peak(modes).peak_bytes for modes in (found.all_zdp_modes, (DP,) * 9))
+    least, most = (found.costs.peak(modes).peak_bytes for modes in (found.all_zdp_modes, (DP,) * 9))
     times_s = [assign_modes(found, memory_limit_bytes=limit).step_time_s for limit in range(least, most + 1, 100)]
     assert times_s == sorted(times_s, reverse=True)
     assert times_s[0] > times_s[-1] + 3.0

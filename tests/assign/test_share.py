@@ -67,12 +67,12 @@ def test_equal_modes_in_a_block_share_its_unit_and_stacks_stay_apart(mode):
     shared, modes = share_units(given, modes_of(given, mode), memory_limit_bytes=math.inf)
     assert names(shared) == ["", "tokens", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head"]
     assert set(modes[1:]) == {mode}
-    assert shared.step_time_s(modes) < given.step_time_s(modes_of(given, mode))
+    assert shared.costs.step_time_s(modes) < given.costs.step_time_s(modes_of(given, mode))
 
 
 def test_every_operator_stays_in_exactly_one_unit():
     given = setting(blocks())
-    shared, _ = share_units(given, given.additive.fastest_modes, memory_limit_bytes=math.inf)
+    shared, _ = share_units(given, given.costs.additive.fastest_modes, memory_limit_bytes=math.inf)
     found = [operator.name for unit in shared.units for operator in unit.operators]
     assert sorted(found) == sorted(operator.name for operator in given.profile)
 
@@ -90,24 +90,24 @@ def test_a_block_of_two_modes_shares_only_where_they_agree():
 
 def test_nothing_is_shared_that_saves_no_time():
     given = setting(blocks(), link=FREE)
-    fastest = given.additive.fastest_modes
+    fastest = given.costs.additive.fastest_modes
     assert share_units(given, fastest, memory_limit_bytes=math.inf) == (given, fastest)
     overhead = {"flatten": UnitOverhead(fixed_s=1e-3)}
     costly = setting(blocks(), link=FREE, overhead=overhead)
-    assert len(share_units(costly, costly.additive.fastest_modes, memory_limit_bytes=math.inf)[0].units) == 7
+    assert len(share_units(costly, costly.costs.additive.fastest_modes, memory_limit_bytes=math.inf)[0].units) == 7
 
 
 def test_only_the_last_blocks_share_where_memory_is_short():
     given = setting(blocks())
     modes = modes_of(given, ZDP)
-    alone = given.peak(modes).peak_bytes
+    alone = given.costs.peak(modes).peak_bytes
     whole, whole_modes = share_units(given, modes, memory_limit_bytes=math.inf)
-    most = whole.peak(whole_modes).peak_bytes
+    most = whole.costs.peak(whole_modes).peak_bytes
     assert most > alone
     found = set()
     for limit in range(alone, most + 1, 500):
         shared, shared_modes = share_units(given, modes, memory_limit_bytes=limit)
-        assert shared.peak(shared_modes).peak_bytes <= limit
+        assert shared.costs.peak(shared_modes).peak_bytes <= limit
         found.add(tuple(names(shared)))
     assert len(found) > 1
 
@@ -116,7 +116,7 @@ def test_small_operators_join_the_shared_unit_of_their_block():
     parts = [operator(f"blocks.{i}.norm", 16) for i in range(4)]
     given = setting([*blocks(), *parts], min_unit_bytes=100)
     assert {operator.name for operator in given.units[0].operators} == {f"blocks.{i}.norm" for i in range(4)}
-    shared, _ = share_units(given, given.additive.fastest_modes, memory_limit_bytes=math.inf)
+    shared, _ = share_units(given, given.costs.additive.fastest_modes, memory_limit_bytes=math.inf)
     assert shared.units[0].operators == ()
 
 
@@ -125,7 +125,7 @@ def test_a_module_cannot_share_parameters_that_are_used_outside_it():
     operators[1] = dataclasses.replace(operators[1], enclosing=("blocks.0.attention.qkv", ""))
     given = setting(operators)
     assert merged(given.profile, given.units, ["blocks.0.attention"]) is None
-    shared, _ = share_units(given, given.additive.fastest_modes, memory_limit_bytes=math.inf)
+    shared, _ = share_units(given, given.costs.additive.fastest_modes, memory_limit_bytes=math.inf)
     assert names(shared) == [
         "",
         "tokens",
@@ -139,7 +139,7 @@ def test_a_module_cannot_share_parameters_that_are_used_outside_it():
 
 def test_no_unit_holds_more_than_half_of_the_model():
     given = setting([operator("body.a"), operator("body.b"), operator("head")])
-    shared, _ = share_units(given, given.additive.fastest_modes, memory_limit_bytes=math.inf)
+    shared, _ = share_units(given, given.costs.additive.fastest_modes, memory_limit_bytes=math.inf)
     assert names(shared) == ["", "body.a", "body.b", "head"]
 
 
@@ -157,4 +157,4 @@ def test_where_communication_overlaps_sharing_is_judged_by_the_simulated_step():
     overhead = {"flatten": UnitOverhead(fixed_s=1e-3)}
     costly = dataclasses.replace(overlapping, cluster=dataclasses.replace(overlapping.cluster, unit_overhead=overhead))
     shared, shared_modes = share_units(costly, modes, memory_limit_bytes=math.inf)
-    assert shared.step_time_s(shared_modes) < costly.step_time_s(modes)
+    assert shared.costs.step_time_s(shared_modes) < costly.costs.step_time_s(modes)

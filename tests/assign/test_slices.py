@@ -30,21 +30,21 @@ def wide(model, linear, cluster):
 
 
 def least_bytes(found):
-    return found.peak(found.least_memory_modes).peak_bytes
+    return found.costs.peak(found.costs.least_memory_modes).peak_bytes
 
 
 def test_what_binds_is_split_as_long_as_that_lowers_the_peak(wide):
     found = list(ever_more_slices(wide, CHOICES))
-    assert [each.num_slices["large"] for each in found][:3] == [2, 4, 8]
+    assert [each.decided.num_slices["large"] for each in found][:3] == [2, 4, 8]
     peaks = [least_bytes(wide), *map(least_bytes, found)]
     assert peaks == sorted(peaks, reverse=True)
     assert len(set(peaks)) == len(peaks)
-    assert all(each.num_slices.keys() == {"large"} for each in found[:2])
-    assert found[-1].num_slices.get("a", 1) <= 2  # small ones are left alone while a large one binds
+    assert all(each.decided.num_slices.keys() == {"large"} for each in found[:2])
+    assert found[-1].decided.num_slices.get("a", 1) <= 2  # small ones are left alone while a large one binds
 
 
 def test_no_operator_has_more_slices_than_are_offered_or_than_it_has_features(wide):
-    assert all(each.num_slices == {"large": 3} for each in ever_more_slices(wide, (1, 3)))
+    assert all(each.decided.num_slices == {"large": 3} for each in ever_more_slices(wide, (1, 3)))
     assert not list(ever_more_slices(wide, (1, 65)))
     assert not list(ever_more_slices(wide, (1,)))
 
@@ -59,7 +59,7 @@ def test_slices_of_an_operator_reduce_their_gradients_alike(wide):
 
 def test_with_slices_a_part_of_an_operator_is_kept(wide):
     split = list(ever_more_slices(wide, (1, 4)))[-1]
-    limit_bytes = (least_bytes(split) + split.peak(tuple(DP for _ in split.units)).peak_bytes) // 2
+    limit_bytes = (least_bytes(split) + split.costs.peak(tuple(DP for _ in split.units)).peak_bytes) // 2
     modes = assign_modes(split, memory_limit_bytes=limit_bytes).modes
     slices = [mode for unit, mode in zip(split.units, modes, strict=True) if unit.name.startswith("large")]
     assert set(slices) == {ZDP, DP}

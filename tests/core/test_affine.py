@@ -31,4 +31,6 @@ def test_what_shrinks_with_size_is_fixed_and_what_grows_faster_than_size_is_prop
 def test_affine_quantities_add_up():
     total = sum((Affine(1.0, 2.0), Affine(3.0, 4.0)), Affine())
     assert total == Affine(4.0, 6.0)
+    assert total - Affine(1.0, 2.0) == Affine(3.0, 4.0)
+    assert total * 0.5 == Affine(2.0, 3.0)
     assert total.at(10) == 64.0

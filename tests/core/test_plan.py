@@ -9,13 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_osdp.core.modes import MODES
+from lightning_osdp.core.modes import ACTIVATION_CHOICES, MODES, SYNC_CHOICES
 from lightning_osdp.core.plans.plan import (
-    ACTIVATION_CHOICES,
     COST_MODELS,
     PREFETCH_CHOICES,
     SCHEMA_VERSION,
-    SYNC_CHOICES,
     Block,
     Decision,
     Plan,

@@ -22,7 +22,7 @@ from benchmarks.testbed.plans import plan_of
 from lightning_osdp.apply import ShardedModel
 from lightning_osdp.apply.activations.blocks import block_forwards
 from lightning_osdp.core.modes import ACTIVATION_CHOICES
-from lightning_osdp.core.plans.plan_unit import Block
+from lightning_osdp.core.plans.plan import Block
 from lightning_osdp.splitting import cuts_of
 
 CPU = torch.device("cpu")

@@ -15,7 +15,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from models import BATCH_SIZE, build
 
-from lightning_osdp import Cluster, DeviceRates, OSDPPrecision, OSDPStrategy, SearchSpace, make_plan, profile_model
+from lightning_osdp import (
+    Cluster,
+    DeviceRates,
+    OSDPPrecision,
+    OSDPStrategy,
+    PlanMethod,
+    SearchSpace,
+    make_plan,
+    profile_model,
+)
 from lightning_osdp.callbacks import PlanMonitor
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Link
@@ -75,7 +84,7 @@ def plan_for(module, modes, *, world_size, micro_batch_size=BATCH_SIZE, num_micr
         stated_cluster(world_size),
         memory_limit_bytes=2**40,
         micro_batch_size=BatchPolicy.fixed(micro_batch_size, num_micro_batches),
-        search="greedy",
+        method=PlanMethod(search="greedy"),
         search_space=space,
     )
     chosen = {"zdp": ["ZDP"], "dp": ["DP"], "mixed": ["DP", "ZDP"]}[modes]

@@ -28,7 +28,7 @@ from lightning_osdp.apply.fsdp2 import internals
 from lightning_osdp.callbacks import PlanMonitor
 from lightning_osdp.callbacks.peak import living_tensors
 from lightning_osdp.core.modes import ACTIVATION_CHOICES
-from lightning_osdp.core.plans.plan_unit import Block
+from lightning_osdp.core.plans.plan import Block
 from lightning_osdp.engine import engine_of
 from lightning_osdp.profiler import LiveBytes
 from lightning_osdp.simulation import planned_step

@@ -36,4 +36,4 @@ def nested_units():
 def measured_cluster(available_bytes):
     """measure_cluster where this rank may use its entry of ``available_bytes``."""
     with mock.patch.object(cluster, "default_memory_limit_bytes", return_value=available_bytes[dist.get_rank()]):
-        return measure_cluster(CPU, num_nodes=1, local_ranks=dist.get_world_size())
+        return measure_cluster(CPU, local_ranks=dist.get_world_size())

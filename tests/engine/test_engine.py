@@ -11,8 +11,8 @@ from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.modes import ALL_MODES, DP, ZDP
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
+from lightning_osdp.core.step import Workload
 from lightning_osdp.core.units import partition
-from lightning_osdp.core.workload import Workload
 from lightning_osdp.engine import AUTO, DEFAULT, FSDP2, engine_of
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.scheduler import make_plan
@@ -125,7 +125,11 @@ def test_a_unit_that_is_called_again_may_not_wait(model, operator, cluster):
         cluster=cluster(2),
         workload=Workload(micro_batch_size=1, num_micro_batches=2),
     )
-    assert [{mode.sync for mode in options} for options in found.options] == [{"every"}, {"every", "last"}, {"every"}]
+    assert [{mode.sync for mode in options} for options in found.costs.options] == [
+        {"every"},
+        {"every", "last"},
+        {"every"},
+    ]
 
 
 def test_small_operators_of_a_plan_join_a_child_of_the_root(model, operator, cluster):

@@ -40,7 +40,7 @@ def test_times_that_grow_faster_than_size_are_all_bandwidth():
 
 
 def test_one_process_has_links_that_cost_nothing():
-    cluster = measure_cluster(torch.device("cpu"), num_nodes=1, local_ranks=2)
+    cluster = measure_cluster(torch.device("cpu"), local_ranks=2)
     assert cluster.world_size == 1
     assert cluster.all_gather == cluster.reduce_scatter == Link(latency_s=0.0, seconds_per_byte=0.0)
     assert cluster.memory_bytes > 0

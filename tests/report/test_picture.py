@@ -8,7 +8,7 @@ import pytest
 
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
-from lightning_osdp.cost import Moment
+from lightning_osdp.engine import Moment
 from lightning_osdp.report import draw_plan, save_picture
 from lightning_osdp.report.picture import BANDS, HATCHES, KINDS, LIMIT_COLOUR
 from lightning_osdp.scheduler import make_plan

@@ -9,7 +9,7 @@ from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import BlockProfile
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
-from lightning_osdp.scheduler import make_plan
+from lightning_osdp.scheduler import PlanMethod, make_plan
 from lightning_osdp.simulation import simulate
 
 KEEP = SearchSpace(activations=("keep",))
@@ -111,12 +111,12 @@ def test_what_is_copied_takes_its_time(deep, cluster):
 
 
 def test_blocks_may_be_given(deep, cluster):
-    found = plan(deep, cluster, 10**6, blocks={"h.3": "recompute"})
+    found = plan(deep, cluster, 10**6, method=PlanMethod(blocks={"h.3": "recompute"}))
     assert [(block.name, block.activations) for block in found.blocks] == [("h.3", "recompute")]
     free = plan(deep, cluster, 10**6)
     assert found.step_time_s == pytest.approx(free.step_time_s + 0.2)
     with pytest.raises(ConfigurationError, match=r"block 'h.9' to be one that was profiled"):
-        plan(deep, cluster, 10**6, blocks={"h.9": "recompute"})
+        plan(deep, cluster, 10**6, method=PlanMethod(blocks={"h.9": "recompute"}))
 
 
 @pytest.mark.parametrize(

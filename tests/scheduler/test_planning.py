@@ -14,7 +14,7 @@ from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.engine import FSDP2, engine_of
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
-from lightning_osdp.scheduler import make_plan
+from lightning_osdp.scheduler import PlanMethod, make_plan
 from lightning_osdp.simulation import simulate
 
 EVERY_UNIT = SearchSpace(min_unit_bytes=0)
@@ -160,8 +160,6 @@ def test_on_one_rank_the_error_speaks_of_one_rank_and_the_root_is_named(model, o
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"search": "magic"}, "search must be one of ('depth_first', 'greedy', 'exhaustive'), got 'magic'."),
-        ({"cost_model": "guess"}, "cost_model must be one of ('simulate', 'paper'), got 'guess'."),
         (
             {"micro_batch_size": 0},
             "micro_batch_size must be a BatchPolicy or a number of samples, at least one, got 0.",
@@ -194,6 +192,11 @@ def test_options_that_make_no_sense_are_refused(uneven, cluster, options, text):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
+        (
+            lambda: PlanMethod(search="magic"),
+            "search must be one of ('depth_first', 'greedy', 'exhaustive'), got 'magic'.",
+        ),
+        (lambda: PlanMethod(cost_model="guess"), "cost_model must be one of ('simulate', 'paper'), got 'guess'."),
         (
             lambda: BatchPolicy.fixed(0),
             "micro_batch_size must be a BatchPolicy or a number of samples, at least one, got 0.",
@@ -256,13 +259,15 @@ def test_the_paper_plans_with_sums(model, operator, cluster):
     overhead = {"flatten": UnitOverhead(fixed_s=100.0)}
     ring = dataclasses.replace(cluster(2, seconds_per_byte=0.02), overlaps=True, unit_overhead=overhead)
     for limit_bytes, kept in [(621, 0), (670, 0), (671, 1), (721, 2), (10**6, 3)]:
-        found = plan(profile, ring, cost_model="paper", micro_batch_size=1, memory_limit_bytes=limit_bytes)
+        found = plan(
+            profile, ring, method=PlanMethod(cost_model="paper"), micro_batch_size=1, memory_limit_bytes=limit_bytes
+        )
         assert (found.cost_model, found.gap) == ("paper", 0.0)
         assert found.peak_bytes == 600 + 21 + 50 * kept
         assert found.step_time_s == pytest.approx(3 * (2 + 3) - kept)
         assert [unit.modes for unit in found.units].count(("DP",)) == kept + 1  # and the root
     with pytest.raises(InfeasibleError, match=r"needs at least 621 B \(in all phases: model states 600 B"):
-        plan(profile, ring, cost_model="paper", micro_batch_size=1, memory_limit_bytes=620)
+        plan(profile, ring, method=PlanMethod(cost_model="paper"), micro_batch_size=1, memory_limit_bytes=620)
 
 
 def test_a_profile_without_times_predicts_none(model, cluster):
@@ -390,7 +395,7 @@ def test_plans_do_not_depend_on_the_solver_where_all_are_exact(uneven, cluster):
         if size == 3 and limit_bytes < 560:
             continue
         plans = [
-            plan(uneven, ring, micro_batch_size=size, memory_limit_bytes=limit_bytes, search=name)
+            plan(uneven, ring, micro_batch_size=size, memory_limit_bytes=limit_bytes, method=PlanMethod(search=name))
             for name in ("depth_first", "exhaustive")
         ]
         assert plans[0].units == plans[1].units
@@ -399,7 +404,7 @@ def test_plans_do_not_depend_on_the_solver_where_all_are_exact(uneven, cluster):
 @pytest.mark.parametrize("limit_bytes", [540, 700, 10_000])
 def test_the_gain_is_over_the_best_plain_fsdp_that_fits(uneven, cluster, limit_bytes):
     ring = cluster(2, seconds_per_byte=0.01)
-    options = {"memory_limit_bytes": limit_bytes, "search": "exhaustive"}
+    options = {"memory_limit_bytes": limit_bytes, "method": PlanMethod(search="exhaustive")}
     space = SearchSpace(min_unit_bytes=0, share_units=False)
     found = plan(uneven, ring, micro_batch_size=BatchPolicy.divide(4), search_space=space, **options)
     alternatives = []

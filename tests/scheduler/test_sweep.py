@@ -10,7 +10,7 @@ from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.engine import FSDP2
 from lightning_osdp.errors import InfeasibleError
-from lightning_osdp.scheduler import competition, make_plan, sweep
+from lightning_osdp.scheduler import PlanMethod, competition, make_plan, sweep
 from lightning_osdp.search import SOLVERS
 
 EVERY_UNIT = SearchSpace(min_unit_bytes=0)
@@ -91,7 +91,11 @@ def test_no_size_is_better_than_the_chosen_one_by_more_than_the_tolerance(
     ring = dataclasses.replace(cluster(world_size, latency_s=0.01, seconds_per_byte=0.001), overlaps=overlaps)
     limit_bytes = int(share * 4 * sum(made["parameter_bytes"] for made in operators))
     # of units as they are: which of them are shared differs from size to size, and is no part of what the gap is about
-    options = {"memory_limit_bytes": limit_bytes, "search": search, "search_space": UNITS_AS_THEY_ARE}
+    options = {
+        "memory_limit_bytes": limit_bytes,
+        "method": PlanMethod(search=search),
+        "search_space": UNITS_AS_THEY_ARE,
+    }
     unlimited = {**options, "memory_limit_bytes": 10**9, "engine": FSDP2(backward_prefetch="none")}
     least = [plan(profile, ring, micro_batch_size=size, **unlimited).all_zdp_peak_bytes for size in range(1, most + 1)]
     fitting = [size for size, peak_bytes in enumerate(least, start=1) if peak_bytes <= limit_bytes]

@@ -108,12 +108,12 @@ def test_where_nothing_overlaps_time_is_the_sum_and_memory_within_the_closed_for
     found = Setting(profile=profile, units=partition(profile, min_unit_bytes=0), **around)
     modes = chosen(found, choices)
     estimate = simulated(found, modes)
-    assert estimate.time_s == pytest.approx(found.additive.time_s(modes))
-    assert found.step_time_s(modes) == found.additive.time_s(modes)
+    assert estimate.time_s == pytest.approx(found.costs.additive.time_s(modes))
+    assert found.costs.step_time_s(modes) == found.costs.additive.time_s(modes)
     assert estimate.exposed_communication_s == pytest.approx(estimate.communication_s, abs=1e-9)
     assert all(num_bytes > -1e-6 for _, moment in estimate.moments for num_bytes in moment.parts.values())
-    assert estimate.peak == found.exact_peak(modes)
-    assert estimate.peak.peak_bytes <= found.peak(modes).peak_bytes
+    assert estimate.peak == found.costs.exact_peak(modes)
+    assert estimate.peak.peak_bytes <= found.costs.peak(modes).peak_bytes
 
 
 @settings(deadline=None, max_examples=200)
@@ -123,11 +123,11 @@ def test_the_clock_shows_the_time_of_the_simulated_step(model, operator, tree, a
     profile = again(model(*(operator(**made) for made in operators), **fields), turns)
     found = Setting(profile=profile, units=partition(profile, min_unit_bytes=0), **around)
     modes = chosen(found, choices)
-    step, estimate = found.clock.step(modes), simulated(found, modes)
+    step, estimate = found.costs.clock.step(modes), simulated(found, modes)
     assert step.time_s == estimate.time_s
-    assert found.step_time_s(modes) == pytest.approx(estimate.time_s)
+    assert found.costs.step_time_s(modes) == pytest.approx(estimate.time_s)
     if found.cluster.overlaps:
-        assert estimate.time_s <= found.additive.time_s(modes) * (1 + 1e-12)
+        assert estimate.time_s <= found.costs.additive.time_s(modes) * (1 + 1e-12)
         assert estimate.time_s >= max(estimate.compute_s, estimate.communication_s) * (1 - 1e-12)
 
 
@@ -164,17 +164,19 @@ def test_computing_stalls_before_units_that_are_gathered_late(model, operator, c
     )
     # AG0 1, F0 3, AG1 4, F1 6, AG2 7, F2 9; what is freed is gathered after the reduce-scatter before it:
     # AG2 10, B2 12, RS2 13, AG1 14, B1 16, RS1 17, AG0 18, B0 20, RS0 21
-    freed, kept = (found.clock.step((DP, mode, mode, mode)) for mode in (ZDP, DP))
+    freed, kept = (found.costs.clock.step((DP, mode, mode, mode)) for mode in (ZDP, DP))
     assert (freed.time_s, freed.stalls_s) == (21.0, {0: 0.0, 1: 2.0, 2: 2.0, 3: 1.0})
     # F2 9, B0 15, RS0 16
     assert (kept.time_s, kept.stalls_s) == (16.0, {0: 0.0, 1: 0.0, 2: 0.0, 3: 0.0})
-    assert found.clock.step((DP, DP, ZDP, ZDP)).time_s == 19.0
+    assert found.costs.clock.step((DP, DP, ZDP, ZDP)).time_s == 19.0
     # AG2 10 while the loss goes backward, AG1 11 behind it; RS2 13, AG0 14; B2 12, B1 14, B0 16, RS0 17
-    hidden = dataclasses.replace(found, engine=FSDP2()).clock.step((DP, ZDP, ZDP, ZDP))
+    hidden = dataclasses.replace(found, engine=FSDP2()).costs.clock.step((DP, ZDP, ZDP, ZDP))
     assert (hidden.time_s, hidden.stalls_s) == (17.0, {0: 0.0, 1: 0.0, 2: 0.0, 3: 1.0})
     # and in forward, too: AG1 2 beside F0, AG2 4 beside F1; F2 7, AG2 8, B0 14, RS0 15
-    ahead = dataclasses.replace(found, engine=FSDP2(forward_prefetch=True)).clock.step((DP, ZDP, ZDP, ZDP))
+    ahead = dataclasses.replace(found, engine=FSDP2(forward_prefetch=True)).costs.clock.step((DP, ZDP, ZDP, ZDP))
     assert (ahead.time_s, ahead.stalls_s[3]) == (15.0, 1.0)
     # a gather waits for copies alone, not for computing: m2 is there again when its forward is over
-    implicit = dataclasses.replace(found, engine=FSDP2(asynchronous_unshard=False)).clock.step((DP, ZDP, ZDP, ZDP))
+    implicit = dataclasses.replace(found, engine=FSDP2(asynchronous_unshard=False)).costs.clock.step(
+        (DP, ZDP, ZDP, ZDP)
+    )
     assert (implicit.time_s, set(implicit.stalls_s.values())) == (14.0, {0.0})

@@ -12,8 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_osdp import Cluster, ConfigurationError, OSDPError, OSDPStrategy, ProfileError
-from lightning_osdp.core.cluster import Link
-from lightning_osdp.core.rates import DeviceRates
+from lightning_osdp.core.cluster import DeviceRates, Link
 from lightning_osdp.profiler import ComputePrecision
 from lightning_osdp.strategy.planning import plan_fit
 

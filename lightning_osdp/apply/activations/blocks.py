@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_osdp.apply.activations.buffers import Buffers, Place
 from lightning_osdp.apply.activations.offload import HostMemory
 from lightning_osdp.apply.activations.reentrant import Reentrant
-from lightning_osdp.core.plans.plan_unit import Block
+from lightning_osdp.core.plans.plan import Block
 from lightning_osdp.errors import PlanMismatchError
 
 

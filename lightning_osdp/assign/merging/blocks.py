@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 
 from lightning_osdp.assign.additive import Modes
 from lightning_osdp.assign.setting import Setting
-from lightning_osdp.core.blocks import with_activations
 from lightning_osdp.core.units import UnitProfile, agree, grouped, merged, outermost
 
 
@@ -17,12 +15,8 @@ def block_units(setting: Setting, activations: Sequence[str] = ("keep",)) -> lis
 
     First with the other units as they are, then with the root instead of them, or its children where that
     may be, as users of ``fully_shard`` have it: it gathers them at once, and the root keeps them gathered.
-
-    Args:
-        setting: in which all blocks keep what they save.
-        activations: what they may do.
     """
-    return setting.once(("blocks", *activations), partial(_block_units, setting, activations))
+    return setting.variants.once(setting, ("blocks", *activations), lambda: _block_units(setting, activations))
 
 
 def _block_units(setting: Setting, activations: Sequence[str]) -> Iterator[Setting]:
@@ -52,21 +46,4 @@ def _rest_in_root(setting: Setting, units: tuple[UnitProfile, ...]) -> tuple[Uni
 def chosen_activations(setting: Setting, modes: Modes) -> dict[str, str]:
     """Blocks that do not keep what they save -> what they do, with these modes, one per unit."""
     chosen = {unit.name: mode.activations for unit, mode in zip(setting.units, modes, strict=True)}
-    return {name: choice for name, choice in {**chosen, **setting.blocks}.items() if choice != "keep"}
-
-
-def with_blocks(setting: Setting, activations: Mapping[str, str]) -> Setting:
-    """The setting with its units as they are, and what blocks do decided.
-
-    Args:
-        setting: in which all blocks keep what they save, and no operator is split.
-        activations: block -> what it does; those that are not named keep what they save.
-    """
-    (found,) = setting.once(tuple(activations.items()), partial(_with_blocks, setting, activations))
-    return found
-
-
-def _with_blocks(setting: Setting, activations: Mapping[str, str]) -> Iterator[Setting]:
-    profile = with_activations(setting.profile, activations)
-    members = {unit.name: [operator.name for operator in unit.operators] for unit in setting.units}
-    yield setting.decided(profile, members, blocks=dict(activations))
+    return {name: choice for name, choice in {**chosen, **setting.decided.blocks}.items() if choice != "keep"}

@@ -26,14 +26,8 @@ _Pair = tuple[str, str]
 
 
 def join_units(setting: Setting, modes: Modes, *, memory_limit_bytes: float) -> tuple[Setting, Modes]:
-    """The setting with units of several modules where that is faster, and its modes.
-
-    Args:
-        setting: with units as they are after sharing; `Setting.once` keeps what is made of it.
-        modes: one per unit, which fit.
-        memory_limit_bytes: the most bytes that may live on one rank.
-    """
-    if setting.is_paper or setting.num_slices:
+    """The setting, whose units are shared, with units of several modules where that is faster, and its modes."""
+    if setting.is_paper or setting.decided.num_slices:
         return setting, modes
     for _ in range(_MAX_ROUNDS):
         before = setting
@@ -48,15 +42,15 @@ def _join(setting: Setting, modes: Modes, pairs: Sequence[_Pair], memory_limit_b
     """As many of the last pairs as fit and are faster, found by halving."""
     names = {unit.name: unit for unit in setting.units}
     pairs = [pair for pair in pairs if all(name in names for name in pair)]  # others may have been joined meanwhile
-    worth_s = setting.step_time_s(modes) * (1 - _WORTH_JOINING)
+    worth_s = setting.costs.step_time_s(modes) * (1 - _WORTH_JOINING)
     count = len(pairs)
     while count:
         chosen = tuple(pairs[-count:])
         make = partial(joined, setting.profile, setting.units, chosen)
         tried = in_other_units(setting, modes, ("joined", *chosen), make)
-        if tried is None or tried[0].step_time_s(tried[1]) >= worth_s:
+        if tried is None or tried[0].costs.step_time_s(tried[1]) >= worth_s:
             break
-        if tried[0].exact_peak(tried[1]).peak_bytes <= memory_limit_bytes:
+        if tried[0].costs.exact_peak(tried[1]).peak_bytes <= memory_limit_bytes:
             return tried
         count //= 2
     return setting, modes

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
@@ -26,66 +25,57 @@ LARGEST_SHARE = 0.5
 """Fraction of the model's parameters that one shared unit may hold at most: two units are the least that a plan has."""
 
 
-@dataclass(frozen=True)
-class _Block:
-    """A module whose units have one mode."""
-
-    name: str
-    mode: ShardingMode
-    key: tuple[object, ...]
-    """Equal for blocks that cost the same."""
-
-
 def share_units(setting: Setting, modes: Modes, *, memory_limit_bytes: float) -> tuple[Setting, Modes]:
-    """The setting with blocks for units where that is faster, and its modes.
+    """The setting, whose units are operators, with blocks for units where that is faster, and its modes.
 
     Blocks are tried from the innermost outwards, equal ones together: all of them, or as many of the last ones in
     forward order as fit.
-
-    Args:
-        setting: with a partition into operators.
-        modes: one per unit, which fit.
-        memory_limit_bytes: the most bytes that may live on one rank.
     """
     stacks = _stacks(setting)
     modules = _modules(setting)
-    total_bytes = sum(unit.gathered_bytes for unit in setting.units)
+    most_bytes = LARGEST_SHARE * sum(unit.gathered_bytes for unit in setting.units)
     for depth in sorted({name.count(".") for name in modules}, reverse=True):
         inside = _inside(setting.units)
-        groups: dict[tuple[object, ...], list[_Block]] = {}
+        groups: dict[tuple[ShardingMode, object], list[str]] = {}
         for name in modules:
             if name.count(".") == depth and name not in stacks:
-                block = _block(setting, modes, name, inside.get(name, []), LARGEST_SHARE * total_bytes)
-                if block is not None:
-                    groups.setdefault(block.key, []).append(block)
-        for blocks in groups.values():
-            setting, modes = _share(setting, modes, blocks, memory_limit_bytes)
+                units = inside.get(name, [])
+                mode = _shared_mode(setting, modes, units, most_bytes)
+                if mode is not None:
+                    groups.setdefault((mode, _structure(setting, units)), []).append(name)
+        for (mode, _), names in groups.items():
+            setting, modes = _share(setting, modes, names, mode, memory_limit_bytes)
     return setting, modes
 
 
+def _shared_mode(setting: Setting, modes: Modes, units: Sequence[int], most_bytes: float) -> ShardingMode | None:
+    """Of a block with these units; None where they differ in mode, are one already, hold too much or recompute."""
+    chosen = {modes[index] for index in units}
+    if len(units) < 2 or len(chosen) > 1 or sum(setting.units[i].gathered_bytes for i in units) > most_bytes:
+        return None
+    mode = chosen.pop()
+    return mode if mode.activations == "keep" else None  # what recomputes is a block by itself
+
+
 def _share(
-    setting: Setting, modes: Modes, blocks: Sequence[_Block], memory_limit_bytes: float
+    setting: Setting, modes: Modes, names: Sequence[str], mode: ShardingMode, memory_limit_bytes: float
 ) -> tuple[Setting, Modes]:
     """As many of the last blocks as fit, found by halving."""
-    before_s = setting.step_time_s(modes)
-    best, fits, fails = (setting, modes), 0, len(blocks) + 1
-    count = len(blocks)
+    before_s = setting.costs.step_time_s(modes)
+    best, fits, fails = (setting, modes), 0, len(names) + 1
+    count = len(names)
     while fails - fits > 1:
-        tried = _with(setting, modes, blocks[-count:])
-        if tried is not None and tried[0].step_time_s(tried[1]) >= before_s * (1 - NO_GAIN):
+        last = tuple(names[-count:])
+        make = partial(merged, setting.profile, setting.units, last)
+        tried = in_other_units(setting, modes, ("shared", *last), make, dict.fromkeys(last, mode))
+        if tried is not None and tried[0].costs.step_time_s(tried[1]) >= before_s * (1 - NO_GAIN):
             break
-        if tried is not None and tried[0].exact_peak(tried[1]).peak_bytes <= memory_limit_bytes:
+        if tried is not None and tried[0].costs.exact_peak(tried[1]).peak_bytes <= memory_limit_bytes:
             best, fits = tried, count
         else:
             fails = count
         count = (fits + fails) // 2
     return best
-
-
-def _with(setting: Setting, modes: Modes, blocks: Sequence[_Block]) -> tuple[Setting, Modes] | None:
-    names = tuple(block.name for block in blocks)
-    make = partial(merged, setting.profile, setting.units, names)
-    return in_other_units(setting, modes, ("shared", *names), make, {block.name: block.mode for block in blocks})
 
 
 def in_other_units(
@@ -97,12 +87,7 @@ def in_other_units(
 ) -> tuple[Setting, Modes] | None:
     """The setting in other units, which are made once, and their modes; None where there are no such units.
 
-    Args:
-        setting: to change.
-        modes: one per unit.
-        what: units are made, see `Setting.once`.
-        make: makes them, or gives None.
-        changed: modes of units that have no namesake in the setting.
+    Units that have no namesake in the setting take their modes from ``changed``.
     """
 
     def settings() -> Iterator[Setting]:
@@ -110,7 +95,7 @@ def in_other_units(
         if units is not None:
             yield dataclasses.replace(setting, units=units)
 
-    found = setting.once(what, settings)
+    found = setting.variants.once(setting, what, settings)
     if not found:
         return None
     by_name = {unit.name: mode for unit, mode in zip(setting.units, modes, strict=True)} | dict(changed)
@@ -119,7 +104,7 @@ def in_other_units(
 
 
 def _modules(setting: Setting) -> dict[str, None]:
-    """Modules that enclose some operator, other than the root, in forward order."""
+    """Modules but the root that enclose some operator, in forward order."""
     return dict.fromkeys(name for operator in setting.profile for name in operator.enclosing if name)
 
 
@@ -136,17 +121,6 @@ def _upwards(name: str) -> list[str]:
     """The module and those above it, without the root."""
     parts = name.split(".") if name else []
     return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
-
-
-def _block(setting: Setting, modes: Modes, name: str, inside: Sequence[int], most_bytes: float) -> _Block | None:
-    """The block at this module; None where its units differ in mode, are one already, hold too much or recompute."""
-    chosen = {modes[index] for index in inside}
-    if len(inside) < 2 or len(chosen) > 1 or sum(setting.units[i].gathered_bytes for i in inside) > most_bytes:
-        return None
-    mode = chosen.pop()
-    if mode.activations != "keep":  # what recomputes is a block by itself
-        return None
-    return _Block(name=name, mode=mode, key=(mode, _structure(setting, inside)))
 
 
 def _structure(setting: Setting, inside: Sequence[int]) -> tuple[object, ...]:

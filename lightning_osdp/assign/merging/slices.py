@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from typing import NamedTuple
 
 from lightning_osdp.assign.additive import Modes
 from lightning_osdp.assign.setting import Setting
-from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.profile import OperatorProfile
-from lightning_osdp.core.slices import slice_names, split_operators
+from lightning_osdp.core.slices import slice_names
 
 WORTH_SPLITTING = 0.01
 """Fraction of the peak that is worth more slices."""
@@ -28,15 +27,10 @@ MAX_IN_VAIN = 3
 
 
 def ever_more_slices(setting: Setting, choices: Sequence[int]) -> Iterator[Setting]:
-    """The setting with operators split, each time with a lower peak of the smallest options than before.
-
-    Args:
-        setting: without slices.
-        choices: numbers of slices that an operator may have.
-    """
+    """The setting with operators split into these numbers, each time with a lower peak of the smallest options."""
     groups = _groups(setting)
     counts: dict[str, int] = {}
-    least_bytes, in_vain = setting.least_bytes, 0
+    least_bytes, in_vain = setting.costs.least_bytes, 0
     current = setting
     for _ in range(MAX_STEPS):
         more = ((group.names, group.more(counts, choices)) for group in _binding(current, groups))
@@ -44,8 +38,8 @@ def ever_more_slices(setting: Setting, choices: Sequence[int]) -> Iterator[Setti
         if not number or in_vain == MAX_IN_VAIN:
             return
         counts |= dict.fromkeys(names, number)
-        (current,) = setting.once(tuple(counts.items()), partial(_with_slices, setting, dict(counts)))
-        now_bytes = current.least_bytes
+        current = setting.with_slices(counts)
+        now_bytes = current.costs.least_bytes
         if now_bytes <= least_bytes * (1 - WORTH_SPLITTING):
             least_bytes, in_vain = now_bytes, 0
             yield current
@@ -60,21 +54,16 @@ def one_sync(setting: Setting, modes: Modes) -> Modes:
     """
     places = {unit.name: index for index, unit in enumerate(setting.units)}
     agreed = list(modes)
-    for name, number in setting.num_slices.items():
+    for name, number in setting.decided.num_slices.items():
         slices = [places[part] for part in slice_names(name, number)]
         if len({modes[index].sync for index in slices}) > 1:
             for index in slices:
-                agreed[index] = _every(modes[index], setting.options[index])
+                every, options = dataclasses.replace(modes[index], sync="every"), setting.costs.options[index]
+                agreed[index] = every if every in options else options[0]
     return tuple(agreed)
 
 
-def _every(mode: ShardingMode, options: Modes) -> ShardingMode:
-    every = dataclasses.replace(mode, sync="every")
-    return every if every in options else options[0]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Group:
+class _Group(NamedTuple):
     """Equal operators, each a unit of its own."""
 
     names: tuple[str, ...]
@@ -104,7 +93,7 @@ def _groups(setting: Setting) -> dict[str, _Group]:
 
 def _binding(setting: Setting, groups: Mapping[str, _Group]) -> list[_Group]:
     """Groups of the operators that are gathered at the peak, the largest units first."""
-    peak = setting.peak(setting.least_memory_modes)
+    peak = setting.costs.peak(setting.costs.least_memory_modes)
     running = [
         index
         for index, unit in enumerate(setting.units)
@@ -112,18 +101,6 @@ def _binding(setting: Setting, groups: Mapping[str, _Group]) -> list[_Group]:
     ]
     near = (index for place in running for index in (place, place - 1, place + 1) if 0 <= index < len(setting.units))
     units = sorted((setting.units[index] for index in near), key=lambda unit: -unit.gathered_bytes)
-    of_slice = {part: name for name, number in setting.num_slices.items() for part in slice_names(name, number)}
+    of_slice = {part: name for name, number in setting.decided.num_slices.items() for part in slice_names(name, number)}
     names = (of_slice.get(unit.name, unit.name) for unit in units)
     return list(dict.fromkeys(groups[name] for name in names if name in groups))
-
-
-def _with_slices(setting: Setting, counts: Mapping[str, int]) -> Iterator[Setting]:
-    """The setting, which has none yet, with so many slices."""
-    members: dict[str, list[str]] = {}
-    for unit in setting.units:
-        number = counts.get(unit.name, 1)
-        if number == 1:
-            members[unit.name] = [operator.name for operator in unit.operators]
-        else:
-            members |= {name: [name] for name in slice_names(unit.name, number)}
-    yield setting.decided(split_operators(setting.profile, counts), members, num_slices=counts)

@@ -53,12 +53,9 @@ def shown(value: object) -> str:
 
 
 def read_dataclass(kind: type[T], entries: object, where: str) -> T:
-    """Builds a dataclass from a JSON object after checking the names and types of its entries.
+    """Builds a dataclass from a JSON object, called ``where`` in errors, after checking names and types of its entries.
 
-    Args:
-        kind: the dataclass; its module must postpone the evaluation of annotations.
-        entries: the JSON object; a field of nested dataclasses comes as a tuple of them, already built.
-        where: what to call the object in errors.
+    Its module must postpone the evaluation of annotations. Nested dataclasses come as tuples, already built.
 
     Raises:
         PlanFormatError: not an object, an entry is missing or unknown, or has another type than its field.

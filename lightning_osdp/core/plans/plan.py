@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lightning_osdp.core.modes import ACTIVATION_CHOICES, DP, MODES, SYNC_CHOICES, ZDP
+from lightning_osdp.core.modes import ACTIVATION_CHOICES, MODES, SYNC_CHOICES, ShardingMode
 from lightning_osdp.core.plans.document import read_dataclass, shown
-from lightning_osdp.core.plans.plan_unit import Block, Decision, Unit
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.errors import PlanFormatError, PlanMismatchError
 
@@ -18,6 +17,70 @@ SCHEMA_VERSION = 3
 PREFETCH_CHOICES = ("pre", "none")
 """Settings of backward prefetch."""
 COST_MODELS = ("simulate", "paper")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """What is gathered and freed at once, and how."""
+
+    name: str
+    """Qualified name of the module that is sharded; the empty string is the root."""
+    operators: tuple[str, ...]
+    """Qualified names of the operators whose parameters it holds, in forward order."""
+    kind: str
+    """Class names of the operators, for reports."""
+    modes: tuple[str, ...]
+    """Sharding mode of each slice; one slice where the operator is not split."""
+    modules: tuple[str, ...] = ()
+    """Modules that are grouped in this unit, where that is not just the module of its name: it stays gathered from the
+    first of their calls to the last."""
+    sync: str = "every"
+    """Which micro-batches reduce gradients: ``every`` or ``last``."""
+    parameter_bytes: int = 0
+    """Gathered parameters of all slices."""
+    time_s: float = 0.0
+    """Predicted seconds per optimizer step: communication and the operators' own computation."""
+    keep_saves_s: float = 0.0
+    """Predicted seconds per optimizer step that keeping every slice gathered (DP) saves over sharding it (ZDP)."""
+    keep_costs_bytes: int = 0
+    """Bytes that stay allocated from forward to backward if every slice is kept gathered."""
+    accumulate_saves_s: float = 0.0
+    """Predicted seconds per optimizer step that reducing gradients in the last micro-batch only saves."""
+    accumulate_costs_bytes: int = 0
+    """Bytes that stay allocated from one micro-batch to the next for that."""
+
+    @property
+    def sharding_modes(self) -> tuple[ShardingMode, ...]:
+        """What the names of `modes` and `sync` stand for, one per slice."""
+        return tuple(replace(MODES[mode], sync=self.sync) for mode in self.modes)
+
+    @property
+    def num_slices(self) -> int:
+        """Number of slices."""
+        return len(self.modes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """The modes of one operator, one per slice: what a plan says, seen from the operator."""
+
+    operator: str
+    unit: str
+    modes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A module that does not simply keep what it saves for backward."""
+
+    name: str
+    """Qualified name of the module; none is inside another."""
+    activations: str
+    """One of `ACTIVATION_CHOICES`, not ``keep``."""
+    frees_bytes: int = 0
+    """Bytes of a micro-batch that do not stay on the device from its forward to its backward."""
+    costs_s: float = 0.0
+    """Predicted seconds per optimizer step that this takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +159,7 @@ class Plan:
     def to_json(self) -> str:
         """JSON text: the fields of this class, with `decisions` beside them for readers."""
         # asdict copies a dict but cannot copy other mappings, such as a MappingProxyType
-        plain = dataclasses.replace(self, fingerprint=dict(self.fingerprint), peak_parts=dict(self.peak_parts))
+        plain = replace(self, fingerprint=dict(self.fingerprint), peak_parts=dict(self.peak_parts))
         document = dataclasses.asdict(plain)
         document["decisions"] = [dataclasses.asdict(decision) for decision in self.decisions]
         ordered = {"schema_version": document.pop("schema_version"), **document}
@@ -122,7 +185,7 @@ class Plan:
                 f"Expected {source} to be a JSON document written by `Plan.save`, but it cannot be parsed: {error}."
                 " Restore the file, or plan anew by leaving out `plan=`."
             ) from error
-        return _plan_from_document(document, source)
+        return _read(document, source)
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON; the file appears only when it is complete."""
@@ -170,7 +233,7 @@ class Plan:
             )
 
 
-def _plan_from_document(document: object, source: str) -> Plan:
+def _read(document: object, source: str) -> Plan:
     if not isinstance(document, dict):
         raise PlanFormatError(f"Expected {source} to hold a JSON object, got {type(document).__name__}.")
     version = document.get("schema_version")
@@ -194,16 +257,30 @@ def _plan_from_document(document: object, source: str) -> Plan:
     plan = read_dataclass(Plan, entries, source)
     _check_units(plan.units, source)
     _check_blocks((*plan.blocks, *plan.recomputable), source)
-    _check_numbers(plan, source)
+    _check_least(plan, source, 1, "world_size", "micro_batch_size", "num_micro_batches", "memory_limit_bytes")
+    _check_least(plan, source, 0, "peak_bytes", "step_time_s", "samples_per_s", "gap", "all_zdp_step_time_s")
+    _check_least(plan, source, 0, "all_zdp_peak_bytes", "evaluation_peak_bytes")
+    _check_choice("'backward_prefetch'", plan.backward_prefetch, PREFETCH_CHOICES, source)
+    _check_choice("'cost_model'", plan.cost_model, COST_MODELS, source)
     _check_late(plan, source)
-    if "decisions" in document:
-        derived = json.loads(plan.to_json())["decisions"]
-        if document["decisions"] != derived:
-            raise PlanFormatError(
-                f"Expected 'decisions' of {source} to be what its 'units' say, but they differ."
-                " Edit 'units' (they say what is sharded how) and delete 'decisions' (they are derived)."
-            )
+    if "decisions" in document and document["decisions"] != json.loads(plan.to_json())["decisions"]:
+        raise PlanFormatError(
+            f"Expected 'decisions' of {source} to be what its 'units' say, but they differ."
+            " Edit 'units' (they say what is sharded how) and delete 'decisions' (they are derived)."
+        )
     return plan
+
+
+def _check_least(value: Plan | Unit | Block, where: str, least: int, *fields: str) -> None:
+    for name in fields:
+        found = getattr(value, name)
+        if found < least:
+            raise PlanFormatError(f"Expected {name!r} of {where} to be at least {least}, got {found!r}.")
+
+
+def _check_choice(what: str, value: str, choices: tuple[str, ...], where: str) -> None:
+    if value not in choices:
+        raise PlanFormatError(f"Expected {what} of {where} to be one of {choices}, got {value!r}.")
 
 
 def _check_units(units: tuple[Unit, ...], source: str) -> None:
@@ -214,14 +291,10 @@ def _check_units(units: tuple[Unit, ...], source: str) -> None:
         where = f"unit {unit.name!r} of {source}"
         if not unit.modes:
             raise PlanFormatError(f"Expected {where} to have at least one mode, got none.")
-        checks = [("mode", mode, tuple(MODES)) for mode in unit.modes]
-        checks.append(("sync", unit.sync, SYNC_CHOICES))
-        for what, value, choices in checks:
-            if value not in choices:
-                raise PlanFormatError(f"Expected {what} of {where} to be one of {choices}, got {value!r}.")
-        for name in ("parameter_bytes", "time_s", "keep_costs_bytes", "accumulate_costs_bytes"):
-            if getattr(unit, name) < 0:
-                raise PlanFormatError(f"Expected {name!r} of {where} to be at least 0, got {getattr(unit, name)!r}.")
+        for mode in unit.modes:
+            _check_choice("mode", mode, tuple(MODES), where)
+        _check_choice("sync", unit.sync, SYNC_CHOICES, where)
+        _check_least(unit, where, 0, "parameter_bytes", "time_s", "keep_costs_bytes", "accumulate_costs_bytes")
         repeated = seen_operators.intersection(unit.operators) | ({unit.name} & seen_units)
         if repeated or len(set(unit.operators)) < len(unit.operators):
             raise PlanFormatError(f"Expected units and operators of {source} once each, got {where} again.")
@@ -241,40 +314,20 @@ def _check_blocks(blocks: tuple[Block, ...], source: str) -> None:
     if len(names) < len(blocks):
         raise PlanFormatError(f"Expected blocks of {source} once each, got {[block.name for block in blocks]}.")
     for block in blocks:
-        where, choices = f"block {block.name!r} of {source}", ACTIVATION_CHOICES[1:]
-        if block.activations not in choices:
-            raise PlanFormatError(f"Expected activations of {where} to be one of {choices}, got {block.activations!r}.")
-        if block.frees_bytes < 0:
-            raise PlanFormatError(f"Expected 'frees_bytes' of {where} to be at least 0, got {block.frees_bytes!r}.")
+        where = f"block {block.name!r} of {source}"
+        _check_choice("activations", block.activations, ACTIVATION_CHOICES[1:], where)
+        _check_least(block, where, 0, "frees_bytes")
         parts = block.name.split(".")
         around = {".".join(parts[:length]) for length in range(1, len(parts))}
         if not block.name or around & names:
             raise PlanFormatError(f"Expected no block of {source} inside another, and not the root, got {where}.")
 
 
-def _check_numbers(plan: Plan, source: str) -> None:
-    at_least = {"world_size": 1, "micro_batch_size": 1, "num_micro_batches": 1, "memory_limit_bytes": 1}
-    at_least |= dict.fromkeys(("peak_bytes", "step_time_s", "samples_per_s", "gap"), 0)
-    at_least |= dict.fromkeys(("all_zdp_step_time_s", "all_zdp_peak_bytes", "evaluation_peak_bytes"), 0)
-    for name, least in at_least.items():
-        value = getattr(plan, name)
-        if value < least:
-            raise PlanFormatError(f"Expected {name!r} of {source} to be at least {least}, got {value!r}.")
-    for name, choices in {"backward_prefetch": PREFETCH_CHOICES, "cost_model": COST_MODELS}.items():
-        value = getattr(plan, name)
-        if value not in choices:
-            raise PlanFormatError(f"Expected {name!r} of {source} to be one of {choices}, got {value!r}.")
-
-
 def _check_late(plan: Plan, source: str) -> None:
     known = {part for unit in plan.units if unit.name for part in slice_names(unit.name, unit.num_slices)}
-    for field_name in ("late_forward", "late_backward"):
-        late = getattr(plan, field_name)
-        unknown = [name for name in late if name not in known]
+    for name, late in (("late_forward", plan.late_forward), ("late_backward", plan.late_backward)):
+        unknown = [part for part in late if part not in known]
         if unknown:
             raise PlanFormatError(
-                f"Expected {field_name!r} of {source} to name units or slices but the root, got {shown(unknown[0])}."
+                f"Expected {name!r} of {source} to name units or slices but the root, got {shown(unknown[0])}."
             )
-
-
-__all__ = ["ACTIVATION_CHOICES", "DP", "SCHEMA_VERSION", "SYNC_CHOICES", "ZDP", "Block", "Decision", "Plan", "Unit"]

@@ -19,12 +19,11 @@ from lightning_osdp.profiler.timing.fastest import fastest_s
 _SIZES_BYTES = (16 * 1024, 256 * 1024, 2 * 1024**2, 8 * 1024**2)
 
 
-def measure_cluster(device: torch.device, *, num_nodes: int = 1, local_ranks: int = 1) -> Cluster:
+def measure_cluster(device: torch.device, *, local_ranks: int = 1) -> Cluster:
     """Links of the default process group and what the runtime takes for a unit, both timed. Call it on all ranks.
 
     Args:
         device: where the tensors are, as in training.
-        num_nodes: machines that the ranks are spread over.
         local_ranks: ranks on this machine, which share its memory on CPU.
 
     Returns:
@@ -37,7 +36,6 @@ def measure_cluster(device: torch.device, *, num_nodes: int = 1, local_ranks: in
             world_size=1,
             all_gather=free,
             reduce_scatter=free,
-            num_nodes=num_nodes,
             host_copy_s_per_byte=measure_host_copy(device),
             memory_bytes=memory_bytes,
         )
@@ -47,7 +45,6 @@ def measure_cluster(device: torch.device, *, num_nodes: int = 1, local_ranks: in
             world_size=world_size,
             all_gather=_measure_link(device, world_size, _all_gather),
             reduce_scatter=_measure_link(device, world_size, _reduce_scatter),
-            num_nodes=num_nodes,
             backend=dist.get_backend(),
             overlaps=overlaps_computing(device, _all_gather),
             reduce_scatter_copies=copies_in_reduce_scatter(device, _reduce_scatter),

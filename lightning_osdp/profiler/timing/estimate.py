@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from typing_extensions import override
 
-from lightning_osdp.core.rates import DeviceRates
+from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.profiler.equal_blocks.repeated import ShortModel
 from lightning_osdp.profiler.step.loss import loss_in
 from lightning_osdp.profiler.step.run_step import Step

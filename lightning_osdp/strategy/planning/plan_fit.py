@@ -22,7 +22,7 @@ from lightning_osdp.core.text.progress import Progress
 from lightning_osdp.engine import FSDP2
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.profiler import CUDA_HEADROOM, measure_cluster, why_not_mean
-from lightning_osdp.scheduler import make_plan
+from lightning_osdp.scheduler import PlanMethod, make_plan
 from lightning_osdp.simulation import StepEstimate, simulate
 from lightning_osdp.strategy.batching.division import Division
 from lightning_osdp.strategy.batching.larger_batches import BatchWatch
@@ -68,7 +68,6 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
         progress("measuring links and the overhead of a unit", "")
         cluster = measure_cluster(
             strategy.root_device,
-            num_nodes=strategy.num_nodes,
             local_ranks=strategy.num_processes,
         )
     for name, link in (("all-gather", cluster.all_gather), ("reduce-scatter", cluster.reduce_scatter)):
@@ -161,10 +160,12 @@ def _searched(
             cluster,
             memory_limit_bytes=memory_limit_bytes,
             micro_batch_size=wanted.policy,
-            search=options.search,
             search_space=_search_space(options, trainer),
-            cost_model=options.cost_model,
-            blocks={block.name: "recompute" for block in profile.blocks} if options.recomputed else None,
+            method=PlanMethod(
+                search=options.search,
+                cost_model=options.cost_model,
+                blocks={block.name: "recompute" for block in profile.blocks} if options.recomputed else None,
+            ),
             engine=FSDP2(backward_prefetch=prefetch.backward, forward_prefetch=prefetch.forward),
             progress=progress,
         )

@@ -12,8 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from lightning_osdp.apply import ShardedModel, called_children, fully_shard_arguments, with_recomputed
-from lightning_osdp.core.plans.plan import Plan
-from lightning_osdp.core.plans.plan_unit import Block
+from lightning_osdp.core.plans.plan import Block, Plan
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
 from lightning_osdp.errors import ConfigurationError, ProfileError
 from lightning_osdp.profiler import fingerprint

@@ -52,11 +52,10 @@ def test_one_rank_copies_its_shards_in_evaluation_without_a_buffer(three):
     ("options", "modes", "expected"),
     [
         # between steps 360, the largest unit and a shard of it 120 + 60
-        ({"is_sharded": False, "goes_to_host": False}, "ZZZ", 360 + 180 + 720),
-        ({"is_sharded": True, "goes_to_host": False}, "ZZZ", 360 + 180 + 360),
-        ({"is_sharded": False, "goes_to_host": True}, "ZZZ", 360 + 180),
+        ({"is_sharded": False}, "ZZZ", 360 + 180 + 720),
+        ({"is_sharded": True}, "ZZZ", 360 + 180 + 360),
         # what an evaluation has left gathered
-        ({"is_sharded": False, "goes_to_host": True}, "DDZ", 360 + 180 + 120),
+        ({"is_sharded": False}, "DDZ", 360 + 180 + 120 + 720),
     ],
 )
 def test_saving_holds_state_dicts_where_they_stay_on_the_device(three, options, modes, expected):

@@ -44,9 +44,9 @@ def with_lists(family):
 def fitting(family, limit_bytes):
     """The step times of all modes with all lists that fit by the closed form."""
     for found in with_lists(family):
-        for modes in itertools.product(*found.options):
-            if found.peak(modes).peak_bytes <= limit_bytes:
-                yield found.step_time_s(modes)
+        for modes in itertools.product(*found.costs.options):
+            if found.costs.peak(modes).peak_bytes <= limit_bytes:
+                yield found.costs.step_time_s(modes)
 
 
 @settings(deadline=None, max_examples=100)
@@ -60,16 +60,16 @@ def test_no_modes_with_any_units_gathered_ahead_are_faster_than_the_bound(model,
     if len(found.units) > 4 and found.workload.num_micro_batches > 1:
         found = found.at(found.workload.micro_batch_size, 1)
     for family in families(found, engine):
-        least = family.least_bytes
-        most = family.peak((DP,) * len(family.units)).peak_bytes
+        least = family.costs.least_bytes
+        most = family.costs.peak((DP,) * len(family.units)).peak_bytes
         limit_bytes = int(least + share * max(0, most - least) * 0.7)
         assigned = assign_ahead(family, memory_limit_bytes=limit_bytes, search="depth_first", worth_s=float("inf"))
         assert assigned is not None
-        chosen, assignment = assigned
-        assert chosen.exact_peak(assignment.modes).peak_bytes <= limit_bytes
-        assert assignment.step_time_s == chosen.step_time_s(assignment.modes)
-        assert assignment.bound_s <= assignment.step_time_s * (1 + 1e-9)
-        assert assignment.bound_s <= min(fitting(family, limit_bytes)) * (1 + 1e-9)
+        costs = assigned.setting.costs
+        assert costs.exact_peak(assigned.modes).peak_bytes <= limit_bytes
+        assert assigned.step_time_s == costs.step_time_s(assigned.modes)
+        assert assigned.bound_s <= assigned.step_time_s * (1 + 1e-9)
+        assert assigned.bound_s <= min(fitting(family, limit_bytes)) * (1 + 1e-9)
 
 
 @settings(deadline=None, max_examples=60)
@@ -82,10 +82,14 @@ def test_to_gather_late_takes_no_more_bytes_and_to_gather_ahead_no_more_time(mod
         backward = [name for name, is_late in zip(names, late[4:], strict=False) if is_late]
         some = dataclasses.replace(family, engine=family.engine.gathering_late(forward, backward))
         none = dataclasses.replace(family, engine=family.frugal)
-        for modes in itertools.islice(itertools.product(*family.options), 64):
-            assert family.ideal.peak(modes).peak_bytes == none.peak(modes).peak_bytes <= some.peak(modes).peak_bytes
-            assert none.exact_peak(modes).peak_bytes <= some.exact_peak(modes).peak_bytes
-            assert family.step_time_s(modes) <= some.step_time_s(modes) * (1 + 1e-9)
+        for modes in itertools.islice(itertools.product(*family.costs.options), 64):
+            assert (
+                family.ideal.costs.peak(modes).peak_bytes
+                == none.costs.peak(modes).peak_bytes
+                <= some.costs.peak(modes).peak_bytes
+            )
+            assert none.costs.exact_peak(modes).peak_bytes <= some.costs.exact_peak(modes).peak_bytes
+            assert family.costs.step_time_s(modes) <= some.costs.step_time_s(modes) * (1 + 1e-9)
 
 
 @settings(deadline=None, max_examples=60)
@@ -95,9 +99,9 @@ def test_where_all_gathers_are_synchronous_gathering_ahead_in_forward_is_no_bett
     found = dataclasses.replace(made(model, operator, case), engine=FSDP2(asynchronous_unshard=False))
     implicit = dataclasses.replace(found, engine=dataclasses.replace(found.engine, backward_prefetch=prefetch))
     both = dataclasses.replace(implicit, engine=dataclasses.replace(implicit.engine, forward_prefetch=True))
-    for modes in itertools.islice(itertools.product(*found.options), 64):
-        assert implicit.exact_peak(modes).peak_bytes <= both.exact_peak(modes).peak_bytes
-        assert implicit.step_time_s(modes) <= both.step_time_s(modes) * (1 + 1e-9)
+    for modes in itertools.islice(itertools.product(*found.costs.options), 64):
+        assert implicit.costs.exact_peak(modes).peak_bytes <= both.costs.exact_peak(modes).peak_bytes
+        assert implicit.costs.step_time_s(modes) <= both.costs.step_time_s(modes) * (1 + 1e-9)
 
 
 @settings(deadline=None, max_examples=60)
@@ -110,9 +114,9 @@ def test_where_nothing_overlaps_asynchronous_all_gathers_are_as_fast_and_take_no
         dataclasses.replace(found, engine=FSDP2(backward_prefetch=prefetch, asynchronous_unshard=each))
         for each in (True, False)
     )
-    for modes in itertools.islice(itertools.product(*asynchronous.options), 64):
-        assert asynchronous.step_time_s(modes) == synchronous.step_time_s(modes)
-        assert asynchronous.exact_peak(modes).peak_bytes <= synchronous.exact_peak(modes).peak_bytes
+    for modes in itertools.islice(itertools.product(*asynchronous.costs.options), 64):
+        assert asynchronous.costs.step_time_s(modes) == synchronous.costs.step_time_s(modes)
+        assert asynchronous.costs.exact_peak(modes).peak_bytes <= synchronous.costs.exact_peak(modes).peak_bytes
 
 
 @pytest.fixture
@@ -140,18 +144,18 @@ def giant(model, operator, cluster):
 def test_where_one_buffer_does_not_fit_only_that_unit_is_gathered_late(giant):
     family = families(giant(), ANY)[0]
     modes = family.all_zdp_modes
-    late = as_far_as_fits(family, modes, memory_limit_bytes=family.exact_peak(modes).peak_bytes - 1)
+    late = as_far_as_fits(family, modes, memory_limit_bytes=family.costs.exact_peak(modes).peak_bytes - 1)
     assert set(late.engine.late_forward) | set(late.engine.late_backward) <= {"m3", "m4", "m5"}
     assert len(late.engine.late_forward) + len(late.engine.late_backward) == 1
     none = dataclasses.replace(family, engine=family.frugal)
-    assert family.step_time_s(modes) < late.step_time_s(modes) < none.step_time_s(modes)
-    assert as_far_as_fits(family, modes, memory_limit_bytes=none.exact_peak(modes).peak_bytes - 1) is None
-    assert as_far_as_fits(family, modes, memory_limit_bytes=family.exact_peak(modes).peak_bytes) == family
+    assert family.costs.step_time_s(modes) < late.costs.step_time_s(modes) < none.costs.step_time_s(modes)
+    assert as_far_as_fits(family, modes, memory_limit_bytes=none.costs.exact_peak(modes).peak_bytes - 1) is None
+    assert as_far_as_fits(family, modes, memory_limit_bytes=family.costs.exact_peak(modes).peak_bytes) == family
 
 
 def test_a_plan_says_which_units_are_gathered_late(giant):
     family = families(giant(), ANY)[0]
-    limit_bytes = family.exact_peak(family.all_zdp_modes).peak_bytes - 1
+    limit_bytes = family.costs.exact_peak(family.all_zdp_modes).peak_bytes - 1
     plan = make_plan(family.profile, family.cluster, memory_limit_bytes=limit_bytes, micro_batch_size=1, engine=ANY)
     assert plan.backward_prefetch == "pre"
     assert plan.late_forward or plan.late_backward
@@ -166,4 +170,7 @@ def test_settings_that_a_user_gives_stay(giant):
     assert (family.frugal, family.ideal) == (family.engine, family)
     assert [each.engine for each in families(giant(), FSDP2(backward_prefetch=AUTO))] == [FSDP2()]
     backward = families(giant(), FSDP2(backward_prefetch=AUTO))[0]
-    assert as_far_as_fits(backward, (DP, *[ZDP] * 8), memory_limit_bytes=backward.least_bytes).engine.late_forward == ()
+    assert (
+        as_far_as_fits(backward, (DP, *[ZDP] * 8), memory_limit_bytes=backward.costs.least_bytes).engine.late_forward
+        == ()
+    )

@@ -12,13 +12,12 @@ ahead: a plan without that prefetch alone is nearly as fast as one with all of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from lightning_osdp.assign.additive import Modes
 from lightning_osdp.assign.assign import Assignment, assign_modes
 from lightning_osdp.assign.setting import Setting
-from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.cost.peak_memory import ROUNDING_BYTES
 from lightning_osdp.engine import Event, Moment
 
@@ -26,43 +25,34 @@ _MAX_ROUNDS = 4
 """Times that units are found that must not be gathered ahead; mostly the first one finds all of them."""
 
 
-def assign_ahead(
-    setting: Setting, *, memory_limit_bytes: int, search: str, worth_s: float
-) -> tuple[Setting, Assignment] | None:
+def assign_ahead(setting: Setting, *, memory_limit_bytes: int, search: str, worth_s: float) -> Assignment | None:
     """The fastest assignment found, with units gathered ahead as far as that fits, and a bound on all of these.
 
-    Args:
-        setting: with every unit gathered ahead that may be; arguments as of `assign_modes`.
-        memory_limit_bytes: the most bytes that may live on one rank.
-        search: name of a solver.
-        worth_s: a step time that is of no use.
-
-    Returns:
-        The setting with what is gathered ahead, and the assignment; None if none fits.
+    The setting has every unit gathered ahead that may be, that of the assignment what fits; the other arguments are
+    those of `assign_modes`. None if none fits.
     """
-    ideal, fits = setting.ideal, setting.peak(setting.least_memory_modes).peak_bytes <= memory_limit_bytes
+    ideal, costs = setting.ideal, setting.costs
+    fits = costs.peak(costs.least_memory_modes).peak_bytes <= memory_limit_bytes
     # nothing is worth improving where only the bound is asked for
     worth_ideal_s = 0.0 if fits and ideal is not setting else worth_s
     best = assign_modes(ideal, memory_limit_bytes=memory_limit_bytes, search=search, worth_s=worth_ideal_s)
     if best is None or ideal is setting:
-        return None if best is None else (setting, best)
+        return best
     if fits:
         found = assign_modes(setting, memory_limit_bytes=memory_limit_bytes, search=search, worth_s=worth_s)
         if found is not None:
-            return setting, replace(found, bound_s=min(best.bound_s, found.bound_s))
+            return replace(found, bound_s=min(best.bound_s, found.bound_s))
     chosen = as_far_as_fits(setting, best.modes, memory_limit_bytes=memory_limit_bytes)
     if chosen is None:
         return None
-    return chosen, replace(best, step_time_s=chosen.step_time_s(best.modes), peak=chosen.exact_peak(best.modes))
+    time_s, peak = chosen.costs.step_time_s(best.modes), chosen.costs.exact_peak(best.modes)
+    return replace(best, setting=chosen, step_time_s=time_s, peak=peak)
 
 
 def as_far_as_fits(setting: Setting, modes: Modes, *, memory_limit_bytes: int) -> Setting | None:
-    """The setting with as many units gathered ahead as fit with these modes; None where not even none do.
+    """The setting, in which every unit is gathered ahead that may be, with as many as fit with these modes.
 
-    Args:
-        setting: with every unit gathered ahead that may be.
-        modes: one per unit.
-        memory_limit_bytes: the most bytes that may live on one rank.
+    None where not even none do.
     """
     engine, frugal = setting.engine, setting.frugal or setting.engine
     may = (engine.forward_prefetch != frugal.forward_prefetch, engine.backward_prefetch != frugal.backward_prefetch)
@@ -80,12 +70,10 @@ def as_far_as_fits(setting: Setting, modes: Modes, *, memory_limit_bytes: int) -
             late[way].append(name)
     every = [unit.name for unit in setting.units if not unit.is_root]
     setting = replace(setting, engine=engine.gathering_late(*(every if each else [] for each in may)))
-    return setting if setting.exact_peak(modes).peak_bytes <= memory_limit_bytes else None
+    return setting if setting.costs.exact_peak(modes).peak_bytes <= memory_limit_bytes else None
 
 
-def _ahead_above(
-    setting: Setting, modes: Sequence[ShardingMode], memory_limit_bytes: int
-) -> Iterator[tuple[bool, int | None]]:
+def _ahead_above(setting: Setting, modes: Modes, memory_limit_bytes: int) -> list[tuple[bool, int | None]]:
     """At moments above the limit: whether backward goes on, and each unit that is there ahead; None if none is."""
     ahead: set[int] = set()
     above: list[tuple[bool, int | None]] = []
@@ -107,4 +95,4 @@ def _ahead_above(
                 ahead.discard(event.of)
             live.read(event)
     live.update()
-    yield from above
+    return above

@@ -1,0 +1,142 @@
+"""Seconds of one unit in an optimizer step if nothing overlaps: functions that add up, listed in `TERMS`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from lightning_osdp.core.blocks import RERUN
+from lightning_osdp.core.cluster import Cluster
+from lightning_osdp.core.modes import ShardingMode
+from lightning_osdp.core.profile import BlockProfile, ModelProfile
+from lightning_osdp.core.step import Workload
+from lightning_osdp.core.units import UnitProfile
+from lightning_osdp.engine import DEFAULT, Engine
+
+
+def communication_s(
+    unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload, engine: Engine = DEFAULT
+) -> float:
+    """All-gathers and reduce-scatters.
+
+    Equation 2, with alpha and beta of each collective apart, for each of K micro-batches that reduces gradients:
+
+        t_ZDP = 2 AG(S) + RS(S) = 3 (N-1) alpha + 3 (N-1)/N S beta    where both collectives cost the same
+        t_DP  = 1 AG(S) + RS(S) = 2 (N-1) alpha + 2 (N-1)/N S beta
+
+    Where only the last one reduces them, a step takes 2 K AG(S) + RS(S) of a ZDP unit and AG(S) + RS(S) of a DP one.
+
+    How many collectives there are where forward calls a module again, or backward runs a block again, and how many
+    bytes they carry, is the engine's. A unit without trainable parameters reduces nothing.
+
+    References:
+        OSDP (Jiang et al. 2022), equation 2.
+    """
+    num_micro_batches = workload.num_micro_batches
+    num_gathers = engine.num_all_gathers(mode, unit, num_micro_batches=num_micro_batches)
+    num_reduces = engine.num_reduce_scatters(mode, num_micro_batches=num_micro_batches)
+    return num_gathers * gather_s(unit, cluster, engine) + num_reduces * reduce_s(unit, cluster, engine)
+
+
+def gather_s(unit: UnitProfile, cluster: Cluster, engine: Engine = DEFAULT) -> float:
+    """Seconds of one all-gather of a unit."""
+    num_bytes = engine.all_gather_bytes(unit, cluster.world_size)
+    return cluster.all_gather.ring_s(num_bytes, cluster.world_size) if num_bytes else 0.0
+
+
+def reduce_s(unit: UnitProfile, cluster: Cluster, engine: Engine = DEFAULT) -> float:
+    """Seconds of one reduce-scatter of its gradients."""
+    num_bytes = engine.reduce_scatter_bytes(unit, cluster.world_size)
+    return cluster.reduce_scatter.ring_s(num_bytes, cluster.world_size) if num_bytes else 0.0
+
+
+def compute_s(
+    unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload, engine: Engine = DEFAULT
+) -> float:
+    """Forward and backward of the unit's operators, ``K (fixed + b gamma)``; the same in every mode.
+
+    The paper's time is proportional to the batch; small ones do not fill the device, so it is affine here.
+
+    References:
+        OSDP (Jiang et al. 2022), equation 2.
+    """
+    del mode, cluster, engine
+    return workload.num_micro_batches * unit.compute_s.at(workload.micro_batch_size)
+
+
+def optimizer_s(profile: ModelProfile, cluster: Cluster) -> float:
+    """Seconds of the optimizer step on this rank's shards."""
+    trainable = sum(operator.num_trainable for operator in profile)
+    return profile.optimizer.s_per_element * trainable / cluster.world_size
+
+
+def overhead_s(
+    unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload, engine: Engine = DEFAULT
+) -> float:
+    """Hooks, views and copies beside collectives and operators, as measured on the cluster; none where it was not.
+
+    With G all-gathers and R reduce-scatters in K micro-batches:
+
+        t = G gather + K flatten + R reduce + (K - R) accumulate
+
+    The paper has no such term. [Empirical, measured by `profiler.measure_unit_overhead` in every run.]
+    """
+    num_micro_batches = workload.num_micro_batches
+    num_reduces = engine.num_reduce_scatters(mode, num_micro_batches=num_micro_batches)
+    counts = {
+        "gather": engine.num_all_gathers(mode, unit, num_micro_batches=num_micro_batches),
+        "flatten": num_micro_batches,
+        "reduce": num_reduces,
+        "accumulate": num_micro_batches - num_reduces,
+    }
+    return sum(count * overhead_part_s(unit, part, cluster) for part, count in counts.items())
+
+
+def overhead_part_s(unit: UnitProfile, part: str, cluster: Cluster) -> float:
+    """Seconds of one part of `Cluster.unit_overhead`, once; one rank shards nothing."""
+    overhead = cluster.unit_overhead.get(part)
+    if overhead is None or not unit.operators or cluster.world_size == 1:
+        return 0.0
+    return overhead.seconds(unit.gathered_bytes, max(1, len(unit.parameters)))
+
+
+def activations_s(
+    unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload, engine: Engine = DEFAULT
+) -> float:
+    """What the unit's block takes beyond keeping what it saves: running again, and copies to host memory and back."""
+    del engine
+    return workload.num_micro_batches * block_s(unit.block, mode.activations, cluster, workload.micro_batch_size)
+
+
+def block_s(block: BlockProfile | None, choice: str, cluster: Cluster, micro_batch_size: int) -> float:
+    """The same of a block, in one micro-batch."""
+    again_s = block.rerun_s.at(micro_batch_size) if block is not None and choice in RERUN else 0.0
+    return again_s + 2 * copied_s(block, choice, cluster, micro_batch_size)
+
+
+def copied_s(block: BlockProfile | None, choice: str, cluster: Cluster, micro_batch_size: int) -> float:
+    """Seconds of copies to host memory in one micro-batch's forward; those back in its backward take as long."""
+    if block is None or choice not in block.copied_bytes:
+        return 0.0
+    return block.copied_bytes[choice].at(micro_batch_size) * cluster.host_copy_s_per_byte
+
+
+TERMS: dict[str, Callable[..., float]] = {
+    "communication": communication_s,
+    "compute": compute_s,
+    "overhead": overhead_s,
+    "activations": activations_s,
+}
+"""Seconds of an optimizer step by name."""
+
+
+def unit_s(
+    unit: UnitProfile,
+    mode: ShardingMode,
+    *,
+    cluster: Cluster,
+    workload: Workload,
+    engine: Engine = DEFAULT,
+    terms: Iterable[str] = TERMS,
+) -> float:
+    """Seconds of an optimizer step that one unit takes in one mode: the sum of these `TERMS`."""
+    return sum(TERMS[name](unit, mode, cluster=cluster, workload=workload, engine=engine) for name in terms)
