@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from torch import nn
 
+from lightning_osdp.apply.internals import do_nothing
 from lightning_osdp.apply.materialize import UnitInitializer
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.plan_unit import Unit
@@ -40,13 +41,11 @@ def modules_of(unit: Unit) -> tuple[str, ...]:
     return unit.modules or (unit.name,)
 
 
-def slices_of(operator: nn.Module, num_slices: int, initializer: object) -> list[nn.Module]:
-    """The modules to shard for a unit: its own, or the slices that it is split into."""
-    if num_slices == 1:
-        return [operator]
-    if isinstance(initializer, UnitInitializer):
-        return list(initializer.split(operator, num_slices).slices)
-    if initializer is not None and any(parameter.is_meta for parameter in operator.parameters()):
+def slices_of(operator: nn.Module, num_slices: int, initialize: object) -> list[nn.Module]:
+    """The slices that an operator is split into, each a unit to shard."""
+    if isinstance(initialize, UnitInitializer):
+        return list(initialize.split(operator, num_slices).slices)
+    if any(parameter.is_meta for parameter in operator.parameters()):
         raise ConfigurationError(
             f"Expected no param_init_fn where {type(operator).__name__} on the meta device is split into {num_slices}"
             " slices: it would initialise each slice as an operator of its own. Leave param_init_fn out."
@@ -61,11 +60,7 @@ def call_layers_in_evaluation(module: nn.Module) -> None:
     """
     for layer in module.modules():
         if isinstance(layer, nn.TransformerEncoderLayer):
-            layer.register_forward_pre_hook(_no_change)
-
-
-def _no_change(*_: object) -> None:
-    """A hook that does nothing."""
+            layer.register_forward_pre_hook(do_nothing)
 
 
 def _check_units(plan: Plan, modules: dict[str, nn.Module]) -> None:

@@ -22,32 +22,11 @@ from lightning_osdp.core.plans.plan_unit import Block
 from lightning_osdp.errors import PlanMismatchError
 
 
-def apply_activations(
-    module: nn.Module, blocks: Sequence[Block], *, device: torch.device, units: Collection[str] = ()
-) -> HostMemory:
-    """Has blocks do with what they save for backward as the plan says; returns what they have on the host.
-
-    Evaluation is not changed: without gradients a block runs as it is. `remove_activations` undoes it.
-
-    Args:
-        module: the model, before it is sharded.
-        blocks: of a plan.
-        device: where the model computes.
-        units: names of the modules that are going to be units of their own.
-
-    Raises:
-        PlanMismatchError: a block is not a module of the model, or is the root, or lies inside another.
-    """
-    forwards = BlockForwards(module, device)
-    forwards.choose(blocks, units=units)
-    return forwards.memory
-
-
 class BlockForwards:
     """The forwards of a model's blocks, of which each can do something else from one step to the next.
 
-    A forward that was put in the place of a block's own stays there, also while the block keeps what it saves:
-    somebody may have put another one around it.
+    Evaluation is not changed: without gradients a block runs as it is. A forward that was put in the place of a
+    block's own stays there, also while the block keeps what it saves: somebody may have put another one around it.
 
     Args:
         module: the model.
@@ -62,7 +41,11 @@ class BlockForwards:
         self._of: dict[nn.Module, BlockForward] = {}
 
     def choose(self, blocks: Sequence[Block], *, units: Collection[str]) -> None:
-        """Has these blocks do as the plan says, and all others keep what they save; arguments as `apply_activations`.
+        """Has these blocks do with what they save as the plan says, and all others keep it.
+
+        Args:
+            blocks: of a plan.
+            units: names of the modules that are units of their own.
 
         Raises:
             PlanMismatchError: a block is not a module of the model, or is the root, or lies inside another.
@@ -75,20 +58,6 @@ class BlockForwards:
                 self._of[own] = own.forward = BlockForward(own, self.memory, is_unit=is_unit)
         for own, forward in self._of.items():
             forward.choose(chosen[own].activations if own in chosen else "keep")
-
-
-def remove_activations(module: nn.Module) -> None:
-    """Gives blocks their own forward back."""
-    for forward in block_forwards(module):
-        forward.undo()
-
-
-def block_forwards(module: nn.Module) -> Iterator[BlockForward]:
-    """The forwards that `apply_activations` put in the place of blocks' own."""
-    for child in module.modules():
-        found = vars(child).get("forward")
-        if isinstance(found, BlockForward):
-            yield found
 
 
 class BlockForward:
@@ -105,7 +74,6 @@ class BlockForward:
 
     def __init__(self, block: nn.Module, memory: HostMemory, *, is_unit: bool) -> None:
         self.block, self.memory, self.activations = block, memory, "keep"
-        self._own: Callable[..., Any] | None = vars(block).get("forward")
         self._run: Callable[..., Any] = block.forward
         self._buffers = Buffers(block)
         self._is_unit = is_unit
@@ -133,12 +101,6 @@ class BlockForward:
             if self._reentrant is not None and self._reentrant.takes(args, kwargs):
                 return self._reentrant(args, kwargs)
             return self._non_reentrant(args, kwargs)
-
-    def undo(self) -> None:
-        """Gives the block its own forward back."""
-        del self.block.forward
-        if self._own is not None:
-            self.block.forward = self._own
 
     def _non_reentrant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         values: dict[Place, Tensor] = {}

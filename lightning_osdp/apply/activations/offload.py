@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
-from lightning_osdp.apply.fsdp2.internals import local, whole_storages
+from lightning_osdp.apply.internals import local, whole_storages
 
 
 class HostMemory:

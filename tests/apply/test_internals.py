@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_osdp.apply.fsdp2 import internals
+from lightning_osdp.apply import internals
 from lightning_osdp.errors import ConfigurationError
 
 METHODS = [(kind, name) for kind, names in internals._METHODS.items() for name in names]

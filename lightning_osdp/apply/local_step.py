@@ -29,7 +29,7 @@ from torch.optim import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from lightning_osdp.apply.fsdp2 import internals
+from lightning_osdp.apply import internals
 
 _ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
 """Of torch's: each element of a parameter depends on that element of the gradient and of states, and on numbers."""

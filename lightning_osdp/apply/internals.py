@@ -305,7 +305,7 @@ def _without(handle: Any) -> Iterator[None]:
     kept = [(each.hooks_dict_ref(), each.id) for each in handles]
     hooks = [registered[number] for registered, number in kept]
     for registered, number in kept:
-        registered[number] = _do_nothing
+        registered[number] = do_nothing
     try:
         yield
     finally:
@@ -313,7 +313,7 @@ def _without(handle: Any) -> Iterator[None]:
             registered[number] = hook
 
 
-def _do_nothing(*_: object, **__: object) -> None:
+def do_nothing(*_: object, **__: object) -> None:
     """In place of a hook."""
 
 

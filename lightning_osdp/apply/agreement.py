@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_osdp.apply.fsdp2 import internals
+from lightning_osdp.apply import internals
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.errors import OSDPError, PlanMismatchError, RanksApartError
 

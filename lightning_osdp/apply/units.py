@@ -13,9 +13,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecision, MixedPrecisionPol
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
-from lightning_osdp.apply.fsdp2 import internals
-from lightning_osdp.core.modes import DP, ShardingMode
+from lightning_osdp.apply import internals
+from lightning_osdp.apply.activations.blocks import is_inside
+from lightning_osdp.core.modes import DP, ZDP, ShardingMode
+from lightning_osdp.engine import FSDP2
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.splitting import compiled_whole
+
+_NOT_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +58,52 @@ def leaving_order(units: Sequence[ShardedUnit]) -> list[ShardedUnit]:
             left.append(inside.pop())
         inside.append(unit)
     return left + inside[::-1]
+
+
+def called_children(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Children with parameters, by name; of a list or dictionary of modules, which nobody calls, each entry."""
+    for name, child in module.named_children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from called_children(child, f"{prefix}{name}.")
+        elif not isinstance(child, _NOT_CALLED) and any(True for _ in child.parameters()):
+            yield f"{prefix}{name}", child
+
+
+def children_and_blocks(module: nn.Module, *, min_unit_bytes: int) -> Iterator[ShardedUnit]:
+    """In forward order; children that share a parameter are one unit."""
+    names = {child: name for name, child in module.named_modules()}
+    whole = compiled_whole(module)
+    groups: list[list[tuple[str, nn.Module]]] = []
+    for name, child in called_children(module):
+        own = set(child.parameters())
+        sharing = [group for group in groups if any(not own.isdisjoint(other.parameters()) for _, other in group)]
+        groups = [group for group in groups if group not in sharing]
+        groups.append([*(each for group in sharing for each in group), (name, child)])
+    for group in groups:
+        yield ShardedUnit(group[0][0], tuple(child for _, child in group), ZDP)
+        for _, child in group:
+            blocks = list(_blocks_in(child, min_unit_bytes)) if len(group) == 1 else []
+            blocks = [block for block in blocks if not is_inside(names[block], whole)]
+            yield from (ShardedUnit(names[block], (block,), ZDP) for block in sorted(blocks, key=list(names).index))
+
+
+def _blocks_in(root: nn.Module, min_unit_bytes: int) -> Iterator[nn.Module]:
+    """Entries of lists and sequences, the outermost, whose parameters are theirs alone."""
+    num_holders: dict[nn.Parameter, int] = {}
+    for inner in root.modules():
+        for parameter in inner.parameters(recurse=False):
+            num_holders[parameter] = num_holders.get(parameter, 0) + 1
+    pending = [root]
+    while pending:
+        inner = pending.pop()
+        for child in inner.children():
+            parameters = list(child.parameters())
+            is_block = isinstance(inner, (nn.ModuleList, nn.Sequential)) and not isinstance(child, _NOT_CALLED)
+            num_bytes = sum(parameter.nbytes for parameter in parameters)
+            if is_block and num_bytes >= max(1, min_unit_bytes) and all(num_holders[each] == 1 for each in parameters):
+                yield child
+            else:
+                pending.append(child)
 
 
 def shard(
@@ -101,39 +152,33 @@ def shard(
             module.register_forward_hook(_Gathering(unit.handle))
 
 
-def set_prefetch(
-    units: Sequence[ShardedUnit],
-    *,
-    backward: bool,
-    forward: bool,
-    rerun: Collection[str] = (),
-    late_backward: Collection[str] = (),
-    late_forward: Collection[str] = (),
-) -> None:
+def set_prefetch(units: Sequence[ShardedUnit], engine: FSDP2, *, rerun: Collection[str]) -> None:
     """Says explicitly what each unit gathers ahead, for torch's own order is that of the forward before.
 
     That one may have been an evaluation, and it has units that no backward comes to.
 
     Args:
         units: root first, then in forward order.
-        backward: whether a unit gathers the one that forward left before, once backward has come to it.
-        forward: whether a unit gathers the next one of forward, once forward has come to it.
+        engine: settings of prefetching.
         rerun: names of blocks that run again in backward, where what comes after them is not needed.
-        late_backward: names of units that no other one gathers ahead in backward.
-        late_forward: the same of forward.
     """
     (root,) = (unit for unit in units if not unit.name)
     order = leaving_order(units)
     trained = next((i for i, unit in enumerate(order) if _is_trained(unit)), len(order))
-    for before, unit in zip([None, *order], [*order, root], strict=True):
-        comes = backward and before is not None and order.index(before) >= trained and before.name not in late_backward
-        # a unit in its own list keeps torch from choosing another
-        unit.handle.set_modules_to_backward_prefetch([before.handle if comes and before is not None else unit.handle])
+    for place, unit in enumerate([*order, root]):
+        ahead = unit  # in its own list it keeps torch from choosing another
+        if engine.backward_prefetch == "pre" and place > trained and order[place - 1].name not in engine.late_backward:
+            ahead = order[place - 1]
+        unit.handle.set_modules_to_backward_prefetch([ahead.handle])
     inner = [unit for unit in units if unit.name]
     for unit, following in zip([root, *inner], [*inner, None], strict=True):
         around = next((block for block in rerun if unit.name.startswith(f"{block}.")), "")
-        comes = forward and following is not None and following.name.startswith(around)
-        comes = comes and following is not None and following.name not in late_forward
+        comes = (
+            engine.forward_prefetch
+            and following is not None
+            and following.name.startswith(around)
+            and following.name not in engine.late_forward
+        )
         unit.handle.set_modules_to_forward_prefetch([following.handle] if comes and following is not None else [])
 
 
@@ -237,16 +282,12 @@ class _Gathering:
 
     def __deepcopy__(self, _: object) -> Callable[..., None]:
         """For a copy of the module, which is no unit."""
-        return _nothing
+        return internals.do_nothing
 
     def _gather(self, _: Tensor) -> None:
         # hooks outlive the units: what is sharded anew has other ones
         if isinstance(self._handle, FSDPModule) and internals.group_of(self._handle) is self._made_for:
             self._handle.unshard()  # nothing where it is there
-
-
-def _nothing(*_: object) -> None:
-    """In place of a hook."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # as torch does with its own hooks of a unit
