@@ -363,11 +363,7 @@ def forget_step(root: nn.Module, groups: Sequence[Any]) -> None:
 
 
 class WaitingForwards:
-    """Forwards that backward has not come to: what units have returned, for as long as its graph lives.
-
-    Args:
-        root: of the units.
-    """
+    """Forwards that backward has not come to: what units have returned, for as long as its graph lives."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
@@ -397,11 +393,7 @@ class WaitingForwards:
 
 
 class _Output:
-    """What a unit returned at a call: a hook of its tensors, which their graph holds.
-
-    Args:
-        waiting: those that backward has not come to.
-    """
+    """What a unit returned at a call: a hook of its tensors, which their graph holds."""
 
     def __init__(self, waiting: WeakSet[_Output]) -> None:
         self._waiting = waiting
@@ -495,6 +487,13 @@ def sharded_zeros(group: Any) -> Iterator[tuple[nn.Parameter, DTensor]]:
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def of_rows(rows: Tensor, like: DTensor) -> DTensor:
+    """The tensor of which this rank has these rows, and others the rest, as they have of another one."""
+    mesh, placements = like.device_mesh, like.placements
+    found: DTensor = DTensor.from_local(rows, mesh, placements, shape=like.shape, stride=like.stride())
+    return found
 
 
 def is_cut_alike(value: Tensor, parameter: DTensor) -> bool:
@@ -591,12 +590,7 @@ def make_plain(module: nn.Module) -> None:
 
 
 class NotedCollective:
-    """A unit's own all-gather or reduce-scatter, which tells of each that it runs.
-
-    Args:
-        own: what runs it, and allocates what it fills.
-        note: called before each.
-    """
+    """A unit's own all-gather or reduce-scatter, which calls ``note`` before each that it runs."""
 
     def __init__(self, own: Any, note: Callable[[], None]) -> None:
         self._own, self._note = own, note

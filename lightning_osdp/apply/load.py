@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_osdp.apply.internals import of_rows
 from lightning_osdp.apply.state import names_by_group, whole_parameters
 from lightning_osdp.errors import PlanMismatchError
 from lightning_osdp.splitting import JoinedShards, cut_states, cuts_of, join_names
@@ -36,11 +37,11 @@ def takes_whole(module: nn.Module) -> list[RemovableHandle]:
 
 
 def load_optimizer(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Loads state of one optimizer; all ranks must call it.
+    """Loads state of one optimizer of the module's sharded parameters; all ranks must call it.
 
     Args:
         module: the module that it trains.
-        optimizer: of the module's sharded parameters.
+        optimizer: to load.
         state: by name, or by index as a plain optimizer's, for whole operators; whole or in shards.
 
     Raises:
@@ -114,10 +115,9 @@ def _rows(whole: Tensor, like: DTensor) -> DTensor:
     """The rows of a whole tensor that this rank has of another one, as a view; a DTensor as it is."""
     if isinstance(whole, DTensor):
         return whole
-    mesh, local = like.device_mesh, like.to_local()
+    mesh = like.device_mesh
     first = min(mesh.get_local_rank() * -(-len(like) // mesh.size()), len(like))  # as torch.chunk cuts
-    rows = whole.detach().narrow(0, first, len(local))
-    return DTensor.from_local(rows, mesh, like.placements, shape=like.shape, stride=like.stride())
+    return of_rows(whole.detach().narrow(0, first, len(like.to_local())), like)
 
 
 def _own_rows(value: Any, parameter: Tensor) -> Any:
