@@ -70,10 +70,7 @@ def check_initializable(module: nn.Module, device: torch.device) -> set[str] | N
 class UnitInitializer:
     """See `unit_initializer`; the model is on the meta device afterwards.
 
-    Args:
-        module: the model.
-        device: where the storage will be.
-        missing: names of the tensors that have no values on rank 0.
+    ``missing`` are the names of the tensors that have no values on rank 0.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, missing: set[str]) -> None:

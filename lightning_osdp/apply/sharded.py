@@ -22,15 +22,8 @@ from lightning_osdp.apply.agreement import Agreement
 from lightning_osdp.apply.local_step import stepping_on_rows
 from lightning_osdp.apply.materialize import unit_initializer
 from lightning_osdp.apply.optimizers import try_optimizer
-from lightning_osdp.apply.prepare import call_layers_in_evaluation, modules_of, prepared, slices_of
-from lightning_osdp.apply.units import (
-    ShardedUnit,
-    check_shardable,
-    children_and_blocks,
-    set_prefetch,
-    shard,
-    without_views,
-)
+from lightning_osdp.apply.prepare import call_layers_in_evaluation, check_shardable, modules_of, prepared, slices_of
+from lightning_osdp.apply.units import ShardedUnit, children_and_blocks, set_prefetch, shard, without_views
 from lightning_osdp.core.blocks import RERUN
 from lightning_osdp.core.modes import DP, ShardingMode
 from lightning_osdp.core.plans.plan import Plan
@@ -259,21 +252,20 @@ class ShardedModel:
         check_change(self.plan, Plan.from_json(plan.to_json()), may_divide=may_divide)
         check_blocks(self.module, self._blocks_of(plan))
         self.check_options(plan)
+        place = self.place_in_step()
         whole = [unit.name for unit in self.units if internals.has_whole_gradients(unit.handle)]
-        where = (
-            f"is in {place}"
-            if (place := self.place_in_step())
-            else f"holds gradients of {_told(whole[0])} that are not reduced yet"
-            if whole
-            else "has outputs of a forward that backward has not come to"
-            if self._waiting.are_there
-            else ""
+        if place:
+            where = f"is in {place}"
+        elif whole:
+            where = f"holds gradients of {_told(whole[0])} that are not reduced yet"
+        elif self._waiting.are_there:
+            where = "has outputs of a forward that backward has not come to"
+        else:
+            return
+        raise ConfigurationError(
+            f"Expected a plan to change between two optimizer steps, but rank {dist.get_rank()} {where}. Change it"
+            " after the optimizer's step, when nothing holds on to outputs that no backward is called for."
         )
-        if where:
-            raise ConfigurationError(
-                f"Expected a plan to change between two optimizer steps, but rank {dist.get_rank()} {where}. Change it"
-                " after the optimizer's step, when nothing holds on to outputs that no backward is called for."
-            )
 
     def _blocks_of(self, plan: Plan) -> tuple[Block, ...]:
         return with_recomputed(plan.blocks, self.recomputed)
@@ -359,8 +351,6 @@ class ShardedModel:
         """
         for optimizer in optimizers:
             try_optimizer(optimizer)
-
-    # states
 
     @contextmanager
     def gathered(self, module: nn.Module, *, writes: bool) -> Iterator[None]:

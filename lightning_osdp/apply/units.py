@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,6 @@ from lightning_osdp.apply import internals
 from lightning_osdp.apply.activations.blocks import is_inside
 from lightning_osdp.core.modes import DP, ZDP, ShardingMode
 from lightning_osdp.engine import FSDP2
-from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.splitting import compiled_whole
 
 _NOT_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -44,11 +44,7 @@ class ShardedUnit:
 
 
 def leaving_order(units: Sequence[ShardedUnit]) -> list[ShardedUnit]:
-    """Units in the order in which forward leaves them: those inside another before it; without the root.
-
-    Args:
-        units: in the order in which forward comes to them.
-    """
+    """Units, given as forward comes to them, as it leaves them: those inside another before it; without the root."""
     left: list[ShardedUnit] = []
     inside: list[ShardedUnit] = []
     for unit in units:
@@ -80,30 +76,25 @@ def children_and_blocks(module: nn.Module, *, min_unit_bytes: int) -> Iterator[S
         groups = [group for group in groups if group not in sharing]
         groups.append([*(each for group in sharing for each in group), (name, child)])
     for group in groups:
-        yield ShardedUnit(group[0][0], tuple(child for _, child in group), ZDP)
-        for _, child in group:
-            blocks = list(_blocks_in(child, min_unit_bytes)) if len(group) == 1 else []
-            blocks = [block for block in blocks if not is_inside(names[block], whole)]
-            yield from (ShardedUnit(names[block], (block,), ZDP) for block in sorted(blocks, key=list(names).index))
+        modules = tuple(child for _, child in group)
+        yield ShardedUnit(group[0][0], modules, ZDP)
+        if len(modules) == 1:
+            num_holders = Counter(each for inner in modules[0].modules() for each in inner.parameters(recurse=False))
+            for block in _blocks_in(modules[0], num_holders, min_unit_bytes):
+                if not is_inside(names[block], whole):
+                    yield ShardedUnit(names[block], (block,), ZDP)
 
 
-def _blocks_in(root: nn.Module, min_unit_bytes: int) -> Iterator[nn.Module]:
+def _blocks_in(module: nn.Module, num_holders: Mapping[nn.Parameter, int], min_unit_bytes: int) -> Iterator[nn.Module]:
     """Entries of lists and sequences, the outermost, whose parameters are theirs alone."""
-    num_holders: dict[nn.Parameter, int] = {}
-    for inner in root.modules():
-        for parameter in inner.parameters(recurse=False):
-            num_holders[parameter] = num_holders.get(parameter, 0) + 1
-    pending = [root]
-    while pending:
-        inner = pending.pop()
-        for child in inner.children():
-            parameters = list(child.parameters())
-            is_block = isinstance(inner, (nn.ModuleList, nn.Sequential)) and not isinstance(child, _NOT_CALLED)
-            num_bytes = sum(parameter.nbytes for parameter in parameters)
-            if is_block and num_bytes >= max(1, min_unit_bytes) and all(num_holders[each] == 1 for each in parameters):
-                yield child
-            else:
-                pending.append(child)
+    for child in module.children():
+        parameters = list(child.parameters())
+        is_entry = isinstance(module, (nn.ModuleList, nn.Sequential)) and not isinstance(child, _NOT_CALLED)
+        is_large = sum(parameter.nbytes for parameter in parameters) >= max(1, min_unit_bytes)
+        if is_entry and is_large and all(num_holders[each] == 1 for each in parameters):
+            yield child
+        else:
+            yield from _blocks_in(child, num_holders, min_unit_bytes)
 
 
 def shard(
@@ -216,40 +207,6 @@ def _policy(unit: ShardedUnit, precision: MixedPrecision | None) -> MixedPrecisi
     )
 
 
-def check_shardable(module: nn.Module) -> None:
-    """Returns if ``fully_shard`` can have all parameters of a module.
-
-    Raises:
-        ConfigurationError: somebody sharded a part of it already, or a parameter is a scalar, not contiguous, or has a
-            hook that runs where gradients add up.
-    """
-    for name, child in module.named_modules():
-        if isinstance(child, FSDPModule):
-            raise ConfigurationError(
-                f"Expected a model that nothing has sharded, but {name or 'the model'!r} is under fully_shard already."
-                " Leave that call out: the plan decides it."
-            )
-    for name, parameter in module.named_parameters():
-        if parameter.dim() == 0:
-            raise ConfigurationError(
-                f"Expected parameters with at least one dimension, which fully_shard cuts into rows, got a scalar,"
-                f" {name!r}. Make it a tensor of one element, torch.nn.Parameter(value.reshape(1))."
-            )
-        if parameter._post_accumulate_grad_hooks:
-            raise ConfigurationError(
-                f"Expected no register_post_accumulate_grad_hook before the model is sharded, got one of {name!r}:"
-                " gradients of a sharded model add up elsewhere. Register it in on_fit_start, where the parameter is a"
-                " DTensor and its hook sees the mean over all ranks, or change gradients in on_before_optimizer_step;"
-                " hooks of parameter.register_hook() are carried over."
-            )
-        if not parameter.is_contiguous():
-            raise ConfigurationError(
-                f"Expected contiguous parameters, which fully_shard needs, got strides {tuple(parameter.stride())} for"
-                f" shape {tuple(parameter.shape)} of {name!r}. Make it contiguous: parameter.data ="
-                " parameter.data.contiguous()."
-            )
-
-
 def without_views(output: Any) -> Any:
     """The same with tensors that are no views, of the same memory.
 
@@ -264,9 +221,6 @@ class _Gathering:
     """A hook that gathers a unit of several modules where backward comes to the output of one that is not the last.
 
     fully_shard does that at the output of the last one, which the loss may not depend on.
-
-    Args:
-        handle: of the unit.
     """
 
     def __init__(self, handle: nn.Module) -> None:

@@ -73,14 +73,7 @@ class Layout:
 
 @lru_cache(maxsize=256)
 def layout(units: tuple[UnitProfile, ...], optimizer: OptimizerProfile, world_size: int, rank: int) -> Layout:
-    """Bytes of units on one rank.
-
-    Args:
-        units: of the model.
-        optimizer: its step.
-        world_size: N.
-        rank: whose bytes.
-    """
+    """Bytes of units on one rank; arguments as of `FSDP2.layout`."""
     owned = [[owned_elements(parameter, world_size, rank) for parameter in unit.parameters] for unit in units]
     state, temporaries = optimizer_bytes(units, owned, optimizer, world_size)
     return Layout(

@@ -67,12 +67,8 @@ class LiveParts:
 
     Parameters and gradients are tensors of their own, and are copied to and from what collectives use.
 
-    Args:
-        step: whose events are read.
-        observer: told of every moment.
-        layout: of its units on the rank in question.
-        asynchronous_unshard: whether unsharding is asynchronous.
-        is_bound: whether what is left of one unit while another runs is to be the most that other modes would leave.
+    Arguments are as of `FSDP2.live_parts`. ``layout`` is that of the units on the rank in question; where ``is_bound``,
+    what is left of one unit while another runs is the most that other modes would leave.
     """
 
     def __init__(

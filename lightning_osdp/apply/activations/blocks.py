@@ -28,12 +28,7 @@ class BlockForwards:
     Evaluation is not changed: without gradients a block runs as it is. A forward that was put in the place of a
     block's own stays there, also while the block keeps what it saves: somebody may have put another one around it.
 
-    Args:
-        module: the model.
-        device: where it computes.
-
-    Attributes:
-        memory: what blocks have on the host.
+    ``memory`` is what blocks have on the host.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -43,9 +38,7 @@ class BlockForwards:
     def choose(self, blocks: Sequence[Block], *, units: Collection[str]) -> None:
         """Has these blocks do with what they save as the plan says, and all others keep it.
 
-        Args:
-            blocks: of a plan.
-            units: names of the modules that are units of their own.
+        ``units`` are the names of the modules that are units of their own.
 
         Raises:
             PlanMismatchError: a block is not a module of the model, or is the root, or lies inside another.
@@ -63,13 +56,7 @@ class BlockForwards:
 class BlockForward:
     """A block's forward, which can keep less for backward than the block's own.
 
-    Args:
-        block: the module; none of its hooks are part of what is run again.
-        memory: of the model.
-        is_unit: whether the block is a unit that has none inside.
-
-    Attributes:
-        activations: one of `ACTIVATION_CHOICES`, at first ``keep``.
+    None of the block's hooks are part of what is run again. ``is_unit`` is whether it is a unit that has none inside.
     """
 
     def __init__(self, block: nn.Module, memory: HostMemory, *, is_unit: bool) -> None:
@@ -131,12 +118,7 @@ class BlockForward:
 
 
 def with_recomputed(blocks: Sequence[Block], names: Collection[str]) -> tuple[Block, ...]:
-    """Blocks with these modules recomputing, too, where nothing is said of them or of what is around them.
-
-    Args:
-        blocks: of a plan.
-        names: of modules that recompute whatever a plan says.
-    """
+    """A plan's blocks, with these modules recomputing, too, where nothing is said of them or of what is around them."""
     planned = [block.name for block in blocks]
     more = [name for name in names if name not in planned and not is_inside(name, planned)]
     kept = [block for block in blocks if not is_inside(block.name, more)]
@@ -155,21 +137,18 @@ def check_blocks(module: nn.Module, blocks: Sequence[Block]) -> None:
         PlanMismatchError: one is not.
     """
     modules = dict(module.named_modules())
-    names = {block.name for block in blocks}
-    for block in blocks:
-        name = block.name
+    names = [block.name for block in blocks]
+    for name in names:
         around = next((other for other in names if name.startswith(f"{other}.")), None)
-        wrong = (
-            "the root"
-            if not name
-            else "not there"
-            if name not in modules
-            else f"inside block {around!r}"
-            if around is not None
-            else None
+        if not name:
+            wrong = "the root"
+        elif name not in modules:
+            wrong = "not there"
+        elif around is not None:
+            wrong = f"inside block {around!r}"
+        else:
+            continue
+        raise PlanMismatchError(
+            f"Expected each block of the plan to be a module of the model, not the root and in no other block, but"
+            f" {name!r} is {wrong}. Plan anew by leaving out `plan=`."
         )
-        if wrong is not None:
-            raise PlanMismatchError(
-                f"Expected each block of the plan to be a module of the model, not the root and in no other block, but"
-                f" {name!r} is {wrong}. Plan anew by leaving out `plan=`."
-            )
