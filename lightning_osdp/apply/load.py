@@ -49,21 +49,22 @@ def load_optimizer(module: nn.Module, optimizer: Optimizer, state: Mapping[str, 
         PlanMismatchError: the state's parameter groups are others.
     """
     cuts, groups = cuts_of(module), names_by_group(module, optimizer)
-    saved = _named(state, [join_names(names, cuts) for names in groups])
+    entries = _by_name(state, [join_names(names, cuts) for names in groups])
+    pieces = cut_states({"state": entries, "param_groups": ()}, cuts)["state"]
     parameters = dict(module.named_parameters())
     numbers = {name: number for number, name in enumerate(chain.from_iterable(groups))}
     optimizer.load_state_dict(
         {
             "state": {
                 numbers[name]: {field: _own_rows(value, parameters[name]) for field, value in fields.items()}
-                for name, fields in cut_states(saved, cuts)["state"].items()
+                for name, fields in pieces.items()
             },
             "param_groups": [
                 {
                     **{key: value for key, value in group.items() if key != "param_names"},
                     "params": [numbers[name] for name in names],
                 }
-                for group, names in zip(saved["param_groups"], groups, strict=True)
+                for group, names in zip(state["param_groups"], groups, strict=True)
             ],
         }
     )
@@ -129,8 +130,8 @@ def _own_rows(value: Any, parameter: Tensor) -> Any:
     return value.clone()
 
 
-def _named(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """State by name, from state by name or by number.
+def _by_name(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> Mapping[str, Any]:
+    """Entries by name, from a state by name or by number.
 
     Numbers are those of the optimizer's own groups, as ``Optimizer.state_dict`` counts them: neither the order of the
     model's parameters nor frozen ones matter.
@@ -142,7 +143,7 @@ def _named(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[st
     Raises:
         PlanMismatchError: its parameter groups are others.
     """
-    entries = state.get("state", {})
+    entries: Mapping[Any, Any] = state.get("state", {})
     saved = [list(group["params"]) for group in state["param_groups"]]
     if len(saved) != len(groups):
         raise PlanMismatchError(
@@ -157,7 +158,7 @@ def _named(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[st
                     f" but {sorted(set(own).symmetric_difference(names))[:3]} are in one of both only. Configure the"
                     " groups that were saved, or load the weights alone."
                 )
-        return {"state": entries, "param_groups": state["param_groups"]}
+        return entries
     if [len(group) for group in saved] != [len(group) for group in groups]:
         raise PlanMismatchError(
             f"Expected a checkpoint whose optimizer has {[len(group) for group in groups]} parameters in its groups, as"
@@ -165,12 +166,7 @@ def _named(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[st
             " weights alone."
         )
     names_of = dict(zip(chain.from_iterable(saved), chain.from_iterable(groups), strict=True))
-    return {
-        "state": {names_of[number]: fields for number, fields in entries.items()},
-        "param_groups": [
-            {**group, "params": list(names)} for group, names in zip(state["param_groups"], groups, strict=True)
-        ],
-    }
+    return {names_of[number]: fields for number, fields in entries.items()}
 
 
 def check_number(num_stored: int, num_optimizers: int) -> None:
