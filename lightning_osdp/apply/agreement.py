@@ -65,8 +65,7 @@ class Agreement:
     def settle(self, optimizer: Optimizer) -> None:
         """Before a step of an optimizer: drops gradients of what no rank has used. Call it on all ranks.
 
-        Raises:
-            RanksApartError: ranks have gathered or reduced different units since the last step.
+        It raises where ranks have gathered or reduced different units since the last step.
         """
         used: Sequence[int] = self._has_gradient
         if self._group is not None:

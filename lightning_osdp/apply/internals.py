@@ -85,21 +85,13 @@ _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 
 def check_torch() -> None:
-    """Returns if the classes of this torch have all that this file uses of them.
-
-    Raises:
-        ConfigurationError: something is missing.
-    """
+    """Raises `ConfigurationError` where the classes of this torch lack something that this file uses of them."""
     used = [(kind, name) for kind, names in _METHODS.items() for name in names]
     _refuse([f"{kind.__name__}.{name}" for kind, name in used if not hasattr(kind, name)])
 
 
 def check_units(root: nn.Module) -> None:
-    """Returns if the objects that ``fully_shard`` has made of a module have all that this file uses of them.
-
-    Raises:
-        ConfigurationError: something is missing.
-    """
+    """The same of the objects that ``fully_shard`` has made of a module."""
     states = dict.fromkeys(state_of(child) for child in root.modules() if isinstance(child, FSDPModule))
     groups = [group for state in states for group in getattr(state, "_fsdp_param_groups", ())]
     parameters = [parameter for group in groups for parameter in getattr(group, "fsdp_params", ())]
@@ -411,10 +403,7 @@ class BackwardWatch:
     gradients with the last of them. Zeros in place of gradients that are yet to come would be reduced for nothing, and
     gradients of a reentrant checkpoint, whose backward runs by itself, may come when torch takes the unit for done.
 
-    Args:
-        root: of the units.
-        groups: parameters of each unit that has any.
-        note: called with the number of a group and, for each parameter, whether it got a gradient.
+    ``note`` is called with the number of a group and, for each parameter, whether it got a gradient.
     """
 
     def __init__(self, root: nn.Module, groups: Sequence[Any], note: Callable[[int, list[bool]], None]) -> None:

@@ -134,14 +134,8 @@ def _by_name(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> Mappi
     """Entries by name, from a state by name or by number.
 
     Numbers are those of the optimizer's own groups, as ``Optimizer.state_dict`` counts them: neither the order of the
-    model's parameters nor frozen ones matter.
-
-    Args:
-        state: of an optimizer; what is stored of one without state may have no ``state``.
-        groups: names of the parameters in each group of the optimizer that it is for.
-
-    Raises:
-        PlanMismatchError: its parameter groups are others.
+    model's parameters nor frozen ones matter. What is stored of an optimizer without state may have no ``state``.
+    ``groups`` are the names of the parameters in each group of the optimizer that it is for.
     """
     entries: Mapping[Any, Any] = state.get("state", {})
     saved = [list(group["params"]) for group in state["param_groups"]]

@@ -25,16 +25,12 @@ _NOT_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 @dataclass(frozen=True, eq=False)
 class ShardedUnit:
-    """Modules whose parameters are gathered together.
-
-    Attributes:
-        name: of the unit or slice; the empty string is the root.
-        modules: in forward order.
-        mode: in use when it is made.
-    """
+    """Modules whose parameters are gathered together."""
 
     name: str
+    """Of the unit or slice; the empty string is the root."""
     modules: tuple[nn.Module, ...]
+    """In forward order."""
     mode: ShardingMode = DP
 
     @property
@@ -150,7 +146,7 @@ def set_prefetch(units: Sequence[ShardedUnit], engine: FSDP2, *, rerun: Collecti
 
     Args:
         units: root first, then in forward order.
-        engine: settings of prefetching.
+        engine: whose settings they are.
         rerun: names of blocks that run again in backward, where what comes after them is not needed.
     """
     (root,) = (unit for unit in units if not unit.name)

@@ -131,11 +131,7 @@ def is_inside(name: str, names: Collection[str]) -> bool:
 
 
 def check_blocks(module: nn.Module, blocks: Sequence[Block]) -> None:
-    """Returns if all blocks are modules of a model, none the root and none inside another.
-
-    Raises:
-        PlanMismatchError: one is not.
-    """
+    """Raises `PlanMismatchError` unless all blocks are modules of a model, none the root and none inside another."""
     modules = dict(module.named_modules())
     names = [block.name for block in blocks]
     for name in names:
