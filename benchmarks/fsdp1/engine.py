@@ -1,4 +1,4 @@
-"""FSDP1, `torch.distributed.fsdp.FullyShardedDataParallel`, as an engine."""
+"""FSDP1, `torch.distributed.fsdp.FullyShardedDataParallel`, by what differs from ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from benchmarks.fsdp1.live_parts import FSDP1LiveParts
 from benchmarks.fsdp1.schedule import FSDP1Host
 from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.profile import OptimizerProfile
-from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.engine.engine import Engine
-from lightning_osdp.engine.events import GatherRule
-from lightning_osdp.engine.host import Course
+from lightning_osdp.engine import FSDP2, GatherRule
 from lightning_osdp.engine.layout import Layout
-from lightning_osdp.engine.live_parts import Observer
+from lightning_osdp.engine.live_parts import LiveParts
+from lightning_osdp.engine.schedule import Host
 
 
 @dataclass(frozen=True, kw_only=True)
-class FSDP1(Engine):
-    """Units are flat tensors, wrapped one inside the other.
+class FSDP1(FSDP2):
+    """Units are flat tensors, wrapped one inside the other; of settings, only those of prefetching all units count.
 
     Where communication overlaps computing, a gather after a unit's backward (``post``) runs as early as one before it
     (``pre``), as the host is ahead of the device, and holds one unit less.
     """
 
     prefetches: ClassVar[tuple[str, ...]] = ("pre", "post", "none")
+    host: ClassVar[type[Host]] = FSDP1Host
+    reader: ClassVar[type[LiveParts]] = FSDP1LiveParts
 
     @property
     @override
@@ -80,15 +80,3 @@ class FSDP1(Engine):
         self, units: Sequence[UnitProfile], optimizer: OptimizerProfile, world_size: int, *, rank: int | None = None
     ) -> Layout:
         return layout(tuple(units), optimizer, world_size, rank)
-
-    @override
-    def live_parts(
-        self, step: Step, observer: Observer, *, rank: int | None = None, is_bound: bool = False
-    ) -> FSDP1LiveParts:
-        found = self.layout(step.units, step.profile.optimizer, step.cluster.world_size, rank=rank)
-        return FSDP1LiveParts(step, observer, layout=found)
-
-    @override
-    def host(self, course: Course) -> FSDP1Host:
-        ahead = self.forward_prefetch is True
-        return FSDP1Host(course, backward_prefetch=self.backward_prefetch, forward_prefetch=ahead)

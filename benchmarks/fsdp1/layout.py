@@ -26,7 +26,6 @@ from lightning_osdp.engine.layout import Layout, UnitBytes, optimizer_bytes
 ALIGNMENT_BYTES = 16
 """``_FLAT_PARAM_ALIGNMENT``: of each parameter's beginning in the gathered tensor."""
 
-
 MOST_RANKS = 64
 """Of more ranks, about so many are looked at, evenly spaced: neighbours differ by little then."""
 
@@ -44,15 +43,10 @@ def layout(
         rank: whose bytes; None: for state and temporaries together, those of the rank that has most.
     """
     ranks = range(0, world_size, max(1, world_size // MOST_RANKS)) if rank is None else (rank,)
-    begins = [_begins(unit.parameters) for unit in units]
 
     def optimized(rank: int) -> tuple[float, float]:
-        return optimizer_bytes(
-            units,
-            lambda index: _pieces(units[index].parameters, begins[index], world_size, rank),
-            optimizer,
-            world_size,
-        )
+        held = [pieces(unit.parameters, world_size, rank) for unit in units]
+        return optimizer_bytes(units, held, optimizer, world_size)
 
     most = max(map(optimized, ranks), key=sum)
     return Layout(
@@ -64,25 +58,17 @@ def layout(
 
 def flat_elements(parameters: Sequence[ParameterProfile], world_size: int) -> int:
     """F: elements of the flat tensor of these parameters."""
-    return _flat_elements(parameters, _begins(parameters), world_size)
+    total = _begins(parameters)[-1] + parameters[-1].num_elements if parameters else 0
+    return math.ceil(total / world_size) * world_size
 
 
 def pieces(parameters: Sequence[ParameterProfile], world_size: int, rank: int) -> list[int]:
     """Elements of each parameter that a rank holds."""
-    return _pieces(parameters, _begins(parameters), world_size, rank)
-
-
-def _flat_elements(parameters: Sequence[ParameterProfile], begins: Sequence[int], world_size: int) -> int:
-    total = begins[-1] + parameters[-1].num_elements if parameters else 0
-    return math.ceil(total / world_size) * world_size
-
-
-def _pieces(parameters: Sequence[ParameterProfile], begins: Sequence[int], world_size: int, rank: int) -> list[int]:
-    shard = _flat_elements(parameters, begins, world_size) // world_size
+    shard = flat_elements(parameters, world_size) // world_size
     first, end = rank * shard, (rank + 1) * shard
     return [
         max(0, min(begin + parameter.num_elements, end) - max(begin, first))
-        for begin, parameter in zip(begins, parameters, strict=True)
+        for begin, parameter in zip(_begins(parameters), parameters, strict=True)
     ]
 
 

@@ -26,6 +26,8 @@ References:
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 from lightning_osdp.core.profile import OperatorProfile
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.engine.live_parts import LiveParts
@@ -34,15 +36,19 @@ from lightning_osdp.engine.live_parts import LiveParts
 class FSDP1LiveParts(LiveParts):
     """A unit is one tensor, and so are its gradients before they are reduced."""
 
+    @override
     def _gather(self, unit: int) -> None:
         size = self.sizes[unit]
+        self.whole.add(unit)
         self._add("gathered parameters", size.gathered)
         if size.cast_shard:
             self._observe_gather(unit, size.cast_shard)
 
+    @override
     def _await(self, unit: int) -> None:
         """What was gathered is used as it is."""
 
+    @override
     def _flatten(self, unit: int) -> None:
         """Per-parameter gradients and their flat concatenation live together."""
         size = self.sizes[unit]
@@ -50,6 +56,7 @@ class FSDP1LiveParts(LiveParts):
         self._observe("backward", self._name(unit), "unsharded gradients", size.flat_gradient)
         self._add("unsharded gradients", size.flat_gradient - size.gradients)
 
+    @override
     def _accumulate(self, unit: int) -> None:
         """The gradient is left whole, or is gone once it is added to the one that is there."""
         whole = self.sizes[unit].whole_gradient
@@ -59,6 +66,7 @@ class FSDP1LiveParts(LiveParts):
             self._add("accumulated gradients", whole)
         self.settled = 0.0
 
+    @override
     def _reduce(self, unit: int) -> None:
         """The gradient is reduced, cast to the dtype at rest where that is another, and its shard is kept.
 
@@ -82,6 +90,11 @@ class FSDP1LiveParts(LiveParts):
             self._add("reduced gradients", size.reduced)
         self.settled = 0.0
 
+    @override
+    def _adds_in_place(self, unit: int) -> bool:
+        return False
+
+    @override
     def _gradient_bytes(self, unit: UnitProfile, operator: OperatorProfile) -> int:
         """In a unit that is not all frozen, frozen parameters have gradients, too: the flat parameter requires one."""
         return operator.gradient_bytes + (operator.frozen_bytes if unit.gradient_bytes else 0)

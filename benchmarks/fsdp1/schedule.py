@@ -22,43 +22,50 @@ References:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from typing_extensions import override
 
-from benchmarks.fsdp1.order import completed
-from lightning_osdp.engine.host import Course, Host
+from lightning_osdp.core.units import UnitProfile
+from lightning_osdp.engine.schedule import Host, gathered_ahead, leaving_order
 
 
 class FSDP1Host(Host):
-    """FSDP1's backward.
+    """FSDP1's backward, and lists of units to prefetch that leave out none."""
 
-    Args:
-        course: what there is to do.
-        backward_prefetch: ``pre``, ``post`` or ``none``.
-        forward_prefetch: FSDP1's option.
-    """
-
-    def __init__(self, course: Course, *, backward_prefetch: str, forward_prefetch: bool) -> None:
-        units = course.units
-        calls = [((unit.first, unit.last),) if course.merges_calls else unit.calls for unit in units]
-        super().__init__(course, calls, backward_prefetch=backward_prefetch, forward_prefetch=forward_prefetch)
-        self.root_gathers = any(units[root].gathered_bytes for root in self.root)
-        begins = [spans[0][0] for spans in calls]
-        self.complete = completed(units, begins, self.num_segments, is_ahead=forward_prefetch)
+    @override
+    def __post_init__(self) -> None:
+        if self.merges_calls:
+            self.units = [replace(unit, calls=((unit.first, unit.last),)) for unit in self.units]
+            self.merges_calls = False
+        super().__post_init__()
+        self.comes_back = set(self.order)
+        if self.forward_prefetch:
+            self.ahead = gathered_ahead(self.units, self.num_segments)
+        self.complete = completed(self.units, self.num_segments, is_ahead=self.forward_prefetch)
 
     @override
     def backward(self) -> None:
-        if self.prefetch == "pre" and self.root_gathers:
+        if self.backward_prefetch == "pre" and any(self.units[root].gathered_bytes for root in self.root):
             # The root's backward begins with the loss; without parameters it has nothing to prefetch from.
             self.gather_before(len(self.order))
         for segment in range(self.num_segments - 1, -1, -1):
             self.come_to(segment)
             self.note("backward", segment)
             for unit in self.complete[segment]:
-                self.reduce(unit, prefetches=self.prefetch == "post")
+                self.reduce(unit, prefetches=self.backward_prefetch == "post")
             if segment == 0:
                 for unit in self.root:
-                    self.reduce(unit, prefetches=False)
+                    self.reduce(unit)
             self.note("release", segment)
+
+    @override
+    def reach(self, unit: int, num_calls: int) -> None:
+        self.reached.add(unit)
+        self.need(unit)
+        if self.backward_prefetch == "pre":
+            self.gather_before(self.place[unit])
 
     @override
     def run_again(self, first: int, last: int, inside: frozenset[int]) -> None:
@@ -70,12 +77,35 @@ class FSDP1Host(Host):
                 if not self.is_kept[unit] and unit not in self.reached:
                     self.free(unit)
 
-    def reduce(self, unit: int, *, prefetches: bool) -> None:
-        """Backward is through with it."""
+    @override
+    def reduce(self, unit: int, *, prefetches: bool = False) -> None:
         accumulates = self.accumulates[unit] and not self.is_last
         self.note("flatten", unit)
-        if not (accumulates and self.is_kept[unit]):
-            self.free(unit)
+        self.leave(unit)
         if prefetches:
             self.gather_before(self.place[unit])
         self.note("accumulate" if accumulates else "reduce", unit)
+
+
+def completed(units: Sequence[UnitProfile], num_segments: int, *, is_ahead: bool) -> list[list[int]]:
+    """For each segment, the units with whose gradients backward is through when it is over, in order; without the root.
+
+    That is the segment in which a unit begins. But where forward gathers ahead, it splits the unit's parameters into
+    views before the unit before it runs, and autograd takes what forward did last first: then it is the segment in
+    which that one begins. A frozen unit has no gradient to wait for.
+
+    Args:
+        units: root first, if any, then in forward order.
+        num_segments: of the model.
+        is_ahead: FSDP1's ``forward_prefetch``.
+    """
+    found: list[list[int]] = [[] for _ in range(num_segments)]
+    in_turn = [index for index, unit in enumerate(units) if unit.gathered_bytes or not unit.is_root]
+    for before, index in zip([*in_turn[:1], *in_turn], in_turn, strict=False):
+        if not units[index].is_root:
+            waits = is_ahead and units[index].gradient_bytes
+            found[units[before if waits else index].first].append(index)
+    if is_ahead:
+        return [through[::-1] for through in found]
+    place = {unit: place for place, unit in enumerate(leaving_order(units))}
+    return [sorted(through, key=place.__getitem__) for through in found]

@@ -21,8 +21,8 @@ from benchmarks.testbed.memory import WARM_UP_STEPS, count_step
 from benchmarks.testbed.ring import ring_reduce_scatters, use_ring
 from benchmarks.testbed.training import quiet, train
 from benchmarks.testbed.turns import Turns, fits_in_turns, slowest_ranks
-from lightning_osdp.apply.fsdp2 import internals
-from lightning_osdp.apply.fsdp2.local_step import stepping_on_rows
+from lightning_osdp.apply import internals
+from lightning_osdp.apply.local_step import stepping_on_rows
 from lightning_osdp.callbacks.peak import living_tensors
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.profiler import LiveBytes

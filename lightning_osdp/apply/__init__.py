@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from lightning_osdp.apply.activations.blocks import apply_activations, is_inside, remove_activations, with_recomputed
-from lightning_osdp.apply.children import called_children
-from lightning_osdp.apply.fsdp2.arguments import fully_shard_arguments
-from lightning_osdp.apply.fsdp2.internals import local, refuse_copy
+from lightning_osdp.apply.activations.blocks import is_inside, with_recomputed
+from lightning_osdp.apply.internals import local, refuse_copy
+from lightning_osdp.apply.load import check_number
 from lightning_osdp.apply.materialize import check_initializable
-from lightning_osdp.apply.plan import apply_plan, change_plan
+from lightning_osdp.apply.plan import apply_plan, change_plan, fully_shard_arguments
 from lightning_osdp.apply.sharded import ShardedModel
-from lightning_osdp.apply.sharded_checkpoint import check_number
+from lightning_osdp.apply.units import called_children
 
 __all__ = [
     "ShardedModel",
-    "apply_activations",
     "apply_plan",
     "called_children",
     "change_plan",
@@ -23,6 +21,5 @@ __all__ = [
     "is_inside",
     "local",
     "refuse_copy",
-    "remove_activations",
     "with_recomputed",
 ]

@@ -45,7 +45,7 @@ def check_initializable(module: nn.Module, device: torch.device) -> set[str] | N
     Raises:
         ProfileError: a module that owns such tensors has no ``reset_parameters`` to initialise them with.
     """
-    missing = [name for name, _, _, tensor in _tensors(module) if tensor.is_meta]
+    missing = {name for name, _, _, tensor in _tensors(module) if tensor.is_meta}
     if dist.is_initialized() and dist.get_world_size() > 1:
         is_meta = torch.tensor(float(bool(missing)), device=device)
         dist.all_reduce(is_meta, dist.ReduceOp.MAX)
@@ -56,17 +56,21 @@ def check_initializable(module: nn.Module, device: torch.device) -> set[str] | N
         missing = names[0]
     elif not missing:
         return None
-    _check_resets(module, set(missing))
-    return set(missing)
+    for full_name, child, name, _ in _tensors(module):
+        if full_name in missing and _reset(child) is None:
+            path = full_name.removesuffix(name).rstrip(".")
+            raise ProfileError(
+                f"Expected every module on the meta device to have reset_parameters(), which initialises it, but"
+                f" {path or 'the model itself'} ({type(child).__name__}) has none. Write one, or create the module on a"
+                " real device, on rank 0 at least."
+            )
+    return missing
 
 
 class UnitInitializer:
-    """See `unit_initializer`.
+    """See `unit_initializer`; the model is on the meta device afterwards.
 
-    Args:
-        module: the model, which is on the meta device afterwards.
-        device: where the storage will be.
-        missing: names of the tensors that have no values on rank 0.
+    ``missing`` are the names of the tensors that have no values on rank 0.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, missing: set[str]) -> None:
@@ -151,7 +155,10 @@ class UnitInitializer:
     def _units_hidden(self, modules: list[nn.Module]) -> Iterator[None]:
         """Keeps ``reset_parameters`` away from what is sharded: it would fill the same values into every shard."""
         units = [
-            (parent, name, child) for parent in modules for name, child in parent._modules.items() if _is_unit(child)
+            (parent, name, child)
+            for parent in modules
+            for name, child in parent._modules.items()
+            if isinstance(child, FSDPModule)
         ]
         for parent, name, unit in units:
             parent._modules[name] = _Sharded(self._paths[unit])
@@ -160,10 +167,6 @@ class UnitInitializer:
         finally:
             for parent, name, unit in units:
                 parent._modules[name] = unit
-
-
-def _is_unit(module: object) -> bool:
-    return isinstance(module, FSDPModule)
 
 
 class _Sharded(nn.Module):
@@ -189,17 +192,6 @@ class _Sharded(nn.Module):
         self.__getattr__("modules")
 
 
-def _check_resets(module: nn.Module, missing: set[str]) -> None:
-    for full_name, child, name, _ in _tensors(module):
-        if full_name in missing and _reset(child) is None:
-            path = full_name.removesuffix(name).rstrip(".")
-            raise ProfileError(
-                f"Expected every module on the meta device to have reset_parameters(), which initialises it, but"
-                f" {path or 'the model itself'} ({type(child).__name__}) has none. Write one, or create the module on a"
-                " real device, on rank 0 at least."
-            )
-
-
 def _reset(module: nn.Module) -> Any:
     """The module's own initialisation, under the name that ``nn.MultiheadAttention`` gives it too; None without one."""
     return getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
@@ -208,7 +200,7 @@ def _reset(module: nn.Module) -> Any:
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:
     """Modules of one unit in the order in which constructors initialise them, so that a parent has the last word."""
     for child in module.children():
-        if not _is_unit(child):
+        if not isinstance(child, FSDPModule):
             yield from _children_first(child)
     yield module
 

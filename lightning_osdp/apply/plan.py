@@ -1,24 +1,32 @@
-"""A plan for a module, and another one while it is being trained."""
+"""A plan for a module, and another one while it is being trained; and what users may say besides."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_osdp.apply.fsdp2.arguments import fully_shard_arguments
-from lightning_osdp.apply.fsdp2.internals import owner_of
+from lightning_osdp.apply.internals import owner_of
 from lightning_osdp.apply.sharded import ShardedModel
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.errors import ConfigurationError
+
+_TAKEN = ("mixed_precision", "param_init_fn", "sync_module_states")
+_REFUSED = {
+    "limit_all_gathers": "fully_shard frees what it gathered in the order of computing, with no limit to switch off",
+    "use_orig_params": "fully_shard never makes flat parameters",
+}
+_DEFAULTS = {"limit_all_gathers": True, "use_orig_params": True}
+"""Values that ask for what ``fully_shard`` does anyway."""
 
 
 def apply_plan(module: nn.Module, plan: Plan, *, device: torch.device, **fsdp_kwargs: Any) -> nn.Module:
     """Shards a module as a plan says; returns it. Call it on all ranks of the default process group.
 
     The module is changed in place: its parameters are sharded, operators with several slices are split (see
-    `lightning_osdp.splitting`), and blocks get another forward (see `apply_activations`).
+    `lightning_osdp.splitting`), and blocks that keep less for backward get another forward.
 
     Where any rank has tensors on the meta device, all ranks start with rank 0's values: those that rank 0 has, and what
     ``reset_parameters`` of the modules makes there of the others. Each unit gets storage only when it is to be sharded.
@@ -68,3 +76,23 @@ def change_plan(module: nn.Module, plan: Plan) -> None:
             f" {type(module).__name__}. Give it the whole module and not a part of it."
         )
     owner.use(plan)
+
+
+def fully_shard_arguments(fsdp_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that ``fully_shard`` has a counterpart of.
+
+    Raises:
+        ConfigurationError: it has none of one that is given.
+    """
+    found = {name: value for name, value in fsdp_kwargs.items() if name in _TAKEN}
+    for name, value in fsdp_kwargs.items():
+        if name not in _TAKEN and value is not None and value != _DEFAULTS.get(name):
+            why = _REFUSED.get(name, "fully_shard has no such option")
+            raise ConfigurationError(f"OSDPStrategy cannot take {name}={value!r}: {why}. Leave it out.")
+    precision = found.get("mixed_precision")
+    if precision is not None and precision.keep_low_precision_grads:
+        raise ConfigurationError(
+            "OSDPStrategy cannot take MixedPrecision(keep_low_precision_grads=True): fully_shard gives reduced"
+            " gradients the dtype of the parameters. Leave it out."
+        )
+    return found

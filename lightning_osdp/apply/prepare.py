@@ -1,15 +1,51 @@
-"""What is done with a module before it is sharded: checks that it is the plan's, and operators that are split."""
+"""What is done with a module before it is sharded: checks that it can be, as planned, and operators that are split."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
+from lightning_osdp.apply.internals import do_nothing
 from lightning_osdp.apply.materialize import UnitInitializer
 from lightning_osdp.core.plans.plan import Plan, Unit
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError
 from lightning_osdp.splitting import compiled_whole, split, splittable
+
+
+def check_shardable(module: nn.Module) -> None:
+    """Returns if ``fully_shard`` can have all parameters of a module.
+
+    Raises:
+        ConfigurationError: somebody sharded a part of it already, or a parameter is a scalar, not contiguous, or has a
+            hook that runs where gradients add up.
+    """
+    for name, child in module.named_modules():
+        if isinstance(child, FSDPModule):
+            raise ConfigurationError(
+                f"Expected a model that nothing has sharded, but {name or 'the model'!r} is under fully_shard already."
+                " Leave that call out: the plan decides it."
+            )
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 0:
+            raise ConfigurationError(
+                f"Expected parameters with at least one dimension, which fully_shard cuts into rows, got a scalar,"
+                f" {name!r}. Make it a tensor of one element, torch.nn.Parameter(value.reshape(1))."
+            )
+        if parameter._post_accumulate_grad_hooks:
+            raise ConfigurationError(
+                f"Expected no register_post_accumulate_grad_hook before the model is sharded, got one of {name!r}:"
+                " gradients of a sharded model add up elsewhere. Register it in on_fit_start, where the parameter is a"
+                " DTensor and its hook sees the mean over all ranks, or change gradients in on_before_optimizer_step;"
+                " hooks of parameter.register_hook() are carried over."
+            )
+        if not parameter.is_contiguous():
+            raise ConfigurationError(
+                f"Expected contiguous parameters, which fully_shard needs, got strides {tuple(parameter.stride())} for"
+                f" shape {tuple(parameter.shape)} of {name!r}. Make it contiguous: parameter.data ="
+                " parameter.data.contiguous()."
+            )
 
 
 def prepared(module: nn.Module, plan: Plan) -> dict[str, nn.Module]:
@@ -39,13 +75,11 @@ def modules_of(unit: Unit) -> tuple[str, ...]:
     return unit.modules or (unit.name,)
 
 
-def slices_of(operator: nn.Module, num_slices: int, initializer: object) -> list[nn.Module]:
-    """The modules to shard for a unit: its own, or the slices that it is split into."""
-    if num_slices == 1:
-        return [operator]
-    if isinstance(initializer, UnitInitializer):
-        return list(initializer.split(operator, num_slices).slices)
-    if initializer is not None and any(parameter.is_meta for parameter in operator.parameters()):
+def slices_of(operator: nn.Module, num_slices: int, initialize: object) -> list[nn.Module]:
+    """The slices that an operator is split into, each a unit to shard."""
+    if isinstance(initialize, UnitInitializer):
+        return list(initialize.split(operator, num_slices).slices)
+    if any(parameter.is_meta for parameter in operator.parameters()):
         raise ConfigurationError(
             f"Expected no param_init_fn where {type(operator).__name__} on the meta device is split into {num_slices}"
             " slices: it would initialise each slice as an operator of its own. Leave param_init_fn out."
@@ -60,11 +94,7 @@ def call_layers_in_evaluation(module: nn.Module) -> None:
     """
     for layer in module.modules():
         if isinstance(layer, nn.TransformerEncoderLayer):
-            layer.register_forward_pre_hook(_no_change)
-
-
-def _no_change(*_: object) -> None:
-    """A hook that does nothing."""
+            layer.register_forward_pre_hook(do_nothing)
 
 
 def _check_units(plan: Plan, modules: dict[str, nn.Module]) -> None:

@@ -7,38 +7,31 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecision
 from torch.optim import Optimizer
 
-from lightning_osdp.apply.activations.blocks import (
-    BlockForwards,
-    check_blocks,
-    is_inside,
-    remove_activations,
-    with_recomputed,
-)
-from lightning_osdp.apply.children import blocks_in, called_children
-from lightning_osdp.apply.fsdp2 import internals, load, state
-from lightning_osdp.apply.fsdp2.agreement import Agreement
-from lightning_osdp.apply.fsdp2.local_step import stepping_on_rows
-from lightning_osdp.apply.fsdp2.optimizers import try_optimizer
-from lightning_osdp.apply.fsdp2.units import ShardedUnit, check_shardable, set_prefetch, shard, without_views
+from lightning_osdp.apply import internals, load, state
+from lightning_osdp.apply.activations.blocks import BlockForwards, check_blocks, with_recomputed
+from lightning_osdp.apply.agreement import Agreement
+from lightning_osdp.apply.local_step import stepping_on_rows
 from lightning_osdp.apply.materialize import unit_initializer
-from lightning_osdp.apply.prepare import call_layers_in_evaluation, modules_of, prepared, slices_of
+from lightning_osdp.apply.optimizers import try_optimizer
+from lightning_osdp.apply.prepare import call_layers_in_evaluation, check_shardable, modules_of, prepared, slices_of
+from lightning_osdp.apply.units import ShardedUnit, children_and_blocks, set_prefetch, shard, without_views
 from lightning_osdp.core.blocks import RERUN
-from lightning_osdp.core.modes import DP, ZDP, ShardingMode
+from lightning_osdp.core.modes import DP, ShardingMode
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
-from lightning_osdp.engine import check_change, engine_of
+from lightning_osdp.engine import DEFAULT, check_change, engine_of
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.splitting import compiled_whole, cuts_of, join_names
+from lightning_osdp.splitting import cuts_of, join_names
 
 T = TypeVar("T")
 
@@ -50,8 +43,9 @@ class ShardedModel:
         module: the user's, not sharded yet.
         units: root first, then in forward order.
         plan: of the units; None where there is none.
-        given: what else to shard with.
         device: where the parameters go.
+        mixed_precision: what to compute and reduce in; None: in the parameters' own dtype.
+        initialize: gives the tensors of a unit's module storage and values.
 
     Attributes:
         recomputed: names of modules that recompute whatever the plan says.
@@ -63,15 +57,18 @@ class ShardedModel:
         module: nn.Module,
         units: Sequence[ShardedUnit],
         plan: Plan | None,
-        given: _Given,
         *,
         device: torch.device,
+        mixed_precision: MixedPrecision | None,
+        initialize: Callable[[nn.Module], None],
     ) -> None:
         self.module, self.plan, self.units = module, plan, tuple(units)
         self.recomputed: Sequence[str] = ()
-        self.check_options: Callable[[Plan], None] = _no_options
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        shard(self.units, mesh, given.mixed_precision, given.initialize)
+        self.check_options: Callable[[Plan], None] = internals.do_nothing
+        self._forwards = BlockForwards(module, device)
+        if plan is not None:
+            self._forwards.choose(plan.blocks, units=[unit.name for unit in units])
+        shard(self.units, init_device_mesh(device.type, (dist.get_world_size(),)), mixed_precision, initialize)
         internals.begin(module)
         internals.check_units(module)
         for child in module.modules():
@@ -81,39 +78,49 @@ class ShardedModel:
         internals.set_asynchronous(module, is_asynchronous=plan is not None and plan.asynchronous_unshard)
         self._agreement = Agreement(module, self._groups, device)
         self._waiting = internals.WaitingForwards(module)
-        self._forwards = given.forwards
         internals.set_owner(module, self)
         self.carry_hooks()
         self._taking = load.takes_whole(module)
         self._is_opened, self._may_be_planned = False, True
 
     @classmethod
-    def planned(cls, module: nn.Module, plan: Plan, *, device: torch.device, **kwargs: Any) -> ShardedModel:
+    def planned(
+        cls,
+        module: nn.Module,
+        plan: Plan,
+        *,
+        device: torch.device,
+        mixed_precision: MixedPrecision | None = None,
+        **kwargs: Any,
+    ) -> ShardedModel:
         """As a plan says; arguments as of `apply_plan`."""
         engine_of(plan)  # which refuses settings that it has not
-        given = _begin(module, device, **kwargs)
+        initialize = _begin(module, device, **kwargs)
         modules = prepared(module, plan)
         units: list[ShardedUnit] = []
         for unit in plan.units:
             if unit.num_slices == 1:
-                found = tuple(modules[name] for name in modules_of(unit))
-                units += [ShardedUnit(unit.name, found, mode) for _, mode in _modes(unit)]
-                continue
-            slices = slices_of(modules[unit.name], unit.num_slices, given.initialize)
-            named = zip(_modes(unit), slices, strict=True)
-            units += [ShardedUnit(name, (each,), mode) for (name, mode), each in named]
-        given.forwards.choose(plan.blocks, units=[unit.name for unit in units])
-        return cls(module, units, plan, given, device=device)
+                found = [tuple(modules[name] for name in modules_of(unit))]
+            else:
+                found = [(each,) for each in slices_of(modules[unit.name], unit.num_slices, initialize)]
+            units += [ShardedUnit(name, each, mode) for (name, mode), each in zip(_modes(unit), found, strict=True)]
+        return cls(module, units, plan, device=device, mixed_precision=mixed_precision, initialize=initialize)
 
     @classmethod
     def unplanned(
-        cls, module: nn.Module, *, device: torch.device, min_unit_bytes: int = SMALL_UNIT_BYTES, **kwargs: Any
+        cls,
+        module: nn.Module,
+        *,
+        device: torch.device,
+        min_unit_bytes: int = SMALL_UNIT_BYTES,
+        mixed_precision: MixedPrecision | None = None,
+        **kwargs: Any,
     ) -> ShardedModel:
         """Each child by itself, and each block in it, all freed after forward; what is in no child is the root's."""
-        given = _begin(module, device, **kwargs)
+        initialize = _begin(module, device, **kwargs)
         call_layers_in_evaluation(module)
-        units = [ShardedUnit("", (module,)), *_children_and_blocks(module, min_unit_bytes=min_unit_bytes)]
-        return cls(module, units, None, given, device=device)
+        units = [ShardedUnit("", (module,)), *children_and_blocks(module, min_unit_bytes=min_unit_bytes)]
+        return cls(module, units, None, device=device, mixed_precision=mixed_precision, initialize=initialize)
 
     @classmethod
     def separated(
@@ -156,7 +163,6 @@ class ShardedModel:
         for handle in self._taking:
             handle.remove()
         internals.make_plain(self.module)
-        remove_activations(self.module)
 
     def carry_hooks(self) -> None:
         """Has gradients seen by the hooks that have been registered on parameters, before or after sharding."""
@@ -245,34 +251,30 @@ class ShardedModel:
         check_change(self.plan, Plan.from_json(plan.to_json()), may_divide=may_divide)
         check_blocks(self.module, self._blocks_of(plan))
         self.check_options(plan)
+        place = self.place_in_step()
         whole = [unit.name for unit in self.units if internals.has_whole_gradients(unit.handle)]
-        where = (
-            f"is in {place}"
-            if (place := self.place_in_step())
-            else f"holds gradients of {_told(whole[0])} that are not reduced yet"
-            if whole
-            else "has outputs of a forward that backward has not come to"
-            if self._waiting.are_there
-            else ""
+        if place:
+            where = f"is in {place}"
+        elif whole:
+            where = f"holds gradients of {_told(whole[0])} that are not reduced yet"
+        elif self._waiting.are_there:
+            where = "has outputs of a forward that backward has not come to"
+        else:
+            return
+        raise ConfigurationError(
+            f"Expected a plan to change between two optimizer steps, but rank {dist.get_rank()} {where}. Change it"
+            " after the optimizer's step, when nothing holds on to outputs that no backward is called for."
         )
-        if where:
-            raise ConfigurationError(
-                f"Expected a plan to change between two optimizer steps, but rank {dist.get_rank()} {where}. Change it"
-                " after the optimizer's step, when nothing holds on to outputs that no backward is called for."
-            )
 
     def _blocks_of(self, plan: Plan) -> tuple[Block, ...]:
         return with_recomputed(plan.blocks, self.recomputed)
 
     def _set_prefetch(self) -> None:
-        plan = self.plan
+        blocks = () if self.plan is None else self._blocks_of(self.plan)
         set_prefetch(
             self.units,
-            backward=plan is None or plan.backward_prefetch == "pre",
-            forward=plan is not None and plan.forward_prefetch,
-            late_backward=() if plan is None else plan.late_backward,
-            late_forward=() if plan is None else plan.late_forward,
-            rerun=[block.name for block in self._blocks_of(plan) if block.activations in RERUN] if plan else (),
+            DEFAULT if self.plan is None else engine_of(self.plan),
+            rerun=[block.name for block in blocks if block.activations in RERUN],
         )
 
     def place_in_step(self) -> str:
@@ -312,7 +314,7 @@ class ShardedModel:
     @contextmanager
     def kept_shards(self) -> Iterator[None]:
         """Puts back this rank's shards of trainable weights when it ends; within `alone`."""
-        shards = [internals.local(parameter) for parameter in self._parameters if parameter.requires_grad]
+        shards = [internals.local(parameter) for parameter in self.shards if parameter.requires_grad]
         copies = [shard.to("cpu", copy=True) for shard in shards]
         try:
             yield
@@ -327,18 +329,9 @@ class ShardedModel:
                 parameter.grad = gradient
 
     @property
-    def _parameters(self) -> list[nn.Parameter]:
-        return [parameter for group in self._groups for parameter, _ in internals.parameters_of(group)]
-
-    @property
-    def shards(self) -> Sequence[Tensor]:
+    def shards(self) -> list[nn.Parameter]:
         """What this rank holds of the parameters."""
-        return self._parameters
-
-    @property
-    def device(self) -> torch.device:
-        """Where the shards are."""
-        return next(self.module.parameters()).device
+        return [parameter for group in self._groups for parameter, _ in internals.parameters_of(group)]
 
     def names_by_group(self, optimizer: Optimizer) -> list[list[str]]:
         """Names, in the user's own module, of the parameters in each group of an optimizer.
@@ -357,8 +350,6 @@ class ShardedModel:
         """
         for optimizer in optimizers:
             try_optimizer(optimizer)
-
-    # states
 
     @contextmanager
     def gathered(self, module: nn.Module, *, writes: bool) -> Iterator[None]:
@@ -403,9 +394,12 @@ class ShardedModel:
             return state.optimizer_state(self.module, optimizer, state_dict_type)
 
     def load_model(self, state_dict: Mapping[str, Any], *, strict: bool) -> None:
-        """Loads a whole state dict, which every rank has."""
+        """Loads a whole state dict, which every rank has, on CPU; the module's own hooks see whole tensors.
+
+        Of tensors that are mapped from a file only this rank's rows are read.
+        """
         with self._reading():
-            load.load_model(self.module, state_dict, strict=strict)
+            self.module.load_state_dict(state_dict, strict=strict)
 
     def load_optimizer(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Loads a whole state by name or by number.
@@ -422,51 +416,35 @@ class ShardedModel:
             load.load_sharded(path, self.module, optimizers, strict=strict)
 
 
-class _Given(NamedTuple):
-    """Beside units and modes."""
-
-    mixed_precision: MixedPrecision | None
-    initialize: Callable[[nn.Module], None]
-    forwards: BlockForwards
-
-
 def _begin(
     module: nn.Module,
     device: torch.device,
     *,
-    mixed_precision: MixedPrecision | None = None,
     param_init_fn: Callable[[nn.Module], None] | None = None,
     sync_module_states: bool = False,
-) -> _Given:
+) -> Callable[[nn.Module], None]:
+    """Checks that the module can be sharded; returns what gives the tensors of a unit's module storage and values."""
     internals.check_torch()
     internals.read_whole_values()
     check_shardable(module)
-    initialize = _initializer(module, device, param_init_fn)
+    initialize: Callable[[nn.Module], None]
+    if param_init_fn is None:
+        initialize = unit_initializer(module, device) or internals.do_nothing
+    else:
+        initialize = partial(_initialize, param_init_fn)
     if sync_module_states:
         for tensor in (*module.parameters(), *module.buffers()):
             if not tensor.is_meta:
                 tensor.data = tensor.data.to(device)
                 dist.broadcast(tensor.data, src=0)
-    return _Given(mixed_precision, initialize, BlockForwards(module, device))
-
-
-def _initializer(
-    module: nn.Module, device: torch.device, param_init_fn: Callable[[nn.Module], None] | None
-) -> Callable[[nn.Module], None]:
-    """What gives the tensors of a unit's module storage and values; the user's own where there is one."""
-    if param_init_fn is None:
-        return unit_initializer(module, device) or _leave
-
-    def initialize(unit: nn.Module) -> None:
-        for child in unit.modules():
-            if any(tensor.is_meta for tensor in (*child.parameters(recurse=False), *child.buffers(recurse=False))):
-                param_init_fn(child)
-
     return initialize
 
 
-def _leave(module: nn.Module) -> None:
-    """Everything has its values."""
+def _initialize(param_init_fn: Callable[[nn.Module], None], unit: nn.Module) -> None:
+    """The user's own way."""
+    for child in unit.modules():
+        if any(tensor.is_meta for tensor in (*child.parameters(recurse=False), *child.buffers(recurse=False))):
+            param_init_fn(child)
 
 
 def _set_reducing(units: Sequence[ShardedUnit], reduces: bool) -> None:
@@ -481,28 +459,6 @@ def _modes(unit: Unit) -> Iterator[tuple[str, ShardingMode]]:
     """Modes of a plan's unit, by the name that each of its slices has as a unit; the root is kept whatever it says."""
     modes = unit.sharding_modes if unit.name else (DP,)
     return zip(slice_names(unit.name, unit.num_slices), modes, strict=True)
-
-
-def _children_and_blocks(module: nn.Module, *, min_unit_bytes: int) -> Iterator[ShardedUnit]:
-    """In forward order; children that share a parameter are one unit."""
-    names = {child: name for name, child in module.named_modules()}
-    whole = compiled_whole(module)
-    groups: list[list[tuple[str, nn.Module]]] = []
-    for name, child in called_children(module):
-        own = set(child.parameters())
-        sharing = [group for group in groups if any(not own.isdisjoint(other.parameters()) for _, other in group)]
-        groups = [group for group in groups if group not in sharing]
-        groups.append([*(each for group in sharing for each in group), (name, child)])
-    for group in groups:
-        yield ShardedUnit(group[0][0], tuple(child for _, child in group), ZDP)
-        for _, child in group:
-            blocks = list(blocks_in(child, min_unit_bytes)) if len(group) == 1 else []
-            blocks = [block for block in blocks if not is_inside(names[block], whole)]
-            yield from (ShardedUnit(names[block], (block,), ZDP) for block in sorted(blocks, key=list(names).index))
-
-
-def _no_options(_: Plan) -> None:
-    """Nothing else was asked for."""
 
 
 def _told(name: str) -> str:

@@ -32,7 +32,11 @@ def check_change(current: Plan, plan: Plan, *, may_divide: bool = False) -> None
         PlanMismatchError: they differ in something that is not in `FLIPS`; the text has the first difference.
     """
     allowed = FLIPS.union(_DIVISION if may_divide else ())
-    differences = [(what, *values) for field, what, *values in _differences(current, plan) if field not in allowed]
+    differences = [
+        (what, used, planned)
+        for field, what, used, planned in _compared(current, plan)
+        if field not in allowed and used != planned
+    ]
     if not differences:
         return
     what, used, planned = differences[0]
@@ -45,26 +49,19 @@ def check_change(current: Plan, plan: Plan, *, may_divide: bool = False) -> None
     )
 
 
-def _differences(current: Plan, plan: Plan) -> Iterator[tuple[str, str, Any, Any]]:
+def _compared(current: Plan, plan: Plan) -> Iterator[tuple[str, str, Any, Any]]:
     """Field, what has it, and both values."""
     for name in dict.fromkeys([*current.fingerprint, *plan.fingerprint]):
-        yield from _unequal("fingerprint", f"parameter {name!r}", *(p.fingerprint.get(name) for p in (current, plan)))
+        yield "fingerprint", f"parameter {name!r}", current.fingerprint.get(name), plan.fingerprint.get(name)
     for field in _OF_PLAN:
-        yield from _unequal(field, field, getattr(current, field), getattr(plan, field))
+        yield field, field, getattr(current, field), getattr(plan, field)
     names = [[unit.name for unit in each.units] for each in (current, plan)]
-    yield from _unequal("units", "the list of units", *names)
+    yield "units", "the list of units", *names
     if names[0] == names[1]:
         for used, planned in zip(current.units, plan.units, strict=True):
             for field in _OF_UNIT:
-                yield from _unequal(
-                    field, f"{field!r} of unit {used.name!r}", getattr(used, field), getattr(planned, field)
-                )
+                yield field, f"{field!r} of unit {used.name!r}", getattr(used, field), getattr(planned, field)
     used_of, planned_of = ({block.name: block.activations for block in each.blocks} for each in (current, plan))
     for name in dict.fromkeys([*used_of, *planned_of]):
-        values = (of.get(name, "keep") for of in (used_of, planned_of))
-        yield from _unequal("activations", f"'activations' of block {name!r}", *values)
-
-
-def _unequal(field: str, what: str, used: Any, planned: Any) -> Iterator[tuple[str, str, Any, Any]]:
-    if used != planned:
-        yield field, what, used, planned
+        what = f"'activations' of block {name!r}"
+        yield "activations", what, used_of.get(name, "keep"), planned_of.get(name, "keep")

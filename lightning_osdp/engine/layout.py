@@ -1,12 +1,27 @@
-"""Bytes of units on one rank, as every engine tells them, and what the optimizer step takes of its pieces."""
+"""How ``fully_shard`` lays units out on the ranks: bytes to the element, paddings included.
+
+Each parameter is cut along its first dimension into chunks of
+
+    c = ceil(rows / N)
+
+rows, and a shard has the storage of c rows on every rank, also on those that own fewer or none. An all-gather and a
+reduce-scatter carry N c rows of each parameter, in one collective; gradients as backward makes them have no paddings,
+and neither have the tensors that the optimizer sees. Rank 0 owns most.
+
+References:
+    torch/distributed/fsdp/_fully_shard/_fsdp_param.py (``_init_sharded_param``), _fsdp_collectives.py
+    (``foreach_all_gather``, ``foreach_reduce``). [Seen in torch 2.13.]
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
-from lightning_osdp.core.profile import OptimizerProfile
+from lightning_osdp.core.profile import OptimizerProfile, ParameterProfile
 from lightning_osdp.core.units import UnitProfile
 
 
@@ -43,7 +58,7 @@ class UnitBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """All units on the rank that holds most."""
+    """All units on one rank."""
 
     units: tuple[UnitBytes, ...]
     optimizer_state: float
@@ -56,9 +71,50 @@ class Layout:
         return sum(unit.shard for unit in self.units)
 
 
+@lru_cache(maxsize=256)
+def layout(units: tuple[UnitProfile, ...], optimizer: OptimizerProfile, world_size: int, rank: int) -> Layout:
+    """Bytes of units on one rank; arguments as of `FSDP2.layout`."""
+    owned = [[owned_elements(parameter, world_size, rank) for parameter in unit.parameters] for unit in units]
+    state, temporaries = optimizer_bytes(units, owned, optimizer, world_size)
+    return Layout(
+        units=tuple(_unit_bytes(unit, world_size) for unit in units),
+        optimizer_state=state,
+        optimizer_temporaries=temporaries,
+    )
+
+
+def chunk_elements(parameter: ParameterProfile, world_size: int) -> int:
+    """Elements of one chunk of a parameter, which a shard has storage for."""
+    rows = parameter.num_elements if parameter.num_rows is None else parameter.num_rows
+    return math.ceil(rows / world_size) * (parameter.num_elements // rows) if rows else 0
+
+
+def owned_elements(parameter: ParameterProfile, world_size: int, rank: int) -> int:
+    """Elements of a parameter that a rank owns."""
+    chunk = chunk_elements(parameter, world_size)
+    return max(0, min(chunk, parameter.num_elements - rank * chunk))
+
+
+def gathered_bytes(unit: UnitProfile, world_size: int) -> float:
+    """w: of all parameters, in the dtype of computing, paddings included."""
+    if not unit.parameters:
+        return float(unit.gathered_bytes)
+    return float(
+        world_size * sum(chunk_elements(each, world_size) * each.gathered_itemsize for each in unit.parameters)
+    )
+
+
+def sent_bytes(unit: UnitProfile, world_size: int) -> float:
+    """r: of the gradients of all trainable parameters, in the dtype of reducing, paddings included."""
+    if not unit.parameters:
+        return float(unit.gradient_bytes)
+    trained = _trained(unit)
+    return float(world_size * sum(chunk_elements(each, world_size) * each.sent_itemsize for each in trained))
+
+
 def optimizer_bytes(
     units: Sequence[UnitProfile],
-    held: Callable[[int], Sequence[int]],
+    held: Sequence[Sequence[int]],
     optimizer: OptimizerProfile,
     world_size: int,
 ) -> tuple[float, float]:
@@ -72,12 +128,12 @@ def optimizer_bytes(
     """
     state = 0.0
     updated: list[tuple[int, int, float]] = []
-    for index, unit in enumerate(units):
+    for unit, held_elements in zip(units, held, strict=True):
         if not unit.parameters:
             state += unit.optimizer_bytes / world_size
             updated.append((0, len(updated), unit.trainable_bytes / world_size))
             continue
-        for parameter, elements in zip(unit.parameters, held(index), strict=True):
+        for parameter, elements in zip(unit.parameters, held_elements, strict=True):
             if parameter.is_trainable and elements:
                 state += parameter.state_bytes_per_element * elements
                 updated.append((parameter.group, parameter.place, float(elements * parameter.itemsize)))
@@ -93,3 +149,49 @@ def _temporaries(optimizer: OptimizerProfile, sizes: Sequence[float]) -> float:
         return optimizer.foreach_temporaries * sum(sizes)
     turns = pairwise([0.0, *sizes])
     return max((x * before + y * own for before, own in turns for x, y in optimizer.temporaries), default=0.0)
+
+
+def _trained(unit: UnitProfile) -> Sequence[ParameterProfile]:
+    return [parameter for parameter in unit.parameters if parameter.is_trainable]
+
+
+def _unit_bytes(unit: UnitProfile, world_size: int) -> UnitBytes:
+    gathered, sent, trained = gathered_bytes(unit, world_size), sent_bytes(unit, world_size), _trained(unit)
+    if unit.parameters:
+        shard = float(sum(chunk_elements(each, world_size) * each.itemsize for each in unit.parameters))
+        reduced = float(sum(chunk_elements(each, world_size) * each.itemsize for each in trained))
+        cast = [each for each in unit.parameters if each.itemsize != each.gathered_itemsize]
+        casts = [float(chunk_elements(each, world_size) * each.gathered_itemsize) for each in cast]
+        computed = [each.num_elements * each.gathered_itemsize for each in trained]
+        whole = [each.num_elements * each.sent_itemsize for each in trained]
+    else:
+        shard, reduced = unit.parameter_bytes / world_size, unit.trainable_bytes / world_size
+        casts = [gathered / world_size] if unit.gathered_bytes != unit.parameter_bytes else []
+        computed = whole = [operator.gradient_bytes for operator in unit.operators]
+    is_sharded = world_size > 1
+    return UnitBytes(
+        shard=shard,
+        gathered=gathered,
+        cast_shard=sum(casts) if is_sharded else max(casts, default=0.0),  # on one rank, one after the other
+        gradients=float(unit.gradient_bytes),
+        flat_gradient=sent,
+        whole_gradient=float(sum(whole)),
+        scattered=sent / world_size,
+        reduced=reduced if sent else 0.0,
+        buffer=gathered if is_sharded else 0.0,
+        last_gradient=float(computed[-1]) if is_sharded and computed else 0.0,
+        last_whole_gradient=float(whole[-1]) if is_sharded and whole else 0.0,
+        casting=float(_casting(computed, whole)),
+    )
+
+
+def _casting(computed: Sequence[int], cast: Sequence[int]) -> int:
+    """Most bytes beside gradients while they are cast one after the other; each lives until the next one's turn."""
+    if computed == cast:
+        return 0
+    beside, most = 0, 0
+    for before, after in zip(computed, cast, strict=True):
+        beside += after
+        most = max(most, beside)
+        beside -= before
+    return most

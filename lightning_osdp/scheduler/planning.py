@@ -138,7 +138,7 @@ def _plan(best: Candidate, sweep: Sweep) -> Plan:
         gap=max(0.0, sweep.most_samples_per_s / best.samples_per_s - 1) if predicts else 0.0,
         solver=sweep.competition.search,
         cost_model=setting.cost_model,
-        **setting.engine.settings,
+        **dataclasses.asdict(setting.engine),
         all_zdp_step_time_s=ratio * plain.costs.step_time_s(plain_modes),
         all_zdp_peak_bytes=plain_peak_bytes,
         all_zdp_how=_how(plain, plain_modes, setting),

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_osdp.apply import apply_activations, remove_activations
 from lightning_osdp.apply.activations.blocks import BlockForwards
 from lightning_osdp.core.plans.plan import Block
 from lightning_osdp.errors import PlanMismatchError
@@ -55,11 +54,18 @@ class Net(nn.Module):
         return x.pow(2).sum() + rest
 
 
+def apply(net, blocks, units=()):
+    """Has blocks of a model do so; what they have on the host."""
+    forwards = BlockForwards(net, CPU)
+    forwards.choose(blocks, units=units)
+    return forwards.memory
+
+
 def with_blocks(activations, *, reentrant=False, net=None):
     net = net or Net()
     blocks = [Block(name=f"parts.{i}", activations=activations) for i in range(3)]
     units = ["first", *(block.name for block in blocks)] if reentrant else []
-    return net, apply_activations(net, blocks, device=CPU, units=units)
+    return net, apply(net, blocks, units)
 
 
 def steps(net, number=3, around=nullcontext):
@@ -185,7 +191,7 @@ def test_buffers_that_change_only_in_training_are_updated_once_after_an_evaluati
     torch.manual_seed(0)
     plain = nn.Sequential(Average(), Average())
     blocks = copy.deepcopy(plain)
-    apply_activations(blocks, [Block(name=name, activations="recompute") for name in "01"], device=CPU)
+    apply(blocks, [Block(name=name, activations="recompute") for name in "01"])
     x = torch.randn(4, 8)
     for is_training in (False, True):
         for net in (plain, blocks):
@@ -205,15 +211,11 @@ def test_names_state_dicts_and_copies_are_those_of_the_model():
     assert twin.parts[0].forward.block is twin.parts[0]
     steps(net)
     torch.testing.assert_close(list(twin.parameters()), list(Net().parameters()))
-    remove_activations(net)
-    assert all("forward" not in vars(part) for part in net.parts)
     own = Net()
     own.parts[0].forward = lambda x, pair, *, gate: {"x": x, "rest": (x, "text")}
     forward = own.parts[0].forward
     with_blocks("recompute", net=own)
-    assert own.parts[0].forward is not forward
-    remove_activations(own)
-    assert own.parts[0].forward is forward
+    assert own.parts[0].forward.__wrapped__ is forward
 
 
 def test_evaluation_takes_the_blocks_own_forward():
@@ -258,7 +260,7 @@ def test_bytes_that_a_block_keeps_on_the_device_and_on_the_host(activations, on_
     net = nn.Sequential(nn.Linear(32, 32), Attention())
     memory = None
     if activations != "keep":
-        memory = apply_activations(net, [Block(name="1", activations=activations)], device=CPU)
+        memory = apply(net, [Block(name="1", activations=activations)])
     batch = torch.ones(8, 64, 32)
     with LiveBytes("cpu") as live:
         live.track([batch, *net.parameters(), *net.buffers()])
@@ -281,7 +283,7 @@ def test_what_is_changed_in_place_after_it_was_saved_is_copied_again():
     net = nn.Sequential(InPlace())
     x = torch.randn(4, 4, requires_grad=True)
     (expected,) = torch.autograd.grad(net(x), x)
-    apply_activations(net, [Block(name="0", activations="offload")], device=CPU)
+    apply(net, [Block(name="0", activations="offload")])
     (found,) = torch.autograd.grad(net(x), x)
     torch.testing.assert_close(found, expected)
 
@@ -297,7 +299,7 @@ def test_what_is_changed_in_place_after_it_was_saved_is_copied_again():
 def test_names_that_cannot_be_blocks_are_refused(names, message):
     net = Net()
     with pytest.raises(PlanMismatchError, match=f"Expected each block .*{message}. Plan anew by leaving out `plan=`."):
-        apply_activations(net, [Block(name=name, activations="recompute") for name in names], device=CPU)
+        apply(net, [Block(name=name, activations="recompute") for name in names])
     assert all("forward" not in vars(module) for module in net.modules())
 
 

@@ -8,8 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from wrapped_units import NESTED, NESTED_PARAMETERS, Nested, plan, units_of
 
-from lightning_osdp.apply import ShardedModel, apply_plan
-from lightning_osdp.apply.fsdp2 import internals
+from lightning_osdp.apply import ShardedModel, apply_plan, internals
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError
 
 CPU = torch.device("cpu")

@@ -18,7 +18,6 @@ from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.profile import ParameterProfile, Rerun
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import step_memory
-from lightning_osdp.engine import AUTO
 from lightning_osdp.simulation import simulate_step
 
 LETTERS = {"D": DP, "Z": ZDP, "d": replace(DP, sync="last"), "z": replace(ZDP, sync="last")}
@@ -116,12 +115,6 @@ def test_a_partly_frozen_unit_reduces_the_gradient_of_its_whole_flat_parameter(m
     partly = operator("m", 400, trainable_bytes=100, gradient_bytes=100)
     (_, unit, frozen) = partition(model(partly, operator("f", 400, frozen=True)), min_unit_bytes=0)
     assert [FSDP1().reduce_scatter_bytes(each, 4) for each in (unit, frozen)] == [400, 0]
-
-
-def test_all_three_prefetches_compete_where_something_overlaps():
-    chosen = FSDP1(backward_prefetch=AUTO)
-    assert [each.backward_prefetch for each in chosen.alternatives(overlaps=True)] == ["pre", "post", "none"]
-    assert [each.backward_prefetch for each in chosen.alternatives(overlaps=False)] == ["none"]
 
 
 # ---- bytes

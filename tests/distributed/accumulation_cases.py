@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp import OSDPPrecision, OSDPStrategy
-from lightning_osdp.apply.fsdp2 import internals
+from lightning_osdp.apply import internals
 
 UNITS = ("first", "twice", "partly", "frozen", "last")
 KINDS = [(mode, sync) for mode in ("ZDP", "DP") for sync in ("every", "last")]

@@ -17,10 +17,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "profiler"))
 from cases import largest_difference
 from models import Base, OddMLP
 from wrapped import whole
+from wrapped_units import block_forwards
 
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp.apply import ShardedModel
-from lightning_osdp.apply.activations.blocks import block_forwards
 from lightning_osdp.core.modes import ACTIVATION_CHOICES
 from lightning_osdp.core.plans.plan import Block
 from lightning_osdp.splitting import cuts_of

@@ -14,10 +14,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from cases import largest_difference, plan_for, trainer, without_measuring
 from models import GPT, Block
+from wrapped_units import block_forwards
 
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp import OSDPStrategy, SearchSpace
-from lightning_osdp.apply.activations.blocks import block_forwards
 from lightning_osdp.apply.activations.reentrant import Reentrant
 from lightning_osdp.core.modes import ACTIVATION_CHOICES
 from lightning_osdp.core.plans.plan import Block as PlannedBlock

@@ -19,12 +19,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from activation_cases import BLOCKS, CPU, MODES, SLICES, UNITS, DroppingParts, Pair, batches_of
 from cases import stated_cluster, trainer
 from strategy_cases import failure, shared_folder
+from wrapped_units import block_forwards
 
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp import OSDPPrecision, OSDPStrategy, change_plan, profile_model
-from lightning_osdp.apply import ShardedModel
-from lightning_osdp.apply.activations.blocks import block_forwards
-from lightning_osdp.apply.fsdp2 import internals
+from lightning_osdp.apply import ShardedModel, internals
 from lightning_osdp.callbacks import PlanMonitor
 from lightning_osdp.callbacks.peak import living_tensors
 from lightning_osdp.core.modes import ACTIVATION_CHOICES

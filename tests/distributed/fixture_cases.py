@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp import OSDPStrategy
-from lightning_osdp.apply.optimizer_state import numbered
+from lightning_osdp.apply.state import numbered
 from lightning_osdp.splitting import cuts_of, join_states, split
 from lightning_osdp.strategy.checkpointing import stored_plan
 

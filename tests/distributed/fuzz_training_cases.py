@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_osdp import OSDPPrecision, OSDPStrategy, change_plan
 from lightning_osdp.apply import ShardedModel
-from lightning_osdp.apply.fsdp2.state import whole_parameters
+from lightning_osdp.apply.state import whole_parameters
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
 from lightning_osdp.profiler import fingerprint
 

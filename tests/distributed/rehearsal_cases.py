@@ -20,7 +20,7 @@ from torch import nn
 
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.apply import local
-from lightning_osdp.apply.fsdp2.internals import whole_storages
+from lightning_osdp.apply.internals import whole_storages
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.errors import OSDPError
 from lightning_osdp.strategy.checkpointing.stored_plan import read_plan

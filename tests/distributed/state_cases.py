@@ -22,8 +22,8 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from transposed import Conv1D
 
-from lightning_osdp.apply.fsdp2 import load, state
-from lightning_osdp.apply.optimizer_state import numbered
+from lightning_osdp.apply import load, state
+from lightning_osdp.apply.state import numbered
 from lightning_osdp.errors import OSDPError
 from lightning_osdp.profiler import LiveBytes
 from lightning_osdp.splitting import JoinedShards, split
@@ -133,7 +133,7 @@ def differing(module, optimizer, expected):
 def loaded(name, dtype, expected, slices):
     module = sharded(Everything(name).to(dtype), SLICES[slices])
     optimizer = module.configure_optimizers()
-    load.load_model(module, expected["state_dict"], strict=True)
+    module.load_state_dict(expected["state_dict"], strict=True)
     load.load_optimizer(module, optimizer, expected["optimizer_states"][0])
     return module, optimizer
 
@@ -227,12 +227,12 @@ def misfits(folder):
     }
     said = {
         key: (
-            refusal(lambda each=each: load.load_model(module, each, strict=True)),
+            refusal(lambda each=each: module.load_state_dict(each, strict=True)),
             refusal(lambda each=each: reference.load_state_dict(each)),
         )
         for key, each in wrong.items()
     }
-    said["cut shape"] = refusal(lambda: load.load_model(module, {**whole, "mix.weight": torch.ones(1)}, strict=True))
+    said["cut shape"] = refusal(lambda: module.load_state_dict({**whole, "mix.weight": torch.ones(1)}, strict=True))
     stored = {"model": state.model_state(module, "sharded")}
     del stored["model"]["up.bias"]
     dcp.save(stored, checkpoint_id=Path(folder) / "misfits")
@@ -256,7 +256,7 @@ def partly():
     module, reference = sharded(Everything(), SLICES[3]), Everything()
     before = state.whole_state(module, on_all_ranks=True)
     gain = torch.arange(14.0)[:, None]
-    load.load_model(module, {"norm.gain": gain, "down.weight": reference.down.weight.detach() + 1}, strict=False)
+    module.load_state_dict({"norm.gain": gain, "down.weight": reference.down.weight.detach() + 1}, strict=False)
     changed = {**before, "norm.weight": gain.flatten(), "down.weight": reference.down.weight.detach() + 1}
     after = state.whole_state(module, on_all_ranks=True)
     return [n for n, value in after.items() if n != "_extra_state" and not torch.equal(value, changed[n])]
@@ -413,7 +413,7 @@ def taken(num_slices):
         full = [measure("moments", lambda: state.optimizer_state(module, optimizer, "full"))]
         measure("shards", lambda: state.model_state(module, "sharded"))
         weights = measure("model on all ranks", lambda: state.whole_state(module, on_all_ranks=True))
-        measure("load model", lambda: load.load_model(module, weights, strict=True))
+        measure("load model", lambda: module.load_state_dict(weights, strict=True))
         dist.broadcast_object_list(full)
         (moments,) = full
         live.track(v for fields in moments["state"].values() for v in fields.values())

@@ -1,10 +1,11 @@
-"""What ``fully_shard`` made of a module, read back from the states of its units."""
+"""What ``fully_shard`` made of a module, read back from the states of its units, and what its blocks do."""
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_osdp.apply.fsdp2 import internals
+from lightning_osdp.apply import internals
+from lightning_osdp.apply.activations.blocks import BlockForward
 from lightning_osdp.core.plans.plan import Plan, Unit
 
 
@@ -67,3 +68,9 @@ def units_of(root):
             held = [] if group is None else [names[p] for p, _ in internals.parameters_of(group)]
             found[path] = (held, "DP" if group is None or group.post_forward_mesh_info is None else "ZDP")
     return found
+
+
+def block_forwards(root):
+    """The forwards that stand in the place of blocks' own."""
+    found = (vars(module).get("forward") for module in root.modules())
+    return (forward for forward in found if isinstance(forward, BlockForward))

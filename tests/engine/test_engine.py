@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 from steps import step_of
 
-from benchmarks.fsdp1 import FSDP1
 from lightning_osdp.assign import Setting
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.modes import ALL_MODES, DP, ZDP
@@ -56,7 +55,7 @@ def test_a_plan_has_the_settings_that_were_given(settings, model, cluster):
 def test_what_runs_where_nothing_is_said_is_what_a_plan_of_no_settings_says(model, cluster):
     plan = make_plan(model(100, 100), cluster(2), memory_limit_bytes=10**6, micro_batch_size=1)
     defaults = {field.name: field.default for field in dataclasses.fields(Plan)}
-    unsaid = dataclasses.replace(plan, **{name: defaults[name] for name in DEFAULT.settings})
+    unsaid = dataclasses.replace(plan, **{name: defaults[name] for name in dataclasses.asdict(DEFAULT)})
     assert engine_of(unsaid) == DEFAULT == FSDP2()
 
 
@@ -79,15 +78,6 @@ def test_forward_overlaps_by_prefetch_or_without_asynchronous_unsharding():
     assert chosen.alternatives(overlaps=False) == (FSDP2(backward_prefetch="none"),)
     given = FSDP2(forward_prefetch=AUTO, asynchronous_unshard=False)
     assert given.alternatives(overlaps=True) == (implicit,)
-
-
-def test_an_engine_that_gathers_all_units_ahead_or_none_has_no_late_ones():
-    # what other engines are asked where nothing is said of them, as one that is described for comparison
-    chosen = FSDP1(backward_prefetch=AUTO, forward_prefetch=AUTO)
-    assert not any(each.forward_prefetch for each in chosen.alternatives(overlaps=True))
-    assert FSDP1().gathering_late([], []) == FSDP1().all_ahead == FSDP1()
-    with pytest.raises(ValueError, match="FSDP1 gathers all units ahead or none"):
-        FSDP1().gathering_late(["m0"], [])
 
 
 def test_what_is_left_to_choose_does_not_run(model):

@@ -22,39 +22,13 @@ from lightning_osdp.core.plans.plan import Block
 from lightning_osdp.errors import PlanMismatchError
 
 
-def apply_activations(
-    module: nn.Module, blocks: Sequence[Block], *, device: torch.device, units: Collection[str] = ()
-) -> HostMemory:
-    """Has blocks do with what they save for backward as the plan says; returns what they have on the host.
-
-    Evaluation is not changed: without gradients a block runs as it is. `remove_activations` undoes it.
-
-    Args:
-        module: the model, before it is sharded.
-        blocks: of a plan.
-        device: where the model computes.
-        units: names of the modules that are going to be units of their own.
-
-    Raises:
-        PlanMismatchError: a block is not a module of the model, or is the root, or lies inside another.
-    """
-    forwards = BlockForwards(module, device)
-    forwards.choose(blocks, units=units)
-    return forwards.memory
-
-
 class BlockForwards:
     """The forwards of a model's blocks, of which each can do something else from one step to the next.
 
-    A forward that was put in the place of a block's own stays there, also while the block keeps what it saves:
-    somebody may have put another one around it.
+    Evaluation is not changed: without gradients a block runs as it is. A forward that was put in the place of a
+    block's own stays there, also while the block keeps what it saves: somebody may have put another one around it.
 
-    Args:
-        module: the model.
-        device: where it computes.
-
-    Attributes:
-        memory: what blocks have on the host.
+    ``memory`` is what blocks have on the host.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -62,7 +36,9 @@ class BlockForwards:
         self._of: dict[nn.Module, BlockForward] = {}
 
     def choose(self, blocks: Sequence[Block], *, units: Collection[str]) -> None:
-        """Has these blocks do as the plan says, and all others keep what they save; arguments as `apply_activations`.
+        """Has these blocks do with what they save as the plan says, and all others keep it.
+
+        ``units`` are the names of the modules that are units of their own.
 
         Raises:
             PlanMismatchError: a block is not a module of the model, or is the root, or lies inside another.
@@ -77,35 +53,14 @@ class BlockForwards:
             forward.choose(chosen[own].activations if own in chosen else "keep")
 
 
-def remove_activations(module: nn.Module) -> None:
-    """Gives blocks their own forward back."""
-    for forward in block_forwards(module):
-        forward.undo()
-
-
-def block_forwards(module: nn.Module) -> Iterator[BlockForward]:
-    """The forwards that `apply_activations` put in the place of blocks' own."""
-    for child in module.modules():
-        found = vars(child).get("forward")
-        if isinstance(found, BlockForward):
-            yield found
-
-
 class BlockForward:
     """A block's forward, which can keep less for backward than the block's own.
 
-    Args:
-        block: the module; none of its hooks are part of what is run again.
-        memory: of the model.
-        is_unit: whether the block is a unit that has none inside.
-
-    Attributes:
-        activations: one of `ACTIVATION_CHOICES`, at first ``keep``.
+    None of the block's hooks are part of what is run again. ``is_unit`` is whether it is a unit that has none inside.
     """
 
     def __init__(self, block: nn.Module, memory: HostMemory, *, is_unit: bool) -> None:
         self.block, self.memory, self.activations = block, memory, "keep"
-        self._own: Callable[..., Any] | None = vars(block).get("forward")
         self._run: Callable[..., Any] = block.forward
         self._buffers = Buffers(block)
         self._is_unit = is_unit
@@ -133,12 +88,6 @@ class BlockForward:
             if self._reentrant is not None and self._reentrant.takes(args, kwargs):
                 return self._reentrant(args, kwargs)
             return self._non_reentrant(args, kwargs)
-
-    def undo(self) -> None:
-        """Gives the block its own forward back."""
-        del self.block.forward
-        if self._own is not None:
-            self.block.forward = self._own
 
     def _non_reentrant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         values: dict[Place, Tensor] = {}
@@ -169,12 +118,7 @@ class BlockForward:
 
 
 def with_recomputed(blocks: Sequence[Block], names: Collection[str]) -> tuple[Block, ...]:
-    """Blocks with these modules recomputing, too, where nothing is said of them or of what is around them.
-
-    Args:
-        blocks: of a plan.
-        names: of modules that recompute whatever a plan says.
-    """
+    """A plan's blocks, with these modules recomputing, too, where nothing is said of them or of what is around them."""
     planned = [block.name for block in blocks]
     more = [name for name in names if name not in planned and not is_inside(name, planned)]
     kept = [block for block in blocks if not is_inside(block.name, more)]
@@ -187,27 +131,20 @@ def is_inside(name: str, names: Collection[str]) -> bool:
 
 
 def check_blocks(module: nn.Module, blocks: Sequence[Block]) -> None:
-    """Returns if all blocks are modules of a model, none the root and none inside another.
-
-    Raises:
-        PlanMismatchError: one is not.
-    """
+    """Raises `PlanMismatchError` unless all blocks are modules of a model, none the root and none inside another."""
     modules = dict(module.named_modules())
-    names = {block.name for block in blocks}
-    for block in blocks:
-        name = block.name
+    names = [block.name for block in blocks]
+    for name in names:
         around = next((other for other in names if name.startswith(f"{other}.")), None)
-        wrong = (
-            "the root"
-            if not name
-            else "not there"
-            if name not in modules
-            else f"inside block {around!r}"
-            if around is not None
-            else None
+        if not name:
+            wrong = "the root"
+        elif name not in modules:
+            wrong = "not there"
+        elif around is not None:
+            wrong = f"inside block {around!r}"
+        else:
+            continue
+        raise PlanMismatchError(
+            f"Expected each block of the plan to be a module of the model, not the root and in no other block, but"
+            f" {name!r} is {wrong}. Plan anew by leaving out `plan=`."
         )
-        if wrong is not None:
-            raise PlanMismatchError(
-                f"Expected each block of the plan to be a module of the model, not the root and in no other block, but"
-                f" {name!r} is {wrong}. Plan anew by leaving out `plan=`."
-            )

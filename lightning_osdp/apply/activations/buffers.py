@@ -28,7 +28,10 @@ class Buffers:
         training = tuple(child.training for child in self._block.modules())
         if training != self._learned_in:  # what evaluates may leave alone what training updates
             self._changing, self._learned_in = None, training
-        places = self._all() if self._changing is None else self._changing
+        places = self._changing
+        if places is None:
+            owned = ((owner, *each) for owner in self._block.modules() for each in owner._buffers.items())
+            places = tuple((owner, name) for owner, name, buffer in owned if buffer is not None)
         found = {(owner, name): owner.get_buffer(name) for owner, name in places}
         versions = {place: buffer._version for place, buffer in found.items()}
         values.update((place, buffer.clone()) for place, buffer in found.items())
@@ -40,7 +43,8 @@ class Buffers:
                 if isinstance(owner, _NormBase)  # it may be frozen now and trained later
                 or owner._buffers[name] is not buffer
                 or buffer._version != versions[owner, name]
-                or not _is_equal(buffer, values[owner, name])  # not every operation counts versions
+                # not every operation counts versions
+                or not (isinstance(buffer, FakeTensor) or torch.equal(buffer, values[owner, name]))
             )
             for place in places:
                 if place not in self._changing:
@@ -57,11 +61,3 @@ class Buffers:
         finally:
             for (owner, name), buffer in updated.items():
                 owner._buffers[name] = buffer
-
-    def _all(self) -> tuple[Place, ...]:
-        named = ((owner, name, buffer) for owner in self._block.modules() for name, buffer in owner._buffers.items())
-        return tuple((owner, name) for owner, name, buffer in named if buffer is not None)
-
-
-def _is_equal(one: Tensor, other: Tensor) -> bool:
-    return isinstance(one, FakeTensor) or torch.equal(one, other)

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
-from lightning_osdp.apply.fsdp2.internals import local, whole_storages
+from lightning_osdp.apply.internals import local, whole_storages
 
 
 class HostMemory:
@@ -32,7 +32,7 @@ class HostMemory:
         self.device = device
         self.current_bytes = 0
         self.peak_bytes = 0
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def saves_for(self, block: nn.Module) -> AbstractContextManager[Any]:
         """Within it, what autograd saves goes to the host, each storage once; parameters and buffers stay.
@@ -52,7 +52,7 @@ class HostMemory:
             copy = copies.setdefault((key, tensor._version), _HostCopy(self))
             return copy.saved(tensor)
 
-        return saved_tensors_hooks(pack, _unpack)
+        return saved_tensors_hooks(pack, lambda saved: saved.restored() if isinstance(saved, _Saved) else saved)
 
     def _takes(self, tensor: Tensor) -> bool:
         return (
@@ -63,32 +63,23 @@ class HostMemory:
             and not is_traceable_wrapper_subclass(tensor)
         )
 
-    def holds(self, copy: _HostCopy, num_bytes: int) -> None:
-        """Counts a copy for as long as it lives."""
-        self._add(num_bytes)
-        weakref.finalize(copy, self._add, -num_bytes).atexit = False
-
-    def _add(self, num_bytes: int) -> None:
+    def add(self, num_bytes: int) -> None:
+        """So many bytes more are on the host."""
         self.current_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.current_bytes)
 
     def copying(self) -> AbstractContextManager[Any]:
         """Copies within it do not hold up computing."""
-        if self._stream is None:
+        if self.stream is None:
             return nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        return torch.cuda.stream(self._stream)
-
-    def used_by_copying(self, tensor: Tensor) -> None:
-        """What is freed while it is being copied is not given to others."""
-        if self._stream is not None:
-            tensor.record_stream(self._stream)
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self.stream)
 
     def wait_for(self, tensor: Tensor) -> None:
         """What computing does next needs this copy."""
-        if self._stream is not None:
+        if self.stream is not None:
             current = torch.cuda.current_stream(self.device)
-            current.wait_stream(self._stream)
+            current.wait_stream(self.stream)
             tensor.record_stream(current)
 
 
@@ -111,8 +102,10 @@ class _HostCopy:
             with _disable_current_modes(), self._memory.copying():
                 self._host = torch.empty_like(flat, device="cpu", pin_memory=self._memory.device.type == "cuda")
                 self._host.copy_(flat, non_blocking=True)
-            self._memory.used_by_copying(flat)
-            self._memory.holds(self, storage.nbytes())
+            if self._memory.stream is not None:
+                flat.record_stream(self._memory.stream)  # what is freed while it is copied is not given to others
+            self._memory.add(storage.nbytes())
+            weakref.finalize(self, self._memory.add, -storage.nbytes()).atexit = False
         return _Saved(self, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def on_device(self) -> Tensor:
@@ -142,10 +135,6 @@ class _Saved:
     def restored(self) -> Tensor:
         flat = self.copy.on_device()
         return flat.view(self.dtype).as_strided(self.size, self.stride, self.offset)
-
-
-def _unpack(saved: Tensor | _Saved) -> Tensor:
-    return saved.restored() if isinstance(saved, _Saved) else saved
 
 
 def _owned(block: nn.Module) -> Iterator[Tensor]:

@@ -22,13 +22,7 @@ _PLAIN = (Tensor, bool, int, float, str, type(None))
 
 
 class Reentrant:
-    """A block's forward in fairscale's form, where it is sound.
-
-    Args:
-        block: that is one unit.
-        run: the block's own forward.
-        buffers: of the block.
-    """
+    """The forward of a block that is one unit, in fairscale's form, where that is sound."""
 
     def __init__(self, block: nn.Module, run: Callable[..., Any], buffers: Buffers) -> None:
         from fairscale.nn.checkpoint import checkpoint_wrapper  # only such blocks need fairscale

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lightning_osdp.core.profile import OperatorProfile, OptimizerProfile, ParameterProfile
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.engine import FSDP2
-from lightning_osdp.engine.fsdp2.layout import chunk_elements, owned_elements
+from lightning_osdp.engine.layout import chunk_elements, owned_elements
 from lightning_osdp.profiler import LiveBytes
 from lightning_osdp.profiler.optimizer import profile_optimizers
 from lightning_osdp.profiler.step.tensors import tensors_in

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_osdp.apply.fsdp2 import internals
+from lightning_osdp.apply import internals
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.errors import OSDPError, PlanMismatchError, RanksApartError
 
@@ -35,11 +35,6 @@ class Agreement:
       another's gradients, or would wait for each other for ever. In the first steps each rank tells what it is about
       to do before it does it, for whoever waits tells nothing. So it does in an evaluation, before it gathers a unit
       for the second time in one step: text that is generated may be longer on one rank than on another.
-
-    Args:
-        root: of the units.
-        groups: parameters of each unit that has any.
-        device: of the parameters.
     """
 
     def __init__(self, root: nn.Module, groups: Sequence[Any], device: torch.device) -> None:
@@ -70,25 +65,21 @@ class Agreement:
     def settle(self, optimizer: Optimizer) -> None:
         """Before a step of an optimizer: drops gradients of what no rank has used. Call it on all ranks.
 
-        Raises:
-            RanksApartError: ranks have gathered or reduced different units since the last step.
+        It raises where ranks have gathered or reduced different units since the last step.
         """
-        used = self._has_gradient if self._group is None else self._agreed()
+        used: Sequence[int] = self._has_gradient
+        if self._group is not None:
+            if self._num_checked < _NUM_CHECKED:
+                self._check(_STEP)
+                self._num_checked += 1
+            most, least, *used = self._largest([self._order, -self._order, *self._has_gradient])
+            self._order = 0
+            _check_same(most, least)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 place = self._places.get(id(parameter))
                 if place is not None and not used[place]:
                     parameter.grad = None
-
-    def _agreed(self) -> Sequence[int]:
-        """For each parameter, whether any rank has a gradient of it."""
-        if self._num_checked < _NUM_CHECKED:
-            self._check(_STEP)
-            self._num_checked += 1
-        most, least, *used = self._largest([self._order, -self._order, *self._has_gradient])
-        self._order = 0
-        _check_same(most, least)
-        return used
 
     def check_plan(self, plan: Plan, check: Callable[[], None]) -> None:
         """Returns if this can be the plan of all ranks from now on. Call it on all of them.
@@ -122,11 +113,7 @@ class Agreement:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """A step of an evaluation.
-
-        Raises:
-            RanksApartError: some ranks have gathered units more often than others.
-        """
+        """A step of an evaluation; raises where some ranks have gathered units more often than others."""
         self._gathered = set()
         try:
             yield

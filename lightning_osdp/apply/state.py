@@ -6,6 +6,7 @@ all-gather takes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_osdp.apply.optimizer_state import numbered
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.splitting import JoinedShards, cuts_of, gathered, join_states
 
@@ -28,7 +28,7 @@ def whole_state(module: nn.Module, *, on_all_ranks: bool) -> dict[str, Any] | No
         on_all_ranks: whether every rank keeps the whole state.
     """
     keeps = on_all_ranks or dist.get_rank() == 0
-    state = sharded_state(module)
+    state: dict[str, Any] = module.state_dict()
     whole: dict[str, Any] = {}
     first_names = {parameter: name for name, parameter in module.named_parameters()}
     ties = {name: first_names[parameter] for name, parameter in module.named_parameters(remove_duplicate=False)}
@@ -45,7 +45,7 @@ def model_state(module: nn.Module, state_dict_type: str) -> dict[str, Any]:
 
     All ranks must call it. Shards are DTensors in the parameters' own memory, or `JoinedShards` of split operators.
     """
-    return sharded_state(module) if state_dict_type == "sharded" else whole_state(module, on_all_ranks=False) or {}
+    return module.state_dict() if state_dict_type == "sharded" else whole_state(module, on_all_ranks=False) or {}
 
 
 def optimizer_state(module: nn.Module, optimizer: Optimizer, state_dict_type: str) -> dict[str, Any]:
@@ -79,10 +79,16 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer, state_dict_type: st
     return numbered({**state, "state": whole}) if keeps else {}
 
 
-def sharded_state(module: nn.Module) -> dict[str, Any]:
-    """The module's state dict with this rank's shards, in the parameters' own memory."""
-    state: dict[str, Any] = module.state_dict()
-    return state
+def numbered(state: Mapping[str, Any]) -> dict[str, Any]:
+    """State by number, as a plain optimizer's, from state by name."""
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    return {
+        "state": {numbers[name]: state["state"][name] for name in names if name in state["state"]},
+        "param_groups": [
+            {**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]
+        ],
+    }
 
 
 def whole_parameters(module: nn.Module) -> dict[str, Tensor]:

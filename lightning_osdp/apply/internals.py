@@ -19,7 +19,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _get_module_state, _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._common_utils import collect_grad_tensors, replace_grad_tensors
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup, RegisterPostBackwardFunction
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -50,9 +50,16 @@ _METHODS = {
 }
 """What this file uses of classes."""
 _ATTRIBUTES = {
-    "state": ("_fsdp_param_groups", "_modules", "_pre_forward_hook_handle", "_post_forward_hook_handle"),
-    "state._comm_ctx": ("all_gather_state", "post_forward_order"),
-    "state._state_ctx": ("all_states", "post_backward_final_callback_queued"),
+    "state": (
+        "_fsdp_param_groups",
+        "_modules",
+        "_pre_forward_hook_handle",
+        "_post_forward_hook_handle",
+        "_comm_ctx.all_gather_state",
+        "_comm_ctx.post_forward_order",
+        "_state_ctx.all_states",
+        "_state_ctx.post_backward_final_callback_queued",
+    ),
     "group": (
         "_all_gather_comm",
         "_all_gather_result",
@@ -62,8 +69,8 @@ _ATTRIBUTES = {
         "_post_forward_indices",
         "_training_state",
         "fsdp_params",
+        "mesh_info.shard_process_group",
     ),
-    "group.mesh_info": ("shard_process_group",),
     "parameter": (
         "_module_info",
         "_post_load_hook_handle",
@@ -78,44 +85,24 @@ _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 
 def check_torch() -> None:
-    """Returns if the classes of this torch have all that this file uses of them.
-
-    Raises:
-        ConfigurationError: something is missing.
-    """
+    """Raises `ConfigurationError` where the classes of this torch lack something that this file uses of them."""
     used = [(kind, name) for kind, names in _METHODS.items() for name in names]
     _refuse([f"{kind.__name__}.{name}" for kind, name in used if not hasattr(kind, name)])
 
 
 def check_units(root: nn.Module) -> None:
-    """Returns if the objects that ``fully_shard`` has made of a module have all that this file uses of them.
-
-    Raises:
-        ConfigurationError: something is missing.
-    """
-    missing: dict[str, None] = {}
-    for state in dict.fromkeys(state_of(child) for child in root.modules() if isinstance(child, FSDPModule)):
-        missing |= _missing("state", state)
-        for group in getattr(state, "_fsdp_param_groups", ()):
-            missing |= _missing("group", group)
-            for parameter in getattr(group, "fsdp_params", ()):
-                missing |= _missing("parameter", parameter)
-    _refuse(missing)
+    """The same of the objects that ``fully_shard`` has made of a module."""
+    states = dict.fromkeys(state_of(child) for child in root.modules() if isinstance(child, FSDPModule))
+    groups = [group for state in states for group in getattr(state, "_fsdp_param_groups", ())]
+    parameters = [parameter for group in groups for parameter in getattr(group, "fsdp_params", ())]
+    objects = {"state": list(states), "group": groups, "parameter": parameters}
+    used = ((kind, path, each) for kind, found in objects.items() for path in _ATTRIBUTES[kind] for each in found)
+    _refuse(dict.fromkeys(f"{kind}.{path}" for kind, path, each in used if not _has(each, path)))
 
 
-def _missing(kind: str, found: object) -> dict[str, None]:
-    """What one of these objects does not have."""
-    missing: dict[str, None] = {}
-    for path, names in _ATTRIBUTES.items():
-        first, _, inner = path.partition(".")
-        if first != kind:
-            continue
-        if inner and not hasattr(found, inner):
-            missing[path] = None
-            continue
-        holder = getattr(found, inner) if inner else found
-        missing |= {f"{path}.{name}": None for name in names if not hasattr(holder, name)}
-    return missing
+def _has(found: Any, path: str) -> bool:
+    first, _, inner = path.partition(".")
+    return hasattr(found, first) and (not inner or _has(getattr(found, first), inner))
 
 
 def _refuse(missing: Collection[str]) -> None:
@@ -131,13 +118,13 @@ def read_whole_values() -> None:
 
     torch gives this rank's part of it, so that ``float(parameter.grad.norm())`` is the norm of the shard.
     """
+
+    def whole_value(operation: Any, args: Any, _: Any) -> Any:
+        (tensor,) = args
+        return operation(tensor.full_tensor())
+
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
-    handlers.setdefault(torch.ops.aten._local_scalar_dense.default, _whole_value)
-
-
-def _whole_value(operation: Any, args: Any, _: Any) -> Any:
-    (tensor,) = args
-    return operation(tensor.full_tensor())
+    handlers.setdefault(torch.ops.aten._local_scalar_dense.default, whole_value)
 
 
 def state_of(module: nn.Module) -> Any:
@@ -175,17 +162,19 @@ def keep_identities(module: nn.Module) -> None:
     then project it three times, and save three copies.
     """
     group = group_of(module)
-    if group is not None:
-        group._register_post_backward_hook = partial(_registered, group, group._register_post_backward_hook)
+    if group is None:
+        return
+    register = group._register_post_backward_hook
 
+    def register_once(args: Any, kwargs: Any) -> Any:
+        given = collect_grad_tensors((args, kwargs)) if torch.is_grad_enabled() else ()
+        once = dict.fromkeys(given)
+        if len(once) == len(given):
+            return register(args, kwargs)
+        made = dict(zip(once, RegisterPostBackwardFunction.apply(group, *once), strict=True))
+        return replace_grad_tensors((args, kwargs), (made[tensor] for tensor in given))
 
-def _registered(group: Any, register: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    given = collect_grad_tensors((args, kwargs)) if torch.is_grad_enabled() else ()
-    once = dict.fromkeys(given)
-    if len(once) == len(given):
-        return register(args, kwargs)
-    made = dict(zip(once, RegisterPostBackwardFunction.apply(group, *once), strict=True))
-    return replace_grad_tensors((args, kwargs), (made[tensor] for tensor in given))
+    group._register_post_backward_hook = register_once
 
 
 def carry_hooks(groups: Sequence[Any]) -> None:
@@ -223,11 +212,7 @@ def plain(module: nn.Module, groups: Sequence[Any], *, writes: bool) -> Iterator
         for parameter in group.fsdp_params:
             info = parameter._module_info
             if not inside.isdisjoint((info.module, *info.shared_modules)):
-                sharded = parameter.sharded_param
-                value = sharded.full_tensor().detach()
-                is_shard = value.data_ptr() == local(sharded).data_ptr()
-                whole[parameter] = nn.Parameter(value.clone() if is_shard else value, sharded.requires_grad)
-                vars(whole[parameter]).update(vars(sharded))
+                whole[parameter] = _whole_parameter(parameter.sharded_param)
     units = [child for child in inside if isinstance(child, FSDPModule)]
     with ExitStack() as stack:
         for state in dict.fromkeys(map(state_of, units)):
@@ -248,6 +233,15 @@ def plain(module: nn.Module, groups: Sequence[Any], *, writes: bool) -> Iterator
                 if group._training_state == TrainingState.FORWARD:  # what goes on there expects it
                     group.unshard()
                     group.wait_for_unshard()
+
+
+def _whole_parameter(sharded: DTensor, *, copies: bool = False) -> nn.Parameter:
+    """All of a parameter, with what users have set on it; in memory of its own, if need be by copying."""
+    value = sharded.full_tensor().detach()
+    is_shard = value.data_ptr() == local(sharded).data_ptr()
+    whole = nn.Parameter(value.clone() if copies or is_shard else value, sharded.requires_grad)
+    vars(whole).update(vars(sharded))
+    return whole
 
 
 @contextmanager
@@ -305,7 +299,7 @@ def _without(handle: Any) -> Iterator[None]:
     kept = [(each.hooks_dict_ref(), each.id) for each in handles]
     hooks = [registered[number] for registered, number in kept]
     for registered, number in kept:
-        registered[number] = _do_nothing
+        registered[number] = do_nothing
     try:
         yield
     finally:
@@ -313,7 +307,7 @@ def _without(handle: Any) -> Iterator[None]:
             registered[number] = hook
 
 
-def _do_nothing(*_: object, **__: object) -> None:
+def do_nothing(*_: object, **__: object) -> None:
     """In place of a hook."""
 
 
@@ -338,20 +332,16 @@ def reshard(root: nn.Module, groups: Sequence[Any]) -> None:
     context = state_of(root)._comm_ctx
     context.all_gather_state = None
     for group in groups:
-        if group._all_gather_result is not None:
-            _wait_for(group._all_gather_result)
+        if (result := group._all_gather_result) is not None:
+            if result.all_gather_event is not None:
+                torch.accelerator.current_stream().wait_event(result.all_gather_event)
+            if isinstance(result.all_gather_work, dist.Work):
+                result.all_gather_work.wait()
             group._all_gather_result = None
         group._to_sharded()
         if group._training_state != TrainingState.FORWARD:  # else the order is that of a forward that goes on
             group._post_forward_indices.clear()
     context.post_forward_order.clear()
-
-
-def _wait_for(result: Any) -> None:
-    if result.all_gather_event is not None:
-        torch.accelerator.current_stream().wait_event(result.all_gather_event)
-    if isinstance(result.all_gather_work, dist.Work):
-        result.all_gather_work.wait()
 
 
 def forget_step(root: nn.Module, groups: Sequence[Any]) -> None:
@@ -365,11 +355,7 @@ def forget_step(root: nn.Module, groups: Sequence[Any]) -> None:
 
 
 class WaitingForwards:
-    """Forwards that backward has not come to: what units have returned, for as long as its graph lives.
-
-    Args:
-        root: of the units.
-    """
+    """Forwards that backward has not come to: what units have returned, for as long as its graph lives."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
@@ -399,11 +385,7 @@ class WaitingForwards:
 
 
 class _Output:
-    """What a unit returned at a call: a hook of its tensors, which their graph holds.
-
-    Args:
-        waiting: those that backward has not come to.
-    """
+    """What a unit returned at a call: a hook of its tensors, which their graph holds."""
 
     def __init__(self, waiting: WeakSet[_Output]) -> None:
         self._waiting = waiting
@@ -421,10 +403,7 @@ class BackwardWatch:
     gradients with the last of them. Zeros in place of gradients that are yet to come would be reduced for nothing, and
     gradients of a reentrant checkpoint, whose backward runs by itself, may come when torch takes the unit for done.
 
-    Args:
-        root: of the units.
-        groups: parameters of each unit that has any.
-        note: called with the number of a group and, for each parameter, whether it got a gradient.
+    ``note`` is called with the number of a group and, for each parameter, whether it got a gradient.
     """
 
     def __init__(self, root: nn.Module, groups: Sequence[Any], note: Callable[[int, list[bool]], None]) -> None:
@@ -499,6 +478,13 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def of_rows(rows: Tensor, like: DTensor) -> DTensor:
+    """The tensor of which this rank has these rows, and others the rest, as they have of another one."""
+    mesh, placements = like.device_mesh, like.placements
+    found: DTensor = DTensor.from_local(rows, mesh, placements, shape=like.shape, stride=like.stride())
+    return found
+
+
 def is_cut_alike(value: Tensor, parameter: DTensor) -> bool:
     """Whether each rank holds of a tensor, as a plain one, the rows that it holds of a parameter."""
     if not isinstance(value, DTensor) or type(value._local_tensor) is not Tensor:  # nothing that is still on its way
@@ -525,9 +511,7 @@ def whole_storages(module: nn.Module) -> Iterator[Tensor]:
 
 def use_group(group: Any, process_group: dist.ProcessGroup) -> None:
     """Runs the collectives of a unit on another process group."""
-    info = group.mesh_info
-    assert isinstance(info, FSDPMeshInfo)
-    info.shard_process_group = process_group
+    group.mesh_info.shard_process_group = process_group
 
 
 def process_group_of(group: Any) -> dist.ProcessGroup:
@@ -538,9 +522,10 @@ def process_group_of(group: Any) -> dist.ProcessGroup:
 
 def phase_of(module: nn.Module) -> str:
     """``forward``, ``backward`` or nothing: what a unit is in, or was in this step."""
-    backward = dict.fromkeys((TrainingState.PRE_BACKWARD, TrainingState.POST_BACKWARD), "backward")
-    phases = {TrainingState.FORWARD: "forward", **backward}
-    return phases.get((group_of(module) or state_of(module))._training_state, "")
+    found = (group_of(module) or state_of(module))._training_state
+    if found in {TrainingState.PRE_BACKWARD, TrainingState.POST_BACKWARD}:
+        return "backward"
+    return "forward" if found == TrainingState.FORWARD else ""
 
 
 def is_in_backward(root: nn.Module) -> bool:
@@ -570,9 +555,7 @@ def make_plain(module: nn.Module) -> None:
         for group in state._fsdp_param_groups:
             group._to_sharded()
             for parameter in group.fsdp_params:
-                sharded = parameter.sharded_param
-                whole[parameter] = nn.Parameter(sharded.full_tensor().detach().clone(), sharded.requires_grad)
-                whole[parameter].__dict__.update(sharded.__dict__)
+                whole[parameter] = _whole_parameter(parameter.sharded_param, copies=True)
     for parameter, value in whole.items():
         parameter._setattr_on_modules(value)
         parameter._post_load_hook_handle.remove()
@@ -596,12 +579,7 @@ def make_plain(module: nn.Module) -> None:
 
 
 class NotedCollective:
-    """A unit's own all-gather or reduce-scatter, which tells of each that it runs.
-
-    Args:
-        own: what runs it, and allocates what it fills.
-        note: called before each.
-    """
+    """A unit's own all-gather or reduce-scatter, which calls ``note`` before each that it runs."""
 
     def __init__(self, own: Any, note: Callable[[], None]) -> None:
         self._own, self._note = own, note

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_osdp.apply.fsdp2.local_step import on_rows
+from lightning_osdp.apply.local_step import on_rows
 from lightning_osdp.errors import ConfigurationError
 
 _NUM_STEPS = 2
@@ -40,9 +39,9 @@ def try_optimizer(optimizer: Optimizer) -> None:
     devices = sorted({p.device.index for p in parameters if p.device.type == "cuda"})
     with torch.random.fork_rng(devices), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        expected, failure = _attempt(optimizer, _whole)
-        again, _ = _attempt(optimizer, _whole)
-        found, sharded_failure = _attempt(optimizer, _cut)
+        expected, failure = _attempt(optimizer, is_cut=False)
+        again, _ = _attempt(optimizer, is_cut=False)
+        found, sharded_failure = _attempt(optimizer, is_cut=True)
     if failure is not None:
         warnings.warn(
             f"OSDP: whether {name} can update parameters that are cut over ranks could not be tried, for a copy of it"
@@ -62,16 +61,20 @@ def try_optimizer(optimizer: Optimizer) -> None:
         )
 
 
-def _attempt(optimizer: Optimizer, make: Callable[[Tensor, DTensor], Tensor]) -> tuple[list[Tensor], Exception | None]:
-    """Small parameters and their values after steps of a copy of the optimizer, or what it raised."""
+def _attempt(optimizer: Optimizer, *, is_cut: bool) -> tuple[list[Tensor], Exception | None]:
+    """What `_stepped` returns or raises."""
     try:
-        return _stepped(optimizer, make), None
+        return _stepped(optimizer, is_cut=is_cut), None
     except Exception as error:
         return [], error
 
 
-def _stepped(optimizer: Optimizer, make: Callable[[Tensor, DTensor], Tensor]) -> list[Tensor]:
-    """Differences from where they started, after steps of a copy of the optimizer, of parameters made by this."""
+def _stepped(optimizer: Optimizer, *, is_cut: bool) -> list[Tensor]:
+    """What steps of a copy of the optimizer add to small parameters, whole ones or such as are cut over ranks."""
+
+    def made(values: Tensor, parameter: DTensor) -> Tensor:
+        return distribute_tensor(values, parameter.device_mesh, parameter.placements) if is_cut else values
+
     trial: Any = object.__new__(type(optimizer))
     attributes = {**vars(optimizer), "state": defaultdict(dict)}  # whatever the state is, it need not be copied
     attributes.pop("step", None)  # a schedule's, which would step the optimizer itself
@@ -87,8 +90,8 @@ def _stepped(optimizer: Optimizer, make: Callable[[Tensor, DTensor], Tensor]) ->
             if isinstance(parameter, DTensor) and parameter.requires_grad:
                 if parameter.dim() not in by_dims:
                     start, gradient = _small(parameter)
-                    by_dims[parameter.dim()] = small = nn.Parameter(make(start.clone(), parameter))
-                    small.grad = make(gradient, parameter)
+                    by_dims[parameter.dim()] = small = nn.Parameter(made(start.clone(), parameter))
+                    small.grad = made(gradient, parameter)
                     starts.append((start, small))
                 memo[id(parameter)] = by_dims[parameter.dim()]
         tried.append(list(by_dims.values()))
@@ -102,7 +105,9 @@ def _stepped(optimizer: Optimizer, make: Callable[[Tensor, DTensor], Tensor]) ->
     for _ in range(_NUM_STEPS):
         with on_rows(trial):
             step(trial, closure=lambda: torch.zeros(()))
-    return [_value(small) - start for start, small in starts]
+    ends = [small.detach() for _, small in starts]
+    wholes = [end.full_tensor() if isinstance(end, DTensor) else end for end in ends]
+    return [whole - start for whole, (start, _) in zip(wholes, starts, strict=True)]
 
 
 def _small(parameter: DTensor) -> tuple[Tensor, Tensor]:
@@ -110,20 +115,6 @@ def _small(parameter: DTensor) -> tuple[Tensor, Tensor]:
     shape = (2 * parameter.device_mesh.size() + 1, *(3 for _ in range(parameter.dim() - 1)))
     places = torch.arange(torch.Size(shape).numel(), device=parameter.device, dtype=torch.float64).view(shape)
     return places.square().cos().to(parameter.dtype), places.square().sin().to(parameter.dtype)  # of full rank
-
-
-def _whole(values: Tensor, parameter: DTensor) -> Tensor:
-    del parameter
-    return values
-
-
-def _cut(values: Tensor, parameter: DTensor) -> Tensor:
-    return distribute_tensor(values, parameter.device_mesh, parameter.placements)
-
-
-def _value(parameter: nn.Parameter) -> Tensor:
-    found = parameter.detach()
-    return found.full_tensor() if isinstance(found, DTensor) else found
 
 
 def _is_same(steps: list[Tensor], others: list[Tensor]) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,23 +14,23 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecision, MixedPrecisionPol
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
-from lightning_osdp.apply.fsdp2 import internals
-from lightning_osdp.core.modes import DP, ShardingMode
-from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.apply import internals
+from lightning_osdp.apply.activations.blocks import is_inside
+from lightning_osdp.core.modes import DP, ZDP, ShardingMode
+from lightning_osdp.engine import FSDP2
+from lightning_osdp.splitting import compiled_whole
+
+_NOT_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedUnit:
-    """Modules whose parameters are gathered together.
-
-    Attributes:
-        name: of the unit or slice; the empty string is the root.
-        modules: in forward order.
-        mode: in use when it is made.
-    """
+    """Modules whose parameters are gathered together."""
 
     name: str
+    """Of the unit or slice; the empty string is the root."""
     modules: tuple[nn.Module, ...]
+    """In forward order."""
     mode: ShardingMode = DP
 
     @property
@@ -39,11 +40,7 @@ class ShardedUnit:
 
 
 def leaving_order(units: Sequence[ShardedUnit]) -> list[ShardedUnit]:
-    """Units in the order in which forward leaves them: those inside another before it; without the root.
-
-    Args:
-        units: in the order in which forward comes to them.
-    """
+    """Units, given as forward comes to them, as it leaves them: those inside another before it; without the root."""
     left: list[ShardedUnit] = []
     inside: list[ShardedUnit] = []
     for unit in units:
@@ -53,6 +50,47 @@ def leaving_order(units: Sequence[ShardedUnit]) -> list[ShardedUnit]:
             left.append(inside.pop())
         inside.append(unit)
     return left + inside[::-1]
+
+
+def called_children(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Children with parameters, by name; of a list or dictionary of modules, which nobody calls, each entry."""
+    for name, child in module.named_children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from called_children(child, f"{prefix}{name}.")
+        elif not isinstance(child, _NOT_CALLED) and any(True for _ in child.parameters()):
+            yield f"{prefix}{name}", child
+
+
+def children_and_blocks(module: nn.Module, *, min_unit_bytes: int) -> Iterator[ShardedUnit]:
+    """In forward order; children that share a parameter are one unit."""
+    names = {child: name for name, child in module.named_modules()}
+    whole = compiled_whole(module)
+    groups: list[list[tuple[str, nn.Module]]] = []
+    for name, child in called_children(module):
+        own = set(child.parameters())
+        sharing = [group for group in groups if any(not own.isdisjoint(other.parameters()) for _, other in group)]
+        groups = [group for group in groups if group not in sharing]
+        groups.append([*(each for group in sharing for each in group), (name, child)])
+    for group in groups:
+        modules = tuple(child for _, child in group)
+        yield ShardedUnit(group[0][0], modules, ZDP)
+        if len(modules) == 1:
+            num_holders = Counter(each for inner in modules[0].modules() for each in inner.parameters(recurse=False))
+            for block in _blocks_in(modules[0], num_holders, min_unit_bytes):
+                if not is_inside(names[block], whole):
+                    yield ShardedUnit(names[block], (block,), ZDP)
+
+
+def _blocks_in(module: nn.Module, num_holders: Mapping[nn.Parameter, int], min_unit_bytes: int) -> Iterator[nn.Module]:
+    """Entries of lists and sequences, the outermost, whose parameters are theirs alone."""
+    for child in module.children():
+        parameters = list(child.parameters())
+        is_entry = isinstance(module, (nn.ModuleList, nn.Sequential)) and not isinstance(child, _NOT_CALLED)
+        is_large = sum(parameter.nbytes for parameter in parameters) >= max(1, min_unit_bytes)
+        if is_entry and is_large and all(num_holders[each] == 1 for each in parameters):
+            yield child
+        else:
+            yield from _blocks_in(child, num_holders, min_unit_bytes)
 
 
 def shard(
@@ -101,39 +139,33 @@ def shard(
             module.register_forward_hook(_Gathering(unit.handle))
 
 
-def set_prefetch(
-    units: Sequence[ShardedUnit],
-    *,
-    backward: bool,
-    forward: bool,
-    rerun: Collection[str] = (),
-    late_backward: Collection[str] = (),
-    late_forward: Collection[str] = (),
-) -> None:
+def set_prefetch(units: Sequence[ShardedUnit], engine: FSDP2, *, rerun: Collection[str]) -> None:
     """Says explicitly what each unit gathers ahead, for torch's own order is that of the forward before.
 
     That one may have been an evaluation, and it has units that no backward comes to.
 
     Args:
         units: root first, then in forward order.
-        backward: whether a unit gathers the one that forward left before, once backward has come to it.
-        forward: whether a unit gathers the next one of forward, once forward has come to it.
+        engine: whose settings they are.
         rerun: names of blocks that run again in backward, where what comes after them is not needed.
-        late_backward: names of units that no other one gathers ahead in backward.
-        late_forward: the same of forward.
     """
     (root,) = (unit for unit in units if not unit.name)
     order = leaving_order(units)
     trained = next((i for i, unit in enumerate(order) if _is_trained(unit)), len(order))
-    for before, unit in zip([None, *order], [*order, root], strict=True):
-        comes = backward and before is not None and order.index(before) >= trained and before.name not in late_backward
-        # a unit in its own list keeps torch from choosing another
-        unit.handle.set_modules_to_backward_prefetch([before.handle if comes and before is not None else unit.handle])
+    for place, unit in enumerate([*order, root]):
+        ahead = unit  # in its own list it keeps torch from choosing another
+        if engine.backward_prefetch == "pre" and place > trained and order[place - 1].name not in engine.late_backward:
+            ahead = order[place - 1]
+        unit.handle.set_modules_to_backward_prefetch([ahead.handle])
     inner = [unit for unit in units if unit.name]
     for unit, following in zip([root, *inner], [*inner, None], strict=True):
         around = next((block for block in rerun if unit.name.startswith(f"{block}.")), "")
-        comes = forward and following is not None and following.name.startswith(around)
-        comes = comes and following is not None and following.name not in late_forward
+        comes = (
+            engine.forward_prefetch
+            and following is not None
+            and following.name.startswith(around)
+            and following.name not in engine.late_forward
+        )
         unit.handle.set_modules_to_forward_prefetch([following.handle] if comes and following is not None else [])
 
 
@@ -171,40 +203,6 @@ def _policy(unit: ShardedUnit, precision: MixedPrecision | None) -> MixedPrecisi
     )
 
 
-def check_shardable(module: nn.Module) -> None:
-    """Returns if ``fully_shard`` can have all parameters of a module.
-
-    Raises:
-        ConfigurationError: somebody sharded a part of it already, or a parameter is a scalar, not contiguous, or has a
-            hook that runs where gradients add up.
-    """
-    for name, child in module.named_modules():
-        if isinstance(child, FSDPModule):
-            raise ConfigurationError(
-                f"Expected a model that nothing has sharded, but {name or 'the model'!r} is under fully_shard already."
-                " Leave that call out: the plan decides it."
-            )
-    for name, parameter in module.named_parameters():
-        if parameter.dim() == 0:
-            raise ConfigurationError(
-                f"Expected parameters with at least one dimension, which fully_shard cuts into rows, got a scalar,"
-                f" {name!r}. Make it a tensor of one element, torch.nn.Parameter(value.reshape(1))."
-            )
-        if parameter._post_accumulate_grad_hooks:
-            raise ConfigurationError(
-                f"Expected no register_post_accumulate_grad_hook before the model is sharded, got one of {name!r}:"
-                " gradients of a sharded model add up elsewhere. Register it in on_fit_start, where the parameter is a"
-                " DTensor and its hook sees the mean over all ranks, or change gradients in on_before_optimizer_step;"
-                " hooks of parameter.register_hook() are carried over."
-            )
-        if not parameter.is_contiguous():
-            raise ConfigurationError(
-                f"Expected contiguous parameters, which fully_shard needs, got strides {tuple(parameter.stride())} for"
-                f" shape {tuple(parameter.shape)} of {name!r}. Make it contiguous: parameter.data ="
-                " parameter.data.contiguous()."
-            )
-
-
 def without_views(output: Any) -> Any:
     """The same with tensors that are no views, of the same memory.
 
@@ -219,9 +217,6 @@ class _Gathering:
     """A hook that gathers a unit of several modules where backward comes to the output of one that is not the last.
 
     fully_shard does that at the output of the last one, which the loss may not depend on.
-
-    Args:
-        handle: of the unit.
     """
 
     def __init__(self, handle: nn.Module) -> None:
@@ -237,16 +232,12 @@ class _Gathering:
 
     def __deepcopy__(self, _: object) -> Callable[..., None]:
         """For a copy of the module, which is no unit."""
-        return _nothing
+        return internals.do_nothing
 
     def _gather(self, _: Tensor) -> None:
         # hooks outlive the units: what is sharded anew has other ones
         if isinstance(self._handle, FSDPModule) and internals.group_of(self._handle) is self._made_for:
             self._handle.unshard()  # nothing where it is there
-
-
-def _nothing(*_: object) -> None:
-    """In place of a hook."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # as torch does with its own hooks of a unit

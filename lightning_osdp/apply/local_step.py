@@ -29,7 +29,7 @@ from torch.optim import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from lightning_osdp.apply.fsdp2 import internals
+from lightning_osdp.apply import internals
 
 _ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
 """Of torch's: each element of a parameter depends on that element of the gradient and of states, and on numbers."""
@@ -48,16 +48,40 @@ def stepping_on_rows(optimizer: Optimizer) -> Iterator[None]:
     if not _is_elementwise(optimizer):
         yield
         return
-    step = _Step(optimizer)
+    rows, is_over = ExitStack(), False
+
+    def swap() -> None:
+        if not is_over:
+            rows.enter_context(on_rows(optimizer))
+
+    def begin(_: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Before the step: has its closure, or what is in its place, be followed by the arithmetic on rows."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            swap()
+            return None
+
+        def closure_and_swap() -> Any:
+            loss = closure()
+            swap()
+            return loss
+
+        return args[:1], {**kwargs, "closure": closure_and_swap}
+
+    def end(*_: object) -> None:
+        nonlocal is_over
+        is_over = True
+        rows.close()
+
     handles: list[RemovableHandle] = [
-        optimizer.register_step_pre_hook(step.begin),  # the last one, so that it has the closure that others leave
-        optimizer.register_step_post_hook(step.end),
+        optimizer.register_step_pre_hook(begin),  # the last one, so that it has the closure that others leave
+        optimizer.register_step_post_hook(end),
     ]
     internals.call_first(optimizer, handles[1])
     try:
         yield
     finally:
-        step.end()
+        end()
         for handle in handles:
             handle.remove()
 
@@ -143,43 +167,4 @@ def _take_new(fields: dict[str, Any], local_fields: dict[str, Any], parameter: D
         if name in fields and value is internals.local(fields[name]):
             continue
         is_rows = isinstance(value, Tensor) and value.dim() > 0
-        fields[name] = _cut(value, parameter) if is_rows else value
-
-
-def _cut(rows: Tensor, parameter: DTensor) -> DTensor:
-    """The tensor of which this rank has these rows, and others the rest, as they have of a parameter."""
-    mesh, placements = parameter.device_mesh, parameter.placements
-    found = DTensor.from_local(rows, mesh, placements, shape=parameter.shape, stride=parameter.stride())
-    assert isinstance(found, DTensor)
-    return found
-
-
-class _Step:
-    """Hooks of one step of an optimizer, around its arithmetic."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer, self._rows = optimizer, ExitStack()
-        self._is_over = False
-
-    def begin(self, _: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Before the step: has its closure, or what is in its place, be followed by the arithmetic on rows."""
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self._swap()
-            return None
-
-        def closure_and_swap() -> Any:
-            loss = closure()
-            self._swap()
-            return loss
-
-        return args[:1], {**kwargs, "closure": closure_and_swap}
-
-    def end(self, *_: object) -> None:
-        """After the step."""
-        self._is_over = True
-        self._rows.close()
-
-    def _swap(self) -> None:
-        if not self._is_over:
-            self._rows.enter_context(on_rows(self._optimizer))
+        fields[name] = internals.of_rows(value, parameter) if is_rows else value

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_osdp.apply.fsdp2 import internals
+from lightning_osdp.apply import internals
 from lightning_osdp.errors import ConfigurationError
 
 METHODS = [(kind, name) for kind, names in internals._METHODS.items() for name in names]
-ATTRIBUTES = [(path, name) for path, names in internals._ATTRIBUTES.items() for name in names]
+ATTRIBUTES = [f"{kind}.{path}".rpartition(".")[::2] for kind, paths in internals._ATTRIBUTES.items() for path in paths]
 
 
 class Net(nn.Module):

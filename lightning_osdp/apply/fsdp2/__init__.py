@@ -1,1 +1,0 @@
-"""Torch's ``fully_shard``: each parameter a DTensor, and no wrappers."""

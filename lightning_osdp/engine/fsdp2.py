@@ -1,0 +1,241 @@
+"""`FSDP2`: ``fully_shard`` with its settings, as cost, simulation and search ask it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar, Literal
+
+from typing_extensions import Self
+
+from lightning_osdp.core.modes import ShardingMode
+from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.profile import OptimizerProfile, Rerun
+from lightning_osdp.core.step import Step
+from lightning_osdp.core.units import UnitProfile
+from lightning_osdp.engine.layout import Layout, gathered_bytes, layout, sent_bytes
+from lightning_osdp.engine.live_parts import LiveParts, Observer
+from lightning_osdp.engine.schedule import MOST_SIMULATED, Event, GatherRule, Host
+from lightning_osdp.errors import ConfigurationError
+
+Auto = Literal["auto"]
+AUTO: Auto = "auto"
+"""A prefetch that is still to be chosen, see `FSDP2.alternatives`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDP2:
+    """Torch's ``fully_shard`` with its settings of prefetching, which are fields of a `Plan` by the same names.
+
+    Units are groups of parameters, each sharded along its rows; modules stay as they are. A subclass can describe
+    something else that shards, to predict it.
+
+    Raises:
+        ConfigurationError: there is no such backward prefetch.
+    """
+
+    backward_prefetch: str = "pre"
+    """When backward gathers the unit that comes next: one of `prefetches`, or ``auto`` where that is to be chosen."""
+    forward_prefetch: bool | Auto = False
+    """Whether forward gathers the next unit before one runs; or ``auto``."""
+    asynchronous_unshard: bool = True
+    """Whether all-gathers are issued so that computing may go on, and their buffers are gone sooner. They then begin
+    where the host has issued them: without `forward_prefetch` nothing is computed beside those of forward."""
+    late_forward: tuple[str, ...] = ()
+    """Units, by name, that are gathered when forward comes to them, whatever `forward_prefetch` says of the others."""
+    late_backward: tuple[str, ...] = ()
+    """The same of backward."""
+
+    prefetches: ClassVar[tuple[str, ...]] = ("pre", "none")
+    """Settings of backward prefetch, the one first that is preferred where they are equally fast."""
+    host: ClassVar[type[Host]] = Host
+    """What goes through a step."""
+    reader: ClassVar[type[LiveParts]] = LiveParts
+    """What reads its events as bytes."""
+
+    def __post_init__(self) -> None:
+        choices = (*self.prefetches, AUTO)
+        if self.backward_prefetch not in choices:
+            raise ConfigurationError(f"backward_prefetch must be one of {choices}, got {self.backward_prefetch!r}.")
+
+    def alternatives(self, *, overlaps: bool) -> tuple[Self, ...]:
+        """With every setting that may be best; itself where nothing is left to choose.
+
+        With asynchronous unsharding and all units gathered ahead; or with synchronous, if forward is to be chosen.
+        Synchronous all-gathers begin by themselves while forward computes, a unit earlier, and hold one more buffer:
+        neither is better for all models. To gather ahead explicitly besides makes those no earlier.
+        Where nothing overlaps, all prefetches take the same time, and none takes the least memory.
+
+        Args:
+            overlaps: whether collectives run beside computing.
+        """
+        backward = self.backward_prefetch
+        if backward == AUTO:
+            backward = "pre" if overlaps else "none"
+        ahead = replace(self, backward_prefetch=backward, forward_prefetch=self.forward_prefetch is True)
+        if self.forward_prefetch != AUTO or not overlaps:
+            return (ahead,)
+        implicit = replace(ahead, asynchronous_unshard=False)
+        return (replace(ahead, forward_prefetch=True), implicit) if self.asynchronous_unshard else (implicit,)
+
+    def without_prefetch(self, chosen: Self) -> Self:
+        """One of the `alternatives` with what is the least that it may gather ahead; itself where that is all.
+
+        Between the two are settings in which some units are gathered ahead.
+        """
+        return replace(
+            chosen,
+            backward_prefetch="none" if self.backward_prefetch == AUTO else chosen.backward_prefetch,
+            forward_prefetch=chosen.forward_prefetch if self.forward_prefetch != AUTO else False,
+        )
+
+    def gathering_late(self, forward: Sequence[str], backward: Sequence[str]) -> Self:
+        """With these units, by name, not gathered ahead in forward, and those not in backward."""
+        return replace(self, late_forward=tuple(forward), late_backward=tuple(backward))
+
+    @property
+    def all_ahead(self) -> Self:
+        """With all units gathered ahead where any are."""
+        return self.gathering_late((), ())
+
+    @property
+    def gathers_wait_for(self) -> GatherRule:
+        """What an all-gather waits for where it runs beside computing.
+
+        Asynchronous ones copy what they send in the stream that computes, others in a stream of their own. That one
+        waits until units are copied out: in forward until the one before is, elsewhere until the unit itself is.
+        [Read: ``get_all_gather_streams`` and ``wait_for_unshard`` in _fsdp_param_group.py.]
+        """
+        return "computing" if self.asynchronous_unshard else "copies"
+
+    @property
+    def most_lingering(self) -> int:
+        """All-gather buffers of other units that may live while forward runs one: of the one before, of the next."""
+        return (not self.asynchronous_unshard) + (self.forward_prefetch is True)
+
+    def keeps(self, mode: ShardingMode, world_size: int) -> bool:
+        """Whether a unit in this mode stays gathered from forward to backward: on one rank it is copied, too."""
+        del world_size
+        return mode.resident
+
+    def may_wait(self, unit: UnitProfile) -> bool:
+        """Whether the unit may reduce its gradients in the last micro-batch only.
+
+        Not if forward calls it more than once: what the micro-batches before have left is reduced by itself then.
+        """
+        return len(unit.calls) == 1
+
+    def num_all_gathers(
+        self, mode: ShardingMode, unit: UnitProfile | None = None, *, num_micro_batches: int = 1
+    ) -> int:
+        """All-gathers per optimizer step of a unit in this mode.
+
+        One at each call in forward, and one for each that backward comes to: less those that find the unit there. A
+        unit that is kept is there at all calls in forward, and at the first that backward comes to.
+
+        Args:
+            mode: of the unit.
+            unit: None: one that forward calls once.
+            num_micro_batches: of an optimizer step.
+        """
+        num_calls = 1 if unit is None else len(unit.calls)
+        num_reached = 1 if unit is None else sum(last >= unit.trained_from for _, last in unit.calls)
+        if not mode.resident:
+            return num_micro_batches * (num_calls + num_reached)
+        return (1 if mode.sync == "last" else num_micro_batches) * max(1, num_reached)
+
+    def num_reduce_scatters(self, mode: ShardingMode, *, num_micro_batches: int = 1) -> int:
+        """Reduce-scatters per optimizer step of a unit in this mode."""
+        return 1 if mode.sync == "last" else num_micro_batches
+
+    def all_gather_bytes(self, unit: UnitProfile, world_size: int) -> float:
+        """Bytes of the whole tensor that an all-gather of the unit makes."""
+        return gathered_bytes(unit, world_size)
+
+    def reduce_scatter_bytes(self, unit: UnitProfile, world_size: int) -> float:
+        """Bytes of the whole tensor that its reduce-scatter takes; 0 where all of it is frozen."""
+        return sent_bytes(unit, world_size)
+
+    def layout(
+        self, units: Sequence[UnitProfile], optimizer: OptimizerProfile, world_size: int, *, rank: int | None = None
+    ) -> Layout:
+        """Bytes of units on one rank.
+
+        Args:
+            units: of the model.
+            optimizer: its step.
+            world_size: N.
+            rank: whose bytes; None: for state and temporaries together, those of the rank that has most.
+        """
+        return layout(tuple(units), optimizer, world_size, rank or 0)
+
+    def live_parts(
+        self, step: Step, observer: Observer, *, rank: int | None = None, is_bound: bool = False
+    ) -> LiveParts:
+        """What reads events as bytes.
+
+        Args:
+            step: whose events are read.
+            observer: told of every moment.
+            rank: whose bytes; None: those of the rank that holds most.
+            is_bound: whether what follows is to hold whatever the modes of other units.
+        """
+        found = self.layout(step.units, step.profile.optimizer, step.cluster.world_size, rank=rank)
+        return self.reader(
+            step, observer, layout=found, asynchronous_unshard=self.asynchronous_unshard, is_bound=is_bound
+        )
+
+    def micro_batches(
+        self,
+        units: Sequence[UnitProfile],
+        is_kept: Sequence[bool],
+        accumulates: Sequence[bool],
+        *,
+        num_micro_batches: int = 1,
+        num_segments: int,
+        rerun: Mapping[str, Rerun],
+        merges_calls: bool = False,
+    ) -> list[list[Event]]:
+        """Events of forward, loss and backward in the first, a steady and the last micro-batch, as many as there are.
+
+        Arguments are those of `Host`.
+        """
+        if AUTO in {self.backward_prefetch, self.forward_prefetch}:
+            raise ValueError("A prefetch that is 'auto' runs nothing: ask for alternatives().")
+        host = self.host(
+            units=units,
+            is_kept=is_kept,
+            accumulates=accumulates,
+            num_segments=num_segments,
+            rerun=rerun,
+            merges_calls=merges_calls,
+            backward_prefetch=self.backward_prefetch,
+            forward_prefetch=self.forward_prefetch is True,
+            late_forward=self.late_forward,
+            late_backward=self.late_backward,
+        )
+        num_simulated = min(MOST_SIMULATED, num_micro_batches)
+        return [
+            host.micro_batch(is_first=index == 0, is_last=index == num_simulated - 1) for index in range(num_simulated)
+        ]
+
+    def events_of(self, step: Step, modes: Sequence[ShardingMode]) -> list[list[Event]]:
+        """Events of the micro-batches that are gone through, with these modes, one per unit."""
+        world_size = step.cluster.world_size
+        return self.micro_batches(
+            step.units,
+            [self.keeps(mode, world_size) for mode in modes],
+            [mode.sync == "last" and world_size > 1 for mode in modes],
+            num_micro_batches=step.workload.num_micro_batches,
+            num_segments=len(step.profile.segments),
+            rerun=step.profile.rerun,
+        )
+
+
+DEFAULT = FSDP2()
+"""What runs a step where nothing else is said."""
+
+
+def engine_of(plan: Plan) -> FSDP2:
+    """``fully_shard`` with a plan's settings."""
+    return FSDP2(**{field.name: getattr(plan, field.name) for field in fields(FSDP2)})

@@ -1,0 +1,312 @@
+"""What ``fully_shard`` does in one optimizer step, in the order in which the host issues it.
+
+With explicit lists of modules to prefetch, one for each unit:
+
+- Forward gathers a unit at each call of its module and frees it after, unless its mode keeps it. The root is gathered
+  first and kept to the end of backward. ``forward_prefetch`` gathers the next unit once a unit is copied out.
+- Backward gathers a unit when it reaches what a call of it has returned, and frees it when the gradients of that call's
+  inputs are there: a unit that forward calls twice is gathered twice in backward, unless it is kept and this is the
+  first time. Its gradients are reduced at its first call; autograd holds them until then.
+- Prefetching ("pre") gathers the unit that forward left before, once backward has come to a unit; but none that
+  backward does not come to, as everything up to it is frozen.
+- Both are lists, and leave out units that are to be gathered late: only when their own turn comes.
+- Where the inputs of a unit's first call need no gradient, nothing tells that backward is through with it: it is freed
+  and reduced at the end of backward, after the root, in the order of ``named_modules()`` (here: of forward). So are
+  units that backward does not come to.
+- A block that recomputes runs its forward again when backward reaches it. Units inside it are gathered for that, and
+  stay gathered until backward is through with them.
+- A unit that accumulates does not reduce its gradients until the last micro-batch; where its mode keeps it gathered, it
+  stays so to the end of the last backward. It must be called once (`FSDP2.may_wait`).
+
+Lists hold at every call, so two kinds of unit must not have them, or they would gather what nobody needs any more: one
+that forward calls more than once has none; and in forward one inside of a block that recomputes has none that leads out
+of the block.
+
+References:
+    torch/distributed/fsdp/_fully_shard/_fsdp_state.py (``_pre_forward``, ``_pre_backward``,
+    ``_root_post_backward_final_callback``), _fsdp_param_group.py (``unshard``, ``post_backward``). [Read, and seen in
+    torch 2.13 on two to four gloo ranks.]
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from lightning_osdp.core.profile import Rerun
+from lightning_osdp.core.units import UnitProfile
+
+Kind = Literal[
+    "gather",
+    "await",
+    "linger",
+    "forward",
+    "free",
+    "zero",
+    "rerun",
+    "backward",
+    "flatten",
+    "accumulate",
+    "reduce",
+    "release",
+]
+"""``gather``: an all-gather is issued. ``await``: what follows needs the gathered unit. ``linger``: what awaited it was
+a forward that is run again. ``zero``: Lightning drops the gradients of the step before, between the first forward and
+its backward. ``rerun``: forward again, in backward. ``flatten``: a unit's gradients are complete, before it is freed.
+``reduce``: they are reduced and scattered. ``accumulate``: they are left whole for the next micro-batch. ``release``:
+what a segment had saved is gone."""
+
+GatherRule = Literal["frees", "computing", "copies"]
+"""``frees``: until units before the latest two that were freed are no longer in use. ``computing``: for all computing
+that was issued before. ``copies``: until all units before are copied out, in forward but for the latest one."""
+
+MOST_SIMULATED = 3
+"""Micro-batches that are gone through one by one: first, steady, last. Further ones are like the steady one."""
+
+
+class Event(NamedTuple):
+    """One thing that the host has done."""
+
+    kind: Kind
+    of: int
+    """The segment that is run (``forward``, ``rerun``, ``backward``, ``release``), else the unit."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Host:
+    """The host as it goes through a step: which units it has gathered, and the events so far."""
+
+    units: Sequence[UnitProfile]
+    """Root first, if any, then in forward order."""
+    is_kept: Sequence[bool]
+    """Whether a unit stays gathered from its first call in forward to the end of its backward."""
+    accumulates: Sequence[bool]
+    """Whether only the last micro-batch reduces a unit's gradients."""
+    num_segments: int
+    """Of the model, the loss included."""
+    rerun: Mapping[str, Rerun]
+    """Blocks that recompute."""
+    merges_calls: bool = False
+    """Whether a unit that forward calls again is taken as gathered from its first call to its last."""
+    backward_prefetch: str
+    forward_prefetch: bool
+    late_forward: Collection[str] = ()
+    """Units that forward does not gather ahead, by name."""
+    late_backward: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        units = self.units
+        self.gathered: set[int] = set()
+        self.order = leaving_order(units)
+        self.place = {unit: place for place, unit in enumerate(self.order)}
+        self.root = [index for index, unit in enumerate(units) if unit.is_root]
+        self.is_called_once = [len(unit.calls) == 1 for unit in units]
+        self.starts: list[list[int]] = [[] for _ in range(self.num_segments)]
+        self.ends: list[list[int]] = [[] for _ in range(self.num_segments)]
+        for unit in self.order:
+            for first, last in units[unit].calls:
+                self.starts[first].append(unit)
+                self.ends[last].append(unit)
+        self.leaves = self.ends
+        """Units that forward is through with, by segment."""
+        if self.merges_calls:
+            self.leaves = [[unit for unit in ends if units[unit].last == i] for i, ends in enumerate(self.ends)]
+        self.blocks = {
+            last: (first, _inside(units, block), is_early) for block, ((first, last), is_early) in self.rerun.items()
+        }
+        """Last segment of a block that recomputes -> its first one, the units inside it, and whether it is early."""
+        self.ahead: list[list[int]] = [[] for _ in range(self.num_segments)]
+        if self.forward_prefetch:
+            self.ahead = gathered_ahead(units, self.num_segments)
+        for segment, starting in enumerate(self.starts):
+            is_late = any(units[unit].name in self.late_forward for unit in self.ahead[segment])
+            if self.ahead[segment] and (is_late or not self._leads_on(segment, starting)):
+                self.ahead[segment] = []
+        self._plan_backward()
+
+    def _plan_backward(self) -> None:
+        self.trained_from = self.units[0].trained_from
+        self.late = {unit for unit in self.order if self.units[unit].name in self.late_backward}
+        self.returns: list[list[tuple[int, bool]]] = [[] for _ in range(self.num_segments)]
+        """By segment, the units with a call of which backward is through then, and whether that is their last one."""
+        self.at_the_end: list[int] = []
+        """Units that are freed and reduced at the end of backward, in order."""
+        self.comes_back: set[int] = set()
+        """Units that backward comes to."""
+        for unit in self.order:
+            # calls in one segment have no backward between them
+            reached = [first for first, last in dict.fromkeys(self.units[unit].calls) if last >= self.trained_from]
+            if reached:
+                self.comes_back.add(unit)
+            if not reached or reached[0] <= self.trained_from:
+                self.at_the_end.append(unit)
+            else:
+                self.returns[reached[0]].append((unit, True))
+            for first in reached[1:]:
+                self.returns[first].append((unit, False))
+        self.at_the_end.sort()
+
+    def _leads_on(self, segment: int, starting: Sequence[int]) -> bool:
+        """Whether what begins with this segment, or else the root, prefetches in forward."""
+        if not starting:
+            return segment == 0
+        (following,), innermost = self.ahead[segment], max(starting)
+        around = (inside for _, inside, _ in self.blocks.values() if innermost in inside)
+        return self.is_called_once[innermost] and all(following in inside for inside in around)
+
+    def micro_batch(self, *, is_first: bool, is_last: bool) -> list[Event]:
+        """Events of forward, loss and backward in one more micro-batch."""
+        self.is_first, self.is_last = is_first, is_last
+        self.events: list[Event] = []
+        self.called: set[int] = set()  # by forward
+        self.reached: set[int] = set()  # by backward: none of them is prefetched again
+        self.forward()
+        self.backward()
+        return self.events
+
+    def note(self, kind: Kind, of: int) -> None:
+        """One more event."""
+        self.events.append(Event(kind, of))
+
+    def gather(self, unit: int) -> None:
+        """Unless it is there."""
+        if unit not in self.gathered:
+            self.gathered.add(unit)
+            self.note("gather", unit)
+
+    def need(self, unit: int) -> None:
+        """What follows computes with it."""
+        self.gather(unit)
+        self.note("await", unit)
+
+    def free(self, unit: int) -> None:
+        """Its shard alone is left."""
+        self.gathered.discard(unit)
+        self.note("free", unit)
+
+    def forward(self) -> None:
+        """All of it, the loss included."""
+        for unit in self.root:
+            self.need(unit)
+        for segment in range(self.num_segments):
+            for unit in sorted(self.starts[segment]):
+                if unit in self.called and unit in self.gathered and not self.is_kept[unit]:
+                    self.free(unit)  # a module may be called twice in one segment
+                self.called.add(unit)
+                self.need(unit)
+            for unit in self.ahead[segment]:
+                self.gather(unit)
+            self.note("forward", segment)
+            for unit in sorted(set(self.leaves[segment]), key=self.place.__getitem__):
+                if not self.is_kept[unit]:
+                    self.free(unit)
+        if self.is_first:
+            self.note("zero", 0)
+
+    def backward(self) -> None:
+        """All of it."""
+        if self.backward_prefetch == "pre":
+            self.gather_before(len(self.order))
+        for segment in range(self.num_segments - 1, -1, -1):
+            if segment >= self.trained_from:
+                self.come_to(segment)
+            self.note("backward", segment)
+            for unit, is_through in self.returns[segment]:
+                if is_through:
+                    self.reduce(unit)
+                elif not self.merges_calls:
+                    self.leave(unit)
+            self.note("release", segment)
+        for unit in (*self.root, *self.at_the_end):
+            self.reduce(unit)
+
+    def gather_before(self, place: int) -> None:
+        """The prefetch of backward."""
+        if place > 0:
+            unit = self.order[place - 1]
+            if unit in self.comes_back and unit not in self.late and unit not in self.reached:
+                self.gather(unit)
+
+    def come_to(self, segment: int) -> None:
+        """Backward comes to what this segment has made: to the units that end with it, and to what is run again."""
+        first, inside, is_early = self.blocks.get(segment, (segment + 1, frozenset[int](), False))
+        num_calls = Counter(self.ends[segment])
+        ends = sorted(num_calls, key=self.place.__getitem__, reverse=True)
+        late = inside.intersection(ends) if is_early else frozenset()
+        for unit in ends:
+            if unit not in late:
+                self.reach(unit, num_calls[unit])
+        self.run_again(first, segment, inside)
+        for unit in ends:
+            if unit in late:
+                self.reach(unit, num_calls[unit])
+
+    def reach(self, unit: int, num_calls: int) -> None:
+        """Backward comes to what a unit has returned at so many calls in one segment."""
+        if self.merges_calls and unit in self.reached:
+            self.free(unit)  # and gathered again: what that takes is seen, though it has been there meanwhile
+        self.reached.add(unit)
+        self.need(unit)
+        if self.backward_prefetch == "pre" and self.is_called_once[unit]:
+            self.gather_before(self.place[unit])
+        for _ in range(num_calls - 1):
+            self.leave(unit)
+            self.need(unit)
+
+    def run_again(self, first: int, last: int, inside: frozenset[int]) -> None:
+        """Forward of a block that recomputes, if one ends with this segment.
+
+        Args:
+            first: its first segment; behind the last one where there is none.
+            last: the segment.
+            inside: the units inside.
+        """
+        for segment in range(first, last + 1):
+            for unit in sorted(inside.intersection(self.starts[segment])):
+                self.need(unit)
+                self.note("linger", unit)
+            for unit in inside.intersection(self.ahead[segment]):
+                self.gather(unit)
+            self.note("rerun", segment)
+
+    def leave(self, unit: int) -> None:
+        """Backward is through with a call of it."""
+        if not (self.accumulates[unit] and self.is_kept[unit] and not self.is_last):
+            self.free(unit)
+
+    def reduce(self, unit: int) -> None:
+        """Backward is through with it."""
+        self.note("flatten", unit)
+        self.leave(unit)
+        self.note("accumulate" if self.accumulates[unit] and not self.is_last else "reduce", unit)
+
+
+def leaving_order(units: Sequence[UnitProfile]) -> tuple[int, ...]:
+    """Units in the order in which forward leaves them for good, inner ones first; without the root."""
+    inner = [index for index, unit in enumerate(units) if not unit.is_root]
+    return tuple(sorted(inner, key=lambda index: (units[index].last, -index)))
+
+
+def gathered_ahead(units: Sequence[UnitProfile], num_segments: int) -> list[list[int]]:
+    """For each segment, the unit that ``forward_prefetch`` has gathered by then: the next one of forward.
+
+    Args:
+        units: root first, if any, then in forward order.
+        num_segments: of the model.
+    """
+    first_at: dict[int, int] = {}  # segment -> the outermost unit that begins with it
+    for index in range(len(units) - 1, -1, -1):
+        if not units[index].is_root:
+            first_at[units[index].first] = index
+    ahead: list[list[int]] = []
+    following: list[int] = []
+    for segment in range(num_segments - 1, -1, -1):
+        ahead.append(following)
+        following = [first_at[segment]] if segment in first_at else following
+    return ahead[::-1]
+
+
+def _inside(units: Sequence[UnitProfile], block: str) -> frozenset[int]:
+    return frozenset(index for index, unit in enumerate(units) if unit.name.startswith(f"{block}."))
