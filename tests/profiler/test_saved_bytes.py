@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from nets import Net
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -13,25 +14,9 @@ LOSS = 4
 """Bytes of the loss itself."""
 
 
-class Steps(nn.Module):
-    """A model and the step to take on a batch of shape (b, 8)."""
-
-    def __init__(self, step, **modules):
-        super().__init__()
-        for name, module in modules.items():
-            setattr(self, name, module)
-        self.step = step
-
-    def training_step(self, batch, batch_idx):
-        return self.step(self, batch)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 def profiled(step, batch_size=2, width=8, **modules):
     torch.manual_seed(0)
-    return profile_model(Steps(step, **modules), torch.randn(batch_size, width))
+    return profile_model(Net(step, **modules), torch.randn(batch_size, width))
 
 
 def saved(step, **modules):

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from lightning_osdp.core.cluster import Cluster, Link
-from lightning_osdp.profiler.machine.backend import copies_in_reduce_scatter, overlaps_computing
-from lightning_osdp.profiler.machine.host_copy import measure_host_copy
+from lightning_osdp.profiler.machine.backend import (
+    Collective,
+    copies_in_reduce_scatter,
+    fastest_together_s,
+    host_copy_s_per_byte,
+    overlaps_computing,
+)
 from lightning_osdp.profiler.machine.memory import default_memory_limit_bytes
 from lightning_osdp.profiler.machine.unit_overhead import measure_unit_overhead
-from lightning_osdp.profiler.timing.fastest import fastest_s
 
 _SIZES_BYTES = (16 * 1024, 256 * 1024, 2 * 1024**2, 8 * 1024**2)
 
@@ -30,30 +33,28 @@ def measure_cluster(device: torch.device, *, num_nodes: int = 1, local_ranks: in
     Returns:
         The same values on every rank. With one rank, or no process group, links that cost nothing.
     """
-    free = Link(latency_s=0.0, seconds_per_byte=0.0)
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        memory_bytes = default_memory_limit_bytes(device, local_ranks=local_ranks)
+        free = Link(latency_s=0.0, seconds_per_byte=0.0)
         return Cluster(
             world_size=1,
             all_gather=free,
             reduce_scatter=free,
             num_nodes=num_nodes,
-            host_copy_s_per_byte=measure_host_copy(device),
-            memory_bytes=memory_bytes,
+            host_copy_s_per_byte=host_copy_s_per_byte(device),
+            memory_bytes=default_memory_limit_bytes(device, local_ranks=local_ranks),
         )
-    world_size = dist.get_world_size()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         cluster = Cluster(
-            world_size=world_size,
-            all_gather=_measure_link(device, world_size, _all_gather),
-            reduce_scatter=_measure_link(device, world_size, _reduce_scatter),
+            world_size=dist.get_world_size(),
+            all_gather=_measure_link(device, _all_gather),
+            reduce_scatter=_measure_link(device, _reduce_scatter),
             num_nodes=num_nodes,
             backend=dist.get_backend(),
             overlaps=overlaps_computing(device, _all_gather),
             reduce_scatter_copies=copies_in_reduce_scatter(device, _reduce_scatter),
         )
         unit_overhead = measure_unit_overhead(cluster, device)
-    copy_s = torch.tensor(measure_host_copy(device), dtype=torch.float64, device=device)
+    copy_s = torch.tensor(host_copy_s_per_byte(device), dtype=torch.float64, device=device)
     dist.all_reduce(copy_s, op=dist.ReduceOp.MAX)
     # Last, when the communicator has the buffers that it keeps.
     least = torch.tensor(default_memory_limit_bytes(device, local_ranks=local_ranks), device=device)
@@ -67,27 +68,20 @@ def measure_cluster(device: torch.device, *, num_nodes: int = 1, local_ranks: in
 
 
 def _all_gather(whole: torch.Tensor, shard: torch.Tensor) -> None:
-    _single("all_gather_single", "all_gather_into_tensor")(whole, shard)
+    dist.all_gather_single(whole, shard)
 
 
 def _reduce_scatter(whole: torch.Tensor, shard: torch.Tensor) -> None:
-    _single("reduce_scatter_single", "reduce_scatter_tensor")(shard, whole)
+    dist.reduce_scatter_single(shard, whole)
 
 
-def _single(name: str, name_before_2_13: str) -> Callable[..., object]:
-    """A collective on one tensor, under the name that this torch has for it."""
-    return getattr(dist, name, None) or getattr(dist, name_before_2_13)  # type: ignore[no-any-return]
-
-
-def _measure_link(
-    device: torch.device, world_size: int, collective: Callable[[torch.Tensor, torch.Tensor], None]
-) -> Link:
-    points = []
+def _measure_link(device: torch.device, collective: Collective) -> Link:
+    points, world_size = [], dist.get_world_size()
     for num_bytes in _SIZES_BYTES:
         elements = num_bytes // 4 // world_size
         whole = torch.zeros(elements * world_size, device=device)
         shard = torch.zeros(elements, device=device)
-        points.append((whole.numel() * 4, fastest_s(partial(collective, whole, shard), device)))
+        points.append((whole.numel() * 4, fastest_together_s(partial(collective, whole, shard), device)))
     return fit_link(points, world_size)
 
 

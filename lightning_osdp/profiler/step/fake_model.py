@@ -1,4 +1,4 @@
-"""A model of fake tensors for a while: its own training step runs, and nothing is allocated or computed."""
+"""A model without values for a while: of fake tensors, on which its own training step runs, or on the meta device."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_osdp.errors import OSDPError, UntraceableError
-from lightning_osdp.profiler.fake_tensors.rules import AsAllocated
-from lightning_osdp.profiler.step.snapshot import untouched
-from lightning_osdp.profiler.step.tensors import tensors_in
+from lightning_osdp.profiler.step.fake_rules import AsAllocated
+from lightning_osdp.profiler.step.snapshot import tensors_in, untouched
 
 
 @contextmanager
@@ -76,7 +76,9 @@ def faked(
             parameters = list(module.parameters())
             for child in module.modules():
                 stand_ins.put_into(vars(child))
-            with mode, AsAllocated(assumes_ones=assumes_ones) as noted, torch.enable_grad(), _not_logged():
+            # torch logs a traceback before it raises; who calls this tells what is worth telling
+            quiet = patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", new=True)
+            with mode, AsAllocated(assumes_ones=assumes_ones) as noted, torch.enable_grad(), quiet:
                 yield fake_batch
             if changed is not None:
                 changed |= {p for p in parameters if stand_ins.of(p).untyped_storage()._cdata in noted.written}
@@ -90,32 +92,19 @@ def faked(
             ) from error
 
 
-@contextmanager
-def _not_logged() -> Iterator[None]:
-    """Torch logs a traceback before it raises; who calls this tells what is worth telling."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    was_disabled, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = was_disabled
-
-
 class _StandIns:
     """One fake for each tensor; those that share a storage have fakes that do."""
 
     def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
         self._mode, self._device = mode, device
-        self._fakes: dict[int, Tensor] = {}
-        self._kept: list[Any] = []  # so that an id stays taken
+        self._fakes: dict[Tensor, Tensor] = {}
         self._visited: set[int] = set()
 
     def of(self, tensor: Tensor) -> Tensor:
         """The tensor's fake, as a leaf of autograd."""
-        if id(tensor) not in self._fakes:
-            self._kept.append(tensor)
-            self._fakes[id(tensor)] = self._made(tensor)
-        return self._fakes[id(tensor)]
+        if tensor not in self._fakes:
+            self._fakes[tensor] = self._made(tensor)
+        return self._fakes[tensor]
 
     def _made(self, tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
@@ -154,3 +143,33 @@ class _StandIns:
             if any(new is not old for new, old in zip(replaced, item, strict=True)):
                 return type(item)(*replaced) if hasattr(item, "_fields") else type(item)(replaced)
         return item
+
+
+@contextmanager
+def without_values(module: nn.Module) -> Iterator[None]:
+    """Within it, parameters and buffers are on the meta device, each where it is registered; then they are back.
+
+    Names, ties, dtypes, what is frozen and what is set on parameters stay as they are.
+    """
+    registries = [each for child in module.modules() for each in (child._parameters, child._buffers)]
+    kept = [dict(registry) for registry in registries]
+    stand_ins: dict[Tensor, Tensor] = {}
+    for registry in registries:
+        for name, tensor in registry.items():
+            if tensor is not None and not tensor.is_meta:
+                registry[name] = stand_ins.setdefault(tensor, stand_in(tensor))
+    try:
+        yield
+    finally:
+        for registry, tensors in zip(registries, kept, strict=True):
+            registry.update(tensors)
+
+
+def stand_in(tensor: Tensor) -> Tensor:
+    """A tensor on the meta device in place of another: a parameter for one, with what is set on it."""
+    found = torch.empty_like(tensor, device="meta")
+    if not isinstance(tensor, nn.Parameter):
+        return found
+    parameter = nn.Parameter(found, requires_grad=tensor.requires_grad)
+    vars(parameter).update(vars(tensor))
+    return parameter
