@@ -9,7 +9,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_osdp.core.affine import Affine
@@ -156,12 +156,25 @@ def _seconds(
     if not all(together(lambda: is_run, stage="timing")):
         together = alone
     seconds_of = cache(partial(replayed_s, device=step.device) if rates is None else partial(roofline_s, rates=rates))
-    timing = partial(time_step, step.module, trace.calls, step.device, progress=progress)
+
+    def timed(size: int, stage: str) -> Seconds | None:
+        """Of the whole step; None on every rank where it does not fit on a device unsharded."""
+        time = partial(time_step, step.module, trace.calls, step.device)
+        try:
+            with step.on_real_tensors(size) as (run, _):
+                return time(lambda: loss_in(run()), stage=stage, together=together, progress=progress)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            # for the batch alone; the other ranks are at their first run
+            together(lambda: None, stage=stage)
+            return None
+
     found: dict[int, Seconds] = {}
     for size in trace.activations:
         stage = f"timing {size} {'sample' if size == 1 else 'samples'}"
         try:
-            seconds = _timed(step, size, stage, timing, together) if is_run else None
+            seconds = timed(size, stage) if is_run else None
             if is_run and seconds is None:
                 _log.info("OSDP: %d samples do not fit on a device unsharded, so operations are timed alone", size)
             if seconds is None:
@@ -173,25 +186,6 @@ def _seconds(
                 raise
             _log.warning("OSDP: the model does not run on %d samples (%s): time is taken as proportional.", size, error)
     return found
-
-
-def _timed(
-    step: StepRunner, size: int, stage: str, time: Callable[..., Seconds | None], together: Together
-) -> Seconds | None:
-    """Seconds of the whole step; None on every rank where it does not fit on a device unsharded."""
-    try:
-        with step.on_real_tensors(size) as (run, _):
-            return time(partial(_loss_of, run), stage=stage, together=together)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        # for the batch alone; the other ranks are at their first run
-        together(lambda: None, stage=stage)
-        return None
-
-
-def _loss_of(run: Callable[[], Any]) -> Tensor:
-    return loss_in(run())
 
 
 def _first_dimension(batch: Any) -> int:

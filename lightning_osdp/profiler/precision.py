@@ -43,14 +43,6 @@ class ComputePrecision:
         """Whether it computes in float32 while others do not."""
         return self.dtype is not None and isinstance(module, self.exempt)
 
-    def dtype_of(self, module: nn.Module) -> torch.dtype | None:
-        """In which the module's own parameters are while it computes; None: as they are."""
-        return None if self.is_exempt(module) else self.dtype
-
-    def reduce_dtype_of(self, module: nn.Module) -> torch.dtype | None:
-        """In which gradients of the module's own parameters are reduced; None: as they are computed."""
-        return None if self.is_exempt(module) else self.reduce_dtype
-
     def cast(self, batch: Any) -> Any:
         """Floating-point inputs as the root unit casts them."""
         dtype = self.dtype

@@ -45,7 +45,8 @@ def profile_operators(
     batch_size = next(iter(trace.activations))
     profiles = []
     for operator in operators:
-        dtype, reduce_dtype = precision.dtype_of(operator.module), precision.reduce_dtype_of(operator.module)
+        is_exempt = precision.is_exempt(operator.module)
+        dtype, reduce_dtype = (None, None) if is_exempt else (precision.dtype, precision.reduce_dtype)
         trainable = [p for p in operator.parameters if p.requires_grad]
         profiles.append(
             OperatorProfile(
@@ -53,7 +54,7 @@ def profile_operators(
                 kind=type(operator.module).__name__,
                 enclosing=operator.enclosing,
                 signature=operator.signature,
-                stands_alone=precision.is_exempt(operator.module),
+                stands_alone=is_exempt,
                 num_trainable=sum(p.numel() for p in trainable),
                 parameter_bytes=bytes_of(operator.parameters),
                 gathered_bytes=bytes_of(operator.parameters, dtype),

@@ -95,7 +95,7 @@ def _recomputing(forward: Callable[..., Any], span: Span, position: Position, ea
         position.enter(first)
         num_args, names = len(args), tuple(kwargs)
 
-        def by_position(*given: Any) -> Any:
+        def by_position(*given: Any) -> Any:  # it does not save what it gets by name
             return run(*given[:num_args], **dict(zip(names, given[num_args:], strict=True)))
 
         return checkpoint(by_position, *args, *kwargs.values(), use_reentrant=False)
