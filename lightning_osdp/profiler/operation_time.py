@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from lightning_osdp.core.rates import DeviceRates
@@ -34,7 +34,6 @@ _SAME_FLOPS = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
-
 
 _REPEATS = 3
 _REPEAT_BUDGET_S = 0.5
@@ -94,7 +93,7 @@ class Operation:
     @property
     def operands(self) -> tuple[Operand, ...]:
         """Tensors that it takes."""
-        return (*_operands_in(self.arguments), *_operands_in(tuple(value for _, value in self.keywords)))
+        return _operands_in((self.arguments, self.keywords))
 
     @property
     def moved_bytes(self) -> int:
@@ -172,12 +171,8 @@ def _described(value: Any) -> Any:
     return None if isinstance(value, torch.Generator) else value
 
 
-def _operands_in(value: Any) -> Iterator[Operand]:
-    if isinstance(value, Operand):
-        yield value
-    elif isinstance(value, tuple):
-        for item in value:
-            yield from _operands_in(item)
+def _operands_in(value: Any) -> tuple[Operand, ...]:
+    return tuple(leaf for leaf in tree_leaves(value) if isinstance(leaf, Operand))
 
 
 def _flops(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
@@ -228,8 +223,7 @@ def replayed_s(operation: Operation, device: torch.device) -> float:
     devices = [device] if device.type == "cuda" else []
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
-            arguments = _with_tensors(operation.arguments)
-            keywords = {name: _with_tensors(value) for name, value in operation.keywords}
+            arguments, keywords = tree_map_only(Operand, _tensor, (operation.arguments, dict(operation.keywords)))
             return fastest_s(
                 lambda: operation.function(*arguments, **keywords),
                 device,
@@ -270,14 +264,9 @@ def roofline_s(operation: Operation, rates: DeviceRates) -> float:
     return max(operation.flops / flops_per_s[dtype], moving_s)
 
 
-def _with_tensors(value: Any) -> Any:
-    """Arguments of an operation, with a tensor for each operand."""
-    if isinstance(value, tuple):
-        return tuple(_with_tensors(item) for item in value)
-    if not isinstance(value, Operand):
-        return value
-    is_float = value.dtype.is_floating_point or value.dtype.is_complex
+def _tensor(operand: Operand) -> Tensor:
+    is_float = operand.dtype.is_floating_point or operand.dtype.is_complex
     # torch has no random numbers of one byte.
-    make = torch.rand if is_float and value.dtype.itemsize > 1 else torch.zeros
-    memory = make(value.num_elements_spanned, dtype=value.dtype, device=value.device)
-    return memory.view(value.shape) if value.strides is None else memory.as_strided(value.shape, value.strides)
+    make = torch.rand if is_float and operand.dtype.itemsize > 1 else torch.zeros
+    memory = make(operand.num_elements_spanned, dtype=operand.dtype, device=operand.device)
+    return memory.view(operand.shape) if operand.strides is None else memory.as_strided(operand.shape, operand.strides)

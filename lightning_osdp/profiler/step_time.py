@@ -10,6 +10,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_osdp.core.text.progress import Progress, silent
@@ -20,6 +21,7 @@ from lightning_osdp.profiler.tracing.calls import Calls, Position, followed
 T = TypeVar("T")
 
 _REPEATS = 5
+REPEATS_TOGETHER = 5
 _REPEAT_BUDGET_S = 3.0
 """What takes longer than this all together is not repeated further."""
 _LEAST_SHARE = 0.1
@@ -86,6 +88,29 @@ def fastest_s(
         if after - start > budget_s:
             break
     return best
+
+
+def fastest_together_s(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the fastest of a few runs, after one to warm up, each as long as on its slowest rank.
+
+    Ranks begin each run together, and it ends when the last of them is through. Call it on all ranks of the default
+    process group; all get the same.
+
+    Args:
+        run: what each rank does.
+        device: waited for.
+    """
+    runs_s = []
+    for _ in range(REPEATS_TOGETHER + 1):
+        dist.barrier()
+        synchronize(device)
+        start = time.perf_counter()
+        run()
+        synchronize(device)
+        runs_s.append(time.perf_counter() - start)
+    slowest_s = torch.tensor(runs_s[1:], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest_s, op=dist.ReduceOp.MAX)
+    return float(slowest_s.min().item())
 
 
 def time_step(

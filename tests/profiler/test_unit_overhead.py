@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from benchmarks.testbed.groups import fake_group
 from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, Link
-from lightning_osdp.profiler.machine import backend, unit_overhead
+from lightning_osdp.profiler.machine import unit_overhead
 from lightning_osdp.profiler.machine.unit_overhead import fitted, parts_s
+from lightning_osdp.profiler.step_time import REPEATS_TOGETHER
 
 CPU = torch.device("cpu")
 SECONDS = st.floats(0.0, 10.0)
@@ -71,7 +72,7 @@ def test_a_chain_gathers_and_reduces_as_is_subtracted(monkeypatch):
             return collective(*args, **kwargs)
 
         monkeypatch.setattr(dist, name, counted)
-    num_units, num_runs = 2, backend.REPEATS + 1
+    num_units, num_runs = 2, REPEATS_TOGETHER + 1
     with fake_group(2):
         found = unit_overhead._chain_s(partial(unit_overhead._unit, 8, 3, CPU), num_units, CPU)
     assert set(found) == {"gathered", "dp", "held"}

@@ -13,14 +13,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, UnitOverhead
-from lightning_osdp.profiler.machine.backend import REPEATS, fastest_together_s
+from lightning_osdp.profiler.step_time import REPEATS_TOGETHER, fastest_together_s
 
 _SMALL, _MEDIUM, _LARGE = 64, 512, 1024
 """Widths of square float32 layers of 16 KiB, 1 and 4 MiB: overhead is affine in the bytes of a unit."""
 _FEW, _MANY = 1, 6
 _ONE, _SEVERAL = 1, 6
 """Parameters of a unit."""
-_COLLECTIVES = (REPEATS + 1) * (_FEW + _MANY) * 3
+_COLLECTIVES = (REPEATS_TOGETHER + 1) * (_FEW + _MANY) * 3
 """Timed for each kind of unit: gathers of forward alone, gathers and reduces of forward and backward."""
 _PATIENCE_S = 5.0
 """For collectives of the largest width."""
@@ -32,17 +32,8 @@ def measure_unit_overhead(cluster: Cluster, device: torch.device) -> Mapping[str
     Chains of one and of six equal units are run, sharded and plain; the difference per unit, less the links' prediction
     of its collectives, is the overhead. Forward alone tells a gather from all the rest. Units of one parameter of 16
     KiB, of six of them, and of one of 4 MiB are measured, or of 1 MiB where collectives of so many bytes take too long.
-    Call it on all ranks.
-
-    Args:
-        cluster: with the links.
-        device: where to run.
-
-    Returns:
-        The same values on every rank: those of the slowest. Empty with one rank.
+    Call it on all ranks; all get the same values, those of the slowest.
     """
-    if cluster.world_size == 1:
-        return {}
     kinds = (_SMALL, _ONE), (_large_width(cluster), _ONE), (_SMALL, _SEVERAL)
     measured = [(_num_bytes(*kind), _measured_s(*kind, cluster, device)) for kind in kinds]
     gc.collect()  # what shards a module refers to it and to itself: nothing of the chains outlives this
