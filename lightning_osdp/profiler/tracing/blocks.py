@@ -32,8 +32,11 @@ def find_blocks(module: nn.Module, calls: Calls, given: Collection[nn.Module] | 
         spans = calls.spans.get(name, [])
         if len(spans) != 1 or any(name.startswith(f"{outer}.") for outer in found):
             continue
-        if child in given if given is not None else name in repeated and _runs(calls, name, spans[0]):
-            found[name] = spans[0]
+        first, last = spans[0]
+        within = calls.sequence[first : last + 1]
+        is_made_of_several = len(within) > 1 and all(each.startswith(f"{name}.") for each in within)
+        if child in given if given is not None else name in repeated and is_made_of_several:
+            found[name] = first, last
     return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
@@ -46,12 +49,6 @@ def _repeated(module: nn.Module) -> frozenset[str]:
             alike = (key for key, child in container.named_children() if kinds[type(child)] > 1)
             found |= {f"{name}.{key}" if name else key for key in alike}
     return frozenset(found)
-
-
-def _runs(calls: Calls, name: str, span: Span) -> bool:
-    """Whether this module runs these segments, several, from the first operator's call on."""
-    first, last = span
-    return last > first and all(each.startswith(f"{name}.") for each in calls.sequence[first : last + 1])
 
 
 @contextmanager
@@ -86,19 +83,17 @@ def saving_less(
 def _recomputing(forward: Callable[..., Any], span: Span, position: Position, early: set[int]) -> Callable[..., Any]:
     first, last = span
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if position.in_backward and position.now != last:
-            early.add(last)
-        return forward(*args, **kwargs)
-
     def begin(*args: Any, **kwargs: Any) -> Any:
         position.enter(first)
-        num_args, names = len(args), tuple(kwargs)
+        num_args, names = len(args), tuple(kwargs)  # and not the inputs themselves, which would live on
 
-        def by_position(*given: Any) -> Any:  # it does not save what it gets by name
-            return run(*given[:num_args], **dict(zip(names, given[num_args:], strict=True)))
+        def run(*given: Any) -> Any:
+            if position.in_backward and position.now != last:
+                early.add(last)
+            return forward(*given[:num_args], **dict(zip(names, given[num_args:], strict=True)))
 
-        return checkpoint(by_position, *args, *kwargs.values(), use_reentrant=False)
+        # by position: it does not save what it gets by name
+        return checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
 
     return begin
 
