@@ -1,4 +1,5 @@
-"""One step followed in two ways: on real and on fake tensors, and with repeated blocks left out and with all."""
+"""A model that is written where it is tested; and one step followed in two ways: on real and on fake tensors, and with
+repeated blocks left out and with all of them."""
 
 import copy
 import random
@@ -19,6 +20,29 @@ from lightning_osdp.profiler.tracing import short_model, trace
 CPU = torch.device("cpu")
 DEPTH = 10
 PRECISIONS = {"float32": nullcontext, "bf16-mixed": lambda: torch.autocast("cpu", dtype=torch.bfloat16)}
+
+
+class Net(nn.Module):
+    """Modules by name, and a forward, which is the training step too, as a function of the net and its input."""
+
+    def __init__(self, run, **modules):
+        super().__init__()
+        for name, module in modules.items():
+            setattr(self, name, module)
+        self.run = run
+
+    def forward(self, x):
+        return self.run(self, x)
+
+    def training_step(self, batch, batch_idx):
+        return self.run(self, batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def linear():
+    return nn.Linear(4, 4)
 
 
 class Bytes(NamedTuple):

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from entangled_models import MODELS
-from nets import Net
 from torch import nn
+from traced import Net
 
 from lightning_osdp.errors import ProfileError
 from lightning_osdp.profiler.step.run_step import StepRunner

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import Net
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from traced import Net
 
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.profiler import profile_model

@@ -1,8 +1,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import Net, linear
 from torch import nn
+from traced import Net, linear
 
 from lightning_osdp.errors import ProfileError
 from lightning_osdp.profiler import fingerprint

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import Net, linear
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from traced import Net, linear
 
 from lightning_osdp.profiler.tracing.calls import Position, followed, recorded_calls
 
