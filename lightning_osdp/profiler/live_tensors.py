@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from itertools import chain
 from typing import Any
@@ -102,10 +102,7 @@ class LiveBytes(TorchDispatchMode):
             _while_counting.close()
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Runs the operation and counts what it returns."""
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.track(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         return result

@@ -133,10 +133,7 @@ class OperationRecorder(TorchDispatchMode):
         self._segment = segment
         self.operations: dict[int, Counter[Operation]] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Runs the operation and notes it."""
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         made = _new_tensors(result, (args, kwargs))

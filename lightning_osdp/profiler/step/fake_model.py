@@ -197,10 +197,7 @@ class _AsAllocated(TorchDispatchMode):
         self._assumes_ones = assumes_ones
         self.written: set[int] = set()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Runs the operation and corrects its result."""
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if self._assumes_ones and func is aten._local_scalar_dense.default:
             _log.info("OSDP: the training step reads a value, which a fake tensor does not have; it is taken as 1.")
             with unset_fake_temporarily():

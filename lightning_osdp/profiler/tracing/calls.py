@@ -115,10 +115,7 @@ class _Reads(TorchDispatchMode):
         for name, parameter in module.named_parameters():
             self._by_storage.setdefault(storage_key(parameter), []).append(name)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Runs the operation."""
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
                 for parameter in self._by_storage.get(storage_key(leaf), ()):

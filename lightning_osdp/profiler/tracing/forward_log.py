@@ -128,10 +128,7 @@ class ForwardLog(TorchDispatchMode):
         mark = Mark(len(self.operations), len(self.calls.sequence), self._num_made, self._live_bytes)
         self.marks.setdefault(block, mark)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Runs the operation and notes it."""
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func.namespace == "prim":  # asks a fake tensor for its device
             return func(*args, **(kwargs or {}))
         tokens: list[Token] = []

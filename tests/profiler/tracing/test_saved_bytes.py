@@ -180,15 +180,6 @@ def test_the_loss_begins_after_the_last_call_of_a_module_called_twice():
     assert loss == 4 * 8  # tanh's output
 
 
-def test_each_call_of_a_module_has_its_own_bytes():
-    profile = profiled(lambda m, x: m.a(m.b(m.a(x))).sum(), a=nn.Linear(8, 8), b=nn.Linear(8, 8))
-    assert profile.spans == {"a": ((0, 0), (2, 2)), "b": ((1, 1),)}
-    assert [segment.operator for segment in profile.segments] == ["a", "b", "a", ""]
-    # the first call saves the batch, which does not count
-    assert [segment.saved_bytes.per_sample for segment in profile.segments] == [0, 4 * 8, 4 * 8, 0]
-    assert profile.loss.saved_bytes.fixed == LOSS
-
-
 def test_what_a_parametrization_saves_is_there_whatever_the_batch():
     weighted = nn.utils.parametrizations.weight_norm(nn.Linear(8, 16))
     profile = profiled(lambda m, x: m.b(m.a(x)).sum(), a=nn.Linear(8, 8), b=weighted)
