@@ -87,7 +87,8 @@ def check_parameters(module: nn.Module) -> None:
 def find_operators(module: nn.Module, calls: Calls) -> list[Operator]:
     """Operators in forward order; those that are never called stand where the nearest module around them does."""
     tree = _Tree(module)
-    owners = {name: ps for name, child in tree.modules.items() if (ps := [*child.parameters(recurse=False)])}
+    own = {name: [p for p in child._parameters.values() if p is not None] for name, child in tree.modules.items()}
+    owners = {name: parameters for name, parameters in own.items() if parameters}
     enclosing = _enclosing(tree, owners, calls)
     rank = {name: index for index, name in enumerate(["", *calls.signatures])}
     operators: list[Operator] = []
