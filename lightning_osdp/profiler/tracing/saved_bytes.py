@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -58,82 +58,16 @@ class Activations:
 
 
 @dataclass
-class _Passed:
-    """The storage of a tensor that may be one that blocks get or return."""
+class _Storage:
+    """The storage of a tensor that is saved, or that a block gets or returns."""
 
     num_bytes: int
-    place: tuple[int, int] | None = None
-    """The segment in which a block first gets or returns it, and its number there."""
+    saved_in: int | None = None
+    """The segment that is counted for it, the first that saves it."""
     savers: dict[int, None] = field(default_factory=dict)
     """Segments that save it."""
-
-
-class _Crossings:
-    """Tensors that blocks get and return, and which segments save them: of two that do, the first is counted for it.
-
-    Which one that is depends on what each block does with what it saves, so that steps in which all blocks do alike do
-    not tell of one in which they differ.
-
-    Args:
-        now: tells the segment that forward is in.
-        blocks: with their segments, in this order.
-    """
-
-    def __init__(self, now: Callable[[], int], blocks: Mapping[str, Span]) -> None:
-        self._now = now
-        self._begins = [first for first, _ in blocks.values()]
-        self._all: list[_Passed] = []
-        self._alive: dict[int, _Passed] = {}
-        self._numbers: dict[int, int] = {}
-
-    def save(self, storage: torch.UntypedStorage) -> None:
-        """Forward saves it."""
-        self._passed(storage).savers[self._now()] = None
-
-    def cross(self, tree: Any) -> None:
-        """A block gets or returns these."""
-        for tensor in tensors_in(tree):
-            if tensor.layout is torch.strided:
-                segment, passed = self._now(), self._passed(tensor.untyped_storage())
-                number = self._numbers[segment] = self._numbers.get(segment, 0) + 1
-                passed.place = passed.place or (segment, number)
-
-    def _passed(self, storage: torch.UntypedStorage) -> _Passed:
-        key = storage._cdata
-        if key not in self._alive:
-            self._alive[key] = _Passed(storage.nbytes())
-            self._all.append(self._alive[key])
-            weakref.finalize(storage, self._alive.pop, key).atexit = False
-        return self._alive[key]
-
-    def by_segment(self) -> dict[int, tuple[Saved, ...]]:
-        """What each segment saves of them, when forward is over."""
-        saved: dict[int, list[Saved]] = {}
-        found = ((each.place, each.num_bytes, tuple(each.savers)) for each in self._all if each.place is not None)
-        for (segment, number), num_bytes, savers in sorted(found):
-            for saver in savers:
-                block = bisect_right(self._begins, saver) - 2
-                is_near = segment >= (self._begins[block] if block >= 0 else 0)
-                place = (is_near, saver - segment if is_near else segment, number)
-                saved.setdefault(saver, []).append(Saved(place, num_bytes))
-        return {segment: tuple(found) for segment, found in saved.items()}
-
-
-@contextmanager
-def _crossed(module: nn.Module, blocks: Mapping[str, Span], crossings: _Crossings) -> Iterator[None]:
-    """Tells what blocks get and return."""
-
-    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-        crossings.cross((args, kwargs))
-
-    def after(_: nn.Module, __: Any, output: Any) -> None:
-        crossings.cross(output)
-
-    with ExitStack() as cleanup:
-        for block in map(module.get_submodule, blocks):
-            cleanup.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
-            cleanup.callback(block.register_forward_hook(after).remove)
-        yield
+    place: tuple[int, int] | None = None
+    """The segment in which a block first gets or returns it, and its number there."""
 
 
 class _Follower:
@@ -145,12 +79,14 @@ class _Follower:
         self.live = live
         self.static_bytes = live.track(static)
         self.excluded = {storage_key(tensor) for tensor in static}
+        self.begins = [first for first, _ in blocks.values()]
         self.position = Position(calls, self.close_part)
-        self.crossings = _Crossings(lambda: self.position.now, blocks)
         self.parts = [Activations() for _ in range(self.position.num_segments)]
         self.saved_before = [0] * len(self.parts)
-        self.saved_in: dict[int, int] = {}
         self.total_saved = 0
+        self.storages: list[_Storage] = []
+        self.alive: dict[int, _Storage] = {}
+        self.num_passed = [0] * len(self.parts)
         by_name = {operator.name: operator.gradients for operator in find_operators(module, calls)}
         self.made_in = [*(by_name[name] for name in calls.sequence), []]
         # Gradients that may be alive, by the segment that made them, and those that have been dropped.
@@ -160,27 +96,59 @@ class _Follower:
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Books a tensor that lives until backward; also the hook on every tensor that autograd saves."""
-        key = storage_key(tensor)
+        key, now = storage_key(tensor), self.position.now
         if tensor.device.type == self.live.device_type and key is not None and key not in self.excluded:
-            storage = tensor.untyped_storage()
-            if not self.position.in_backward:
-                self.crossings.save(storage)
-            if key not in self.saved_in:
-                self.saved_in[key] = self.position.now
-                self._book(self.position.now, storage.nbytes())
-                weakref.finalize(storage, self._freed, key, storage.nbytes()).atexit = False
+            storage = self._storage(tensor)
+            storage.savers[now] = None
+            if storage.saved_in is None:
+                storage.saved_in = now
+                self._book(now, storage.num_bytes)
         return tensor.detach()
 
-    def _freed(self, key: int, num_bytes: int) -> None:
-        """A graph that the loss does not need was dropped in forward."""
-        part = self.saved_in.pop(key)
-        if self.position.in_backward:
+    def passed(self, tree: Any) -> None:
+        """A block gets or returns these."""
+        for tensor in tensors_in(tree):
+            if tensor.layout is torch.strided:
+                now, storage = self.position.now, self._storage(tensor)
+                self.num_passed[now] += 1
+                storage.place = storage.place or (now, self.num_passed[now])
+
+    def _storage(self, tensor: Tensor) -> _Storage:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self.alive:
+            self.alive[key] = _Storage(storage.nbytes())
+            self.storages.append(self.alive[key])
+            weakref.finalize(storage, self._freed, key).atexit = False
+        return self.alive[key]
+
+    def _freed(self, key: int) -> None:
+        storage = self.alive.pop(key)
+        if storage.saved_in is None or self.position.in_backward:
             return
-        self._book(part, -num_bytes)
-        for segment in range(part, self.position.now):  # to these it was no saved tensor, but a live one
-            self.parts[segment].forward_workspace_bytes += num_bytes
-            self.parts[segment].handed_bytes += num_bytes
-            self.saved_before[segment] -= num_bytes
+        # A graph that the loss does not need was dropped in forward.
+        self._book(storage.saved_in, -storage.num_bytes)
+        for segment in range(storage.saved_in, self.position.now):  # to these it was no saved tensor, but a live one
+            self.parts[segment].forward_workspace_bytes += storage.num_bytes
+            self.parts[segment].handed_bytes += storage.num_bytes
+            self.saved_before[segment] -= storage.num_bytes
+
+    def note_crossings(self) -> None:
+        """Tells each segment, when forward is over, what it saves of tensors that blocks get and return.
+
+        Of two segments that save one, the first is counted for it. Which one that is depends on what each block does
+        with what it saves, so that steps in which all blocks do alike do not tell of one in which they differ.
+        """
+        saved: dict[int, list[Saved]] = {}
+        found = ((each.place, each.num_bytes, tuple(each.savers)) for each in self.storages if each.place is not None)
+        for (segment, number), num_bytes, savers in sorted(found):
+            for saver in savers:
+                block = bisect_right(self.begins, saver) - 2
+                is_near = segment >= (self.begins[block] if block >= 0 else 0)
+                place = (is_near, saver - segment if is_near else segment, number)
+                saved.setdefault(saver, []).append(Saved(place, num_bytes))
+        for segment, crossings in saved.items():
+            self.parts[segment].crossings = tuple(crossings)
 
     def _book(self, part: int, num_bytes: int) -> None:
         self.parts[part].saved_bytes += num_bytes
@@ -246,7 +214,16 @@ def trace_activations(
     with LiveBytes(static[0].device.type) as live, ExitStack() as cleanup:
         follower = _Follower(live, module, calls, static, blocks)
         position, parts = follower.position, follower.parts
-        cleanup.enter_context(_crossed(module, blocks, follower.crossings))
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            follower.passed((args, kwargs))
+
+        def after(_: nn.Module, __: Any, output: Any) -> None:
+            follower.passed(output)
+
+        for block in map(module.get_submodule, blocks):
+            cleanup.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
+            cleanup.callback(block.register_forward_hook(after).remove)
         cleanup.enter_context(followed(module, position))
         for parameter in module.parameters():
             if parameter.requires_grad:
@@ -257,8 +234,7 @@ def trace_activations(
         position.enter(position.num_segments - 1)
         for tensor in tensors_in(returned):
             follower.keep(tensor)
-        for segment, found in follower.crossings.by_segment().items():
-            parts[segment].crossings = found
+        follower.note_crossings()
         position.start_backward()
         loss_in(returned).backward()
         position.end()
