@@ -20,7 +20,7 @@ from lightning_osdp.errors import (
     PlanMismatchError,
     ProfileError,
 )
-from lightning_osdp.profiler import ComputePrecision, measure_cluster, profile_model
+from lightning_osdp.profiler import ComputePrecision, TrainingStep, measure_cluster, profile_model
 from lightning_osdp.scheduler import PlanMethod, make_plan
 from lightning_osdp.simulation import StepEstimate, simulate
 from lightning_osdp.strategy import OSDPPrecision, OSDPStrategy
@@ -55,6 +55,7 @@ __all__ = [
     "ProfileError",
     "SearchSpace",
     "StepEstimate",
+    "TrainingStep",
     "apply_plan",
     "change_plan",
     "make_plan",

@@ -14,7 +14,17 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_osdp import OSDPError, OSDPStrategy, Plan, PlanMethod, SearchSpace, apply_plan, make_plan, profile_model
+from lightning_osdp import (
+    OSDPError,
+    OSDPStrategy,
+    Plan,
+    PlanMethod,
+    SearchSpace,
+    TrainingStep,
+    apply_plan,
+    make_plan,
+    profile_model,
+)
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Cluster, Link, UnitOverhead
 from lightning_osdp.profiler import fingerprint
@@ -57,12 +67,8 @@ def two_ranks():
 @pytest.fixture(scope="module")
 def profile():
     module = net()
-    return profile_model(
-        module,
-        torch.ones(2, 4),
-        training_step=lambda batch: module(batch).sum(),
-        configure_optimizers=lambda module: [torch.optim.AdamW(module.parameters())],
-    )
+    step = TrainingStep(lambda batch: module(batch).sum(), lambda module: [torch.optim.AdamW(module.parameters())])
+    return profile_model(module, torch.ones(2, 4), step)
 
 
 @pytest.fixture(scope="module")

@@ -130,6 +130,7 @@ def test_the_public_names_are_these():
         "ProfileError",
         "SearchSpace",
         "StepEstimate",
+        "TrainingStep",
         "apply_plan",
         "change_plan",
         "make_plan",

@@ -24,6 +24,7 @@ from lightning_osdp import (
     InfeasibleError,
     ModelProfile,
     SearchSpace,
+    TrainingStep,
     make_plan,
     profile_model,
     simulate,
@@ -128,13 +129,13 @@ def profiled(module: Family, machine: Machine) -> ModelProfile:
     """What a model on the meta device would take on a machine; its optimizer is bound by memory, too."""
     dtype = getattr(torch, machine.dtype)
     is_mixed = dtype is not torch.float32
-    profile = profile_model(
-        module,
-        module.batch(_NUM_SAMPLES),
-        rates=machine.rates,
-        precision=ComputePrecision(dtype=dtype if is_mixed else None),
-        context=lambda: torch.autocast("cpu", dtype=dtype if is_mixed else None, enabled=is_mixed),
-    )
+
+    def run(batch: Any) -> Any:
+        with torch.autocast("cpu", dtype=dtype if is_mixed else None, enabled=is_mixed):
+            return module.loss(batch)
+
+    step = TrainingStep(run, precision=ComputePrecision(dtype=dtype if is_mixed else None))
+    profile = profile_model(module, module.batch(_NUM_SAMPLES), step, rates=machine.rates)
     optimizer = replace(profile.optimizer, s_per_element=_ADAMW_BYTES / machine.memory_bytes_per_s)
     return replace(profile, optimizer=optimizer)
 

@@ -17,7 +17,7 @@ from benchmarks.measures import peaks
 from benchmarks.measures.section import Section
 from benchmarks.testbed.groups import fake_group
 from benchmarks.testbed.memory import StepBytes, count_step
-from lightning_osdp import OSDPStrategy, Plan, profile_model
+from lightning_osdp import OSDPStrategy, Plan, TrainingStep, profile_model
 from lightning_osdp.core.cluster import Cluster, DeviceRates, Link
 from lightning_osdp.core.modes import DP, SYNC_CHOICES, ZDP, ShardingMode
 from lightning_osdp.core.plans.plan import Block, Unit
@@ -209,13 +209,13 @@ def _profiled(
     is_mixed = precision == "bf16-mixed"
     dtype, reduced = (torch.bfloat16, getattr(torch, reduce_dtype)) if is_mixed else (None, None)
     module = _built(family, optimizer, frozen, seed)
-    return profile_model(
-        module,
-        module.batch(PROFILED_SAMPLES),
-        precision=ComputePrecision(dtype, (_BatchNorm,), reduced),
-        context=lambda: torch.autocast("cpu", dtype=dtype, enabled=is_mixed),
-        rates=ANY_RATES,
-    )
+
+    def run(batch: Any) -> Any:
+        with torch.autocast("cpu", dtype=dtype, enabled=is_mixed):
+            return module.loss(batch)
+
+    step = TrainingStep(run, precision=ComputePrecision(dtype, (_BatchNorm,), reduced))
+    return profile_model(module, module.batch(PROFILED_SAMPLES), step, rates=ANY_RATES)
 
 
 def phases(estimate: StepEstimate) -> dict[str, int]:

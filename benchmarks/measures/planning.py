@@ -21,7 +21,7 @@ from torch.optim import AdamW
 from benchmarks.measures.section import Row, Section
 from benchmarks.target import Target
 from examples.mingpt.model import GPT, GPTConfig
-from lightning_osdp import Cluster, make_plan, profile_model
+from lightning_osdp import Cluster, TrainingStep, make_plan, profile_model
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Link
 
@@ -91,8 +91,7 @@ def plan_once(num_layers: int) -> dict[str, Any]:
     profile = profile_model(
         model,
         torch.zeros(NUM_SAMPLES, config.sequence_length, dtype=torch.long),
-        training_step=loss,
-        configure_optimizers=lambda module: [AdamW(module.parameters())],
+        TrainingStep(loss, lambda module: [AdamW(module.parameters())]),
     )
     profiled_s = time.perf_counter()
     plan = make_plan(

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from lightning_osdp.profiler.census import Census
-from lightning_osdp.profiler.fake_tensors.no_values import without_values
+from lightning_osdp.profiler.live_tensors import Census, LiveBytes
 from lightning_osdp.profiler.machine.cluster import measure_cluster
 from lightning_osdp.profiler.machine.memory import CUDA_HEADROOM, default_memory_limit_bytes, is_out_of_memory
-from lightning_osdp.profiler.model import profile_model
+from lightning_osdp.profiler.model import TrainingStep, profile_model
 from lightning_osdp.profiler.precision import ComputePrecision
-from lightning_osdp.profiler.step.loss import loss_in
+from lightning_osdp.profiler.step.fake_model import without_values
 from lightning_osdp.profiler.step.mean_loss import why_not_mean
-from lightning_osdp.profiler.step.resize import resized
+from lightning_osdp.profiler.step.run_step import loss_in, resized
 from lightning_osdp.profiler.step.snapshot import untouched
-from lightning_osdp.profiler.tracing.live_bytes import LiveBytes
 from lightning_osdp.profiler.tracing.operators import fingerprint
 
 __all__ = [
@@ -20,6 +18,7 @@ __all__ = [
     "Census",
     "ComputePrecision",
     "LiveBytes",
+    "TrainingStep",
     "default_memory_limit_bytes",
     "fingerprint",
     "is_out_of_memory",

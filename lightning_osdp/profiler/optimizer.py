@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,16 +13,26 @@ from torch.optim import Optimizer
 
 from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.errors import ProfileError
-from lightning_osdp.profiler.fake_tensors.no_values import stand_in
-from lightning_osdp.profiler.step.tensors import tensors_in
-from lightning_osdp.profiler.temporaries import foreach_ratio, front, turn_pairs, two_sizes
-from lightning_osdp.profiler.timing.step_time import synchronize
+from lightning_osdp.profiler.live_tensors import LiveBytes
+from lightning_osdp.profiler.step.fake_model import stand_in
+from lightning_osdp.profiler.step.snapshot import tensors_in
+from lightning_osdp.profiler.step_time import fastest_s
 
 _SAMPLE_ELEMENTS = 4_000_000
 """Elements that the timed optimizer step updates: enough to leave the caches, quick on any device."""
 _LEAST_ELEMENTS = 64
 """Elements of each further parameter, whose state is scaled up from them."""
 _REPEATS = 3
+
+_SMALL, _BIG = 1024, 128 * 1024
+"""Elements of a group's first and second parameter: sums of multiples of both tell them apart."""
+_NUM_STEPS = 8
+"""Steps that are looked at: RAdam, for one, takes more from its sixth step on."""
+_NUM_TURNS = 3
+"""Those of the small, of the big and of the one after it, which may find what the big one has left."""
+
+Pair = tuple[float, float]
+"""(x, y) as in `OptimizerProfile.temporaries`."""
 
 
 @dataclass(frozen=True)
@@ -71,25 +80,20 @@ def profile_optimizers(
     sizes = [sum(p.numel() for p in sample.parameters if p.requires_grad) for sample in samples]
     total_s = sum(sample.s_per_element() * size for sample, size in zip(samples, sizes, strict=True))
     elements = sum({p: p.numel() for sample in samples for p in sample.parameters if p.requires_grad}.values())
-    s_per_element = total_s / elements if elements else 0.0
-    return _step(optimizers, samples, device, s_per_element=s_per_element), optimized
-
-
-def _step(
-    optimizers: Sequence[Optimizer], samples: Sequence[_Sample], device: torch.device, *, s_per_element: float
-) -> OptimizerProfile:
-    """The step with its temporaries."""
-    probes = [_Sample(optimizer, device, two_sizes) for optimizer in optimizers]
     is_foreach = any(sample.is_foreach for sample in samples)
-    ratio, pairs = 0.0, set()
-    for probe in probes:
+    ratio, pairs = 0.0, set[Pair]()
+    for probe in [_Sample(optimizer, device, _two_sizes) for optimizer in optimizers]:
         if probe.updated and is_foreach:
-            ratio = max(ratio, foreach_ratio(probe.optimizer, probe.updated))
+            ratio = max(ratio, _foreach_ratio(probe.optimizer, probe.updated))
         elif probe.updated:
-            pairs |= turn_pairs(probe.optimizer, probe.updated)
-    return OptimizerProfile(
-        s_per_element=s_per_element, is_foreach=is_foreach, temporaries=front(pairs), foreach_temporaries=ratio
+            pairs |= _turn_pairs(probe.optimizer, probe.updated)
+    profile = OptimizerProfile(
+        s_per_element=total_s / elements if elements else 0.0,
+        is_foreach=is_foreach,
+        temporaries=front(pairs),
+        foreach_temporaries=ratio,
     )
+    return profile, optimized
 
 
 def _copied(module: nn.Module, twins: Mapping[nn.Parameter, Tensor]) -> nn.Module:
@@ -148,7 +152,7 @@ class _Sample:
             return len(parameter) / len(twin) if is_by_row else 1.0
 
         return sum(
-            round(value.numel() * value.element_size() * factor(value))
+            round(value.nbytes * factor(value))
             for value in tensors_in(self.optimizer.state.get(twin, {}))
             if value.dim() > 0
         )
@@ -167,14 +171,8 @@ class _Sample:
         """Seconds of a step per element that it updates."""
         if not self.updated:
             return 0.0
-        seconds = []
-        for _ in range(_REPEATS):
-            synchronize(self.device)
-            start = time.perf_counter()
-            self.optimizer.step(_no_loss)
-            synchronize(self.device)
-            seconds.append(time.perf_counter() - start)
-        return min(seconds) / sum(p.numel() for p in self.updated)
+        step_s = fastest_s(lambda: self.optimizer.step(_no_loss), self.device, repeats=_REPEATS)
+        return step_s / sum(p.numel() for p in self.updated)
 
 
 def _rows_of(parameter: Tensor, num_elements: int) -> tuple[int, ...]:
@@ -210,6 +208,83 @@ def _replica(optimizer: Optimizer, parameters: Mapping[Tensor, nn.Parameter], de
     replica = copy.copy(optimizer)
     vars(replica).update(copy.deepcopy(kept, memo))
     return replica
+
+
+def _two_sizes(groups: Sequence[Sequence[Tensor]]) -> list[int]:
+    """Elements of each parameter for `_turn_pairs`; the only one of its group has none before it."""
+    sizes: list[int] = []
+    for group in groups:
+        is_alone = sum(parameter.requires_grad for parameter in group) == 1
+        left = iter((_BIG,) if is_alone else (_SMALL, _BIG))
+        sizes += [next(left, 1) if parameter.requires_grad else 1 for parameter in group]
+    return sizes
+
+
+def _turn_pairs(optimizer: Optimizer, updated: Sequence[Tensor]) -> set[Pair]:
+    """Pairs of every moment of a step over parameters of `_two_sizes`, to the quarter: masks are of bytes.
+
+    From then on the optimizer updates only the first few parameters of each group: later ones tell nothing more.
+    """
+    for group in optimizer.param_groups:
+        trainable = [p for p in group["params"] if p.requires_grad]
+        group["params"][:] = trainable[:_NUM_TURNS] or group["params"]
+    itemsize = max(parameter.element_size() for parameter in updated)
+    pairs = set()
+    for num_bytes in _temporary_bytes(optimizer, updated):
+        own = round(num_bytes / itemsize / _BIG * 4) / 4
+        rest = round((num_bytes / itemsize - own * _BIG) / _SMALL * 4) / 4
+        pairs.add((rest, own) if own else (0.0, rest))  # the small one's own turn
+    return pairs
+
+
+def front(pairs: Collection[Pair]) -> tuple[Pair, ...]:
+    """Those that no other one is above.
+
+    Example:
+        >>> front([(0.0, 0.0), (0.0, 1.0), (0.0, 2.0), (1.0, 1.0)])
+        ((0.0, 2.0), (1.0, 1.0))
+    """
+
+    def is_below(pair: Pair) -> bool:
+        return any(other != pair and other[0] >= pair[0] and other[1] >= pair[1] for other in pairs)
+
+    return tuple(sorted(pair for pair in pairs if any(pair) and not is_below(pair)))
+
+
+def _foreach_ratio(optimizer: Optimizer, updated: Sequence[Tensor]) -> float:
+    """Most bytes of temporaries over those of the largest group."""
+    groups = ([p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups)
+    largest: int = max(sum(p.nbytes for p in group) for group in groups)
+    return max(_temporary_bytes(optimizer, updated)) / largest
+
+
+def _temporary_bytes(optimizer: Optimizer, updated: Sequence[Tensor]) -> set[int]:
+    """Every number of bytes that live during a step besides what lives before it."""
+    live = _Counts(updated[0].device.type)
+    with live:
+        live.track([*updated, *(p.grad for p in updated if p.grad is not None)])
+        live.track(tensors_in(list(optimizer.state.values())))
+        before = live.current_bytes
+        live.counts = {before}
+        for _ in range(_NUM_STEPS):
+            optimizer.step(_no_loss)
+    return {count - before for count in live.counts}
+
+
+class _Counts(LiveBytes):
+    """Notes every number of live bytes."""
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__(device_type)
+        self.counts: set[int] = set()
+
+    def _set(self, key: int, num_bytes: int) -> None:
+        super()._set(key, num_bytes)
+        self.counts.add(self.current_bytes)
+
+    def _forget(self, key: int) -> None:
+        super()._forget(key)
+        self.counts.add(self.current_bytes)
 
 
 def _no_loss() -> float:

@@ -43,14 +43,6 @@ class ComputePrecision:
         """Whether it computes in float32 while others do not."""
         return self.dtype is not None and isinstance(module, self.exempt)
 
-    def dtype_of(self, module: nn.Module) -> torch.dtype | None:
-        """In which the module's own parameters are while it computes; None: as they are."""
-        return None if self.is_exempt(module) else self.dtype
-
-    def reduce_dtype_of(self, module: nn.Module) -> torch.dtype | None:
-        """In which gradients of the module's own parameters are reduced; None: as they are computed."""
-        return None if self.is_exempt(module) else self.reduce_dtype
-
     def cast(self, batch: Any) -> Any:
         """Floating-point inputs as the root unit casts them."""
         dtype = self.dtype
@@ -64,16 +56,12 @@ class ComputePrecision:
             for child in module.modules() if self.dtype is not None else ():
                 if self.is_exempt(child):
                     cleanup.enter_context(_in_float32(child))
-                    continue
-                for parameter in child.parameters(recurse=False):
-                    whole.setdefault(parameter, parameter.data)
-            try:
-                for parameter, data in whole.items():
-                    parameter.data = self.cast(data)
-                yield
-            finally:
-                for parameter, data in whole.items():
-                    parameter.data = data
+                else:
+                    whole.update((parameter, parameter.data) for parameter in child.parameters(recurse=False))
+            for parameter, data in whole.items():
+                cleanup.callback(setattr, parameter, "data", data)
+                parameter.data = self.cast(data)
+            yield
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -92,9 +80,5 @@ def _in_float32(module: nn.Module) -> Iterator[None]:
     def leave(_: nn.Module, __: Any, output: Any) -> Any:
         return tree_map_only(Tensor, lambda tensor: _cast(tensor, before[-1]), output) if before else output
 
-    hooks = module.register_forward_pre_hook(enter), module.register_forward_hook(leave)
-    try:
+    with module.register_forward_pre_hook(enter), module.register_forward_hook(leave):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()

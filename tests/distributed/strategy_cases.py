@@ -247,9 +247,9 @@ def profiled_sizes():
     """Samples of the batches that fits profile, where loaders give 4, by the micro-batch that is asked for."""
     found, profile_model = {}, profile_fit.profile_model
 
-    def noted(*args, batch_size, **options):
-        sizes.append(batch_size)
-        return profile_model(*args, batch_size=batch_size, **options)
+    def noted(module, batch, step, **options):
+        sizes.append(step.batch_size)
+        return profile_model(module, batch, step, **options)
 
     with mock.patch.object(profile_fit, "profile_model", noted):
         for size in (8, 16):

@@ -11,14 +11,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "profiler"))
 
-from both_traces import both, deepened
-from traced import CPU, PRECISIONS, real_and_fake
+from traced import CPU, PRECISIONS, both, deepened, real_and_fake
 
 from benchmarks.families import FAMILIES as BENCHMARKED
 from benchmarks.families import build
-from lightning_osdp.profiler.fake_tensors.fake_model import faked
-from lightning_osdp.profiler.timing.operation_cost import replayed_s, segment_seconds
-from lightning_osdp.profiler.timing.operations import OperationRecorder
+from lightning_osdp.profiler.operation_time import OperationRecorder, replayed_s, segment_seconds
+from lightning_osdp.profiler.step.fake_model import faked
 
 HEADS = 4
 ROUNDING = 0 if torch.__version__ >= (2, 13) else 0.01

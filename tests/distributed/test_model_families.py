@@ -4,7 +4,7 @@ import pytest
 from family_cases import family
 from models import build
 
-from lightning_osdp import profile_model
+from lightning_osdp import TrainingStep, profile_model
 from lightning_osdp.core.units import partition
 
 pytestmark = pytest.mark.distributed
@@ -58,7 +58,7 @@ def test_a_mixed_plan_equals_ddp_and_one_process_on_four_ranks(ranks, name):
 )
 def test_what_is_read_elsewhere_is_no_unit_of_its_own(name, whole, parts):
     module = build(name)
-    profile = profile_model(module, next(iter(module.loader(0, 1))), training_step=module.loss)
+    profile = profile_model(module, next(iter(module.loader(0, 1))), TrainingStep(module.loss))
     units = {unit.name for unit in partition(profile, min_unit_bytes=0)}
     assert whole <= units
     assert not parts & units

@@ -17,7 +17,7 @@ from lightning_osdp.engine import FSDP2
 from lightning_osdp.engine.layout import chunk_elements, owned_elements
 from lightning_osdp.profiler import LiveBytes
 from lightning_osdp.profiler.optimizer import profile_optimizers
-from lightning_osdp.profiler.step.tensors import tensors_in
+from lightning_osdp.profiler.step.snapshot import tensors_in
 
 CPU = torch.device("cpu")
 

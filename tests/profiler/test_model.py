@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.errors import ProfileError, RanksApartError
-from lightning_osdp.profiler import ComputePrecision, profile_model
+from lightning_osdp.profiler import ComputePrecision, TrainingStep, profile_model
 
 
 class Net(nn.Module):
@@ -76,7 +76,7 @@ def test_a_plain_module_with_a_training_step():
 def test_parameters_are_laid_out_as_named_parameters_has_them():
     model = Net(lambda m, x: m.a(m.norm(m.b(x))).sum())
     model.norm.bias.requires_grad_(False)
-    profile = profile_model(model, BATCH, precision=ComputePrecision(torch.bfloat16))
+    profile = profile_model(model, BATCH, TrainingStep(precision=ComputePrecision(torch.bfloat16)))
     found = {operator.name: operator.parameters for operator in profile}
     assert [p.position for p in found["b"] + found["norm"] + found["a"]] == [4, 2, 3, 0, 1]
     weight, bias = found["norm"]
@@ -135,13 +135,12 @@ def test_a_batch_may_be_an_object():
 
 def test_training_step_and_optimizers_may_be_given():
     model = nn.Linear(6, 6)
-    profile = profile_model(
-        model,
-        [BATCH],
+    step = TrainingStep(
+        lambda batch: model(batch[0]).sum(),
+        lambda replica: [torch.optim.SGD(replica.parameters(), lr=0.1)],
         batch_size=2,
-        training_step=lambda batch: model(batch[0]).sum(),
-        configure_optimizers=lambda replica: [torch.optim.SGD(replica.parameters(), lr=0.1)],
     )
+    profile = profile_model(model, [BATCH], step)
     assert [o.name for o in profile] == [""]
     assert profile.profiled_batch_size == 2
     assert profile.batch_bytes.per_sample == 4 * 6 * 4 / 2
@@ -179,7 +178,7 @@ def test_configure_optimizers_draws_no_random_numbers_of_ours():
 
 def test_mixed_precision_gathers_and_reduces_half():
     full = profile_model(Net(), BATCH)
-    half = profile_model(Net(), BATCH, precision=ComputePrecision(torch.bfloat16))
+    half = profile_model(Net(), BATCH, TrainingStep(precision=ComputePrecision(torch.bfloat16)))
     for one, other in zip(full, half, strict=True):
         assert other.gathered_bytes == one.gathered_bytes // 2
         assert other.gradient_bytes == one.gradient_bytes // 2
@@ -188,10 +187,15 @@ def test_mixed_precision_gathers_and_reduces_half():
         assert other.optimizer_bytes == one.optimizer_bytes
 
 
-def test_forward_runs_in_the_context_that_is_given():
+def test_forward_may_run_under_autocast():
     dtypes = []
     model = Net(lambda m, x: dtypes.append(m.a(x).dtype) or m(x).float().sum())
-    profile_model(model, BATCH, context=lambda: torch.autocast("cpu", torch.bfloat16))
+
+    def run(batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model.training_step(batch, 0)
+
+    profile_model(model, BATCH, TrainingStep(run))
     assert set(dtypes) == {torch.bfloat16}
 
 
@@ -249,7 +253,7 @@ def test_buffers_keep_their_dtype_under_mixed_precision():
     dtypes = set()
     model = Net(lambda m, x: dtypes.add(m.table.dtype) or m(x).float().sum())
     model.register_buffer("table", torch.zeros(10))
-    assert profile_model(model, BATCH, precision=ComputePrecision(torch.bfloat16)).buffer_bytes == 40
+    assert profile_model(model, BATCH, TrainingStep(precision=ComputePrecision(torch.bfloat16))).buffer_bytes == 40
     assert dtypes == {torch.float32}
 
 
@@ -285,13 +289,14 @@ def test_a_loss_that_cannot_be_used_is_refused(step, text):
 def test_a_model_without_parameters_is_refused_before_it_runs():
     model = nn.Identity()
     with pytest.raises(ProfileError, match=r"^Expected Identity to have parameters to shard"):
-        profile_model(model, BATCH, training_step=lambda batch: pytest.fail("ran"))
+        profile_model(model, BATCH, TrainingStep(lambda batch: pytest.fail("ran")))
 
 
 @pytest.mark.parametrize("batch", [["text"], torch.tensor(1.0), {}])
 def test_a_batch_of_unknown_size_is_refused(batch):
     text = (
-        r"^Cannot tell how many samples the batch holds: found no tensor in \w+\. Pass batch_size to profile_model\.$"
+        r"^Cannot tell how many samples the batch holds: found no tensor in \w+\."
+        r" Pass TrainingStep\(batch_size=\.\.\.\) to profile_model\.$"
     )
     with pytest.raises(ProfileError, match=text):
         profile_model(Net(), batch)
@@ -328,7 +333,7 @@ def test_a_model_of_one_size_is_timed_at_that_size_and_says_so(caplog):
 
 
 def test_a_batch_that_cannot_be_resized_is_profiled_as_it_is_and_says_so(caplog):
-    profile = profile_model(Net(), BATCH, batch_size=3)
+    profile = profile_model(Net(), BATCH, TrainingStep(batch_size=3))
     assert profile.segments[0].forward_s.fixed == 0.0
     assert "the model does not run on 1 samples (no tensor of the batch has 3 samples first)" in caplog.text
 

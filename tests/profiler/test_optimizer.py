@@ -7,8 +7,7 @@ from torch.optim import SGD, Adafactor, Adagrad, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import StepLR
 
 from lightning_osdp.errors import ProfileError
-from lightning_osdp.profiler.optimizer import profile_optimizers
-from lightning_osdp.profiler.temporaries import front
+from lightning_osdp.profiler.optimizer import front, profile_optimizers
 
 CPU = torch.device("cpu")
 WEIGHT, BIAS = 4 * 48, 4 * 8

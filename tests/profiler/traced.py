@@ -1,19 +1,48 @@
-"""Bytes of one step, counted the same way on real and on fake tensors."""
+"""A model that is written where it is tested; and one step followed in two ways: on real and on fake tensors, and with
+repeated blocks left out and with all of them."""
 
+import copy
 import random
 from contextlib import nullcontext
 from typing import NamedTuple
+from unittest import mock
 
 import torch
+from torch import nn
 
 from lightning_osdp.profiler import LiveBytes
-from lightning_osdp.profiler.fake_tensors.fake_model import faked
-from lightning_osdp.profiler.step.resize import resized
-from lightning_osdp.profiler.step.snapshot import untouched
-from lightning_osdp.profiler.step.tensors import tensors_in
+from lightning_osdp.profiler.operation_time import estimate_step
+from lightning_osdp.profiler.step.fake_model import faked
+from lightning_osdp.profiler.step.run_step import StepRunner, resized
+from lightning_osdp.profiler.step.snapshot import tensors_in, untouched
+from lightning_osdp.profiler.tracing import short_model, trace
 
 CPU = torch.device("cpu")
+DEPTH = 10
 PRECISIONS = {"float32": nullcontext, "bf16-mixed": lambda: torch.autocast("cpu", dtype=torch.bfloat16)}
+
+
+class Net(nn.Module):
+    """Modules by name, and a forward, which is the training step too, as a function of the net and its input."""
+
+    def __init__(self, run, **modules):
+        super().__init__()
+        for name, module in modules.items():
+            setattr(self, name, module)
+        self.run = run
+
+    def forward(self, x):
+        return self.run(self, x)
+
+    def training_step(self, batch, batch_idx):
+        return self.run(self, batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def linear():
+    return nn.Linear(4, 4)
 
 
 class Bytes(NamedTuple):
@@ -66,3 +95,37 @@ def real_and_fake(module, batch, size, step, precision="float32"):
 
 def own_step(module, batch):
     return module.training_step(batch, 0)
+
+
+def _seconds_of(operation):
+    return 1e-9 * (operation.moved_bytes + operation.flops)
+
+
+def _found(step, context):
+    with context:
+        traced = trace.trace_step(step)
+    seconds = {size: estimate_step(step, traced.short, size, _seconds_of) for size in traced.activations}
+    return traced, {"calls": traced.calls, "activations": dict(traced.activations), "seconds": seconds}
+
+
+def both(module, batch, batch_size, run):
+    """Whether blocks were left out, what is then found, and what the whole model says."""
+    step = StepRunner(module, batch, batch_size, run, CPU)
+    before = [*module.named_modules()]
+    traced, short = _found(step, nullcontext())
+    assert [*module.named_modules()] == before
+    _, whole = _found(step, mock.patch.object(short_model, "_containers", return_value=[]))
+    return bool(traced.short.cuts), short, whole
+
+
+def deepened(module):
+    """With copies of the last block in every list of equal ones, so that there are enough."""
+    for child in [*module.modules()]:
+        if isinstance(child, (nn.ModuleList, nn.Sequential)) and len(child) > 1 and len({*map(_shapes, child)}) == 1:
+            for _ in range(DEPTH - len(child)):
+                child.append(copy.deepcopy(child[-1]))
+    return module
+
+
+def _shapes(block):
+    return type(block), tuple(parameter.shape for parameter in block.parameters())

@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from lightning_osdp import Cluster, make_plan, profile_model
+from lightning_osdp import Cluster, TrainingStep, make_plan, profile_model
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Link
 from lightning_osdp.strategy.planning import progress as shown
@@ -89,12 +89,11 @@ def told_by(work):
 
 def test_profiling_and_searching_tell_their_stages():
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
-    given = {
-        "training_step": lambda batch: model(batch).square().mean(),
-        "configure_optimizers": lambda module: [torch.optim.SGD(module.parameters(), lr=0.1)],
-    }
+    step = TrainingStep(
+        lambda batch: model(batch).square().mean(), lambda module: [torch.optim.SGD(module.parameters(), lr=0.1)]
+    )
     profiles = []
-    told = told_by(lambda tell: profiles.append(profile_model(model, torch.ones(8, 4), progress=tell, **given)))
+    told = told_by(lambda tell: profiles.append(profile_model(model, torch.ones(8, 4), step, progress=tell)))
     timed = [f"run {i} of 6" for i in range(1, 7)]
     assert told == [
         ("tracing the model", ""),

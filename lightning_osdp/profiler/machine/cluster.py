@@ -1,4 +1,4 @@
-"""alpha and beta of the collectives on the process group in use, and the memory that a rank may use."""
+"""What the process group, the device and the host can do, found by trying and not assumed from their names."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ import torch
 import torch.distributed as dist
 
 from lightning_osdp.core.cluster import Cluster, Link
-from lightning_osdp.profiler.machine.backend import copies_in_reduce_scatter, overlaps_computing
-from lightning_osdp.profiler.machine.host_copy import measure_host_copy
+from lightning_osdp.profiler.live_tensors import LiveBytes
 from lightning_osdp.profiler.machine.memory import default_memory_limit_bytes
 from lightning_osdp.profiler.machine.unit_overhead import measure_unit_overhead
-from lightning_osdp.profiler.timing.fastest import fastest_s
+from lightning_osdp.profiler.step_time import fastest_s, fastest_together_s, synchronize
 
 _SIZES_BYTES = (16 * 1024, 256 * 1024, 2 * 1024**2, 8 * 1024**2)
+"""Of collectives by which a link is measured."""
+_NUM_BYTES = 4 * 1024**2
+"""Of those that are looked at otherwise."""
+_WIDTH = 2048
+_COPIED_BYTES = 16 * 1024**2
+_REPEATS = 5
 
 
 def measure_cluster(device: torch.device, *, local_ranks: int = 1) -> Cluster:
@@ -29,63 +34,62 @@ def measure_cluster(device: torch.device, *, local_ranks: int = 1) -> Cluster:
     Returns:
         The same values on every rank. With one rank, or no process group, links that cost nothing.
     """
-    free = Link(latency_s=0.0, seconds_per_byte=0.0)
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        memory_bytes = default_memory_limit_bytes(device, local_ranks=local_ranks)
+        free = Link(latency_s=0.0, seconds_per_byte=0.0)
         return Cluster(
             world_size=1,
             all_gather=free,
             reduce_scatter=free,
-            host_copy_s_per_byte=measure_host_copy(device),
-            memory_bytes=memory_bytes,
+            host_copy_s_per_byte=_host_copy_s_per_byte(device),
+            memory_bytes=default_memory_limit_bytes(device, local_ranks=local_ranks),
         )
-    world_size = dist.get_world_size()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         cluster = Cluster(
-            world_size=world_size,
-            all_gather=_measure_link(device, world_size, _all_gather),
-            reduce_scatter=_measure_link(device, world_size, _reduce_scatter),
+            world_size=dist.get_world_size(),
+            all_gather=_measure_link(device, _all_gather),
+            reduce_scatter=_measure_link(device, _reduce_scatter),
             backend=dist.get_backend(),
-            overlaps=overlaps_computing(device, _all_gather),
-            reduce_scatter_copies=copies_in_reduce_scatter(device, _reduce_scatter),
+            overlaps=_overlaps_computing(device),
+            reduce_scatter_copies=_copies_in_reduce_scatter(device),
         )
         unit_overhead = measure_unit_overhead(cluster, device)
-    copy_s = torch.tensor(measure_host_copy(device), dtype=torch.float64, device=device)
-    dist.all_reduce(copy_s, op=dist.ReduceOp.MAX)
-    # Last, when the communicator has the buffers that it keeps.
-    least = torch.tensor(default_memory_limit_bytes(device, local_ranks=local_ranks), device=device)
-    dist.all_reduce(least, op=dist.ReduceOp.MIN)
     return dataclasses.replace(
         cluster,
         unit_overhead=unit_overhead,
-        host_copy_s_per_byte=float(copy_s.item()),
-        memory_bytes=int(least.item()),
+        host_copy_s_per_byte=_over_ranks(_host_copy_s_per_byte(device), dist.ReduceOp.MAX, device),
+        # Last, when the communicator has the buffers that it keeps.
+        memory_bytes=int(
+            _over_ranks(default_memory_limit_bytes(device, local_ranks=local_ranks), dist.ReduceOp.MIN, device)
+        ),
     )
 
 
+def _over_ranks(value: float, operation: dist.ReduceOp.RedOpType, device: torch.device) -> float:
+    reduced = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(reduced, op=operation)
+    return float(reduced.item())
+
+
 def _all_gather(whole: torch.Tensor, shard: torch.Tensor) -> None:
-    _single("all_gather_single", "all_gather_into_tensor")(whole, shard)
+    dist.all_gather_single(whole, shard)
 
 
 def _reduce_scatter(whole: torch.Tensor, shard: torch.Tensor) -> None:
-    _single("reduce_scatter_single", "reduce_scatter_tensor")(shard, whole)
+    dist.reduce_scatter_single(shard, whole)
 
 
-def _single(name: str, name_before_2_13: str) -> Callable[..., object]:
-    """A collective on one tensor, under the name that this torch has for it."""
-    return getattr(dist, name, None) or getattr(dist, name_before_2_13)  # type: ignore[no-any-return]
-
-
-def _measure_link(
-    device: torch.device, world_size: int, collective: Callable[[torch.Tensor, torch.Tensor], None]
-) -> Link:
+def _measure_link(device: torch.device, collective: Callable[[torch.Tensor, torch.Tensor], None]) -> Link:
     points = []
     for num_bytes in _SIZES_BYTES:
-        elements = num_bytes // 4 // world_size
-        whole = torch.zeros(elements * world_size, device=device)
-        shard = torch.zeros(elements, device=device)
-        points.append((whole.numel() * 4, fastest_s(partial(collective, whole, shard), device)))
-    return fit_link(points, world_size)
+        whole, shard = _whole_and_shard(num_bytes, device)
+        points.append((whole.nbytes, fastest_together_s(partial(collective, whole, shard), device)))
+    return fit_link(points, dist.get_world_size())
+
+
+def _whole_and_shard(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """For collectives of about so many bytes."""
+    elements = num_bytes // 4 // dist.get_world_size()
+    return torch.zeros(elements * dist.get_world_size(), device=device), torch.zeros(elements, device=device)
 
 
 def fit_link(points: list[tuple[int, float]], world_size: int) -> Link:
@@ -113,3 +117,64 @@ def fit_link(points: list[tuple[int, float]], world_size: int) -> Link:
         alpha, beta = a1 / aa, 0.0
     error = max(abs(row[0] * alpha + row[1] * beta - 1) for row in rows)
     return Link(latency_s=alpha, seconds_per_byte=beta, fit_error=error)
+
+
+def _copies_in_reduce_scatter(device: torch.device) -> bool:
+    """Whether a reduce-scatter holds a copy of what it reduces, as gloo's does. Call it on all ranks."""
+    whole, shard = _whole_and_shard(_NUM_BYTES, device)
+    if device.type == "cuda":
+        _reduce_scatter(whole, shard)  # the communicator's own buffers come with its first collective
+        synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        _reduce_scatter(whole, shard)
+        synchronize(device)
+        beside = torch.cuda.max_memory_allocated(device) - before
+    else:
+        with LiveBytes(device.type) as live:
+            kept = live.track([whole, shard])
+            _reduce_scatter(whole, shard)
+        beside = live.peak_bytes - kept
+    return bool(_over_ranks(beside >= whole.nbytes, dist.ReduceOp.MAX, device))
+
+
+def _overlaps_computing(device: torch.device) -> bool:
+    """Whether computing goes on during an all-gather that is issued in a stream of its own. Call it on all ranks.
+
+    Where a device has no streams, as the CPU, the host waits for each collective: there is nothing to measure.
+    """
+    if device.type == "cpu":
+        return False
+    whole, shard = _whole_and_shard(_NUM_BYTES, device)
+    matrix = torch.randn(_WIDTH, _WIDTH, device=device)
+    stream = torch.cuda.Stream(device)
+
+    def gather() -> None:
+        with torch.cuda.stream(stream):
+            _all_gather(whole, shard)
+
+    gather_s = fastest_together_s(gather, device)
+    once_s = fastest_together_s(lambda: matrix @ matrix, device)
+    num_repeats = max(1, round(gather_s / once_s))  # on every rank, as they have the same times
+
+    def compute() -> None:
+        for _ in range(num_repeats):
+            matrix @ matrix
+
+    def both() -> None:
+        gather()
+        compute()
+
+    compute_s, both_s = fastest_together_s(compute, device), fastest_together_s(both, device)
+    # half of the shorter one hidden
+    return both_s <= max(gather_s, compute_s) + 0.5 * min(gather_s, compute_s)
+
+
+def _host_copy_s_per_byte(device: torch.device) -> float:
+    """Seconds per byte of a copy from the device to host memory, as for offloading; on CPU of a copy in memory.
+
+    Copies back are taken to be as fast.
+    """
+    there = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device=device)
+    here = torch.zeros(_COPIED_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return fastest_s(lambda: here.copy_(there, non_blocking=True), device, repeats=_REPEATS) / _COPIED_BYTES

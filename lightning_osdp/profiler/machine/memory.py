@@ -44,16 +44,10 @@ def default_memory_limit_bytes(device: torch.device, *, local_ranks: int) -> int
 
 def available_host_bytes() -> int:
     """Memory that the machine can give without swapping, within the limits of the control groups around us."""
-    return min([_machine_available_bytes(), *_cgroup_available_bytes()])
-
-
-def _machine_available_bytes() -> int:
-    lines = _MEMINFO.read_text().splitlines() if _MEMINFO.exists() else []
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
+    available = _number(_MEMINFO, "MemAvailable:")
     # Not Linux: what is installed, for want of what is free.
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([installed if available is None else available * 1024, *_cgroup_available_bytes()])
 
 
 def _cgroup_available_bytes() -> Iterator[int]:
@@ -68,19 +62,17 @@ def _cgroup_available_bytes() -> Iterator[int]:
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
-            limit_path, usage_path = folder / limit, folder / usage
-            if limit_path.exists() and usage_path.exists():
-                text = limit_path.read_text().strip()
+            if (folder / limit).exists() and (folder / usage).exists():
+                text = (folder / limit).read_text().strip()
                 if text.isdigit():  # else "max"
-                    used = int(usage_path.read_text()) - _stat_bytes(folder / "memory.stat", cache)
-                    yield max(0, int(text) - used)
+                    cached_bytes = _number(folder / "memory.stat", cache) or 0
+                    yield max(0, int(text) - int((folder / usage).read_text()) + cached_bytes)
 
 
 def _own_cgroups() -> set[Path]:
     """Folders of this process's groups and those above; in a container its own group is the topmost."""
     folders = {_CGROUPS, _CGROUPS / "memory"}
-    lines = _OWN_CGROUPS.read_text().splitlines() if _OWN_CGROUPS.exists() else []
-    for line in lines:
+    for line in _lines(_OWN_CGROUPS):
         _, controllers, path = line.split(":", 2)
         if controllers == "" or "memory" in controllers.split(","):
             own = _CGROUPS / ("memory" if controllers else "") / path.lstrip("/")
@@ -88,6 +80,10 @@ def _own_cgroups() -> set[Path]:
     return folders
 
 
-def _stat_bytes(path: Path, name: str) -> int:
-    lines = path.read_text().splitlines() if path.exists() else []
-    return next((int(line.split()[1]) for line in lines if line.split()[0] == name), 0)
+def _number(path: Path, name: str) -> int | None:
+    """In the line that begins with a name."""
+    return next((int(line.split()[1]) for line in _lines(path) if line.split()[0] == name), None)
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []

@@ -13,14 +13,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, UnitOverhead
-from lightning_osdp.profiler.timing.fastest import REPEATS, fastest_s
+from lightning_osdp.profiler.step_time import REPEATS_TOGETHER, fastest_together_s
 
 _SMALL, _MEDIUM, _LARGE = 64, 512, 1024
 """Widths of square float32 layers of 16 KiB, 1 and 4 MiB: overhead is affine in the bytes of a unit."""
 _FEW, _MANY = 1, 6
 _ONE, _SEVERAL = 1, 6
 """Parameters of a unit."""
-_COLLECTIVES = (REPEATS + 1) * (_FEW + _MANY) * 3
+_COLLECTIVES = (REPEATS_TOGETHER + 1) * (_FEW + _MANY) * 3
 """Timed for each kind of unit: gathers of forward alone, gathers and reduces of forward and backward."""
 _PATIENCE_S = 5.0
 """For collectives of the largest width."""
@@ -32,28 +32,13 @@ def measure_unit_overhead(cluster: Cluster, device: torch.device) -> Mapping[str
     Chains of one and of six equal units are run, sharded and plain; the difference per unit, less the links' prediction
     of its collectives, is the overhead. Forward alone tells a gather from all the rest. Units of one parameter of 16
     KiB, of six of them, and of one of 4 MiB are measured, or of 1 MiB where collectives of so many bytes take too long.
-    Call it on all ranks.
-
-    Args:
-        cluster: with the links.
-        device: where to run.
-
-    Returns:
-        The same values on every rank: those of the slowest. Empty with one rank.
+    Call it on all ranks; all get the same values, those of the slowest.
     """
-    if cluster.world_size == 1:
-        return {}
     kinds = (_SMALL, _ONE), (_large_width(cluster), _ONE), (_SMALL, _SEVERAL)
-    small_s, large_s, several_s = (_measured_s(*kind, cluster, device) for kind in kinds)
+    measured = [(_num_bytes(*kind), _measured_s(*kind, cluster, device)) for kind in kinds]
     gc.collect()  # what shards a module refers to it and to itself: nothing of the chains outlives this
-    small_bytes, large_bytes, several_bytes = (_num_bytes(*kind) for kind in kinds)
     return {
-        part: fitted(
-            (small_bytes, small_s[part]),
-            (large_bytes, large_s[part]),
-            (several_bytes, several_s[part]),
-            num_tensors=_SEVERAL,
-        )
+        part: fitted(*((num_bytes, seconds[part]) for num_bytes, seconds in measured), num_tensors=_SEVERAL)
         for part in UNIT_PARTS
     }
 
@@ -65,8 +50,8 @@ def parts_s(gather_s: float, dp_s: float, held_s: float) -> dict[str, float]:
     not told apart further than the difference shows.
 
     Args:
-        gather_s: one gather.
-        dp_s: one gather, flattening and reducing.
+        gather_s: one all-gather.
+        dp_s: one all-gather, flattening and reducing.
         held_s: flattening and accumulating.
 
     Example:
@@ -88,12 +73,12 @@ def parts_s(gather_s: float, dp_s: float, held_s: float) -> dict[str, float]:
 def fitted(
     small: tuple[int, float], large: tuple[int, float], several: tuple[int, float], *, num_tensors: int
 ) -> UnitOverhead:
-    """What explains the seconds of three kinds of units; no part of it is less than nothing.
+    """What explains the seconds of three kinds of units, given as (bytes, seconds); no part of it is less than nothing.
 
     Args:
-        small: bytes of a small unit of one parameter, and its seconds.
-        large: of a large one.
-        several: of a unit of several small parameters.
+        small: a small unit of one parameter.
+        large: a large one.
+        several: a unit of several small parameters.
         num_tensors: how many.
 
     Example:
@@ -135,17 +120,17 @@ def _chain_s(make: Callable[[], nn.Module], num_units: int, device: torch.device
     """Seconds that sharding a chain of units adds to forward, to a step, and to one without collectives."""
     plain = nn.Sequential(*(make() for _ in range(num_units)))
     batch = torch.ones(1, next(plain.parameters()).shape[1], device=device)
-    forward_s = fastest_s(partial(_forward, plain, batch), device)
-    step_s = fastest_s(partial(_step, plain, batch), device)
+    forward_s = fastest_together_s(partial(_forward, plain, batch), device)
+    step_s = fastest_together_s(partial(_step, plain, batch), device)
     zdp = _sharded([make() for _ in range(num_units)], device, keeps=False)
-    gathered_s = fastest_s(partial(_forward, zdp, batch), device)
+    gathered_s = fastest_together_s(partial(_forward, zdp, batch), device)
     dp = _sharded([make() for _ in range(num_units)], device, keeps=True)
-    dp_s = fastest_s(partial(_step, dp, batch), device)
+    dp_s = fastest_together_s(partial(_step, dp, batch), device)
     for unit in dp.modules():  # they keep what they have gathered, and add up gradients
         if isinstance(unit, FSDPModule):
             unit.set_requires_gradient_sync(False, recurse=False)
             unit.set_reshard_after_backward(False, recurse=False)
-    held_s = fastest_s(partial(_step, dp, batch, accumulates=True), device)
+    held_s = fastest_together_s(partial(_step, dp, batch, accumulates=True), device)
     return {"gathered": gathered_s - forward_s, "dp": dp_s - step_s, "held": held_s - step_s}
 
 
@@ -154,7 +139,6 @@ def _unit(width: int, num_tensors: int, device: torch.device) -> nn.Module:
 
 
 def _sharded(units: list[nn.Module], device: torch.device, *, keeps: bool) -> nn.Module:
-    """A chain of units."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for unit in units:
         fully_shard(unit, mesh=mesh, reshard_after_forward=not keeps)

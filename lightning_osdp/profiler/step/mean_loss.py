@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,9 +12,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from lightning_osdp.profiler.compiled import as_eager, compiled_modules
-from lightning_osdp.profiler.step.loss import loss_in
-from lightning_osdp.profiler.step.resize import samples_of
+from lightning_osdp.profiler.step.run_step import as_eager, loss_in, samples_of
 from lightning_osdp.profiler.step.snapshot import untouched
 
 _DROPOUTS = frozenset(
@@ -39,7 +37,7 @@ def why_not_mean(module: nn.Module, run: Callable[[Any], Any], batch: Any, *, ba
         batch: on the module's device.
         batch_size: its samples.
     """
-    with as_eager(compiled_modules(module)):
+    with as_eager(module):
         return next(_obstacles(module, run, batch, batch_size), None)
 
 
@@ -58,9 +56,8 @@ def _obstacles(module: nn.Module, run: Callable[[Any], Any], batch: Any, batch_s
         parts = [samples_of(batch, batch_size, half) for half in halves]
         if any(part is None for part in parts):
             yield f"no tensor of the batch has {batch_size} samples first"
-        with _without_dropout(module):
-            whole, again = _loss(module, run, batch, seed=0), _loss(module, run, batch, seed=1)
-            losses = [_loss(module, run, part, seed=0) for part in parts]
+        whole, again = _loss(module, run, batch, seed=0), _loss(module, run, batch, seed=1)
+        losses = [_loss(module, run, part, seed=0) for part in parts]
     except Exception as error:
         yield f"half a batch cannot be run without gradients ({type(error).__name__}: {error})"
         raise
@@ -76,9 +73,19 @@ def _obstacles(module: nn.Module, run: Callable[[Any], Any], batch: Any, batch_s
 
 
 def _loss(module: nn.Module, run: Callable[[Any], Any], batch: Any, *, seed: int) -> torch.Tensor:
-    with untouched(module), torch.no_grad():
+    """Without dropout: torch's functions drop nothing, and modules below that may drop something evaluate."""
+    with untouched(module), torch.no_grad(), _NothingDropped():
+        for child in module.modules():
+            if child is not module and _may_drop(child):
+                child.training = False
         torch.manual_seed(seed)
         return loss_in(run(batch)).detach().clone()
+
+
+def _may_drop(module: nn.Module) -> bool:
+    """Whether it has no tensors, or a number for it."""
+    has_tensors = any(True for _ in chain(module.parameters(), module.buffers()))
+    return not has_tensors or any("drop" in name and isinstance(value, float) for name, value in vars(module).items())
 
 
 class _NothingDropped(TorchFunctionMode):
@@ -92,25 +99,3 @@ class _NothingDropped(TorchFunctionMode):
             named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
             return func(**{**named, **kwargs, "dropout_p": 0.0})
         return func(*args, **kwargs)
-
-
-@contextmanager
-def _without_dropout(module: nn.Module) -> Iterator[None]:
-    """Nothing is dropped by torch's functions, and modules below that drop something evaluate.
-
-    These are modules without tensors, and those with a number for it.
-    """
-    dropping = [child for child in module.modules() if child is not module and child.training and _may_drop(child)]
-    for child in dropping:
-        child.training = False
-    try:
-        with _NothingDropped():
-            yield
-    finally:
-        for child in dropping:
-            child.training = True
-
-
-def _may_drop(module: nn.Module) -> bool:
-    has_tensors = any(True for _ in module.parameters()) or any(True for _ in module.buffers())
-    return not has_tensors or any("drop" in name and isinstance(value, float) for name, value in vars(module).items())

@@ -1,4 +1,4 @@
-"""Leaves no trace: runs a training step for its cost alone and puts everything back that it changed."""
+"""What a training step may change of a module and what that holds, and putting all of it back."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 import sys
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copyreg import _slotnames  # type: ignore[attr-defined]  # names of all slots of a class, those of its bases too
 from functools import partial
@@ -19,6 +19,38 @@ from torch import Tensor, nn
 Restore = Callable[[], object]
 _LEFT_ALONE = {"torch", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_osdp"}
 """Packages whose objects a step does not change or has its own ways to: trainers, loaders, datasets, optimizers."""
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Tensors in nested sequences, mappings, and objects that can be moved ``.to`` a device or are dataclasses.
+
+    Of modules in them there are none.
+    """
+    return _tensors_in(value, set())
+
+
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if isinstance(value, nn.Module) or id(value) in seen:
+        return
+    if isinstance(value, Mapping):
+        inner: Any = value.values()
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        inner = value
+    elif hasattr(type(value), "to") or hasattr(type(value), "__dataclass_fields__"):
+        inner = getattr(value, "__dict__", {}).values()
+    else:
+        return
+    seen.add(id(value))
+    for item in inner:
+        yield from _tensors_in(item, seen)
+
+
+def storage_key(tensor: Tensor) -> int | None:
+    """What tells a tensor's storage from others while it is alive; None of a tensor that is not strided."""
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
 
 
 @contextmanager
@@ -37,19 +69,22 @@ def untouched(
         left_out: further tensors that are left alone.
         changed: parameters that the step is known to change, such as an average of others.
     """
-    snapshot = _Snapshot(left_out=(*module.parameters(), *left_out))
-    for child in module.modules():
-        snapshot.keep(vars(child))
-    written = dict.fromkeys((*changed, *(p for m in module.modules() for p in _renormalized(m))))
-    restores = [snapshot.restore, *map(_restore_values, written)]
+    restores = _restores(map(vars, module.modules()), left_out=(*module.parameters(), *left_out))
+    # embeddings with max_norm change their own weight in forward
+    renormalized = [m for m in module.modules() if getattr(m, "max_norm", None) is not None]
+    written = dict.fromkeys((*changed, *(p for m in renormalized for p in m.parameters(recurse=False))))
+    restores += filter(None, map(_restore_values, written))
+    restores.append(partial(random.setstate, random.getstate()))
+    if numpy := sys.modules.get("numpy"):
+        restores.append(partial(numpy.random.set_state, numpy.random.get_state()))
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
-    plain = [p for p in module.parameters() if type(p.data) is Tensor and not p.is_meta]
-    storages = [(p, p.data) for p in plain]  # for `p.data = ...`
+    # for `p.data = ...`
+    storages = [(p, p.data) for p in module.parameters() if type(p.data) is Tensor and not p.is_meta]
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
-        with torch.random.fork_rng(devices=devices), _other_generators():
+        with torch.random.fork_rng(devices=devices):
             yield
     finally:
         for parameter, data in storages:
@@ -71,45 +106,35 @@ def iterators_in(module: nn.Module) -> list[str]:
     ]
 
 
-class _Snapshot:
-    """Contents of objects, however deep they lie in each other; kept flat, for a model has many."""
+def _restores(values: Iterable[Any], left_out: Iterable[Tensor]) -> list[Restore]:
+    """What puts back the contents of objects, however deep they lie in each other."""
+    restores: list[Restore] = []
+    waiting, seen = list(values), {id(tensor) for tensor in left_out}
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen or isinstance(value, nn.Parameter):  # of a module that is no child of this one
+            continue
+        seen.add(id(value))
+        if isinstance(value, (dict, list, tuple, set, deque)):
+            kept = dict(value) if isinstance(value, dict) else tuple(value)
+            if not isinstance(value, tuple):
+                restores.append(partial(_refill, value, kept))
+            waiting.extend(kept.values() if isinstance(kept, dict) else kept)
+        elif (restore := _restore_state(value)) is not None:
+            restores.append(restore)
+        if _is_looked_into(value):
+            slots = {name: getattr(value, name, _UNSET) for name in _slotnames(type(value))}
+            restores += [partial(_set_slot, value, name, kept) for name, kept in slots.items()]
+            waiting.extend((*slots.values(), getattr(value, "__dict__", None)))
+    return restores
 
-    def __init__(self, left_out: Iterable[Tensor]) -> None:
-        self._seen = {id(tensor) for tensor in left_out}
-        self._containers: list[tuple[Any, Any]] = []
-        self._others: list[Restore] = []
 
-    def keep(self, value: Any) -> None:
-        """Notes what the object holds now."""
-        waiting = [value]
-        while waiting:
-            value = waiting.pop()
-            if id(value) in self._seen or isinstance(value, nn.Parameter):  # of a module that is no child of this one
-                continue
-            self._seen.add(id(value))
-            if isinstance(value, (dict, list, tuple, set, deque)):
-                kept = dict(value) if isinstance(value, dict) else tuple(value)
-                self._containers.append((value, kept))
-                waiting.extend(kept.values() if isinstance(kept, dict) else kept)
-            elif (restore := _restore_state(value)) is not None:
-                self._others.append(restore)
-            if _is_looked_into(value):
-                slots = {name: getattr(value, name, _UNSET) for name in _slotnames(type(value))}
-                self._others += [partial(_set_slot, value, name, kept) for name, kept in slots.items()]
-                waiting.extend((*slots.values(), getattr(value, "__dict__", None)))
-
-    def restore(self) -> None:
-        """Puts it back."""
-        for container, kept in self._containers:
-            if isinstance(container, tuple):
-                continue
-            container.clear()
-            if isinstance(container, (list, deque)):
-                container.extend(kept)
-            else:
-                container.update(kept)
-        for restore in self._others:
-            restore()
+def _refill(container: Any, kept: Any) -> None:
+    container.clear()
+    if isinstance(container, (list, deque)):
+        container.extend(kept)
+    else:
+        container.update(kept)
 
 
 _UNSET = object()
@@ -133,7 +158,7 @@ def _set_slot(holder: Any, name: str, value: Any) -> None:
 
 
 def _restore_state(value: Any) -> Restore | None:
-    """What gives a tensor, an array or a generator of random numbers its state back; None for other objects."""
+    """What gives a tensor, an array or a generator of random numbers its state back; None where nothing has to."""
     found: Restore | None = None
     numpy = sys.modules.get("numpy")
     if isinstance(value, Tensor):
@@ -147,13 +172,13 @@ def _restore_state(value: Any) -> Restore | None:
     elif numpy and isinstance(value, numpy.ndarray):
         # such as of a file of data: nobody can write to it, or there may be more of it than there is memory
         is_left = not value.flags.writeable or isinstance(value, numpy.memmap)
-        found = _nothing if is_left else partial(value.__setitem__, ..., value.copy())
+        found = None if is_left else partial(value.__setitem__, ..., value.copy())
     return found
 
 
-def _restore_values(tensor: Tensor) -> Restore:
+def _restore_values(tensor: Tensor) -> Restore | None:
     if tensor.is_meta or tensor.is_inference() or tensor.layout is not torch.strided:
-        return _nothing
+        return None
     kept = tensor.detach().clone()
 
     def restore() -> None:
@@ -163,25 +188,3 @@ def _restore_values(tensor: Tensor) -> Restore:
                 tensor.copy_(kept)
 
     return restore
-
-
-def _renormalized(module: nn.Module) -> list[Tensor]:
-    """Parameters that the module's own forward changes: embeddings with ``max_norm``."""
-    return list(module.parameters(recurse=False)) if getattr(module, "max_norm", None) is not None else []
-
-
-@contextmanager
-def _other_generators() -> Iterator[None]:
-    """Restores the generators of ``random`` and, if it is loaded, NumPy."""
-    numpy = sys.modules.get("numpy")
-    state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
-    try:
-        yield
-    finally:
-        random.setstate(state)
-        if numpy:
-            numpy.random.set_state(numpy_state)
-
-
-def _nothing() -> None:
-    return None

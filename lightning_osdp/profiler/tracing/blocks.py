@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_osdp.core.profile import Span
-from lightning_osdp.profiler.tracing.calls import Calls
-from lightning_osdp.profiler.tracing.segments import Position
+from lightning_osdp.profiler.step.snapshot import storage_key
+from lightning_osdp.profiler.tracing.calls import Calls, Position
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -23,13 +23,8 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 def find_blocks(module: nn.Module, calls: Calls, given: Collection[nn.Module] | None = None) -> dict[str, Span]:
     """Modules that may be blocks, with the segments that they run, in this order.
 
-    Each is called once. By default those that stand in one container with others of their class and are made of several
-    operators, or keeping nothing of them would save nothing. Of those inside others, the outermost.
-
-    Args:
-        module: the model.
-        calls: what its forward does.
-        given: which ones may be blocks; None: as above.
+    Each is called once. Of those inside others, the outermost. If none are given, those that stand in one container
+    with others of their class and are made of several operators, or keeping nothing of them would save nothing.
     """
     repeated = _repeated(module) if given is None else frozenset()
     found: dict[str, Span] = {}
@@ -37,8 +32,11 @@ def find_blocks(module: nn.Module, calls: Calls, given: Collection[nn.Module] | 
         spans = calls.spans.get(name, [])
         if len(spans) != 1 or any(name.startswith(f"{outer}.") for outer in found):
             continue
-        if child in given if given is not None else name in repeated and _runs(calls, name, spans[0]):
-            found[name] = spans[0]
+        first, last = spans[0]
+        within = calls.sequence[first : last + 1]
+        is_made_of_several = len(within) > 1 and all(each.startswith(f"{name}.") for each in within)
+        if child in given if given is not None else name in repeated and is_made_of_several:
+            found[name] = first, last
     return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
@@ -53,73 +51,63 @@ def _repeated(module: nn.Module) -> frozenset[str]:
     return frozenset(found)
 
 
-def _runs(calls: Calls, name: str, span: Span) -> bool:
-    """Whether this module runs these segments, several, from the first operator's call on."""
-    first, last = span
-    return last > first and all(each.startswith(f"{name}.") for each in calls.sequence[first : last + 1])
-
-
-class Follower(Protocol):
-    """What follows a step through its segments."""
-
-    position: Position
-
-    @property
-    def excluded(self) -> Collection[int]:
-        """Storages that live throughout."""
-
-    @property
-    def parts(self) -> Sequence[Any]:
-        """What it finds, of each segment."""
-
-
 @contextmanager
-def saving_less(module: nn.Module, blocks: Mapping[str, Span], choice: str, trace: Follower) -> Iterator[None]:
+def saving_less(
+    module: nn.Module, blocks: Mapping[str, Span], choice: str, position: Position, kept: Collection[int | None]
+) -> Iterator[set[int]]:
     """Has blocks recompute or offload what they save, for as long as the step is only followed, not computed.
 
     Args:
         module: the model.
         blocks: by name, with their segments.
-        choice: ``recompute``, or ``offload``, for which tensors must be fake: what has been moved away comes back as
-            another tensor of the same shape.
-        trace: told when a block begins, with its inputs, and whether it is run again early.
+        choice: ``keep``, which changes nothing; ``recompute``; or ``offload``, for which tensors must be fake: what has
+            been moved away comes back as another tensor of the same shape.
+        position: told when a block begins, with its inputs.
+        kept: storages that are not moved.
+
+    Yields:
+        The last segments of blocks that have been run again early, before backward has reached what they returned.
     """
+    early: set[int] = set()
     with ExitStack() as cleanup:
-        for name, span in blocks.items():
+        for name, span in blocks.items() if choice != "keep" else ():
             block = module.get_submodule(name)
-            does = _recomputing if choice == "recompute" else _offloading
-            cleanup.enter_context(patch.object(block, "forward", does(block.forward, span, trace)))
-        yield
+            if choice == "recompute":
+                less = _recomputing(block.forward, span, position, early)
+            else:
+                less = _offloading(block.forward, span, position, kept)
+            cleanup.enter_context(patch.object(block, "forward", less))
+        yield early
 
 
-def _recomputing(forward: Callable[..., Any], span: Span, trace: Follower) -> Callable[..., Any]:
+def _recomputing(forward: Callable[..., Any], span: Span, position: Position, early: set[int]) -> Callable[..., Any]:
     first, last = span
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if trace.position.in_backward and trace.position.now != last:
-            trace.parts[last].reruns_early = True
-        return forward(*args, **kwargs)
-
     def begin(*args: Any, **kwargs: Any) -> Any:
-        trace.position.enter(first)
-        num_args, names = len(args), tuple(kwargs)
+        position.enter(first)
+        num_args, names = len(args), tuple(kwargs)  # and not the inputs themselves, which would live on
 
-        def by_position(*given: Any) -> Any:
-            return run(*given[:num_args], **dict(zip(names, given[num_args:], strict=True)))
+        def run(*given: Any) -> Any:
+            if position.in_backward and position.now != last:
+                early.add(last)
+            return forward(*given[:num_args], **dict(zip(names, given[num_args:], strict=True)))
 
-        return checkpoint(by_position, *args, *kwargs.values(), use_reentrant=False)
+        # by position: it does not save what it gets by name
+        return checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
 
     return begin
 
 
-def _offloading(forward: Callable[..., Any], span: Span, trace: Follower) -> Callable[..., Any]:
+def _offloading(
+    forward: Callable[..., Any], span: Span, position: Position, kept: Collection[int | None]
+) -> Callable[..., Any]:
     def pack(tensor: Tensor) -> Callable[[], Tensor]:
-        if tensor.layout is not torch.strided or tensor.untyped_storage()._cdata in trace.excluded:
+        if tensor.layout is not torch.strided or storage_key(tensor) in kept:
             return lambda: tensor
         return partial(torch.empty_strided, tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
     def begin(*args: Any, **kwargs: Any) -> Any:
-        trace.position.enter(span[0])
+        position.enter(span[0])
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda make: make()):
             return forward(*args, **kwargs)
 

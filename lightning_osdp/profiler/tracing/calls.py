@@ -1,10 +1,14 @@
-"""What one forward does: which module runs inside which and when, where each parameter is read, the inputs' shapes."""
+"""What one forward does, recorded; and a step that does it again, followed through its segments.
+
+Of forward: which module runs inside which and when, where each parameter is read, the inputs' shapes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_osdp.core.profile import Span
+from lightning_osdp.profiler.step.snapshot import storage_key
 
 Stack = tuple[str, ...]
 """Names of the modules that are running, innermost first, always ending with the root ``""``."""
@@ -70,7 +75,7 @@ def recorded_calls(module: nn.Module) -> Iterator[Calls]:
             calls.signatures[name] = _signature(child, (args, kwargs))
         calls.stacks.setdefault(name, set()).add(tuple(reversed(stack)))
 
-    def leave(inputs: Any, outputs: Any) -> None:
+    def leave(_: nn.Module, inputs: Any, outputs: Any) -> None:
         name, first = stack.pop(), entered.pop()
         last = max(0, len(calls.sequence) - 1)
         # a call in which no operator runs lies within a segment
@@ -84,23 +89,13 @@ def recorded_calls(module: nn.Module) -> Iterator[Calls]:
         elif reads.has_computed:
             calls.outlasting.add(name)
 
-    def read(parameter: str) -> None:
-        calls.reads.setdefault(parameter, set()).add(tuple(reversed(stack)))
-
-    reads = _Reads(module, read)
+    reads = _Reads(module, calls, stack)
     with ExitStack() as cleanup:
         for name, child in module.named_modules():
             if name:
-
-                def before(m: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-                    enter(name, m, args, kwargs)
-
-                cleanup.callback(child.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
-
-                def after(_: nn.Module, args: Any, output: Any) -> None:
-                    leave(args, output)
-
-                cleanup.callback(child.register_forward_hook(after, always_call=True).remove)
+                before = child.register_forward_pre_hook(partial(enter, name), with_kwargs=True, prepend=True)
+                cleanup.callback(before.remove)
+                cleanup.callback(child.register_forward_hook(leave, always_call=True).remove)
         # Autocast keeps casts of parameters: a second read would take the cast, unseen.
         cleanup.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
@@ -109,31 +104,24 @@ def recorded_calls(module: nn.Module) -> Iterator[Calls]:
 
 
 class _Reads(TorchDispatchMode):
-    """Reports every operation that takes a parameter's memory; asking for its shape or dtype is none."""
+    """Notes of every operation which parameters' memory it takes; asking for shape or dtype is none."""
 
-    def __init__(self, module: nn.Module, report: Callable[[str], None]) -> None:
+    def __init__(self, module: nn.Module, calls: Calls, stack: list[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._report = report
+        self._calls, self._stack = calls, stack
         self.has_computed = False
         """Whether an operation has made something new, and not a view, since this was set to False."""
-        self._by_storage: dict[int, list[str]] = {}
+        self._by_storage: dict[int | None, list[str]] = {}
         for name, parameter in module.named_parameters():
-            self._by_storage.setdefault(_storage(parameter), []).append(name)
+            self._by_storage.setdefault(storage_key(parameter), []).append(name)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Runs the operation."""
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-                for parameter in self._by_storage.get(_storage(leaf), ()):
-                    self._report(parameter)
+            if isinstance(leaf, Tensor):
+                for parameter in self._by_storage.get(storage_key(leaf), ()):
+                    self._calls.reads.setdefault(parameter, set()).add(tuple(reversed(self._stack)))
         self.has_computed = self.has_computed or any(each.alias_info is None for each in func._schema.returns)
         return func(*args, **(kwargs or {}))
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def floating_tensors(tree: Any) -> list[Tensor]:
@@ -160,3 +148,96 @@ def _signature(module: nn.Module, inputs: Any) -> str:
     parameters = [f"{n}:{p.dtype}{list(p.shape)}{p.requires_grad}" for n, p in module.named_parameters()]
     grad_mode = "" if torch.is_grad_enabled() else " no_grad"
     return f"{type(module).__qualname__}({module.extra_repr()}) {parameters} <- {shapes}{grad_mode}"
+
+
+class Position:
+    """The segment that a step is in.
+
+    A segment of forward begins with the call of an operator, its backward with the gradient of what a call returned
+    in it. The last segment is the loss: what follows the last operator's last call.
+
+    Args:
+        calls: what forward does, as recorded before; it must do the same again.
+        on_leave: called whenever the step goes on to another segment, while the position is still the old one.
+    """
+
+    def __init__(self, calls: Calls, on_leave: Callable[[], None]) -> None:
+        self.calls, self._on_leave = calls, on_leave
+        self.num_segments = len(calls.sequence) + 1
+        self.now = 0
+        self.in_backward = False
+        self._next = 0
+        self._run_again: set[int] = set()  # in backward, by checkpointing
+        self.is_running_again = False
+        """Whether a block is, so that what is live is not of its backward."""
+        self._own: dict[str, list[int]] = {}
+        for index, name in enumerate(calls.sequence):
+            self._own.setdefault(name, []).append(index)
+
+    def start_backward(self) -> None:
+        """Forward is over, and backward begins with the loss."""
+        self.enter(self.num_segments - 1)
+        self._on_leave()
+        self.in_backward = True
+
+    def end(self) -> None:
+        """Backward is over."""
+        self._on_leave()
+
+    def enter(self, segment: int) -> None:
+        """The step goes on to this segment."""
+        if segment != self.now:
+            self._on_leave()
+            self.now = segment
+
+    def call(self, name: str) -> None:
+        """An operator is called: in forward the next segment begins, in backward a block is run again."""
+        if self.in_backward:
+            self.enter(self._again(name))
+            self._run_again.add(self.now)
+            self.is_running_again = True
+        else:
+            # A path that differs from the recorded one ends in the last operator's segment.
+            self.enter(min(self._next, self.num_segments - 2))
+            self._next += 1
+
+    def _again(self, name: str) -> int:
+        """Of the operator's calls the one that follows what was just run again, else the last not yet run again."""
+        own = self._own[name]
+        if self.is_running_again and self.now + 1 in own:
+            return self.now + 1
+        passed = [index for index in own if index <= self.now]
+        return max([index for index in passed if index not in self._run_again] or passed or own[:1])
+
+    def leave(self, name: str) -> None:
+        """An operator returns: after the last call that recorded forward made, the loss begins."""
+        if name == self.calls.last and not self.in_backward and self._next == self.num_segments - 1:
+            self.enter(self.num_segments - 1)
+
+    def gradient(self, segment: int) -> None:
+        """The gradient of what this segment returned is there."""
+        self.is_running_again = False
+        self.enter(segment)
+
+
+@contextmanager
+def followed(module: nn.Module, position: Position) -> Iterator[None]:
+    """Keeps the position up to date while the model runs."""
+    modules = dict(module.named_modules())
+    with ExitStack() as cleanup:
+
+        def before(name: str, *_: object) -> None:
+            position.call(name)
+
+        def after(name: str, _: nn.Module, __: Any, output: Any) -> None:
+            segment = position.now
+            position.leave(name)
+            tensor = next((t for t in floating_tensors(output) if t.requires_grad), None)
+            if tensor is not None:
+                # Removed at the end, for a module may return its parameter.
+                cleanup.callback(tensor.register_hook(lambda _: position.gradient(segment)).remove)
+
+        for name in dict.fromkeys(position.calls.sequence):
+            cleanup.callback(modules[name].register_forward_pre_hook(partial(before, name)).remove)
+            cleanup.callback(modules[name].register_forward_hook(partial(after, name)).remove)
+        yield

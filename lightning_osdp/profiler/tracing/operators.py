@@ -36,7 +36,7 @@ class Operator:
     """Parameters whose gradients its backward makes first; a tied one's at its last operator, where backward begins."""
     enclosing: tuple[str, ...]
     """See `OperatorProfile.enclosing`."""
-    signature: str = ""
+    signature: str
 
 
 def fingerprint(module: nn.Module) -> dict[str, str]:
@@ -85,14 +85,10 @@ def check_parameters(module: nn.Module) -> None:
 
 
 def find_operators(module: nn.Module, calls: Calls) -> list[Operator]:
-    """Operators in forward order; those that are never called stand where the nearest module around them does.
-
-    Args:
-        module: the whole model.
-        calls: what one forward of it did.
-    """
+    """Operators in forward order; those that are never called stand where the nearest module around them does."""
     tree = _Tree(module)
-    owners = {name: ps for name, child in tree.modules.items() if (ps := _own_parameters(child))}
+    own = {name: [p for p in child._parameters.values() if p is not None] for name, child in tree.modules.items()}
+    owners = {name: parameters for name, parameters in own.items() if parameters}
     enclosing = _enclosing(tree, owners, calls)
     rank = {name: index for index, name in enumerate(["", *calls.signatures])}
     operators: list[Operator] = []
@@ -156,10 +152,6 @@ def _up(path: str) -> Iterator[str]:
     while path:
         yield path
         path = path.rpartition(".")[0]
-
-
-def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in module._parameters.values() if parameter is not None]
 
 
 def _enclosing(tree: _Tree, owners: Mapping[str, list[nn.Parameter]], calls: Calls) -> dict[str, tuple[str, ...]]:

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_osdp.core.profile import Span
-from lightning_osdp.profiler.step.tensors import tensors_in
+from lightning_osdp.profiler.live_tensors import LiveBytes
+from lightning_osdp.profiler.step.run_step import loss_in
+from lightning_osdp.profiler.step.snapshot import storage_key, tensors_in
 from lightning_osdp.profiler.tracing.blocks import saving_less
-from lightning_osdp.profiler.tracing.calls import Calls
-from lightning_osdp.profiler.tracing.live_bytes import LiveBytes
-from lightning_osdp.profiler.tracing.operators import Operator
-from lightning_osdp.profiler.tracing.passed_tensors import Crossings, Saved, crossed
-from lightning_osdp.profiler.tracing.segments import Position, followed
+from lightning_osdp.profiler.tracing.calls import Calls, Position, followed
+from lightning_osdp.profiler.tracing.operators import find_operators
 
-_NO_BLOCKS: Mapping[str, Span] = {}
+
+class Saved(NamedTuple):
+    """That a segment saves a tensor that a block gets or returns."""
+
+    place: tuple[bool, int, int]
+    """Where a block first gets or returns it: whether in this block or the one before, so that the segments between are
+    told, or else the segment; and its number there."""
+    num_bytes: int
 
 
 @dataclass
@@ -50,29 +57,38 @@ class Activations:
     """Likewise when its backward is over."""
 
 
-class _Trace:
+@dataclass
+class _Storage:
+    """The storage of a tensor that is saved, or that a block gets or returns."""
+
+    num_bytes: int
+    saved_in: int | None = None
+    """The segment that is counted for it, the first that saves it."""
+    savers: dict[int, None] = field(default_factory=dict)
+    """Segments that save it."""
+    place: tuple[int, int] | None = None
+    """The segment in which a block first gets or returns it, and its number there."""
+
+
+class _Follower:
     """Follows one forward and backward through their segments."""
 
     def __init__(
-        self,
-        live: LiveBytes,
-        operators: Sequence[Operator],
-        calls: Calls,
-        static: Sequence[Tensor],
-        blocks: Mapping[str, Span],
+        self, live: LiveBytes, module: nn.Module, calls: Calls, static: Sequence[Tensor], blocks: Mapping[str, Span]
     ) -> None:
         self.live = live
-        live.track(static)
-        self.static_bytes = live.current_bytes
-        self.excluded = {tensor.untyped_storage()._cdata for tensor in static if tensor.layout is torch.strided}
+        self.static_bytes = live.track(static)
+        self.excluded = {storage_key(tensor) for tensor in static}
+        self.begins = [first for first, _ in blocks.values()]
         self.position = Position(calls, self.close_part)
-        self.crossings = Crossings(lambda: self.position.now, [first for first, _ in blocks.values()])
         self.parts = [Activations() for _ in range(self.position.num_segments)]
         self.saved_before = [0] * len(self.parts)
-        self.saved_in: dict[int, int] = {}
         self.total_saved = 0
-        by_name = {operator.name: operator.gradients for operator in operators}
-        self.made_in = [by_name[name] for name in calls.sequence]
+        self.storages: list[_Storage] = []
+        self.alive: dict[int, _Storage] = {}
+        self.num_passed = [0] * len(self.parts)
+        by_name = {operator.name: operator.gradients for operator in find_operators(module, calls)}
+        self.made_in = [*(by_name[name] for name in calls.sequence), []]
         # Gradients that may be alive, by the segment that made them, and those that have been dropped.
         self.gradients: dict[Tensor, int] = {}
         self.dropped: set[Tensor] = set()
@@ -80,27 +96,59 @@ class _Trace:
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Books a tensor that lives until backward; also the hook on every tensor that autograd saves."""
-        if tensor.device.type == self.live.device_type and tensor.layout is torch.strided:
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key not in self.excluded and not self.position.in_backward:
-                self.crossings.save(storage)
-            if key not in self.excluded and key not in self.saved_in:
-                self.saved_in[key] = self.position.now
-                self._book(self.position.now, storage.nbytes())
-                weakref.finalize(storage, self._freed, key, storage.nbytes()).atexit = False
+        key, now = storage_key(tensor), self.position.now
+        if tensor.device.type == self.live.device_type and key is not None and key not in self.excluded:
+            storage = self._storage(tensor)
+            storage.savers[now] = None
+            if storage.saved_in is None:
+                storage.saved_in = now
+                self._book(now, storage.num_bytes)
         return tensor.detach()
 
-    def _freed(self, key: int, num_bytes: int) -> None:
-        """A graph that the loss does not need was dropped in forward."""
-        part = self.saved_in.pop(key)
-        if self.position.in_backward:
+    def passed(self, tree: Any) -> None:
+        """A block gets or returns these."""
+        for tensor in tensors_in(tree):
+            if tensor.layout is torch.strided:
+                now, storage = self.position.now, self._storage(tensor)
+                self.num_passed[now] += 1
+                storage.place = storage.place or (now, self.num_passed[now])
+
+    def _storage(self, tensor: Tensor) -> _Storage:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self.alive:
+            self.alive[key] = _Storage(storage.nbytes())
+            self.storages.append(self.alive[key])
+            weakref.finalize(storage, self._freed, key).atexit = False
+        return self.alive[key]
+
+    def _freed(self, key: int) -> None:
+        storage = self.alive.pop(key)
+        if storage.saved_in is None or self.position.in_backward:
             return
-        self._book(part, -num_bytes)
-        for segment in range(part, self.position.now):  # to these it was no saved tensor, but a live one
-            self.parts[segment].forward_workspace_bytes += num_bytes
-            self.parts[segment].handed_bytes += num_bytes
-            self.saved_before[segment] -= num_bytes
+        # A graph that the loss does not need was dropped in forward.
+        self._book(storage.saved_in, -storage.num_bytes)
+        for segment in range(storage.saved_in, self.position.now):  # to these it was no saved tensor, but a live one
+            self.parts[segment].forward_workspace_bytes += storage.num_bytes
+            self.parts[segment].handed_bytes += storage.num_bytes
+            self.saved_before[segment] -= storage.num_bytes
+
+    def note_crossings(self) -> None:
+        """Tells each segment, when forward is over, what it saves of tensors that blocks get and return.
+
+        Of two segments that save one, the first is counted for it. Which one that is depends on what each block does
+        with what it saves, so that steps in which all blocks do alike do not tell of one in which they differ.
+        """
+        saved: dict[int, list[Saved]] = {}
+        found = ((each.place, each.num_bytes, tuple(each.savers)) for each in self.storages if each.place is not None)
+        for (segment, number), num_bytes, savers in sorted(found):
+            for saver in savers:
+                block = bisect_right(self.begins, saver) - 2
+                is_near = segment >= (self.begins[block] if block >= 0 else 0)
+                place = (is_near, saver - segment if is_near else segment, number)
+                saved.setdefault(saver, []).append(Saved(place, num_bytes))
+        for segment, crossings in saved.items():
+            self.parts[segment].crossings = tuple(crossings)
 
     def _book(self, part: int, num_bytes: int) -> None:
         self.parts[part].saved_bytes += num_bytes
@@ -116,19 +164,15 @@ class _Trace:
             part.handed_bytes = self.live.current_bytes - self.static_bytes - self.total_saved
             self.saved_before[now] = self.total_saved
         else:
+            peak_bytes = self.live.peak_bytes - self.static_bytes - self.saved_before[now]
             if self.position.is_running_again:
-                there = (p for p, made_in in self.gradients.items() if made_in >= now and p not in self.gone)
-                gradients = sum(p.numel() * p.element_size() for p in there)
-                beside = self.live.peak_bytes - self.static_bytes - self.saved_before[now] - gradients
+                beside = peak_bytes - self._gradient_bytes(self.gone)
                 part.rerun_workspace_bytes = max(part.rerun_workspace_bytes, beside)
             # The plan counts a gradient from the first segment that makes it on; one made before that is workspace.
-            made = self.made_in[now] if now < len(self.made_in) else []
-            for parameter in made:
+            for parameter in self.made_in[now]:
                 if parameter not in self.gone:
                     self.gradients.setdefault(parameter, now)
-            alive = (p for p, made_in in self.gradients.items() if made_in >= now)
-            gradients = sum(p.numel() * p.element_size() for p in alive)
-            beside = self.live.peak_bytes - self.static_bytes - self.saved_before[now] - gradients
+            beside = peak_bytes - self._gradient_bytes()
             part.backward_workspace_bytes = max(part.backward_workspace_bytes, beside)
             if not self.position.is_running_again:
                 part.passed_bytes = self._unsaved_bytes()
@@ -142,68 +186,70 @@ class _Trace:
         self.dropped.add(parameter)
         self.parts[self.position.now].settled_bytes = self._unsaved_bytes()
 
+    def _gradient_bytes(self, without: Collection[Tensor] = ()) -> int:
+        """Of gradients that this segment and those behind it have made."""
+        now = self.position.now
+        return sum(p.nbytes for p, made_in in self.gradients.items() if made_in >= now and p not in without)
+
     def _unsaved_bytes(self) -> int:
         """What lives in backward beside gradients, less what this segment and those before it have saved."""
-        now = self.position.now
-        waiting = (p for p, made_in in self.gradients.items() if made_in >= now and p not in self.dropped)
-        gradients = sum(p.numel() * p.element_size() for p in waiting)
-        saved = sum(part.saved_bytes for part in self.parts[: now + 1])
-        return self.live.current_bytes - self.static_bytes - saved - gradients
+        saved = sum(part.saved_bytes for part in self.parts[: self.position.now + 1])
+        return self.live.current_bytes - self.static_bytes - saved - self._gradient_bytes(self.dropped)
 
 
 def trace_activations(
-    module: nn.Module,
-    operators: Sequence[Operator],
-    calls: Calls,
-    *,
-    run_step: Callable[[], Any],
-    loss_in: Callable[[Any], Tensor],
-    static: Sequence[Tensor],
-    blocks: Mapping[str, Span] = _NO_BLOCKS,
-    choice: str = "keep",
+    module: nn.Module, batch: Any, calls: Calls, run: Callable[[], Any], blocks: Mapping[str, Span], *, choice: str
 ) -> list[Activations]:
     """Saved and workspace bytes of each segment, from one forward and backward.
 
     Args:
         module: the whole model, on the device that it trains on, without gradients.
-        operators: of the model.
+        batch: that it runs on.
         calls: what its forward does.
-        run_step: runs forward; what it returns stays alive until backward is over.
-        loss_in: the loss (a scalar that requires a gradient) among what it returns.
-        static: tensors that live throughout, beside the parameters: buffers and the batch.
+        run: runs forward; what it returns stays alive until backward is over.
         blocks: modules with their segments, see `find_blocks`.
         choice: what these do with what they save: ``keep`` or what `saving_less` can.
     """
-    parameters = list(module.parameters())
-    with LiveBytes(parameters[0].device.type) as live, ExitStack() as cleanup:
-        trace = _Trace(live, operators, calls, [*parameters, *static], blocks)
-        cleanup.enter_context(crossed(module, blocks, trace.crossings))
-        cleanup.enter_context(followed(dict(module.named_modules()), trace.position, calls))
-        for parameter in parameters:
+    static = _static(module, batch)
+    with LiveBytes(static[0].device.type) as live, ExitStack() as cleanup:
+        follower = _Follower(live, module, calls, static, blocks)
+        position, parts = follower.position, follower.parts
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            follower.passed((args, kwargs))
+
+        def after(_: nn.Module, __: Any, output: Any) -> None:
+            follower.passed(output)
+
+        for block in map(module.get_submodule, blocks):
+            cleanup.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
+            cleanup.callback(block.register_forward_hook(after).remove)
+        cleanup.enter_context(followed(module, position))
+        for parameter in module.parameters():
             if parameter.requires_grad:
-                cleanup.callback(parameter.register_post_accumulate_grad_hook(trace.drop).remove)
-        if choice != "keep":
-            cleanup.enter_context(saving_less(module, blocks, choice, trace))
-        with torch.autograd.graph.saved_tensors_hooks(trace.keep, lambda packed: packed):
-            returned = run_step()
-        trace.position.enter(trace.position.num_segments - 1)
+                cleanup.callback(parameter.register_post_accumulate_grad_hook(follower.drop).remove)
+        early = cleanup.enter_context(saving_less(module, blocks, choice, position, follower.excluded))
+        with torch.autograd.graph.saved_tensors_hooks(follower.keep, lambda packed: packed):
+            returned = run()
+        position.enter(position.num_segments - 1)
         for tensor in tensors_in(returned):
-            trace.keep(tensor)
-        for segment, found in trace.crossings.by_segment().items():
-            trace.parts[segment].crossings = found
-        trace.position.start_backward()
+            follower.keep(tensor)
+        follower.note_crossings()
+        position.start_backward()
         loss_in(returned).backward()
-        trace.position.end()
-    return trace.parts
+        position.end()
+        for segment in early:
+            parts[segment].reruns_early = True
+    return parts
 
 
 def trace_evaluation(
-    module: nn.Module, calls: Calls, parts: Sequence[Activations], run_step: Callable[[], Any], static: Sequence[Tensor]
+    module: nn.Module, batch: Any, calls: Calls, run: Callable[[], Any], parts: Sequence[Activations]
 ) -> None:
     """Adds what a forward without gradients takes to the segments' bytes; the arguments are those of above."""
-    parameters = list(module.parameters())
-    with LiveBytes(parameters[0].device.type) as live, torch.no_grad():
-        static_bytes = live.track([*parameters, *static])
+    static = _static(module, batch)
+    with LiveBytes(static[0].device.type) as live, torch.no_grad():
+        static_bytes = live.track(static)
 
         def close_part() -> None:
             part = parts[position.now]
@@ -211,10 +257,10 @@ def trace_evaluation(
             live.reset_peak()
 
         position = Position(calls, close_part)
-        with followed(dict(module.named_modules()), position, calls), warnings.catch_warnings():
+        with followed(module, position), warnings.catch_warnings():
             # reentrant checkpointing expects to be trained
             warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
-            run_step()
+            run()
         position.end()
 
 
@@ -224,3 +270,8 @@ def evaluate_as_training(parts: Sequence[Activations]) -> None:
     for part in parts:
         saved_bytes += part.saved_bytes
         part.evaluation_bytes = saved_bytes + part.forward_workspace_bytes
+
+
+def _static(module: nn.Module, batch: Any) -> list[Tensor]:
+    """Tensors that live throughout: parameters, what else modules hold, and the batch."""
+    return [*module.parameters(), *tensors_in([vars(m) for m in module.modules()]), *tensors_in(batch)]

@@ -19,7 +19,14 @@ from lightning_osdp.callbacks.peak import elements_in
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.progress import Progress
 from lightning_osdp.errors import ConfigurationError, ProfileError
-from lightning_osdp.profiler import ComputePrecision, is_out_of_memory, profile_model, resized, without_values
+from lightning_osdp.profiler import (
+    ComputePrecision,
+    TrainingStep,
+    is_out_of_memory,
+    profile_model,
+    resized,
+    without_values,
+)
 from lightning_osdp.strategy.batching.larger_batches import longest
 from lightning_osdp.strategy.batching.loaders import first_batch, samples_in, training_loaders
 from lightning_osdp.strategy.batching.read_once import Peeked
@@ -155,15 +162,16 @@ class FitProfiler:
         trainer, module, strategy = self._trainer, self._module, self._trainer.strategy
         with muted(trainer, module), _needing_hooks(module):
             step = (automatic_step if module.automatic_optimization else summed_step)(trainer, module)
+
+            def run(batch: Any) -> Any:
+                with trainer.precision_plugin.train_step_context():
+                    return step(batch)
+
+            optimizers = configured_optimizers(trainer, schedules, groups)
             profile = profile_model(
                 module,
                 batch,
-                batch_size=samples_in(batch),
-                training_step=step,
-                configure_optimizers=configured_optimizers(trainer, schedules, groups),
-                precision=_precision(strategy),
-                context=trainer.precision_plugin.train_step_context,
-                device=self._device,
+                TrainingStep(run, optimizers, _precision(strategy), samples_in(batch), self._device),
                 activations=_activations(self._options),
                 blocks=self._options.recomputed or None,
                 together=in_step,

@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from entangled_models import MODELS
 from torch import nn
+from traced import Net
 
 from lightning_osdp.errors import ProfileError
-from lightning_osdp.profiler.step.run_step import Step
-from lightning_osdp.profiler.tracing.trace import _trace, trace_step
+from lightning_osdp.profiler.step.run_step import StepRunner
+from lightning_osdp.profiler.tracing.trace import trace_step, trace_whole
 
 CPU = torch.device("cpu")
 READS_VALUES = {"SkipsLayers"}
@@ -20,27 +21,14 @@ SCALARS = {"Bags": 8}
 
 def step_of(model, batch=None, batch_size=4, run=None):
     batch = model.batch() if batch is None else batch
-    return Step(model, batch, batch_size, run or (lambda batch: model.training_step(batch, 0)), CPU)
-
-
-class Net(nn.Module):
-    """Modules by name and a step written as a function of the net and its batch."""
-
-    def __init__(self, run, **modules):
-        super().__init__()
-        for name, module in modules.items():
-            setattr(self, name, module)
-        self.run = run
-
-    def training_step(self, batch, batch_idx):
-        return self.run(self, batch)
+    return StepRunner(model, batch, batch_size, run or (lambda batch: model.training_step(batch, 0)), CPU)
 
 
 @pytest.mark.parametrize("name", sorted(set(MODELS) - READS_VALUES))
 def test_fake_tensors_tell_what_real_ones_do(name):
     model = MODELS[name]()
     step = step_of(model, batch_size=len(model.batch()["x"]))
-    fake, real = _trace(step, step.on_fake_tensors, ()), _trace(step, step.on_real_tensors, ())
+    fake, real = trace_whole(step, step.on_fake_tensors), trace_whole(step, step.on_real_tensors)
     assert fake.calls == real.calls
     assert [*fake.activations] == [*real.activations]
     for size, parts in real.activations.items():
@@ -56,7 +44,7 @@ def test_fake_tensors_tell_what_real_ones_do(name):
 def test_a_step_on_fake_tensors_computes_nothing(monkeypatch):
     net = Net(lambda n, x: n.a(x).sum(), a=nn.Linear(4, 4))
     with_real = []
-    monkeypatch.setattr(Step, "on_real_tensors", lambda *_: with_real.append(1))
+    monkeypatch.setattr(StepRunner, "on_real_tensors", lambda *_: with_real.append(1))
     trace = trace_step(step_of(net, torch.ones(4, 4)))
     assert not with_real
     assert trace.calls.sequence == ["a"]

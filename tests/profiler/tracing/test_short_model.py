@@ -6,9 +6,9 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from both_traces import both
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from traced import both
 
 from lightning_osdp.profiler import ComputePrecision
 

@@ -12,17 +12,26 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeVar
 
 from torch import nn
 
-from lightning_osdp.profiler.equal_blocks.forward import Forward, are_same, goes_on
-from lightning_osdp.profiler.equal_blocks.operation_log import Token
+from lightning_osdp.errors import UntraceableError
+from lightning_osdp.profiler.step.run_step import StepRunner, check_loss
 from lightning_osdp.profiler.tracing.calls import Calls
+from lightning_osdp.profiler.tracing.forward_log import (
+    ForwardLog,
+    Mark,
+    NeedsSavedError,
+    Token,
+    are_same,
+    goes_on,
+    logged_forward,
+)
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -42,10 +51,10 @@ class _Cut:
     """Of the names of its blocks."""
     kept: dict[str, str]
     """Key of a block that stays -> its key in the short model."""
-    operations: tuple[int, int]
-    """First that is left out, first behind that is not; and so below."""
-    made: tuple[int, int]
-    segments: tuple[int, int]
+    start: Mark
+    """Of the first block that is left out."""
+    end: Mark
+    """Of the first behind it that is not."""
     period: int
     """Segments of a block."""
 
@@ -63,65 +72,60 @@ class ShortModel:
 
     calls: Calls
     """Of the short model."""
+    places: Sequence[int]
+    """For each segment of the full model, the one of the short model that it is, or that stands for it."""
     cuts: tuple[_Cut, ...] = ()
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
+    def applied(self) -> AbstractContextManager[None]:
         """Makes the model the short one for a while."""
-        with _without(self.cuts):
-            yield
+        return _without(self.cuts)
 
     def agrees(self, parts: Sequence[object]) -> bool:
         """Whether blocks that stand for others are alike in these parts, one for each segment of the short model."""
-        places = [(self._place(cut.segments[0]), cut.period) for cut in self.cuts]
+        places = [(self.places[cut.start.num_segments], cut.period) for cut in self.cuts]
         return all(parts[place : place + period] == parts[place - period : place] for place, period in places)
 
     def unfolded(self, parts: Sequence[T]) -> list[T]:
         """One for each segment of the full model, from one for each of the short one."""
-        return [parts[place] for place in self.places(len(parts))]
-
-    def places(self, num_segments: int) -> list[int]:
-        """For each segment of the full model, its place among the so many of the short one."""
-        num_cut = sum(end - start for start, end in (cut.segments for cut in self.cuts))
-        return [self._place(segment) for segment in range(num_segments + num_cut)]
-
-    def _place(self, segment: int) -> int:
-        """Of a segment in the short model, or of the one that stands for it."""
-        shift = 0
-        for cut in self.cuts:
-            start, end = cut.segments
-            if start <= segment < end:
-                return start - shift - cut.period + (segment - start) % cut.period
-            shift += (end - start) * (segment >= end)
-        return segment - shift
+        return [parts[place] for place in self.places]
 
 
-def blocks_of(module: nn.Module) -> dict[str, nn.Module]:
-    """Those that may be left out, by name: what lies in one container with enough others."""
-    return {
+def short_model(step: StepRunner) -> tuple[Calls, ShortModel] | None:
+    """Calls of a model, and the shortest one that does what it does; None where its blocks cannot be compared.
+
+    Raises:
+        UntraceableError: the step does not run on fake tensors.
+    """
+    module = step.module
+    blocks = {
         prefix + key: block for prefix, container in _containers(module) for key, block in container.named_children()
     }
-
-
-def short_model(module: nn.Module, full: Forward, record: Callable[[], Forward]) -> ShortModel:
-    """The shortest model that does what the full one does.
-
-    Args:
-        module: the full model.
-        full: its forward.
-        record: the forward of what the module is when it is called.
-    """
+    if not blocks:
+        return None
+    try:
+        full = _logged(step, blocks)
+    except UntraceableError as error:
+        if isinstance(error.__cause__, NeedsSavedError):
+            return None
+        raise
     cuts = _cuts(module, full)
     if cuts:
         try:
             with _without(cuts):
-                forward = record()
+                short = _logged(step, {})
         except Exception as error:  # a model may count on all of its blocks
             _log.info("OSDP: every block is traced, for without some of them the model fails: %r", error)
         else:
-            if _does_the_same(full, cuts, forward):
-                return ShortModel(forward.calls, cuts)
-    return ShortModel(full.calls)
+            if _does_the_same(full, cuts, short):
+                return full.calls, ShortModel(short.calls, _places(full.calls, cuts), cuts)
+    return full.calls, ShortModel(full.calls, _places(full.calls, ()))
+
+
+def _logged(step: StepRunner, blocks: Mapping[str, nn.Module]) -> ForwardLog:
+    """The forward of what the module is now."""
+    with step.on_fake_tensors(step.batch_size) as (run, batch), logged_forward(step.module, batch, blocks) as log:
+        check_loss(run())
+    return log
 
 
 @contextmanager
@@ -146,7 +150,7 @@ def _containers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield f"{name}." if name else "", child
 
 
-def _cuts(module: nn.Module, full: Forward) -> tuple[_Cut, ...]:
+def _cuts(module: nn.Module, full: ForwardLog) -> tuple[_Cut, ...]:
     """In the order of forward; blocks inside of blocks that are left out go with them."""
     places = Counter(id(child) for _, child in module.named_modules(remove_duplicate=False))
     places.update(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
@@ -156,7 +160,7 @@ def _cuts(module: nn.Module, full: Forward) -> tuple[_Cut, ...]:
             cut = _cut(prefix, container, full)
             if cut is not None and all(places[id(part)] == 1 for part in _left_out(cut)):
                 cuts.append(cut)
-    return tuple(sorted(cuts, key=lambda cut: cut.segments))
+    return tuple(sorted(cuts, key=lambda cut: cut.start))
 
 
 def _left_out(cut: _Cut) -> Iterator[object]:
@@ -166,7 +170,7 @@ def _left_out(cut: _Cut) -> Iterator[object]:
             yield from block.parameters()
 
 
-def _cut(prefix: str, container: nn.Module, full: Forward) -> _Cut | None:
+def _cut(prefix: str, container: nn.Module, full: ForwardLog) -> _Cut | None:
     """The longest run of blocks that are alike, all but those that stay."""
     keys = list(container._modules)
     blocks = [prefix + key for key in keys]
@@ -180,19 +184,17 @@ def _cut(prefix: str, container: nn.Module, full: Forward) -> _Cut | None:
         return None
     first, behind = longest[0] + _NUM_FIRST, longest[-1] + 1
     start, end = full.marks[blocks[first]], full.marks[blocks[behind]]
-    segments = full.first_segment(blocks[first]), full.first_segment(blocks[behind])
     return _Cut(
         container=container,
         prefix=prefix,
         kept=dict(zip(keys[:first] + keys[behind:], keys, strict=False)),
-        operations=(start.num_operations, end.num_operations),
-        made=(start.num_made, end.num_made),
-        segments=segments,
-        period=(segments[1] - segments[0]) // (behind - first),
+        start=start,
+        end=end,
+        period=(end.num_segments - start.num_segments) // (behind - first),
     )
 
 
-def _does_the_same(full: Forward, cuts: Sequence[_Cut], short: Forward) -> bool:
+def _does_the_same(full: ForwardLog, cuts: Sequence[_Cut], short: ForwardLog) -> bool:
     """Whether the short model's forward is the full one's without what was cut."""
 
     def renamed(name: str) -> str:
@@ -202,16 +204,30 @@ def _does_the_same(full: Forward, cuts: Sequence[_Cut], short: Forward) -> bool:
 
     def is_same(token: Token, other: Token) -> bool:
         if isinstance(token, int):
-            return other == token - sum(end - start for start, end in (cut.made for cut in cuts) if start <= token)
+            return other == token - sum(c.end.num_made - c.start.num_made for c in cuts if c.start.num_made <= token)
         return isinstance(token, str) and other == renamed(token)
 
-    operations = _outside(full.operations, [cut.operations for cut in cuts])
-    sequence = _outside(full.calls.sequence, [cut.segments for cut in cuts])
+    operations = _outside(full.operations, [(cut.start.num_operations, cut.end.num_operations) for cut in cuts])
+    sequence = _outside(full.calls.sequence, _segments(cuts))
     return (
         [renamed(name) for name in sequence] == short.calls.sequence
         and renamed(full.calls.last) == short.calls.last
         and are_same(operations, short.operations, is_same)
     )
+
+
+def _places(calls: Calls, cuts: Sequence[_Cut]) -> list[int]:
+    """As in `ShortModel`, for a full model with these calls."""
+    segments = range(len(calls.sequence) + 1)
+    place = {segment: index for index, segment in enumerate(_outside(segments, _segments(cuts)))}
+    for cut in cuts:
+        for segment in range(cut.start.num_segments, cut.end.num_segments):
+            place[segment] = place[segment - cut.period]
+    return [place[segment] for segment in segments]
+
+
+def _segments(cuts: Sequence[_Cut]) -> list[tuple[int, int]]:
+    return [(cut.start.num_segments, cut.end.num_segments) for cut in cuts]
 
 
 def _outside(items: Sequence[T], cuts: Sequence[tuple[int, int]]) -> list[T]:

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from traced import Net
 
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.profiler import profile_model
@@ -13,25 +14,9 @@ LOSS = 4
 """Bytes of the loss itself."""
 
 
-class Steps(nn.Module):
-    """A model and the step to take on a batch of shape (b, 8)."""
-
-    def __init__(self, step, **modules):
-        super().__init__()
-        for name, module in modules.items():
-            setattr(self, name, module)
-        self.step = step
-
-    def training_step(self, batch, batch_idx):
-        return self.step(self, batch)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 def profiled(step, batch_size=2, width=8, **modules):
     torch.manual_seed(0)
-    return profile_model(Steps(step, **modules), torch.randn(batch_size, width))
+    return profile_model(Net(step, **modules), torch.randn(batch_size, width))
 
 
 def saved(step, **modules):
@@ -193,15 +178,6 @@ def test_the_loss_begins_after_the_last_call_of_a_module_called_twice():
     found, loss = saved(lambda m, x: m.a(m.b(m.a(x))).tanh().sum(), a=nn.Linear(8, 8), b=nn.Linear(8, 8))
     assert found == {"a": 4 * 8, "b": 4 * 8}
     assert loss == 4 * 8  # tanh's output
-
-
-def test_each_call_of_a_module_has_its_own_bytes():
-    profile = profiled(lambda m, x: m.a(m.b(m.a(x))).sum(), a=nn.Linear(8, 8), b=nn.Linear(8, 8))
-    assert profile.spans == {"a": ((0, 0), (2, 2)), "b": ((1, 1),)}
-    assert [segment.operator for segment in profile.segments] == ["a", "b", "a", ""]
-    # the first call saves the batch, which does not count
-    assert [segment.saved_bytes.per_sample for segment in profile.segments] == [0, 4 * 8, 4 * 8, 0]
-    assert profile.loss.saved_bytes.fixed == LOSS
 
 
 def test_what_a_parametrization_saves_is_there_whatever_the_batch():

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_osdp.core.text.progress import Progress, silent
 from lightning_osdp.profiler.machine.memory import is_out_of_memory
-from lightning_osdp.profiler.step.loss import check_finite
-from lightning_osdp.profiler.together import Together, alone
-from lightning_osdp.profiler.tracing.calls import Calls
-from lightning_osdp.profiler.tracing.segments import Position, followed
+from lightning_osdp.profiler.step.run_step import check_finite
+from lightning_osdp.profiler.tracing.calls import Calls, Position, followed
+
+T = TypeVar("T")
 
 _REPEATS = 5
+REPEATS_TOGETHER = 5
 _REPEAT_BUDGET_S = 3.0
 """What takes longer than this all together is not repeated further."""
 _LEAST_SHARE = 0.1
@@ -37,10 +41,76 @@ class Seconds:
         return sum(self.forward_s) + sum(self.backward_s)
 
 
+class Together(Protocol):
+    """Runs something on every rank once all have come to it; called in the same order everywhere."""
+
+    def __call__(self, work: Callable[[], T], /, *, stage: str) -> Sequence[T]:
+        """What it returned on each rank, by rank; where it raises on one, every rank raises.
+
+        ``stage`` says what it is for, and is the same on every rank.
+        """
+
+
+def alone(work: Callable[[], T], /, *, stage: str) -> Sequence[T]:
+    """On this rank, whatever others do."""
+    return [work()]
+
+
 def synchronize(device: torch.device) -> None:
     """Waits until the device has done what it was asked to."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def fastest_s(
+    call: Callable[[], object], device: torch.device, *, repeats: int, num_calls: int = 1, budget_s: float = math.inf
+) -> float:
+    """Seconds of one call: of the fastest of a few runs, after one call to warm up.
+
+    Args:
+        call: what is timed.
+        device: waited for, at the end of each run.
+        repeats: runs.
+        num_calls: in a run.
+        budget_s: once all together have taken longer than this, there are no more runs.
+    """
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    best = math.inf
+    for _ in range(repeats):
+        before = time.perf_counter()
+        for _ in range(num_calls):
+            call()
+        synchronize(device)
+        after = time.perf_counter()
+        best = min(best, (after - before) / num_calls)
+        if after - start > budget_s:
+            break
+    return best
+
+
+def fastest_together_s(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the fastest of a few runs, after one to warm up, each as long as on its slowest rank.
+
+    Ranks begin each run together, and it ends when the last of them is through. Call it on all ranks of the default
+    process group; all get the same.
+
+    Args:
+        run: what each rank does.
+        device: waited for.
+    """
+    runs_s = []
+    for _ in range(REPEATS_TOGETHER + 1):
+        dist.barrier()
+        synchronize(device)
+        start = time.perf_counter()
+        run()
+        synchronize(device)
+        runs_s.append(time.perf_counter() - start)
+    slowest_s = torch.tensor(runs_s[1:], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest_s, op=dist.ReduceOp.MAX)
+    return float(slowest_s.min().item())
 
 
 def time_step(
@@ -64,9 +134,9 @@ def time_step(
         calls: what its forward does.
         device: waited for.
         loss_of: runs forward and returns the loss.
-        stage: of the progress.
+        stage: of ``progress``, which is called with each run as it begins.
         together: how ranks run at the same time.
-        progress: called with each run as it begins.
+        progress: see ``stage``.
 
     Returns:
         None on every rank where the device of one has too little memory.
@@ -74,18 +144,21 @@ def time_step(
     Raises:
         ProfileError: the loss is not finite.
     """
-    modules = dict(module.named_modules())
     start = time.perf_counter()
     runs: list[Seconds] = []
     plain_s: list[float] = []
     slowest_s: list[float] = []
 
     def with_hooks() -> float:
-        runs.append(_timed(modules, calls, device, loss_of))
+        runs.append(_timed(module, calls, device, loss_of))
         return runs[-1].total_s
 
     def without_hooks() -> float:
-        plain_s.append(_plain_s(device, loss_of))
+        synchronize(device)
+        before = time.perf_counter()
+        loss_of().backward()
+        synchronize(device)
+        plain_s.append(time.perf_counter() - before)
         return plain_s[-1]
 
     def attempt(run: Callable[[], float]) -> tuple[float, float] | None:
@@ -113,15 +186,10 @@ def time_step(
 
 
 def shared_out(runs: Sequence[Seconds], *, plain_s: float, total_s: float) -> Seconds:
-    """The total, with what hooks take left out of each segment's share.
+    """Seconds that add up to ``total_s``, with what hooks take left out of each segment's share.
 
-    A share is the segment's own fastest run, less what all runs with hooks took longer than those without, divided
-    evenly among the segments of forward and of backward that there are.
-
-    Args:
-        runs: with hooks.
-        plain_s: the fastest run without them, on this rank.
-        total_s: what the segments are to add up to.
+    A share is the segment's own fastest run, less what all runs with hooks took longer than ``plain_s``, the fastest
+    without them, divided evenly among the segments of forward and of backward that there are.
     """
     forward_s = [min(values) for values in zip(*(run.forward_s for run in runs), strict=True)]
     backward_s = [min(values) for values in zip(*(run.backward_s for run in runs), strict=True)]
@@ -133,59 +201,32 @@ def shared_out(runs: Sequence[Seconds], *, plain_s: float, total_s: float) -> Se
     return Seconds(scaled_s[: len(forward_s)], scaled_s[len(forward_s) :])
 
 
-def _timed(
-    modules: Mapping[str, nn.Module], calls: Calls, device: torch.device, loss_of: Callable[[], Tensor]
-) -> Seconds:
-    stopwatch = _Stopwatch(device)
-    position = Position(calls, lambda: stopwatch.mark(position))
-    with followed(modules, position, calls):
-        stopwatch.start()
+def _timed(module: nn.Module, calls: Calls, device: torch.device, loss_of: Callable[[], Tensor]) -> Seconds:
+    """One run, timed by the host's clock on CPU and by events in the stream on CUDA."""
+
+    def now() -> float | torch.cuda.Event:
+        if device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    marks: list[tuple[bool, int, float | torch.cuda.Event]] = []
+    position = Position(calls, lambda: marks.append((position.in_backward, position.now, now())))
+    with followed(module, position):
+        synchronize(device)
+        before = now()
         loss = loss_of()
         position.start_backward()
         loss.backward()
         position.end()
     check_finite(loss)
-    return stopwatch.seconds(position.num_segments)
-
-
-def _plain_s(device: torch.device, loss_of: Callable[[], Tensor]) -> float:
     synchronize(device)
-    start = time.perf_counter()
-    loss_of().backward()
-    synchronize(device)
-    return time.perf_counter() - start
-
-
-class _Stopwatch:
-    """When the device is through with each segment: the host's clock on CPU, events in the stream on CUDA."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._marks: list[tuple[bool, int, float | torch.cuda.Event]] = []
-        self._start: float | torch.cuda.Event = 0.0
-
-    def start(self) -> None:
-        synchronize(self._device)
-        self._start = self._now()
-
-    def mark(self, position: Position) -> None:
-        self._marks.append((position.in_backward, position.now, self._now()))
-
-    def _now(self) -> float | torch.cuda.Event:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def seconds(self, num_segments: int) -> Seconds:
-        synchronize(self._device)
-        forward_s, backward_s = [0.0] * num_segments, [0.0] * num_segments
-        before = self._start
-        for in_backward, segment, mark in self._marks:
-            (backward_s if in_backward else forward_s)[segment] += _between_s(before, mark)
-            before = mark
-        return Seconds(tuple(forward_s), tuple(backward_s))
+    forward_s, backward_s = [0.0] * position.num_segments, [0.0] * position.num_segments
+    for in_backward, segment, mark in marks:
+        (backward_s if in_backward else forward_s)[segment] += _between_s(before, mark)
+        before = mark
+    return Seconds(tuple(forward_s), tuple(backward_s))
 
 
 def _between_s(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:

@@ -1,3 +1,4 @@
+import copy
 import random
 from dataclasses import dataclass
 
@@ -12,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from traced import CPU, PRECISIONS, own_step, real_and_fake
 
 from lightning_osdp.errors import ProfileError, UntraceableError
-from lightning_osdp.profiler import LiveBytes
-from lightning_osdp.profiler.fake_tensors.fake_model import faked
+from lightning_osdp.profiler import LiveBytes, without_values
+from lightning_osdp.profiler.step.fake_model import faked
 
 READS_VALUES = {"SkipsLayers"}
 FIXED_SIZE = {"Recurrent", "OneSample"}  # one reshapes to its batch size, the other has one sample
@@ -255,3 +256,31 @@ def test_gradients_are_on_inside():
     layer = nn.Linear(2, 2)
     with torch.no_grad(), faked(layer, torch.ones(1, 2), CPU) as batch:
         assert layer(batch).requires_grad
+
+
+@pytest.fixture
+def tied():
+    found = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3, bias=False))
+    found[2].weight = found[0].weight
+    found[0].bias.requires_grad_(False)
+    found[0].weight.no_decay = True
+    return found
+
+
+def test_shapes_ties_and_marks_stand_for_the_values(tied):
+    expected = [(name, p.shape, p.dtype, p.requires_grad) for name, p in tied.named_parameters(remove_duplicate=False)]
+    with without_values(tied):
+        found = list(tied.named_parameters(remove_duplicate=False))
+        assert [(name, p.shape, p.dtype, p.requires_grad) for name, p in found] == expected
+        assert all(tensor.is_meta for tensor in (*tied.parameters(), *tied.buffers()))
+        assert tied[2].weight is tied[0].weight
+        assert tied[0].weight.no_decay
+
+
+def test_the_values_are_the_same_objects_afterwards_even_after_an_error(tied):
+    before, values = dict(tied.state_dict(keep_vars=True)), copy.deepcopy(tied.state_dict())
+    with pytest.raises(ZeroDivisionError), without_values(tied):
+        raise ZeroDivisionError
+    after = tied.state_dict(keep_vars=True)
+    assert all(after[name] is tensor for name, tensor in before.items())
+    assert all(torch.equal(after[name], value) for name, value in values.items())

@@ -9,13 +9,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from traced import CPU, PRECISIONS, own_step
 
+from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.errors import ConfigurationError, UntraceableError
 from lightning_osdp.profiler import LiveBytes
-from lightning_osdp.profiler.fake_tensors.fake_model import faked
-from lightning_osdp.profiler.timing.operation_cost import replayed_s, roofline_s, segment_seconds
-from lightning_osdp.profiler.timing.operations import Operand, OperationRecorder
+from lightning_osdp.profiler.operation_time import Operand, OperationRecorder, replayed_s, roofline_s, segment_seconds
+from lightning_osdp.profiler.step.fake_model import faked
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+DTYPES = ("float32", "float64", "bfloat16")
 
 
 def recorded(run, *tensors):
@@ -30,11 +30,11 @@ def only(run, *tensors):
 
 
 def recorded_step(name, precision="float32"):
-    model = MODELS[name]()
-    with faked(model, model.batch(), CPU) as batch, OperationRecorder() as recorder:
+    model, segments = MODELS[name](), [0]
+    with faked(model, model.batch(), CPU) as batch, OperationRecorder(lambda: segments[-1]) as recorder:
         with PRECISIONS[precision]():
             returned = own_step(model, batch)
-        recorder.segment = 1
+        segments.append(1)
         (returned["loss"] if isinstance(returned, dict) else returned).backward()
     return recorder.operations
 
@@ -116,9 +116,9 @@ def test_flops_of_products_convolutions_and_attention():
 
 def test_roofline_takes_the_slower_of_computing_and_moving():
     product = only(lambda x, y: x @ y, torch.ones(2, 3), torch.ones(3, 4))
-    assert roofline_s(product, {torch.float32: 1.0}, 1e9) == 48
-    assert roofline_s(product, {torch.float32: 1e9}, 1.0) == 104
-    assert roofline_s(only(torch.exp, torch.ones(5)), {}, 10.0) == 4
+    assert roofline_s(product, DeviceRates(flops_per_s={"float32": 1.0}, bytes_per_s=1e9)) == 48
+    assert roofline_s(product, DeviceRates(flops_per_s={"float32": 1e9}, bytes_per_s=1.0)) == 104
+    assert roofline_s(only(torch.exp, torch.ones(5)), DeviceRates(flops_per_s={}, bytes_per_s=10.0)) == 4
 
 
 def test_roofline_needs_a_rate_for_every_dtype():
@@ -126,7 +126,7 @@ def test_roofline_needs_a_rate_for_every_dtype():
     with pytest.raises(
         ConfigurationError, match=r"rate of torch.bfloat16, in which aten.mm.default computes, got rates"
     ):
-        roofline_s(product, {torch.float32: 1.0}, 1.0)
+        roofline_s(product, DeviceRates(flops_per_s={"float32": 1.0}, bytes_per_s=1.0))
 
 
 def test_each_distinct_operation_is_asked_for_once():
@@ -153,7 +153,8 @@ def test_every_operation_of_a_step_can_be_replayed(name, precision):
     before = torch.get_rng_state()
     replayed = segment_seconds(operations, partial(replayed_s, device=CPU))
     assert torch.equal(torch.get_rng_state(), before)
-    bounds = segment_seconds(operations, partial(roofline_s, flops_per_s=dict.fromkeys(DTYPES, 1e12), bytes_per_s=1e9))
+    rates = DeviceRates(flops_per_s=dict.fromkeys(DTYPES, 1e12), bytes_per_s=1e9)
+    bounds = segment_seconds(operations, partial(roofline_s, rates=rates))
     for seconds in (replayed, bounds):
         assert seconds.keys() == {0, 1}
         assert min(seconds.values()) > 0

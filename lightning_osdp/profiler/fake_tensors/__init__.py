@@ -1,1 +1,0 @@
-"""The model on tensors without values."""

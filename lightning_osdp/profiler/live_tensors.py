@@ -1,0 +1,199 @@
+"""Tensors that are alive: bytes counted exactly while operations run, and a census of all that Python can reach."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from lightning_osdp.core.text.byte_size import format_bytes
+from lightning_osdp.splitting import JoinedShards
+
+
+class LiveBytes(TorchDispatchMode):
+    """Live and peak bytes of the storages on one kind of device: what a memory limit means on every device.
+
+    While it is active, it counts the storage of every tensor that an operation returns; those that were there before
+    must be named with `track`. What it has counted leaves the count when it is freed, even while it is not active.
+
+    Args:
+        device_type: ``"cpu"`` or ``"cuda"``; tensors elsewhere do not count.
+        memory_limit_bytes: what may live while the mode is active; an operation that exceeds it raises a `MemoryError`.
+
+    Example:
+        >>> with LiveBytes("cpu") as live:
+        ...     kept = torch.zeros(1000, dtype=torch.float32) + 1
+        >>> live.current_bytes, live.peak_bytes
+        (4000, 8000)
+    """
+
+    def __init__(self, device_type: str, *, memory_limit_bytes: int | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.current_bytes = 0
+        self.peak_bytes = 0
+        self.device_type = device_type
+        self._limit_bytes = memory_limit_bytes
+        self._sizes: dict[int, int] = {}
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it is counting: entered and not left."""
+        return self in _counting
+
+    def track(self, tensors: Iterable[Tensor]) -> int:
+        """Counts tensors that exist already; returns the bytes that this added."""
+        before = self.current_bytes
+        for tensor in tensors:
+            self._count(tensor)
+        return self.current_bytes - before
+
+    def reset_peak(self) -> None:
+        """Starts a new peak from what is live now."""
+        self.peak_bytes = self.current_bytes
+
+    def _count(self, tensor: Tensor) -> None:
+        if isinstance(tensor, DTensor):
+            tensor = tensor._local_tensor
+        if tensor.device.type != self.device_type or tensor.layout is not torch.strided:
+            return
+        if isinstance(tensor, JoinedShards):
+            return  # its pieces count
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._sizes:
+            weakref.finalize(storage, self._forget, key).atexit = False
+        self._set(key, storage.nbytes())
+
+    def _set(self, key: int, num_bytes: int) -> None:
+        self.current_bytes += num_bytes - self._sizes.get(key, 0)
+        self._sizes[key] = num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+        if self._limit_bytes is not None and self.current_bytes > self._limit_bytes and self.is_active:
+            taken, limit = format_bytes(self.current_bytes), format_bytes(self._limit_bytes)
+            raise MemoryError(f"live tensors take {taken}, the limit is {limit}")
+
+    def _forget(self, key: int) -> None:
+        self.current_bytes -= self._sizes.pop(key, 0)
+
+    def __enter__(self) -> LiveBytes:
+        if not _counting:
+            # fully_shard frees and allocates unsharded parameters by resizing their storage, past the dispatcher.
+            torch.UntypedStorage.resize_ = _counted_resize  # type: ignore[method-assign, assignment]
+            # torch compiles nothing under a mode, and raises of what is to be compiled whole
+            _while_counting.enter_context(torch.compiler.set_stance("force_eager"))
+        _counting.append(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        _counting.remove(self)
+        if not _counting:
+            torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
+            _while_counting.close()
+        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.track(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        return result
+
+
+_resize = torch.UntypedStorage.resize_
+_while_counting = ExitStack()
+_counting: list[LiveBytes] = []
+"""Those that are entered, in any order: one may be left before another that was entered after it."""
+
+
+def _counted_resize(storage: torch.UntypedStorage, size: int) -> Any:
+    result = _resize(storage, size)
+    for live in dict.fromkeys(_counting):
+        if storage._cdata in live._sizes:
+            live._set(storage._cdata, storage.nbytes())
+    return result
+
+
+class Census:
+    """Storages on one kind of device that are alive now; `newer` tells what has come since then.
+
+    Python's objects are looked through for tensors, and these for gradients. Not found is what nothing but a graph of
+    autograd holds, and what is sparse. A million objects take less than a second.
+
+    Args:
+        device_type: ``"cpu"`` or ``"cuda"``; tensors elsewhere do not count.
+
+    Example:
+        >>> census = Census("cpu")
+        >>> kept = torch.zeros(2, 3)
+        >>> [tensor.shape for tensor in census.newer()]
+        [torch.Size([2, 3])]
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._known = {key: weakref.ref(storage) for key, (_, storage) in self._found().items()}
+
+    def newer(self, *, besides: Iterable[Tensor] = ()) -> list[Tensor]:
+        """One tensor of each storage that is alive now, was not then, and is none of those of other tensors.
+
+        Args:
+            besides: tensors that are counted elsewhere, as are their gradients.
+        """
+        found = self._found()
+        old = {key: known for key, reference in self._known.items() if (known := reference()) is not None}
+        left_out = old.keys() | _storages(besides, self._device_type).keys()
+        addresses = {storage.data_ptr() for storage in old.values()}  # what numpy allocated may have several storages
+        newer = []
+        for key, (tensor, storage) in found.items():
+            if key not in left_out and storage.data_ptr() not in addresses:
+                addresses.add(storage.data_ptr())
+                newer.append(tensor)
+        return newer
+
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """Takes these for what was alive before."""
+        found = _storages(tensors, self._device_type)
+        self._known |= {key: weakref.ref(storage) for key, (_, storage) in found.items()}
+
+    def _found(self) -> dict[int, tuple[Tensor, torch.UntypedStorage]]:
+        """What is alive, but for the tensors in which torch notes who the ranks of a mesh are."""
+        # the type itself: what stands in for another object may say that it is a tensor
+        objects = [each for each in gc.get_objects() if issubclass(type(each), (Tensor, DeviceMesh))]
+        meshes = _storages((each.mesh for each in objects if isinstance(each, DeviceMesh)), self._device_type)
+        found = _storages((each for each in objects if isinstance(each, Tensor)), self._device_type)
+        return {key: each for key, each in found.items() if key not in meshes}
+
+
+def _storages(tensors: Iterable[Tensor], device_type: str) -> dict[int, tuple[Tensor, torch.UntypedStorage]]:
+    """Storages that have memory on such a device, each with a tensor, by what tells them apart while they are alive."""
+    found = {}
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in chain.from_iterable(map(_with_gradient, tensors)):
+            storage = tensor.untyped_storage()
+            if storage.device.type == device_type and storage.nbytes() > 0:  # a fake tensor's is elsewhere
+                found[storage._cdata] = tensor, storage
+    return found
+
+
+def _with_gradient(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensor that has the memory of another, if one does, and that of its gradient.
+
+    None has that of a sparse tensor, or of one that is made of others.
+    """
+    if isinstance(tensor, DTensor):
+        yield from _with_gradient(tensor._local_tensor)
+    elif tensor.layout is torch.strided and not (
+        isinstance(tensor, JoinedShards) or is_traceable_wrapper_subclass(tensor)
+    ):
+        yield tensor
+    if (tensor.is_leaf or tensor.retains_grad) and tensor.grad is not None:
+        yield from _with_gradient(tensor.grad)

@@ -1,0 +1,269 @@
+"""Seconds of a step that is not run: its operations one by one, on this device or by another one's rates."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from lightning_osdp.core.cluster import DeviceRates
+from lightning_osdp.errors import ConfigurationError, UntraceableError
+from lightning_osdp.profiler.machine.memory import is_out_of_memory
+from lightning_osdp.profiler.step.run_step import StepRunner, loss_in
+from lightning_osdp.profiler.step.snapshot import storage_key
+from lightning_osdp.profiler.step_time import Seconds, fastest_s
+from lightning_osdp.profiler.tracing.calls import Position, followed
+from lightning_osdp.profiler.tracing.short_model import ShortModel
+
+aten = torch.ops.aten
+
+_ALLOCATES = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+_OVERWRITES = {aten.copy_, aten.zero_, aten.fill_, aten.bernoulli_, aten.uniform_, aten.normal_, aten.random_}
+_GATHERS = {aten.embedding, aten.gather, aten.index, aten.index_select, aten.nll_loss_forward}
+"""Of their first operand they read about as much as they return."""
+_SAME_FLOPS = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+}
+
+_REPEATS = 3
+_REPEAT_BUDGET_S = 0.5
+"""What takes longer than this all together is not repeated further."""
+_CALLS_IN_FLIGHT = 10
+"""Calls between two synchronizations of a device that queues them: in a step launches hide behind kernels."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor that an operation takes or makes, without its values."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    """In elements; None where contiguous."""
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Operand:
+        """A strided tensor's description."""
+        if tensor.layout is not torch.strided:
+            raise UntraceableError(
+                f"Expected operations on strided tensors, whose cost their shapes tell, got one on a {tensor.layout}"
+                " tensor. Profile it with real parameters."
+            )
+        strides = None if tensor.is_contiguous() else tuple(tensor.stride())
+        return cls(tuple(tensor.shape), strides, tensor.dtype, tensor.device)
+
+    @property
+    def num_elements_spanned(self) -> int:
+        """Elements of memory from its first to its last, gaps included."""
+        if self.strides is None or 0 in self.shape:
+            return prod(self.shape)
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it addresses: each once where it is expanded, no gaps."""
+        return min(prod(self.shape), self.num_elements_spanned) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One call of an operator of torch; calls that cost the same are equal."""
+
+    function: torch._ops.OpOverload
+    arguments: tuple[Any, ...]
+    """With an `Operand` for each tensor, and tuples for lists."""
+    keywords: tuple[tuple[str, Any], ...]
+    results: tuple[Operand, ...]
+    """Tensors that it makes; what is written in place is among the arguments."""
+    flops: int
+    """Floating-point operations by the formulas of ``torch.utils.flop_counter``: matrix products, convolutions and
+    attention (a causal one as if it were whole). Others have none and are taken to be bound by memory."""
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """Tensors that it takes."""
+        return _operands_in((self.arguments, self.keywords))
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes read and written once each, as if nothing were cached and nothing read twice."""
+        packet = self.function.overloadpacket
+        read = [operand.num_bytes for operand in self.operands]
+        if packet in _OVERWRITES:
+            read[:1] = []
+        elif packet in _GATHERS:
+            read[:1] = [min(read[0], sum(result.num_bytes for result in self.results[:1]))]
+        written = [result.num_bytes for result in self.results]
+        for argument, value in zip(self.function._schema.arguments, self.arguments, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written += [operand.num_bytes for operand in _operands_in(value)]
+        return sum(read) + sum(written)
+
+
+class OperationRecorder(TorchDispatchMode):
+    """Notes the operations of a step by segment, as often as they run; views and mere allocations cost nothing.
+
+    To be entered inside `faked`.
+
+    Args:
+        segment: the number of the segment that runs.
+
+    Example:
+        >>> from torch._subclasses.fake_tensor import FakeTensorMode
+        >>> with FakeTensorMode(), OperationRecorder() as recorder:
+        ...     x = torch.ones(2, 3)
+        ...     y = x @ x.T @ x
+        >>> [(str(operation.function), operation.flops) for operation in recorder.operations[0]]
+        [('aten.ones.default', 0), ('aten.mm.default', 24), ('aten.mm.default', 24)]
+    """
+
+    def __init__(self, segment: Callable[[], int] = lambda: 0) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._segment = segment
+        self.operations: dict[int, Counter[Operation]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        made = _new_tensors(result, (args, kwargs))
+        writes = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
+        if (made or writes) and func.overloadpacket not in _ALLOCATES:
+            operation = Operation(
+                function=func,
+                arguments=_described(args),
+                keywords=tuple((name, _described(value)) for name, value in kwargs.items()),
+                results=tuple(Operand.of(tensor) for tensor in made),
+                flops=_flops(func.overloadpacket, args, kwargs, result),
+            )
+            self.operations.setdefault(self._segment(), Counter())[operation] += 1
+        return result
+
+
+def _new_tensors(result: Any, inputs: Any) -> list[Tensor]:
+    """Tensors among the results that are no view of an input."""
+    taken = {_storage(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)}
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and _storage(leaf) not in taken]
+
+
+def _storage(tensor: Tensor) -> int:
+    return storage_key(tensor) or id(tensor)
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return Operand.of(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(_described(item) for item in value)
+    return None if isinstance(value, torch.Generator) else value
+
+
+def _operands_in(value: Any) -> tuple[Operand, ...]:
+    return tuple(leaf for leaf in tree_leaves(value) if isinstance(leaf, Operand))
+
+
+def _flops(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
+    formula: Callable[..., int] | None = flop_registry.get(_SAME_FLOPS.get(packet, packet))
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+def estimate_step(step: StepRunner, short: ShortModel, size: int, seconds_of: Callable[[Operation], float]) -> Seconds:
+    """Segments of a micro-batch of so many samples, as the sums of their operations.
+
+    The model may be on the meta device: never more is alive than the operands of one operation.
+    """
+    position = Position(short.calls, lambda: None)
+    num = position.num_segments
+    recorder = OperationRecorder(lambda: position.now + position.in_backward * num)
+    with short.applied(), step.on_fake_tensors(size) as (run, _), recorder, followed(step.module, position):
+        loss = loss_in(run())
+        position.start_backward()
+        loss.backward()
+    seconds = segment_seconds(recorder.operations, seconds_of)
+    return Seconds(
+        forward_s=tuple(short.unfolded([seconds.get(index, 0.0) for index in range(num)])),
+        backward_s=tuple(short.unfolded([seconds.get(num + index, 0.0) for index in range(num)])),
+    )
+
+
+def segment_seconds(
+    operations: Mapping[int, Counter[Operation]], seconds_of: Callable[[Operation], float]
+) -> dict[int, float]:
+    """Seconds of all operations of each segment; those of one call are asked for once for each distinct operation."""
+    seconds_of = cache(seconds_of)
+    return {
+        segment: sum(count * seconds_of(operation) for operation, count in counter.items())
+        for segment, counter in operations.items()
+    }
+
+
+def replayed_s(operation: Operation, device: torch.device) -> float:
+    """Seconds of one call: the fastest of a few on tensors made for it, after one to warm up.
+
+    Floating-point operands are random in [0, 1), all others zero, which is a valid index everywhere. Only the operands
+    and results of this operation are alive meanwhile, with the gaps of those that are slices; random number generators
+    are as before. Operands may be in a cache that in a step had other things to hold.
+
+    Raises:
+        UntraceableError: it cannot be run on such values, such as a factorisation of a singular matrix.
+    """
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            arguments, keywords = tree_map_only(Operand, _tensor, (operation.arguments, dict(operation.keywords)))
+            return fastest_s(
+                lambda: operation.function(*arguments, **keywords),
+                device,
+                repeats=_REPEATS,
+                num_calls=1 if device.type == "cpu" else _CALLS_IN_FLIGHT,
+                budget_s=_REPEAT_BUDGET_S,
+            )
+    except Exception as error:  # an operation may do anything with values that it does not expect
+        if is_out_of_memory(error):
+            raise
+        raise UntraceableError(
+            f"Expected {operation.function} to run on random numbers and zeros of the shapes that the step gives it,"
+            f" but it failed: {error!r}. Profile it with real parameters."
+        ) from error
+
+
+def roofline_s(operation: Operation, rates: DeviceRates) -> float:
+    """Seconds of one call on a device that one does not have: what takes longer, computing or moving its bytes.
+
+    It computes in the dtype of its first floating-point operand.
+
+    Raises:
+        ConfigurationError: there is no rate for a dtype that the operation computes in.
+
+    References:
+        Williams, Waterman, Patterson: Roofline, Communications of the ACM 52(4), 2009.
+    """
+    moving_s = operation.moved_bytes / rates.bytes_per_s
+    if operation.flops == 0:
+        return moving_s
+    dtype = next(operand.dtype for operand in operation.operands if operand.dtype.is_floating_point)
+    flops_per_s = {getattr(torch, name): rate for name, rate in rates.flops_per_s.items()}
+    if dtype not in flops_per_s:
+        raise ConfigurationError(
+            f"Expected the rate of {dtype}, in which {operation.function} computes, got rates of {[*flops_per_s]}."
+            " Add it to flops_per_s."
+        )
+    return max(operation.flops / flops_per_s[dtype], moving_s)
+
+
+def _tensor(operand: Operand) -> Tensor:
+    is_float = operand.dtype.is_floating_point or operand.dtype.is_complex
+    # torch has no random numbers of one byte.
+    make = torch.rand if is_float and operand.dtype.itemsize > 1 else torch.zeros
+    memory = make(operand.num_elements_spanned, dtype=operand.dtype, device=operand.device)
+    return memory.view(operand.shape) if operand.strides is None else memory.as_strided(operand.shape, operand.strides)

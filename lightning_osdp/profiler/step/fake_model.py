@@ -1,0 +1,274 @@
+"""A model without values for a while: of fake tensors, on which its own training step runs, or on the meta device."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_osdp.errors import OSDPError, UntraceableError
+from lightning_osdp.profiler.step.snapshot import tensors_in, untouched
+
+aten = torch.ops.aten
+_log = logging.getLogger(__name__)
+
+
+@contextmanager
+def faked(
+    module: nn.Module,
+    batch: Any,
+    device: torch.device,
+    *,
+    assumes_ones: bool = False,
+    changed: set[nn.Parameter] | None = None,
+) -> Iterator[Any]:
+    """Fake tensors in place of the module's parameters, buffers and other tensors, with gradients on.
+
+    Fake tensors have shape, strides, dtype and device, and no values. Operations on them take the same path through
+    torch as on real ones, saved tensors and autocast included, but only work out what the result looks like; one
+    without a rule for that is run on zeros. ``module.parameters()`` returns fakes inside, one for each parameter
+    however often it is registered or kept as an attribute, and frozen where the parameter is; hooks on the parameters
+    themselves are left out. Counting modes such as `LiveBytes` must be entered inside.
+
+    On exit everything is as before, as `untouched` says, also after an error.
+
+    Args:
+        module: the model, real or on the meta device.
+        batch: one batch for it, real or on the meta device; it is not touched.
+        device: where the model trains: fakes of tensors on the meta device are there, all others where the real
+            ones are.
+        assumes_ones: whether a value that the step reads is taken as one, which may lead it down another path.
+        changed: gets the parameters that the step writes to.
+
+    Yields:
+        The batch, copied with fakes for its tensors. `resized` gives it another number of samples.
+
+    Raises:
+        UntraceableError: the device is not there; or what runs inside needs values, cannot be run on fakes, or
+            failed for a reason of its own, which is the cause attached. Errors of this package pass through.
+
+    Example:
+        >>> layer = nn.Linear(3, 2)
+        >>> with faked(layer, torch.ones(5, 3), torch.device("cpu")) as batch:
+        ...     layer(batch).sum().backward()
+        ...     layer.weight.grad
+        FakeTensor(..., size=(2, 3))
+        >>> layer.weight.grad is None
+        True
+    """
+    if not torch.get_device_module(device).is_available():
+        raise UntraceableError(
+            f"Expected {device} to be there, for autograd asks it even about fake tensors, but it is not."
+            " Profile on a machine that has it, or for the CPU."
+        )
+    with untouched(module):
+        try:
+            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            stand_ins = _StandIns(mode, device)
+            fake_batch = copy.deepcopy(batch, {id(tensor): stand_ins.of(tensor) for tensor in tensors_in(batch)})
+            parameters = list(module.parameters())
+            for child in module.modules():
+                stand_ins.put_into(vars(child))
+            # torch logs a traceback before it raises; who calls this tells what is worth telling
+            quiet = patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", new=True)
+            with mode, _AsAllocated(assumes_ones=assumes_ones) as noted, torch.enable_grad(), quiet:
+                yield fake_batch
+            if changed is not None:
+                changed |= {p for p in parameters if stand_ins.of(p).untyped_storage()._cdata in noted.written}
+        except OSDPError:
+            raise
+        except Exception as error:  # a training step may do anything, and so may fail in any way
+            raise UntraceableError(
+                f"Expected the training step of {type(module).__name__} to run on fake tensors, which have shapes but"
+                f" no values, but it failed: {error!r}. Let it read no values (.item(), .tolist(), NumPy, shapes that"
+                " depend on data), or profile it with real parameters."
+            ) from error
+
+
+class _StandIns:
+    """One fake for each tensor; those that share a storage have fakes that do."""
+
+    def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
+        self._mode, self._device = mode, device
+        self._fakes: dict[Tensor, Tensor] = {}
+        self._visited: set[int] = set()
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The tensor's fake, as a leaf of autograd."""
+        if tensor not in self._fakes:
+            self._fakes[tensor] = self._made(tensor)
+        return self._fakes[tensor]
+
+    def _made(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return self._mode.from_tensor(tensor if tensor.is_leaf else tensor.detach())
+        fake = self._mode.fake_tensor_converter.from_meta_and_device(self._mode, tensor.detach(), self._device)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        return fake.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+
+    def put_into(self, container: Any) -> None:
+        """Replaces tensors in a container, and in those inside it, without replacing the containers."""
+        if id(container) in self._visited:
+            return
+        self._visited.add(id(container))
+        if isinstance(container, set):
+            items = [self._instead_of(item) for item in container]
+            container.clear()
+            container.update(items)
+            return
+        for key, item in list(container.items() if isinstance(container, dict) else enumerate(container)):
+            replaced = self._instead_of(item)
+            if replaced is not item:
+                container[key] = replaced
+
+    def _instead_of(self, item: Any) -> Any:
+        if isinstance(item, Tensor):
+            return self.of(item)
+        if isinstance(item, weakref.ref) and isinstance(referent := item(), Tensor):
+            return weakref.ref(self.of(referent))  # recurrent layers compare their weights with these
+        if isinstance(item, torch.device) and item.type == "meta":
+            return self._device  # Lightning's modules and metrics note theirs
+        if isinstance(item, (dict, list, deque, set)):
+            self.put_into(item)
+        elif isinstance(item, tuple):
+            replaced = [self._instead_of(inner) for inner in item]
+            if any(new is not old for new, old in zip(replaced, item, strict=True)):
+                return type(item)(*replaced) if hasattr(item, "_fields") else type(item)(replaced)
+        return item
+
+
+@contextmanager
+def without_values(module: nn.Module) -> Iterator[None]:
+    """Within it, parameters and buffers are on the meta device, each where it is registered; then they are back.
+
+    Names, ties, dtypes, what is frozen and what is set on parameters stay as they are.
+    """
+    registries = [each for child in module.modules() for each in (child._parameters, child._buffers)]
+    kept = [dict(registry) for registry in registries]
+    stand_ins: dict[Tensor, Tensor] = {}
+    for registry in registries:
+        for name, tensor in registry.items():
+            if tensor is not None and not tensor.is_meta:
+                registry[name] = stand_ins.setdefault(tensor, stand_in(tensor))
+    try:
+        yield
+    finally:
+        for registry, tensors in zip(registries, kept, strict=True):
+            registry.update(tensors)
+
+
+def stand_in(tensor: Tensor) -> Tensor:
+    """A tensor on the meta device in place of another: a parameter for one, with what is set on it."""
+    found = torch.empty_like(tensor, device="meta")
+    if not isinstance(tensor, nn.Parameter):
+        return found
+    parameter = nn.Parameter(found, requires_grad=tensor.requires_grad)
+    vars(parameter).update(vars(tensor))
+    return parameter
+
+
+class _AsAllocated(TorchDispatchMode):
+    """Gives the results of operations on fake tensors the storages that the kernels allocate.
+
+    To be entered inside a ``FakeTensorMode``. Each rule was found by comparing fake with real results, with torch 2.13
+    on CPU.
+
+    Args:
+        assumes_ones: whether a value that is read (``.item()``) is one, where it else cannot be.
+
+    Attributes:
+        written: storages that operations have written to, by address.
+    """
+
+    def __init__(self, *, assumes_ones: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._assumes_ones = assumes_ones
+        self.written: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if self._assumes_ones and func is aten._local_scalar_dense.default:
+            _log.info("OSDP: the training step reads a value, which a fake tensor does not have; it is taken as 1.")
+            with unset_fake_temporarily():
+                return torch.ones((), dtype=args[0].dtype).item()
+        if func._schema.is_mutable:
+            self.written |= {tensor.untyped_storage()._cdata for tensor in _written_by(func, args, kwargs or {})}
+        result = func(*args, **(kwargs or {}))
+        rule = _RULES.get(func)
+        return result if rule is None else rule(result, *args)
+
+
+def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """Arguments that an operation in place changes."""
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            yield from (each for each in tree_leaves(value) if isinstance(each, Tensor))
+
+
+def _keeps_all_elements(result: Tensor, input: Tensor, target: Tensor, *_: Any) -> Tensor:  # noqa: A002
+    """A loss that is reduced in place: its storage has room for every element's loss as long as it lives."""
+    elements = torch.broadcast_shapes(input.shape, target.shape).numel() if result.dim() == 0 else result.numel()
+    result.untyped_storage().resize_(elements * result.element_size())
+    return result
+
+
+def _statistics_like_weight(result: Any, _: Tensor, *options: Any) -> Any:
+    """On CPU the statistics of a normalisation have the weight's dtype, which autocast leaves alone."""
+    output, mean, deviation = result
+    weight = next((option for option in options if isinstance(option, Tensor)), None)
+    if weight is None or weight.device.type != "cpu" or weight.dtype == mean.dtype:
+        return result
+    return output, torch.empty_like(mean, dtype=weight.dtype), torch.empty_like(deviation, dtype=weight.dtype)
+
+
+def _only_wanted(result: Any, *args: Any) -> Any:
+    """No gradient of an input that needs none."""
+    wanted = args[-1]
+    return tuple(gradient if is_wanted else None for gradient, is_wanted in zip(result, wanted, strict=True))
+
+
+def _with_workspace(result: Any, *args: Any) -> Any:
+    """The workspace that oneDNN keeps for backward, whose size only a call tells."""
+    with unset_fake_temporarily():
+        real = tree_map_only(Tensor, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), args)
+        workspace = aten.mkldnn_rnn_layer(*real)[-1]
+    # without gradients there is none
+    return *result[:-1], None if workspace is None else torch.empty(workspace.shape, dtype=workspace.dtype)
+
+
+def _contiguous_input_gradient(result: Any, *_: Any) -> Any:
+    """The kernel makes its inputs contiguous first, and so its gradient is."""
+    gradient, *others = result
+    return None if gradient is None else torch.empty_like(gradient, memory_format=torch.contiguous_format), *others
+
+
+def _two_biases(result: Any, *_: Any) -> Any:
+    """The gradients of a recurrent layer's two biases are two tensors."""
+    return *result[:4], torch.empty_like(result[4]), *result[5:]
+
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    aten.mse_loss.default: _keeps_all_elements,
+    aten.smooth_l1_loss.default: _keeps_all_elements,
+    aten.soft_margin_loss.default: _keeps_all_elements,
+    aten.binary_cross_entropy.default: _keeps_all_elements,
+    aten.native_layer_norm.default: _statistics_like_weight,
+    aten.native_group_norm.default: _statistics_like_weight,
+    aten.native_batch_norm.default: _statistics_like_weight,
+    aten.native_layer_norm_backward.default: _contiguous_input_gradient,
+    aten.native_batch_norm_backward.default: _only_wanted,
+    aten.mkldnn_rnn_layer.default: _with_workspace,
+    aten.mkldnn_rnn_layer_backward.default: _two_biases,
+}

@@ -1,1 +1,0 @@
-"""Seconds of a step."""
