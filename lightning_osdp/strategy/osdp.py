@@ -93,24 +93,23 @@ class OSDPStrategy(RehearsingStrategy):
         **fsdp_kwargs: Any,
     ) -> None:
         check_fsdp_kwargs(fsdp_kwargs)
-        options = Options.checked(
+        options = Options(
             memory_limit=memory_limit,
             plan=plan,
             batch_size=batch_size,
             search=search,
-            search_space=search_space,
+            search_space=SearchSpace() if search_space is None else search_space,
             cost_model=cost_model,
             global_batch_size=global_batch_size,
             accumulate_in_fp32=accumulate_in_fp32,
             profile_batch=profile_batch,
-        )
-        prefetch = pop_prefetch(fsdp_kwargs)
+            engine=pop_prefetch(fsdp_kwargs),
+        ).checked()
         self._generators = Generators()
         self._whole_state: dict[str, Any] | None = None
         # What the plan decides is given here, so that LightningCLI does not offer it.
         super().__init__(
             options,
-            prefetch,
             start_method=start_method,
             rehearse=rehearse,
             cpu_offload=None,

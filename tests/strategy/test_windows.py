@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
-from lightning_osdp.strategy.batching.windows import Windows, possible_sizes, why_not_divided
+from lightning_osdp.strategy.batching.division import Windows, possible_sizes, why_not_divided
 
 
 def trainer(**given):
