@@ -63,18 +63,14 @@ def to_load(path: Path, trainer: pl.Trainer) -> Path:
 def why_incomplete(path: Path) -> str | None:
     """What a half-written checkpoint lacks; None if it is complete as far as its end tells, or no checkpoint at all."""
     if path.is_file():
-        return "its file ends too early" if _is_begun(path) and not is_zipfile(path) else None
+        with path.open("rb") as file:  # what else it is than a file of ``torch.save``, loading will say
+            is_begun = file.read(len(_ZIP)) in (b"", _ZIP)
+        return "its file ends too early" if is_begun and not is_zipfile(path) else None
     if not path.is_dir() or not any(is_of_checkpoint(entry) for entry in path.iterdir()):
         return None
     if not (path / SHARD_METADATA).is_file():
         return f"{SHARD_METADATA} is not there"
     return None if is_zipfile(path / _METADATA_FILENAME) else f"{_METADATA_FILENAME} is not there or ends too early"
-
-
-def _is_begun(path: Path) -> bool:
-    """Whether it is the beginning of a file of ``torch.save``, or of any; what else it is, loading will say."""
-    with path.open("rb") as file:
-        return file.read(len(_ZIP)) in (b"", _ZIP)
 
 
 def load(
@@ -183,19 +179,15 @@ def _fitting(path: Path) -> Iterator[None]:
     """Has errors of loading into a model name the checkpoint, and what of the two does not fit."""
     try:
         yield
-    except CheckpointException as error:
-        rank, (first, _) = min(error.failures.items())
-        reason = f"rank {rank} found: {type(first).__name__}: {first}"
-        raise _does_not_fit(path, reason) from error
-    except RuntimeError as error:
-        if "Error(s) in loading state_dict" not in str(error):
+    except (CheckpointException, RuntimeError) as error:
+        if isinstance(error, CheckpointException):
+            rank, (first, _) = min(error.failures.items())
+            reason = f"rank {rank} found: {type(first).__name__}: {first}"
+        elif "Error(s) in loading state_dict" in str(error):
+            reason = "; ".join(line.strip(" \t.") for line in str(error).splitlines()[1:])
+        else:
             raise
-        lines = [line.strip(" \t.") for line in str(error).splitlines()]
-        raise _does_not_fit(path, "; ".join(lines[1:])) from error
-
-
-def _does_not_fit(path: Path, reason: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"Expected a complete checkpoint of this model at {str(path)!r}, but {reason.rstrip('.')}. Load it into the"
-        " model that was saved, or use another checkpoint."
-    )
+        raise ConfigurationError(
+            f"Expected a complete checkpoint of this model at {str(path)!r}, but {reason.rstrip('.')}. Load it into the"
+            " model that was saved, or use another checkpoint."
+        ) from error

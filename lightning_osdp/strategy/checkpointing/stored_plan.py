@@ -34,7 +34,11 @@ def read_plan(path: Path) -> Plan:
     Raises:
         PlanFormatError: there is no plan at this path.
     """
-    if not _is_checkpoint(path):
+    try:
+        is_checkpoint = path.is_dir() or (path.is_file() and is_zipfile(path))
+    except (OSError, ValueError, BadZipFile):  # no file can have such a path, or it is damaged: reading it will say so
+        is_checkpoint = False
+    if not is_checkpoint:
         return Plan.load(path)
     file = path / _METADATA_FILENAME if path.is_dir() else path
     try:
@@ -50,13 +54,6 @@ def read_plan(path: Path) -> Plan:
             " anew by leaving out `plan=`."
         )
     return Plan.from_json(text, source=f"the plan in checkpoint {str(path)!r}")
-
-
-def _is_checkpoint(path: Path) -> bool:
-    try:
-        return path.is_dir() or (path.is_file() and is_zipfile(path))
-    except (OSError, ValueError, BadZipFile):  # no file can have such a path, or it is damaged: reading it will say so
-        return False
 
 
 def _read_text(path: Path) -> str | None:

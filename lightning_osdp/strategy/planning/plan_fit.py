@@ -10,7 +10,6 @@ import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import ModelProfile
@@ -64,7 +63,9 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
         policy, windows = allowed_micro_batches(
             trainer, options, profiler.loaders, current, why_not_mean=profiler.why_not_mean
         )
-        memory_limit_bytes = _limit_bytes(options, cluster, setup.device)
+        free_bytes = cluster.memory_bytes
+        assert free_bytes is not None
+        memory_limit_bytes = _limit_bytes(options, free_bytes, setup.device)
 
         def search(profile: ModelProfile) -> Plan:
             return on_rank_zero(
@@ -83,7 +84,14 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
             )
 
         plan = search(profile)
-        measured = _nearer(profiler, profile, plan, cluster)
+        try:
+            measured = on_all_ranks(lambda: profiler.nearer(profile, plan.micro_batch_size, free_bytes=free_bytes))
+        except Exception as error:  # of the user's step, on every rank
+            measured = profile
+            rank_zero_warn(
+                f"OSDP: a micro-batch of {plan.micro_batch_size} samples cannot be profiled ({type(error).__name__}:"
+                f" {error}). What is planned of it follows from {profile.profiled_batch_size}."
+            )
         if measured is not profile:
             plan = search(measured)
     if plan.micro_batch_size == policy.max_micro_batch_size:
@@ -107,24 +115,8 @@ def _compared(plan: Plan, windows: Windows | None) -> str:
     return tell_accumulation(plan, replace(plan, micro_batch_size=size, num_micro_batches=number, units=units))
 
 
-def _nearer(profiler: FitProfiler, profile: ModelProfile, plan: Plan, cluster: Cluster) -> ModelProfile:
-    """The profile, measured again where the plan's micro-batch is far from what was measured."""
-    free_bytes = cluster.memory_bytes
-    assert free_bytes is not None
-    try:
-        return on_all_ranks(lambda: profiler.nearer(profile, plan.micro_batch_size, free_bytes=free_bytes))
-    except Exception as error:  # of the user's step, on every rank
-        rank_zero_warn(
-            f"OSDP: a micro-batch of {plan.micro_batch_size} samples cannot be profiled ({type(error).__name__}:"
-            f" {error}). What is planned of it follows from {profile.profiled_batch_size}."
-        )
-        return profile
-
-
-def _limit_bytes(options: Options, cluster: Cluster, device: torch.device) -> int:
+def _limit_bytes(options: Options, free_bytes: int, device: torch.device) -> int:
     """Of every rank; says what it is, or that it is more than there is."""
-    free_bytes = cluster.memory_bytes
-    assert free_bytes is not None
     memory_limit_bytes = options.memory_limit_bytes or round(options.memory_share * free_bytes)
     free = f"{format_bytes(free_bytes)}, the rank's share of the memory that this machine has free"
     if device.type == "cuda":
