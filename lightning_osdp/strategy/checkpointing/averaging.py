@@ -24,11 +24,7 @@ from lightning_osdp.errors import ConfigurationError
 
 
 def check_averaging(trainer: pl.Trainer, state_dict_type: str) -> None:
-    """Returns if the Trainer's averages can be made of shards.
-
-    Raises:
-        ConfigurationError: they cannot.
-    """
+    """Raises a ConfigurationError unless the Trainer's averages can be made of shards."""
     if callbacks_of(trainer, StochasticWeightAveraging):
         raise ConfigurationError(
             "Expected averages that can be made of shards, got StochasticWeightAveraging, which Lightning refuses for"

@@ -45,11 +45,7 @@ def names_in(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 
 
 def check_same_groups(whole: Sequence[Group], sharded: Sequence[Group]) -> None:
-    """Returns if the user's code made the same of the whole and of the sharded model.
-
-    Raises:
-        ConfigurationError: it did not.
-    """
+    """Raises a ConfigurationError unless the user's code made the same of the whole and of the sharded model."""
     for index in range(max(len(whole), len(sharded))):
         expected, found = (groups[index] if index < len(groups) else None for groups in (whole, sharded))
         if expected != found:

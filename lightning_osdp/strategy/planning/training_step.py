@@ -109,11 +109,7 @@ def muted(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
 
 
 def check_in_children(module: pl.LightningModule) -> None:
-    """Returns if every parameter is in a child that is called, and so is gathered anew for every manual backward.
-
-    Raises:
-        ConfigurationError: one is the module's own.
-    """
+    """Raises a ConfigurationError unless every parameter is in a child, which each manual backward gathers anew."""
     children = [name for name, _ in called_children(module)]
     for name, _ in module.named_parameters():
         if not any(name.startswith(f"{child}.") for child in children):
