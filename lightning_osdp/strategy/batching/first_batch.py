@@ -35,18 +35,15 @@ class Peeked(IterableDataset[Any]):
 
     def __init__(self, source: Any) -> None:
         self.source = source
-        self._is_looking = True
+        self.is_looking = True
+        """Until iterating is for good."""
         self._read: list[Any] = []
         self._rest: Iterator[Any] | None = None
-
-    def stop_looking(self) -> None:
-        """From now on, iterating is for good."""
-        self._is_looking = False
 
     @override
     def __iter__(self) -> Iterator[Any]:
         rest = iter(self.source) if self._rest is None else self._rest
-        if self._is_looking:
+        if self.is_looking:
             self._rest = rest
             return self._remembering(rest)
         read, self._read, self._rest = self._read, [], None
@@ -123,7 +120,7 @@ def first_batch(
         found = choose(batch for batch, _, _ in combined)
         combined.reset()
     for source in peeked.values():
-        source.stop_looking()
+        source.is_looking = False
     if found is None:
         raise ProfileError("Expected at least one training batch to profile the model on, but the dataloader is empty.")
     return found, list(peeked.values())

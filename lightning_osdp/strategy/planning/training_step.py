@@ -75,10 +75,7 @@ def summed_step(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[An
                 "Expected training_step to call self.manual_backward(loss) with automatic_optimization=False, but it"
                 " did not on the profiling batch."
             )
-        total = losses[0]
-        for loss in losses[1:]:
-            total = total + loss
-        return total
+        return sum(losses[1:], start=losses[0])
 
     return step
 
