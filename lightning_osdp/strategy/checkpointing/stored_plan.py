@@ -73,9 +73,6 @@ class _Ignored:
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def __new__(cls, *_: Any, **__: Any) -> _Ignored:
-        return super().__new__(cls)
-
     def _nothing(self, *_: Any) -> None: ...
 
     __setstate__ = __setitem__ = append = extend = add = update = _nothing
