@@ -7,7 +7,7 @@ the batch, and what the step makes. The other is all else that has come alive si
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_osdp.profiler import Census, LiveBytes
+
+T = TypeVar("T", bound=pl.Callback)
 
 WARM_UP_STEPS = 2
 """Optimizer steps that are not measured: allocations, optimizer state and first-call work happen in them."""
@@ -92,12 +94,7 @@ class PeakCounter:
 
 
 def living_tensors(model: nn.Module | None, optimizers: Iterable[Any]) -> Iterable[Tensor]:
-    """Tensors that live between steps: shards, their gradients, optimizer state, buffers.
-
-    Args:
-        model: the sharded model.
-        optimizers: those that update it.
-    """
+    """Tensors that live between steps: shards, their gradients, state of the optimizers, buffers."""
     assert model is not None
     for parameter in model.parameters():
         yield parameter.data
@@ -112,9 +109,8 @@ def living_tensors(model: nn.Module | None, optimizers: Iterable[Any]) -> Iterab
 def planned_tensors(trainer: pl.Trainer) -> Iterator[Tensor]:
     """Tensors that live between the steps of a fit and that its plan predicts: `living_tensors` and averages."""
     yield from living_tensors(trainer.model, trainer.optimizers)
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    for callback in callbacks:
-        if isinstance(callback, WeightAveraging) and callback._average_model is not None:
+    for callback in callbacks_of(trainer, WeightAveraging):
+        if callback._average_model is not None:
             yield from living_tensors(callback._average_model, ())
 
 
@@ -122,15 +118,18 @@ def other_tensors(trainer: pl.Trainer, *, besides: Iterable[Tensor] = ()) -> lis
     """One tensor of each storage that has come alive since the fit began and that its plan does not predict.
 
     Callbacks and modules keep such tensors, and loaders have read ahead. Empty where the strategy took no census.
-
-    Args:
-        trainer: which fits.
-        besides: tensors that are left out, such as the batch.
+    `besides` are left out, such as the batch.
     """
     census = getattr(trainer.strategy, "census", None)
     if not isinstance(census, Census):
         return []
     return census.newer(besides=[*planned_tensors(trainer), *besides])
+
+
+def callbacks_of(trainer: pl.Trainer, kind: type[T]) -> list[T]:
+    """Those of this kind that a Trainer has."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    return [callback for callback in callbacks if isinstance(callback, kind)]
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:

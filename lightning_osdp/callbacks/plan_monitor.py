@@ -67,20 +67,19 @@ class PlanMonitor(pl.Callback):
 
     def __init__(self, *, progress_bar: bool = True, logger: bool = True) -> None:
         self._progress_bar, self._logger = progress_bar, logger
-        self._plan: Plan | None = None
-        self._has_begun = False
+        self._plan: Plan | None = None  # until training begins
         self._latest: dict[str, float] = {}
 
-    def _reset(self, trainer: pl.Trainer) -> None:
+    def _begin(self, trainer: pl.Trainer, plan: Plan) -> None:
         device = trainer.strategy.root_device
+        self._plan = plan
         self._clock, self._peak = StepClock(device), PeakCounter(device)
         self._steps: deque[tuple[float, int]] = deque(maxlen=_KEPT_STEPS)
-        self._forget_sums()
+        self._unlogged: list[tuple[float, int]] = []
         self._world_size = trainer.world_size
         self._num_steps, self._global_step = 0, trainer.global_step
         self._shown_s, self._is_over = 0.0, False
         self._latest = {}
-        self._has_begun = True
 
     @property
     def latest(self) -> dict[str, float]:
@@ -90,7 +89,7 @@ class PlanMonitor(pl.Callback):
     @property
     def measured(self) -> Measured:
         """What has been measured so far in this fit: medians over the latest steps, and the peak."""
-        if not self._has_begun:
+        if self._plan is None:
             return Measured()
         step_time_s = median(seconds for seconds, _ in self._steps) if self._steps else None
         samples = self._world_size * median(samples for _, samples in self._steps) if self._steps else 0
@@ -124,13 +123,7 @@ class PlanMonitor(pl.Callback):
                 f"Expected a strategy with a plan, whose predictions PlanMonitor checks, got"
                 f" {type(trainer.strategy).__name__}. Train with strategy='osdp', or without PlanMonitor."
             )
-        self._plan = plan
-        self._reset(trainer)
-
-    def use(self, plan: Plan) -> None:
-        """Checks the predictions of this plan from now on; where training has not begun, it begins with the newest."""
-        if self._plan is not None:
-            self._plan = plan
+        self._begin(trainer, plan)
 
     @override
     def on_train_batch_start(
@@ -138,8 +131,7 @@ class PlanMonitor(pl.Callback):
     ) -> None:
         plan = getattr(trainer.strategy, "plan", None)
         if plan is not None and plan is not self._plan:  # it was changed since: what was measured is not of this one
-            self._plan = plan
-            self._reset(trainer)
+            self._begin(trainer, plan)
         self._peak.start(trainer, batch, num_steps=self._num_steps)
         self._clock.start()
 
@@ -160,8 +152,8 @@ class PlanMonitor(pl.Callback):
         if is_due or time.perf_counter() - self._shown_s > _REFRESH_S:
             self._log(pl_module)
             self._shown_s = time.perf_counter()
-        if is_due:
-            self._forget_sums()
+        if is_due:  # ranks end their steps together, so that none needs to ask the others
+            self._unlogged = []
 
     def _tell_of_limit(self, trainer: pl.Trainer) -> None:
         """Says at once, and once, that a step took more than it may."""
@@ -179,21 +171,18 @@ class PlanMonitor(pl.Callback):
     def _take_finished(self, *, wait: bool = False) -> None:
         finished = list(self._clock.finished(wait=wait))
         self._steps.extend(finished)
-        self._num_summed += len(finished)
-        self._sum_s += sum(seconds for seconds, _ in finished)
-        self._sum_samples += sum(samples for _, samples in finished)
-
-    def _forget_sums(self) -> None:
-        """After they were logged. Ranks end their steps together, so that none needs to ask the others."""
-        self._num_summed, self._sum_s, self._sum_samples = 0, 0.0, 0
+        self._unlogged += finished
 
     def _log(self, pl_module: pl.LightningModule) -> None:
         assert self._plan is not None
         self._take_finished()
-        if self._num_summed:  # not in an interval in which no step was measured
-            step_time_s = self._sum_s / self._num_summed
+        if self._unlogged:  # not in an interval in which no step was measured
+            seconds = sum(seconds for seconds, _ in self._unlogged)
+            step_time_s = seconds / len(self._unlogged)
             self._latest["osdp/step_time_s"] = step_time_s
-            self._latest["osdp/samples_per_s"] = self._world_size * self._sum_samples / self._sum_s
+            self._latest["osdp/samples_per_s"] = (
+                self._world_size * sum(samples for _, samples in self._unlogged) / seconds
+            )
             if self._plan.step_time_s > 0:
                 self._latest["osdp/step_time_ratio"] = step_time_s / self._plan.step_time_s
         if self._latest and self._peak.peak_bytes is not None:
@@ -207,7 +196,7 @@ class PlanMonitor(pl.Callback):
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not self._has_begun:
+        if self._plan is None:
             return
         self._take_finished(wait=True)
         if trainer.is_global_zero:
@@ -215,7 +204,7 @@ class PlanMonitor(pl.Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if self._has_begun:  # an error before the first step comes here, too
+        if self._plan is not None:  # an error before the first step comes here, too
             self._peak.stop()
 
 

@@ -5,15 +5,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import torch
 
-
-@dataclass
-class _Step:
-    spans: list[tuple[_Mark, _Mark]] = field(default_factory=list)
-    num_samples: int = 0
+_Mark = float | torch.cuda.Event
 
 
 class StepClock:
@@ -21,16 +16,15 @@ class StepClock:
 
     On CUDA, events mark when the device, not Python, begins and ends a batch; a step is told once it is behind them.
     Elsewhere operations have ended when they return, so Python's clock does.
-
-    Args:
-        device: where the training runs.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._begin: _Mark | None = None
-        self._step = _Step()
-        self._ended: deque[_Step] = deque()
+        self._spans: list[tuple[_Mark, _Mark]] = []
+        self._num_samples = 0
+        self._ended: deque[tuple[list[tuple[_Mark, _Mark]], int]] = deque()
+        """Spans and samples of each step that is to be told."""
 
     def start(self) -> None:
         """A batch begins."""
@@ -39,15 +33,15 @@ class StepClock:
     def stop(self, *, num_samples: int) -> None:
         """The batch that was started ends."""
         assert self._begin is not None
-        self._step.spans.append((self._begin, _mark(self._device)))
-        self._step.num_samples += num_samples
+        self._spans.append((self._begin, _mark(self._device)))
+        self._num_samples += num_samples
         self._begin = None
 
     def end_step(self, *, counts: bool = True) -> None:
         """The batches since the last call were one optimizer step, to be told if it counts."""
         if counts:
-            self._ended.append(self._step)
-        self._step = _Step()
+            self._ended.append((self._spans, self._num_samples))
+        self._spans, self._num_samples = [], 0
 
     def finished(self, *, wait: bool = False) -> Iterator[tuple[float, int]]:
         """Seconds and samples of each step that was not told yet, oldest first, as far as the device has come.
@@ -57,12 +51,9 @@ class StepClock:
         """
         if wait and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        while self._ended and _has_passed(self._ended[0].spans[-1][1]):
-            step = self._ended.popleft()
-            yield sum(_seconds(*span) for span in step.spans), step.num_samples
-
-
-_Mark = float | torch.cuda.Event
+        while self._ended and _has_passed(self._ended[0][0][-1][1]):
+            spans, num_samples = self._ended.popleft()
+            yield sum(_seconds(*span) for span in spans), num_samples
 
 
 def _mark(device: torch.device) -> _Mark:

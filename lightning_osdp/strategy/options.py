@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import torch
 from lightning.fabric.utilities.rank_zero import _get_rank
 from lightning.pytorch.strategies import FSDPStrategy
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision
@@ -17,14 +18,11 @@ from lightning_osdp.core.plans.document import shown
 from lightning_osdp.core.plans.plan import COST_MODELS, Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.text.byte_size import format_bytes, parse_bytes
+from lightning_osdp.engine import AUTO, FSDP2
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.search import SOLVERS
 
-BATCH_SIZES = ("auto", "keep", "scale")
-
-LONGEST = "longest"
-"""Value of ``profile_batch``."""
-
+_BATCH_SIZES = ("auto", "keep", "scale")
 _PERCENT = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?)\s*%\s*")
 _LEAST_BYTES = 2**20
 """Below it, an int is one that somebody took for GiB."""
@@ -32,6 +30,7 @@ _SCALE_SHARE = 0.95
 """Of the free memory, where the micro-batch is to fill it: batches are not all of one size."""
 
 _STATE_DICT_TYPES = ("full", "sharded")
+_ANY_PREFETCH = FSDP2(backward_prefetch=AUTO, forward_prefetch=AUTO)
 
 _PLANNED = {
     "sharding_strategy": "the plan chooses it per operator; limit the choice with search_space=SearchSpace(modes=...)",
@@ -47,80 +46,100 @@ _PLANNED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the user asked for, in the planner's units."""
+    """What the user asked for: arguments of `OSDPStrategy` under their own names."""
 
-    memory_limit_bytes: int | None
-    memory_share: float
-    """Of the memory that is free, where no limit in bytes is given."""
-    plan: Plan | Path | None
-    batch_size: int | str
-    search: str
-    search_space: SearchSpace
-    cost_model: str
-    global_batch_size: int | None
-    accumulate_in_fp32: bool
+    memory_limit: int | str | None = None
+    plan: Plan | str | Path | None = None
+    batch_size: int | str = "auto"
+    search: str = "depth_first"
+    search_space: SearchSpace = field(default_factory=SearchSpace)
+    cost_model: str = "simulate"
+    global_batch_size: int | None = None
+    accumulate_in_fp32: bool = False
     profile_batch: Any = None
-    """See `OSDPStrategy`."""
+    engine: FSDP2 = _ANY_PREFETCH
+    """With the user's settings of prefetching; the plan chooses those that are ``"auto"``."""
     recomputed: tuple[str, ...] = ()
     """Modules that recompute what they save whatever a plan would choose; known once there is a model."""
 
-    @classmethod
-    def checked(
-        cls,
-        *,
-        memory_limit: int | str | None,
-        plan: Plan | str | Path | None,
-        batch_size: int | str,
-        search: str,
-        search_space: SearchSpace | None,
-        cost_model: str,
-        global_batch_size: int | None,
-        accumulate_in_fp32: bool,
-        profile_batch: Any = None,
-    ) -> Options:
-        """Options from the strategy's arguments.
+    def checked(self) -> Options:
+        """The same, with the path of a plan as a `Path`.
 
         Raises:
             ConfigurationError: one of them cannot be used.
         """
-        if search not in tuple(SOLVERS):
-            raise ConfigurationError(f"search must be one of {tuple(SOLVERS)}, got {search!r}.")
-        if cost_model not in COST_MODELS:
-            raise ConfigurationError(f"cost_model must be one of {COST_MODELS}, got {cost_model!r}.")
-        is_size = isinstance(batch_size, int) and not isinstance(batch_size, bool) and batch_size >= 1
-        if not is_size and batch_size not in BATCH_SIZES:
-            raise ConfigurationError(f"batch_size must be one of {BATCH_SIZES} or at least 1, got {batch_size!r}.")
-        _check_global_batch_size(global_batch_size, batch_size)
-        if plan is not None and not isinstance(plan, (Plan, str, Path)):
-            raise ConfigurationError(f"plan must be a Plan or the path of one, got {shown(plan)}.")
-        if search_space is not None and not isinstance(search_space, SearchSpace):
-            raise ConfigurationError(f"search_space must be None or a SearchSpace, got {search_space!r}.")
-        if not isinstance(accumulate_in_fp32, bool):
-            raise ConfigurationError(f"accumulate_in_fp32 must be True or False, got {accumulate_in_fp32!r}.")
-        if isinstance(profile_batch, str) and profile_batch != LONGEST:
+        for name, is_fine, expected in (
+            ("search", self.search in tuple(SOLVERS), f"one of {tuple(SOLVERS)}"),
+            ("cost_model", self.cost_model in COST_MODELS, f"one of {COST_MODELS}"),
+            (
+                "batch_size",
+                _is_positive(self.batch_size) or self.batch_size in _BATCH_SIZES,
+                f"one of {_BATCH_SIZES} or at least 1",
+            ),
+            (
+                "global_batch_size",
+                self.global_batch_size is None or _is_positive(self.global_batch_size),
+                "None or at least 1",
+            ),
+            ("plan", self.plan is None or isinstance(self.plan, (Plan, str, Path)), "a Plan or the path of one"),
+            ("search_space", isinstance(self.search_space, SearchSpace), "None or a SearchSpace"),
+            ("accumulate_in_fp32", isinstance(self.accumulate_in_fp32, bool), "True or False"),
+            (
+                "profile_batch",
+                not isinstance(self.profile_batch, str) or self.profile_batch == "longest",
+                "None, 'longest', a batch, or a function that takes the batches of the training loader and returns one",
+            ),
+        ):
+            if not is_fine:
+                raise ConfigurationError(f"{name} must be {expected}, got {shown(getattr(self, name))}.")
+        if self.global_batch_size is not None and self.batch_size == "scale":
             raise ConfigurationError(
-                f"profile_batch must be None, {LONGEST!r}, a batch, or a function that takes the batches of the"
-                f" training loader and returns one, got {profile_batch!r}."
+                "Expected batch_size='auto' or a micro-batch with global_batch_size, got batch_size='scale', which"
+                " chooses the global batch. Leave out one of the two."
             )
-        share = _share(memory_limit)
-        memory_limit_bytes = _limit_bytes(memory_limit) if memory_limit is not None and share is None else None
-        share = (_SCALE_SHARE if batch_size == "scale" else 1.0) if share is None else share
-        return cls(
-            memory_limit_bytes=memory_limit_bytes,
-            memory_share=share,
-            plan=_existing(plan) if isinstance(plan, (str, Path)) else plan,
-            profile_batch=profile_batch,
-            batch_size=batch_size,
-            search=search,
-            search_space=search_space or SearchSpace(),
-            cost_model=cost_model,
-            global_batch_size=global_batch_size,
-            accumulate_in_fp32=accumulate_in_fp32,
-        )
+        _ = self.memory_limit_bytes  # has it checked
+        if self.plan is None or isinstance(self.plan, Plan):
+            return self
+        path = Path(self.plan)
+        # Of several ranks, rank 0 reads it, in setup.
+        if _get_rank() is None and "NODE_RANK" not in os.environ and not path.exists():
+            raise ConfigurationError(
+                f"Expected plan= to be the path of a plan or of a checkpoint, got {str(self.plan)!r}, which does not"
+                " exist. Plans are written to osdp_plan.json in the Trainer's log directory."
+            )
+        return replace(self, plan=path)
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        """Of `memory_limit`; None where it is `memory_share`."""
+        if self.memory_limit is None or _percent(self.memory_limit) is not None:
+            return None
+        num_bytes = parse_bytes(self.memory_limit)
+        if isinstance(self.memory_limit, int) and num_bytes < _LEAST_BYTES:
+            raise ConfigurationError(
+                f"memory_limit={self.memory_limit} is {format_bytes(num_bytes)}, a number without a unit being bytes."
+                f' Pass a text such as "{self.memory_limit}GiB", or "{self.memory_limit}B" if that is meant.'
+            )
+        if num_bytes >= 2**63:
+            raise ConfigurationError(
+                f"memory_limit must be less than 2^63 bytes (8 EiB), got {shown(self.memory_limit)}."
+            )
+        return num_bytes
+
+    @property
+    def memory_share(self) -> float:
+        """Of the memory that is free, where no limit in bytes is given."""
+        percent = _percent(self.memory_limit)
+        if percent is not None:
+            return percent / 100
+        return _SCALE_SHARE if self.batch_size == "scale" else 1.0
 
 
-def _share(memory_limit: int | str | None) -> float | None:
-    """What part of the free memory was asked for; None where that was not."""
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _percent(memory_limit: int | str | None) -> float | None:
     match = _PERCENT.fullmatch(memory_limit) if isinstance(memory_limit, str) else None
     if match is None:
         return None
@@ -129,50 +148,23 @@ def _share(memory_limit: int | str | None) -> float | None:
         raise ConfigurationError(
             f"memory_limit must be more than 0% and at most 100% of the free memory, got {memory_limit!r}."
         )
-    return percent / 100
+    return percent
 
 
-def _existing(plan: str | Path) -> Path:
-    """The path, which must be there unless this process is one of several ranks: rank 0 then reads it, in setup."""
-    path = Path(plan)
-    if _get_rank() is None and "NODE_RANK" not in os.environ and not path.exists():
-        raise ConfigurationError(
-            f"Expected plan= to be the path of a plan or of a checkpoint, got {str(plan)!r}, which does not exist."
-            " Plans are written to osdp_plan.json in the Trainer's log directory."
-        )
-    return path
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What the strategy knows besides once its ranks are there: where they are, and in what precision they train."""
 
-
-def _limit_bytes(memory_limit: int | str) -> int:
-    num_bytes = parse_bytes(memory_limit)
-    if isinstance(memory_limit, int) and num_bytes < _LEAST_BYTES:
-        raise ConfigurationError(
-            f"memory_limit={memory_limit} is {format_bytes(num_bytes)}, a number without a unit being bytes. Pass a"
-            f' text such as "{memory_limit}GiB", or "{memory_limit}B" if that is meant.'
-        )
-    if num_bytes >= 2**63:
-        raise ConfigurationError(f"memory_limit must be less than 2^63 bytes (8 EiB), got {shown(memory_limit)}.")
-    return num_bytes
-
-
-def _check_global_batch_size(global_batch_size: object, batch_size: object) -> None:
-    if global_batch_size is None:
-        return
-    if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int) or global_batch_size < 1:
-        raise ConfigurationError(f"global_batch_size must be None or at least 1, got {global_batch_size!r}.")
-    if batch_size == "scale":
-        raise ConfigurationError(
-            "Expected batch_size='auto' or a micro-batch with global_batch_size, got batch_size='scale', which chooses"
-            " the global batch. Leave out one of the two."
-        )
-
-
-@dataclass(frozen=True)
-class Prefetch:
-    """Settings of prefetching, which decide how many units are gathered at once."""
-
-    backward: str = "auto"
-    forward: bool | Literal["auto"] = "auto"
+    device: torch.device
+    """Of this rank."""
+    num_nodes: int
+    local_ranks: int
+    precision: str
+    """Of the Trainer, such as ``"bf16-mixed"``."""
+    mixed_precision: MixedPrecision | None
+    """None where everything is computed and reduced in the parameters' own dtype."""
+    state_dict_type: str
+    """Of checkpoints: ``"full"`` or ``"sharded"``."""
 
 
 def check_fsdp_kwargs(fsdp_kwargs: dict[str, Any]) -> None:
@@ -181,7 +173,9 @@ def check_fsdp_kwargs(fsdp_kwargs: dict[str, Any]) -> None:
     Raises:
         ConfigurationError: one does, is unknown to FSDP, or cannot be used.
     """
-    unknown = sorted(fsdp_kwargs.keys() - _PLANNED.keys() - _known_to_fsdp())
+    kinds = (FSDPStrategy, FullyShardedDataParallel)
+    known = {name for kind in kinds for name in inspect.signature(kind.__init__).parameters}
+    unknown = sorted(fsdp_kwargs.keys() - _PLANNED.keys() - known)
     if unknown:
         raise ConfigurationError(
             f"Expected options of OSDPStrategy, Lightning's FSDPStrategy or FullyShardedDataParallel, got"
@@ -208,19 +202,14 @@ def check_fsdp_kwargs(fsdp_kwargs: dict[str, Any]) -> None:
         )
 
 
-def _known_to_fsdp() -> set[str]:
-    kinds = (FSDPStrategy, FullyShardedDataParallel)
-    return {name for kind in kinds for name in inspect.signature(kind.__init__).parameters}
-
-
-def pop_prefetch(fsdp_kwargs: dict[str, Any]) -> Prefetch:
+def pop_prefetch(fsdp_kwargs: dict[str, Any]) -> FSDP2:
     """Takes prefetch settings out of FSDP's arguments: they belong to the plan, which chooses what is not said.
 
     Raises:
         ConfigurationError: one cannot be used.
     """
-    backward = fsdp_kwargs.pop("backward_prefetch", "auto")
-    names = {BackwardPrefetch.BACKWARD_PRE: "pre", None: "none", "auto": "auto"}
+    backward = fsdp_kwargs.pop("backward_prefetch", AUTO)
+    names = {BackwardPrefetch.BACKWARD_PRE: "pre", None: "none", AUTO: AUTO}
     if backward == BackwardPrefetch.BACKWARD_POST:
         raise ConfigurationError(
             "OSDPStrategy cannot take BackwardPrefetch.BACKWARD_POST: fully_shard gathers ahead before a unit's"
@@ -228,9 +217,10 @@ def pop_prefetch(fsdp_kwargs: dict[str, Any]) -> Prefetch:
         )
     if backward not in tuple(names):
         raise ConfigurationError(f"backward_prefetch must be a BackwardPrefetch or None, got {backward!r}.")
+    engine = replace(_ANY_PREFETCH, backward_prefetch=names[backward])
     if "forward_prefetch" not in fsdp_kwargs:
-        return Prefetch(backward=names[backward])
+        return engine
     forward = fsdp_kwargs.pop("forward_prefetch")
     if not isinstance(forward, bool):
         raise ConfigurationError(f"forward_prefetch must be True or False, got {forward!r}.")
-    return Prefetch(backward=names[backward], forward=forward)
+    return replace(engine, forward_prefetch=forward)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,8 +21,6 @@ from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.strategy.checkpointing import averaging, load, saving, stored_plan
-from lightning_osdp.strategy.checkpointing.find_complete import to_load
-from lightning_osdp.strategy.checkpointing.finetuning import restore_groups
 from lightning_osdp.strategy.checkpointing.generators import Generators
 from lightning_osdp.strategy.dry_run.rehearsing import RehearsingStrategy
 from lightning_osdp.strategy.options import Options, check_fsdp_kwargs, pop_prefetch
@@ -93,24 +90,23 @@ class OSDPStrategy(RehearsingStrategy):
         **fsdp_kwargs: Any,
     ) -> None:
         check_fsdp_kwargs(fsdp_kwargs)
-        options = Options.checked(
+        options = Options(
             memory_limit=memory_limit,
             plan=plan,
             batch_size=batch_size,
             search=search,
-            search_space=search_space,
+            search_space=SearchSpace() if search_space is None else search_space,
             cost_model=cost_model,
             global_batch_size=global_batch_size,
             accumulate_in_fp32=accumulate_in_fp32,
             profile_batch=profile_batch,
-        )
-        prefetch = pop_prefetch(fsdp_kwargs)
+            engine=pop_prefetch(fsdp_kwargs),
+        ).checked()
         self._generators = Generators()
         self._whole_state: dict[str, Any] | None = None
         # What the plan decides is given here, so that LightningCLI does not offer it.
         super().__init__(
             options,
-            prefetch,
             start_method=start_method,
             rehearse=rehearse,
             cpu_offload=None,
@@ -232,13 +228,13 @@ class OSDPStrategy(RehearsingStrategy):
         is_fitting = module.trainer.state.fn == TrainerFn.FITTING
         path = Path(self.broadcast(checkpoint_path))
         loaded = load.load(
-            on_rank_zero(lambda: to_load(path, module.trainer)),
+            on_rank_zero(lambda: load.to_load(path, module.trainer)),
             self._sharded,
             self.optimizers if is_fitting else [],
             strict=module.strict_loading,
             weights_only=weights_only,
             keeps_weights=is_fitting and averaging.is_averaging(module.trainer),
-            begin_optimizers=partial(restore_groups, module.trainer),
+            trainer=module.trainer,
         )
         if is_fitting:
             self._division.resume(module.trainer, loaded)

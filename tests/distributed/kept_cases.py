@@ -16,7 +16,7 @@ from strategy_cases import shared_folder
 
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp import OSDPStrategy
-from lightning_osdp.strategy.checkpointing.find_complete import why_incomplete
+from lightning_osdp.strategy.checkpointing.load import why_incomplete
 
 SCORES = (3.0, 1.0, 2.0, 2.5, 4.0)
 """Of the epochs; the smallest is the best."""

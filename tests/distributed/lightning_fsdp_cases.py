@@ -25,7 +25,7 @@ from cases import EVERYTHING, trainer, without_measuring
 from strategy_cases import shared_folder
 
 from lightning_osdp import OSDPStrategy, SearchSpace
-from lightning_osdp.strategy.checkpointing import read
+from lightning_osdp.strategy.checkpointing import load
 
 
 def layers():
@@ -367,7 +367,7 @@ def what_is_no_checkpoint():
     dist.barrier()
     for name in ("empty", "nowhere"):
         found[name] = refused(lambda name=name: run(osdp()).test(Net(), ckpt_path=folder / name, verbose=False))
-    with mock.patch.object(read.torch, "load", wraps=torch.load) as loads:
+    with mock.patch.object(load.torch, "load", wraps=torch.load) as loads:
         run(osdp()).test(Net(), ckpt_path=folder / "one full", verbose=False)
     found["loads"] = [call.kwargs["mmap"] for call in loads.call_args_list]
     return found

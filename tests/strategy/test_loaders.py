@@ -1,6 +1,7 @@
 """The batch that is profiled on: looking at it changes nothing. Loaders that were given: sizes, reasons, copies."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 from lightning_osdp.errors import ProfileError
-from lightning_osdp.strategy.batching.loaders import LoaderChange, common_size, first_batch, samples_per_rank, why_kept
-from lightning_osdp.strategy.batching.read_once import Peeked
+from lightning_osdp.strategy.batching.division import Division
+from lightning_osdp.strategy.batching.first_batch import Peeked, first_batch
+from lightning_osdp.strategy.batching.loaders import common_size, samples_per_rank, why_kept
 
 DATA = TensorDataset(torch.arange(10.0))
 FOUR = TensorDataset(torch.arange(4.0))
@@ -107,7 +109,7 @@ def test_an_iterator_is_handed_on_whole():
     source = (torch.full((2,), number) for number in range(3))
     batch, peeked = first_batch(combined(source))
     assert batch.tolist() == [0, 0]
-    handed_on = LoaderChange(peeked=peeked)(source)
+    handed_on = Division(peeked=peeked).loader(source)
     assert isinstance(handed_on, Peeked)
     assert [batch.tolist() for batch in handed_on] == [[0, 0], [1, 1], [2, 2]]
     assert list(handed_on) == []
@@ -117,7 +119,7 @@ def test_an_iterator_that_may_start_anew_is_left_alone_with_a_warning():
     source = Rewound()
     with pytest.warns(UserWarning, match="reads the first batch of Rewound, whose __iter__ gives the same object"):
         _, peeked = first_batch(combined(source))
-    assert LoaderChange(peeked=peeked)(source) is source
+    assert Division(peeked=peeked).loader(source) is source
     assert [batch.tolist() for batch in source] == [[1, 1], [2, 2], [3, 3]]
 
 
@@ -125,10 +127,10 @@ def test_a_dataset_that_is_read_once_is_handed_on_whole():
     loader = DataLoader(Spent(), batch_size=4)
     batch, peeked = first_batch(combined(loader))
     assert batch.tolist() == [0, 1, 2, 3]
-    for size, expected in [(None, [4, 4, 2]), (5, [5, 5])]:
+    for plan, expected in [(None, [4, 4, 2]), (SimpleNamespace(micro_batch_size=5), [5, 5])]:
         loader = DataLoader(Spent(), batch_size=4)
         _, peeked = first_batch(combined(loader))
-        handed_on = LoaderChange(batch_size=size, peeked=peeked)(loader)
+        handed_on = Division(plan, peeked=peeked).loader(loader)
         batches = list(handed_on)
         assert torch.cat(batches).tolist() == list(range(10))
         assert [len(batch) for batch in batches] == expected

@@ -7,13 +7,8 @@ from torch.distributed.fsdp import BackwardPrefetch
 
 import lightning_osdp
 from lightning_osdp import ConfigurationError, OSDPStrategy, SearchSpace
-from lightning_osdp.strategy.options import Options, Prefetch, check_fsdp_kwargs, pop_prefetch
-
-
-def options(**given):
-    defaults = {"memory_limit": None, "plan": None, "batch_size": "auto", "search": "greedy", "search_space": None}
-    defaults |= {"cost_model": "simulate", "global_batch_size": None, "accumulate_in_fp32": False}
-    return Options.checked(**{**defaults, **given})
+from lightning_osdp.engine import FSDP2
+from lightning_osdp.strategy.options import Options, check_fsdp_kwargs, pop_prefetch
 
 
 def test_importing_registers_the_strategy_by_name():
@@ -24,7 +19,7 @@ def test_importing_registers_the_strategy_by_name():
 
 def test_options_reach_the_planner_in_its_units(tmp_path):
     (tmp_path / "p.json").touch()
-    found = options(memory_limit="8GiB", plan=str(tmp_path / "p.json"), batch_size=3)
+    found = Options(memory_limit="8GiB", plan=str(tmp_path / "p.json"), batch_size=3).checked()
     assert found.memory_limit_bytes == 8 * 2**30
     assert found.plan == tmp_path / "p.json"
     assert found.search_space == SearchSpace()
@@ -39,7 +34,7 @@ def test_limits_are_bytes_or_a_share_of_what_is_free():
         ({"memory_limit": 2**20}, (2**20, 1.0)),
         ({"memory_limit": "24B"}, (24, 1.0)),
     ):
-        found = options(**given)
+        found = Options(**given).checked()
         assert (found.memory_limit_bytes, found.memory_share) == expected, given
 
 
@@ -119,10 +114,10 @@ def test_arguments_that_fully_shard_has_not_are_refused():
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, Prefetch("auto", forward="auto")),
-        ({"backward_prefetch": BackwardPrefetch.BACKWARD_PRE}, Prefetch("pre", forward="auto")),
-        ({"forward_prefetch": False}, Prefetch("auto", forward=False)),
-        ({"backward_prefetch": None, "forward_prefetch": True}, Prefetch("none", forward=True)),
+        ({}, FSDP2(backward_prefetch="auto", forward_prefetch="auto")),
+        ({"backward_prefetch": BackwardPrefetch.BACKWARD_PRE}, FSDP2(backward_prefetch="pre", forward_prefetch="auto")),
+        ({"forward_prefetch": False}, FSDP2(backward_prefetch="auto", forward_prefetch=False)),
+        ({"backward_prefetch": None, "forward_prefetch": True}, FSDP2(backward_prefetch="none", forward_prefetch=True)),
     ],
 )
 def test_prefetch_settings_belong_to_the_plan(given, expected):

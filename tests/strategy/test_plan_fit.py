@@ -1,22 +1,10 @@
 """What is planned for under the options of accumulation."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from lightning_osdp import ConfigurationError, SearchSpace
 from lightning_osdp.strategy.options import Options
 from lightning_osdp.strategy.planning.plan_fit import _search_space
-
-
-def options(**given):
-    defaults = {"memory_limit": None, "plan": None, "batch_size": "auto", "search": "greedy", "search_space": None}
-    defaults |= {"cost_model": "simulate", "global_batch_size": None}
-    return Options.checked(**{**defaults, **given})
-
-
-def in_precision(precision):
-    return SimpleNamespace(precision_plugin=SimpleNamespace(precision=precision))
 
 
 @pytest.mark.parametrize(
@@ -30,12 +18,12 @@ def in_precision(precision):
     ],
 )
 def test_sums_in_float32_are_reduced_in_every_micro_batch_of_mixed_precision(precision, accumulate_in_fp32, sync):
-    space = _search_space(options(accumulate_in_fp32=accumulate_in_fp32), in_precision(precision))
+    space = _search_space(Options(accumulate_in_fp32=accumulate_in_fp32), precision)
     assert space == SearchSpace(sync=sync)
 
 
 def test_a_search_space_that_contradicts_is_refused():
-    given = options(accumulate_in_fp32=True, search_space=SearchSpace(sync=("last",)))
+    given = Options(accumulate_in_fp32=True, search_space=SearchSpace(sync=("last",)))
     text = r"^Expected 'every' in SearchSpace\(sync=...\) with accumulate_in_fp32=True, got \('last',\)\."
     with pytest.raises(ConfigurationError, match=text):
-        _search_space(given, in_precision("bf16-mixed"))
+        _search_space(given, "bf16-mixed")

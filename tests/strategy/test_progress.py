@@ -10,8 +10,8 @@ from torch import nn
 from lightning_osdp import Cluster, TrainingStep, make_plan, profile_model
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Link
-from lightning_osdp.strategy.planning import progress as shown
-from lightning_osdp.strategy.planning.progress import shown_progress
+from lightning_osdp.strategy.planning import publish as shown
+from lightning_osdp.strategy.planning.publish import shown_progress
 
 
 @pytest.fixture

@@ -1,29 +1,38 @@
 """What people are told when a plan is made."""
 
+import dataclasses
 import sys
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 
-from lightning_osdp import OSDPStrategy, Plan
+from lightning_osdp import Plan
 from lightning_osdp.core.plans.plan import Unit
+from lightning_osdp.strategy.options import Setup
 from lightning_osdp.strategy.planning import publish
 
 
 @pytest.fixture
-def told(monkeypatch):
+def told(monkeypatch, tmp_path):
     texts = []
     monkeypatch.setattr(publish, "rank_zero_info", texts.append)
+    monkeypatch.setattr(publish, "show", lambda _: None)
 
     def tell(*, state_dict_type="full", device="cpu", limit_bytes=2**20, saves=True):
-        with mock.patch.object(OSDPStrategy, "root_device", torch.device(device)):
-            trainer = SimpleNamespace(
-                strategy=OSDPStrategy(state_dict_type=state_dict_type), checkpoint_callbacks=[None] * saves
-            )
-            estimate = SimpleNamespace(saving_bytes={"full": 3 * 2**20, "sharded": 2 * 2**20})
-            publish._tell_of_saving(trainer, SimpleNamespace(memory_limit_bytes=limit_bytes), estimate)
+        trainer = SimpleNamespace(
+            log_dir=tmp_path, fast_dev_run=True, checkpoint_callbacks=[None] * saves, state=SimpleNamespace(fn=None)
+        )
+        estimate = SimpleNamespace(saving_bytes={"full": 3 * 2**20, "sharded": 2 * 2**20})
+        setup = Setup(
+            device=torch.device(device),
+            num_nodes=1,
+            local_ranks=1,
+            precision="32-true",
+            mixed_precision=None,
+            state_dict_type=state_dict_type,
+        )
+        publish.publish(trainer, dataclasses.replace(PLAN, memory_limit_bytes=limit_bytes), estimate, setup)
         return texts
 
     return tell
@@ -64,10 +73,8 @@ def published(monkeypatch, folder):
     """What is said, and what is written."""
     texts = []
     monkeypatch.setattr(publish, "rank_zero_info", texts.append)
-    trainer = SimpleNamespace(
-        log_dir=folder, fast_dev_run=False, strategy=OSDPStrategy(), state=SimpleNamespace(fn=None)
-    )
-    publish.publish(trainer, PLAN, None)
+    trainer = SimpleNamespace(log_dir=folder, fast_dev_run=False, state=SimpleNamespace(fn=None))
+    publish.publish(trainer, PLAN)
     return texts, sorted(path.name for path in folder.iterdir())
 
 

@@ -136,7 +136,7 @@ def test_a_backup_beside_a_checkpoint_is_left_alone(tmp_path, kind):
 def test_what_a_killed_run_left_half_written_is_told_of_once_per_folder(tmp_path):
     save(1, tmp_path / "last.ckpt", "full")
     callbacks = [ModelCheckpoint(dirpath=tmp_path), ModelCheckpoint(dirpath=tmp_path, monitor="loss"), mock.Mock()]
-    trainer = mock.Mock(checkpoint_callbacks=callbacks)
+    trainer = mock.Mock(callbacks=callbacks)
     saving.tell_of_incomplete(trainer)
     (tmp_path / "last.ckpt.part").mkdir()
     (tmp_path / "best.ckpt.part").touch()

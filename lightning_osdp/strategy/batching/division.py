@@ -1,43 +1,95 @@
-"""The division of optimizer steps into micro-batches in use: what loaders, Trainer and checkpoints know of it."""
+"""Optimizer steps in the micro-batches of a plan: what loaders, Trainer and checkpoints are told of them.
+
+With B = b K samples of a rank, another way b' K' = B gives the same optimizer steps wherever every window of
+accumulation holds the same samples with the same weights. Lightning weighs a micro-batch of s samples by 1 / (K s) per
+sample, in the shorter last window of an epoch too. So all is equal if an epoch has whole micro-batches only, of b and
+of b' samples: its number of samples on a rank must be a multiple of both, but not of B.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch.utils.data import BatchSampler, IterableDataset
 
+from lightning_osdp.callbacks.peak import callbacks_of
 from lightning_osdp.core.plans.plan import Plan
-from lightning_osdp.report import tell_accumulation
-from lightning_osdp.strategy.batching.loaders import LoaderChange
-from lightning_osdp.strategy.batching.rebuild import FixedLoaderError
-from lightning_osdp.strategy.batching.windows import Windows
-from lightning_osdp.strategy.planning.training_step import forget_loaders
+from lightning_osdp.strategy.batching.first_batch import Peeked, reading
+from lightning_osdp.strategy.batching.loaders import (
+    FixedLoaderError,
+    batches_in_order,
+    forget_loaders,
+    loader_size,
+    why_kept,
+    with_batch_size,
+)
 
+_COUNTS = ("limit_train_batches", "overfit_batches", "val_check_interval")
+"""Options of the Trainer that count micro-batches where they are whole numbers, and are fractions otherwise."""
 _KEY = "osdp_division"
 """Of a checkpoint's entry: samples of a micro-batch, and micro-batches of a step."""
 
 
+@dataclass(frozen=True)
+class Windows:
+    """What the user has: b samples, K times, and what the Trainer was told to count in micro-batches."""
+
+    micro_batch_size: int
+    """What loaders give."""
+    num_micro_batches: int
+    num_samples: int
+    """B: samples of one rank in an optimizer step."""
+    counts: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer, *, micro_batch_size: int, num_samples: int) -> Windows:
+        """Those of a Trainer."""
+        counts = {name: getattr(trainer, name, None) for name in _COUNTS}
+        return cls(micro_batch_size, trainer.accumulate_grad_batches, num_samples, counts)
+
+    def are_of(self, trainer: pl.Trainer) -> bool:
+        """Whether this Trainer was given the same."""
+        counts = {name: getattr(trainer, name, None) for name in self.counts}
+        return trainer.accumulate_grad_batches == self.num_micro_batches and counts == self.counts
+
+    def counted(self, micro_batch_size: int) -> dict[str, Any]:
+        """The options that count micro-batches, of another size; fractions as they are."""
+        factor = Fraction(self.micro_batch_size, micro_batch_size)
+        return {
+            name: math.ceil(value * factor) if isinstance(value, int) else value for name, value in self.counts.items()
+        }
+
+    def divide(self, trainer: pl.Trainer, *, micro_batch_size: int, num_micro_batches: int) -> None:
+        """Tells the Trainer of another division: from now on it accumulates and counts accordingly."""
+        trainer.accumulate_grad_batches = num_micro_batches
+        for name, value in self.counted(micro_batch_size).items():
+            setattr(trainer, name, value)
+
+
 @dataclass
 class Division:
-    """Micro-batches of one strategy's fits.
+    """How the loaders and Trainers of one strategy come to the micro-batches of a plan."""
 
-    Attributes:
-        change: what becomes of training loaders.
-        windows: what the user has, where the plan may divide the same samples in another way; None where it may not.
-        sizes: micro-batches that may be chosen then.
-        size: of the micro-batches in use then.
-        number: of them in an optimizer step.
-    """
-
-    change: LoaderChange = field(default_factory=LoaderChange)
+    plan: Plan | None = None
+    """In whose micro-batches training goes on, as far as no checkpoint counts in others; None: loaders keep theirs."""
     windows: Windows | None = None
-    sizes: tuple[int, ...] = ()
-    size: int = 0
-    number: int = 0
+    """What the user has, where the plan may divide the same samples in another way; None where it may not."""
+    sizes: Sequence[int] = ()
+    """Micro-batches that may be chosen then."""
+    peeked: Sequence[Peeked] = ()
+    """Sources of loaders that profiling read from, and that can be read only once."""
     _trainer: pl.Trainer | None = None
 
     def begin(self, trainer: pl.Trainer) -> None:
@@ -49,67 +101,138 @@ class Division:
                 "OSDP: this Trainer counts or accumulates micro-batches in another way than the one that the plan was"
                 " made under, so it keeps its own."
             )
-            self.windows, self.change = None, dataclasses.replace(self.change, batch_size=None)
+            self.plan = self.windows = None
             return
+        assert self.plan is not None
         self._trainer = trainer
-        self._use(trainer, self.size, self.number)
+        self._use(trainer, self.plan)
 
     def end(self, trainer: pl.Trainer) -> None:
         """Gives the Trainer back what it had, before a fit of another model is planned."""
-        if self.windows is not None and self._trainer is trainer and trainer.accumulate_grad_batches == self.number:
-            own = self.windows
+        own, plan = self.windows, self.plan
+        if own is None or plan is None or self._trainer is not trainer:
+            return
+        if trainer.accumulate_grad_batches == plan.num_micro_batches:
             own.divide(trainer, micro_batch_size=own.micro_batch_size, num_micro_batches=own.num_micro_batches)
 
     def resume(self, trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
         """A fit goes on from a checkpoint: its progress is counted in the micro-batches of the run that wrote it."""
-        if self.windows is None:
+        own, plan = self.windows, self.plan
+        if own is None or plan is None:
             return
-        own = (self.windows.micro_batch_size, self.windows.num_micro_batches)
-        size, number = checkpoint.get(_KEY, own)
-        if size in self.sizes and size != self.size and size * number == self.windows.num_samples:
+        size, number = checkpoint.get(_KEY, (own.micro_batch_size, own.num_micro_batches))
+        if size in self.sizes and size != plan.micro_batch_size and size * number == own.num_samples:
             rank_zero_info(
                 f"OSDP: training goes on with {size} samples x {number} micro-batches, in which the checkpoint counts,"
-                f" instead of the plan's {self.size} x {self.number}."
+                f" instead of the plan's {plan.micro_batch_size} x {plan.num_micro_batches}."
             )
-            self._use(trainer, size, number)
+            self._use(trainer, replace(plan, micro_batch_size=size, num_micro_batches=number))
             forget_loaders(trainer)
 
     @property
     def smaller(self) -> int | None:
         """The next smaller micro-batch of the same optimizer steps, if there is one."""
-        return None if self.windows is None else max((size for size in self.sizes if size < self.size), default=None)
+        if self.windows is None or self.plan is None:
+            return None
+        return max((size for size in self.sizes if size < self.plan.micro_batch_size), default=None)
 
-    def divide(self, trainer: pl.Trainer, size: int) -> None:
-        """Changes to micro-batches of this size before the first step; loaders are made anew."""
-        self._use(trainer, size, self.size * self.number // size)
+    def divide(self, trainer: pl.Trainer, plan: Plan) -> None:
+        """Changes to a plan with other micro-batches before the first step; loaders are made anew."""
+        self._use(trainer, plan)
         forget_loaders(trainer)
         trainer.fit_loop.setup_data()
 
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Writes the division in use into a checkpoint."""
-        if self.windows is not None:
-            checkpoint[_KEY] = (self.size, self.number)
-
-    def compared(self, plan: Plan) -> str:
-        """What dividing and accumulating as planned costs and saves, in a sentence; empty if nothing is different."""
-        size = plan.micro_batch_size if self.windows is None else self.windows.micro_batch_size
-        number = plan.micro_batch_size * plan.num_micro_batches // size
-        units = tuple(dataclasses.replace(unit, sync="every") for unit in plan.units)
-        without = dataclasses.replace(plan, micro_batch_size=size, num_micro_batches=number, units=units)
-        return tell_accumulation(plan, without)
+        if self.windows is not None and self.plan is not None:
+            checkpoint[_KEY] = (self.plan.micro_batch_size, self.plan.num_micro_batches)
 
     def loader(self, loader: object) -> object:
         """The loader to train on."""
-        try:
-            return self.change(loader)
-        except FixedLoaderError as error:
-            size = self.change.batch_size
-            rank_zero_warn(f"OSDP: the plan's micro-batch is {size}, but the loader keeps its own: {error}.")
-            return loader
+        own = None if self.windows is None else self.windows.micro_batch_size
+        if self.plan is not None and self.plan.micro_batch_size not in (own, loader_size(loader)):
+            size = self.plan.micro_batch_size
+            try:
+                loader = with_batch_size(loader, size)
+            except FixedLoaderError as error:
+                rank_zero_warn(f"OSDP: the plan's micro-batch is {size}, but the loader keeps its own: {error}.")
+        for peeked in self.peeked:
+            if peeked.source is loader or peeked.source is getattr(loader, "dataset", None):
+                return reading(loader, peeked)
+        return loader
 
-    def _use(self, trainer: pl.Trainer, size: int, number: int) -> None:
+    def _use(self, trainer: pl.Trainer, plan: Plan) -> None:
         assert self.windows is not None
-        self.size, self.number = size, number
-        is_own = size == self.windows.micro_batch_size
-        self.change = dataclasses.replace(self.change, batch_size=None if is_own else size)
-        self.windows.divide(trainer, micro_batch_size=size, num_micro_batches=number)
+        self.plan = plan
+        self.windows.divide(trainer, micro_batch_size=plan.micro_batch_size, num_micro_batches=plan.num_micro_batches)
+
+
+def why_not_divided(trainer: pl.Trainer, loaders: CombinedLoader, windows: Windows) -> str | None:
+    """Why the user's micro-batches cannot be divided in another way; None if what the loaders give allows it."""
+    return next(_obstacles(trainer, loaders, windows), None)
+
+
+def _obstacles(trainer: pl.Trainer, loaders: CombinedLoader, windows: Windows) -> Iterator[str]:
+    """What speaks against it; each only holds where those before it were not found."""
+    if callbacks_of(trainer, GradientAccumulationScheduler):
+        yield "a GradientAccumulationScheduler changes the number of micro-batches"
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
+        yield "fast_dev_run counts micro-batches"
+    if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]  # set by a connector
+        yield "loaders that are reloaded may have another length"
+    if len(loaders.flattened) != 1:
+        yield f"{len(loaders.flattened)} loaders are combined micro-batch by micro-batch"
+    reason = why_kept(loaders)
+    if reason is not None:
+        yield reason
+    (loader,) = loaders.flattened
+    name = type(loader).__name__
+    if isinstance(loader.dataset, IterableDataset):
+        yield f"{name} reads an iterable dataset, whose end nobody knows"
+    if not batches_in_order(loader) or sized_len(loader.batch_sampler.sampler) is None:
+        yield f"{name} does not take one sample after the other from a sampler with a length"
+    size, num_samples = windows.micro_batch_size, len(loader.batch_sampler.sampler)
+    if _Epoch(loader, windows).num_batches(size) * size > num_samples:
+        yield f"the last micro-batch of an epoch has {num_samples % size} samples, which Lightning weighs like {size}"
+
+
+def possible_sizes(loaders: CombinedLoader, windows: Windows) -> tuple[int, ...]:
+    """Micro-batches b' that divide B and give an epoch the same windows, validated after the same samples.
+
+    Of loaders for which `why_not_divided` has no reason.
+    """
+    epoch = _Epoch(loaders.flattened[0], windows)
+    most = min(windows.num_samples, max(windows.micro_batch_size, epoch.num_samples))
+    divisors = [size for size in range(1, most + 1) if windows.num_samples % size == 0]
+    return tuple(size for size in divisors if epoch.is_same_in(size))
+
+
+class _Epoch:
+    """One epoch of a rank, in micro-batches of any size."""
+
+    def __init__(self, loader: Any, windows: Windows) -> None:
+        batch_sampler: BatchSampler = loader.batch_sampler
+        self.num_samples = len(batch_sampler.sampler)  # type: ignore[arg-type]  # it has a length
+        self._drops_last, self._windows = batch_sampler.drop_last, windows
+
+    def num_batches(self, size: int) -> int:
+        """As Lightning limits them."""
+        length = self.num_samples // size if self._drops_last else math.ceil(self.num_samples / size)
+        limit = self._windows.counted(size)["limit_train_batches"]
+        try:
+            return int(_parse_num_batches(RunningStage.TRAINING, length, limit))
+        except MisconfigurationException:  # a fraction of less than one of them
+            return 0
+
+    def is_same_in(self, size: int) -> bool:
+        own = self._windows.micro_batch_size
+        batches, own_batches = self.num_batches(size), self.num_batches(own)
+        if batches * size != own_batches * own:
+            return False
+        interval = self._windows.counts["val_check_interval"]
+        if isinstance(interval, int):
+            return interval * own % size == 0
+        return (
+            not isinstance(interval, float)
+            or max(1, int(batches * interval)) * size == max(1, int(own_batches * interval)) * own
+        )

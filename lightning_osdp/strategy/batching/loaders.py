@@ -1,17 +1,15 @@
-"""The training loaders: one batch of them to profile on, and what becomes of them under the plan."""
+"""The training loaders: as this fit will have them, what sizes they have, and the same with another batch size."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.data import _reinstantiate_wrapped_cls, sized_len
 from lightning.pytorch.trainer.connectors.data_connector import (
     _process_dataloader,
     _request_dataloader,
@@ -19,35 +17,17 @@ from lightning.pytorch.trainer.connectors.data_connector import (
 )
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.data import extract_batch_size
-from lightning.pytorch.utilities.seed import isolate_rng
-from torch.utils.data import DataLoader
+from lightning.pytorch.utilities.data import _get_dataloader_init_args_and_kwargs
+from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_osdp.errors import ProfileError
-from lightning_osdp.strategy.batching.read_once import Peeked, read_once_source, reading
-from lightning_osdp.strategy.batching.rebuild import copy_of, loader_size, why_fixed, with_batch_size
+
+_LOADING = ("__iter__", "__len__", "_get_iterator", "_index_sampler", "_auto_collation")
+_BATCHING = ("__iter__", "__len__")
 
 
-@dataclass(frozen=True)
-class LoaderChange:
-    """What becomes of each training loader.
-
-    Attributes:
-        batch_size: what to rebuild it with; None to keep its own.
-        peeked: sources that profiling read from, and that can be read only once.
-    """
-
-    batch_size: int | None = None
-    peeked: Sequence[Peeked] = ()
-
-    def __call__(self, loader: object) -> object:
-        """The loader to train on."""
-        if self.batch_size is not None and loader_size(loader) != self.batch_size:
-            loader = with_batch_size(loader, self.batch_size)
-        for peeked in self.peeked:
-            if peeked.source is loader or peeked.source is getattr(loader, "dataset", None):
-                return reading(loader, peeked)
-        return loader
+class FixedLoaderError(Exception):
+    """This loader cannot be had with another batch size; the text says why."""
 
 
 def training_loaders(trainer: pl.Trainer) -> CombinedLoader:
@@ -87,64 +67,17 @@ def training_loaders(trainer: pl.Trainer) -> CombinedLoader:
     return combined
 
 
-def _first(batches: Iterator[Any]) -> Any:
-    return next(batches, None)
-
-
-def first_batch(loaders: CombinedLoader, choose: Callable[[Iterator[Any]], Any] = _first) -> tuple[Any, list[Peeked]]:
-    """A batch of the combined loader as training would see it, and the sources that can only be read once.
-
-    Neither the loaders nor any random numbers are different afterwards.
-
-    Args:
-        loaders: for training.
-        choose: takes their batches and returns one; None: the first.
-
-    Raises:
-        ProfileError: there is none.
-    """
-    peeked: dict[int, Peeked] = {}
-    copies = []
-    for loader in loaders.flattened:
-        source = read_once_source(loader)
-        if source is not None:
-            copies.append(reading(loader, peeked.setdefault(id(source), Peeked(source))))
-        else:
-            copies.append(copy_of(loader) if isinstance(loader, DataLoader) else loader)
-    combined = copy.copy(loaders)
-    combined.flattened = copies
-    with isolate_rng(include_cuda=False), _unchanged_generators(loaders.flattened):
-        found = choose(batch for batch, _, _ in combined)
-        combined.reset()
-    for source in peeked.values():
-        source.stop_looking()
-    if found is None:
-        raise ProfileError("Expected at least one training batch to profile the model on, but the dataloader is empty.")
-    return found, list(peeked.values())
-
-
-@contextmanager
-def _unchanged_generators(loaders: Sequence[object]) -> Iterator[None]:
-    """Random number generators that loaders and samplers were given are as before in the end."""
-    generators = []
-    for loader in loaders:
-        sampler, batch_sampler = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
-        holders = (loader, sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
-        generators += [holder.generator for holder in holders if hasattr(holder, "generator")]
-    states = [(g, g.get_state()) for g in generators if isinstance(g, torch.Generator)]
-    try:
-        yield
-    finally:
-        for generator, state in states:
-            generator.set_state(state)
-
-
-def samples_in(batch: Any) -> int:
-    """Number of samples that Lightning sees in a batch."""
-    with warnings.catch_warnings():
-        # Ambiguous batches: Lightning's guess is what its own logging uses.
-        warnings.filterwarnings("ignore", "Trying to infer the `batch_size`")
-        return extract_batch_size(batch)
+def forget_loaders(trainer: pl.Trainer) -> None:
+    """Drops the training loader that reading ``estimated_stepping_batches`` built before the batch size is decided."""
+    loop = trainer.fit_loop
+    if loop._combined_loader is None:
+        return
+    if loop._data_fetcher is not None:
+        loop._data_fetcher.teardown()
+        loop._data_fetcher = None
+    loop._combined_loader = None
+    loop.max_batches = float("inf")
+    loop._last_train_dl_reload_epoch = float("-inf")
 
 
 def common_size(loaders: CombinedLoader) -> int | None:
@@ -155,10 +88,11 @@ def common_size(loaders: CombinedLoader) -> int | None:
 
 def why_kept(loaders: CombinedLoader) -> str | None:
     """Why these loaders cannot be given one new batch size; None if they can."""
-    for loader in loaders.flattened:
-        reason = why_fixed(loader)
-        if reason is not None:
-            return reason
+    try:
+        for loader in loaders.flattened:
+            with_batch_size(loader, loader_size(loader) or 1)
+    except FixedLoaderError as error:
+        return str(error)
     sizes = [loader_size(loader) for loader in loaders.flattened]
     if len(set(sizes)) > 1:
         return f"there are {len(sizes)} with different batch sizes, {', '.join(map(str, sizes))}"
@@ -176,3 +110,108 @@ def samples_per_rank(loaders: CombinedLoader, *, world_size: int) -> int | None:
         drawn = sized_len(getattr(loader, "sampler", None))
         lengths.append(share if drawn is None else max(1, min(share, drawn)))
     return min(lengths, default=None)
+
+
+def loader_size(loader: object) -> int | None:
+    """Micro-batch size of a loader, None where it does not say."""
+    size = getattr(loader, "batch_size", None)
+    if size is None:
+        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
+def with_batch_size(loader: object, batch_size: int) -> DataLoader[Any]:
+    """The same loader, sampler, workers and all, with another batch size; the given one is left alone.
+
+    A loader that iterates as PyTorch's does is copied, which keeps what its constructor was given and what was set
+    since. One with an iteration of its own is constructed again, as Lightning does to inject samplers.
+
+    Raises:
+        FixedLoaderError: it is no DataLoader, batches in a way of its own, or cannot be constructed again.
+    """
+    name = type(loader).__name__
+    if not isinstance(loader, DataLoader):
+        raise FixedLoaderError(f"{name} is not a torch DataLoader")
+    if loader.batch_sampler is None:
+        raise FixedLoaderError(f"{name} has batch_size=None, so its dataset makes the batches")
+    batch_sampler = _resized(loader.batch_sampler, batch_size)
+    if _inherits(type(loader), DataLoader, _LOADING):
+        sizes: dict[str, Any] = {"batch_sampler": batch_sampler}
+        if loader.batch_size is not None:  # else the batch sampler is the user's own
+            sizes["batch_size"] = batch_size
+        return copy_of(loader, **sizes)
+    try:
+        rebuilt = _constructed(loader, batch_sampler, batch_size)
+    except Exception as error:
+        raise FixedLoaderError(f"{name} has its own iteration and cannot be constructed again: {error}") from error
+    if loader_size(rebuilt) != batch_size:
+        raise FixedLoaderError(f"{name} keeps a batch size of its own, {loader_size(rebuilt)}")
+    return rebuilt
+
+
+def batches_in_order(loader: DataLoader[Any]) -> bool:
+    """Whether batches are the samples of its batch sampler's sampler, one after the other, whatever their size."""
+    return _inherits(type(loader), DataLoader, _LOADING) and _inherits(
+        type(loader.batch_sampler), BatchSampler, _BATCHING
+    )
+
+
+def copy_of(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
+    """A shallow copy with other attributes, which DataLoader refuses to have set, and with no workers yet."""
+    copied = copy.copy(loader)
+    vars(copied).update(attributes, _iterator=None, _IterableDataset_len_called=None)
+    return copied
+
+
+def _resized(batch_sampler: Any, batch_size: int) -> Any:
+    """The batch sampler with another size: a copy if it batches as PyTorch's does, else constructed again."""
+    kind, name = type(batch_sampler), type(batch_sampler).__name__
+    if not isinstance(getattr(batch_sampler, "batch_size", None), int):
+        raise FixedLoaderError(f"its batch sampler, a {name}, has no batch_size")
+    if isinstance(batch_sampler, BatchSampler) and _inherits(kind, BatchSampler, _BATCHING):
+        resized = copy.copy(batch_sampler)
+        resized.batch_size = batch_size
+        return resized
+    try:
+        resized = kind(**_arguments(batch_sampler, batch_size))
+    except Exception as error:
+        raise FixedLoaderError(f"its batch sampler, a {name}, cannot be constructed again: {error}") from error
+    if resized.batch_size != batch_size:
+        raise FixedLoaderError(f"its batch sampler, a {name}, keeps a batch_size of its own, {resized.batch_size}")
+    return resized
+
+
+def _arguments(batch_sampler: Any, batch_size: int) -> dict[str, Any]:
+    """What to construct a batch sampler with: what Lightning saw it be given, or else what its attributes say."""
+    parameters = inspect.signature(type(batch_sampler)).parameters
+    if "batch_size" not in parameters:
+        raise TypeError("its constructor has no argument 'batch_size'")
+    attributes = vars(batch_sampler)
+    if "__pl_saved_args" in attributes:
+        given = dict(zip(attributes["__pl_saved_arg_names"], attributes["__pl_saved_args"], strict=True))
+        return {**given, **attributes["__pl_saved_kwargs"], "batch_size": batch_size}
+    arguments = {}
+    for parameter in parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        known = [key for key in (parameter.name, f"_{parameter.name}") if hasattr(batch_sampler, key)]
+        if not known:
+            raise TypeError(f"its argument {parameter.name!r} is no attribute")
+        arguments[parameter.name] = getattr(batch_sampler, known[0])
+    return {**arguments, "batch_size": batch_size}
+
+
+def _constructed(loader: DataLoader[Any], batch_sampler: Any, batch_size: int) -> DataLoader[Any]:
+    positional, given = _get_dataloader_init_args_and_kwargs(loader, loader.sampler)
+    names = getattr(loader, "__pl_saved_arg_names", ())
+    arguments = {**dict(zip(names, positional, strict=True)), **given}
+    if arguments.get("batch_sampler") is not None:
+        arguments["batch_sampler"] = batch_sampler
+    else:
+        arguments["batch_size"] = batch_size
+    rebuilt: DataLoader[Any] = _reinstantiate_wrapped_cls(loader, **arguments)
+    return rebuilt
+
+
+def _inherits(kind: type, base: type, names: tuple[str, ...]) -> bool:
+    return all(getattr(kind, name, None) is getattr(base, name, None) for name in names)

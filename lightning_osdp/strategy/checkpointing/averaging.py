@@ -1,4 +1,7 @@
-"""Lightning's averages of weights, kept as shards: one for each shard of the model, updated where it is."""
+"""Lightning's averages of weights, kept as shards: one for each shard of the model, updated where it is.
+
+Lightning's own are of a whole copy of the model, to which no shard can be added.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +18,21 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_osdp.apply import ShardedModel
+from lightning_osdp.callbacks.peak import callbacks_of
 from lightning_osdp.core.profile import ModelProfile, OperatorProfile
 from lightning_osdp.errors import ConfigurationError
 
 
 def check_averaging(trainer: pl.Trainer, state_dict_type: str) -> None:
-    """Returns if the Trainer's averages can be made of shards.
-
-    Raises:
-        ConfigurationError: they cannot.
-    """
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    if any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
+    """Raises a ConfigurationError unless the Trainer's averages can be made of shards."""
+    if callbacks_of(trainer, StochasticWeightAveraging):
         raise ConfigurationError(
             "Expected averages that can be made of shards, got StochasticWeightAveraging, which Lightning refuses for"
             " sharded models. Use WeightAveraging(), which averages all updates alike, or EMAWeightAveraging(); with a"
             " should_update() of your own it starts at an epoch, and a schedule of torch.optim.swa_utils.SWALR sets the"
             " learning rates."
         )
-    if _callbacks(trainer) and state_dict_type == "sharded":
+    if callbacks_of(trainer, WeightAveraging) and state_dict_type == "sharded":
         raise ConfigurationError(
             "Expected state_dict_type='full' with WeightAveraging, got 'sharded': the average is saved beside the"
             " model, in one file. Leave state_dict_type out."
@@ -42,12 +41,12 @@ def check_averaging(trainer: pl.Trainer, state_dict_type: str) -> None:
 
 def is_averaging(trainer: pl.Trainer) -> bool:
     """Whether a fit of this Trainer keeps an average of the weights."""
-    return bool(_callbacks(trainer))
+    return bool(callbacks_of(trainer, WeightAveraging))
 
 
 def with_averages(profile: ModelProfile, trainer: pl.Trainer, device: torch.device) -> ModelProfile:
     """The profile of a model whose averages on the device live from step to step, as states of its optimizer do."""
-    for callback in _callbacks(trainer):
+    for callback in callbacks_of(trainer, WeightAveraging):
         if _device_of(callback, device).type == device.type:
             profile = dataclasses.replace(
                 profile,
@@ -71,14 +70,8 @@ def no_copies_of(module: nn.Module) -> Iterator[None]:
 
 
 def average_shards(trainer: pl.Trainer, sharded: ShardedModel, device: torch.device) -> None:
-    """Puts shards in the place of the whole copies that callbacks have made of the model.
-
-    Args:
-        trainer: about to fit.
-        sharded: the model.
-        device: of its shards.
-    """
-    for callback in _callbacks(trainer):
+    """Puts shards in the place of the whole copies that callbacks have made of the model."""
+    for callback in callbacks_of(trainer, WeightAveraging):
         assert callback._average_model is not None
         callback._average_model.module = AveragedShards(sharded, _device_of(callback, device))
 
@@ -87,10 +80,6 @@ class AveragedShards(nn.Module):
     """An average of a sharded model: a parameter for each of its shards and a copy of each buffer, in its order.
 
     Its state dict has whole tensors under the names of the user's own model; all ranks must ask for it, rank 0 gets it.
-
-    Args:
-        sharded: the model.
-        device: where the average is.
     """
 
     def __init__(self, sharded: ShardedModel, device: torch.device) -> None:
@@ -142,11 +131,6 @@ class AveragedShards(nn.Module):
 
 def _copy(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.detach().to(device, copy=True)
-
-
-def _callbacks(trainer: pl.Trainer) -> list[WeightAveraging]:
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    return [callback for callback in callbacks if isinstance(callback, WeightAveraging)]
 
 
 def _device_of(callback: WeightAveraging, device: torch.device) -> torch.device:

@@ -1,18 +1,76 @@
-"""Loading a checkpoint, full or sharded, into a sharded model as Lightning's FSDP strategy does, on CPU too."""
+"""Loading a checkpoint, full or sharded, of any strategy, into a sharded model; on CPU, too.
+
+Nothing in it is executed unless that was asked for, and what does not fit is told. A run of another strategy may have
+been killed while it saved under the real name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+import pickle
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
+import lightning.pytorch as pl
+import torch
 from lightning.fabric.strategies.fsdp import _is_sharded_checkpoint
 from lightning.fabric.utilities.load import _METADATA_FILENAME
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
+from lightning_utilities.core.apply_func import apply_to_collection
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from lightning_osdp.apply import ShardedModel, check_number
+from lightning_osdp.callbacks.peak import callbacks_of
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.strategy.checkpointing.read import copied, fitting, read_saved
+from lightning_osdp.strategy.checkpointing.saving import SHARD_METADATA, is_of_checkpoint, saved_at
+
+_ZIP = b"PK\x03\x04"
+
+
+def to_load(path: Path, trainer: pl.Trainer) -> Path:
+    """This checkpoint; if it is half-written and ``ckpt_path="last"`` may have chosen it, the newest complete one.
+
+    Raises:
+        ConfigurationError: it is half-written, and there is no other.
+    """
+    path = saved_at(path)
+    missing = why_incomplete(path)
+    if missing is None:
+        return path
+    by_last = [callback._find_last_checkpoints(trainer) for callback in callbacks_of(trainer, ModelCheckpoint)]
+    last = [Path(found).absolute() for each in by_last for found in each]
+    others = [other for other in last if why_incomplete(other) is None] if path.absolute() in last else []
+    if not others:
+        raise ConfigurationError(
+            f"Expected a complete checkpoint at {str(path)!r}, but {missing}: a run was killed while it saved. Delete"
+            " it, and resume from another one."
+        )
+    newest = max(others, key=lambda other: other.stat().st_mtime)
+    rank_zero_warn(
+        f"OSDP: {path.name} is not complete, {missing}: a run was killed while it saved. {newest.name} is used, the"
+        f" newest complete one; {path.name} can be deleted."
+    )
+    return newest
+
+
+def why_incomplete(path: Path) -> str | None:
+    """What a half-written checkpoint lacks; None if it is complete as far as its end tells, or no checkpoint at all."""
+    if path.is_file():
+        with path.open("rb") as file:  # what else it is than a file of ``torch.save``, loading will say
+            is_begun = file.read(len(_ZIP)) in (b"", _ZIP)
+        return "its file ends too early" if is_begun and not is_zipfile(path) else None
+    if not path.is_dir() or not any(is_of_checkpoint(entry) for entry in path.iterdir()):
+        return None
+    if not (path / SHARD_METADATA).is_file():
+        return f"{SHARD_METADATA} is not there"
+    return None if is_zipfile(path / _METADATA_FILENAME) else f"{_METADATA_FILENAME} is not there or ends too early"
 
 
 def load(
@@ -22,8 +80,8 @@ def load(
     *,
     strict: bool,
     weights_only: bool | None,
-    keeps_weights: bool = False,
-    begin_optimizers: Callable[[Mapping[str, Any]], None] | None = None,
+    keeps_weights: bool,
+    trainer: pl.Trainer,
 ) -> dict[str, Any]:
     """Loads model and optimizers from a full or sharded checkpoint; returns the rest of it.
 
@@ -34,46 +92,31 @@ def load(
         strict: whether every parameter must be in the checkpoint.
         weights_only: passed to ``torch.load``.
         keeps_weights: whether to return the whole weights of a full checkpoint, too.
-        begin_optimizers: called before states of optimizers are loaded, with the checkpoint without weights and states
-            where these are sharded.
+        trainer: whose callbacks may have added groups of parameters to the optimizers.
 
     Raises:
         ConfigurationError: the path is neither, or the checkpoint cannot be read, or is of another model.
     """
-    if _is_sharded_checkpoint(path):
-        metadata = read_saved(path / _METADATA_FILENAME, weights_only=weights_only)
-        if optimizers and begin_optimizers is not None:
-            begin_optimizers(metadata)
-        with fitting(path):
+    is_sharded = _is_sharded_checkpoint(path)
+    if not is_sharded and not path.is_file():
+        raise ConfigurationError(
+            f"Expected a checkpoint at {str(path)!r}: a file with the full state, or a folder with shards written by"
+            " this strategy. Found neither."
+        )
+    checkpoint = read_saved(path / _METADATA_FILENAME if is_sharded else path, weights_only=weights_only)
+    if optimizers:
+        _restore_groups(trainer, checkpoint)
+    if is_sharded:
+        with _fitting(path):
             sharded.load_sharded(path, optimizers, strict=strict)
-        return copied(metadata)
-    if path.is_file():
-        checkpoint = read_saved(path, weights_only=weights_only)
-        if optimizers and begin_optimizers is not None:
-            begin_optimizers(checkpoint)
-        return _load_full(path, checkpoint, sharded, optimizers, strict=strict, keeps_weights=keeps_weights)
-    raise ConfigurationError(
-        f"Expected a checkpoint at {str(path)!r}: a file with the full state, or a folder with shards written by this"
-        " strategy. Found neither."
-    )
-
-
-def _load_full(
-    path: Path,
-    checkpoint: dict[str, Any],
-    sharded: ShardedModel,
-    optimizers: Sequence[Optimizer],
-    *,
-    strict: bool,
-    keeps_weights: bool,
-) -> dict[str, Any]:
+        return _copied(checkpoint)
     if "state_dict" not in checkpoint:
         raise ConfigurationError(
             f"Expected a checkpoint of the Trainer at {str(path)!r}, with weights under 'state_dict', got one without."
             " To load bare weights, call load_state_dict of the LightningModule before fit."
         )
     weights = checkpoint["state_dict"] if keeps_weights else checkpoint.pop("state_dict")
-    with fitting(path):
+    with _fitting(path):
         sharded.load_model(weights, strict=strict)
     states = checkpoint.get("optimizer_states")
     if states is not None and optimizers:
@@ -82,4 +125,69 @@ def _load_full(
             sharded.load_optimizer(optimizer, state)
     # Each rank has taken its part of these; whole they stay in the file.
     in_file = {} if states is None else {"optimizer_states": checkpoint.pop("optimizer_states")}
-    return {**copied(checkpoint), **in_file}
+    return {**_copied(checkpoint), **in_file}
+
+
+def _restore_groups(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
+    """Gives optimizers the groups of parameters that callbacks had added to them when the checkpoint was saved.
+
+    Lightning does so in ``on_fit_start``, which is before a strategy that shards in setup has read the checkpoint.
+    """
+    states = checkpoint.get("callbacks", {})
+    for callback in callbacks_of(trainer, BaseFinetuning):
+        if callback.state_key in states:
+            callback.load_state_dict(copy.deepcopy(states[callback.state_key]))
+            BaseFinetuning.on_fit_start(callback, trainer, trainer.lightning_module)
+
+
+def read_saved(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
+    """What was saved in this file; its tensors are read when they are used, on CPU.
+
+    Args:
+        path: of a full checkpoint, or of what is beside the shards of one.
+        weights_only: of ``torch.load``; None: its default, True unless the environment says otherwise.
+    """
+    try:
+        saved = torch.load(str(path), map_location="cpu", mmap=True, weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        raise ConfigurationError(
+            f"Expected tensors and plain values only in checkpoint {str(path)!r}, got"
+            f" {named[1] if named else 'what cannot be unpickled'}, and loading that may execute code. If you trust the"
+            " file, name it in torch.serialization.add_safe_globals, or set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1."
+        ) from error
+    except Exception as error:  # damaged files are not refused by any one kind of error
+        raise ConfigurationError(
+            f"Expected a checkpoint at {str(path)!r}, but it cannot be read: {type(error).__name__}: {error}. Use"
+            " another one."
+        ) from error
+    if not isinstance(saved, dict):
+        raise ConfigurationError(
+            f"Expected a dict in checkpoint {str(path)!r}, got {type(saved).__name__}. Use a checkpoint of the Trainer."
+        )
+    return saved
+
+
+def _copied(saved: dict[str, Any]) -> dict[str, Any]:
+    """The same with tensors in memory of their own, for the file may change while they are in use."""
+    copy: dict[str, Any] = apply_to_collection(saved, dtype=Tensor, function=lambda tensor: tensor.detach().clone())
+    return copy
+
+
+@contextmanager
+def _fitting(path: Path) -> Iterator[None]:
+    """Has errors of loading into a model name the checkpoint, and what of the two does not fit."""
+    try:
+        yield
+    except (CheckpointException, RuntimeError) as error:
+        if isinstance(error, CheckpointException):
+            rank, (first, _) = min(error.failures.items())
+            reason = f"rank {rank} found: {type(first).__name__}: {first}"
+        elif "Error(s) in loading state_dict" in str(error):
+            reason = "; ".join(line.strip(" \t.") for line in str(error).splitlines()[1:])
+        else:
+            raise
+        raise ConfigurationError(
+            f"Expected a complete checkpoint of this model at {str(path)!r}, but {reason.rstrip('.')}. Load it into the"
+            " model that was saved, or use another checkpoint."
+        ) from error

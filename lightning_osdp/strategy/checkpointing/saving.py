@@ -3,6 +3,9 @@
 What is being written is at ``<name>.part`` and renamed when all of it is on disk. A rename cannot replace a folder: a
 folder makes room under ``<stem>.osdp-replaced<suffix>``, where ``ckpt_path="last"`` finds it, too, until the new one is
 in place. What is to be deleted is renamed to ``<name>.part`` first.
+
+Lightning's ``_atomic_save`` knows files alone, moves them from the system's temporary folder, which to another file
+system is a copy that a kill cuts off, and does not wait for the disk.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
+from lightning_osdp.callbacks.peak import callbacks_of
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.strategy.runtime.all_ranks import on_rank_zero
 
@@ -59,13 +63,13 @@ def save(
     checkpoint_io: CheckpointIO,
     storage_options: Any = None,
 ) -> None:
-    """Writes a checkpoint; all ranks must call it, and all raise if one cannot write.
+    """Writes a checkpoint; all ranks must call it with the same path, and all raise if one cannot write.
 
     Args:
         checkpoint: of Lightning; loses the states of model and optimizers where they are sharded.
-        path: the same on all ranks.
-        state_dict_type: ``"full"``, one file that rank 0 writes, or ``"sharded"``, a folder.
-        checkpoint_io: writes files.
+        path: of the one file that rank 0 writes, or of a folder.
+        state_dict_type: ``"full"`` or ``"sharded"``, accordingly.
+        checkpoint_io: writes the file.
         storage_options: for it.
 
     Raises:
@@ -80,7 +84,17 @@ def save(
             f'Expected no storage_options with state_dict_type="sharded", got {storage_options!r}: shards are written'
             " by torch.distributed.checkpoint. Leave them out."
         )
-    _save_sharded(checkpoint, Path(path))
+    folder = Path(path)
+    on_rank_zero(lambda: _make_room(folder))
+    states = {"model": checkpoint.pop("state_dict")}
+    states.update({f"optimizer_{i}": state for i, state in enumerate(checkpoint.pop("optimizer_states", []))})
+    _distributed_checkpoint_save(states, _part(folder))  # all of it is on disk when this returns
+
+    def complete() -> None:
+        _write(checkpoint, _part(folder) / _METADATA_FILENAME)
+        _put_in_place(folder)
+
+    on_rank_zero(complete)
 
 
 def saved_at(path: Path) -> Path:
@@ -94,8 +108,7 @@ def saved_at(path: Path) -> Path:
 
 def tell_of_incomplete(trainer: pl.Trainer) -> None:
     """Warns of checkpoints that a run was writing when it was killed: none of them is resumed from."""
-    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    folders = {Path(callback.dirpath) for callback in callbacks if callback.dirpath}
+    folders = {Path(callback.dirpath) for callback in callbacks_of(trainer, ModelCheckpoint) if callback.dirpath}
     for folder in sorted(folders):
         names = sorted(found.name for found in folder.glob(f"*{ModelCheckpoint.FILE_EXTENSION}{_PART}"))
         if names:
@@ -103,19 +116,6 @@ def tell_of_incomplete(trainer: pl.Trainer) -> None:
                 f"OSDP: a run was killed while it wrote or removed {', '.join(names)} in {folder}. These are not"
                 " complete and are skipped; they can be deleted."
             )
-
-
-def _save_sharded(checkpoint: dict[str, Any], path: Path) -> None:
-    on_rank_zero(lambda: _make_room(path))
-    states = {"model": checkpoint.pop("state_dict")}
-    states.update({f"optimizer_{i}": state for i, state in enumerate(checkpoint.pop("optimizer_states", []))})
-    _distributed_checkpoint_save(states, _part(path))  # all of it is on disk when this returns
-
-    def complete() -> None:
-        _write(checkpoint, _part(path) / _METADATA_FILENAME)
-        _put_in_place(path)
-
-    on_rank_zero(complete)
 
 
 def _part(path: Path) -> Path:
@@ -127,11 +127,7 @@ def _old(path: Path) -> Path:
 
 
 def _make_room(path: Path) -> None:
-    """Prepares to write `_part`.
-
-    Raises:
-        IsADirectoryError: at the path is a folder with more than a checkpoint.
-    """
+    """Prepares to write `_part`, unless at the path is a folder with more than a checkpoint."""
     if path.is_dir() and not path.is_symlink():
         other = [entry.name for entry in path.iterdir() if not is_of_checkpoint(entry)]
         if other:
@@ -158,7 +154,7 @@ def _write(value: object, path: Path) -> None:
 
 def _put_in_place(path: Path) -> None:
     part, old = _part(path), _old(path)
-    if _is_there(path) and (path.is_dir() or part.is_dir()):
+    if os.path.lexists(path) and (path.is_dir() or part.is_dir()):
         _discard(old)
         path.rename(old)
     part.replace(path)
@@ -168,15 +164,11 @@ def _put_in_place(path: Path) -> None:
 
 def _discard(path: Path) -> None:
     """Deletes a checkpoint, which nothing can take for a complete one while it loses its files."""
-    if _is_there(path):
+    if os.path.lexists(path):
         part = _part(path)
         _remove(part)
         path.rename(part)
         _remove(part)
-
-
-def _is_there(path: Path) -> bool:
-    return path.is_symlink() or path.exists()
 
 
 def _remove(path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile, is_zipfile
 
+import torch
 from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning_utilities.core.rank_zero import rank_zero_info
 
@@ -14,7 +17,6 @@ from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.engine import engine_of
 from lightning_osdp.errors import PlanFormatError
-from lightning_osdp.strategy.checkpointing.texts import read_text
 
 _KEY = "osdp_plan"
 """Of a checkpoint's entry: the plan as JSON text."""
@@ -32,11 +34,15 @@ def read_plan(path: Path) -> Plan:
     Raises:
         PlanFormatError: there is no plan at this path.
     """
-    if not _is_checkpoint(path):
+    try:
+        is_checkpoint = path.is_dir() or (path.is_file() and is_zipfile(path))
+    except (OSError, ValueError, BadZipFile):  # no file can have such a path, or it is damaged: reading it will say so
+        is_checkpoint = False
+    if not is_checkpoint:
         return Plan.load(path)
     file = path / _METADATA_FILENAME if path.is_dir() else path
     try:
-        text = read_text(file, _KEY) if file.exists() else None
+        text = _read_text(file) if file.exists() else None
     except Exception as error:  # damaged files are not refused by any one kind of error
         raise PlanFormatError(
             f"Expected a checkpoint at {str(path)!r}, but {file.name!r} cannot be read: {type(error).__name__}:"
@@ -50,11 +56,36 @@ def read_plan(path: Path) -> Plan:
     return Plan.from_json(text, source=f"the plan in checkpoint {str(path)!r}")
 
 
-def _is_checkpoint(path: Path) -> bool:
-    try:
-        return path.is_dir() or (path.is_file() and is_zipfile(path))
-    except (OSError, ValueError, BadZipFile):  # no file can have such a path, or it is damaged: reading it will say so
-        return False
+def _read_text(path: Path) -> str | None:
+    """The text of the plan in a file of ``torch.save``; None where it has none.
+
+    Whatever is no text, number, list or dict is passed over: neither its class nor any function is looked up, so that
+    a checkpoint with classes of its own can be read, and one that was made to do harm does none.
+    """
+    content = torch.PyTorchFileReader(str(path)).get_record("data.pkl")
+    saved = _InertUnpickler(BytesIO(content)).load()
+    value = saved.get(_KEY) if isinstance(saved, dict) else None
+    return value if isinstance(value, str) else None
+
+
+class _Ignored:
+    """Stands for every class, function and object, and can be called, filled and set as any of them."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def _nothing(self, *_: Any) -> None: ...
+
+    __setstate__ = __setitem__ = append = extend = add = update = _nothing
+
+
+class _InertUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> type[_Ignored]:
+        del module, name
+        return _Ignored
+
+    def persistent_load(self, pid: object) -> _Ignored:
+        del pid
+        return _Ignored()
 
 
 def tell_of_change(plan: Plan | None, checkpoint: Mapping[str, Any]) -> None:

@@ -56,10 +56,10 @@ def plan_that_fits(
         note = f"rehearsal: rank {rank} ran out of memory in {shortage.place}, so {_change(plan, lower)}"
         rank_zero_warn(f"OSDP: {note}. ({shortage.text})")
         if lower.micro_batch_size != plan.micro_batch_size:
-            division.divide(trainer, lower.micro_batch_size)
+            division.divide(trainer, lower)
         plan = dataclasses.replace(lower, notes=(*plan.notes, note))
         use(plan)
-        publish(trainer, plan, None)
+        publish(trainer, plan)
 
 
 def _tell(rehearsed: Sequence[Rehearsed], took_s: float) -> None:

@@ -9,7 +9,7 @@ from typing_extensions import override
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.strategy.dry_run.fallback import plan_that_fits
-from lightning_osdp.strategy.options import Options, Prefetch
+from lightning_osdp.strategy.options import Options
 from lightning_osdp.strategy.sharding.shard import UnitsStrategy
 
 
@@ -18,7 +18,6 @@ class RehearsingStrategy(UnitsStrategy):
 
     Args:
         options: what the plan may be.
-        prefetch: settings of prefetching.
         rehearse: whether each rank takes a step alone before the first one; ``"auto"``: on GPUs.
         **kwargs: of `UnitsStrategy`.
 
@@ -26,13 +25,11 @@ class RehearsingStrategy(UnitsStrategy):
         ConfigurationError: ``rehearse`` is something else.
     """
 
-    def __init__(
-        self, options: Options, prefetch: Prefetch, *, rehearse: bool | Literal["auto"], **kwargs: Any
-    ) -> None:
+    def __init__(self, options: Options, *, rehearse: bool | Literal["auto"], **kwargs: Any) -> None:
         if not isinstance(rehearse, bool) and rehearse != "auto":
             raise ConfigurationError(f"rehearse must be True, False or 'auto', got {rehearse!r}.")
         self._rehearse = rehearse
-        super().__init__(options, prefetch, **kwargs)
+        super().__init__(options, **kwargs)
 
     @override
     def on_train_start(self) -> None:

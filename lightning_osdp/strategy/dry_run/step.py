@@ -19,8 +19,7 @@ from lightning_osdp.apply import ShardedModel
 from lightning_osdp.callbacks.peak import other_tensors, planned_tensors, tensors_in
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.profiler import Census, LiveBytes, is_out_of_memory, loss_in, untouched
-from lightning_osdp.strategy.batching.loaders import first_batch
-from lightning_osdp.strategy.batching.read_once import read_once_source
+from lightning_osdp.strategy.batching.first_batch import first_batch, read_once_source
 from lightning_osdp.strategy.planning.training_step import muted, step_arguments, to_device
 from lightning_osdp.strategy.runtime.out_of_memory import Shortage, shortage_of
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -11,39 +10,23 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.strategy.batching.division import Windows, possible_sizes, why_not_divided
 from lightning_osdp.strategy.batching.loaders import samples_per_rank, why_kept
-from lightning_osdp.strategy.batching.windows import Windows, possible_sizes, why_not_divided
 from lightning_osdp.strategy.options import Options
 from lightning_osdp.strategy.runtime.all_ranks import from_all_ranks
 
 
-@dataclass(frozen=True)
-class Wishes:
-    """Micro-batches to plan for.
-
-    Attributes:
-        policy: what may be chosen, the user's own size first.
-        windows: what the user has; None where the Trainer keeps its number of micro-batches.
-    """
-
-    policy: BatchPolicy
-    windows: Windows | None = None
-
-    @classmethod
-    def dividing(cls, windows: Windows, sizes: tuple[int, ...]) -> Wishes:
-        """The user's optimizer step in micro-batches of one of these sizes."""
-        return cls(BatchPolicy.divide(windows.num_samples, sizes), windows)
-
-
-def wishes(
+def allowed_micro_batches(
     trainer: pl.Trainer,
     options: Options,
     loaders: CombinedLoader,
     current: int,
     *,
     why_not_mean: Callable[[], str | None],
-) -> Wishes:
-    """What to plan for, the same on all ranks; says why where that is less than was asked for.
+) -> tuple[BatchPolicy, Windows | None]:
+    """What may be chosen, the user's own size first; and what the user has, if the Trainer's number may change, too.
+
+    The same on all ranks. Says why where it is less than was asked for.
 
     Args:
         trainer: about to fit.
@@ -53,26 +36,35 @@ def wishes(
         why_not_mean: why the loss of a micro-batch is not its samples' mean, if so; called on all ranks or none.
 
     Raises:
-        ConfigurationError: ``global_batch_size`` cannot be had.
+        ConfigurationError: ``batch_size`` or ``global_batch_size`` cannot be had.
     """
-    number, wanted = trainer.accumulate_grad_batches, options.batch_size
+    number, wanted, world_size = trainer.accumulate_grad_batches, options.batch_size, trainer.world_size
     num_samples = samples_per_step(trainer, options, current)
     if wanted == "auto":
         windows = Windows.of(trainer, micro_batch_size=current, num_samples=num_samples)
-        return _any_division(trainer, loaders, windows, why_not_mean)
+        sizes, reason = divisions(trainer, loaders, windows, why_not_mean)
+        if reason is not None:
+            _check_divides(current, num_samples, world_size, reason)
+            if num_samples > 1:
+                rank_zero_info(f"OSDP: micro-batches stay {current} x {num_samples // current}: {reason}.")
+        return BatchPolicy.divide(num_samples, sizes), windows
     reason = None if wanted in ("keep", current) else why_kept(loaders)
     if reason is not None:
         rank_zero_warn(f"OSDP: batch_size={wanted!r} is ignored, the loader keeps {current}: {reason}.")
     elif wanted == "scale":
-        most = samples_per_rank(loaders, world_size=trainer.world_size)
-        return Wishes(BatchPolicy.scale(most, number))
+        return BatchPolicy.scale(samples_per_rank(loaders, world_size=world_size), number), None
     size = wanted if isinstance(wanted, int) and reason is None else current
-    if size not in ("scale", current):
-        _check_enough_samples(size, samples_per_rank(loaders, world_size=trainer.world_size), trainer.world_size)
+    if size != current:
+        most = samples_per_rank(loaders, world_size=world_size)
+        if most is not None and size > most:
+            raise ConfigurationError(
+                f"Expected a batch_size of which each of {world_size} ranks has at least one, got {size}: the training"
+                f" data have {most} samples for a rank. Use at most {most}."
+            )
     if options.global_batch_size is None:
-        return Wishes(BatchPolicy.fixed(size, number))
-    _check_divides(size, num_samples, trainer.world_size, reason)
-    return Wishes.dividing(Windows(current, number, num_samples, {}), (size,))
+        return BatchPolicy.fixed(size, number), None
+    _check_divides(size, num_samples, world_size, reason)
+    return BatchPolicy.divide(num_samples, (size,)), Windows(current, number, num_samples, {})
 
 
 def divisions(
@@ -81,11 +73,7 @@ def divisions(
     windows: Windows,
     why_not_mean: Callable[[], str | None] = lambda: None,
 ) -> tuple[tuple[int, ...], str | None]:
-    """Micro-batches that make up the user's optimizer steps, the user's own first, on all ranks alike.
-
-    Returns:
-        The sizes, and why there is no other than the user's own.
-    """
+    """Sizes that make up the user's optimizer steps, on all ranks alike; and why there is none but the user's own."""
     own = windows.micro_batch_size
     reason = _first_of_ranks(why_not_divided(trainer, loaders, windows)) or _first_of_ranks(why_not_mean())
     if reason is not None:
@@ -96,25 +84,8 @@ def divisions(
     return tuple(sorted(sizes, key=lambda size: (size != own, size))), None
 
 
-def _any_division(
-    trainer: pl.Trainer, loaders: CombinedLoader, windows: Windows, why_not_mean: Callable[[], str | None]
-) -> Wishes:
-    sizes, reason = divisions(trainer, loaders, windows, why_not_mean)
-    if reason is not None:
-        (own,) = sizes
-        _check_divides(own, windows.num_samples, trainer.world_size, reason)
-        if windows.num_samples > 1:
-            rank_zero_info(f"OSDP: micro-batches stay {own} x {windows.num_samples // own}: {reason}.")
-    return Wishes.dividing(windows, sizes)
-
-
 def samples_per_step(trainer: pl.Trainer, options: Options, current: int) -> int:
-    """B: samples of one rank in the optimizer step that the user wants.
-
-    Args:
-        trainer: about to fit.
-        options: of the strategy.
-        current: samples that loaders give at once.
+    """B: samples of one rank in the optimizer step that the user wants, whose loaders give `current` at once.
 
     Raises:
         ConfigurationError: ``global_batch_size`` contradicts what the Trainer accumulates, or ranks cannot share it.
@@ -134,14 +105,6 @@ def samples_per_step(trainer: pl.Trainer, options: Options, current: int) -> int
             f" {trainer.world_size} ranks are {found} samples. Leave out one of the two."
         )
     return wanted // trainer.world_size
-
-
-def _check_enough_samples(size: int, most: int | None, world_size: int) -> None:
-    if most is not None and size > most:
-        raise ConfigurationError(
-            f"Expected a batch_size of which each of {world_size} ranks has at least one, got {size}: the training data"
-            f" have {most} samples for a rank. Use at most {most}."
-        )
 
 
 def _check_divides(size: int, num_samples: int, world_size: int, reason: str | None) -> None:

@@ -13,6 +13,7 @@ from lightning_osdp.errors import ConfigurationError
 
 _MOVED = {"lr", "initial_lr", "max_lr", "min_lr", "momentum", "base_momentum", "max_momentum", "betas"}
 """Options that schedules move; which of them a group has, its parameters tell."""
+_LEFT_OUT = {"params", "param_names", *_MOVED}
 _COMPARED = (bool, int, float, str, tuple, type(None))
 
 
@@ -28,17 +29,13 @@ class Group:
 def groups_of(
     optimizers: Iterable[Optimizer], names: Callable[[Optimizer], Sequence[Sequence[str]]]
 ) -> tuple[Group, ...]:
-    """Groups of all optimizers, in order.
-
-    Args:
-        optimizers: as the user configured them.
-        names: gives the names of the parameters in each group of one.
-    """
-    return tuple(
-        Group(type(optimizer).__name__, frozenset(own), {k: v for k, v in group.items() if _is_compared(k, v)})
-        for optimizer in optimizers
-        for group, own in zip(optimizer.param_groups, names(optimizer), strict=True)
-    )
+    """Groups of all optimizers, in order; `names` gives those of the parameters in each group of one."""
+    found = []
+    for optimizer in optimizers:
+        for group, own in zip(optimizer.param_groups, names(optimizer), strict=True):
+            options = {k: v for k, v in group.items() if k not in _LEFT_OUT and isinstance(v, _COMPARED)}
+            found.append(Group(type(optimizer).__name__, frozenset(own), options))
+    return tuple(found)
 
 
 def names_in(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
@@ -48,11 +45,7 @@ def names_in(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 
 
 def check_same_groups(whole: Sequence[Group], sharded: Sequence[Group]) -> None:
-    """Returns if the user's code made the same of the whole and of the sharded model.
-
-    Raises:
-        ConfigurationError: it did not.
-    """
+    """Raises a ConfigurationError unless the user's code made the same of the whole and of the sharded model."""
     for index in range(max(len(whole), len(sharded))):
         expected, found = (groups[index] if index < len(groups) else None for groups in (whole, sharded))
         if expected != found:
@@ -62,10 +55,6 @@ def check_same_groups(whole: Sequence[Group], sharded: Sequence[Group]) -> None:
                 " as it is: their names, p.ndim, attributes that you set on them, and isinstance(module, nn.Linear)"
                 " rather than type(module)."
             )
-
-
-def _is_compared(name: str, value: Any) -> bool:
-    return name not in ("params", "param_names") and name not in _MOVED and isinstance(value, _COMPARED)
 
 
 def _difference(whole: Group | None, sharded: Group | None) -> str:
@@ -84,6 +73,6 @@ def _difference(whole: Group | None, sharded: Group | None) -> str:
     return f"has {name}={own!r} of the whole one and {other!r} of the sharded one"
 
 
-def _listed(names: Iterable[str], most: int = 3) -> str:
+def _listed(names: Iterable[str]) -> str:
     found = sorted(names)
-    return ", ".join(map(repr, found[:most])) + f" and {len(found) - most} more" * (len(found) > most)
+    return ", ".join(map(repr, found[:3])) + f" and {len(found) - 3} more" * (len(found) > 3)

@@ -1,35 +1,73 @@
-"""A new plan, shown to people: written, printed, and checked against what training measures."""
+"""What people see of planning: its progress, then the plan, which is written, printed and checked while it trains."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
 from lightning_osdp.callbacks import PlanMonitor
+from lightning_osdp.callbacks.peak import callbacks_of
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes
+from lightning_osdp.core.text.progress import Progress, silent
 from lightning_osdp.report import plan_table, save_picture, show
 from lightning_osdp.simulation import StepEstimate
+from lightning_osdp.strategy.options import Setup
 from lightning_osdp.strategy.runtime.all_ranks import on_rank_zero
 
-PLAN_FILENAME = "osdp_plan.json"
-NOT_DRAWN = 'a picture of it needs matplotlib: pip install "lightning-osdp[plots]"'
+_LINES_APART_S = 10.0
+"""Where lines stay, a stage has one when it begins, and another no sooner than this after the last."""
 
 
-def publish(trainer: pl.Trainer, plan: Plan, estimate: StepEstimate | None) -> None:
+@contextmanager
+def shown_progress(*, is_global_zero: bool) -> Iterator[Progress]:
+    """Something to tell progress to, which rank 0 shows: one changing line on a terminal, a few lines anywhere else.
+
+    The line on a terminal is drawn when it changes and by no thread, which would take time from what is measured.
+    """
+    console = Console()
+    if not is_global_zero:
+        yield silent
+    elif console.is_terminal and not console.is_dumb_terminal:
+        with Live(console=console, auto_refresh=False, transient=True) as live:
+            yield lambda stage, detail: live.update(Text(_sentence(stage, detail), no_wrap=True), refresh=True)
+    else:
+        yield _lines()
+
+
+def _lines() -> Progress:
+    last_stage, last_s = "", 0.0
+
+    def show(stage: str, detail: str) -> None:
+        nonlocal last_stage, last_s
+        if stage == last_stage and time.perf_counter() - last_s < _LINES_APART_S:
+            return
+        rank_zero_info(_sentence(stage, detail))
+        last_stage, last_s = stage, time.perf_counter()
+
+    return show
+
+
+def _sentence(stage: str, detail: str) -> str:
+    return f"OSDP: {stage}" + (f", {detail}" if detail else "")
+
+
+def publish(trainer: pl.Trainer, plan: Plan, estimate: StepEstimate | None = None, setup: Setup | None = None) -> None:
     """Writes, draws and prints the plan on rank 0, and has its predictions checked while it trains. All ranks call it.
 
-    Args:
-        trainer: whose log directory gets the plan and its picture.
-        plan: the plan in use.
-        estimate: what a step was predicted to take; None where a plan was given.
+    `estimate` and `setup` are what a step was predicted to take, and where; None where a plan was given.
     """
-    path = Path(trainer.log_dir or trainer.default_root_dir) / PLAN_FILENAME
-
+    path = Path(trainer.log_dir or trainer.default_root_dir) / "osdp_plan.json"
     is_kept = not trainer.fast_dev_run  # type: ignore[attr-defined]  # set by a connector; such a run leaves no files
 
     def write() -> None:
@@ -38,16 +76,15 @@ def publish(trainer: pl.Trainer, plan: Plan, estimate: StepEstimate | None) -> N
         show(plan_table(plan))
         if is_kept:
             rank_zero_info(f"OSDP: plan written to {path}; {_draw(plan, path.with_suffix('.svg'), estimate)}")
-        _tell_of_saving(trainer, plan, estimate)
+        if estimate is not None and setup is not None and trainer.checkpoint_callbacks:
+            _tell_of_saving(plan, estimate, setup)
 
     on_rank_zero(write)
     if trainer.state.fn == TrainerFn.FITTING:
+        monitors = callbacks_of(trainer, PlanMonitor) or [PlanMonitor()]
         # First, so that its clock stops before other callbacks validate, log or save.
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        monitors = [callback for callback in callbacks if isinstance(callback, PlanMonitor)] or [PlanMonitor()]
-        for monitor in monitors:
-            monitor.use(plan)
-        callbacks[:] = [*monitors, *(callback for callback in callbacks if not isinstance(callback, PlanMonitor))]
+        others = [callback for callback in callbacks_of(trainer, pl.Callback) if not isinstance(callback, PlanMonitor)]
+        trainer.callbacks[:] = [*monitors, *others]  # type: ignore[attr-defined]  # set by a connector
 
 
 def _draw(plan: Plan, path: Path, estimate: StepEstimate | None) -> str:
@@ -56,22 +93,27 @@ def _draw(plan: Plan, path: Path, estimate: StepEstimate | None) -> str:
     try:
         save_picture(plan, path, memory=memory)
     except ImportError:
-        return NOT_DRAWN
+        return 'a picture of it needs matplotlib: pip install "lightning-osdp[plots]"'
     return f"drawn beside it as {path.name}"
 
 
-def _tell_of_saving(trainer: pl.Trainer, plan: Plan, estimate: StepEstimate | None) -> None:
+def _tell_of_saving(plan: Plan, estimate: StepEstimate, setup: Setup) -> None:
     """Says where a checkpoint takes more than the limit; on a GPU its state dicts go to the host instead."""
-    strategy = trainer.strategy
-    assert isinstance(strategy, FSDPStrategy)
-    if estimate is None or strategy.root_device.type != "cpu" or not trainer.checkpoint_callbacks:
-        return
-    kind = strategy._state_dict_type
-    needed = estimate.saving_bytes[kind]
-    if needed > plan.memory_limit_bytes:
+    needed = estimate.saving_bytes[setup.state_dict_type]
+    if setup.device.type == "cpu" and needed > plan.memory_limit_bytes:
         sharded = format_bytes(estimate.saving_bytes["sharded"])
-        remedy = f' OSDPStrategy(state_dict_type="sharded") takes {sharded}.' if kind == "full" else ""
+        is_full = setup.state_dict_type == "full"
+        remedy = f' OSDPStrategy(state_dict_type="sharded") takes {sharded}.' if is_full else ""
         rank_zero_info(
-            f"OSDP: saving a {kind} checkpoint may take {format_bytes(needed)} on rank 0, more than memory_limit"
-            f" ({format_bytes(plan.memory_limit_bytes)}), which is about training.{remedy}"
+            f"OSDP: saving a {setup.state_dict_type} checkpoint may take {format_bytes(needed)} on rank 0, more than"
+            f" memory_limit ({format_bytes(plan.memory_limit_bytes)}), which is about training.{remedy}"
+        )
+
+
+def tell_of_unfreezing(trainer: pl.Trainer) -> None:
+    """Says that a plan was made for what is frozen now."""
+    for callback in callbacks_of(trainer, BaseFinetuning):
+        rank_zero_warn(
+            f"OSDP: {type(callback).__name__} unfreezes parameters later, which then have gradients and states of"
+            " optimizers; the plan counts them as they are when fit begins. Leave room below memory_limit for them."
         )

@@ -1,10 +1,15 @@
-"""The user's training step and optimizers as the profiler runs them: muted, on the real batch."""
+"""The user's training step and optimizers as the profiler runs them: muted, on the real batch, updating nothing.
+
+A step that optimizes manually is run as one forward, and one backward of the sum of its losses.
+"""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,10 +17,13 @@ from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_osdp.apply import called_children
+from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.errors import ConfigurationError, ProfileError
+from lightning_osdp.strategy.batching.loaders import forget_loaders
 from lightning_osdp.strategy.planning.parameter_groups import Group, groups_of, names_in
 
 
@@ -31,6 +39,45 @@ def training_step(module: pl.LightningModule) -> Callable[[Any], Any]:
             " Take a batch, or pass plan=."
         )
     return lambda batch: module.training_step(*step_arguments(module, batch))
+
+
+def automatic_step(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[Any], Any]:
+    """As `training_step`, with optimizers and schedules to look at if it asks."""
+    run, stand_ins = training_step(module), cache(partial(_stand_ins, trainer, module))
+
+    def step(batch: Any) -> Any:
+        with _replaced(module, **_given(stand_ins)):
+            return run(batch)
+
+    return step
+
+
+def summed_step(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[Any], Tensor]:
+    """A manual ``module.training_step`` as a function of the batch that returns the sum of its losses.
+
+    All graphs are alive at once then, and every parameter gets all of its gradients: no step of the user's takes more.
+    """
+    stand_ins = _stand_ins(trainer, module)
+
+    def step(batch: Any) -> Tensor:
+        losses: list[Tensor] = []
+        with _replaced(
+            module,
+            manual_backward=lambda loss, *_, **__: losses.append(loss),
+            **_given(lambda: stand_ins),
+            toggle_optimizer=_nothing,
+            untoggle_optimizer=_nothing,
+            clip_gradients=_nothing,
+        ):
+            module.training_step(*step_arguments(module, batch))
+        if not losses:
+            raise ProfileError(
+                "Expected training_step to call self.manual_backward(loss) with automatic_optimization=False, but it"
+                " did not on the profiling batch."
+            )
+        return sum(losses[1:], start=losses[0])
+
+    return step
 
 
 def step_arguments(module: pl.LightningModule, batch: Any) -> tuple[Any, ...]:
@@ -50,16 +97,35 @@ def to_device(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> An
 def muted(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
     """Whatever the module logs meanwhile goes nowhere."""
     loggers = trainer.loggers
-    names = ("log", "log_dict", "print")
     trainer.loggers = [DummyLogger()] if loggers else []
-    for name in names:
-        setattr(module, name, _ignore)
     try:
-        yield
+        with _replaced(module, log=_nothing, log_dict=_nothing, print=_nothing):
+            yield
     finally:
         trainer.loggers = loggers
-        for name in names:
-            delattr(module, name)
+
+
+def check_in_children(module: pl.LightningModule) -> None:
+    """Raises a ConfigurationError unless every parameter is in a child, which each manual backward gathers anew."""
+    children = [name for name, _ in called_children(module)]
+    for name, _ in module.named_parameters():
+        if not any(name.startswith(f"{child}.") for child in children):
+            raise ConfigurationError(
+                f"Expected every parameter inside a child that training_step calls in manual optimization, where each"
+                f" is sharded by itself, but {name!r} is in none. Put it into a module that is called."
+            )
+
+
+def in_children(profile: ModelProfile) -> ModelProfile:
+    """The profile with no operator that may join the root unit, which the first manual backward would free."""
+    return dataclasses.replace(
+        profile,
+        children_apart=True,
+        operators=tuple(
+            dataclasses.replace(operator, stands_alone=True) if len(operator.enclosing) == 2 else operator
+            for operator in profile
+        ),
+    )
 
 
 def configured_optimizers(
@@ -67,10 +133,7 @@ def configured_optimizers(
 ) -> Callable[[nn.Module], Sequence[Optimizer]]:
     """Runs ``configure_optimizers`` on a copy of the LightningModule, in every form that Lightning accepts.
 
-    Args:
-        trainer: about to fit.
-        schedules: gets its learning-rate schedules, as they are returned.
-        groups: gets the parameter groups.
+    The two lists get its learning-rate schedules, as they are returned, and the parameter groups of its optimizers.
     """
 
     def configure(replica: nn.Module) -> Sequence[Optimizer]:
@@ -94,18 +157,55 @@ def configured_optimizers(
     return configure
 
 
-def forget_loaders(trainer: pl.Trainer) -> None:
-    """Drops the training loader that reading ``estimated_stepping_batches`` built before the batch size is decided."""
-    loop = trainer.fit_loop
-    if loop._combined_loader is None:
-        return
-    if loop._data_fetcher is not None:
-        loop._data_fetcher.teardown()
-        loop._data_fetcher = None
-    loop._combined_loader = None
-    loop.max_batches = float("inf")
-    loop._last_train_dl_reload_epoch = float("-inf")
+def _stand_ins(trainer: pl.Trainer, module: pl.LightningModule) -> tuple[list[_Idle], list[_Idle]]:
+    """What is there in place of the optimizers and schedules that are yet to be configured."""
+    schedules: list[Any] = []
+    optimizers = configured_optimizers(trainer, schedules)(copy.copy(module))
+    module.trainer = trainer  # of modules inside it, too, which the copy has in common with it
+    schedulers = [_Idle(each["scheduler"] if isinstance(each, dict) else each) for each in schedules]
+    return [_Idle(optimizer) for optimizer in optimizers], schedulers
 
 
-def _ignore(*_: Any, **__: Any) -> None:
+def _given(stand_ins: Callable[[], tuple[list[_Idle], list[_Idle]]]) -> dict[str, Callable[..., Any]]:
+    """Methods that give them as Lightning's do."""
+    return {
+        "optimizers": lambda *_, **__: _as_lightning_gives(stand_ins()[0]),
+        "lr_schedulers": lambda: _as_lightning_gives(stand_ins()[1]) or None,
+    }
+
+
+def _as_lightning_gives(found: list[_Idle]) -> _Idle | list[_Idle]:
+    return found[0] if len(found) == 1 else list(found)
+
+
+class _Idle:
+    """An optimizer or a learning-rate schedule that is asked to do something, and does not."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def step(self, closure: Callable[[], Any] | None = None, **_: Any) -> Any:
+        return closure() if callable(closure) else None
+
+    def zero_grad(self, *_: Any, **__: Any) -> None: ...
+
+    @contextmanager
+    def toggle_model(self, **_: Any) -> Iterator[None]:
+        yield
+
+
+@contextmanager
+def _replaced(module: pl.LightningModule, **methods: Callable[..., Any]) -> Iterator[None]:
+    vars(module).update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            del vars(module)[name]
+
+
+def _nothing(*_: Any, **__: Any) -> None:
     return None

@@ -25,14 +25,12 @@ from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.profiler import Census
 from lightning_osdp.strategy.batching.division import Division
-from lightning_osdp.strategy.batching.larger_batches import BatchWatch
+from lightning_osdp.strategy.batching.first_batch import BatchWatch
 from lightning_osdp.strategy.checkpointing import averaging, saving
-from lightning_osdp.strategy.checkpointing.finetuning import tell_of_unfreezing
-from lightning_osdp.strategy.options import Options, Prefetch
-from lightning_osdp.strategy.planning.given_plan import given_division
+from lightning_osdp.strategy.options import Options, Setup
 from lightning_osdp.strategy.planning.parameter_groups import Group, check_same_groups, groups_of
-from lightning_osdp.strategy.planning.publish import publish
-from lightning_osdp.strategy.planning.which_plan import chosen, planned_by_hand, separated, sharded
+from lightning_osdp.strategy.planning.publish import publish, tell_of_unfreezing
+from lightning_osdp.strategy.planning.which_plan import chosen, given_division, planned_by_hand, separated, sharded
 from lightning_osdp.strategy.runtime.all_ranks import on_all_ranks
 from lightning_osdp.strategy.runtime.out_of_memory import explain_shortage
 from lightning_osdp.strategy.runtime.ranks import RanksStrategy
@@ -48,7 +46,6 @@ class UnitsStrategy(RanksStrategy):
 
     Args:
         options: what the plan may be.
-        prefetch: settings of prefetching, which are part of a plan.
         **kwargs: of `RanksStrategy`.
 
     Attributes:
@@ -58,8 +55,8 @@ class UnitsStrategy(RanksStrategy):
     # Not FSDPStrategy's: torch's wrap() in configure_model leaves modules as they are, for the plan shards them.
     model_sharded_context = Strategy.model_sharded_context
 
-    def __init__(self, options: Options, prefetch: Prefetch, **kwargs: Any) -> None:
-        self._options, self._prefetch = options, prefetch
+    def __init__(self, options: Options, **kwargs: Any) -> None:
+        self._options = options
         self._plan: Plan | None = None
         self.census: Census | None = None
         self._division = Division()
@@ -162,7 +159,7 @@ class UnitsStrategy(RanksStrategy):
         found.check_wishes(self._options)
         self._forget_division(trainer)
         self._division = given_division(trainer, found.plan, self._options)
-        publish(trainer, found.plan, None)
+        publish(trainer, found.plan)
         self._is_for_training = True
 
     def _forget_division(self, trainer: pl.Trainer) -> None:
@@ -193,18 +190,26 @@ class UnitsStrategy(RanksStrategy):
         kwargs = {**self._fsdp_kwargs, "mixed_precision": self.mixed_precision_config}
         options = replace(self._options, recomputed=named_by_policy(module, self._activation_checkpointing_kwargs))
         self._forget_division(module.trainer)
+        setup = Setup(
+            device=self.root_device,
+            num_nodes=self.num_nodes,
+            local_ranks=self.num_processes,
+            precision=str(self.precision_plugin.precision),
+            mixed_precision=self.mixed_precision_config,
+            state_dict_type=self._state_dict_type,
+        )
         choose = chosen if module.automatic_optimization else planned_by_hand
-        found = choose(module, options, prefetch=self._prefetch, known=self.plan)
+        found = choose(module, options, setup, known=self.plan)
         if isinstance(found, str):
             self._plan = None
-            return self._finished(separated(module, found, options, device=self.root_device, **kwargs))
+            return self._finished(separated(module, found, options, setup, **kwargs))
         self._plan, self._division, estimate, self._groups, self._batches = found
         self._is_for_training = module.trainer.state.fn == TrainerFn.FITTING
         if self._plan is not None and self._is_for_training:
             tell_of_unfreezing(module.trainer)
         if self._plan is not None:
-            publish(module.trainer, self._plan, estimate)
-        return self._finished(sharded(module, self._plan, options, device=self.root_device, **kwargs))
+            publish(module.trainer, self._plan, estimate, setup)
+        return self._finished(sharded(module, self._plan, options, setup, **kwargs))
 
     def _finished(self, found: ShardedModel) -> Wrapping:
         _move_torchmetrics_to_device(found.module, self.root_device)

@@ -8,8 +8,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_osdp import ConfigurationError
-from lightning_osdp.strategy.checkpointing.find_complete import to_load, why_incomplete
-from lightning_osdp.strategy.checkpointing.read import read_saved
+from lightning_osdp.strategy.checkpointing.load import read_saved, to_load, why_incomplete
 
 
 def written(path, kind, *, mtime):
@@ -40,7 +39,7 @@ HALVES = {
 
 @pytest.fixture
 def trainer(tmp_path):
-    return mock.Mock(checkpoint_callbacks=[mock.Mock(), ModelCheckpoint(dirpath=tmp_path)], default_root_dir=tmp_path)
+    return mock.Mock(callbacks=[mock.Mock(), ModelCheckpoint(dirpath=tmp_path)], default_root_dir=tmp_path)
 
 
 @pytest.mark.parametrize("name", HALVES)

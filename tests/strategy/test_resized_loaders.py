@@ -2,6 +2,7 @@
 
 from functools import partial
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lightning_osdp.strategy.batching.rebuild import loader_size, why_fixed, with_batch_size
+from lightning_osdp.strategy.batching.loaders import loader_size, why_kept, with_batch_size
 
 DATA = TensorDataset(torch.arange(10.0))
 
@@ -166,7 +167,9 @@ def test_batch_samplers(kind, is_hook):
         with _replace_dunder_methods(DataLoader, "dataset"), _replace_dunder_methods(BatchSampler):
             loader = make()
     if isinstance(kind, partial) and not is_hook:
-        assert why_fixed(loader).endswith("cannot be constructed again: its argument 'secret' is no attribute")
+        assert why_kept(SimpleNamespace(flattened=[loader])).endswith(
+            "cannot be constructed again: its argument 'secret' is no attribute"
+        )
         return
     assert loader_size(loader) == 2
     rebuilt = with_batch_size(loader, 4)
@@ -192,7 +195,7 @@ def test_batch_samplers(kind, is_hook):
     ],
 )
 def test_a_loader_that_cannot_be_rebuilt_says_why(loader, reason):
-    assert why_fixed(loader).startswith(reason)
+    assert why_kept(SimpleNamespace(flattened=[loader])).startswith(reason)
 
 
 def test_sizes():

@@ -10,7 +10,8 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
-from lightning_osdp.strategy.batching.windows import Windows, possible_sizes, why_not_divided
+from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.strategy.batching.division import Division, Windows, possible_sizes, why_not_divided
 
 
 def trainer(**given):
@@ -98,6 +99,57 @@ def test_the_trainer_counts_in_the_new_micro_batches():
     fractions = trainer(limit_train_batches=0.5, val_check_interval=0.25)
     windows_of(fractions, 4).divide(fractions, micro_batch_size=2, num_micro_batches=2)
     assert (fractions.limit_train_batches, fractions.val_check_interval) == (0.5, 0.25)
+
+
+def plan_of(size, number):
+    return Plan(
+        fingerprint={},
+        world_size=1,
+        units=(),
+        memory_limit_bytes=2**20,
+        peak_bytes=0,
+        micro_batch_size=size,
+        num_micro_batches=number,
+        step_time_s=0.0,
+        samples_per_s=0.0,
+        gap=0.0,
+    )
+
+
+def test_a_fit_goes_on_in_the_micro_batches_of_its_plan_or_of_its_checkpoint():
+    fit = trainer(accumulate_grad_batches=4, limit_train_batches=8, fit_loop=SimpleNamespace(_combined_loader=None))
+    given = DataLoader(TensorDataset(torch.arange(32)), batch_size=4)
+    division, checkpoint = Division(plan_of(8, 2), windows_of(fit, 4), (4, 2, 8, 16)), {}
+
+    def used():
+        return division.loader(given).batch_size, fit.accumulate_grad_batches, fit.limit_train_batches
+
+    division.begin(fit)
+    assert used() == (8, 2, 4)
+    assert division.smaller == 4
+    division.resume(fit, {"osdp_division": (2, 8)})
+    assert used() == (2, 8, 16)
+    division.save(checkpoint)
+    assert checkpoint == {"osdp_division": (2, 8)}
+    division.resume(fit, {"osdp_division": (3, 5)})  # not of these steps
+    assert used() == (2, 8, 16)
+    division.resume(fit, {})  # of a run in the user's own
+    assert used() == (4, 4, 8)
+    assert division.loader(given) is given
+    division.resume(fit, {"osdp_division": (16, 1)})
+    division.end(fit)
+    assert (fit.accumulate_grad_batches, fit.limit_train_batches) == (4, 8)
+
+
+def test_another_trainer_that_counts_otherwise_keeps_its_own():
+    division = Division(plan_of(8, 2), windows_of(trainer(accumulate_grad_batches=4), 4), (4, 8))
+    other = trainer(accumulate_grad_batches=3)
+    with pytest.warns(UserWarning, match="this Trainer counts or accumulates micro-batches in another way"):
+        division.begin(other)
+    assert other.accumulate_grad_batches == 3
+    given = DataLoader(TensorDataset(torch.arange(32)), batch_size=4)
+    assert division.loader(given) is given
+    assert division.smaller is None
 
 
 class Stream(IterableDataset):

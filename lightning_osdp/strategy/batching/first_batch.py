@@ -1,0 +1,178 @@
+"""The batch of the training data that is profiled on; looking for it takes nothing from training."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain, islice
+from types import FunctionType
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import override
+
+from lightning_osdp.callbacks.peak import elements_in
+from lightning_osdp.callbacks.plan_monitor import num_samples
+from lightning_osdp.errors import ProfileError
+from lightning_osdp.strategy.batching.loaders import copy_of
+
+NUM_LOOKED_AT = 100
+"""Batches of the loader, the longest of which is taken."""
+
+
+class Peeked(IterableDataset[Any]):
+    """A source that can be read only once. After it was looked into, it starts once more with what was read.
+
+    It is an iterator that never starts again, or a dataset that always gives the same one.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+        self.is_looking = True
+        """Until iterating is for good."""
+        self._read: list[Any] = []
+        self._rest: Iterator[Any] | None = None
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        rest = iter(self.source) if self._rest is None else self._rest
+        if self.is_looking:
+            self._rest = rest
+            return self._remembering(rest)
+        read, self._read, self._rest = self._read, [], None
+        return chain(read, rest)
+
+    def _remembering(self, rest: Iterator[Any]) -> Iterator[Any]:
+        for item in rest:
+            self._read.append(item)
+            yield item
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "source":  # a copy under construction
+            raise AttributeError(name)
+        return getattr(self.source, name)
+
+
+def read_once_source(loader: object) -> object | None:
+    """What of this loader would lose the items that are read ahead of training: itself, its dataset, or nothing.
+
+    Generators and Python's own iterators never start again. A class with an ``__iter__`` of its own that returns itself
+    may; that is taken for granted, with a warning. Workers read copies of a dataset, so it loses nothing to them.
+    """
+    source = loader
+    if isinstance(loader, DataLoader) and loader.num_workers == 0:
+        source = loader.dataset
+    if not isinstance(source, (Iterator, IterableDataset)):
+        return None
+    iterator = iter(source)
+    if iterator is not iter(source):
+        return None
+    if isinstance(type(iterator).__iter__, FunctionType):
+        rank_zero_warn(
+            f"OSDP: profiling reads the first batch of {type(source).__name__}, whose __iter__ gives the same object"
+            " each time. If that does not start from the beginning, training starts with the second batch. Have"
+            " __iter__ return a new iterator, or pass plan=."
+        )
+        return None
+    return source
+
+
+def reading(loader: object, peeked: Peeked) -> object:
+    """The loader as it was, but on what was looked into in place of its source."""
+    return copy_of(loader, dataset=peeked) if isinstance(loader, DataLoader) else peeked
+
+
+def first_batch(
+    loaders: CombinedLoader, choose: Callable[[Iterator[Any]], Any] = lambda batches: next(batches, None)
+) -> tuple[Any, list[Peeked]]:
+    """A batch of the combined loader as training would see it, and the sources that can only be read once.
+
+    Neither the loaders nor any random numbers are different afterwards.
+
+    Args:
+        loaders: for training.
+        choose: takes their batches and returns one, by default the first.
+
+    Raises:
+        ProfileError: there is none.
+    """
+    peeked: dict[int, Peeked] = {}
+    copies = []
+    for loader in loaders.flattened:
+        source = read_once_source(loader)
+        if source is not None:
+            copies.append(reading(loader, peeked.setdefault(id(source), Peeked(source))))
+        else:
+            copies.append(copy_of(loader) if isinstance(loader, DataLoader) else loader)
+    combined = copy.copy(loaders)
+    combined.flattened = copies
+    with isolate_rng(include_cuda=False), _unchanged_generators(loaders.flattened):
+        found = choose(batch for batch, _, _ in combined)
+        combined.reset()
+    for source in peeked.values():
+        source.is_looking = False
+    if found is None:
+        raise ProfileError("Expected at least one training batch to profile the model on, but the dataloader is empty.")
+    return found, list(peeked.values())
+
+
+@contextmanager
+def _unchanged_generators(loaders: Sequence[object]) -> Iterator[None]:
+    """Random number generators that loaders and samplers were given are as before in the end."""
+    generators = []
+    for loader in loaders:
+        sampler, batch_sampler = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+        holders = (loader, sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
+        generators += [holder.generator for holder in holders if hasattr(holder, "generator")]
+    states = [(g, g.get_state()) for g in generators if isinstance(g, torch.Generator)]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
+def samples_in(batch: Any) -> int:
+    """Number of samples that Lightning sees in a batch."""
+    with warnings.catch_warnings():
+        # Ambiguous batches: Lightning's guess is what its own logging uses.
+        warnings.filterwarnings("ignore", "Trying to infer the `batch_size`")
+        return extract_batch_size(batch)
+
+
+def longest(batches: Iterable[Any]) -> Any:
+    """The first of those with most elements among the first `NUM_LOOKED_AT`; None where there are none."""
+    return max(islice(batches, NUM_LOOKED_AT), key=elements_in, default=None)
+
+
+class BatchWatch:
+    """Says, once, that a batch has more elements for a sample than the one that was profiled."""
+
+    def __init__(self, batch: Any) -> None:
+        self._most = _elements_per_sample(batch)
+
+    def look(self, batch: Any, rank: int) -> None:
+        """Warns where training gives this rank such a batch."""
+        found = _elements_per_sample(batch)
+        if self._most and found > self._most:
+            factor, self._most = found / self._most, float("inf")
+            warnings.warn(
+                f"OSDP: rank {rank} has a batch with {factor:.3g} times as many elements for a sample as the one that"
+                " was profiled: steps with such batches take more memory and time than the plan says. Give it the"
+                " largest: OSDPStrategy(profile_batch='longest').",
+                stacklevel=2,
+            )
+
+
+def _elements_per_sample(batch: Any) -> float:
+    return elements_in(batch) / max(1, num_samples(batch))
