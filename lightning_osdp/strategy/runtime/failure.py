@@ -12,13 +12,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from lightning_osdp.strategy.runtime.heartbeat import Heartbeats, behind, named, silent
+from lightning_osdp.strategy.runtime.heartbeat import Heartbeats
 
 log = logging.getLogger(__name__)
 
@@ -176,19 +177,23 @@ class FailureWatch:
             return None
         if now_s - self._since_s < self._stall_s:
             return None
-        ranks = behind(self._beats.read(), num_collectives) or self._silent_ranks()
+        behind = [rank for rank, beat in self._beats.read().items() if beat.num_collectives < num_collectives]
+        ranks = behind or self._silent_ranks()
         if not ranks:
             self._since_s = now_s  # nobody is waited for: all work by themselves
             return None
         return (
-            f"{named(ranks)} stalled: rank {self._rank} has waited {self._stall_s:g} s in a collective for it. Where it"
-            " is stands in its own output. OSDPStrategy(timeout=...) is how long ranks may wait."
+            f"{_named(ranks)} stalled: rank {self._rank} has waited {self._stall_s:g} s in a collective for it. Where"
+            " it is stands in its own output. OSDPStrategy(timeout=...) is how long ranks may wait."
         )
 
     def _silent_ranks(self) -> list[int]:
+        """The others that do not write for `SILENCE_S`."""
         before, deadline = self._beats.read(), time.monotonic() + SILENCE_S
+        before.pop(self._rank, None)
         while True:
-            found = [rank for rank in silent(before, self._beats.read()) if rank != self._rank]
+            now = self._beats.read()
+            found = [rank for rank in now if rank in before and now[rank].num_beats == before[rank].num_beats]
             if not found or self._knows.is_set() or time.monotonic() > deadline:
                 return found
             self._knows.wait(POLL_S)
@@ -199,7 +204,7 @@ class FailureWatch:
         ranks = self._silent_ranks()
         if self._first is not None or not ranks:
             return self._first
-        return f"{named(ranks)} ended without a word: killed, or the machine is gone."
+        return f"{_named(ranks)} ended without a word: killed, or the machine is gone."
 
     def _claim(self, text: str) -> str:
         """Tells the others, unless there is a first failure already; returns the first."""
@@ -238,25 +243,31 @@ def is_echo(error: BaseException) -> bool:
 def explain(error: BaseException, cause: str | None) -> None:
     """Appends what made another rank fail first to an error that is only its echo."""
     if cause is not None and is_echo(error) and not cause.endswith(str(error)):
-        error.args = (f"{error}\n{cause}", *error.args[1:])
+        append(error, cause)
+
+
+def append(error: BaseException, text: str) -> None:
+    """Has an error say this, too, in lines of their own."""
+    error.args = (f"{error}\n{text}", *error.args[1:])
 
 
 def print_one_line(error: BaseException, line: str) -> None:
     """Has Python print this line if nobody catches the error, without a traceback: another rank prints all of it."""
     error.__dict__[_LINE] = line
-    if not isinstance(sys.excepthook, _OneLine):
-        sys.excepthook = _OneLine(sys.excepthook)
+    if getattr(sys.excepthook, "func", None) is not _print:
+        sys.excepthook = partial(_print, sys.excepthook)
 
 
-class _OneLine:
-    """What Python does with errors that nobody caught, but for those of `print_one_line`."""
+def _print(
+    otherwise: Callable[..., None], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Instead of what Python does with errors that nobody caught."""
+    line = getattr(error, _LINE, None)
+    if line is None:
+        otherwise(kind, error, trace)
+    else:
+        sys.stderr.write(line + "\n")
 
-    def __init__(self, otherwise: Callable[..., None]) -> None:
-        self._otherwise = otherwise
 
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        line = getattr(error, _LINE, None)
-        if line is None:
-            self._otherwise(kind, error, trace)
-        else:
-            sys.stderr.write(line + "\n")
+def _named(ranks: Sequence[int]) -> str:
+    return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

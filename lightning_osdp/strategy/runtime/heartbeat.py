@@ -8,15 +8,14 @@ one that waits is what that one waits for: all ranks enter all collectives, in t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch._C._distributed_c10d import Store
 
 _LEFT = "left"
 
 
-@dataclass(frozen=True)
-class Beat:
+class Beat(NamedTuple):
     """What a rank wrote last."""
 
     num_beats: int
@@ -39,18 +38,18 @@ class Heartbeats:
     ) -> None:
         self._store, self._num_collectives = store, num_collectives
         self._keys = [f"{run}/beat/{each}" for each in range(world_size)]
-        self._rank, self._num_beats = rank, 0
+        self._key, self._num_beats = self._keys[rank], 0
 
     def beat(self) -> int:
         """Says that this rank is alive; returns how many collectives it has entered."""
         self._num_beats += 1
         num_collectives = self._num_collectives()
-        self._store.set(self._keys[self._rank], f"{self._num_beats} {num_collectives}")
+        self._store.set(self._key, f"{self._num_beats} {num_collectives}")
         return num_collectives
 
     def leave(self) -> None:
         """Says that this rank is done, and no longer to be waited for."""
-        self._store.set(self._keys[self._rank], _LEFT)
+        self._store.set(self._key, _LEFT)
 
     def read(self) -> dict[int, Beat]:
         """By rank, without those that have left; empty until all have begun."""
@@ -58,23 +57,3 @@ class Heartbeats:
             return {}
         texts = [value.decode() for value in self._store.multi_get(self._keys)]
         return {rank: Beat(*map(int, text.split())) for rank, text in enumerate(texts) if text != _LEFT}
-
-
-def behind(beats: dict[int, Beat], num_collectives: int) -> list[int]:
-    """Ranks that have entered fewer collectives."""
-    return [rank for rank, beat in beats.items() if beat.num_collectives < num_collectives]
-
-
-def silent(before: dict[int, Beat], now: dict[int, Beat]) -> list[int]:
-    """Ranks that have not written in between."""
-    return [rank for rank, beat in now.items() if rank in before and beat.num_beats == before[rank].num_beats]
-
-
-def named(ranks: list[int]) -> str:
-    """For the beginning of a sentence.
-
-    Example:
-        >>> named([1]), named([1, 3])
-        ('Rank 1', 'Ranks 1, 3')
-    """
-    return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelSummary
 
-
-@dataclass(frozen=True)
-class WholeSummary:
-    """What `ModelSummary` prints; numbers are of the whole model."""
-
-    rows: list[tuple[str, list[str]]]
-    total_parameters: int
-    trainable_parameters: int
-    model_size: float
-    total_training_modes: dict[str, int]
-    total_flops: int
-
-    def _get_summary_data(self) -> list[tuple[str, list[str]]]:
-        return self.rows
+_PRINTED = ("total_parameters", "trainable_parameters", "model_size", "total_training_modes", "total_flops")
 
 
-def whole_summaries(trainer: pl.Trainer, module: pl.LightningModule) -> dict[int, WholeSummary]:
-    """Summaries of a module that is about to be sharded, by depth, for the callbacks that its Trainer has."""
+def whole_summaries(trainer: pl.Trainer, module: pl.LightningModule) -> dict[int, SimpleNamespace]:
+    """What `ModelSummary` prints of a module that is about to be sharded, by depth, for its Trainer's callbacks."""
     return {callback._max_depth: _whole(callback._summary(trainer, module)) for callback in _callbacks(trainer)}
 
 
-def show_whole(trainer: pl.Trainer, summaries: Mapping[int, WholeSummary]) -> None:
+def show_whole(trainer: pl.Trainer, summaries: Mapping[int, SimpleNamespace]) -> None:
     """Has the Trainer's callbacks print these, where there is one of their depth."""
     for callback in _callbacks(trainer):
         if callback._max_depth in summaries:
@@ -38,15 +25,10 @@ def show_whole(trainer: pl.Trainer, summaries: Mapping[int, WholeSummary]) -> No
             vars(callback)["_summary"] = lambda *_, summary=summary: summary
 
 
-def _whole(summary: Any) -> WholeSummary:
-    return WholeSummary(
-        rows=summary._get_summary_data(),
-        total_parameters=summary.total_parameters,
-        trainable_parameters=summary.trainable_parameters,
-        model_size=summary.model_size,
-        total_training_modes=summary.total_training_modes,
-        total_flops=summary.total_flops,
-    )
+def _whole(summary: Any) -> SimpleNamespace:
+    """Its numbers and rows, which Lightning computes when they are asked for."""
+    rows = summary._get_summary_data()
+    return SimpleNamespace(_get_summary_data=lambda: rows, **{name: getattr(summary, name) for name in _PRINTED})
 
 
 def _callbacks(trainer: pl.Trainer) -> list[ModelSummary]:

@@ -1,16 +1,14 @@
-"""The units that a model is sharded in: found again by every Trainer that the model is given to."""
+"""A sharded model as every Trainer that it is given to finds it again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 from lightning_osdp.apply import ShardedModel, refuse_copy
 from lightning_osdp.core.plans.plan import Plan
@@ -19,36 +17,26 @@ from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.strategy.checkpointing.stored_plan import read_plan
 from lightning_osdp.strategy.options import Options
 from lightning_osdp.strategy.runtime.all_ranks import on_rank_zero
-from lightning_osdp.strategy.sharding.model_summary import WholeSummary
 
 
-@dataclass(eq=False)
-class Wrapping:
+class ReusableModel:
     """A sharded module, which holds this as a hook of its own ``state_dict()``, as long as it is sharded.
 
-    Attributes:
+    Its ``state_dict()`` and those of modules inside it raise wherever they would give this rank's shards; its own
+    ``load_state_dict()`` takes whole tensors, on all ranks.
+
+    Args:
         sharded: the module, its units and their plan.
         settings: what else the units were made with, as text.
         summaries: of the module as it was before, by depth.
-        given_up: plans with the same units that did not fit in rehearsal.
     """
 
-    sharded: ShardedModel
-    settings: Mapping[str, str]
-    summaries: Mapping[int, WholeSummary] = field(default_factory=dict)
-    given_up: list[Plan] = field(default_factory=list)
-    _handles: list[RemovableHandle] = field(default_factory=list)
-
-    def hold(self) -> None:
-        """Has the module hold this.
-
-        Its ``state_dict()`` and those of modules inside it raise wherever they would give this rank's shards; its own
-        ``load_state_dict()`` takes whole tensors, on all ranks.
-        """
-        module = self.sharded.module
-        having = (child for child in module.modules() if any(True for _ in child.parameters()))
-        self._handles += [child.register_state_dict_pre_hook(self) for child in having]
-        self._handles.append(module._register_load_state_dict_pre_hook(partial(_take, self)))
+    def __init__(self, sharded: ShardedModel, settings: Mapping[str, str], summaries: Mapping[int, Any]) -> None:
+        self.sharded, self.summaries, self._settings = sharded, summaries, settings
+        self._given_up: list[Plan] = []  # plans with the same units that did not fit in rehearsal
+        having = (child for child in self.module.modules() if any(True for _ in child.parameters()))
+        self._handles = [child.register_state_dict_pre_hook(self) for child in having]
+        self._handles.append(self.module._register_load_state_dict_pre_hook(partial(_take, self)))
 
     @property
     def module(self) -> nn.Module:
@@ -60,30 +48,30 @@ class Wrapping:
         """Of its units; None where there is none."""
         return self.sharded.plan
 
+    def give_up_plan(self, lower: Plan) -> None:
+        """Goes on under another plan with the same units; it may have other micro-batches."""
+        given_up = self.plan
+        assert given_up is not None
+        self.sharded.use(lower, may_divide=True)
+        self._given_up.append(given_up)
+
     def undo(self) -> None:
         """Gives a module that was sharded for want of a plan whole parameters again. Call it on all ranks."""
         self.sharded.undo()
         for handle in self._handles:
             handle.remove()
 
-    def check_settings(self, settings: Mapping[str, str]) -> None:
-        """Returns if units of another strategy would be made in the same way.
+    def check(self, settings: Mapping[str, str]) -> None:
+        """Returns if units of another strategy would be made in the same way, of the parameters that there are now.
 
         Raises:
-            ConfigurationError: they would not.
+            ConfigurationError: they would not, or there are new parameters, which no rank would share with another.
         """
         if not self.sharded.shares_world:
             raise _disagree("the process group that it was sharded over", "another one")
-        for name, own in self.settings.items():
+        for name, own in self._settings.items():
             if settings[name] != own:
                 raise _disagree(f"{name} {own}", settings[name])
-
-    def check_parameters(self) -> None:
-        """Returns if the module has the parameters that were sharded, and no others.
-
-        Raises:
-            ConfigurationError: it has got new ones, which no rank would share with another.
-        """
         self.sharded.reshard()
         new = [name for name, parameter in self.module.named_parameters() if not isinstance(parameter, DTensor)]
         if new:
@@ -102,8 +90,9 @@ class Wrapping:
         assert self.plan is not None
         given, memory_limit_bytes = options.plan, options.memory_limit_bytes
         if isinstance(given, Path):
-            given = on_rank_zero(lambda: read_plan(Path(str(options.plan))))
-        if given is not None and given not in (self.plan, *self.given_up):
+            path = given
+            given = on_rank_zero(lambda: read_plan(path))
+        if given is not None and given not in (self.plan, *self._given_up):
             raise _disagree("the plan that it was sharded by", "another plan=")
         if given is None and memory_limit_bytes not in (None, self.plan.memory_limit_bytes):
             raise _disagree(
@@ -116,7 +105,7 @@ class Wrapping:
         Raises:
             ConfigurationError: it would give shards.
         """
-        del keep_vars, prefix
+        del module, prefix, keep_vars
         if not self.sharded.is_opened:
             raise ConfigurationError(
                 "Expected the whole weights to be asked of the strategy, got state_dict() of a module, which has only"
@@ -135,21 +124,21 @@ class Wrapping:
         return _nothing
 
 
-def _take(wrapping: object, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+def found_in(module: nn.Module) -> ReusableModel | None:
+    """What this module was sharded as, by whichever strategy."""
+    hooks = module._state_dict_pre_hooks.values()
+    return next((hook for hook in hooks if isinstance(hook, ReusableModel) and hook.module is module), None)
+
+
+def _take(model: object, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
     """Runs before the module loads a state dict, which goes into shards; nothing in a copy of the module."""
     del state_dict
-    if isinstance(wrapping, Wrapping) and not prefix:
-        wrapping.sharded.reshard()
+    if isinstance(model, ReusableModel) and not prefix:
+        model.sharded.reshard()
 
 
 def _nothing(*_: object) -> None:
     """In place of a hook."""
-
-
-def wrapping_of(module: nn.Module) -> Wrapping | None:
-    """What this module is sharded in, by whichever strategy."""
-    hooks = module._state_dict_pre_hooks.values()
-    return next((hook for hook in hooks if isinstance(hook, Wrapping) and hook.module is module), None)
 
 
 def _disagree(expected: str, got: str) -> ConfigurationError:
