@@ -35,8 +35,7 @@ class SavingTogether(pl.Callback):
     def end(self, trainer: pl.Trainer) -> None:
         """Undoes it."""
         callbacks = _callbacks(trainer)
-        callbacks[:] = [callback for callback in callbacks if callback is not self]
-        callbacks += self._left_out
+        callbacks[:] = [*(callback for callback in callbacks if callback is not self), *self._left_out]
         self._left_out = []
         vars(trainer).pop("save_checkpoint", None)
 
