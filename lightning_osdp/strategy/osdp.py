@@ -16,7 +16,6 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning.pytorch.strategies import FSDPStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision
@@ -225,11 +224,6 @@ class OSDPStrategy(FSDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         self._setting_up.close()
         assert self.model is not None
-        if is_overridden("configure_sharded_model", self.lightning_module):
-            raise ConfigurationError(
-                "Expected configure_model, got configure_sharded_model, after which Lightning leaves sharding to the"
-                " module itself. Rename it: the plan shards."
-            )
         self._units.check(self.model)  # before anything converts shards to another precision
         with torch.inference_mode(mode=False):  # whatever the caller is in: what is sharded may be trained later
             super().setup(trainer)

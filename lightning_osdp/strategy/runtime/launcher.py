@@ -128,7 +128,8 @@ class GatheringLauncher(_MultiProcessingLauncher):
         if self._strategy.local_rank != 0:
             return None
         state, plan = self.whole_state, trainer.strategy.plan  # type: ignore[attr-defined]  # OSDPStrategy's
-        weights_path, names = None, []
+        weights_path: str | None = None
+        names: list[str] = []
         if state is not None and trainer.state.fn == TrainerFn.FITTING:
             weights_path, names = str(Path(tempfile.mkdtemp()) / "weights.ckpt"), list(state)
             self._strategy.checkpoint_io.save_checkpoint(state, weights_path)

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning.fabric.strategies.fsdp import _move_torchmetrics_to_device
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -76,7 +77,16 @@ class Units:
         return self.model.sharded
 
     def check(self, module: nn.Module) -> None:
-        """Returns if this module has no units yet, or such as this strategy would make."""
+        """Returns if this module can be sharded, or has such units as this strategy would make.
+
+        Raises:
+            ConfigurationError: it wants to shard itself, or another strategy has made it other units.
+        """
+        if is_overridden("configure_sharded_model", module):
+            raise ConfigurationError(
+                "Expected configure_model, got configure_sharded_model, after which Lightning leaves sharding to the"
+                " module itself. Rename it: the plan shards."
+            )
         found = found_in(module)
         if found is not None:
             found.check(self._settings())
