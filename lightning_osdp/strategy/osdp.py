@@ -35,6 +35,7 @@ from lightning_osdp.strategy.dry_run.fallback import plan_that_fits
 from lightning_osdp.strategy.options import Options, check_fsdp_kwargs, pop_prefetch
 from lightning_osdp.strategy.precision import OSDPPrecision
 from lightning_osdp.strategy.runtime.all_ranks import on_all_ranks, on_rank_zero
+from lightning_osdp.strategy.runtime.error_texts import explain_step_error
 from lightning_osdp.strategy.runtime.launcher import (
     GatheringLauncher,
     StartMethod,
@@ -42,7 +43,6 @@ from lightning_osdp.strategy.runtime.launcher import (
     check_start_method,
 )
 from lightning_osdp.strategy.runtime.ranks import RanksTogether
-from lightning_osdp.strategy.runtime.step_errors import explain_step_error
 from lightning_osdp.strategy.sharding.reuse import found_in
 from lightning_osdp.strategy.sharding.units import Units
 

@@ -19,7 +19,7 @@ from lightning_osdp.strategy.batching.division import Division
 from lightning_osdp.strategy.dry_run.step import Rehearsed, rehearse
 from lightning_osdp.strategy.planning.publish import publish
 from lightning_osdp.strategy.runtime.all_ranks import from_all_ranks, on_rank_zero
-from lightning_osdp.strategy.runtime.step_errors import Shortage
+from lightning_osdp.strategy.runtime.error_texts import Shortage
 from lightning_osdp.strategy.sharding.units import Units
 
 MAX_TRIES = 4

@@ -21,7 +21,7 @@ from lightning_osdp.profiler import Census, LiveBytes, is_out_of_memory, loss_in
 from lightning_osdp.strategy.batching.loaders import first_batch
 from lightning_osdp.strategy.batching.read_once import read_once_source
 from lightning_osdp.strategy.planning.training_step import muted, step_arguments, to_device
-from lightning_osdp.strategy.runtime.step_errors import Shortage, shortage_of
+from lightning_osdp.strategy.runtime.error_texts import Shortage, shortage_of
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_osdp.strategy.runtime.all_ranks import first_rank
-from lightning_osdp.strategy.runtime.failure import FailureWatch, explain, is_echo, print_one_line
+from lightning_osdp.strategy.runtime.error_texts import explain_echo, print_one_line
+from lightning_osdp.strategy.runtime.failure import FailureWatch, is_echo
 from lightning_osdp.strategy.runtime.interrupted import SavingTogether
 from lightning_osdp.strategy.runtime.sigterm import EXIT_CODE, SigtermWatch, end_together, forget
 
@@ -81,7 +82,7 @@ class RanksTogether:
         if self._watch is None:
             return
         cause = self._watch.report(error)
-        explain(error, cause)
+        explain_echo(error, cause)
         rank, first = self._strategy.global_rank, first_rank(error)
         if first not in (None, rank):
             text = f"{type(error).__name__}: {error}".partition("\n")[0]

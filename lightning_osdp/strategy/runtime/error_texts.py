@@ -1,9 +1,13 @@
-"""Errors of a step whose cause is known here - memory, DTensors - with what to say of them."""
+"""What is said of errors whose cause is known here: memory, DTensors, or another rank's failure."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -12,7 +16,10 @@ from lightning.pytorch.strategies import FSDPStrategy
 from lightning_osdp.apply import ShardedModel
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.profiler import is_out_of_memory
-from lightning_osdp.strategy.runtime.failure import append
+from lightning_osdp.strategy.runtime.failure import is_echo
+
+_LINE = "_osdp_line"
+"""Attribute of an error: what is printed of it if nobody catches it."""
 
 _OF_DTENSORS = {
     "its data is not allocated yet": (
@@ -50,10 +57,10 @@ def shortage_of(error: BaseException, sharded: ShardedModel) -> Shortage:
 def explain_step_error(error: BaseException, strategy: FSDPStrategy, sharded: ShardedModel) -> None:
     """Appends what helps to an error, if memory ran out under a plan, or code cannot compute with DTensors."""
     if is_out_of_memory(error) and sharded.plan is not None:
-        append(error, _of_memory(shortage_of(error, sharded), strategy, sharded))
+        _append(error, _of_memory(shortage_of(error, sharded), strategy, sharded))
     told = next((text for said, text in _OF_DTENSORS.items() if said in str(error)), None)
     if told is not None and told not in str(error):
-        append(error, told)
+        _append(error, told)
 
 
 def _of_memory(shortage: Shortage, strategy: FSDPStrategy, sharded: ShardedModel) -> str:
@@ -77,3 +84,32 @@ def _last_checkpoint(trainer: pl.Trainer) -> Path | None:
     saved = [(each._last_global_step_saved, each._last_checkpoint_saved) for each in callbacks]
     _, path = max(((step, path) for step, path in saved if path), default=(0, ""))
     return Path(path) if path else None
+
+
+def explain_echo(error: BaseException, cause: str | None) -> None:
+    """Appends what made another rank fail first to an error that is only its echo."""
+    if cause is not None and is_echo(error) and not cause.endswith(str(error)):
+        _append(error, cause)
+
+
+def _append(error: BaseException, text: str) -> None:
+    """Has an error say this, too, in lines of their own."""
+    error.args = (f"{error}\n{text}", *error.args[1:])
+
+
+def print_one_line(error: BaseException, line: str) -> None:
+    """Has Python print this line if nobody catches the error, without a traceback: another rank prints all of it."""
+    error.__dict__[_LINE] = line
+    if getattr(sys.excepthook, "func", None) is not _print:
+        sys.excepthook = partial(_print, sys.excepthook)
+
+
+def _print(
+    otherwise: Callable[..., None], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Instead of what Python does with errors that nobody caught."""
+    line = getattr(error, _LINE, None)
+    if line is None:
+        otherwise(kind, error, trace)
+    else:
+        sys.stderr.write(line + "\n")
