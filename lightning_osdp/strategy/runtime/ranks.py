@@ -66,16 +66,8 @@ class RanksTogether:
             )
             watch.start()
             end_together(module.trainer, lambda: watch.is_terminating)
-        self._saving = SavingTogether(lambda: self._can_save(has_states()))
+        self._saving = SavingTogether(self._watch, has_states)
         self._saving.begin(module.trainer)
-
-    def _can_save(self, has_states: bool) -> bool:
-        """Whether all ranks can save a checkpoint, after an exception on this one; says so if they cannot."""
-        can = has_states and (self._watch is None or self._watch.have_all_raised())
-        if not can:
-            why = "not all have raised one at the same point" if has_states else "there is nothing to save yet"
-            log.warning("OSDP: no checkpoint is saved on this exception: all ranks must save together, and %s.", why)
-        return can
 
     def fail(self, error: BaseException) -> None:
         """Tells the others of this rank's error, and appends to it what made another one fail first."""

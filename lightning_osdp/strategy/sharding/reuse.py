@@ -1,12 +1,15 @@
-"""A sharded model as every Trainer that it is given to finds it again."""
+"""A sharded model as every Trainer that it is given to finds it again, and what Lightning printed when it was whole."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelSummary
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -18,6 +21,9 @@ from lightning_osdp.strategy.checkpointing.stored_plan import read_plan
 from lightning_osdp.strategy.options import Options
 from lightning_osdp.strategy.runtime.all_ranks import on_rank_zero
 
+_PRINTED = ("total_parameters", "trainable_parameters", "model_size", "total_training_modes", "total_flops")
+"""What `ModelSummary` prints of Lightning's summary below its rows."""
+
 
 class ReusableModel:
     """A sharded module, which holds this as a hook of its own ``state_dict()``, as long as it is sharded.
@@ -28,11 +34,13 @@ class ReusableModel:
     Args:
         sharded: the module, its units and their plan.
         settings: what else the units were made with, as text.
-        summaries: of the module as it was before, by depth.
+        summaries: see `whole_summaries`.
     """
 
-    def __init__(self, sharded: ShardedModel, settings: Mapping[str, str], summaries: Mapping[int, Any]) -> None:
-        self.sharded, self.summaries, self._settings = sharded, summaries, settings
+    def __init__(
+        self, sharded: ShardedModel, settings: Mapping[str, str], summaries: Mapping[int, SimpleNamespace]
+    ) -> None:
+        self.sharded, self._settings, self._summaries = sharded, settings, summaries
         self._given_up: list[Plan] = []  # plans with the same units that did not fit in rehearsal
         having = (child for child in self.module.modules() if any(True for _ in child.parameters()))
         self._handles = [child.register_state_dict_pre_hook(self) for child in having]
@@ -54,6 +62,13 @@ class ReusableModel:
         assert given_up is not None
         self.sharded.use(lower, may_divide=True)
         self._given_up.append(given_up)
+
+    def show_summaries(self, trainer: pl.Trainer) -> None:
+        """Has a Trainer's callbacks print what they would of the whole model, where there is one of their depth."""
+        for callback in _summaries_of(trainer):
+            if callback._max_depth in self._summaries:
+                summary = self._summaries[callback._max_depth]
+                vars(callback)["_summary"] = lambda *_, summary=summary: summary
 
     def undo(self) -> None:
         """Gives a module that was sharded for want of a plan whole parameters again. Call it on all ranks."""
@@ -128,6 +143,22 @@ def found_in(module: nn.Module) -> ReusableModel | None:
     """What this module was sharded as, by whichever strategy."""
     hooks = module._state_dict_pre_hooks.values()
     return next((hook for hook in hooks if isinstance(hook, ReusableModel) and hook.module is module), None)
+
+
+def whole_summaries(trainer: pl.Trainer, module: pl.LightningModule) -> dict[int, SimpleNamespace]:
+    """What Lightning's summaries say of a module that is about to be sharded, by depth, for its Trainer's callbacks."""
+    found: dict[int, SimpleNamespace] = {}
+    for callback in _summaries_of(trainer):
+        summary = callback._summary(trainer, module)
+        numbers = {name: getattr(summary, name) for name in _PRINTED}
+        rows = summary._get_summary_data()
+        found[callback._max_depth] = SimpleNamespace(_get_summary_data=lambda rows=rows: rows, **numbers)
+    return found
+
+
+def _summaries_of(trainer: pl.Trainer) -> list[ModelSummary]:
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    return [callback for callback in callbacks if isinstance(callback, ModelSummary) and callback._max_depth]
 
 
 def _take(model: object, state_dict: dict[str, Any], prefix: str, *_: object) -> None:

@@ -32,9 +32,8 @@ from lightning_osdp.strategy.planning.parameter_groups import Group, check_same_
 from lightning_osdp.strategy.planning.plan_fit import Choice
 from lightning_osdp.strategy.planning.publish import publish
 from lightning_osdp.strategy.planning.which_plan import chosen, planned_by_hand, separated, sharded
-from lightning_osdp.strategy.sharding.model_summary import show_whole, whole_summaries
 from lightning_osdp.strategy.sharding.resharding import reshard_before_hooks
-from lightning_osdp.strategy.sharding.reuse import ReusableModel, found_in
+from lightning_osdp.strategy.sharding.reuse import ReusableModel, found_in, whole_summaries
 
 
 class Units:
@@ -151,7 +150,7 @@ class Units:
             self._is_for_training = True
         self.division.begin(trainer)
         saving.tell_of_incomplete(trainer)
-        show_whole(trainer, found.summaries)
+        found.show_summaries(trainer)
         averaging.average_shards(trainer, found.sharded, self._strategy.root_device)
 
     def _forget_division(self, trainer: pl.Trainer) -> None:
