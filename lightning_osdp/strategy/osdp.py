@@ -207,7 +207,7 @@ class OSDPStrategy(FSDPStrategy):
             if self._units.model is not None:
                 explain_step_error(exception, self, self._sharded)
         finally:
-            self._ranks.fail(exception)  # the others wait to be told
+            self._ranks.report(exception)  # the others wait to be told
 
     @override
     def teardown(self) -> None:
@@ -231,7 +231,7 @@ class OSDPStrategy(FSDPStrategy):
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:
         assert isinstance(model, pl.LightningModule)
-        return self._units.take(model, known=self.plan)
+        return self._units.set_up(model, known=self.plan)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

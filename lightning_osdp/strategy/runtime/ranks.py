@@ -69,7 +69,7 @@ class RanksTogether:
         self._saving = SavingTogether(self._watch, has_states)
         self._saving.begin(module.trainer)
 
-    def fail(self, error: BaseException) -> None:
+    def report(self, error: BaseException) -> None:
         """Tells the others of this rank's error, and appends to it what made another one fail first."""
         if self._watch is None:
             return

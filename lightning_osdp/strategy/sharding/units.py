@@ -90,7 +90,7 @@ class Units:
         if found is not None:
             found.check(self._settings())
 
-    def take(self, module: pl.LightningModule, *, known: Plan | None) -> nn.Module:
+    def set_up(self, module: pl.LightningModule, *, known: Plan | None) -> nn.Module:
         """Has the module be in units, for what its Trainer is about to do; returns it.
 
         Args:
