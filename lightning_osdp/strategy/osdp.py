@@ -141,7 +141,7 @@ class OSDPStrategy(FSDPStrategy):
     def plan(self) -> Plan | None:
         """The plan in use; None before setup, and where a model is evaluated that no plan was made for."""
         if self._units.model is not None:
-            return self._units.model.plan
+            return self._units.model.sharded.plan
         return self._launcher.plan if isinstance(self._launcher, GatheringLauncher) else None
 
     @property

@@ -40,7 +40,7 @@ def plan_that_fits(trainer: pl.Trainer, units: Units) -> None:
     model, division = units.model, units.division
     assert model is not None
     for tries_left in range(MAX_TRIES, -1, -1):
-        plan, began_s = model.plan, time.perf_counter()
+        plan, began_s = model.sharded.plan, time.perf_counter()
         assert plan is not None
         rehearsed = from_all_ranks(rehearse(trainer, model.sharded))
         _tell(rehearsed, time.perf_counter() - began_s)

@@ -42,23 +42,14 @@ class ReusableModel:
     ) -> None:
         self.sharded, self._settings, self._summaries = sharded, settings, summaries
         self._given_up: list[Plan] = []  # plans with the same units that did not fit in rehearsal
-        having = (child for child in self.module.modules() if any(True for _ in child.parameters()))
+        module = sharded.module
+        having = (child for child in module.modules() if any(True for _ in child.parameters()))
         self._handles = [child.register_state_dict_pre_hook(self) for child in having]
-        self._handles.append(self.module._register_load_state_dict_pre_hook(partial(_take, self)))
-
-    @property
-    def module(self) -> nn.Module:
-        """The user's."""
-        return self.sharded.module
-
-    @property
-    def plan(self) -> Plan | None:
-        """Of its units; None where there is none."""
-        return self.sharded.plan
+        self._handles.append(module._register_load_state_dict_pre_hook(partial(_take, self)))
 
     def give_up_plan(self, lower: Plan) -> None:
         """Goes on under another plan with the same units; it may have other micro-batches."""
-        given_up = self.plan
+        given_up = self.sharded.plan
         assert given_up is not None
         self.sharded.use(lower, may_divide=True)
         self._given_up.append(given_up)
@@ -88,7 +79,7 @@ class ReusableModel:
             if settings[name] != own:
                 raise _disagree(f"{name} {own}", settings[name])
         self.sharded.reshard()
-        new = [name for name, parameter in self.module.named_parameters() if not isinstance(parameter, DTensor)]
+        new = [name for name, parameter in self.sharded.module.named_parameters() if not isinstance(parameter, DTensor)]
         if new:
             raise ConfigurationError(
                 f"Expected the model as it was sharded, but its parameter {new[0]!r} is new. Lightning calls"
@@ -102,16 +93,16 @@ class ReusableModel:
         Raises:
             ConfigurationError: they name another plan or limit.
         """
-        assert self.plan is not None
-        given, memory_limit_bytes = options.plan, options.memory_limit_bytes
+        plan, given, memory_limit_bytes = self.sharded.plan, options.plan, options.memory_limit_bytes
+        assert plan is not None
         if isinstance(given, Path):
             path = given
             given = on_rank_zero(lambda: read_plan(path))
-        if given is not None and given not in (self.plan, *self._given_up):
+        if given is not None and given not in (plan, *self._given_up):
             raise _disagree("the plan that it was sharded by", "another plan=")
-        if given is None and memory_limit_bytes not in (None, self.plan.memory_limit_bytes):
+        if given is None and memory_limit_bytes not in (None, plan.memory_limit_bytes):
             raise _disagree(
-                f"memory_limit {format_bytes(self.plan.memory_limit_bytes)}", format_bytes(memory_limit_bytes or 0)
+                f"memory_limit {format_bytes(plan.memory_limit_bytes)}", format_bytes(memory_limit_bytes or 0)
             )
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -141,8 +132,8 @@ class ReusableModel:
 
 def found_in(module: nn.Module) -> ReusableModel | None:
     """What this module was sharded as, by whichever strategy."""
-    hooks = module._state_dict_pre_hooks.values()
-    return next((hook for hook in hooks if isinstance(hook, ReusableModel) and hook.module is module), None)
+    hooks = [hook for hook in module._state_dict_pre_hooks.values() if isinstance(hook, ReusableModel)]
+    return next((hook for hook in hooks if hook.sharded.module is module), None)
 
 
 def whole_summaries(trainer: pl.Trainer, module: pl.LightningModule) -> dict[int, SimpleNamespace]:

@@ -116,7 +116,7 @@ class Units:
             self._begin_fit(trainer, found)
         reshard_before_hooks(trainer, found.sharded)
         found.sharded.reshard()
-        return found.module
+        return found.sharded.module
 
     def _shard(self, module: pl.LightningModule, known: Plan | None) -> ReusableModel:
         """By the user's plan, a new one, the one that it had, or none."""
@@ -142,11 +142,12 @@ class Units:
         return ReusableModel(found, self._settings(), summaries)
 
     def _begin_fit(self, trainer: pl.Trainer, found: ReusableModel) -> None:
-        if found.plan is not None and not self._is_for_training:  # its units were there before
+        plan = found.sharded.plan
+        if plan is not None and not self._is_for_training:  # its units were there before
             found.check_wishes(self.options)
             self._forget_division(trainer)
-            self.division = given_division(trainer, found.plan, self.options)
-            publish(trainer, found.plan, None)
+            self.division = given_division(trainer, plan, self.options)
+            publish(trainer, plan, None)
             self._is_for_training = True
         self.division.begin(trainer)
         saving.tell_of_incomplete(trainer)
