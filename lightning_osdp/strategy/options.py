@@ -157,8 +157,8 @@ class Setup:
 
     device: torch.device
     """Of this rank."""
-    num_nodes: int
     local_ranks: int
+    """On this machine."""
     precision: str
     """Of the Trainer, such as ``"bf16-mixed"``."""
     mixed_precision: MixedPrecision | None

@@ -3,33 +3,48 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
-from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.strategies import FSDPStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecision
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_osdp.apply import fully_shard_arguments
+from lightning_osdp.apply import ShardedModel, fully_shard_arguments
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.profiler import Census
 from lightning_osdp.strategy.checkpointing import averaging, load, saving, stored_plan
 from lightning_osdp.strategy.checkpointing.generators import Generators
-from lightning_osdp.strategy.dry_run.rehearsing import RehearsingStrategy
+from lightning_osdp.strategy.dry_run.fallback import plan_that_fits
 from lightning_osdp.strategy.options import Options, check_fsdp_kwargs, pop_prefetch
 from lightning_osdp.strategy.precision import OSDPPrecision
-from lightning_osdp.strategy.runtime.all_ranks import on_rank_zero
-from lightning_osdp.strategy.runtime.launcher import GatheringLauncher, StartMethod
+from lightning_osdp.strategy.runtime.all_ranks import on_all_ranks, on_rank_zero
+from lightning_osdp.strategy.runtime.error_texts import explain_step_error
+from lightning_osdp.strategy.runtime.launcher import (
+    GatheringLauncher,
+    StartMethod,
+    check_interactive,
+    check_start_method,
+)
+from lightning_osdp.strategy.runtime.ranks import RanksTogether
+from lightning_osdp.strategy.sharding.reuse import found_in
+from lightning_osdp.strategy.sharding.units import Units
 
 
-class OSDPStrategy(RehearsingStrategy):
+class OSDPStrategy(FSDPStrategy):
     """Fully sharded data parallel training in which every operator is sharded only as far as memory demands.
 
     At the start of fit the model's own training step is profiled on a batch of its training data, the fastest plan
@@ -72,6 +87,8 @@ class OSDPStrategy(RehearsingStrategy):
     strategy_name = "osdp"
     # Lightning's accelerator connector refuses CPU for the names in FSDPStrategy's own list.
     _registered_strategies: list[str] = []  # noqa: RUF012 (Lightning's declaration)
+    # Not FSDPStrategy's: torch's wrap() in configure_model leaves modules as they are, for the plan shards them.
+    model_sharded_context = Strategy.model_sharded_context
 
     def __init__(
         self,
@@ -102,20 +119,31 @@ class OSDPStrategy(RehearsingStrategy):
             profile_batch=profile_batch,
             engine=pop_prefetch(fsdp_kwargs),
         ).checked()
-        self._generators = Generators()
-        self._whole_state: dict[str, Any] | None = None
+        if not isinstance(rehearse, bool) and rehearse != "auto":
+            raise ConfigurationError(f"rehearse must be True, False or 'auto', got {rehearse!r}.")
+        check_start_method(start_method)
+        self._rehearse, self._start_method = rehearse, start_method
+        self._units = Units(self, options)  # which have the plan
+        self._ranks, self._generators = RanksTogether(self), Generators()
+        self._setting_up = ExitStack()
+        # what was alive when fit began, on CPU, where what is alive is counted
+        self.census: Census | None = None
         # What the plan decides is given here, so that LightningCLI does not offer it.
         super().__init__(
-            options,
-            start_method=start_method,
-            rehearse=rehearse,
-            cpu_offload=None,
-            auto_wrap_policy=None,
-            sharding_strategy="FULL_SHARD",
-            device_mesh=None,
-            **fsdp_kwargs,
+            cpu_offload=None, auto_wrap_policy=None, sharding_strategy="FULL_SHARD", device_mesh=None, **fsdp_kwargs
         )
-        fully_shard_arguments(self._fsdp_kwargs)  # what it cannot take is said now
+        fully_shard_arguments({**self.kwargs, "mixed_precision": self.mixed_precision})  # what it refuses is said now
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in use; None before setup, and where a model is evaluated that no plan was made for."""
+        if self._units.model is not None:
+            return self._units.model.sharded.plan
+        return self._launcher.plan if isinstance(self._launcher, GatheringLauncher) else None
+
+    @property
+    def _sharded(self) -> ShardedModel:
+        return self._units.sharded
 
     @property
     @override
@@ -129,9 +157,40 @@ class OSDPStrategy(RehearsingStrategy):
             precision_plugin = OSDPPrecision(precision_plugin.precision)
         FSDPStrategy.precision_plugin.fset(self, precision_plugin)  # type: ignore[attr-defined]
 
+    @property
+    @override
+    def mixed_precision_config(self) -> MixedPrecision | None:
+        """None where everything is computed and reduced in the parameters' own dtype."""
+        config = super().mixed_precision_config
+        return None if config == MixedPrecision() else config
+
+    # processes
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if self._start_method == "popen":
+            super()._configure_launcher()
+        elif self.cluster_environment.creates_processes_externally:
+            rank_zero_warn(
+                f"OSDP: start_method={self._start_method!r} is ignored, the ranks have been started already."
+            )
+        else:
+            self._launcher = GatheringLauncher(self, self._start_method)
+        check_interactive(self._launcher, self._start_method)
+
     @override
     def setup_environment(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        is_fitting = module.trainer.state.fn == TrainerFn.FITTING
+        self.census = Census("cpu") if is_fitting and self.root_device.type == "cpu" else None
         super().setup_environment()
+        self._ranks.begin(has_states=lambda: self._units.model is not None)
+        if is_fitting:
+            averaging.check_averaging(module.trainer, self._state_dict_type)
+            if found_in(module) is not None:
+                self._setting_up.enter_context(averaging.no_copies_of(module))
         # Lightning's own, told of anew whenever somebody catches warnings
         warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
         if self._checkpoint_io is None:
@@ -140,11 +199,109 @@ class OSDPStrategy(RehearsingStrategy):
             self.precision_plugin.use_device(self.root_device)
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        try:
+            if self._units.model is not None:
+                explain_step_error(exception, self, self._sharded)
+        finally:
+            self._ranks.report(exception)  # the others wait to be told
+
+    @override
     def teardown(self) -> None:
-        if self._wrapping is not None and self.optimizers and isinstance(self._launcher, GatheringLauncher):
+        if self._units.model is not None and self.optimizers and isinstance(self._launcher, GatheringLauncher):
             # The weights are about to move to the CPU, out of the process group's reach.
-            self._whole_state = self._sharded.whole_state(on_all_ranks=self.num_nodes > 1)
+            self._launcher.whole_state = self._sharded.whole_state(on_all_ranks=self.num_nodes > 1)
+        self._setting_up.close()
+        self._ranks.end()
         super().teardown()
+
+    # from a model to units
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        self._setting_up.close()
+        assert self.model is not None
+        self._units.check(self.model)  # before anything converts shards to another precision
+        with torch.inference_mode(mode=False):  # whatever the caller is in: what is sharded may be trained later
+            super().setup(trainer)
+
+    @override
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        assert isinstance(model, pl.LightningModule)
+        return self._units.set_up(model, known=self.plan)
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        on_all_ranks(lambda: self._units.check_optimizers(self.optimizers))
+
+    # steps
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """The training loader with the plan's micro-batch; any other loader as it is."""
+        trainer = None if self.lightning_module is None else self.lightning_module.trainer
+        if trainer is None or not trainer.training:
+            return dataloader
+        loader = self._units.division.loader(dataloader)
+        # A resumed fit begins with an iterator that Lightning makes before it tells the sampler its epoch.
+        epochs: Any = trainer.fit_loop.epoch_progress.current
+        _set_sampler_epoch(loader, epochs.processed)
+        return loader
+
+    @override
+    def on_train_start(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        rehearses = self.root_device.type != "cpu" if self._rehearse == "auto" else self._rehearse
+        # in manual optimization training_step updates weights and states itself: to rehearse it would be to train
+        if rehearses and self.plan is not None and module.automatic_optimization:
+            plan_that_fits(module.trainer, self._units)
+        self._sharded.carry_hooks()  # of what has been registered in hooks of the Trainer
+        self._generators.begin(self.root_device)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._units.batches is not None:
+            self._units.batches.look(args[0], self.global_rank)
+        return self._sharded.run(super().training_step, *args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._sharded.evaluate(super().validation_step, *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._sharded.evaluate(super().test_step, *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._sharded.evaluate(super().predict_step, *args, **kwargs)
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        self._sharded.before_backward()
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Reduces gradients in every micro-batch but of units with ``sync="last"``: Lightning would keep all whole."""
+        with self._sharded.accumulating():
+            yield
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization:
+            # Of a child that ran without a backward, optimizers would see gathered parameters.
+            self._sharded.reshard()
+        with self._sharded.stepping(optimizer):
+            result = super().optimizer_step(optimizer, closure, *args, **kwargs)
+        self._sharded.after_optimizer_step()
+        return result
+
+    # weights and states
 
     def whole_state_dict(self, *, on_all_ranks: bool = False) -> dict[str, Any] | None:
         """Whole weights under the names of the user's own model, to save or to load into it; all ranks must call it.
@@ -169,12 +326,7 @@ class OSDPStrategy(RehearsingStrategy):
         Raises:
             ConfigurationError: the model is not sharded yet, or the module is not in it.
         """
-        if self._wrapping is None:
-            raise ConfigurationError(
-                "Expected a sharded model, of which there are parameters to gather, but setup has not been yet. Call"
-                " gathered() from on_fit_start on."
-            )
-        root = self._wrapping.module
+        root = self._sharded.module
         module = root if module is None else module
         if not any(child is module for child in root.modules()):
             raise ConfigurationError(
@@ -183,17 +335,6 @@ class OSDPStrategy(RehearsingStrategy):
             )
         with self._sharded.gathered(module, writes=write_back):
             yield
-
-    def take_whole_state(self) -> dict[str, Any] | None:
-        """Weights as they were when fit ended, for the main process; the strategy forgets them."""
-        state, self._whole_state = self._whole_state, None
-        return state
-
-    @override
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        self._sharded.carry_hooks()  # of what has been registered in hooks of the Trainer
-        self._generators.begin(self.root_device)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -210,7 +351,7 @@ class OSDPStrategy(RehearsingStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        self._division.save(checkpoint)
+        self._units.division.save(checkpoint)
         self._generators.save(checkpoint, self.root_device)
         stored_plan.store(self.plan, checkpoint)
         saving.save(
@@ -237,7 +378,7 @@ class OSDPStrategy(RehearsingStrategy):
             trainer=module.trainer,
         )
         if is_fitting:
-            self._division.resume(module.trainer, loaded)
+            self._units.division.resume(module.trainer, loaded)
             self._generators.resume(loaded, self.root_device)
             stored_plan.tell_of_change(self.plan, loaded)
         return loaded

@@ -52,7 +52,7 @@ def test_by_class_path_with_options(tmp_path, monkeypatch, batch_size):
     assert plan == trainer.strategy.plan
     assert plan.memory_limit_bytes == 64 * 2**20
     assert plan.solver == "greedy"
-    assert trainer.strategy._options.search_space == SearchSpace(modes=("ZDP", "DP"), min_unit_bytes=0)
+    assert trainer.strategy._units.options.search_space == SearchSpace(modes=("ZDP", "DP"), min_unit_bytes=0)
 
 
 def test_by_name(tmp_path, monkeypatch):

@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_osdp.strategy.runtime import failure
-from lightning_osdp.strategy.runtime.failure import FailureWatch, explain, print_one_line
-from lightning_osdp.strategy.runtime.heartbeat import Heartbeats
+from lightning_osdp.strategy.runtime.error_texts import explain_echo, print_one_line
+from lightning_osdp.strategy.runtime.failure import FailureWatch
 from lightning_osdp.strategy.runtime.sigterm import SigtermWatch
 
 ECHO = RuntimeError("Connection closed by peer")
@@ -40,7 +40,7 @@ def test_another_rank_learns_who_failed_first(watches):
     first, second = watches
     assert first.report(ValueError("no loss")) is None
     echo = RuntimeError("Connection closed by peer")
-    explain(echo, second.report(echo))
+    explain_echo(echo, second.report(echo))
     assert str(echo) == "Connection closed by peer\nRank 0 failed: ValueError: no loss"
 
 
@@ -74,7 +74,7 @@ def test_ranks_that_fail_alike_keep_their_own_errors(watches):
     for thread in threads:
         thread.join()
     for rank, error in enumerate(errors):
-        explain(error, causes[rank])
+        explain_echo(error, causes[rank])
         assert str(error) == "the same"
 
 
@@ -143,7 +143,7 @@ def test_a_rank_that_ends_without_a_word_is_named(watching, monkeypatch):
     monkeypatch.setattr(failure, "LINGER_S", 0.2)  # nobody is left to learn of it
     store = dist.HashStore()
     survivor = watching(store, 0)
-    Heartbeats(store, "lightning_osdp/run", rank=1, world_size=2, num_collectives=int).beat()
+    FailureWatch(store, "run", rank=1, world_size=2)._beat()  # once, and never again
     assert survivor.report(ECHO) == "Rank 1 ended without a word: killed, or the machine is gone."
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from lightning_osdp.strategy.dry_run import fallback
 from lightning_osdp.strategy.dry_run.step import Rehearsed
-from lightning_osdp.strategy.runtime.out_of_memory import Shortage
+from lightning_osdp.strategy.runtime.error_texts import Shortage
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_osdp import ConfigurationError, OSDPStrategy, Plan
-from lightning_osdp.strategy.runtime import ranks as ranks_module
+from lightning_osdp.strategy.runtime import launcher
 from lightning_osdp.strategy.runtime.launcher import GatheringLauncher
 
 SCRIPT = Path(__file__).with_name("script.py")
@@ -170,7 +170,7 @@ def test_start_methods_that_do_not_exist_are_refused():
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_notebook_is_told_which_name_to_use(monkeypatch):
-    monkeypatch.setattr(ranks_module, "_IS_INTERACTIVE", True)
+    monkeypatch.setattr(launcher, "_IS_INTERACTIVE", True)
     strategy = OSDPStrategy()
     strategy.cluster_environment = lightning_environment()
     with pytest.raises(ConfigurationError, match=r"got 'popen'.*Use Trainer\(strategy='osdp_notebook'\)"):

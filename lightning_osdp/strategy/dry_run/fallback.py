@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_osdp.apply import ShardedModel
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
@@ -20,31 +19,30 @@ from lightning_osdp.strategy.batching.division import Division
 from lightning_osdp.strategy.dry_run.step import Rehearsed, rehearse
 from lightning_osdp.strategy.planning.publish import publish
 from lightning_osdp.strategy.runtime.all_ranks import from_all_ranks, on_rank_zero
-from lightning_osdp.strategy.runtime.out_of_memory import Shortage
+from lightning_osdp.strategy.runtime.error_texts import Shortage
+from lightning_osdp.strategy.sharding.units import Units
 
 MAX_TRIES = 4
 """Plans that are tried after the first: half of what is kept is given up, half of the rest, all of it; what is left are
 smaller micro-batches."""
 
 
-def plan_that_fits(
-    trainer: pl.Trainer, sharded: ShardedModel, plan: Plan, division: Division, use: Callable[[Plan], None]
-) -> None:
+def plan_that_fits(trainer: pl.Trainer, units: Units) -> None:
     """Rehearses on all ranks, and changes to plans with less memory until a step fits on each of them.
 
     Args:
         trainer: about to take its first step.
-        sharded: its model.
-        plan: that it is sharded by.
-        division: of optimizer steps into micro-batches.
-        use: changes the model to another plan, see `ShardedModel.use`.
+        units: of its model, made by a plan.
 
     Raises:
         InfeasibleError: none is left to try; the text says which rank ran out of memory, where, and what would help.
     """
+    model, division = units.model, units.division
+    assert model is not None
     for tries_left in range(MAX_TRIES, -1, -1):
-        began_s = time.perf_counter()
-        rehearsed = from_all_ranks(rehearse(trainer, sharded, plan))
+        plan, began_s = model.sharded.plan, time.perf_counter()
+        assert plan is not None
+        rehearsed = from_all_ranks(rehearse(trainer, model.sharded))
         _tell(rehearsed, time.perf_counter() - began_s)
         failed = next(((rank, each.shortage) for rank, each in enumerate(rehearsed) if each.shortage is not None), None)
         if failed is None:
@@ -57,9 +55,9 @@ def plan_that_fits(
         rank_zero_warn(f"OSDP: {note}. ({shortage.text})")
         if lower.micro_batch_size != plan.micro_batch_size:
             division.divide(trainer, lower)
-        plan = dataclasses.replace(lower, notes=(*plan.notes, note))
-        use(plan)
-        publish(trainer, plan)
+        lower = dataclasses.replace(lower, notes=(*plan.notes, note))
+        model.give_up_plan(lower)
+        publish(trainer, lower)
 
 
 def _tell(rehearsed: Sequence[Rehearsed], took_s: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,10 @@ from torch.optim import Optimizer
 
 from lightning_osdp.apply import ShardedModel
 from lightning_osdp.callbacks.peak import other_tensors, planned_tensors, tensors_in
-from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.profiler import Census, LiveBytes, is_out_of_memory, loss_in, untouched
 from lightning_osdp.strategy.batching.first_batch import first_batch, read_once_source
 from lightning_osdp.strategy.planning.training_step import muted, step_arguments, to_device
-from lightning_osdp.strategy.runtime.out_of_memory import Shortage, shortage_of
+from lightning_osdp.strategy.runtime.error_texts import Shortage, shortage_of
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Rehearsed:
     """Why the step could not be taken, for another reason."""
 
 
-def rehearse(trainer: pl.Trainer, sharded: ShardedModel, plan: Plan) -> Rehearsed:
+def rehearse(trainer: pl.Trainer, sharded: ShardedModel) -> Rehearsed:
     """Takes an optimizer step like those to come, without the other ranks, and leaves nothing of it.
 
     The gradients of a step before are alive, and so is the state of optimizers: where there is none yet, a copy of the
@@ -45,8 +44,7 @@ def rehearse(trainer: pl.Trainer, sharded: ShardedModel, plan: Plan) -> Rehearse
 
     Args:
         trainer: about to take its first step; call it on all of its ranks.
-        sharded: its model.
-        plan: that it is sharded by.
+        sharded: its model, under a plan.
     """
     strategy, module = trainer.strategy, trainer.lightning_module
     assert isinstance(strategy, FSDPStrategy)
@@ -57,9 +55,14 @@ def rehearse(trainer: pl.Trainer, sharded: ShardedModel, plan: Plan) -> Rehearse
         muted(trainer, module),
         torch.autograd.set_detect_anomaly(False),
     ):
-        found = _attempt(trainer, strategy, sharded, plan, others)
+        try:
+            found = Rehearsed(shortage=_shortage(trainer, strategy, sharded, others))
+        except Exception as error:
+            found = Rehearsed(why_not=f"{type(error).__name__}: {error}")
     if found.shortage is not None:
-        _give_back(strategy.root_device)
+        gc.collect()  # what the error held
+        if strategy.root_device.type == "cuda":
+            torch.cuda.empty_cache()
         # a step that was broken off may leave tensors until the next one
         census = getattr(strategy, "census", None)
         if isinstance(census, Census):
@@ -67,40 +70,29 @@ def rehearse(trainer: pl.Trainer, sharded: ShardedModel, plan: Plan) -> Rehearse
     return found
 
 
-def _attempt(
-    trainer: pl.Trainer, strategy: FSDPStrategy, sharded: ShardedModel, plan: Plan, others: Sequence[Tensor]
-) -> Rehearsed:
-    try:
-        batch = _next_batch(trainer)
-        fresh = [_copied(optimizer) for optimizer in strategy.optimizers if not optimizer.state]
-        counted = _counted(trainer, [*planned_tensors(trainer), *tensors_in(batch), *others], plan)
-        with sharded.kept_shards() if fresh else nullcontext():
-            return Rehearsed(shortage=_shortage(trainer, sharded, batch, fresh, counted))
-    except Exception as error:
-        return Rehearsed(why_not=f"{type(error).__name__}: {error}")
-
-
 def _shortage(
-    trainer: pl.Trainer,
-    sharded: ShardedModel,
-    batch: Any,
-    fresh: Sequence[Optimizer],
-    counted: AbstractContextManager[Any],
+    trainer: pl.Trainer, strategy: FSDPStrategy, sharded: ShardedModel, others: Sequence[Tensor]
 ) -> Shortage | None:
     """Takes the step, and returns where memory ran out, if it did; other errors are raised."""
-    strategy = trainer.strategy
-    assert isinstance(strategy, FSDPStrategy)
-    try:
-        with counted:
-            sharded.shard_gradients()
-            for optimizer in fresh:
-                with sharded.stepping(optimizer):
-                    optimizer.step()
-            _window(trainer, strategy, batch)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        return shortage_of(error, sharded)
+    batch = _next_batch(trainer)
+    fresh = [_copied(optimizer) for optimizer in strategy.optimizers if not optimizer.state]
+    counted = None
+    if strategy.root_device.type == "cpu":  # where nothing else limits live tensors
+        assert sharded.plan is not None
+        counted = LiveBytes("cpu", memory_limit_bytes=sharded.plan.memory_limit_bytes)
+        counted.track([*planned_tensors(trainer), *tensors_in(batch), *others])
+    with sharded.kept_shards() if fresh else nullcontext():
+        try:
+            with counted or nullcontext():
+                sharded.shard_gradients()
+                for optimizer in fresh:
+                    with sharded.stepping(optimizer):
+                        optimizer.step()
+                _window(trainer, strategy, batch)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return shortage_of(error, sharded)
     return None
 
 
@@ -134,19 +126,3 @@ def _next_batch(trainer: pl.Trainer) -> Any:
     if any(read_once_source(loader) is not None for loader in loaders.flattened):
         raise ValueError("the training loader can be read only once")
     return first_batch(loaders)[0]
-
-
-def _counted(trainer: pl.Trainer, alive: Sequence[Tensor], plan: Plan) -> AbstractContextManager[Any]:
-    """Counts live tensors, these and new ones, where nothing else limits them."""
-    if trainer.strategy.root_device.type != "cpu":
-        return nullcontext()
-    live = LiveBytes("cpu", memory_limit_bytes=plan.memory_limit_bytes)
-    live.track(alive)
-    return live
-
-
-def _give_back(device: torch.device) -> None:
-    """Frees what an error held, so that the next attempt begins like the first."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -59,30 +59,23 @@ def in_step(work: Callable[[], T], /, *, stage: str) -> Sequence[T]:
             f"Expected every rank to do the same while it profiles, but they do not: {stages}. Let the module and its"
             " loaders be the same on every rank, or plan once and pass plan=."
         )
-    if failure is not None:
-        setattr(failure, _FIRST_RANK, failed or 0)
-        raise failure
-    return [each for _, _, each in said if not isinstance(each, _Nothing)]
+    _raise_everywhere(failure, failed or 0)
+    return [cast("T", each) for _, _, each in said]
 
 
 def on_rank_zero(work: Callable[[], T]) -> T:
     """Runs ``work`` on rank 0 alone and gives its result, or the error that it raised, to every rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return work()
-    outcome: list[object] = [None]
+    outcome: list[Any] = [None]
+    own: Exception | None = None
     if dist.get_rank() == 0:
-        result, failure = _attempt(work)
-        outcome = [result if failure is None else _Failed(_sendable(failure))]
-        dist.broadcast_object_list(outcome, src=0)
-        if failure is not None:
-            setattr(failure, _FIRST_RANK, 0)
-            raise failure
-    else:
-        dist.broadcast_object_list(outcome, src=0)
-    if isinstance(outcome[0], _Failed):
-        setattr(outcome[0].error, _FIRST_RANK, 0)
-        raise outcome[0].error
-    return outcome[0]  # type: ignore[return-value]
+        result, own = _attempt(work)
+        outcome = [(result, None if own is None else _sendable(own))]
+    dist.broadcast_object_list(outcome, src=0)
+    result, sent = outcome[0]
+    _raise_everywhere(sent if own is None else own, 0)
+    return cast("T", result)
 
 
 def from_all_ranks(value: T) -> list[T]:
@@ -94,15 +87,6 @@ def from_all_ranks(value: T) -> list[T]:
     return values
 
 
-class _Nothing:
-    pass
-
-
-class _Failed:
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-
 def _sendable(error: Exception) -> Exception:
     """The error, or its text where other ranks could not make it from what was sent."""
     try:
@@ -112,8 +96,15 @@ def _sendable(error: Exception) -> Exception:
     return error
 
 
-def _attempt(work: Callable[[], T]) -> tuple[T | _Nothing, Exception | None]:
+def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return work(), None
     except Exception as error:
-        return _Nothing(), error
+        return None, error
+
+
+def _raise_everywhere(error: Exception | None, rank: int) -> None:
+    """Raises an error that every rank raises, where this rank was the first that failed."""
+    if error is not None:
+        setattr(error, _FIRST_RANK, rank)
+        raise error

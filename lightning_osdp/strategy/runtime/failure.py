@@ -2,6 +2,10 @@
 
 A rank that waits in a collective for one that failed would wait for the process group's timeout, half an hour by
 default, unless the other's sockets close: they do not while its process lives, and NCCL does not notice.
+
+Every rank writes a heartbeat to the process group's store, which is two numbers: how often it has written, and how many
+collectives it has entered. A rank whose first number stands still has ended or is frozen. A rank that has entered fewer
+collectives than one that waits is what that one waits for: all ranks enter all collectives, in the same order.
 """
 
 from __future__ import annotations
@@ -12,18 +16,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from lightning_osdp.strategy.runtime.heartbeat import Heartbeats, behind, named, silent
-
 log = logging.getLogger(__name__)
-
-_LINE = "_osdp_line"
-"""Attribute of an error: what is printed of it if nobody catches it."""
 
 POLL_S = 0.5
 """Seconds between looks at the store: few requests of well under a millisecond each."""
@@ -37,8 +36,17 @@ LINGER_S = 5.0
 """Longest that a failed rank waits until all others know: the store may end with its process."""
 SILENCE_S = 4.0
 """A rank that has not written for so long, eight times longer than it should, has ended or is frozen."""
+_LEFT = "left"
+"""In place of a heartbeat, of a rank that is done."""
 _SIGTERM = "received SIGTERM, so every rank ends."
 _STORE_GONE = "Rank 0, or torchrun on its node, ended without a word: it was killed, or its machine is gone."
+
+
+class Heartbeat(NamedTuple):
+    """What a rank wrote last."""
+
+    num_beats: int
+    num_collectives: int
 
 
 class FailureWatch:
@@ -73,8 +81,9 @@ class FailureWatch:
         self._failure, self._informed, self._over = f"{run}/failure", f"{run}/informed", f"{run}/over"
         self._raised = [f"{run}/raised/{each}" for each in range(world_size)]
         self._meeting = f"{run}/meeting"
-        self._beats = Heartbeats(store, run, rank=rank, world_size=world_size, num_collectives=num_collectives)
-        self._num_collectives, self._since_s = -1, 0.0
+        self._beats = [f"{run}/beat/{each}" for each in range(world_size)]
+        self._count_collectives, self._num_beats = num_collectives, 0
+        self._num_collectives, self._since_s = -1, 0.0  # when this rank was seen to enter the last collective
         self._first: str | None = None  # what the rank that failed first had to say, once this one knows
         self._knows, self._stopped = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="osdp-failure-watch", daemon=True)
@@ -86,7 +95,7 @@ class FailureWatch:
 
     def start(self) -> None:
         """Watches from now on, in a thread."""
-        self._beats.beat()
+        self._beat()
         self._thread.start()
 
     def stop(self) -> None:
@@ -98,7 +107,7 @@ class FailureWatch:
         self._end_thread()
         if is_first and self._first is None:
             try:
-                self._beats.leave()
+                self._store.set(self._beats[self._rank], _LEFT)
                 if self._rank == 0:
                     self._store.set(self._over, "")
             except RuntimeError:
@@ -132,7 +141,7 @@ class FailureWatch:
         All ranks that ask have the same answer.
         """
         try:
-            self._store.set(self._raised[self._rank], str(self._beats.beat()))
+            self._store.set(self._raised[self._rank], str(self._beat()))
             deadline = time.monotonic() + MEETING_S
             while not self._store.check(self._raised) and time.monotonic() < deadline:
                 time.sleep(POLL_S / 10)
@@ -142,6 +151,20 @@ class FailureWatch:
         except RuntimeError:
             log.debug("The store is gone, and with it the others", exc_info=True)
             return False
+
+    def _beat(self) -> int:
+        """Says that this rank is alive; returns how many collectives it has entered."""
+        self._num_beats += 1
+        num_collectives = self._count_collectives()
+        self._store.set(self._beats[self._rank], f"{self._num_beats} {num_collectives}")
+        return num_collectives
+
+    def _read_beats(self) -> dict[int, Heartbeat]:
+        """By rank, without those that have left; empty until all have begun."""
+        if not self._store.check(self._beats):
+            return {}
+        texts = [value.decode() for value in self._store.multi_get(self._beats)]
+        return {rank: Heartbeat(*map(int, text.split())) for rank, text in enumerate(texts) if text != _LEFT}
 
     def _watch(self) -> None:
         while not self._stopped.wait(POLL_S):
@@ -162,7 +185,7 @@ class FailureWatch:
             self._learn(self._store.get(self._failure).decode())
             return self._first
         if self._store.check([self._over]):
-            self._beats.leave()
+            self._store.set(self._beats[self._rank], _LEFT)
             self._stopped.set()  # rank 0 is done, and the store may end
             return None
         stalled = self._stalled()
@@ -170,36 +193,40 @@ class FailureWatch:
 
     def _stalled(self) -> str | None:
         """Which ranks keep this one waiting, if it has waited for too long."""
-        now_s, num_collectives = time.monotonic(), self._beats.beat()
+        now_s, num_collectives = time.monotonic(), self._beat()
         if num_collectives != self._num_collectives:
             self._num_collectives, self._since_s = num_collectives, now_s
             return None
         if now_s - self._since_s < self._stall_s:
             return None
-        ranks = behind(self._beats.read(), num_collectives) or self._silent_ranks()
+        behind = [rank for rank, beat in self._read_beats().items() if beat.num_collectives < num_collectives]
+        ranks = behind or self._silent_ranks()
         if not ranks:
             self._since_s = now_s  # nobody is waited for: all work by themselves
             return None
         return (
-            f"{named(ranks)} stalled: rank {self._rank} has waited {self._stall_s:g} s in a collective for it. Where it"
-            " is stands in its own output. OSDPStrategy(timeout=...) is how long ranks may wait."
+            f"{_named(ranks)} stalled: rank {self._rank} has waited {self._stall_s:g} s in a collective for it. Where"
+            " it is stands in its own output. OSDPStrategy(timeout=...) is how long ranks may wait."
         )
 
     def _silent_ranks(self) -> list[int]:
-        before, deadline = self._beats.read(), time.monotonic() + SILENCE_S
+        """The others that do not write for `SILENCE_S`."""
+        before, deadline = self._read_beats(), time.monotonic() + SILENCE_S
+        before.pop(self._rank, None)
         while True:
-            found = [rank for rank in silent(before, self._beats.read()) if rank != self._rank]
+            now = self._read_beats()
+            found = [rank for rank in now if rank in before and now[rank].num_beats == before[rank].num_beats]
             if not found or self._knows.is_set() or time.monotonic() > deadline:
                 return found
             self._knows.wait(POLL_S)
-            self._beats.beat()  # for others may ask the same
+            self._beat()  # for others may ask the same
 
     def _cause(self) -> str | None:
         """What made a collective break: a failure that others tell of, or a rank that has ended without a word."""
         ranks = self._silent_ranks()
         if self._first is not None or not ranks:
             return self._first
-        return f"{named(ranks)} ended without a word: killed, or the machine is gone."
+        return f"{_named(ranks)} ended without a word: killed, or the machine is gone."
 
     def _claim(self, text: str) -> str:
         """Tells the others, unless there is a first failure already; returns the first."""
@@ -235,28 +262,5 @@ def is_echo(error: BaseException) -> bool:
     return type(error) is RuntimeError or isinstance(error, dist.DistError)
 
 
-def explain(error: BaseException, cause: str | None) -> None:
-    """Appends what made another rank fail first to an error that is only its echo."""
-    if cause is not None and is_echo(error) and not cause.endswith(str(error)):
-        error.args = (f"{error}\n{cause}", *error.args[1:])
-
-
-def print_one_line(error: BaseException, line: str) -> None:
-    """Has Python print this line if nobody catches the error, without a traceback: another rank prints all of it."""
-    error.__dict__[_LINE] = line
-    if not isinstance(sys.excepthook, _OneLine):
-        sys.excepthook = _OneLine(sys.excepthook)
-
-
-class _OneLine:
-    """What Python does with errors that nobody caught, but for those of `print_one_line`."""
-
-    def __init__(self, otherwise: Callable[..., None]) -> None:
-        self._otherwise = otherwise
-
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        line = getattr(error, _LINE, None)
-        if line is None:
-            self._otherwise(kind, error, trace)
-        else:
-            sys.stderr.write(line + "\n")
+def _named(ranks: Sequence[int]) -> str:
+    return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import cache
+from functools import cached_property
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 from typing_extensions import override
+
+from lightning_osdp.strategy.runtime.failure import FailureWatch
 
 log = logging.getLogger(__name__)
 
@@ -21,12 +23,23 @@ class SavingTogether(pl.Callback):
     not in would be taken for another one's, or wait.
 
     Args:
-        can_save: whether all ranks can save now; asked once, and only where somebody saves.
+        watch: of this rank's failures; None where it is alone.
+        has_states: whether there is a model to save.
     """
 
-    def __init__(self, can_save: Callable[[], bool]) -> None:
-        self._can_save = cache(can_save)
+    def __init__(self, watch: FailureWatch | None, has_states: Callable[[], bool]) -> None:
+        self._watch, self._has_states = watch, has_states
         self._left_out: list[pl.Callback] = []
+
+    @cached_property
+    def _can_save(self) -> bool:
+        """Whether all ranks can save after this rank's exception, which is asked only where somebody saves."""
+        has_states = self._has_states()
+        can = has_states and (self._watch is None or self._watch.have_all_raised())
+        if not can:
+            why = "not all have raised one at the same point" if has_states else "there is nothing to save yet"
+            log.warning("OSDP: no checkpoint is saved on this exception: all ranks must save together, and %s.", why)
+        return can
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Listens from now on."""
@@ -35,8 +48,7 @@ class SavingTogether(pl.Callback):
     def end(self, trainer: pl.Trainer) -> None:
         """Undoes it."""
         callbacks = _callbacks(trainer)
-        callbacks[:] = [callback for callback in callbacks if callback is not self]
-        callbacks += self._left_out
+        callbacks[:] = [*(callback for callback in callbacks if callback is not self), *self._left_out]
         self._left_out = []
         vars(trainer).pop("save_checkpoint", None)
 
@@ -45,12 +57,12 @@ class SavingTogether(pl.Callback):
         callbacks, save = _callbacks(trainer), trainer.save_checkpoint
 
         def save_if_possible(*args: Any, **kwargs: Any) -> None:
-            if self._can_save():
+            if self._can_save:
                 save(*args, **kwargs)
 
         trainer.save_checkpoint = save_if_possible  # type: ignore[method-assign]
         saving = [callback for callback in callbacks if _saves(callback)]
-        if saving and not self._can_save():
+        if saving and not self._can_save:
             # behind this one in the list that is gone through now
             self._left_out = saving
             callbacks[:] = [callback for callback in callbacks if callback not in saving]

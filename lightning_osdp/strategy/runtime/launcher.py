@@ -9,10 +9,12 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 from lightning.fabric.strategies.launchers.multiprocessing import _disable_module_memory_sharing
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.multiprocessing import (
     _GlobalStateSnapshot,
     _MultiProcessingLauncher,
@@ -48,26 +50,18 @@ def check_start_method(start_method: str) -> None:
         raise ConfigurationError(f"start_method must be one of {get_args(StartMethod)}, got {start_method!r}.")
 
 
-def refuse_in_notebook(start_method: str) -> ConfigurationError:
-    """The error for a start method that a notebook or interactive session cannot use."""
-    return ConfigurationError(
-        f"Expected start_method='fork' in a notebook or interactive session, got {start_method!r}, which would run the"
-        " session's code again in every rank. Use Trainer(strategy='osdp_notebook') or OSDPStrategy(start_method="
-        "'fork'), or run a script."
-    )
+def check_interactive(launcher: _Launcher | None, start_method: StartMethod) -> None:
+    """Returns if this session can start ranks so.
 
-
-class GathersState(Protocol):
-    """What the launcher needs of a strategy beyond Lightning's."""
-
-    _plan: Plan | None
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan in use."""
-
-    def take_whole_state(self) -> dict[str, Any] | None:
-        """Weights as they were when training or evaluation ended, whole on each node's first rank at least."""
+    Raises:
+        ConfigurationError: it is a notebook or interactive session, and the start method cannot be used in one.
+    """
+    if _IS_INTERACTIVE and launcher is not None and not launcher.is_interactive_compatible:
+        raise ConfigurationError(
+            f"Expected start_method='fork' in a notebook or interactive session, got {start_method!r}, which would run"
+            " the session's code again in every rank. Use Trainer(strategy='osdp_notebook') or OSDPStrategy("
+            "start_method='fork'), or run a script."
+        )
 
 
 class GatheringLauncher(_MultiProcessingLauncher):
@@ -77,14 +71,18 @@ class GatheringLauncher(_MultiProcessingLauncher):
     Lightning's launcher would send back ``lightning_module.state_dict()``, which are shards here.
 
     Args:
-        strategy: the strategy that the workers run.
+        strategy: the `OSDPStrategy` that the workers run.
         start_method: how to start them.
+
+    Attributes:
+        plan: in the main process, the one that the ranks trained under.
+        whole_state: in a worker, weights as they were when fit ended: whole on each node's first rank at least.
     """
 
     def __init__(self, strategy: ParallelStrategy, start_method: Literal["spawn", "fork", "forkserver"]) -> None:
         super().__init__(strategy, start_method=start_method)
-        self._gathers: GathersState = strategy  # type: ignore[assignment]  # OSDPStrategy, which imports this file
-        self._names: list[str] = []
+        self.plan: Plan | None = None
+        self.whole_state: dict[str, Any] | None = None
         self._inherited: tuple[dict[str, str], _GlobalStateSnapshot] | None = None
 
     @override
@@ -127,16 +125,18 @@ class GatheringLauncher(_MultiProcessingLauncher):
 
     @override
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> _WorkerOutput | None:
-        state = self._gathers.take_whole_state()
         if self._strategy.local_rank != 0:
             return None
-        weights_path = None
+        state, plan = self.whole_state, trainer.strategy.plan  # type: ignore[attr-defined]  # OSDPStrategy's
+        weights_path: str | None = None
+        names: list[str] = []
         if state is not None and trainer.state.fn == TrainerFn.FITTING:
-            self._names = list(state)
-            weights_path = str(Path(tempfile.mkdtemp()) / "weights.ckpt")
+            weights_path, names = str(Path(tempfile.mkdtemp()) / "weights.ckpt"), list(state)
             self._strategy.checkpoint_io.save_checkpoint(state, weights_path)
         best_model_path = getattr(trainer.checkpoint_callback, "best_model_path", None)
-        return _WorkerOutput(best_model_path, weights_path, trainer.state, results, self.get_extra_results(trainer))
+        told = {"plan": None if plan is None else plan.to_json(), "names": names}
+        extra = {**self.get_extra_results(trainer), **told}
+        return _WorkerOutput(best_model_path, weights_path, trainer.state, results, extra)
 
     @override
     def _recover_results_in_main_process(self, worker_output: _WorkerOutput, trainer: pl.Trainer) -> None:
@@ -145,19 +145,10 @@ class GatheringLauncher(_MultiProcessingLauncher):
             shutil.rmtree(Path(worker_output.weights_path).parent, ignore_errors=True)
 
     @override
-    def get_extra_results(self, trainer: pl.Trainer) -> dict[str, Any]:
-        plan = self._gathers.plan
-        return {
-            **super().get_extra_results(trainer),
-            "plan": None if plan is None else plan.to_json(),
-            "names": self._names,
-        }
-
-    @override
     def update_main_process_results(self, trainer: pl.Trainer, extra: dict[str, Any]) -> None:
         super().update_main_process_results(trainer, extra)
         if extra["plan"] is not None:
-            self._gathers._plan = Plan.from_json(extra["plan"], source="the ranks' plan")
+            self.plan = Plan.from_json(extra["plan"], source="the ranks' plan")
         module = trainer.lightning_module
         lost = sorted(set(extra["names"]) - set(module.state_dict()))
         if lost:

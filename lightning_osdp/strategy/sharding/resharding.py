@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partialmethod
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,8 +20,6 @@ _HOOKS = tuple(
     if name.startswith("on_") and name not in ("on_save_checkpoint", "on_load_checkpoint", "on_exception")
 )
 """Of callbacks, which a Trainer calls before the hook of the same name of its module."""
-READS_PARAMETERS = "reads_parameters"
-"""Attribute of a callback: False where it neither reads nor changes parameters, so that none need be resharded."""
 _RIGHT_AFTER = {"on_before_zero_grad": "optimizer_zero_grad"}
 """What a Trainer calls of the module after a hook, where units may be gathered still: a user's own may clear gradients
 of all parameters that it finds."""
@@ -63,7 +62,7 @@ class Resharding(pl.Callback):
         self._sharded.before_optimizer_step(optimizer)
         self._before("on_before_optimizer_step", trainer)
 
-    def _before(self, hook: str, trainer: pl.Trainer) -> None:
+    def _before(self, hook: str, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         if hook not in self._is_written:
             names = (hook, _RIGHT_AFTER.get(hook, hook))
             self._is_written[hook] = any(_is_written(name, trainer) for name in names)
@@ -75,8 +74,8 @@ def _is_written(hook: str, trainer: pl.Trainer) -> bool:
     """Whether a user's code runs in this hook."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     for holder in (*callbacks, trainer.lightning_module):
-        if not getattr(holder, READS_PARAMETERS, True):
-            continue
+        if not getattr(holder, "reads_parameters", True):
+            continue  # as its author says, who knows that it does not change them either
         if hook in vars(holder):  # such as a LambdaCallback's
             return True
         if isinstance(holder, BaseFinetuning) and hook == "on_train_epoch_start":
@@ -87,13 +86,5 @@ def _is_written(hook: str, trainer: pl.Trainer) -> bool:
     return False
 
 
-def _hook(name: str) -> Any:
-    def run(self: Resharding, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        self._before(name, trainer)
-
-    run.__name__ = name
-    return run
-
-
 for _name in set(_HOOKS) - set(vars(Resharding)):
-    setattr(Resharding, _name, _hook(_name))
+    setattr(Resharding, _name, partialmethod(Resharding._before, _name))

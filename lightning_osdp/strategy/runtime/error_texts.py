@@ -1,0 +1,115 @@
+"""What is said of errors whose cause is known here: memory, DTensors, or another rank's failure."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import FSDPStrategy
+
+from lightning_osdp.apply import ShardedModel
+from lightning_osdp.core.text.byte_size import format_bytes
+from lightning_osdp.profiler import is_out_of_memory
+from lightning_osdp.strategy.runtime.failure import is_echo
+
+_LINE = "_osdp_line"
+"""Attribute of an error: what is printed of it if nobody catches it."""
+
+_OF_DTENSORS = {
+    "its data is not allocated yet": (
+        "OSDP: parameters, gradients and their norms are DTensors, of which torch.tensor() cannot"
+        " make a list of values, as Lightning's grad_norm does. Take each value itself, on all ranks:"
+        " {name: float(p.grad.norm()) for name, p in self.named_parameters() if p.grad is not None}."
+    ),
+    **dict.fromkeys(
+        ("got mixed torch.Tensor and DTensor", "does not have a sharding strategy registered"),
+        "OSDP: outside the forward of its own module a parameter may be a DTensor, this rank's rows of it. A term of"
+        " the loss over parameters belongs into a module's forward, or into a fit without plan=, whose plan keeps"
+        " whatever training_step reads gathered; to look at whole weights elsewhere: `with trainer.strategy.gathered():"
+        " ...`.",
+    ),
+}
+"""What helps where torch cannot compute with sharded tensors as a user's code wants to, by what torch says."""
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Memory ran out on a rank."""
+
+    place: str
+    """Where in a step."""
+    text: str
+    """What the allocator had to say."""
+
+
+def shortage_of(error: BaseException, sharded: ShardedModel) -> Shortage:
+    """What happened, and where the model was then."""
+    text = str(error).partition("\n")[0]
+    return Shortage(sharded.place_in_step() or "the optimizer step", f"{type(error).__name__}: {text}")
+
+
+def explain_step_error(error: BaseException, strategy: FSDPStrategy, sharded: ShardedModel) -> None:
+    """Appends what helps to an error, if memory ran out under a plan, or code cannot compute with DTensors."""
+    if is_out_of_memory(error) and sharded.plan is not None:
+        _append(error, _of_memory(shortage_of(error, sharded), strategy, sharded))
+    told = next((text for said, text in _OF_DTENSORS.items() if said in str(error)), None)
+    if told is not None and told not in str(error):
+        _append(error, told)
+
+
+def _of_memory(shortage: Shortage, strategy: FSDPStrategy, sharded: ShardedModel) -> str:
+    """Which rank, where, under which plan, and what helps."""
+    plan, module = sharded.plan, strategy.lightning_module
+    assert plan is not None
+    assert module is not None
+    limit = format_bytes(plan.memory_limit_bytes)
+    predicted = f" that is predicted to take {format_bytes(plan.peak_bytes)} of {limit}" if plan.peak_bytes else ""
+    last = _last_checkpoint(module.trainer)
+    return (
+        f"OSDP: rank {strategy.global_rank} ran out of memory in {shortage.place}, under a plan{predicted}. Pass a"
+        f" lower memory_limit than {limit}, so that more is sharded, or use a smaller micro-batch."
+        + ("" if last is None else f" The last checkpoint is {last}.")
+    )
+
+
+def _last_checkpoint(trainer: pl.Trainer) -> Path | None:
+    """The one that this run wrote last, if any."""
+    callbacks = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+    saved = [(each._last_global_step_saved, each._last_checkpoint_saved) for each in callbacks]
+    _, path = max(((step, path) for step, path in saved if path), default=(0, ""))
+    return Path(path) if path else None
+
+
+def explain_echo(error: BaseException, cause: str | None) -> None:
+    """Appends what made another rank fail first to an error that is only its echo."""
+    if cause is not None and is_echo(error) and not cause.endswith(str(error)):
+        _append(error, cause)
+
+
+def _append(error: BaseException, text: str) -> None:
+    """Has an error say this, too, in lines of their own."""
+    error.args = (f"{error}\n{text}", *error.args[1:])
+
+
+def print_one_line(error: BaseException, line: str) -> None:
+    """Has Python print this line if nobody catches the error, without a traceback: another rank prints all of it."""
+    error.__dict__[_LINE] = line
+    if getattr(sys.excepthook, "func", None) is not _print:
+        sys.excepthook = partial(_print, sys.excepthook)
+
+
+def _print(
+    otherwise: Callable[..., None], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Instead of what Python does with errors that nobody caught."""
+    line = getattr(error, _LINE, None)
+    if line is None:
+        otherwise(kind, error, trace)
+    else:
+        sys.stderr.write(line + "\n")

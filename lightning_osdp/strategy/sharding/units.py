@@ -1,0 +1,205 @@
+"""From a LightningModule to units: sharded as planned, or found as another Trainer left them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.strategies.fsdp import _move_torchmetrics_to_device
+from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    apply_activation_checkpointing,
+)
+from torch.optim import Optimizer
+
+from lightning_osdp.apply import ShardedModel, is_inside
+from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.strategy.batching.division import Division
+from lightning_osdp.strategy.batching.first_batch import BatchWatch
+from lightning_osdp.strategy.checkpointing import averaging, saving
+from lightning_osdp.strategy.options import Options, Setup
+from lightning_osdp.strategy.planning.parameter_groups import Group, check_same_groups, groups_of
+from lightning_osdp.strategy.planning.plan_fit import Choice
+from lightning_osdp.strategy.planning.publish import publish, tell_of_unfreezing
+from lightning_osdp.strategy.planning.which_plan import chosen, given_division, planned_by_hand, separated, sharded
+from lightning_osdp.strategy.sharding.resharding import reshard_before_hooks
+from lightning_osdp.strategy.sharding.reuse import ReusableModel, found_in, whole_summaries
+
+
+class Units:
+    """The units of a strategy's model, through all stages of all Trainers that have it, and the steps planned for them.
+
+    Args:
+        strategy: of this rank.
+        options: what the plan may be.
+
+    Attributes:
+        options: as given.
+        model: what is sharded, which has the plan; None before setup.
+        division: of optimizer steps into micro-batches.
+        batches: watches for larger ones than what was planned for.
+    """
+
+    def __init__(self, strategy: FSDPStrategy, options: Options) -> None:
+        self.options, self._strategy = options, strategy
+        self.model: ReusableModel | None = None
+        self.division = Division()
+        self.batches: BatchWatch | None = None
+        self._is_for_training = False
+        # of the whole model's optimizers, until there are those of the sharded one
+        self._groups: Sequence[Group] | None = None
+
+    @property
+    def sharded(self) -> ShardedModel:
+        """The model's.
+
+        Raises:
+            ConfigurationError: there is none yet.
+        """
+        if self.model is None:
+            raise ConfigurationError(
+                "Expected a sharded model, but setup has not been yet, or has failed. Ask for weights, save them, and"
+                " call gathered() from on_fit_start on."
+            )
+        return self.model.sharded
+
+    def check(self, module: nn.Module) -> None:
+        """Returns if this module can be sharded, or has such units as this strategy would make.
+
+        Raises:
+            ConfigurationError: it wants to shard itself, or another strategy has made it other units.
+        """
+        if is_overridden("configure_sharded_model", module):
+            raise ConfigurationError(
+                "Expected configure_model, got configure_sharded_model, after which Lightning leaves sharding to the"
+                " module itself. Rename it: the plan shards."
+            )
+        found = found_in(module)
+        if found is not None:
+            found.check(self._settings())
+
+    def set_up(self, module: pl.LightningModule, *, known: Plan | None) -> nn.Module:
+        """Has the module be in units, for what its Trainer is about to do; returns it.
+
+        Args:
+            module: checked, see `check`.
+            known: the plan of the model that the strategy had before.
+
+        Raises:
+            OSDPError: no plan fits, the given one does not, or the module cannot be sharded.
+        """
+        trainer = module.trainer
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        found = found_in(module)
+        if found is not None and found.sharded.is_whole and is_fitting:
+            found.undo()  # it was evaluated first, when there was nothing to plan for
+            found = None
+        if found is None:
+            found = self._shard(module, known)
+        elif found is not self.model:
+            self._is_for_training = False
+            rank_zero_info("OSDP: another Trainer has sharded this model already, and its units are used as they are.")
+        self.model = found
+        if is_fitting:
+            self._begin_fit(trainer, found)
+        reshard_before_hooks(trainer, found.sharded)
+        found.sharded.reshard()
+        return found.sharded.module
+
+    def _shard(self, module: pl.LightningModule, known: Plan | None) -> ReusableModel:
+        """By the user's plan, a new one, the one that it had, or none."""
+        strategy, trainer = self._strategy, module.trainer
+        summaries = whole_summaries(trainer, module)
+        options = replace(self.options, recomputed=_named_by(strategy._activation_checkpointing_kwargs, module))
+        kwargs = {**strategy.kwargs, "mixed_precision": strategy.mixed_precision_config}
+        setup = Setup(
+            device=strategy.root_device,
+            local_ranks=strategy.num_processes,
+            precision=str(strategy.precision_plugin.precision),
+            mixed_precision=strategy.mixed_precision_config,
+            state_dict_type=strategy._state_dict_type,
+        )
+        self._forget_division(trainer)
+        choose = chosen if module.automatic_optimization else planned_by_hand
+        choice = choose(module, options, setup, known=known)
+        if isinstance(choice, str):
+            found = separated(module, choice, options, setup, **kwargs)
+            choice = Choice(None, Division())
+        else:
+            if choice.plan is not None:
+                if trainer.state.fn == TrainerFn.FITTING:
+                    tell_of_unfreezing(trainer)
+                publish(trainer, choice.plan, choice.estimate, setup)
+            found = sharded(module, choice.plan, options, setup, **kwargs)
+        self.division, self._groups, self.batches = choice.division, choice.groups, choice.watch
+        self._is_for_training = trainer.state.fn == TrainerFn.FITTING
+        _move_torchmetrics_to_device(module, strategy.root_device)
+        return ReusableModel(found, self._settings(), summaries)
+
+    def _begin_fit(self, trainer: pl.Trainer, found: ReusableModel) -> None:
+        plan = found.sharded.plan
+        if plan is not None and not self._is_for_training:  # its units were there before
+            found.check_wishes(self.options)
+            self._forget_division(trainer)
+            self.division = given_division(trainer, plan, self.options)
+            publish(trainer, plan)
+            self._is_for_training = True
+        self.division.begin(trainer)
+        saving.tell_of_incomplete(trainer)
+        found.show_summaries(trainer)
+        averaging.average_shards(trainer, found.sharded, self._strategy.root_device)
+
+    def _forget_division(self, trainer: pl.Trainer) -> None:
+        """Before one is chosen, from loaders and a Trainer as the user has them."""
+        self.division.end(trainer)
+        self.division = Division()
+
+    def _settings(self) -> dict[str, str]:
+        """What units are made with besides a plan."""
+        strategy = self._strategy
+        return {
+            "precision": str(strategy.precision_plugin.precision),
+            "arguments": f"{strategy.kwargs}, {strategy._activation_checkpointing_kwargs}",
+        }
+
+    def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Returns if these can update the shards, in the groups in which they would update the whole model.
+
+        Raises:
+            ConfigurationError: they cannot.
+        """
+        whole, self._groups = self._groups, None
+        if whole is not None:
+            check_same_groups(whole, groups_of(optimizers, self.sharded.names_by_group))
+        self.sharded.check_optimizers(optimizers)
+
+
+def _named_by(policy: Mapping[str, Any], module: nn.Module) -> tuple[str, ...]:
+    """Names of the modules that recompute whatever a plan would choose, none of them inside another."""
+    if not policy:
+        return ()
+    if any(isinstance(child, CheckpointWrapper) for child in module.modules()):
+        rank_zero_warn(
+            "OSDP: the model has checkpointed layers of its own; activation_checkpointing_policy is ignored."
+        )
+        return ()
+    found: set[nn.Module] = set()
+
+    def note(child: nn.Module, **_: Any) -> nn.Module:
+        found.add(child)
+        return child
+
+    apply_activation_checkpointing(module, checkpoint_wrapper_fn=note, **policy)
+    names: list[str] = []
+    for name, child in module.named_modules():
+        if child in found and not is_inside(name, names):
+            names.append(name)
+    return tuple(names)
