@@ -58,20 +58,6 @@ class Relaxation:
     """Steps of all groups by falling rate; a group's own steps in their order."""
 
 
-def lp_bound(problem: Problem) -> float:
-    """Seconds below which no assignment can be, by the LP relaxation; infinite where none fits.
-
-    The infimum over no assignment is infinity, so bounds of several budgets compare without a case of their own.
-
-    Example:
-        >>> from lightning_osdp.search.problem import Choice, Group
-        >>> group = Group(choices=(Choice(3.0, 0), Choice(2.0, 100)), count=2)
-        >>> [lp_bound(Problem(groups=(group,), budget_bytes=limit)) for limit in (-1, 0, 150, 200)]
-        [inf, 6.0, 4.5, 4.0]
-    """
-    return relax(problem).bound_s if problem.least_bytes <= problem.budget_bytes else math.inf
-
-
 def relax(problem: Problem) -> Relaxation:
     """The LP's optimum.
 

@@ -120,10 +120,16 @@ def reduce_to_core(
         singles = _singles(group, base[-1], costs, excess_s)
         if not singles:
             continue
-        search = _Multisets(singles, relaxation.price, excess_s=excess_s, tolerance_s=tolerance_s)
-        options = search.up_to(group.count, max_nodes=max_nodes - num_nodes)
-        num_nodes += search.num_nodes
-        if options is None:
+        options, num_candidates = _options(
+            singles,
+            group.count,
+            price=relaxation.price,
+            excess_s=excess_s,
+            tolerance_s=tolerance_s,
+            max_nodes=max_nodes - num_nodes,
+        )
+        num_nodes += num_candidates
+        if num_nodes > max_nodes:
             return None
         if options:
             groups.append(CoreGroup(index, options))
@@ -154,58 +160,52 @@ def _singles(group: Group, base: int, costs: Mapping[int, float], excess_s: floa
     )
 
 
-class _Multisets:
-    """Options of one group, found by the number of members that differ, one more at a time.
+def _options(
+    singles: Sequence[tuple[float, float, int]],
+    num_members: int,
+    *,
+    price: float,
+    excess_s: float,
+    tolerance_s: float,
+    max_nodes: int,
+) -> tuple[list[Option], int]:
+    """Options of one group with a cost below the excess that none dominates, by rising cost; and candidates looked at.
 
-    A multiset that is dominated by one of no more members is dropped with everything that would extend it.
+    Found by the number of members that differ, one more at a time: a multiset that is dominated by one of no more
+    members is dropped with everything that would extend it. Past ``max_nodes`` candidates, options are missing.
     """
 
-    def __init__(
-        self, singles: list[tuple[float, float, int]], price: float, *, excess_s: float, tolerance_s: float
-    ) -> None:
-        self._singles, self._price, self._excess_s = singles, price, excess_s
-        # of up to a thousand members or so: together they still add up to less than the tolerance
-        self._skyline_tolerance_s = tolerance_s / 1000
-        self.num_nodes = 0
+    def enters(skyline: Skyline, option: Option) -> bool:
+        return skyline.add(option.extra_bytes, time_s(option))
 
-    def up_to(self, num_members: int, *, max_nodes: int) -> list[Option] | None:
-        """Those with a cost below the excess that none dominates, by rising cost; None past the node budget."""
-        base = Option(0.0, 0.0, None)
-        skyline = Skyline(self._skyline_tolerance_s)
-        skyline.add(0.0, 0.0)
-        found: list[Option] = []
-        latest = [base]
-        for _ in range(num_members):
-            latest = [option for option in self._extended(latest, max_nodes) if self._enters(skyline, option)]
-            found += latest
-            if self.num_nodes > max_nodes:
-                return None
-            if not latest:
-                break
-        # a later multiset, of more members, may dominate an earlier one
-        skyline = Skyline()
-        by_bytes = sorted([base, *found], key=lambda option: (option.extra_bytes, self._time_s(option)))
-        survivors = [option for option in by_bytes if self._enters(skyline, option) and option is not base]
-        return sorted(survivors, key=lambda option: option.cost_s)
+    def time_s(option: Option) -> float:
+        return option.cost_s - price * option.extra_bytes  # beyond the base's
 
-    def _extended(self, options: list[Option], max_nodes: int) -> list[Option]:
+    base = Option(0.0, 0.0, None)
+    # a thousandth: of up to a thousand members or so, together they still add up to less than the tolerance
+    skyline = Skyline(tolerance_s / 1000)
+    skyline.add(0.0, 0.0)
+    found: list[Option] = []
+    latest, num_nodes = [base], 0
+    for _ in range(num_members):
         extended = []
-        for cost_s, extra_bytes, taken in options:
-            if self.num_nodes > max_nodes:
+        for cost_s, extra_bytes, taken in latest:
+            if num_nodes > max_nodes:
                 break
-            for single_cost_s, single_bytes, choice in self._singles:
-                self.num_nodes += 1
-                if cost_s + single_cost_s >= self._excess_s:
+            for single_cost_s, single_bytes, choice in singles:
+                num_nodes += 1
+                if cost_s + single_cost_s >= excess_s:
                     break
                 extended.append(Option(cost_s + single_cost_s, extra_bytes + single_bytes, (choice, taken)))
-        return extended
-
-    def _time_s(self, option: Option) -> float:
-        """Time beyond the base's."""
-        return option.cost_s - self._price * option.extra_bytes
-
-    def _enters(self, skyline: Skyline, option: Option) -> bool:
-        return skyline.add(option.extra_bytes, self._time_s(option))
+        latest = [option for option in extended if enters(skyline, option)]
+        found += latest
+        if not latest or num_nodes > max_nodes:
+            break
+    # a later multiset, of more members, may dominate an earlier one
+    skyline = Skyline()
+    by_bytes = sorted([base, *found], key=lambda option: (option.extra_bytes, time_s(option)))
+    survivors = [option for option in by_bytes if enters(skyline, option) and option is not base]
+    return sorted(survivors, key=lambda option: option.cost_s), num_nodes
 
 
 def _rates(groups: Sequence[CoreGroup], price: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
