@@ -25,7 +25,7 @@ from benchmarks.testbed.turns import Turns, fastest_of_slowest, fits_in_turns
 from lightning_osdp import Cluster, ModelProfile, SearchSpace, make_plan, measure_cluster, profile_model
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.plan import Plan
-from lightning_osdp.report.accumulation import wire_bytes
+from lightning_osdp.report.sentences import wire_bytes
 from lightning_osdp.simulation.plan import planned_step
 from lightning_osdp.simulation.step import StepEstimate
 from lightning_osdp.strategy.runtime.all_ranks import in_step
