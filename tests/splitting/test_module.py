@@ -13,7 +13,7 @@ from transposed import Conv1D
 
 from benchmarks.testbed.groups import fake_group
 from lightning_osdp.errors import ConfigurationError, ShardedParameterError
-from lightning_osdp.splitting import cut_dims, num_features, split, splittable
+from lightning_osdp.splitting import cut_dims, split, splittable
 from lightning_osdp.splitting.sharded import ShardedParameter
 
 MAKERS = {
@@ -199,7 +199,7 @@ def with_wrong_weight():
     ],
 )
 def test_what_slices_would_change_is_not_split(module):
-    assert num_features(module) is None
+    assert splittable(nn.Sequential(module)) == {}
     with pytest.raises(ConfigurationError, match=r"Expected an operator that can be split.*Leave it whole\."):
         split(module, 2)
 

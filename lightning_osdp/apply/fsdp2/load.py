@@ -59,7 +59,7 @@ def load_optimizer(module: nn.Module, optimizer: Optimizer, state: Mapping[str, 
     cuts, groups = cuts_of(module), names_by_group(module, optimizer)
     whole_groups = [join_names(names, cuts) for names in groups]
     saved = _check_names(named(state, whole_groups), whole_groups)
-    fields_of = cut_states(saved, cuts)["state"]
+    fields_of = cut_states(saved["state"], cuts)
     parameters = dict(module.named_parameters())
     numbers = {name: number for number, name in enumerate(chain.from_iterable(groups))}
     optimizer.load_state_dict(
