@@ -20,7 +20,7 @@ from rich.console import Console
 # run as a script, Python looks for modules beside this file only
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measures import fits, gloo, memory, planning, step_time
+from benchmarks.measures.accuracy import fits, gloo, memory, planning, step_time
 from benchmarks.measures.section import Results, measured
 
 RESULT = Path(__file__).parent / "results" / "accuracy.json"
@@ -57,7 +57,7 @@ def main(
         measured(SECTIONS[name](num_cases), results, console, is_fresh=fresh)
     console.print(f"Written to {output}")
     if pictures is not None:
-        from benchmarks.pictures import draw_peaks, draw_step
+        from benchmarks.pictures.memory import draw_peaks, draw_step
 
         measured_on = {"rank 0 of N alone": "memory", "real ranks, gloo": "gloo"}
         draw_peaks(

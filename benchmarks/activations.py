@@ -20,7 +20,7 @@ from rich.console import Console
 # run as a script, Python looks for modules beside this file only
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measures import recompute
+from benchmarks.measures.beside_fsdp import recompute
 from benchmarks.measures.section import kept_in, measured
 
 RESULT = Path(__file__).parent / "results" / "activations.json"

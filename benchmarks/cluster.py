@@ -21,11 +21,11 @@ from rich.console import Console
 # run as a script, Python looks for modules beside this file only
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measures import predictions
-from benchmarks.measures.cluster import Case, section
-from benchmarks.measures.cluster_tables import CHANGING, NARROW, WIDE, beside_papers, ratios
 from benchmarks.measures.section import kept_in, measured
-from benchmarks.testbed.machines import NODE, NODES, TITANS, Model
+from benchmarks.measures.simulated import predictions
+from benchmarks.measures.simulated.cluster import Case, section
+from benchmarks.measures.simulated.machines import NODE, NODES, TITANS, Model
+from benchmarks.measures.simulated.tables import CHANGING, NARROW, WIDE, beside_papers, ratios
 
 RESULT = Path(__file__).parent / "results" / "cluster.json"
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "_static" / "cluster.svg"
@@ -101,7 +101,7 @@ def main(output: Path | None = None, picture: Path | None = PICTURE, quick: bool
     console.print(beside_papers([row for row in rows if row["case"]["machine"]["name"] == TITANS.name]))
     console.print(predictions.table(MEASURED))
     if picture is not None and not quick:
-        from benchmarks.cluster_picture import draw
+        from benchmarks.pictures.cluster import draw
 
         draw(rows, picture)
 

@@ -23,10 +23,10 @@ from rich.console import Console
 # run as a script, Python looks for modules beside this file only
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measures import baselines, contest, headline
+from benchmarks.measures.beside_fsdp import baselines, contest, headline
 from benchmarks.measures.section import Results, Section, kept_in, measured
-from benchmarks.testbed.contest import Division
-from benchmarks.testbed.lightning_fsdp import Baseline, Way
+from benchmarks.testbed.beside_fsdp.contest import Division
+from benchmarks.testbed.beside_fsdp.lightning_fsdp import Baseline, Way
 
 RESULT = Path(__file__).parent / "results" / "headline.json"
 PICTURES = Path(__file__).parents[1] / "docs" / "_static"
@@ -94,13 +94,13 @@ def main(
 
 
 def _draw(results: Results, folder: Path) -> None:
-    from benchmarks import headline_pictures  # matplotlib is not needed for measuring
+    from benchmarks.pictures.headline import draw_plans, draw_ratios  # matplotlib is not needed for measuring
 
     for name in ("one", "global"):
         rows = results.stored(name)
         if rows:
-            headline_pictures.draw_ratios(rows, folder / f"headline_{name}.svg")
-            headline_pictures.draw_plans(rows, folder / f"headline_{name}_plans.svg")
+            draw_ratios(rows, folder / f"headline_{name}.svg")
+            draw_plans(rows, folder / f"headline_{name}_plans.svg")
 
 
 def _contest(name: Name, sizes: Sizes, known: Mapping[str, Sequence[Baseline]], num_rounds: int) -> Section:

@@ -27,10 +27,10 @@ from rich.table import Table
 # run as a script, Python looks for modules beside this file only
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.faulty import BATCH_SIZE, Model
+from benchmarks.testbed.faulty import BATCH_SIZE, Model
 from benchmarks.testbed.plans import plan_of
 
-SCRIPT = Path(__file__).with_name("faulty.py")
+SCRIPT = Path(__file__).parent / "testbed" / "faulty.py"
 Launcher = Literal["popen", "spawn", "torchrun"]
 STALL_S = 30.0
 """The process group's timeout where a rank stalls."""

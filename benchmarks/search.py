@@ -27,11 +27,10 @@ from rich.table import Table
 # run as a script, Python looks for modules beside this file only
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.block_plans import ADDITIVE, measure_block_plans
-from benchmarks.machine import machine
-from benchmarks.plans import Distance, PlanRow, measure_distance, measure_plans, plan_table
-from benchmarks.problems import paper_groups, random_groups, sliced_groups, with_budget
-from benchmarks.target import Target
+from benchmarks.measures.search.block_plans import ADDITIVE, measure_block_plans
+from benchmarks.measures.search.plans import Distance, PlanRow, measure_distance, measure_plans, plan_table
+from benchmarks.measures.search.problems import paper_groups, random_groups, sliced_groups, with_budget
+from benchmarks.measures.section import Target, machine
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.search import SOLVERS, Group, Problem, Solution
 

@@ -34,8 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.families.base import Batch
 from benchmarks.families.text import MinGPT
-from benchmarks.machine import machine
 from benchmarks.measures.leaks import HELD, Growth, Sample, Sampler, growth, read
+from benchmarks.measures.section import machine
 from examples.mingpt.model import GPTConfig
 from lightning_osdp import OSDPStrategy
 
@@ -173,7 +173,7 @@ def main(minutes: float = 60.0, output: Path = RESULT, picture: Path | None = No
     console = Console() if sys.stdout.isatty() else Console(width=120)
     console.print(table(result))
     if picture is not None:
-        from benchmarks.soak_picture import draw
+        from benchmarks.pictures.soak import draw
 
         draw(result["ranks"], picture)
     found = [is_flat(quantity, grown) for rank in growths(result) for quantity, grown in rank.items()]

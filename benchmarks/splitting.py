@@ -19,8 +19,8 @@ from rich.console import Console
 # run as a script, Python looks for modules beside this file only
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measures import decisions, split_peaks, split_time
 from benchmarks.measures.section import Results, Section, measured
+from benchmarks.measures.splitting import decisions, peaks, step_time
 
 RESULT = Path(__file__).parent / "results" / "splitting.json"
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "_static"
@@ -51,7 +51,7 @@ def main(
         measured(_section(name, is_quick=quick), results, console, is_fresh=fresh)
     console.print(f"Written to {output}")
     if pictures is not None:
-        from benchmarks.split_pictures import draw_decisions, draw_peaks, draw_times
+        from benchmarks.pictures.splitting import draw_decisions, draw_peaks, draw_times
 
         draw_peaks(results.stored("peaks"), pictures / "splitting_memory.svg")
         draw_times(results.stored("time"), pictures / "splitting_time.svg")
@@ -60,9 +60,9 @@ def main(
 
 def _section(name: Name, *, is_quick: bool) -> Section:
     if name == "peaks":
-        return split_peaks.section(QUICK if is_quick else split_peaks.HIDDEN_SIZES)
+        return peaks.section(QUICK if is_quick else peaks.HIDDEN_SIZES)
     if name == "time":
-        return split_time.section(QUICK if is_quick else (*split_time.MEASURED, *split_time.PREDICTED))
+        return step_time.section(QUICK if is_quick else (*step_time.MEASURED, *step_time.PREDICTED))
     return decisions.section(2 if is_quick else decisions.NUM_ROUNDS)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -14,11 +16,29 @@ from typing import Any, TypeAlias
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.machine import machine
-from benchmarks.target import Target
-
 Row: TypeAlias = dict[str, Any]
 """What was found of one case, as JSON can write it; the case itself is under ``"case"``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What a measured number must stay below, or reach."""
+
+    name: str
+    limit: float
+    measured: float
+    is_least: bool = False
+    """Whether the limit is to be reached instead."""
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the measured number is below its limit, or reaches it."""
+        return self.measured >= self.limit if self.is_least else self.measured < self.limit
+
+    def __str__(self) -> str:
+        outcome = "met" if self.is_met else "MISSED"
+        bound = "at least" if self.is_least else "below"
+        return f"{self.name}: {self.measured:.3g}, target {bound} {self.limit:g}: {outcome}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,3 +144,13 @@ def _as_text(sections: dict[str, Any]) -> str:
         head = f'{json.dumps(name)}: {{\n  "date": {json.dumps(section["date"])},\n'
         texts.append(f'{head}  "machine": {json.dumps(section["machine"])},\n  "rows": [\n{rows}\n  ]\n}}')
     return "{\n" + ",\n".join(texts) + "\n}\n"
+
+
+def machine() -> str:
+    """Returns processor, cores and interpreter; never a host's name."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():  # Linux; elsewhere the platform knows
+        names = (line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line)
+        model = next(names, model)
+    return f"{model}, {os.cpu_count()} cores, {platform.python_implementation()} {platform.python_version()}"

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from benchmarks import accumulation
-from benchmarks.measures.accumulation import targets
-from benchmarks.measures.baselines import BASE, FULL_SHARD, KEPT, SHARD_GRAD_OP
-from benchmarks.measures.contest import named
+from benchmarks.measures.beside_fsdp.accumulation import targets
+from benchmarks.measures.beside_fsdp.baselines import BASE, FULL_SHARD, KEPT, SHARD_GRAD_OP
+from benchmarks.measures.beside_fsdp.contest import named
 
 
 @pytest.mark.distributed

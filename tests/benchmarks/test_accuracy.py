@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import accuracy
 from benchmarks.families import FAMILIES
-from benchmarks.measures import fits, gloo, memory, peaks, planning
+from benchmarks.measures.accuracy import fits, gloo, memory, peaks, planning
 from benchmarks.measures.section import Results, Section
 from benchmarks.testbed.memory import PHASES
 
@@ -142,7 +142,7 @@ def test_planning_compares_the_fastest_runs(monkeypatch):
 
 
 def test_pictures_are_the_same_each_time(tmp_path, monkeypatch):
-    from benchmarks import pictures
+    from benchmarks.pictures import memory as pictures
 
     _, case = cheap_cases("odd_mlp", 2)
     monkeypatch.setattr(pictures, "SHOWN", case)

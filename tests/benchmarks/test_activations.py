@@ -5,9 +5,9 @@ import json
 import pytest
 
 from benchmarks import activations
-from benchmarks.measures.contest import BEYOND_LIMIT
-from benchmarks.measures.recompute import SHARE, of, targets
-from benchmarks.testbed.recompute import BY_BLOCK, EVERYWHERE, FSDP, PAPERS_FSDP
+from benchmarks.measures.beside_fsdp.contest import BEYOND_LIMIT
+from benchmarks.measures.beside_fsdp.recompute import SHARE, of, targets
+from benchmarks.testbed.beside_fsdp.recompute import BY_BLOCK, EVERYWHERE, FSDP, PAPERS_FSDP
 
 
 @pytest.mark.distributed

@@ -6,11 +6,11 @@ import json
 import pytest
 
 from benchmarks import cluster
-from benchmarks.measures import cluster_tables, predictions
-from benchmarks.measures.cluster import Case, profiled, targets
-from benchmarks.measures.cluster_tables import FSDP, OSDP
-from benchmarks.testbed.lightning_fsdp import Way
-from benchmarks.testbed.machines import NODE, TITANS, Model
+from benchmarks.measures.simulated import predictions, tables
+from benchmarks.measures.simulated.cluster import Case, profiled, targets
+from benchmarks.measures.simulated.machines import NODE, TITANS, Model
+from benchmarks.measures.simulated.tables import FSDP, OSDP
+from benchmarks.testbed.beside_fsdp.lightning_fsdp import Way
 from benchmarks.testbed.plans import largest_that_fits
 from lightning_osdp import simulate
 
@@ -71,16 +71,16 @@ def test_it_is_said_where_nothing_is_gained_and_who_does_not_fit():
     nothing = row_of({by_block: 10.0, checkpointed: 11.0, OSDP[0]: 10.5, OSDP[2]: 11.1}, exposed_s=0.25)
     alone = row_of({OSDP[1]: 5.0})
     gains = row_of({by_linear: 10.0, OSDP[0]: 15.0})
-    (first, second) = cluster_tables.remarks([nothing, alone, gains])
+    (first, second) = tables.remarks([nothing, alone, gains])
     assert "gains nothing (1.009 of FULL_SHARD, a unit for each block, checkpointed" in first
     assert "in 25.0% of its step" in first
     assert "no FSDP fits; OSDP, splitting trains" in second
-    assert cluster_tables.over(gains, OSDP[0], by_block) is None
-    assert cluster_tables.over(gains, OSDP[0], by_linear) == 1.5
+    assert tables.over(gains, OSDP[0], by_block) is None
+    assert tables.over(gains, OSDP[0], by_linear) == 1.5
     # with activations it may do all that FSDP may: to take part no more is a miss
-    assert [cluster_tables.over_best(gains, name) for name in OSDP] == [1.5, 0.0, 0.0]
-    assert cluster_tables.over_best(alone, OSDP[1]) is None
-    (by_best,) = [[*column.cells] for column in cluster_tables.ratios([alone, gains]).columns[-1:]]
+    assert [tables.over_best(gains, name) for name in OSDP] == [1.5, 0.0, 0.0]
+    assert tables.over_best(alone, OSDP[1]) is None
+    (by_best,) = [[*column.cells] for column in tables.ratios([alone, gains]).columns[-1:]]
     assert by_best == ["does not fit", "rival does not fit", "does not fit", "1.50x", "does not fit", "does not fit"]
 
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from benchmarks import engines
-from benchmarks.measures.engines import FSDP1, breakdown_targets, peaks_targets, times_ratio, times_targets
-from benchmarks.testbed.engines import BY_HAND, BY_HAND_ON_ROWS, CONTESTANTS, OSDP
+from benchmarks.measures.beside_fsdp.engines import FSDP1, breakdown_targets, peaks_targets, times_ratio, times_targets
+from benchmarks.testbed.beside_fsdp.engines import BY_HAND, BY_HAND_ON_ROWS, CONTESTANTS, OSDP
 
 
 @pytest.mark.distributed

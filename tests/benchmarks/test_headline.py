@@ -7,9 +7,9 @@ import pytest
 
 from benchmarks import headline
 from benchmarks.families import build
-from benchmarks.measures.baselines import BASE, FULL_SHARD
-from benchmarks.measures.contest import named, ratio
-from benchmarks.measures.headline import (
+from benchmarks.measures.beside_fsdp.baselines import BASE, FULL_SHARD
+from benchmarks.measures.beside_fsdp.contest import named, ratio
+from benchmarks.measures.beside_fsdp.headline import (
     CHECKPOINTING,
     GLOBAL_SPACES,
     ONE_SPACES,

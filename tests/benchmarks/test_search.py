@@ -3,8 +3,8 @@ import json
 import pytest
 
 from benchmarks import search
-from benchmarks.plans import PlanRow
-from benchmarks.problems import equation_2, paper_groups, random_groups, sliced_groups, with_budget
+from benchmarks.measures.search.plans import PlanRow
+from benchmarks.measures.search.problems import equation_2, paper_groups, random_groups, sliced_groups, with_budget
 from lightning_osdp.search import SOLVERS
 
 

@@ -7,8 +7,10 @@ import pytest
 
 from benchmarks import splitting
 from benchmarks.families import build
-from benchmarks.measures import decisions, peaks, split_peaks, split_time
-from benchmarks.measures.memory import ANY_RATES
+from benchmarks.measures.accuracy import peaks
+from benchmarks.measures.accuracy.memory import ANY_RATES
+from benchmarks.measures.splitting import decisions, step_time
+from benchmarks.measures.splitting import peaks as split_peaks
 from lightning_osdp import Cluster, SearchSpace, make_plan, profile_model
 from lightning_osdp.core.cluster import Link
 
@@ -36,13 +38,13 @@ def test_peaks_are_predicted_and_fall_with_slices(tmp_path, monkeypatch, capsys)
 
 @pytest.mark.distributed
 def test_steps_in_slices_are_timed_beside_whole_ones():
-    case = split_time.Case(hidden_size=HIDDEN_SIZE, is_measured=True, num_rounds=1)
-    row = {"case": dataclasses.asdict(case), **split_time.measure(case)}
-    for mode in split_time.MODES:
-        whole, *split = split_time.of_mode(row, mode)
-        assert [plan["num_slices"] for plan in (whole, *split)] == list(split_time.NUM_SLICES)
-        assert split_time.ratios(whole, whole) == {"measured": 1.0, "predicted": 1.0}
-    assert split_time.table([row]).row_count == 2
+    case = step_time.Case(hidden_size=HIDDEN_SIZE, is_measured=True, num_rounds=1)
+    row = {"case": dataclasses.asdict(case), **step_time.measure(case)}
+    for mode in step_time.MODES:
+        whole, *split = step_time.of_mode(row, mode)
+        assert [plan["num_slices"] for plan in (whole, *split)] == list(step_time.NUM_SLICES)
+        assert step_time.ratios(whole, whole) == {"measured": 1.0, "predicted": 1.0}
+    assert step_time.table([row]).row_count == 2
 
 
 def decided(name, counted_bytes, seconds, predicted_s=None):
@@ -83,7 +85,7 @@ def test_no_decisions_are_measured_without_network_namespaces(monkeypatch, caplo
 
 
 def test_pictures_are_drawn(tmp_path):
-    from benchmarks import split_pictures
+    from benchmarks.pictures import splitting as split_pictures
 
     case = {"hidden_size": HIDDEN_SIZE}
     peak_rows = [
@@ -93,8 +95,8 @@ def test_pictures_are_drawn(tmp_path):
     ]
     plans = [
         {"mode": mode, "num_slices": number, "predicted_s": 1.0, "measured_s": 1.0 + number / 10}
-        for mode in split_time.MODES
-        for number in split_time.NUM_SLICES
+        for mode in step_time.MODES
+        for number in step_time.NUM_SLICES
     ]
     predicted = [{name: plan[name] for name in ("mode", "num_slices", "predicted_s")} for plan in plans]
     split_pictures.draw_peaks(peak_rows, tmp_path / "peaks.svg")

@@ -7,8 +7,7 @@ from linears import LAYER_BYTES
 
 from benchmarks.families import build
 from benchmarks.testbed.groups import fake_group
-from benchmarks.testbed.limit import lives_under
-from benchmarks.testbed.limited import data_segment_bytes
+from benchmarks.testbed.limit import data_segment_bytes, lives_under
 from benchmarks.testbed.memory import count_step
 from benchmarks.testbed.plans import plan_of
 

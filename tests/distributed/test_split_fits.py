@@ -7,7 +7,7 @@ import pytest
 from ranks import RankPool
 
 from benchmarks.families.layers import TwoLayers
-from benchmarks.measures.memory import ANY_RATES, FREE
+from benchmarks.measures.accuracy.memory import ANY_RATES, FREE
 from benchmarks.testbed.limit import ALLOCATOR
 from lightning_osdp import Cluster, InfeasibleError, SearchSpace, make_plan, profile_model
 
