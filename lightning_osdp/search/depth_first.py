@@ -1,25 +1,14 @@
 """`depth_first`: the paper's search, made exact and finite. Branch and bound over groups of equal operators.
 
-The paper (appendix B) decides one operator after the other, 2^n leaves for n operators. The same tree is cut here:
-
-1. *Counts, not permutations.* A branch decides how many members of a group take each choice.
-2. *Dominated choices* are no branches (`dominance.frontier`).
-3. *The LP bound*, before the search: `greedy` gives a first assignment, and the LP's reduced costs remove all that
-   cannot be in a faster one (`core.reduce_to_core`).
-4. *The LP bound of each prefix*, in O(1) (`core.Core.use_rates`, `core.Core.return_rates`).
-5. *Dominated prefixes.* Of two that decided the same groups, one that took no less time and no fewer bytes than the
-   other cannot lead to anything better (`dominance.Skyline`).
+The paper (OSDP, Jiang et al. 2022, appendix B) decides one operator after the other, 2^n leaves for n operators. Here a
+branch decides how many members of a group take each choice; `core.reduce_to_core` leaves out what the LP bound excludes
+beforehand; and prefixes are cut by that bound (`core.Core.use_rates`) and by others that dominate them.
 
 A node is a prefix of decisions; it also is an assignment, all later groups at their base. Its children differ from the
-base next in any one of the later groups, and are searched best bound first. The stack is explicit.
+base next in any one of the later groups, and are searched best bound first. The problem is NP-hard: `NODE_BUDGET` ends
+the search, with `greedy`'s assignment or a better one, and the least bound of all open nodes as a true bound.
 
-Complexity: exponential in the worst case (the problem is NP-hard), O(log m) for each of m nodes; `NODE_BUDGET` ends it.
-Exact where that is not reached, to a relative 1e-12, which is about the rounding of the sums. Where it is reached, the
-assignment is `greedy`'s or better, and the least bound of all open nodes is a true bound.
-
-References:
-    OSDP (Jiang et al. 2022), appendix B, "Search Engine". Kellerer, Pferschy and Pisinger, "Knapsack Problems"
-    (2004), chapters 11.3 to 11.5.
+Kellerer, Pferschy and Pisinger, "Knapsack Problems" (2004), chapters 11.3 to 11.5.
 """
 
 from __future__ import annotations

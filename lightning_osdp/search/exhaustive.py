@@ -1,10 +1,7 @@
 """`exhaustive`: the oracle. Looks at every assignment, by counts, and shares no idea with the other solvers.
 
-A group of n members with k choices has  C(n + k - 1, k - 1)  rows of counts; a problem has their product. Exact, and
-exponential: for tests and small models; `MAX_ASSIGNMENTS` refuses the rest.
-
-References:
-    OSDP (Jiang et al. 2022), equation 1, taken literally at one batch size.
+A group of n members with k choices has  C(n + k - 1, k - 1)  rows of counts; a problem has their product. It is
+equation 1 of OSDP (Jiang et al. 2022), taken literally at one batch size.
 """
 
 from __future__ import annotations
