@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import Self, override
 
 from lightning_osdp.core.slices import slice_sizes
-from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.splitting.sharded import JoinedShards, ShardedParameter
 
 _BOOKKEEPING = frozenset(vars(nn.Module()))
@@ -81,15 +80,7 @@ class SplitModule(nn.Module):
 
     @classmethod
     def of(cls, module: nn.Module, num_slices: int) -> Self:
-        """Splits a module in place, and returns it.
-
-        Args:
-            module: of the class that this splits, on any device. Its parameters are copied.
-            num_slices: from 1 to the number of features.
-
-        Raises:
-            ConfigurationError: there are fewer features than slices.
-        """
+        """Splits a module in place, copying its parameters, and returns it; see `splitters.split`."""
         sizes = slice_sizes(getattr(module, cls.features), num_slices)
         parameters = dict(module._parameters)
         shapes = {name: None if p is None else tuple(p.shape) for name, p in parameters.items()}
@@ -100,23 +91,6 @@ class SplitModule(nn.Module):
         assert isinstance(module, cls)
         module.slices, module._whole_type, module._whole_shapes = slices, whole_type, shapes
         module.fill(parameters)
-        return module
-
-    def whole(self) -> nn.Module:
-        """Undoes `of` in place, and returns the module.
-
-        Raises:
-            ConfigurationError: the slices are sharded.
-        """
-        parameters = {name: self._parameter(name) for name in self._whole_shapes}
-        if any(isinstance(parameter, ShardedParameter | DTensor) for parameter in parameters.values()):
-            raise ConfigurationError("Expected slices that are not wrapped yet, but they are sharded over ranks.")
-        pieces = {name: getattr(self._holders(name)[0], name) for name in parameters}
-        module: nn.Module = self
-        module.__class__ = self._whole_type
-        for name, value in parameters.items():
-            module._parameters[name] = None if value is None else _copied(value.detach(), pieces[name])
-        del module._modules["slices"], module.__dict__["_whole_type"], module.__dict__["_whole_shapes"]
         return module
 
     def fill(self, parameters: Mapping[str, nn.Parameter | None]) -> None:

@@ -36,7 +36,7 @@ def cut_dims(module: nn.Module) -> Mapping[str, int]:
 
 
 def split(module: nn.Module, num_slices: int) -> SplitModule:
-    """Splits an operator in place, and returns it; ``split(...).whole()`` undoes it, exactly.
+    """Splits an operator in place, and returns it.
 
     Args:
         module: an operator, on any device.
