@@ -21,7 +21,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from jsonargparse import auto_cli
-from rich.console import Console
 from rich.table import Table
 
 # run as a script, Python looks for modules beside this file only
@@ -30,11 +29,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.measures.search.block_plans import ADDITIVE, measure_block_plans
 from benchmarks.measures.search.plans import Distance, PlanRow, measure_distance, measure_plans, plan_table
 from benchmarks.measures.search.problems import paper_groups, random_groups, sliced_groups, with_budget
-from benchmarks.measures.section import Target, machine
+from benchmarks.measures.section import RESULTS, Target, machine, wide_console
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.search import SOLVERS, Group, Problem, Solution
 
-RESULT = Path(__file__).parent / "results" / "search.json"
 MEASURED_SOLVERS = ("greedy", "depth_first")
 PAPER = "48 blocks x 2"
 """Name of the rows on the paper's model."""
@@ -147,7 +145,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 def show(rows: Sequence[Row], plans: Sequence[PlanRow], distance: Distance, reached: Sequence[Target]) -> None:
     """Prints tables, and what the targets came to."""
-    console = Console() if sys.stdout.isatty() else Console(width=120)
+    console = wide_console()
     console.print(table(rows))
     console.print(plan_table(plans))
     console.print(
@@ -161,7 +159,7 @@ def show(rows: Sequence[Row], plans: Sequence[PlanRow], distance: Distance, reac
 
 
 def main(
-    output: Path = RESULT,
+    output: Path = RESULTS / "search.json",
     *,
     sizes: list[int] = [100, 400, 1000, 3000],  # noqa: B006 -- a list shows its default on the command line
     shares: list[float] = [0.1, 0.5, 0.9],  # noqa: B006
@@ -197,7 +195,7 @@ def main(
     }
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=2) + "\n")
-    sys.stdout.write(f"Written to {output}\n")
+    print(f"Written to {output}")
 
 
 if __name__ == "__main__":

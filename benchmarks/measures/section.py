@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -16,6 +17,8 @@ from typing import Any, TypeAlias
 from rich.console import Console
 from rich.table import Table
 
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+PICTURES = Path(__file__).resolve().parents[2] / "docs" / "_static"
 Row: TypeAlias = dict[str, Any]
 """What was found of one case, as JSON can write it; the case itself is under ``"case"``."""
 
@@ -50,8 +53,8 @@ class Section:
     """Dataclasses of numbers and names."""
     measure: Callable[[Any], dict[str, Any]]
     table: Callable[[Sequence[Row]], Table]
-    targets: Callable[[Sequence[Row]], list[Target]]
-    misses: Callable[[Sequence[Row]], list[str]]
+    targets: Callable[[Sequence[Row]], list[Target]] = lambda _: []
+    misses: Callable[[Sequence[Row]], list[str]] = lambda _: []
     """What to say of each row that misses a target."""
 
 
@@ -107,33 +110,26 @@ class Results:
 
 
 @contextmanager
-def kept_in(output: Path | None, usual: Path, *, quick: bool) -> Iterator[Results]:
-    """Results in a file: the given one, else the usual one, or one that goes with the context if quick.
-
-    Args:
-        output: JSON file; None: as above.
-        usual: the one beside the program.
-        quick: whether nothing is to stay.
-    """
+def kept_in(output: Path | None, name: str, *, quick: bool) -> Iterator[Results]:
+    """Results in the file that is given, else that of this name: in `RESULTS`, or nowhere afterwards if quick."""
     with TemporaryDirectory() as folder:
-        yield Results(output or (Path(folder, usual.name) if quick else usual))
+        yield Results(output or (Path(folder) if quick else RESULTS) / f"{name}.json")
 
 
-def measured(section: Section, results: Results, console: Console, *, is_fresh: bool) -> None:
-    """Measures the cases of a section, and prints its table, misses and targets.
-
-    Args:
-        section: to measure.
-        results: where rows are kept.
-        console: to print on.
-        is_fresh: whether to measure again what the results have.
-    """
+def measured(section: Section, results: Results, *, is_fresh: bool) -> None:
+    """Measures the cases of a section, all of them anew if asked to, and prints its table, misses and targets."""
+    console = wide_console()
     if is_fresh:
         results.forget(section.name)
     rows = results.rows(section, lambda line: console.print(line, style="dim", soft_wrap=True))
     console.print(section.table(rows))
     for line in (*section.misses(rows), *section.targets(rows)):
         console.print(str(line), soft_wrap=True)
+
+
+def wide_console() -> Console:
+    """The terminal, or a file or pipe with room for wide tables."""
+    return Console() if sys.stdout.isatty() else Console(width=200)
 
 
 def _as_text(sections: dict[str, Any]) -> str:

@@ -56,7 +56,6 @@ def section(num_cases: int) -> Section:
         measure=measure,
         table=table,
         targets=targets,
-        misses=lambda _: [],
     )
 
 

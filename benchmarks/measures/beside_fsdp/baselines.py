@@ -54,8 +54,6 @@ def section(
         ],
         measure=measure,
         table=table,
-        targets=lambda _: [],
-        misses=lambda _: [],
     )
 
 

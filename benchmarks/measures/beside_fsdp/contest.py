@@ -71,7 +71,6 @@ def section(
         measure=partial(measure, baselines=baselines, spaces=spaces),
         table=table,
         targets=targets,
-        misses=lambda _: [],
     )
 
 

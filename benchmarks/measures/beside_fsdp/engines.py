@@ -52,7 +52,6 @@ def times(cases: Sequence[Case]) -> Section:
         measure=partial(_measured, "seconds"),
         table=times_table,
         targets=times_targets,
-        misses=lambda _: [],
     )
 
 
@@ -64,7 +63,6 @@ def peaks(cases: Sequence[Case]) -> Section:
         measure=partial(_measured, "bytes"),
         table=peaks_table,
         targets=peaks_targets,
-        misses=lambda _: [],
     )
 
 
@@ -76,7 +74,6 @@ def breakdown(cases: Sequence[Case]) -> Section:
         measure=_broken_down,
         table=breakdown_table,
         targets=breakdown_targets,
-        misses=lambda _: [],
     )
 
 

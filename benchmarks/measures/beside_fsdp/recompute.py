@@ -48,7 +48,6 @@ def section(cases: Sequence[Case]) -> Section:
         measure=measure,
         table=table,
         targets=targets,
-        misses=lambda _: [],
     )
 
 

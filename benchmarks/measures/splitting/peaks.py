@@ -55,7 +55,6 @@ def section(hidden_sizes: Sequence[int]) -> Section:
         measure=measure,
         table=table,
         targets=targets,
-        misses=lambda _: [],
     )
 
 

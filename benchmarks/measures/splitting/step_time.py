@@ -43,8 +43,6 @@ def section(hidden_sizes: Sequence[int]) -> Section:
         cases=[Case(hidden_size=size, is_measured=size in MEASURED) for size in hidden_sizes],
         measure=measure,
         table=table,
-        targets=lambda _: [],
-        misses=lambda _: [],
     )
 
 
