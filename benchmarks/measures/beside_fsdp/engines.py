@@ -19,16 +19,12 @@ from benchmarks.testbed.beside_fsdp.engines import BY_HAND, BY_HAND_ON_ROWS, CON
 from examples.mingpt.model import Block
 from lightning_osdp.core.text.byte_size import format_bytes
 
-FSDP1 = "OSDP, on FSDP1"
-"""OSDP of the version before this one; in results that were measured with both."""
-LEAST = {200.0: 0.97, 1000.0: 0.95}
-"""Samples/s over those on FSDP1, by the rate of links in Mbit/s."""
 WITHIN = 1.02
 """Of the step time by hand."""
 MOST_DISPATCH = 0.03
 """Of a step, that the optimizer takes longer than on plain tensors."""
 MOST_UNITS = 1.0
-"""Bytes of the largest unit, whole, that the peak may be above that on FSDP1."""
+"""Bytes of the largest unit, whole, that the peak may be above that by hand."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,34 +42,20 @@ class Case:
 
 def times(cases: Sequence[Case]) -> Section:
     """Seconds of all steps, of contestants that take turns; cases on links that cannot be had here are left out."""
-    return Section(
-        name="times",
-        cases=on_links_that_can_be_had(cases),
-        measure=partial(_measured, "seconds"),
-        table=times_table,
-        targets=times_targets,
-    )
+    measure, cases = partial(_measured, "seconds"), on_links_that_can_be_had(cases)
+    return Section(name="times", cases=cases, measure=measure, table=times_table, targets=times_targets)
 
 
 def peaks(cases: Sequence[Case]) -> Section:
     """Bytes of live storages at the peak of a step, on rank 0."""
-    return Section(
-        name="peaks",
-        cases=cases,
-        measure=partial(_measured, "bytes"),
-        table=peaks_table,
-        targets=peaks_targets,
-    )
+    measure = partial(_measured, "bytes")
+    return Section(name="peaks", cases=cases, measure=measure, table=peaks_table, targets=peaks_targets)
 
 
 def breakdown(cases: Sequence[Case]) -> Section:
     """Where the time of a step under OSDP goes: on a rank of several, and on one alone."""
     return Section(
-        name="breakdown",
-        cases=cases,
-        measure=_broken_down,
-        table=breakdown_table,
-        targets=breakdown_targets,
+        name="breakdown", cases=cases, measure=_broken_down, table=breakdown_table, targets=breakdown_targets
     )
 
 
@@ -121,21 +103,16 @@ def times_table(rows: Sequence[Row]) -> Table:
 
 
 def times_targets(rows: Sequence[Row]) -> list[Target]:
-    """Nearly as many samples/s as on FSDP1; OSDP costs nothing over what one writes by hand."""
-    found = []
-    for row in rows:
-        case = row["case"]
-        where = f"{case['model']}, {case['mode']}, {rate_of(row)}"
-        if FSDP1 in row["seconds"] and case["rate_mbit"] in LEAST:
-            speed, least = times_ratio(row, FSDP1, OSDP), LEAST[case["rate_mbit"]]
-            found.append(
-                Target(name=f"{where}: samples/s over those on FSDP1", limit=least, measured=speed, is_least=True)
-            )
-        found += [
-            Target(name=f"{where}: step time over {other}", limit=WITHIN, measured=times_ratio(row, OSDP, other))
-            for other in (BY_HAND, BY_HAND_ON_ROWS)
-        ]
-    return found
+    """OSDP costs nothing over what one writes by hand."""
+    return [
+        Target(
+            name=f"{row['case']['model']}, {row['case']['mode']}, {rate_of(row)}: step time over {other}",
+            limit=WITHIN,
+            measured=times_ratio(row, OSDP, other),
+        )
+        for row in rows
+        for other in (BY_HAND, BY_HAND_ON_ROWS)
+    ]
 
 
 def peaks_table(rows: Sequence[Row]) -> Table:
@@ -145,35 +122,29 @@ def peaks_table(rows: Sequence[Row]) -> Table:
         drawn.add_column(column, justify="right")
     for row in rows:
         for name, num_bytes in row["bytes"].items():
-            above = _units_above(row, name, BY_HAND)
+            above = _units_above_by_hand(row, name)
             drawn.add_row(row["case"]["model"], row["case"]["mode"], name, format_bytes(num_bytes), f"{above:+.2f}")
     return drawn
 
 
 def peaks_targets(rows: Sequence[Row]) -> list[Target]:
-    """OSDP takes hardly more than what is written by hand, and little more than on FSDP1."""
+    """OSDP takes hardly more than what is written by hand."""
     return [
         Target(
-            name=f"{row['case']['model']}, {row['case']['mode']}: units of memory above {other}",
+            name=f"{row['case']['model']}, {row['case']['mode']}: units of memory above {BY_HAND}",
             limit=MOST_UNITS,
-            measured=_units_above(row, OSDP, other),
+            measured=_units_above_by_hand(row, OSDP),
         )
         for row in rows
-        for other in (BY_HAND, FSDP1)
-        if other in row["bytes"]
     ]
 
 
-def _units_above(row: Row, name: str, other: str) -> float:
-    """How many of the largest unit, whole, one peak is above another."""
-    difference: int = row["bytes"][name] - row["bytes"][other]
-    return difference / _largest_unit_bytes(row["case"]["model"])
-
-
-def _largest_unit_bytes(model: str) -> int:
-    """In float32."""
-    blocks = [child for child in build(model).modules() if isinstance(child, Block)]
-    return max(4 * sum(parameter.numel() for parameter in block.parameters()) for block in blocks)
+def _units_above_by_hand(row: Row, name: str) -> float:
+    """How many of the largest unit, whole in float32, a peak is above that by hand."""
+    blocks = [child for child in build(row["case"]["model"]).modules() if isinstance(child, Block)]
+    largest = max(4 * sum(parameter.numel() for parameter in block.parameters()) for block in blocks)
+    difference: int = row["bytes"][name] - row["bytes"][BY_HAND]
+    return difference / largest
 
 
 def breakdown_table(rows: Sequence[Row]) -> Table:
@@ -189,7 +160,8 @@ def breakdown_table(rows: Sequence[Row]) -> Table:
         lines.append(("whole step", wall[WHOLE], wall[WHOLE]))
         alone = f"{OPTIMIZER}, over plain tensors'"
         lines.append((f"alone: {alone}", dispatch_s(host), host[OSDP]))
-        lines.append((f"alone: {alone}, with DTensors", _dispatch_of_dtensors_s(host), host[OSDP]))
+        on_dtensors_s = host["optimizer on DTensors"] - host["plain optimizer"]
+        lines.append((f"alone: {alone}, with DTensors", on_dtensors_s, host[OSDP]))
         lines.append(("alone: OSDP over by hand, steps on rows", host[OSDP] - host[BY_HAND_ON_ROWS], host[OSDP]))
         lines.append(("alone: whole step", host[OSDP], host[OSDP]))
         for name, seconds, whole in lines:
@@ -214,10 +186,6 @@ def breakdown_targets(rows: Sequence[Row]) -> list[Target]:
 def dispatch_s(host: dict[str, float]) -> float:
     """What the optimizer's step takes beside its arithmetic."""
     return host["optimizer on rows"] - host["plain optimizer"]
-
-
-def _dispatch_of_dtensors_s(host: dict[str, float]) -> float:
-    return host["optimizer on DTensors"] - host["plain optimizer"]
 
 
 def ratios_of(seconds: Sequence[float], over: Sequence[float]) -> list[float]:
