@@ -9,8 +9,8 @@ from benchmarks import splitting
 from benchmarks.families import build
 from benchmarks.measures.accuracy import peaks
 from benchmarks.measures.accuracy.memory import ANY_RATES
-from benchmarks.measures.splitting import decisions, step_time
 from benchmarks.measures.splitting import peaks as split_peaks
+from benchmarks.measures.splitting import step_time
 from lightning_osdp import Cluster, SearchSpace, make_plan, profile_model
 from lightning_osdp.core.cluster import Link
 
@@ -54,34 +54,6 @@ def decided(name, counted_bytes, seconds, predicted_s=None):
         "measured_s": seconds,
         "predicted_s": predicted_s or seconds,
     }
-
-
-def test_decisions_that_trade_nothing_are_named():
-    good = [decided("mlp 0", 30, 1.0), decided("mlp 1", 20, 1.1, 1.067), decided("mlp 2", 10, 1.2)]
-    (error, invalid) = decisions.targets([{"plans": good}])
-    assert (error.measured, error.is_met, invalid.is_met) == (pytest.approx(0.03), True, True)
-    bad = [decided("attention 0", 30, 1.0), decided("attention 1", 30, 0.9, 1.2), decided("mlp 0", 99, 0.1)]
-    assert decisions.misses([{"plans": bad}]) == [
-        "attention 1 takes no less memory than attention 0",
-        "attention 1 takes no more time than attention 0, measured",
-    ]
-    assert [target.is_met for target in decisions.targets([{"plans": bad}])] == [False, False]
-
-
-def test_decisions_split_what_they_say():
-    plans = decisions.decisions(4)
-    assert len(plans) == 2 * (decisions.NUM_SLICES + 1)
-    split = {unit.name: unit.modes for unit in plans["mlp 3"].units if unit.num_slices > 1}
-    assert set(split.values()) == {("ZDP", "ZDP", "ZDP", "DP")}
-    assert {name.rpartition("blocks.")[2] for name in split} == {
-        f"{block}.mlp.{name}" for block in range(4) for name in ("expand", "proj")
-    }
-
-
-def test_no_decisions_are_measured_without_network_namespaces(monkeypatch, caplog):
-    monkeypatch.setattr(decisions, "why_unavailable", lambda: "not here")
-    assert not decisions.section(1).cases
-    assert "Decisions are not measured: not here." in caplog.text
 
 
 def test_pictures_are_drawn(tmp_path):

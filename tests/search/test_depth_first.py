@@ -99,6 +99,14 @@ def test_the_papers_blocks_are_proven_within_a_thousand_nodes(paper_blocks, shar
     assert 0 < solution.num_nodes < 1000
 
 
+def test_equal_operators_may_be_one_group_or_many(paper_blocks):
+    merged = paper_blocks(share=0.4, slices=1, num_blocks=6)
+    apart = tuple(Group(choices=group.choices) for group in merged.groups for _ in range(group.count))
+    solutions = [depth_first(problem) for problem in (merged, Problem(groups=apart, budget_bytes=merged.budget_bytes))]
+    assert [solution.gap for solution in solutions] == [0, 0]
+    assert solutions[0].time_s == pytest.approx(solutions[1].time_s)
+
+
 def test_a_thousand_distinct_operators_are_proven(distinct_operators):
     solution = depth_first(distinct_operators(1000))
     assert solution.gap == 0
