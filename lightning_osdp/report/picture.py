@@ -21,9 +21,9 @@ from xml.sax.saxutils import escape
 
 from lightning_osdp.core.plans.plan import DP, ZDP, Plan, Unit
 from lightning_osdp.core.text.byte_size import format_bytes
-from lightning_osdp.core.text.duration import format_seconds, three_digits
+from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.cost import Moment
-from lightning_osdp.report.sentences import NOT_PREDICTED, explain, is_inside, is_predicted, name_treatment, tell_blocks
+from lightning_osdp.report.sentences import explain, is_inside, is_predicted, name_treatment, summarise
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,6 +58,8 @@ NAMED_SHARE = 0.013
 """Share of all parameters from which a unit's name finds room below it."""
 NAME_CHARACTERS = 30
 LINE_CHARACTERS = 150
+_TOLD = ("batch", "step time", "samples/s", "gain", "activations")
+"""Sentences of the table's summary that stand above the picture."""
 
 _STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
@@ -90,9 +92,7 @@ def draw_plan(plan: Plan, *, memory: Sequence[Moment] = ()) -> Figure:
     from matplotlib.figure import Figure
 
     inches = [0.9, 3.2] if memory else [0.9]
-    words = "\n".join(
-        textwrap.fill(line, LINE_CHARACTERS) for line in (_title(plan), _subtitle(plan), *tell_blocks(plan))
-    )
+    words = "\n".join(textwrap.fill(line, LINE_CHARACTERS) for line in (_title(plan), *_told(plan)))
     with _styled():
         figure = Figure(figsize=(11, 2 + 0.2 * words.count("\n") + sum(inches)), layout="constrained")
         figure.suptitle(words, x=0.005, ha="left", fontsize=9.5)
@@ -101,19 +101,19 @@ def draw_plan(plan: Plan, *, memory: Sequence[Moment] = ()) -> Figure:
         if memory:
             _draw_step(below[0], plan, _thinned(memory))
         else:
-            units.set_xlabel(_peaks(plan), loc="left")
+            units.set_xlabel(f"peak memory: {dict(summarise(plan))['peak memory']}", loc="left")
     return figure
 
 
 def save_picture(plan: Plan, path: str | Path, *, memory: Sequence[Moment] = ()) -> None:
     """Writes the picture of a plan to an SVG file, the same each time; the arguments are those of `draw_plan`."""
     drawn = io.StringIO()
-    metadata = {"Title": _title(plan), "Description": _subtitle(plan), "Creator": None, "Date": None}
+    metadata = {"Title": _title(plan), "Description": "\n".join(_told(plan)), "Creator": None, "Date": None}
     figure = draw_plan(plan, memory=memory)
     with _styled():
         figure.savefig(drawn, format="svg", metadata=metadata)
-    told = [f"<title>{escape(_tooltip(unit, plan))}</title>" for unit in _units(plan)]
-    svg = re.sub(r'<g id="unit(\d+)-\d+">', lambda group: group[0] + told[int(group[1])], drawn.getvalue())
+    tooltips = [f"<title>{escape(_tooltip(unit, plan))}</title>" for unit in _units(plan)]
+    svg = re.sub(r'<g id="unit(\d+)-\d+">', lambda group: group[0] + tooltips[int(group[1])], drawn.getvalue())
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(svg, encoding="utf-8")
@@ -137,14 +137,8 @@ def _title(plan: Plan) -> str:
     return f"OSDP plan: {modes or 'one unit'}"
 
 
-def _subtitle(plan: Plan) -> str:
-    samples = f"{plan.micro_batch_size} x {plan.num_micro_batches} x {plan.world_size}"
-    text = f"{samples} samples (micro-batch x micro-batches x ranks) a step"
-    if not is_predicted(plan):
-        return f"{text}; time and memory {NOT_PREDICTED}"
-    text += f"; {format_seconds(plan.step_time_s)} and {three_digits(plan.samples_per_s)} samples/s predicted"
-    gain = plan.predicted_gain - 1
-    return text + (f"; {gain:.1%} more than plain FSDP at its best" if gain > 0 else "")
+def _told(plan: Plan) -> list[str]:
+    return [f"{label}: {sentence}" for label, sentence in summarise(plan) if label in _TOLD]
 
 
 def _units(plan: Plan) -> list[Unit]:
@@ -237,17 +231,6 @@ def _draw_bands(axes: Axes, plan: Plan, moments: Sequence[Moment], scale: float)
             bands.append(band)
     part = "a step" if plan.num_micro_batches <= 3 else "the first, a steady and the last micro-batch"
     axes.legend(handles=bands, title=f"Memory of one rank over {part}, as predicted", ncols=len(bands), **_LEGEND)
-
-
-def _peaks(plan: Plan) -> str:
-    """The predicted peaks of the plan and of plain FSDP, and the limit."""
-    limit = f"the limit is {format_bytes(plan.memory_limit_bytes)}"
-    if not is_predicted(plan):
-        return f"Memory of one rank: {NOT_PREDICTED}; {limit}"
-    peaks = f"this plan {format_bytes(plan.peak_bytes)}"
-    if plan.all_zdp_peak_bytes:
-        peaks += f", plain FSDP at its best {format_bytes(plan.all_zdp_peak_bytes)}"
-    return f"Peak memory of one rank, as predicted: {peaks}; {limit}"
 
 
 def _peak(plan: Plan, moment: Moment) -> str:
