@@ -54,14 +54,7 @@ class Row:
 
 
 def measure(name: str, problems: Sequence[Problem], *, solver: str, num_runs: int) -> Row:
-    """Returns one row of the table.
-
-    Args:
-        name: of this kind of problem.
-        problems: alike in everything but numbers.
-        solver: name in ``search.SOLVERS``.
-        num_runs: times that each problem is solved; their median counts.
-    """
+    """Returns one row of the table."""
     seconds = [statistics.median(_seconds(SOLVERS[solver], problem) for _ in range(num_runs)) for problem in problems]
     gaps = [SOLVERS[solver](problem).gap for problem in problems]
     menu_sizes = {len(group.choices) for problem in problems for group in problem.groups}

@@ -93,12 +93,7 @@ class Saves(ModelCheckpoint):
 
 
 def train(folder: Path, seconds: float) -> bool:
-    """Trains on ranks that write their samples into rank 0's folder; returns whether this is rank 0.
-
-    Args:
-        folder: of checkpoints and samples.
-        seconds: to train, planning not counted.
-    """
+    """Trains on ranks that write their samples into rank 0's folder; returns whether this is rank 0."""
     torch.set_num_threads(1)
     trainer = pl.Trainer(
         strategy=OSDPStrategy(memory_limit=MEMORY_LIMIT, batch_size="keep"),

@@ -59,11 +59,7 @@ class Section:
 
 
 class Results:
-    """A JSON file of sections. Each row is written as soon as it is there: a run that was killed goes on.
-
-    Args:
-        path: of the file; sections that it has already are kept.
-    """
+    """A JSON file of sections. Each row is written as soon as it is there: a run that was killed goes on."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -79,12 +75,7 @@ class Results:
         return rows
 
     def rows(self, section: Section, progress: Callable[[str], None]) -> list[Row]:
-        """Rows of all cases of a section, in their order; measures those that the file does not have.
-
-        Args:
-            section: whose rows.
-            progress: called with a line before each case that is measured.
-        """
+        """Rows of all cases of a section, in their order; measures those that the file does not have."""
         known = self.stored(section.name)
         rows: list[Row] = []
         for index, case in enumerate(section.cases):

@@ -17,12 +17,7 @@ _HEIGHT = 0.26
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Three bars for each case; none of who does not fit, and none at all where no FSDP does.
-
-    Args:
-        rows: of the section.
-        path: SVG to write.
-    """
+    """Three bars for each case; none of who does not fit, and none at all where no FSDP does."""
     figure = Figure(figsize=(9.0, 1.2 + 0.5 * len(rows)), layout="constrained")
     axes = figure.subplots()
     for number, (name, colour) in enumerate(zip(OSDP, _COLOURS, strict=True)):

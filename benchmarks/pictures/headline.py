@@ -32,12 +32,7 @@ _DP, _ZDP, _PARTLY = "#0072B2", "#BFD7EA", "#7FA9CE"
 
 
 def draw_ratios(rows: Sequence[Row], path: Path) -> None:
-    """Samples/s over fully_shard at its best, by model and limit, with bounds; and the memory that each used.
-
-    Args:
-        rows: of one section.
-        path: SVG to write.
-    """
+    """Samples/s over fully_shard at its best, by model and limit, with bounds; and the memory that each used."""
     figure = Figure(figsize=(11, 3.2 * 2), layout="constrained")
     speed, memory = figure.subplots(2, 1, sharex=True)
     cells = [(row, limit) for row in rows for limit in row["case"]["limits"]]
@@ -62,12 +57,7 @@ def draw_ratios(rows: Sequence[Row], path: Path) -> None:
 
 
 def draw_plans(rows: Sequence[Row], path: Path) -> None:
-    """Every plan of OSDP with everything offered as a strip: its units in forward order, as wide as they are large.
-
-    Args:
-        rows: of one section.
-        path: SVG to write.
-    """
+    """Every plan of OSDP with everything offered as a strip: its units in forward order, as wide as they are large."""
     found = [
         (f"{MODELS.get(row['case']['model'], '')}, {rate_of(row)}, {entrant['limit']:g}x", entrant)
         for row in rows

@@ -34,12 +34,7 @@ _Piece = tuple[str, str]
 
 
 def draw_peaks(rows: dict[str, Sequence[Row]], path: Path) -> None:
-    """Predicted against measured peaks of all cases, and their errors.
-
-    Args:
-        rows: by what they were measured on.
-        path: SVG to write.
-    """
+    """Predicted against measured peaks of all cases, and their errors."""
     figure = Figure(figsize=(6.4, 7.2), layout="constrained")
     peaks, errors = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     for (name, found), colour, marker in zip(rows.items(), (_BLUE, _ORANGE), "ox", strict=False):

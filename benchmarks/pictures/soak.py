@@ -16,12 +16,7 @@ _LABELS = {"resident_bytes": "resident (MB)", "tensor_bytes": "tensors (MB)"}
 
 
 def draw(ranks: Sequence[Sequence[dict[str, Any]]], path: Path) -> None:
-    """A curve for each rank and quantity.
-
-    Args:
-        ranks: samples of each rank.
-        path: SVG to write.
-    """
+    """A curve for each rank and quantity."""
     figure = Figure(figsize=(8.0, 8.0), layout="constrained")
     for axes, quantity in zip(figure.subplots(len(HELD), 1, sharex=True), HELD, strict=True):
         scale = MB if quantity in _LABELS else 1

@@ -17,12 +17,7 @@ _MEASURED, _PREDICTED = "o-", "x--"
 
 
 def draw_peaks(rows: Sequence[Row], path: Path) -> None:
-    """Counted peaks by number of slices.
-
-    Args:
-        rows: of `split_peaks`.
-        path: SVG to write.
-    """
+    """Counted peaks by number of slices."""
     figure = Figure(figsize=(9.5, 3.6), layout="constrained")
     for axes, mode in zip(figure.subplots(1, 2, sharey=True), MODES, strict=True):
         for hidden_size, colour in _coloured([row["case"]["hidden_size"] for row in rows]):
@@ -36,12 +31,7 @@ def draw_peaks(rows: Sequence[Row], path: Path) -> None:
 
 
 def draw_times(rows: Sequence[Row], path: Path) -> None:
-    """Step times over those of whole layers, by number of slices: measured where they were, and predicted.
-
-    Args:
-        rows: of `split_time`.
-        path: SVG to write.
-    """
+    """Step times over those of whole layers, by number of slices: measured where they were, and predicted."""
     figure = Figure(figsize=(9.5, 3.6), layout="constrained")
     for axes, mode in zip(figure.subplots(1, 2, sharey=True), MODES, strict=True):
         for row, (hidden_size, colour) in zip(
@@ -58,12 +48,7 @@ def draw_times(rows: Sequence[Row], path: Path) -> None:
 
 
 def draw_decisions(rows: Sequence[Row], path: Path) -> None:
-    """Peak and step time of each decision, measured and predicted.
-
-    Args:
-        rows: of `decisions`.
-        path: SVG to write.
-    """
+    """Peak and step time of each decision, measured and predicted."""
     figure = Figure(figsize=(9.5, 3.6), layout="constrained")
     bytes_axes, time_axes = figure.subplots(1, 2)
     plans = [plan for row in rows for plan in row["plans"]]

@@ -116,11 +116,7 @@ def _train_limited(folder: Path) -> None:
 
 
 def beside_tensors_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of this process's data segment beside some tensors: the interpreter, libraries, caches.
-
-    Args:
-        tensors: all that training has alive.
-    """
+    """Bytes of this process's data segment beside some tensors: the interpreter, libraries, caches."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     living = LiveBytes("cpu")

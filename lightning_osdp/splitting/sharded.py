@@ -161,7 +161,6 @@ def gathered(shards: Any) -> Tensor:
     buffer = local.new_empty(num_rows * mesh.size(), *local.shape[1:])
     own = buffer.narrow(0, mesh.get_local_rank() * num_rows, num_rows)
     own[: len(local)].copy_(local)
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-    gather(buffer, own, group=mesh.get_group())
+    dist.all_gather_single(buffer, own, group=mesh.get_group())
     whole = buffer[: len(shards)]
     return whole

@@ -26,11 +26,7 @@ _SEED = 1
 
 
 def section(num_cases: int) -> Section:
-    """One random case of each family, and a second of the first two.
-
-    Args:
-        num_cases: of all families together; no more than ten are taken.
-    """
+    """One random case of each family, and a second of the first two."""
     drawn = [draw_cases(family, 2, seed=_SEED) for family in FAMILIES]
     cases = [*(first for first, _ in drawn), *(second for _, second in drawn)]
     cases = [replace(case, world_size=NUM_RANKS, micro_batch_size=NUM_SAMPLES) for case in cases]

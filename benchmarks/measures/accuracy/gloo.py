@@ -23,11 +23,7 @@ NUM_STEPS = 3
 
 
 def section(num_cases: int) -> Section:
-    """The first random cases of every family, each on 2 and 4 ranks.
-
-    Args:
-        num_cases: of each family; no more than two are taken.
-    """
+    """The first random cases of every family, each on 2 and 4 ranks."""
     drawn = [case for family in FAMILIES for case in draw_cases(family, min(num_cases, NUM_CASES))]
     return Section(
         name="gloo",

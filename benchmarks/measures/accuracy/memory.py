@@ -109,11 +109,7 @@ def draw_cases(family: str, count: int, *, seed: int = 0) -> list[Case]:
 
 
 def section(num_cases: int) -> Section:
-    """Random cases of every family, on rank 0 of N.
-
-    Args:
-        num_cases: of each.
-    """
+    """Random cases of every family, on rank 0 of N."""
     title = "Peak memory of one step, against a count of live storages on rank 0 of N"
     return Section(
         name="memory",

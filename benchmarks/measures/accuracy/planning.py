@@ -44,11 +44,7 @@ class Case:
 
 
 def section(num_cases: int) -> Section:
-    """Both sizes in turns: what slows the machine for a while slows both.
-
-    Args:
-        num_cases: runs of each; no more than three are made.
-    """
+    """Both sizes in turns: what slows the machine for a while slows both."""
     runs = range(min(num_cases, NUM_RUNS))
     return Section(
         name="planning",

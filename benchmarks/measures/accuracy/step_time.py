@@ -64,11 +64,7 @@ class Timed:
 
 
 def section(num_cases: int) -> Section:
-    """All rates; none where network namespaces are not to be had.
-
-    Args:
-        num_cases: random mixes of modes besides all-ZDP and all-DP; no more than two are drawn.
-    """
+    """All rates; none where network namespaces are not to be had."""
     reason = why_unavailable()
     if reason is not None:
         _log.warning("Step times are not measured: %s.", reason)
@@ -152,15 +148,7 @@ def on_one_rank(*, family: str, num_mixes: int, num_rounds: int) -> list[dict[st
 def compared_s(
     make: Callable[[], Family], plans: Mapping[str, Plan], profile: ModelProfile, cluster: Cluster, *, num_rounds: int
 ) -> list[Timed]:
-    """Predicts steps under plans, and takes them in turns. Call it on all ranks.
-
-    Args:
-        make: the model, anew each time.
-        plans: by what to call them.
-        profile: of the model.
-        cluster: ranks and links.
-        num_rounds: timed ones, after one to warm up.
-    """
+    """Predicts steps under plans, and takes them in turns. Call it on all ranks."""
     taken = time_in_turns({name: Step(make(), plan) for name, plan in plans.items()}, num_rounds=num_rounds)
     seconds = torch.tensor([*taken.values()], dtype=torch.float64)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)

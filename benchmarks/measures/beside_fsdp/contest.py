@@ -56,15 +56,7 @@ def section(
     spaces: Spaces,
     targets: Callable[[Sequence[Row]], list[Target]],
 ) -> Section:
-    """Cases whose links can be had here.
-
-    Args:
-        name: of the section.
-        cases: what to measure.
-        baselines: of each model, with their counted peaks.
-        spaces: what OSDP's plans may choose from.
-        targets: what to reach.
-    """
+    """Cases whose links can be had here."""
     return Section(
         name=name,
         cases=on_links_that_can_be_had(cases),

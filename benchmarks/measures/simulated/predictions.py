@@ -14,11 +14,7 @@ _PAIRS = (("predicted_s", "measured_s"), ("predicted_bytes", "counted_bytes"))
 
 
 def errors(path: Path) -> tuple[list[float], list[float]]:
-    """Relative errors of seconds and of peaks: of all in the file of whom both numbers are known.
-
-    Args:
-        path: JSON that `section.Results` wrote.
-    """
+    """Relative errors of seconds and of peaks: of all in the file of whom both numbers are known."""
     entrants = list(_entrants(path))
     seconds, peaks = (
         [abs(each[predicted] / each[found] - 1) for each in entrants if each.get(predicted) and each.get(found)]

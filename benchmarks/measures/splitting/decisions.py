@@ -45,11 +45,7 @@ class Case:
 
 
 def section(num_rounds: int) -> Section:
-    """One case; none where network namespaces are not to be had.
-
-    Args:
-        num_rounds: steps of each decision.
-    """
+    """One case; none where network namespaces are not to be had."""
     reason = why_unavailable()
     if reason is not None:
         _log.warning("Decisions are not measured: %s.", reason)

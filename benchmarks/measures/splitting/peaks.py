@@ -39,11 +39,7 @@ class Case:
 
 
 def section(hidden_sizes: Sequence[int]) -> Section:
-    """All numbers of slices, all ZDP and all DP.
-
-    Args:
-        hidden_sizes: of the layers.
-    """
+    """All numbers of slices, all ZDP and all DP."""
     return Section(
         name="peaks",
         cases=[

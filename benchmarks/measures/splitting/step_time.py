@@ -33,11 +33,7 @@ class Case:
 
 
 def section(hidden_sizes: Sequence[int]) -> Section:
-    """Each size once.
-
-    Args:
-        hidden_sizes: of the layers.
-    """
+    """Each size once."""
     return Section(
         name="time",
         cases=[Case(hidden_size=size, is_measured=size in MEASURED) for size in hidden_sizes],

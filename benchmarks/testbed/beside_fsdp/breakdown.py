@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -147,20 +148,16 @@ def _timed() -> Iterator[defaultdict[str, float]]:
 
         return run
 
-    replaced = [(owner, attribute, getattr(owner, attribute), name) for owner, attribute, name in _PLACES]
-    for owner, attribute, function, name in replaced:
-        setattr(owner, attribute, timed(function, name))
-    try:
+    with ExitStack() as patches:
+        for owner, attribute, name in _PLACES:
+            patches.enter_context(patch.object(owner, attribute, timed(getattr(owner, attribute), name)))
         yield seconds
-    finally:
-        for owner, attribute, function, _ in replaced:
-            setattr(owner, attribute, function)
 
 
 @contextmanager
 def _stepping_timed(optimizer: Optimizer, seconds: defaultdict[str, float]) -> Iterator[None]:
     """Adds the optimizer's steps to the seconds."""
-    own: Any = optimizer.step
+    own = optimizer.step
 
     def run(*args: Any, **kwargs: Any) -> Any:
         start_s = time.perf_counter()
@@ -169,8 +166,5 @@ def _stepping_timed(optimizer: Optimizer, seconds: defaultdict[str, float]) -> I
         finally:
             seconds[OPTIMIZER] += time.perf_counter() - start_s
 
-    optimizer.step = run  # type: ignore[method-assign]  # of this one alone
-    try:
+    with patch.object(optimizer, "step", run):
         yield
-    finally:
-        del optimizer.step  # the class's is there again

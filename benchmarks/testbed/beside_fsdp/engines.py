@@ -76,14 +76,7 @@ def plan_for(module: Family, *, mode: str, world_size: int) -> Plan:
 
 
 def times(*, model: str, mode: str, contestants: Sequence[str], num_rounds: int) -> dict[str, list[float]]:
-    """Seconds of every step of each, one sample, on the rank that is slowest in it. Call it on all ranks.
-
-    Args:
-        model: name of a family of blocks.
-        mode: of all blocks.
-        contestants: of `CONTESTANTS`.
-        num_rounds: timed steps of each.
-    """
+    """Seconds of every step of each, one sample, on the rank that is slowest in it. Call it on all ranks."""
     fits = {name: partial(_fit, name, model, mode, num_steps=1 + num_rounds) for name in contestants}
     with ring_reduce_scatters(), quiet(), no_steps_counted():
         return slowest_ranks(fits_in_turns(fits, num_rounds=num_rounds))

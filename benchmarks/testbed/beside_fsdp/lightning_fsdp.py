@@ -128,12 +128,7 @@ class Baseline(Way):
 
 
 class LightningFSDP(FSDPStrategy):
-    """Lightning's strategy with the one change that CPU needs: FSDP1 gets the device instead of its index.
-
-    Args:
-        sharding: of all units.
-        **kwargs: of Lightning's strategy.
-    """
+    """Lightning's strategy with the one change that CPU needs: FSDP1 gets the device instead of its index."""
 
     # Lightning's accelerator connector refuses CPU for the names in FSDPStrategy's own list.
     _registered_strategies: list[str] = []  # noqa: RUF012 (Lightning's declaration)

@@ -34,11 +34,7 @@ def fits_in_turns(fits: Mapping[str, Callable[[Turns], None]], *, num_rounds: in
 
 
 class Turns(pl.Callback):
-    """One fit in a thread that waits before every optimizer step.
-
-    Args:
-        fit: what to run.
-    """
+    """One fit in a thread that waits before every optimizer step."""
 
     reads_parameters = False
 
