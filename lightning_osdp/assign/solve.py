@@ -73,9 +73,7 @@ def _note(solutions: list[Solution]) -> str:
     if not stopped:
         return ""
     nodes = max(solution.num_nodes for solution in stopped)
-    return (
-        f"{stopped[0].solver} stopped after {nodes:,} nodes: the best plan that was found, not proven to be the best."
-    )
+    return f"depth_first stopped after {nodes:,} nodes: the best plan that was found, not proven to be the best."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,24 +65,16 @@ def depth_first(problem: Problem, *, node_budget: int = NODE_BUDGET, first: list
     time_s = problem.time_s(first)
     excess_s = time_s - relaxation.bound_s
     if excess_s <= tolerance_s:
-        return certify(problem, first, bound_s=time_s, solver="depth_first")
+        return certify(problem, first, bound_s=time_s)
     core = reduce_to_core(problem, relaxation, excess_s=excess_s, tolerance_s=tolerance_s, max_nodes=node_budget)
     if core is None:
-        bound_s = relaxation.bound_s
-        return certify(problem, first, bound_s=bound_s, solver="depth_first", num_nodes=node_budget, is_cut_short=True)
+        return certify(problem, first, bound_s=relaxation.bound_s, num_nodes=node_budget, is_cut_short=True)
     search = _Search(problem, core, first, tolerance_s)
     search.run(node_budget)
     bound_s = problem.time_s(search.best)
     if search.stack:
         bound_s = max(relaxation.bound_s, core.base_s + min(node.bound_s for node in search.stack))
-    return certify(
-        problem,
-        search.best,
-        bound_s=bound_s,
-        solver="depth_first",
-        num_nodes=search.num_nodes,
-        is_cut_short=bool(search.stack),
-    )
+    return certify(problem, search.best, bound_s=bound_s, num_nodes=search.num_nodes, is_cut_short=bool(search.stack))
 
 
 class _Search:

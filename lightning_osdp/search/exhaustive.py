@@ -34,7 +34,7 @@ def exhaustive(problem: Problem) -> Solution:
     rows = [_rows(group.count, len(group.choices)) for group in problem.groups]
     fitting = (counts for counts in itertools.product(*rows) if problem.memory_bytes(counts) <= problem.budget_bytes)
     best = min(fitting, key=lambda counts: (problem.time_s(counts), problem.memory_bytes(counts)))
-    return certify(problem, best, bound_s=problem.time_s(best), solver="exhaustive", num_nodes=num_assignments)
+    return certify(problem, best, bound_s=problem.time_s(best), num_nodes=num_assignments)
 
 
 def _num_rows(num_members: int, num_choices: int) -> int:

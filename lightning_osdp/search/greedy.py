@@ -38,8 +38,7 @@ def greedy(problem: Problem) -> Solution:
         InfeasibleError: no assignment fits.
     """
     relaxation = relax(problem)
-    counts = assign_greedily(problem, relaxation)
-    return certify(problem, counts, bound_s=relaxation.bound_s, solver="greedy")
+    return certify(problem, assign_greedily(problem, relaxation), bound_s=relaxation.bound_s)
 
 
 def assign_greedily(problem: Problem, relaxation: Relaxation) -> list[list[int]]:

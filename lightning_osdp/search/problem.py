@@ -98,7 +98,6 @@ class Solution:
     memory_bytes: float
     bound_s: float
     """Lower bound on the time of every feasible assignment; equal to ``time_s`` where this one is proven best."""
-    solver: str
     num_nodes: int = 0
     """Search-tree nodes visited."""
     is_cut_short: bool = False
@@ -115,7 +114,6 @@ def certify(
     counts: Sequence[Sequence[int]],
     *,
     bound_s: float,
-    solver: str,
     num_nodes: int = 0,
     is_cut_short: bool = False,
 ) -> Solution:
@@ -130,7 +128,6 @@ def certify(
         time_s=time_s,
         memory_bytes=memory_bytes,
         bound_s=min(bound_s, time_s),
-        solver=solver,
         num_nodes=num_nodes,
         is_cut_short=is_cut_short,
     )
