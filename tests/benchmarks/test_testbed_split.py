@@ -14,7 +14,7 @@ optimizer       3 + 1 of reduced gradients + three temporaries of a shard
 import pytest
 import torch.nn.functional as F
 
-from benchmarks.families.layers import TwoLayers
+from benchmarks.families.dense import TwoLayers
 from benchmarks.testbed.groups import fake_group
 from benchmarks.testbed.memory import PHASES, count_step
 from benchmarks.testbed.plans import plan_of

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from benchmarks.families.layers import TwoLayers
+from benchmarks.families.dense import TwoLayers
 from benchmarks.measures.accuracy.memory import ANY_RATES, FREE, phases
 from benchmarks.measures.accuracy.peaks import TOO_HIGH, TOO_LOW, compared
 from benchmarks.measures.section import Row, Section, Target

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from benchmarks.families.layers import TwoLayers
+from benchmarks.families.dense import TwoLayers
 from benchmarks.measures.accuracy.step_time import compared_s, predicted_s
 from benchmarks.measures.section import Row, Section
 from benchmarks.measures.splitting.peaks import MODES, NUM_SLICES, plan_for
