@@ -15,6 +15,7 @@ import torch.distributed as dist
 from rich.table import Table
 
 from benchmarks.families import FAMILIES, Family, build
+from benchmarks.measures.links import rate_of
 from benchmarks.measures.section import Row, Section, Target
 from benchmarks.testbed.namespaces import Hosts, why_unavailable
 from benchmarks.testbed.plans import plan_of
@@ -98,7 +99,7 @@ def table(rows: Sequence[Row]) -> Table:
         plans = _timed(row)
         errors = sorted(abs(plan.error) for plan in plans)
         drawn.add_row(
-            _links(row["case"]["rate_mbit"]),
+            rate_of(row),
             row["case"]["family"],
             *(f"{seconds:.3f} s" for plan in plans[:2] for seconds in (plan.predicted_s, plan.measured_s)),
             f"{median(errors):.1%}",
@@ -111,15 +112,11 @@ def table(rows: Sequence[Row]) -> Table:
 def targets(rows: Sequence[Row]) -> list[Target]:
     """Median and worst error at each rate."""
     found = []
-    for rate in dict.fromkeys(row["case"]["rate_mbit"] for row in rows):
-        errors = [abs(plan.error) for row in rows if row["case"]["rate_mbit"] == rate for plan in _timed(row)]
+    for rate in dict.fromkeys(map(rate_of, rows)):
+        errors = [abs(plan.error) for row in rows if rate_of(row) == rate for plan in _timed(row)]
         for what, limit, error in (("median", MEDIAN, median(errors)), ("worst", WORST, max(errors))):
-            found.append(Target(name=f"step time, {_links(rate)}: {what} error", limit=limit, measured=error))
+            found.append(Target(name=f"step time, {rate}: {what} error", limit=limit, measured=error))
     return found
-
-
-def _links(rate_mbit: float | None) -> str:
-    return "not shaped" if rate_mbit is None else f"{rate_mbit:g} Mbit/s"
 
 
 def kendall_tau(plans: Sequence[Timed]) -> float:

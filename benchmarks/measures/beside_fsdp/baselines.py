@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -129,8 +129,3 @@ def table(rows: Sequence[Row]) -> Table:
 def baselines_of(rows: Sequence[Row]) -> list[Baseline]:
     """What was counted."""
     return [Baseline(**row["case"]["way"], **peak) for row in rows for peak in row["peaks"]]
-
-
-def as_fields(baselines: Sequence[Baseline]) -> list[dict[str, Any]]:
-    """As JSON can write them."""
-    return [asdict(baseline) for baseline in baselines]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from benchmarks.families import build
 from benchmarks.measures.accuracy.fits import MARGIN
-from benchmarks.measures.beside_fsdp.baselines import BASE, as_fields
+from benchmarks.measures.beside_fsdp.baselines import BASE
 from benchmarks.measures.links import on_links_that_can_be_had, on_ranks, rate_of
 from benchmarks.measures.section import Row, Section, Target
 from benchmarks.testbed.beside_fsdp.contest import UNLIMITED, Division, Entrant
@@ -80,7 +80,7 @@ def measure(case: Case, *, baselines: Mapping[str, Sequence[Baseline]], spaces: 
         case.rate_mbit,
         "benchmarks.testbed.beside_fsdp.contest:on_one_rank",
         model=case.model,
-        baselines=as_fields(known),
+        baselines=[asdict(each) for each in known],
         limits=[(limit, UNLIMITED if limit is None else round(limit * base.counted_bytes)) for limit in case.limits],
         spaces=spaces,
         micro_batch_size=case.micro_batch_size,

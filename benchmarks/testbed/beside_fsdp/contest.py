@@ -156,7 +156,8 @@ class _Plans:
         """Those that take part under a limit."""
         best: dict[str, tuple[float, _Entry]] = {}
         for baseline in fitting:
-            plan = self._with_bytes(baseline.its_plan(self._module, self._cluster.world_size))
+            sizes = {"micro_batch_size": baseline.micro_batch_size, "num_micro_batches": baseline.num_micro_batches}
+            plan = self._with_bytes(baseline.plan(self._module, world_size=self._cluster.world_size, **sizes))
             rate = _num_samples(plan) / self._simulated(plan, baseline).time_s
             if baseline.name not in best or rate > best[baseline.name][0]:
                 best[baseline.name] = (rate, (baseline.name, limit, plan, baseline))

@@ -121,11 +121,6 @@ class Baseline(Way):
         """Without sizes."""
         return Way(**{field.name: getattr(self, field.name) for field in fields(Way)})
 
-    def its_plan(self, module: Family, world_size: int) -> Plan:
-        """See `Way.plan`."""
-        size, number = self.micro_batch_size, self.num_micro_batches
-        return self.plan(module, world_size=world_size, micro_batch_size=size, num_micro_batches=number)
-
 
 class LightningFSDP(FSDPStrategy):
     """Lightning's strategy with the one change that CPU needs: FSDP1 gets the device instead of its index."""
