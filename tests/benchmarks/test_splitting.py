@@ -31,7 +31,7 @@ def test_peaks_are_predicted_and_fall_with_slices(tmp_path, monkeypatch, capsys)
     rows = json.loads(output.read_text())["peaks"]["rows"]
     assert all(-peaks.TOO_LOW <= row["error"] <= peaks.TOO_HIGH for row in rows)
     whole, split, *_ = rows
-    # in quarters of a layer 15.5 and 6.875 (see test_testbed_split), and in both of 16 rows a handful of 1/16
+    # in quarters of a layer 15.5 and 6.875 (see testbed/test_split), and in both of 16 rows a handful of 1/16
     assert split_peaks.peak(whole) / W_BYTES == pytest.approx(15.5, abs=5 / 16)
     assert split_peaks.peak(split) / W_BYTES == pytest.approx(6.875, abs=5 / 16)
 
