@@ -48,11 +48,13 @@ class Growing128To512(Growing):
     widths = (128, 128, 128, 128, 256, 256, 256, 256, 512, 512)
 
 
-def _gpt(num_layers: int, hidden_size: int, *, num_heads: int, **sizes: int) -> type[Family]:
-    """Random tokens, of which a sample has 128 and the vocabulary 256, unless sizes say otherwise."""
-    sizes = {"vocabulary_size": 256, "sequence_length": 128, **sizes}
-    config = GPTConfig(num_layers=num_layers, hidden_size=hidden_size, num_heads=num_heads, **sizes)
-    return type(f"GPT{num_layers}x{hidden_size}", (MinGPT,), {"config": config})
+def _gpt(
+    num_layers: int, hidden_size: int, *, num_heads: int, vocabulary_size: int = 256, sequence_length: int = 128
+) -> type[Family]:
+    class Shaped(MinGPT):
+        config = GPTConfig(vocabulary_size, sequence_length, num_layers, num_heads, hidden_size)
+
+    return Shaped
 
 
 SHAPES: Mapping[str, type[Family]] = {
