@@ -17,15 +17,12 @@ from pathlib import Path
 from typing import Literal
 
 from jsonargparse import auto_cli
-from rich.console import Console
 
 # run as a script, Python looks for modules beside this file only
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measures import accumulation, baselines, contest
+from benchmarks.measures.beside_fsdp import accumulation, baselines, contest
 from benchmarks.measures.section import kept_in, measured
-
-RESULT = Path(__file__).parent / "results" / "accumulation.json"
 
 Name = Literal["held", "auto"]
 
@@ -62,13 +59,12 @@ def main(
         quick: Whether to go through all of it with a tiny model on two ranks whose links are not shaped.
         fresh: Whether to measure again what the file has.
     """
-    console = Console() if sys.stdout.isatty() else Console(width=160)
     sizes = QUICK if quick else Sizes()
-    with kept_in(output, RESULT, quick=quick) as results:
+    with kept_in(output, "accumulation", quick=quick) as results:
         samples_per_step = sizes.micro_batch_size * sizes.num_micro_batches
         ways = [baselines.BASE, baselines.KEPT, baselines.FULL_SHARD, baselines.SHARD_GRAD_OP]
         counted = baselines.section(sizes.model, sizes.num_ranks, ways=ways, samples_per_step=samples_per_step)
-        measured(counted, results, console, is_fresh=fresh)
+        measured(counted, results, is_fresh=fresh)
         known = {sizes.model: baselines.baselines_of(results.stored(counted.name))}
         for name in sections:
             cases = [
@@ -85,7 +81,7 @@ def main(
                 for rate_mbit in sizes.rates_mbit
             ]
             section = contest.section(name, cases, known, spaces=accumulation.SPACES, targets=accumulation.targets)
-            measured(section, results, console, is_fresh=fresh)
+            measured(section, results, is_fresh=fresh)
 
 
 if __name__ == "__main__":

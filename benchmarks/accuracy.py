@@ -15,16 +15,13 @@ from pathlib import Path
 from typing import Literal
 
 from jsonargparse import auto_cli
-from rich.console import Console
 
 # run as a script, Python looks for modules beside this file only
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measures import fits, gloo, memory, planning, step_time
-from benchmarks.measures.section import Results, measured
+from benchmarks.measures.accuracy import fits, gloo, memory, planning, step_time
+from benchmarks.measures.section import PICTURES, RESULTS, Results, measured
 
-RESULT = Path(__file__).parent / "results" / "accuracy.json"
-PICTURES = Path(__file__).resolve().parents[1] / "docs" / "_static"
 Name = Literal["memory", "gloo", "fits", "planning", "time"]
 SECTIONS = {
     "memory": memory.section,
@@ -37,7 +34,7 @@ SECTIONS = {
 
 def main(
     sections: list[Name] = ["memory", "gloo", "fits", "planning", "time"],  # noqa: B006 -- a list shows its default
-    output: Path = RESULT,
+    output: Path = RESULTS / "accuracy.json",
     pictures: Path | None = PICTURES,
     num_cases: int = 20,
     fresh: bool = False,
@@ -51,13 +48,12 @@ def main(
         num_cases: Random cases of each family; some sections take fewer.
         fresh: Whether to measure again what the file has of these sections.
     """
-    console = Console() if sys.stdout.isatty() else Console(width=160)
     results = Results(output)
     for name in sections:
-        measured(SECTIONS[name](num_cases), results, console, is_fresh=fresh)
-    console.print(f"Written to {output}")
+        measured(SECTIONS[name](num_cases), results, is_fresh=fresh)
+    print(f"Written to {output}")
     if pictures is not None:
-        from benchmarks.pictures import draw_peaks, draw_step
+        from benchmarks.pictures.memory import draw_peaks, draw_step
 
         measured_on = {"rank 0 of N alone": "memory", "real ranks, gloo": "gloo"}
         draw_peaks(

@@ -15,15 +15,12 @@ import sys
 from pathlib import Path
 
 from jsonargparse import auto_cli
-from rich.console import Console
 
 # run as a script, Python looks for modules beside this file only
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measures import recompute
+from benchmarks.measures.beside_fsdp import recompute
 from benchmarks.measures.section import kept_in, measured
-
-RESULT = Path(__file__).parent / "results" / "activations.json"
 
 RATES_MBIT = (200.0, 1000.0)
 
@@ -38,16 +35,15 @@ def main(output: Path | None = None, num_rounds: int = 3, quick: bool = False, f
         quick: Whether to go through all of it with a tiny model on two ranks whose links are not shaped.
         fresh: Whether to measure again what the file has.
     """
-    console = Console() if sys.stdout.isatty() else Console(width=180)
     chosen = [("tiny", None)] if quick else [(name, rate) for name in recompute.MODELS for rate in RATES_MBIT]
-    with kept_in(output, RESULT, quick=quick) as results:
+    with kept_in(output, "activations", quick=quick) as results:
         cases = [
             recompute.Case(
                 model=model, num_ranks=2 if quick else 4, rate_mbit=rate, micro_batch_size=2, num_rounds=num_rounds
             )
             for model, rate in chosen
         ]
-        measured(recompute.section(cases), results, console, is_fresh=fresh)
+        measured(recompute.section(cases), results, is_fresh=fresh)
 
 
 if __name__ == "__main__":

@@ -16,20 +16,17 @@ import sys
 from pathlib import Path
 
 from jsonargparse import auto_cli
-from rich.console import Console
 
 # run as a script, Python looks for modules beside this file only
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measures import predictions
-from benchmarks.measures.cluster import Case, section
-from benchmarks.measures.cluster_tables import CHANGING, NARROW, WIDE, beside_papers, ratios
-from benchmarks.measures.section import kept_in, measured
-from benchmarks.testbed.machines import NODE, NODES, TITANS, Model
+from benchmarks.measures.section import PICTURES, RESULTS, kept_in, measured, wide_console
+from benchmarks.measures.simulated import predictions
+from benchmarks.measures.simulated.cluster import Case, section
+from benchmarks.measures.simulated.machines import NODE, NODES, TITANS, Model
+from benchmarks.measures.simulated.tables import CHANGING, NARROW, WIDE, beside_papers, ratios
 
-RESULT = Path(__file__).parent / "results" / "cluster.json"
-PICTURE = Path(__file__).resolve().parents[1] / "docs" / "_static" / "cluster.svg"
-MEASURED = tuple(RESULT.with_name(f"{name}.json") for name in ("headline", "activations", "accumulation"))
+MEASURED = tuple(RESULTS / f"{name}.json" for name in ("headline", "activations", "accumulation"))
 """What has predicted and measured steps."""
 
 PAPERS = (
@@ -82,7 +79,12 @@ def quick_cases() -> list[Case]:
     return [Case(machine=TITANS, model=model, limit_gib=0.05)]
 
 
-def main(output: Path | None = None, picture: Path | None = PICTURE, quick: bool = False, fresh: bool = False) -> None:
+def main(
+    output: Path | None = None,
+    picture: Path | None = PICTURES / "cluster.svg",
+    quick: bool = False,
+    fresh: bool = False,
+) -> None:
     """Simulates every case, prints tables, and writes JSON.
 
     Args:
@@ -92,16 +94,16 @@ def main(output: Path | None = None, picture: Path | None = PICTURE, quick: bool
         quick: Whether to go through all of it with a tiny model.
         fresh: Whether to simulate again what the file has.
     """
-    console = Console() if sys.stdout.isatty() else Console(width=200)
-    with kept_in(output, RESULT, quick=quick) as results:
+    with kept_in(output, "cluster", quick=quick) as results:
         asked = section(quick_cases() if quick else cases())
-        measured(asked, results, console, is_fresh=fresh)
+        measured(asked, results, is_fresh=fresh)
         rows = results.stored(asked.name)
+    console = wide_console()
     console.print(ratios(rows))
     console.print(beside_papers([row for row in rows if row["case"]["machine"]["name"] == TITANS.name]))
     console.print(predictions.table(MEASURED))
     if picture is not None and not quick:
-        from benchmarks.cluster_picture import draw
+        from benchmarks.pictures.cluster import draw
 
         draw(rows, picture)
 

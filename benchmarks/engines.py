@@ -16,15 +16,13 @@ from pathlib import Path
 from typing import Literal
 
 from jsonargparse import auto_cli
-from rich.console import Console
 
 # run as a script, Python looks for modules beside this file only
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measures.engines import Case, breakdown, peaks, times
+from benchmarks.measures.beside_fsdp.engines import Case, breakdown, peaks, times
 from benchmarks.measures.section import kept_in, measured
 
-RESULT = Path(__file__).parent / "results" / "engines.json"
 MODES = ("ZDP", "DP")
 RATES_MBIT = (200.0, 1000.0, None)
 
@@ -49,7 +47,6 @@ def main(
         quick: Whether to go through all of it with a tiny model on two ranks whose links are not shaped.
         fresh: Whether to measure again what the file has.
     """
-    console = Console() if sys.stdout.isatty() else Console(width=200)
     rates_mbit = (None,) if quick else RATES_MBIT
 
     def case(mode: str, rate_mbit: float | None = None) -> Case:
@@ -64,9 +61,9 @@ def main(
     on_links = [case(mode, rate_mbit) for rate_mbit in rates_mbit for mode in MODES]
     not_shaped = [case(mode) for mode in MODES]
     made = {"times": times(on_links), "peaks": peaks(not_shaped), "breakdown": breakdown(not_shaped)}
-    with kept_in(output, RESULT, quick=quick) as results:
+    with kept_in(output, "engines", quick=quick) as results:
         for name in sections:
-            measured(made[name], results, console, is_fresh=fresh)
+            measured(made[name], results, is_fresh=fresh)
 
 
 if __name__ == "__main__":

@@ -18,18 +18,14 @@ from pathlib import Path
 from typing import Literal
 
 from jsonargparse import auto_cli
-from rich.console import Console
 
 # run as a script, Python looks for modules beside this file only
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measures import baselines, contest, headline
-from benchmarks.measures.section import Results, Section, kept_in, measured
-from benchmarks.testbed.contest import Division
-from benchmarks.testbed.lightning_fsdp import Baseline, Way
-
-RESULT = Path(__file__).parent / "results" / "headline.json"
-PICTURES = Path(__file__).parents[1] / "docs" / "_static"
+from benchmarks.measures.beside_fsdp import baselines, contest, headline
+from benchmarks.measures.section import PICTURES, Results, Section, kept_in, measured
+from benchmarks.testbed.beside_fsdp.contest import Division
+from benchmarks.testbed.beside_fsdp.lightning_fsdp import Baseline, Way
 
 Name = Literal["one", "global", "loose"]
 
@@ -73,9 +69,8 @@ def main(
         quick: Whether to go through all of it with a tiny model on two ranks whose links are not shaped.
         fresh: Whether to measure again what the file has.
     """
-    console = Console() if sys.stdout.isatty() else Console(width=200)
     sizes = QUICK if quick else Sizes()
-    with kept_in(output, RESULT, quick=quick) as results:
+    with kept_in(output, "headline", quick=quick) as results:
         known = {}
         for model in sizes.models:
             counted = baselines.section(
@@ -85,22 +80,22 @@ def main(
                 limits=(*headline.LIMITS, *headline.LOOSE_LIMITS),
                 samples_per_step=sizes.samples_per_step,
             )
-            measured(counted, results, console, is_fresh=fresh)
+            measured(counted, results, is_fresh=fresh)
             known[model] = baselines.baselines_of(results.stored(counted.name))
         for name in sections:
-            measured(_contest(name, sizes, known, num_rounds), results, console, is_fresh=fresh)
+            measured(_contest(name, sizes, known, num_rounds), results, is_fresh=fresh)
         if pictures is not None and not quick:
             _draw(results, pictures)
 
 
 def _draw(results: Results, folder: Path) -> None:
-    from benchmarks import headline_pictures  # matplotlib is not needed for measuring
+    from benchmarks.pictures.headline import draw_plans, draw_ratios  # matplotlib is not needed for measuring
 
     for name in ("one", "global"):
         rows = results.stored(name)
         if rows:
-            headline_pictures.draw_ratios(rows, folder / f"headline_{name}.svg")
-            headline_pictures.draw_plans(rows, folder / f"headline_{name}_plans.svg")
+            draw_ratios(rows, folder / f"headline_{name}.svg")
+            draw_plans(rows, folder / f"headline_{name}_plans.svg")
 
 
 def _contest(name: Name, sizes: Sizes, known: Mapping[str, Sequence[Baseline]], num_rounds: int) -> Section:

@@ -20,17 +20,17 @@ from pathlib import Path
 from typing import Literal
 
 from jsonargparse import auto_cli
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 # run as a script, Python looks for modules beside this file only
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.faulty import BATCH_SIZE, Model
+from benchmarks.measures.section import wide_console
+from benchmarks.testbed.faulty import BATCH_SIZE, Model
 from benchmarks.testbed.plans import plan_of
 
-SCRIPT = Path(__file__).with_name("faulty.py")
+SCRIPT = Path(__file__).parent / "testbed" / "faulty.py"
 Launcher = Literal["popen", "spawn", "torchrun"]
 STALL_S = 30.0
 """The process group's timeout where a rank stalls."""
@@ -166,7 +166,7 @@ def main(
         launchers: What starts the ranks.
         cases: Parts of names of cases; none: all.
     """
-    console = Console() if sys.stdout.isatty() else Console(width=160)
+    console = wide_console()
     table = Table(title="From the fault until all ranks have ended")
     for name in ("fault", "launcher", "seconds", "exit code", "what is said", ""):
         table.add_column(name, justify="right" if name == "seconds" else "left")

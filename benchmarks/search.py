@@ -21,21 +21,18 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from jsonargparse import auto_cli
-from rich.console import Console
 from rich.table import Table
 
 # run as a script, Python looks for modules beside this file only
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.block_plans import ADDITIVE, measure_block_plans
-from benchmarks.machine import machine
-from benchmarks.plans import Distance, PlanRow, measure_distance, measure_plans, plan_table
-from benchmarks.problems import paper_groups, random_groups, sliced_groups, with_budget
-from benchmarks.target import Target
+from benchmarks.measures.search.block_plans import ADDITIVE, measure_block_plans
+from benchmarks.measures.search.plans import Distance, PlanRow, measure_distance, measure_plans, plan_table
+from benchmarks.measures.search.problems import paper_groups, random_groups, sliced_groups, with_budget
+from benchmarks.measures.section import RESULTS, Target, machine, wide_console
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.search import SOLVERS, Group, Problem, Solution
 
-RESULT = Path(__file__).parent / "results" / "search.json"
 MEASURED_SOLVERS = ("greedy", "depth_first")
 PAPER = "48 blocks x 2"
 """Name of the rows on the paper's model."""
@@ -57,14 +54,7 @@ class Row:
 
 
 def measure(name: str, problems: Sequence[Problem], *, solver: str, num_runs: int) -> Row:
-    """Returns one row of the table.
-
-    Args:
-        name: of this kind of problem.
-        problems: alike in everything but numbers.
-        solver: name in ``search.SOLVERS``.
-        num_runs: times that each problem is solved; their median counts.
-    """
+    """Returns one row of the table."""
     seconds = [statistics.median(_seconds(SOLVERS[solver], problem) for _ in range(num_runs)) for problem in problems]
     gaps = [SOLVERS[solver](problem).gap for problem in problems]
     menu_sizes = {len(group.choices) for problem in problems for group in problem.groups}
@@ -148,7 +138,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 def show(rows: Sequence[Row], plans: Sequence[PlanRow], distance: Distance, reached: Sequence[Target]) -> None:
     """Prints tables, and what the targets came to."""
-    console = Console() if sys.stdout.isatty() else Console(width=120)
+    console = wide_console()
     console.print(table(rows))
     console.print(plan_table(plans))
     console.print(
@@ -162,7 +152,7 @@ def show(rows: Sequence[Row], plans: Sequence[PlanRow], distance: Distance, reac
 
 
 def main(
-    output: Path = RESULT,
+    output: Path = RESULTS / "search.json",
     *,
     sizes: list[int] = [100, 400, 1000, 3000],  # noqa: B006 -- a list shows its default on the command line
     shares: list[float] = [0.1, 0.5, 0.9],  # noqa: B006
@@ -198,7 +188,7 @@ def main(
     }
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=2) + "\n")
-    sys.stdout.write(f"Written to {output}\n")
+    print(f"Written to {output}")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ import torch
 from jsonargparse import auto_cli
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -34,12 +33,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.families.base import Batch
 from benchmarks.families.text import MinGPT
-from benchmarks.machine import machine
 from benchmarks.measures.leaks import HELD, Growth, Sample, Sampler, growth, read
+from benchmarks.measures.section import RESULTS, machine, wide_console
 from examples.mingpt.model import GPTConfig
 from lightning_osdp import OSDPStrategy
 
-RESULT = Path(__file__).parent / "results" / "soak.json"
 NUM_RANKS = 4
 KINDS = ("full", "sharded")
 MEMORY_LIMIT = "2.1MB"
@@ -95,12 +93,7 @@ class Saves(ModelCheckpoint):
 
 
 def train(folder: Path, seconds: float) -> bool:
-    """Trains on ranks that write their samples into rank 0's folder; returns whether this is rank 0.
-
-    Args:
-        folder: of checkpoints and samples.
-        seconds: to train, planning not counted.
-    """
+    """Trains on ranks that write their samples into rank 0's folder; returns whether this is rank 0."""
     torch.set_num_threads(1)
     trainer = pl.Trainer(
         strategy=OSDPStrategy(memory_limit=MEMORY_LIMIT, batch_size="keep"),
@@ -155,7 +148,9 @@ def table(result: dict[str, Any]) -> Table:
     return table
 
 
-def main(minutes: float = 60.0, output: Path = RESULT, picture: Path | None = None, draw_only: bool = False) -> None:
+def main(
+    minutes: float = 60.0, output: Path = RESULTS / "soak.json", picture: Path | None = None, draw_only: bool = False
+) -> None:
     """Trains, prints what grew, writes JSON and draws a picture; ends with 1 where something grew.
 
     Args:
@@ -170,10 +165,9 @@ def main(minutes: float = 60.0, output: Path = RESULT, picture: Path | None = No
                 return
             output.write_text(as_text(found_in(Path(name), minutes)))
     result = json.loads(output.read_text())
-    console = Console() if sys.stdout.isatty() else Console(width=120)
-    console.print(table(result))
+    wide_console().print(table(result))
     if picture is not None:
-        from benchmarks.soak_picture import draw
+        from benchmarks.pictures.soak import draw
 
         draw(result["ranks"], picture)
     found = [is_flat(quantity, grown) for rank in growths(result) for quantity, grown in rank.items()]

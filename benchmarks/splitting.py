@@ -14,16 +14,13 @@ from pathlib import Path
 from typing import Literal
 
 from jsonargparse import auto_cli
-from rich.console import Console
 
 # run as a script, Python looks for modules beside this file only
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measures import decisions, split_peaks, split_time
-from benchmarks.measures.section import Results, Section, measured
+from benchmarks.measures.section import PICTURES, RESULTS, Results, Section, measured
+from benchmarks.measures.splitting import decisions, peaks, step_time
 
-RESULT = Path(__file__).parent / "results" / "splitting.json"
-PICTURES = Path(__file__).resolve().parents[1] / "docs" / "_static"
 QUICK = (1024,)
 """Hidden sizes of a quick run."""
 Name = Literal["peaks", "time", "decisions"]
@@ -31,7 +28,7 @@ Name = Literal["peaks", "time", "decisions"]
 
 def main(
     sections: list[Name] = ["peaks", "time", "decisions"],  # noqa: B006 -- a list shows its default
-    output: Path = RESULT,
+    output: Path = RESULTS / "splitting.json",
     pictures: Path | None = PICTURES,
     quick: bool = False,
     fresh: bool = False,
@@ -45,13 +42,12 @@ def main(
         quick: Whether to measure the smallest layers and few rounds only.
         fresh: Whether to measure again what the file has of these sections.
     """
-    console = Console() if sys.stdout.isatty() else Console(width=160)
     results = Results(output)
     for name in sections:
-        measured(_section(name, is_quick=quick), results, console, is_fresh=fresh)
-    console.print(f"Written to {output}")
+        measured(_section(name, is_quick=quick), results, is_fresh=fresh)
+    print(f"Written to {output}")
     if pictures is not None:
-        from benchmarks.split_pictures import draw_decisions, draw_peaks, draw_times
+        from benchmarks.pictures.splitting import draw_decisions, draw_peaks, draw_times
 
         draw_peaks(results.stored("peaks"), pictures / "splitting_memory.svg")
         draw_times(results.stored("time"), pictures / "splitting_time.svg")
@@ -60,9 +56,9 @@ def main(
 
 def _section(name: Name, *, is_quick: bool) -> Section:
     if name == "peaks":
-        return split_peaks.section(QUICK if is_quick else split_peaks.HIDDEN_SIZES)
+        return peaks.section(QUICK if is_quick else peaks.HIDDEN_SIZES)
     if name == "time":
-        return split_time.section(QUICK if is_quick else (*split_time.MEASURED, *split_time.PREDICTED))
+        return step_time.section(QUICK if is_quick else (*step_time.MEASURED, *step_time.PREDICTED))
     return decisions.section(2 if is_quick else decisions.NUM_ROUNDS)
 
 

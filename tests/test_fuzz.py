@@ -28,7 +28,7 @@ from lightning_osdp import (
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Cluster, Link, UnitOverhead
 from lightning_osdp.profiler import fingerprint
-from lightning_osdp.report import render_plan, save_picture
+from lightning_osdp.report import plan_table, render, save_picture
 from lightning_osdp.simulation import simulate
 
 fuzzed = settings(
@@ -114,7 +114,7 @@ def used(text, profile, folder):
     assert Plan.from_json(plan.to_json()) == plan
     module = net()
     plan.check_matches(fingerprint(module), world_size=2)
-    render_plan(plan)
+    render(plan_table(plan))
     save_picture(plan, folder / "plan.svg", memory=[])
     root = apply_plan(module, plan, device=torch.device("cpu"))
     assert simulate(plan, profile, RANKS).peak.peak_bytes > 0

@@ -23,11 +23,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
 
 
 class Family(pl.LightningModule):
-    """A model with the batch that it trains on.
-
-    Args:
-        optimizer: a name of `OPTIMIZERS`.
-    """
+    """A model with the batch that it trains on."""
 
     def __init__(self, optimizer: str = "adamw") -> None:
         super().__init__()

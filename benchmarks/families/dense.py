@@ -1,4 +1,4 @@
-"""A family of plain layers whose sizes nothing divides."""
+"""Families of plain layers: of sizes that nothing divides, and large ones, on which splitting is measured."""
 
 from __future__ import annotations
 
@@ -37,3 +37,24 @@ class OddMLP(Family):
     def draw(self, num_samples: int) -> Batch:
         inputs = torch.randn(num_samples, self.widths[0])
         return inputs, inputs[:, : self.widths[-1]].sin()
+
+
+class TwoLayers(Family):
+    """Two Linears of the same width, as many rows as samples.
+
+    Their input needs a gradient, as one that other layers hand on does. Where none does, ``fully_shard`` is not told
+    that backward is through with a unit: all slices of a model's first layer would stay to the end of backward.
+    """
+
+    def __init__(self, hidden_size: int, optimizer: str = "adamw") -> None:
+        super().__init__(optimizer)
+        self.hidden_size = hidden_size
+        self.layers = nn.Sequential(*(nn.Linear(hidden_size, hidden_size, bias=False) for _ in range(2)))
+
+    @override
+    def loss(self, batch: Batch) -> Tensor:
+        return F.mse_loss(self.layers(batch[0].detach().requires_grad_()), batch[1])
+
+    @override
+    def draw(self, num_samples: int) -> Batch:
+        return torch.randn(num_samples, self.hidden_size), torch.randn(num_samples, self.hidden_size)

@@ -14,42 +14,6 @@ from benchmarks.families.text import MinGPT, next_token_loss
 from examples.mingpt.model import Block, GPTConfig
 
 
-class GPT6x512(MinGPT):
-    """19 million parameters, nearly all of them in six blocks."""
-
-    config = GPTConfig(sequence_length=128, num_layers=6, num_heads=8, hidden_size=512)
-
-
-class TinyGPT(MinGPT):
-    """As quick as can be."""
-
-    config = GPTConfig(vocabulary_size=32, sequence_length=16, num_layers=3, num_heads=2, hidden_size=32)
-
-
-class GPT12x256(MinGPT):
-    """Ten million parameters in twelve blocks."""
-
-    config = GPTConfig(vocabulary_size=256, sequence_length=128, num_layers=12, num_heads=4, hidden_size=256)
-
-
-class GPT3x1024(MinGPT):
-    """38 million parameters in three blocks."""
-
-    config = GPTConfig(vocabulary_size=256, sequence_length=128, num_layers=3, num_heads=8, hidden_size=1024)
-
-
-class GPT24x128(MinGPT):
-    """The paper's narrow and deep one, 96 layers of 1024, in 1/256 of its parameters: layers / 4, width / 8."""
-
-    config = GPTConfig(vocabulary_size=256, sequence_length=128, num_layers=24, num_heads=4, hidden_size=128)
-
-
-class GPT2x768(MinGPT):
-    """The paper's wide and shallow one, two layers of 12288, in 1/256 of its parameters: width / 16."""
-
-    config = GPTConfig(vocabulary_size=256, sequence_length=128, num_layers=2, num_heads=8, hidden_size=768)
-
-
 class Growing(Family):
     """Blocks of growing widths, with a projection where the width changes."""
 
@@ -84,14 +48,23 @@ class Growing128To512(Growing):
     widths = (128, 128, 128, 128, 256, 256, 256, 256, 512, 512)
 
 
+def _gpt(
+    num_layers: int, hidden_size: int, *, num_heads: int, vocabulary_size: int = 256, sequence_length: int = 128
+) -> type[Family]:
+    class Shaped(MinGPT):
+        config = GPTConfig(vocabulary_size, sequence_length, num_layers, num_heads, hidden_size)
+
+    return Shaped
+
+
 SHAPES: Mapping[str, type[Family]] = {
-    "6 x 512": GPT6x512,
-    "12 x 256": GPT12x256,
-    "24 x 128": GPT24x128,
-    "3 x 1024": GPT3x1024,
-    "2 x 768": GPT2x768,
+    "6 x 512": _gpt(6, 512, num_heads=8),
+    "12 x 256": _gpt(12, 256, num_heads=4),
+    "24 x 128": _gpt(24, 128, num_heads=4),  # the paper's narrow and deep one in 1/256 of its parameters: 96 x 1024
+    "3 x 1024": _gpt(3, 1024, num_heads=8),
+    "2 x 768": _gpt(2, 768, num_heads=8),  # the paper's wide and shallow one in 1/256 of its parameters: 2 x 12288
     "256 to 768": Growing,
     "128 to 512": Growing128To512,
-    "tiny": TinyGPT,
+    "tiny": _gpt(3, 32, num_heads=2, vocabulary_size=32, sequence_length=16),
 }
-"""By layers x width, or by widths."""
+"""By layers x width, or by widths; 10 to 38 million parameters but for the last."""

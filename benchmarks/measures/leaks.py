@@ -48,13 +48,7 @@ HELD = tuple(field.name for field in fields(Sample) if field.name not in {"secon
 
 
 def sample(seconds: float, step: int, checkpoints: Sequence[Path]) -> Sample:
-    """Reads this process.
-
-    Args:
-        seconds: since training began.
-        step: optimizer steps since then.
-        checkpoints: folders that may not be there yet.
-    """
+    """Reads this process."""
     process = Path("/proc/self")
     threads = list((process / "task").iterdir())
     return Sample(

@@ -1,16 +1,18 @@
-"""Cases on links of a chosen rate, and ranks that are joined by them."""
+"""Cases on links of a chosen rate, ranks that are joined by them, and what such links really do."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
 
 from benchmarks.measures.section import Row
 from benchmarks.testbed.local import local_ranks
-from benchmarks.testbed.namespaces import Hosts, why_unavailable
-from benchmarks.testbed.rank import call
+from benchmarks.testbed.namespaces import Hosts, call, why_unavailable
 
 _log = logging.getLogger(__name__)
 
@@ -31,22 +33,15 @@ def on_links_that_can_be_had(cases: Sequence[_CaseT]) -> list[_CaseT]:
     return [case for case in cases if reason is None or case.rate_mbit is None]
 
 
-def on_ranks(
-    num_ranks: int, rate_mbit: float | None, function: str, *, root: Path | None = None, **arguments: Any
-) -> Any:
+def on_ranks(num_ranks: int, rate_mbit: float | None, function: str, **arguments: Any) -> Any:
     """What a function returns on rank 0 of so many, one thread each; plain processes where links are not shaped.
 
     Args:
         num_ranks: N.
         rate_mbit: 10^6 bit/s; None: not shaped.
         function: ``"package.module:function"``.
-        root: folder of another version of this project, whose function it is, on network namespaces at any rate; None:
-            of this one.
         **arguments: of the function, as JSON can write them.
     """
-    if root is not None:
-        with Hosts(num_ranks, rate_mbit=rate_mbit, root=root) as hosts:
-            return hosts.run(function, arguments, timeout_s=3600)[0]
     if rate_mbit is None:
         return local_ranks(num_ranks).run(call, target=function, arguments=arguments)[0]
     with Hosts(num_ranks, rate_mbit=rate_mbit) as hosts:
@@ -57,3 +52,25 @@ def rate_of(row: Row) -> str:
     """Of the links of its case, for people."""
     rate = row["case"]["rate_mbit"]
     return "not shaped" if rate is None else f"{rate:g} Mbit/s"
+
+
+def time_all_gather(*, sizes_bytes: Sequence[int], num_runs: int = 5) -> list[float]:
+    """Least seconds of an all-gather for each size. Call it on all ranks of the default process group.
+
+    Args:
+        sizes_bytes: of the whole, gathered tensor; rounded down to equal shards of float32.
+        num_runs: of which the fastest counts, after one to warm up.
+    """
+    found = []
+    for size in sizes_bytes:
+        shard = torch.zeros(size // 4 // dist.get_world_size())
+        whole = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
+        dist.all_gather(whole, shard)
+        seconds = []
+        for _ in range(num_runs):
+            dist.barrier()
+            start_s = time.perf_counter()
+            dist.all_gather(whole, shard)
+            seconds.append(time.perf_counter() - start_s)
+        found.append(min(seconds))
+    return found

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -14,11 +17,31 @@ from typing import Any, TypeAlias
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.machine import machine
-from benchmarks.target import Target
-
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+PICTURES = Path(__file__).resolve().parents[2] / "docs" / "_static"
 Row: TypeAlias = dict[str, Any]
 """What was found of one case, as JSON can write it; the case itself is under ``"case"``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What a measured number must stay below, or reach."""
+
+    name: str
+    limit: float
+    measured: float
+    is_least: bool = False
+    """Whether the limit is to be reached instead."""
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the measured number is below its limit, or reaches it."""
+        return self.measured >= self.limit if self.is_least else self.measured < self.limit
+
+    def __str__(self) -> str:
+        outcome = "met" if self.is_met else "MISSED"
+        bound = "at least" if self.is_least else "below"
+        return f"{self.name}: {self.measured:.3g}, target {bound} {self.limit:g}: {outcome}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,17 +53,13 @@ class Section:
     """Dataclasses of numbers and names."""
     measure: Callable[[Any], dict[str, Any]]
     table: Callable[[Sequence[Row]], Table]
-    targets: Callable[[Sequence[Row]], list[Target]]
-    misses: Callable[[Sequence[Row]], list[str]]
+    targets: Callable[[Sequence[Row]], list[Target]] = lambda _: []
+    misses: Callable[[Sequence[Row]], list[str]] = lambda _: []
     """What to say of each row that misses a target."""
 
 
 class Results:
-    """A JSON file of sections. Each row is written as soon as it is there: a run that was killed goes on.
-
-    Args:
-        path: of the file; sections that it has already are kept.
-    """
+    """A JSON file of sections. Each row is written as soon as it is there: a run that was killed goes on."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -56,12 +75,7 @@ class Results:
         return rows
 
     def rows(self, section: Section, progress: Callable[[str], None]) -> list[Row]:
-        """Rows of all cases of a section, in their order; measures those that the file does not have.
-
-        Args:
-            section: whose rows.
-            progress: called with a line before each case that is measured.
-        """
+        """Rows of all cases of a section, in their order; measures those that the file does not have."""
         known = self.stored(section.name)
         rows: list[Row] = []
         for index, case in enumerate(section.cases):
@@ -87,33 +101,26 @@ class Results:
 
 
 @contextmanager
-def kept_in(output: Path | None, usual: Path, *, quick: bool) -> Iterator[Results]:
-    """Results in a file: the given one, else the usual one, or one that goes with the context if quick.
-
-    Args:
-        output: JSON file; None: as above.
-        usual: the one beside the program.
-        quick: whether nothing is to stay.
-    """
+def kept_in(output: Path | None, name: str, *, quick: bool) -> Iterator[Results]:
+    """Results in the file that is given, else that of this name: in `RESULTS`, or nowhere afterwards if quick."""
     with TemporaryDirectory() as folder:
-        yield Results(output or (Path(folder, usual.name) if quick else usual))
+        yield Results(output or (Path(folder) if quick else RESULTS) / f"{name}.json")
 
 
-def measured(section: Section, results: Results, console: Console, *, is_fresh: bool) -> None:
-    """Measures the cases of a section, and prints its table, misses and targets.
-
-    Args:
-        section: to measure.
-        results: where rows are kept.
-        console: to print on.
-        is_fresh: whether to measure again what the results have.
-    """
+def measured(section: Section, results: Results, *, is_fresh: bool) -> None:
+    """Measures the cases of a section, all of them anew if asked to, and prints its table, misses and targets."""
+    console = wide_console()
     if is_fresh:
         results.forget(section.name)
     rows = results.rows(section, lambda line: console.print(line, style="dim", soft_wrap=True))
     console.print(section.table(rows))
     for line in (*section.misses(rows), *section.targets(rows)):
         console.print(str(line), soft_wrap=True)
+
+
+def wide_console() -> Console:
+    """The terminal, or a file or pipe with room for wide tables."""
+    return Console() if sys.stdout.isatty() else Console(width=200)
 
 
 def _as_text(sections: dict[str, Any]) -> str:
@@ -124,3 +131,13 @@ def _as_text(sections: dict[str, Any]) -> str:
         head = f'{json.dumps(name)}: {{\n  "date": {json.dumps(section["date"])},\n'
         texts.append(f'{head}  "machine": {json.dumps(section["machine"])},\n  "rows": [\n{rows}\n  ]\n}}')
     return "{\n" + ",\n".join(texts) + "\n}\n"
+
+
+def machine() -> str:
+    """Returns processor, cores and interpreter; never a host's name."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():  # Linux; elsewhere the platform knows
+        names = (line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line)
+        model = next(names, model)
+    return f"{model}, {os.cpu_count()} cores, {platform.python_implementation()} {platform.python_version()}"

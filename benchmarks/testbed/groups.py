@@ -17,11 +17,7 @@ from lightning_osdp.apply import sharded
 
 @contextmanager
 def fake_group(world_size: int) -> Iterator[None]:
-    """The ``fake`` backend of torch: collectives do nothing at once and allocate nothing.
-
-    Args:
-        world_size: N; this process is rank 0.
-    """
+    """The ``fake`` backend of torch: collectives do nothing at once and allocate nothing."""
     with _default_group("fake", world_size):
         yield
 

@@ -25,11 +25,7 @@ def local_ranks(num_ranks: int) -> LocalRanks:
 
 
 class LocalRanks:
-    """Processes with one thread each; they end with this one.
-
-    Args:
-        num_ranks: how many.
-    """
+    """Processes with one thread each; they end with this one."""
 
     def __init__(self, num_ranks: int) -> None:
         with socket.socket() as probe:

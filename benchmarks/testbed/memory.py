@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -26,8 +27,6 @@ PHASES = ("forward", "backward", "reduce-scatter", "optimizer step")
 """Of a step, as `lightning_osdp.cost` names them; under accumulation the first three come once per micro-batch."""
 WARM_UP_STEPS = 1
 """Not counted: optimizer state and the first gradients come into being. From then on all steps are alike."""
-_REDUCE_SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")
-"""Names in torch.distributed, the second before torch 2.13."""
 
 
 class Change(NamedTuple):
@@ -182,26 +181,16 @@ class _StepCounter(pl.Callback):
             self._live.enter(phase)
 
 
-@contextmanager
-def _reduce_scatters_as_phase(live: _PhaseBytes) -> Iterator[None]:
+def _reduce_scatters_as_phase(live: _PhaseBytes) -> AbstractContextManager[Any]:
     """Counts what lives during a reduce-scatter as a phase of its own, within that which calls it."""
-    replaced = {name: getattr(dist, name) for name in _REDUCE_SCATTERS if hasattr(dist, name)}
+    reduce_scatter = dist.reduce_scatter_single
 
-    def announced(reduce_scatter: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(reduce_scatter)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            around = live.enter("reduce-scatter")
-            try:
-                return reduce_scatter(*args, **kwargs)
-            finally:
-                live.enter(around)
+    @wraps(reduce_scatter)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        around = live.enter("reduce-scatter")
+        try:
+            return reduce_scatter(*args, **kwargs)
+        finally:
+            live.enter(around)
 
-        return run
-
-    for name, function in replaced.items():
-        setattr(dist, name, announced(function))
-    try:
-        yield
-    finally:
-        for name, function in replaced.items():
-            setattr(dist, name, function)
+    return patch.object(dist, "reduce_scatter_single", run)

@@ -1,10 +1,13 @@
 """Hosts that do not exist: network namespaces on one bridge, joined by links of a chosen rate. Needs root on Linux.
 
-Waiting on these links is real: packets are sent, queued and delayed by the kernel.
+Waiting on these links is real: packets are sent, queued and delayed by the kernel. Each host runs one rank, in its own
+process: ``python -m benchmarks.testbed.namespaces package.module:function FOLDER``, where the folder holds
+``arguments.json`` and gets the result as ``RANK.json``.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -16,6 +19,9 @@ from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 from typing import IO, Any
+
+import torch
+import torch.distributed as dist
 
 _PREFIX = "osdp-bed"
 _BURST = "32kb"
@@ -51,14 +57,13 @@ class Hosts:
     Args:
         num_hosts: one rank runs in each.
         rate_mbit: 10^6 bit/s that each host may send, or None for as fast as the kernel copies.
-        root: folder whose packages ranks import: this project, or another version of it.
 
     Raises:
         OSError: the kernel or its tools refuse; `why_unavailable` tells beforehand.
     """
 
-    def __init__(self, num_hosts: int, *, rate_mbit: float | None = None, root: Path = _ROOT) -> None:
-        self.num_hosts, self._rate_mbit, self._root = num_hosts, rate_mbit, root.resolve()
+    def __init__(self, num_hosts: int, *, rate_mbit: float | None = None) -> None:
+        self.num_hosts, self._rate_mbit = num_hosts, rate_mbit
         prefix = f"{_PREFIX}{os.getpid()}-{next(_SERIAL)}"
         self._bridge, self._hosts = f"{prefix}-bridge", [f"{prefix}-{index}" for index in range(num_hosts)]
 
@@ -124,13 +129,13 @@ class Hosts:
             "GLOO_SOCKET_IFNAME": "eth0",
             "OMP_NUM_THREADS": "1",
             "MALLOC_ARENA_MAX": "1",  # Trainers that take turns have a thread each: what one frees, the next one takes
-            "PYTHONPATH": os.pathsep.join([str(self._root), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
-        command = [sys.executable, "-m", "benchmarks.testbed.rank", target, str(folder)]
+        command = [sys.executable, "-m", "benchmarks.testbed.namespaces", target, str(folder)]
         return subprocess.Popen(
             ["ip", "netns", "exec", self._hosts[rank], *command],
             env=environment,
-            cwd=self._root,  # which Python looks into before all other folders
+            cwd=_ROOT,  # which Python looks into before all other folders
             stdout=log,
             stderr=subprocess.STDOUT,
         )
@@ -195,3 +200,25 @@ def _remove_abandoned() -> None:
         pid = name.removeprefix(_PREFIX).partition("-")[0]
         if name.startswith(_PREFIX) and pid.isdigit() and not Path("/proc", pid).exists():
             _run("ip", "netns", "delete", name)
+
+
+def call(target: str, arguments: Mapping[str, Any]) -> Any:
+    """What a function ``"package.module:function"`` returns."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)(**arguments)
+
+
+def _run_rank(target: str, folder: Path) -> None:
+    """Calls the function, with one thread and gloo as the default process group."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    result = call(target, json.loads((folder / "arguments.json").read_text()))
+    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(result))
+    dist.barrier()  # a rank whose peer is gone fails
+    sys.stdout.flush()
+    # Without the interpreter's end, during which a thread of gloo may still want to drop tensors.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _run_rank(sys.argv[1], Path(sys.argv[2]))

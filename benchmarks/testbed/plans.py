@@ -69,14 +69,7 @@ def plan_of(
 
 
 def simulated(plan: Plan, profile: ModelProfile, cluster: Cluster, *, engine: Engine | None = None) -> StepEstimate:
-    """As `lightning_osdp.simulate`, also of what is not `fully_shard`.
-
-    Args:
-        plan: the units, their modes, and the workload.
-        profile: of the model.
-        cluster: ranks and links.
-        engine: what runs it; None: ``fully_shard``, with the settings of the plan.
-    """
+    """As `lightning_osdp.simulate`, also of what is not `fully_shard`; None: that, with the settings of the plan."""
     return simulate_step(*planned_step(plan, profile, cluster), engine=engine or engine_of(plan))
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-
-_NAMES = ("reduce_scatter_single", "reduce_scatter_tensor")
-"""In torch.distributed, the second before torch 2.13."""
 
 
 def ring_reduce_scatter(
@@ -78,14 +76,6 @@ def use_ring(root: nn.Module) -> None:
             unit.set_custom_reduce_scatter(ring)
 
 
-@contextmanager
-def ring_reduce_scatters() -> Iterator[None]:
+def ring_reduce_scatters() -> AbstractContextManager[Any]:
     """Within it, whoever takes torch.distributed's reduce-scatter takes this one: FSDP, who measures links."""
-    replaced = {name: getattr(dist, name) for name in _NAMES if hasattr(dist, name)}
-    for name in replaced:
-        setattr(dist, name, ring_reduce_scatter)
-    try:
-        yield
-    finally:
-        for name, function in replaced.items():
-            setattr(dist, name, function)
+    return patch.object(dist, "reduce_scatter_single", ring_reduce_scatter)

@@ -63,11 +63,6 @@ class SimulatedGroup(dist.ProcessGroup):
     """Rank 0 of N, with the collectives of FSDP and DDP; all others are taken to hold what rank 0 holds.
 
     Collectives follow each other on one link, as on one communicator.
-
-    Args:
-        rank: of this process.
-        size: N.
-        links: how long collectives take.
     """
 
     def __init__(self, rank: int, size: int, links: SimulatedLinks) -> None:

@@ -50,7 +50,7 @@ def load_optimizer(module: nn.Module, optimizer: Optimizer, state: Mapping[str, 
     """
     cuts, groups = cuts_of(module), names_by_group(module, optimizer)
     entries = _by_name(state, [join_names(names, cuts) for names in groups])
-    pieces = cut_states({"state": entries, "param_groups": ()}, cuts)["state"]
+    pieces = cut_states(entries, cuts)
     parameters = dict(module.named_parameters())
     numbers = {name: number for number, name in enumerate(chain.from_iterable(groups))}
     optimizer.load_state_dict(

@@ -63,13 +63,11 @@ def solve(problem: Additive, rooms: Sequence[float], *, search: str, tolerance: 
 
 def _note(solutions: list[Solution]) -> str:
     """What a person should know of a search that was cut short; in words of its own, for its times are not a step's."""
-    stopped = [solution for solution in solutions if solution.note]
+    stopped = [solution for solution in solutions if solution.is_cut_short]
     if not stopped:
         return ""
     nodes = max(solution.num_nodes for solution in stopped)
-    return (
-        f"{stopped[0].solver} stopped after {nodes:,} nodes: the best plan that was found, not proven to be the best."
-    )
+    return f"depth_first stopped after {nodes:,} nodes: the best plan that was found, not proven to be the best."
 
 
 class _Relaxed(NamedTuple):

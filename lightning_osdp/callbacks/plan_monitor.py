@@ -112,7 +112,7 @@ class PlanMonitor(pl.Callback):
             peak_bytes=measured.peak_bytes,
             peak_steps=self._peak.steps,
             other_bytes=measured.other_bytes or 0,
-            reasons=dict.fromkeys(("step_time_s", "samples_per_s", "peak_bytes"), too_short),
+            why_not=too_short,
         )
 
     @override

@@ -22,10 +22,9 @@ from xml.sax.saxutils import escape
 from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.plans.plan import Plan, Unit
 from lightning_osdp.core.text.byte_size import format_bytes
-from lightning_osdp.core.text.duration import format_seconds, three_digits
+from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.engine import Moment
-from lightning_osdp.report.activations import tell_blocks
-from lightning_osdp.report.sentences import NOT_PREDICTED, explain, is_inside, is_predicted, name_treatment
+from lightning_osdp.report.sentences import explain, is_inside, is_predicted, name_treatment, summarise
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,6 +59,8 @@ NAMED_SHARE = 0.013
 """Share of all parameters from which a unit's name finds room below it."""
 NAME_CHARACTERS = 30
 LINE_CHARACTERS = 150
+_TOLD = ("batch", "step time", "samples/s", "gain", "activations")
+"""Sentences of the table's summary that stand above the picture."""
 
 _STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
@@ -87,14 +88,12 @@ def draw_plan(plan: Plan, *, memory: Sequence[Moment] = ()) -> Figure:
     Args:
         plan: what to draw.
         memory: what is predicted to live at each moment of a step, see `StepEstimate`; without it the plan's peak
-            is drawn as a bar.
+            is told in words.
     """
     from matplotlib.figure import Figure
 
-    inches = [0.9] + ([3.2] if memory else [0.7] if is_predicted(plan) else [])
-    words = "\n".join(
-        textwrap.fill(line, LINE_CHARACTERS) for line in (_title(plan), _subtitle(plan), *tell_blocks(plan))
-    )
+    inches = [0.9, 3.2] if memory else [0.9]
+    words = "\n".join(textwrap.fill(line, LINE_CHARACTERS) for line in (_title(plan), *_told(plan)))
     with _styled():
         figure = Figure(figsize=(11, 2 + 0.2 * words.count("\n") + sum(inches)), layout="constrained")
         figure.suptitle(words, x=0.005, ha="left", fontsize=9.5)
@@ -102,22 +101,20 @@ def draw_plan(plan: Plan, *, memory: Sequence[Moment] = ()) -> Figure:
         _draw_units(units, plan)
         if memory:
             _draw_step(below[0], plan, _thinned(memory))
-        elif below:
-            _draw_peaks(below[0], plan)
         else:
-            units.set_xlabel(f"Memory of one rank: {NOT_PREDICTED}; the {_limit(plan)}", loc="left")
+            units.set_xlabel(f"peak memory: {dict(summarise(plan))['peak memory']}", loc="left")
     return figure
 
 
 def save_picture(plan: Plan, path: str | Path, *, memory: Sequence[Moment] = ()) -> None:
     """Writes the picture of a plan to an SVG file, the same each time; the arguments are those of `draw_plan`."""
     drawn = io.StringIO()
-    metadata = {"Title": _title(plan), "Description": _subtitle(plan), "Creator": None, "Date": None}
+    metadata = {"Title": _title(plan), "Description": "\n".join(_told(plan)), "Creator": None, "Date": None}
     figure = draw_plan(plan, memory=memory)
     with _styled():
         figure.savefig(drawn, format="svg", metadata=metadata)
-    told = [f"<title>{escape(_tooltip(unit, plan))}</title>" for unit in _units(plan)]
-    svg = re.sub(r'<g id="unit(\d+)-\d+">', lambda group: group[0] + told[int(group[1])], drawn.getvalue())
+    tooltips = [f"<title>{escape(_tooltip(unit, plan))}</title>" for unit in _units(plan)]
+    svg = re.sub(r'<g id="unit(\d+)-\d+">', lambda group: group[0] + tooltips[int(group[1])], drawn.getvalue())
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(svg, encoding="utf-8")
@@ -141,14 +138,8 @@ def _title(plan: Plan) -> str:
     return f"OSDP plan: {modes or 'one unit'}"
 
 
-def _subtitle(plan: Plan) -> str:
-    samples = f"{plan.micro_batch_size} x {plan.num_micro_batches} x {plan.world_size}"
-    text = f"{samples} samples (micro-batch x micro-batches x ranks) a step"
-    if not is_predicted(plan):
-        return f"{text}; time and memory {NOT_PREDICTED}"
-    text += f"; {format_seconds(plan.step_time_s)} and {three_digits(plan.samples_per_s)} samples/s predicted"
-    gain = plan.predicted_gain - 1
-    return text + (f"; {gain:.1%} more than plain FSDP at its best" if gain > 0 else "")
+def _told(plan: Plan) -> list[str]:
+    return [f"{label}: {sentence}" for label, sentence in summarise(plan) if label in _TOLD]
 
 
 def _units(plan: Plan) -> list[Unit]:
@@ -158,6 +149,8 @@ def _units(plan: Plan) -> list[Unit]:
 
 def _draw_units(axes: Axes, plan: Plan) -> None:
     """One box for each unit; where its slices differ, one above the other."""
+    from matplotlib.patches import Patch
+
     units, total = _units(plan), sum(unit.parameter_bytes for unit in plan.units)
     widths = [unit.parameter_bytes / total if total else 1 / len(units) for unit in units]
     lefts = [0.0, *accumulate(widths)]
@@ -170,19 +163,16 @@ def _draw_units(axes: Axes, plan: Plan) -> None:
             (box,) = axes.bar(lefts[i], height, widths[i], top, align="edge", hatch=hatch, gid=f"unit{i}-{j}")
             box.set(facecolor=colour, edgecolor="black", linewidth=line)
     named = [i for i, width in enumerate(widths) if width >= NAMED_SHARE]
-    axes.set_xticks([lefts[i] + widths[i] / 2 for i in named], [_short(units[i]) for i in named], rotation=90)
+    axes.set_xticks(
+        [lefts[i] + widths[i] / 2 for i in named], [_short(units[i].name or "(root)") for i in named], rotation=90
+    )
     axes.set(xlim=(0, 1), ylim=(0, 1), yticks=[])
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    _tell_units(axes, plan, f"Units in forward order, as wide as they are large ({format_bytes(total)})")
-
-
-def _tell_units(axes: Axes, plan: Plan, heading: str) -> None:
-    from matplotlib.patches import Patch
-
     handles = [Patch(facecolor=colour, label=words) for colour, words in KINDS.values()]
     for lines, words in HATCHES.values() if plan.blocks else ():
         handles.append(Patch(facecolor="white", edgecolor="black", hatch=lines, label=words))
+    heading = f"Units in forward order, as wide as they are large ({format_bytes(total)})"
     axes.legend(handles=handles, title=heading, ncols=len(handles), **_LEGEND)
 
 
@@ -204,27 +194,31 @@ def _tooltip(unit: Unit, plan: Plan) -> str:
     return "\n".join([*lines, explain([unit], plan)])
 
 
-def _short(unit: Unit) -> str:
-    name = unit.name or "(root)"
+def _short(name: str) -> str:
     return name if len(name) <= NAME_CHARACTERS else "…" + name[-NAME_CHARACTERS + 1 :]
 
 
 def _draw_step(axes: Axes, plan: Plan, moments: Sequence[Moment]) -> None:
     """Bytes of one rank at each moment of a step, by what they are, under the limit."""
     peak = max(range(len(moments)), key=lambda i: moments[i].num_bytes)
-    scale, unit, top, is_far = _scaled(plan, moments[peak].num_bytes)
+    peak_bytes, limit_bytes = moments[peak].num_bytes, plan.memory_limit_bytes
+    is_far = limit_bytes >= FAR * peak_bytes
+    highest = max(1.0, peak_bytes) if is_far else max(peak_bytes, limit_bytes)
+    scale = 1024.0 ** min(4, int(math.log(highest, 1024)))
+    top = highest / scale
     _draw_bands(axes, plan, moments, scale)
     is_left = peak < len(moments) / 2
     here, there, edge = ("left", "right", 0.995) if is_left else ("right", "left", 0.005)
     arrow = {"arrowstyle": "-|>", "color": "black", "relpos": (0 if is_left else 1, 0), "shrinkB": 0}
-    place = (peak + 0.5, moments[peak].num_bytes / scale)
+    place = (peak + 0.5, peak_bytes / scale)
     axes.annotate(_peak(plan, moments[peak]), place, (place[0], 1.1 * top), ha=here, arrowprops=arrow)
     across = axes.get_yaxis_transform()
-    axes.text(edge, 1.02 * top, _limit(plan, is_far=is_far), ha=there, color=LIMIT_COLOUR, transform=across)
+    limit = f"limit is {format_bytes(limit_bytes)}" + (", far above" if is_far else "")
+    axes.text(edge, 1.02 * top, limit, ha=there, color=LIMIT_COLOUR, transform=across)
     if not is_far:
-        axes.axhline(plan.memory_limit_bytes / scale, color=LIMIT_COLOUR, linewidth=2, linestyle="--")
+        axes.axhline(limit_bytes / scale, color=LIMIT_COLOUR, linewidth=2, linestyle="--")
     _name_phases(axes, moments)
-    axes.set(xlim=(0, len(moments)), ylim=(0, _HEADROOM * top), ylabel=unit)
+    axes.set(xlim=(0, len(moments)), ylim=(0, _HEADROOM * top), ylabel=format_bytes(scale).split()[1])
 
 
 def _draw_bands(axes: Axes, plan: Plan, moments: Sequence[Moment], scale: float) -> None:
@@ -238,35 +232,6 @@ def _draw_bands(axes: Axes, plan: Plan, moments: Sequence[Moment], scale: float)
             bands.append(band)
     part = "a step" if plan.num_micro_batches <= 3 else "the first, a steady and the last micro-batch"
     axes.legend(handles=bands, title=f"Memory of one rank over {part}, as predicted", ncols=len(bands), **_LEGEND)
-
-
-def _draw_peaks(axes: Axes, plan: Plan) -> None:
-    """The predicted peaks of the plan and of plain FSDP against the limit."""
-    peaks = {"this plan": plan.peak_bytes}
-    if plan.all_zdp_peak_bytes:
-        peaks["plain FSDP at its best"] = plan.all_zdp_peak_bytes
-    scale, unit, top, is_far = _scaled(plan, max(peaks.values()))
-    for place, (name, num_bytes) in enumerate(peaks.items()):
-        axes.barh(place, num_bytes / scale, 0.8, color="white", edgecolor="black")
-        axes.text(0.01 * top, place, f"{name}: {format_bytes(num_bytes)}", va="center")
-    if not is_far:
-        axes.axvline(plan.memory_limit_bytes / scale, color=LIMIT_COLOUR, linewidth=2, linestyle="--")
-    axes.set_title(_limit(plan, is_far=is_far), loc="right", color=LIMIT_COLOUR, fontsize="medium")
-    axes.set_title("Peak memory of one rank, as predicted", loc="left", fontsize="medium")
-    axes.set(xlim=(0, _HEADROOM * top), xlabel=unit, yticks=[])
-    axes.invert_yaxis()
-
-
-def _scaled(plan: Plan, peak_bytes: float) -> tuple[float, str, float, bool]:
-    """Bytes of a unit of the axis, its name, the highest that is drawn in it, and whether the limit is far above."""
-    is_far = plan.memory_limit_bytes >= FAR * peak_bytes
-    highest = max(1.0, peak_bytes) if is_far else max(peak_bytes, plan.memory_limit_bytes)
-    scale = 1024.0 ** min(4, int(math.log(highest, 1024)))
-    return scale, format_bytes(scale).split()[1], highest / scale, is_far
-
-
-def _limit(plan: Plan, *, is_far: bool = False) -> str:
-    return f"limit is {format_bytes(plan.memory_limit_bytes)}" + (", far above" if is_far else "")
 
 
 def _peak(plan: Plan, moment: Moment) -> str:

@@ -47,12 +47,7 @@ _APART_BELOW = {"kind": 100, "why": 150}
 
 
 def render(renderable: RenderableType, *, width: int = 120) -> str:
-    """Plain text of what a ``rich`` console would print: no colours, wherever it goes.
-
-    Args:
-        renderable: such as `plan_table` returns.
-        width: most characters of a line.
-    """
+    """Plain text of what a ``rich`` console of so many characters would print: no colours, wherever it goes."""
     text = io.StringIO()
     console = Console(file=text, width=width, force_terminal=False, color_system=None, force_jupyter=False)
     console.print(renderable)
@@ -63,16 +58,6 @@ def show(renderable: RenderableType) -> None:
     """Prints to the terminal, or to a file or pipe at the width of `render`."""
     console = Console()
     (console if console.is_terminal else Console(width=120)).print(renderable)
-
-
-def render_plan(plan: Plan, *, width: int = 120) -> str:
-    """`plan_table` as plain text.
-
-    Args:
-        plan: what to show.
-        width: most characters of a line.
-    """
-    return render(plan_table(plan), width=width)
 
 
 def plan_table(plan: Plan) -> RenderableType:
@@ -92,7 +77,7 @@ def comparison_table(
     peak_bytes: int | None = None,
     peak_steps: Sequence[int] = (),
     other_bytes: int = 0,
-    reasons: Mapping[str, str] | None = None,
+    why_not: str = "",
 ) -> RenderableType:
     """Table of what the plan predicted beside what was measured, and their ratio.
 
@@ -103,22 +88,24 @@ def comparison_table(
         peak_bytes: measured peak of live bytes on one rank, or None.
         peak_steps: numbers of the steps that this peak is of.
         other_bytes: measured bytes beside that peak, of tensors that are in no plan.
-        reasons: name of an argument that is None -> why it was not measured.
+        why_not: why numbers that are None were not measured.
     """
-    lines: list[tuple[str, str, float, float | None, Callable[[float], str]]] = [
-        ("step time", "step_time_s", plan.step_time_s, step_time_s, format_seconds),
-        ("samples/s", "samples_per_s", plan.samples_per_s, samples_per_s, three_digits),
-        (f"peak memory{_steps(peak_steps)}", "peak_bytes", plan.peak_bytes, peak_bytes, format_bytes),
+    lines: list[tuple[str, float, float | None, Callable[[float], str]]] = [
+        ("step time", plan.step_time_s, step_time_s, format_seconds),
+        ("samples/s", plan.samples_per_s, samples_per_s, three_digits),
+        (f"peak memory{_steps(peak_steps)}", plan.peak_bytes, peak_bytes, format_bytes),
     ]
+    not_measured = "not measured" + (f": {why_not}" if why_not else "")
     rows = []
-    for title, name, predicted, measured, form in lines:
-        reason = (reasons or {}).get(name, "")
-        found = form(measured) if measured is not None else "not measured" + (f": {reason}" if reason else "")
-        expected = form(predicted) if is_predicted(plan) else NOT_PREDICTED
-        comparable = is_predicted(plan) and predicted > 0
-        rows.append(
-            (title, expected, found, f"{measured / predicted:.2f}" if comparable and measured is not None else "-")
-        )
+    for title, predicted, measured, form in lines:
+        expected, found, ratio = NOT_PREDICTED, not_measured, "-"
+        if is_predicted(plan):
+            expected = form(predicted)
+        if measured is not None:
+            found = form(measured)
+            if is_predicted(plan) and predicted > 0:
+                ratio = f"{measured / predicted:.2f}"
+        rows.append((title, expected, found, ratio))
     if other_bytes > NEGLIGIBLE_SHARE * (peak_bytes or 0):
         rows.append(("other tensors of yours", "not in the plan", format_bytes(other_bytes), "-"))
     columns: Columns = {"": "left", "predicted": "right", "measured": "right", "measured / predicted": "right"}

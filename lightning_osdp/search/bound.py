@@ -1,21 +1,16 @@
-"""The LP relaxation: the least time if an operator could be divided between its choices.
+"""The LP relaxation: the least time if an operator could be divided between its choices. O(n log n) for n choices.
 
     minimise    sum_g sum_c  n[g, c] * time_s[g, c]
     subject to  sum_g sum_c  n[g, c] * memory_bytes[g, c]  <=  budget_bytes
                 sum_c n[g, c] = count[g],   n[g, c] >= 0                     (`Problem`, without "whole")
 
-Start with every member at its least memory. The hull of a group (`dominance.hull`) is a chain of steps, each saving
-fewer seconds per byte than the one before, so taking all groups' steps by falling rate never takes one before its
-predecessor; the last one taken is divided to fill the budget. That is the exact optimum of the LP, and its rate there
-is the LP's dual price: the seconds that one more byte would save.
+Start with every member at its least memory, take the steps of all groups' hulls (`dominance.hull`) by falling rate, and
+divide the last one to fill the budget. Within a hull rates fall, so no step is taken before its predecessor.
 
-    bound_s = sum_g count[g] * time_s[g, least memory]  -  sum of taken steps          `relax`
-    price   = rate of the divided step, in s per byte; 0 where everything fits
+    bound_s = sum_g count[g] * time_s[g, least memory]  -  sum of taken steps
+    price   = rate of the divided step, in s per byte (the LP's dual); 0 where everything fits
 
-Complexity: O(n log n) in the number n of choices. Exact to rounding (a relative 1e-15 or so).
-
-References:
-    Sinha and Zoltners (1979), section 2; Kellerer, Pferschy and Pisinger, "Knapsack Problems" (2004), chapter 11.2.
+Sinha and Zoltners (1979), section 2; Kellerer, Pferschy and Pisinger, "Knapsack Problems" (2004), chapter 11.2.
 """
 
 from __future__ import annotations
@@ -49,27 +44,13 @@ class Relaxation:
     """The LP's optimum, and what was computed on the way to it."""
 
     bound_s: float
-    """Optimal time of the LP: no assignment is faster."""
+    """No assignment is faster."""
     price: float
-    """Seconds that one more byte of budget would save (the dual price)."""
+    """Seconds that one more byte of budget would save."""
     frontiers: tuple[list[int], ...]
     """Per group, the indices of its choices that none dominates, by rising memory."""
     steps: list[Step]
     """Steps of all groups by falling rate; a group's own steps in their order."""
-
-
-def lp_bound(problem: Problem) -> float:
-    """Seconds below which no assignment can be, by the LP relaxation; infinite where none fits.
-
-    The infimum over no assignment is infinity, so bounds of several budgets compare without a case of their own.
-
-    Example:
-        >>> from lightning_osdp.search.problem import Choice, Group
-        >>> group = Group(choices=(Choice(3.0, 0), Choice(2.0, 100)), count=2)
-        >>> [lp_bound(Problem(groups=(group,), budget_bytes=limit)) for limit in (-1, 0, 150, 200)]
-        [inf, 6.0, 4.5, 4.0]
-    """
-    return relax(problem).bound_s if problem.least_bytes <= problem.budget_bytes else math.inf
 
 
 def relax(problem: Problem) -> Relaxation:

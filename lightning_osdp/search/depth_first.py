@@ -1,33 +1,21 @@
 """`depth_first`: the paper's search, made exact and finite. Branch and bound over groups of equal operators.
 
-The paper (appendix B) decides one operator after the other, 2^n leaves for n operators. The same tree is cut here:
-
-1. *Counts, not permutations.* A branch decides how many members of a group take each choice.
-2. *Dominated choices* are no branches (`dominance.frontier`).
-3. *The LP bound*, before the search: `greedy` gives a first assignment, and the LP's reduced costs remove all that
-   cannot be in a faster one (`core.reduce_to_core`).
-4. *The LP bound of each prefix*, in O(1) (`core.Core.use_rates`, `core.Core.return_rates`).
-5. *Dominated prefixes.* Of two that decided the same groups, one that took no less time and no fewer bytes than the
-   other cannot lead to anything better (`dominance.Skyline`).
+The paper (OSDP, Jiang et al. 2022, appendix B) decides one operator after the other, 2^n leaves for n operators. Here a
+branch decides how many members of a group take each choice; `core.reduce_to_core` leaves out what the LP bound excludes
+beforehand; and prefixes are cut by that bound (`core.Core.use_rates`) and by others that dominate them.
 
 A node is a prefix of decisions; it also is an assignment, all later groups at their base. Its children differ from the
-base next in any one of the later groups, and are searched best bound first. The stack is explicit.
+base next in any one of the later groups, and are searched best bound first. The problem is NP-hard: `NODE_BUDGET` ends
+the search, with `greedy`'s assignment or a better one, and the least bound of all open nodes as a true bound.
 
-Complexity: exponential in the worst case (the problem is NP-hard), O(log m) for each of m nodes; `NODE_BUDGET` ends it.
-Exact where that is not reached, to a relative 1e-12, which is about the rounding of the sums. Where it is reached, the
-assignment is `greedy`'s or better, and the least bound of all open nodes is a true bound.
-
-References:
-    OSDP (Jiang et al. 2022), appendix B, "Search Engine". Kellerer, Pferschy and Pisinger, "Knapsack Problems"
-    (2004), chapters 11.3 to 11.5.
+Kellerer, Pferschy and Pisinger, "Knapsack Problems" (2004), chapters 11.3 to 11.5.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
-from lightning_osdp.core.text.duration import format_seconds
-from lightning_osdp.search.bound import Relaxation, relax
+from lightning_osdp.search.bound import relax
 from lightning_osdp.search.core import Core, Option, reduce_to_core
 from lightning_osdp.search.dominance import Skyline
 from lightning_osdp.search.greedy import assign_greedily
@@ -57,48 +45,36 @@ class _Node(NamedTuple):
     path: _Path
 
 
-def depth_first(problem: Problem, *, node_budget: int = NODE_BUDGET) -> Solution:
+def depth_first(problem: Problem, *, node_budget: int = NODE_BUDGET, first: list[list[int]] | None = None) -> Solution:
     """The best assignment, proven; past the node budget the best one found, with the bound that was reached.
 
     Args:
         problem: groups and budget.
         node_budget: most nodes to visit, one node's children more or less.
+        first: members per group and choice of an assignment that fits; the better it is, the smaller the core. None:
+            that of `greedy`.
 
     Raises:
         InfeasibleError: no assignment fits.
     """
     relaxation = relax(problem)
-    first = assign_greedily(problem, relaxation)
-    return improve(problem, relaxation, first, node_budget=node_budget)
-
-
-def improve(problem: Problem, relaxation: Relaxation, first: list[list[int]], *, node_budget: int) -> Solution:
-    """The same, given the LP and a first assignment; the better that is, the smaller the core.
-
-    Args:
-        problem: groups and budget.
-        relaxation: its LP.
-        first: members per group and choice of any assignment that fits.
-        node_budget: most nodes to visit.
-    """
-    time_s = problem.time_s(first)
+    first = first or assign_greedily(problem, relaxation)
     tolerance_s = EXACTNESS * sum(
         group.count * max(abs(choice.time_s) for choice in group.choices) for group in problem.groups if group.count
     )
+    time_s = problem.time_s(first)
     excess_s = time_s - relaxation.bound_s
     if excess_s <= tolerance_s:
-        return certify(problem, first, bound_s=time_s, solver="depth_first")
+        return certify(problem, first, bound_s=time_s)
     core = reduce_to_core(problem, relaxation, excess_s=excess_s, tolerance_s=tolerance_s, max_nodes=node_budget)
     if core is None:
-        return _unproven(problem, first, relaxation.bound_s, num_nodes=node_budget, improved=False)
+        return certify(problem, first, bound_s=relaxation.bound_s, num_nodes=node_budget, is_cut_short=True)
     search = _Search(problem, core, first, tolerance_s)
     search.run(node_budget)
-    if not search.stack:
-        bound_s = problem.time_s(search.best)
-        return certify(problem, search.best, bound_s=bound_s, solver="depth_first", num_nodes=search.num_nodes)
-    bound_s = max(relaxation.bound_s, core.base_s + min(node.bound_s for node in search.stack))
-    improved = search.best is not first
-    return _unproven(problem, search.best, bound_s, num_nodes=search.num_nodes, improved=improved)
+    bound_s = problem.time_s(search.best)
+    if search.stack:
+        bound_s = max(relaxation.bound_s, core.base_s + min(node.bound_s for node in search.stack))
+    return certify(problem, search.best, bound_s=bound_s, num_nodes=search.num_nodes, is_cut_short=bool(search.stack))
 
 
 class _Search:
@@ -174,15 +150,3 @@ def _rest_s(left_bytes: float, use_rate: float, return_rate: float, rounding_byt
     if left_bytes >= 0:
         return left_bytes * use_rate
     return -left_bytes * return_rate if left_bytes < -rounding_bytes else 0.0
-
-
-def _unproven(problem: Problem, counts: list[list[int]], bound_s: float, *, num_nodes: int, improved: bool) -> Solution:
-    """The fallback, with a note that says so."""
-    excess_s = max(0.0, problem.time_s(counts) - bound_s)
-    gap = f", a gap of {100 * excess_s / bound_s:.2g}%" if bound_s > 0 else ""
-    found = "the best assignment found, faster than that of 'greedy'" if improved else "that of 'greedy'"
-    note = (
-        f"depth_first stopped after {num_nodes:,} nodes and fell back to {found}:"
-        f" at most {format_seconds(excess_s)} above the bound{gap}."
-    )
-    return certify(problem, counts, bound_s=bound_s, solver="depth_first", num_nodes=num_nodes, note=note)

@@ -1,18 +1,11 @@
 """What can be left out of a search: dominated choices, and (for the LP) those above the lower convex hull.
 
-A choice is dominated where another takes no more memory and no more time; some optimal solution uses none of them
-(exchange the dominated for the dominating: memory and time do not rise). The *frontier* is the rest: with memory
-rising, time falls strictly.
+A choice is dominated where another takes no more memory and no more time; some optimal solution uses none of them. On
+the *frontier* of the rest time falls with rising memory; on its *hull* every step also saves no more seconds per byte
+than the one before.
 
-The *hull* holds the frontier's vertices from which every step to the next saves fewer seconds per byte than the one
-before (or as many: vertices on a straight line stay, to rounding, since finer steps waste less memory in `greedy`).
-Convex combinations of its vertices are all that the LP relaxation (`bound`) ever uses.
-
-Complexity: O(k log k) for k choices; O(log k) to find a place in a `Skyline` of k points. All are exact.
-
-References:
-    Sinha and Zoltners, "The multiple-choice knapsack problem", Operations Research 27 (1979): propositions 1
-    (dominance) and 2 (LP-dominance).
+Sinha and Zoltners, "The multiple-choice knapsack problem", Operations Research 27 (1979): propositions 1 (dominance)
+and 2 (LP-dominance).
 """
 
 from __future__ import annotations
@@ -41,11 +34,9 @@ def frontier(choices: Sequence[Choice]) -> list[int]:
 
 
 def hull(choices: Sequence[Choice], kept: Sequence[int]) -> list[int]:
-    """Those of a `frontier` on its lower convex hull, time against memory, by rising memory.
+    """Those of the `frontier` of choices on its lower convex hull, time against memory, by rising memory.
 
-    Args:
-        choices: all choices of one group.
-        kept: their frontier.
+    Vertices on a straight line stay, to rounding: finer steps waste less memory in `greedy`.
 
     Example:
         >>> choices = [Choice(4.0, 0), Choice(3.5, 1), Choice(1.0, 2), Choice(0.5, 3), Choice(0.0, 4)]

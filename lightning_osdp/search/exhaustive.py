@@ -1,17 +1,13 @@
 """`exhaustive`: the oracle. Looks at every assignment, by counts, and shares no idea with the other solvers.
 
-A group of n members with k choices has  C(n + k - 1, k - 1)  rows of counts; a problem has their product. Exact, and
-exponential: for tests and small models; `MAX_ASSIGNMENTS` refuses the rest.
-
-References:
-    OSDP (Jiang et al. 2022), equation 1, taken literally at one batch size.
+A group of n members with k choices has  C(n + k - 1, k - 1)  rows of counts; a problem has their product. It is
+equation 1 of OSDP (Jiang et al. 2022), taken literally at one batch size.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.search.problem import Problem, Solution, certify
@@ -35,21 +31,17 @@ def exhaustive(problem: Problem) -> Solution:
             f" {num_assignments:.3g} ({problem.num_operators:,} operators in {len(problem.groups):,} groups of equal"
             " ones). Use search='depth_first', which is exact as well and cuts what cannot be best."
         )
-    rows = [tuple(_rows(group.count, len(group.choices))) for group in problem.groups]
+    rows = [_rows(group.count, len(group.choices)) for group in problem.groups]
     fitting = (counts for counts in itertools.product(*rows) if problem.memory_bytes(counts) <= problem.budget_bytes)
     best = min(fitting, key=lambda counts: (problem.time_s(counts), problem.memory_bytes(counts)))
-    return certify(problem, best, bound_s=problem.time_s(best), solver="exhaustive", num_nodes=num_assignments)
+    return certify(problem, best, bound_s=problem.time_s(best), num_nodes=num_assignments)
 
 
 def _num_rows(num_members: int, num_choices: int) -> int:
     return math.comb(num_members + num_choices - 1, num_choices - 1) if num_members else 1
 
 
-def _rows(num_members: int, num_choices: int) -> Iterator[tuple[int, ...]]:
+def _rows(num_members: int, num_choices: int) -> list[tuple[int, ...]]:
     """All ways to write the members as a sum of one count per choice."""
-    if num_choices <= 1:
-        yield (num_members,) * num_choices
-        return
-    for first in range(num_members + 1):
-        for rest in _rows(num_members - first, num_choices - 1):
-            yield (first, *rest)
+    taken = itertools.combinations_with_replacement(range(num_choices), num_members)
+    return sorted(tuple(map(each.count, range(num_choices))) for each in taken)

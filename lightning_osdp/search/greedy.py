@@ -1,22 +1,17 @@
 """`greedy`: the LP's steps as far as they fit, then exchanges. Near-instant, with a certified gap.
 
-1. Start with every member at its least memory. Take the steps of all hulls by falling seconds saved per byte
-   (`bound.Relaxation.steps`), each by as many members as fit; one that does not fit is passed over, not the end.
-2. While it helps: of all exchanges, apply the one that saves most. An exchange is an *upgrade* of one member to a
-   faster choice, or an upgrade paid for by the *downgrade* of another member.
-
-Which moves step 2 looks at follows from the bound. With the LP's price p, the *reduced cost* of a choice is
+An exchange is an *upgrade* of one member to a faster choice, or one paid for by the *downgrade* of another member; of
+all, the one that saves most is applied, while it helps. With the LP's price p, the *reduced cost* of a choice is
 
     r[g, c] = time_s[g, c] + p * memory_bytes[g, c] - min over c' of the same       >= 0
 
 and by LP duality every assignment's time is at least  bound_s + sum_g sum_c n[g, c] * r[g, c].  A choice whose reduced
-cost is not below the present ``time_s - bound_s`` is in no better assignment.
+cost is not below the present ``time_s - bound_s`` is in no better assignment, and is not looked at.
 
-Complexity: O(n log n) for n choices, and so for each exchange. Not exact: the gap to the LP is stated, and is below
-the LP's one divided step even before exchanges: a fraction that falls as 1 / number of operators.
+Before exchanges the gap is below the LP's one divided step: a fraction that falls as 1 / number of operators. Steps and
+each exchange take O(n log n) for n choices.
 
-References:
-    Kellerer, Pferschy and Pisinger, "Knapsack Problems" (2004), chapters 11.2 (greedy) and 11.3 (reduction).
+Kellerer, Pferschy and Pisinger, "Knapsack Problems" (2004), chapters 11.2 (greedy) and 11.3 (reduction).
 """
 
 from __future__ import annotations
@@ -43,8 +38,7 @@ def greedy(problem: Problem) -> Solution:
         InfeasibleError: no assignment fits.
     """
     relaxation = relax(problem)
-    counts = assign_greedily(problem, relaxation)
-    return certify(problem, counts, bound_s=relaxation.bound_s, solver="greedy")
+    return certify(problem, assign_greedily(problem, relaxation), bound_s=relaxation.bound_s)
 
 
 def assign_greedily(problem: Problem, relaxation: Relaxation) -> list[list[int]]:

@@ -98,11 +98,10 @@ class Solution:
     memory_bytes: float
     bound_s: float
     """Lower bound on the time of every feasible assignment; equal to ``time_s`` where this one is proven best."""
-    solver: str
     num_nodes: int = 0
     """Search-tree nodes visited."""
-    note: str = ""
-    """What a person should know, such as a fallback to another solver."""
+    is_cut_short: bool = False
+    """Whether the search ended at its node budget, before it had proven this assignment or found a better one."""
 
     @property
     def gap(self) -> float:
@@ -115,19 +114,12 @@ def certify(
     counts: Sequence[Sequence[int]],
     *,
     bound_s: float,
-    solver: str,
     num_nodes: int = 0,
-    note: str = "",
+    is_cut_short: bool = False,
 ) -> Solution:
-    """An assignment as a `Solution`, its time and bytes computed anew from the problem.
+    """An assignment that fits as a `Solution`, its time and bytes computed anew from the problem.
 
-    Args:
-        problem: what was solved.
-        counts: the assignment; it must fit.
-        bound_s: lower bound on every assignment's time; what rounding put above this one's time is cut off.
-        solver: name of the solver.
-        num_nodes: search-tree nodes visited.
-        note: what a person should know.
+    What rounding put of ``bound_s`` above the assignment's time is cut off.
     """
     time_s, memory_bytes = problem.time_s(counts), problem.memory_bytes(counts)
     assert memory_bytes <= problem.budget_bytes, (memory_bytes, problem.budget_bytes)
@@ -136,7 +128,6 @@ def certify(
         time_s=time_s,
         memory_bytes=memory_bytes,
         bound_s=min(bound_s, time_s),
-        solver=solver,
         num_nodes=num_nodes,
-        note=note,
+        is_cut_short=is_cut_short,
     )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from lightning_osdp.splitting.compiled import compiled_whole
-from lightning_osdp.splitting.joined import JoinedShards, gathered
 from lightning_osdp.splitting.module import SplitModule
-from lightning_osdp.splitting.splitters import SPLITTERS, cut_dims, num_features, split, splittable
+from lightning_osdp.splitting.sharded import JoinedShards, gathered
+from lightning_osdp.splitting.splitters import compiled_whole, cut_dims, split, splittable
 from lightning_osdp.splitting.states import cut_states, cuts_of, join_names, join_states
 
 __all__ = [
-    "SPLITTERS",
     "JoinedShards",
     "SplitModule",
     "compiled_whole",
@@ -19,7 +17,6 @@ __all__ = [
     "gathered",
     "join_names",
     "join_states",
-    "num_features",
     "split",
     "splittable",
 ]

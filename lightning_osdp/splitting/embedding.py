@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -15,7 +14,7 @@ from lightning_osdp.splitting.module import SplitModule
 class SplitEmbedding(SplitModule):
     """The embeddings of all slices, side by side."""
 
-    cuts_along: ClassVar[Mapping[str, int]] = {"weight": 1}
+    cuts_along: ClassVar = {"weight": 1}
     features = "embedding_dim"
 
     @classmethod

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -11,11 +12,45 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import Self, override
 
 from lightning_osdp.core.slices import slice_sizes
-from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.splitting.pieces import Cut
-from lightning_osdp.splitting.sharded import ShardedParameter
+from lightning_osdp.splitting.sharded import JoinedShards, ShardedParameter
 
 _BOOKKEEPING = frozenset(vars(nn.Module()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How one parameter of a whole operator lies in slices."""
+
+    whole: str
+    """Its qualified name in the model that is not split."""
+    pieces: tuple[str, ...]
+    """Names of what it is cut into; a single one where it is moved, not cut."""
+    dim: int
+    sizes: tuple[int, ...]
+    """Lengths of the pieces along ``dim``."""
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+
+    @property
+    def piece_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the pieces."""
+        return tuple((*self.shape[: self.dim], size, *self.shape[self.dim + 1 :]) for size in self.sizes)
+
+    def join(self, pieces: Sequence[Tensor]) -> Tensor:
+        """One tensor of the pieces, the piece itself where there is one; shards stay where they are, `JoinedShards`."""
+        if len(pieces) == 1:
+            return pieces[0]
+        if isinstance(pieces[0], DTensor):
+            return JoinedShards(pieces, self.dim, self.whole)
+        return torch.cat(list(pieces), self.dim)
+
+    def cut(self, whole: Tensor) -> list[Tensor]:
+        """Pieces of one tensor, as views; of `JoinedShards`, those that it was joined of."""
+        if len(self.sizes) == 1:
+            return [whole]
+        if isinstance(whole, JoinedShards):
+            return list(whole.pieces)
+        return list(torch.split(whole, list(self.sizes), self.dim))
 
 
 class SplitModule(nn.Module):
@@ -45,15 +80,7 @@ class SplitModule(nn.Module):
 
     @classmethod
     def of(cls, module: nn.Module, num_slices: int) -> Self:
-        """Splits a module in place, and returns it.
-
-        Args:
-            module: of the class that this splits, on any device. Its parameters are copied.
-            num_slices: from 1 to the number of features.
-
-        Raises:
-            ConfigurationError: there are fewer features than slices.
-        """
+        """Splits a module in place, copying its parameters, and returns it; see `splitters.split`."""
         sizes = slice_sizes(getattr(module, cls.features), num_slices)
         parameters = dict(module._parameters)
         shapes = {name: None if p is None else tuple(p.shape) for name, p in parameters.items()}
@@ -66,37 +93,16 @@ class SplitModule(nn.Module):
         module.fill(parameters)
         return module
 
-    def whole(self) -> nn.Module:
-        """Undoes `of` in place, and returns the module.
-
-        Raises:
-            ConfigurationError: the slices are sharded.
-        """
-        parameters = {name: self._parameter(name) for name in self._whole_shapes}
-        if any(isinstance(parameter, ShardedParameter | DTensor) for parameter in parameters.values()):
-            raise ConfigurationError("Expected slices that are not wrapped yet, but they are sharded over ranks.")
-        pieces = {name: getattr(self._holders(name)[0], name) for name in parameters}
-        module: nn.Module = self
-        module.__class__ = self._whole_type
-        for name, value in parameters.items():
-            module._parameters[name] = None if value is None else _parameter(value.detach(), pieces[name])
-        del module._modules["slices"], module.__dict__["_whole_type"], module.__dict__["_whole_shapes"]
-        return module
-
     def fill(self, parameters: Mapping[str, nn.Parameter | None]) -> None:
         """Gives the slices copies of their parts of whole parameters, as new parameters."""
         for cut in self.cuts():
             whole = parameters[cut.whole]
             assert whole is not None
             for holder, piece in zip(self._holders(cut.whole), cut.cut(whole.detach()), strict=True):
-                holder._parameters[cut.whole] = _parameter(piece, whole)
+                holder._parameters[cut.whole] = _copied(piece, whole)
 
     def cuts(self, prefix: str = "") -> Iterator[Cut]:
-        """How the parameters lie in the slices, in their order.
-
-        Args:
-            prefix: the module's qualified name with a dot behind it.
-        """
+        """How the parameters lie in the slices, in their order; the prefix is the module's name with a dot behind."""
         last = len(self.slices) - 1
         for name, shape in self._whole_shapes.items():
             if shape is None:
@@ -143,9 +149,7 @@ class SplitModule(nn.Module):
             return None
         pieces = [getattr(holder, name) for holder in self._holders(name)]
         sharded = [piece for piece in pieces if isinstance(piece, DTensor)]
-        if len(sharded) == len(pieces):
-            return cut.join(pieces)
-        if sharded:  # the other slices are gathered now
+        if 0 < len(sharded) < len(pieces):  # the other slices are unsharded now
             return ShardedParameter(cut.shape, sharded[0], name)
         return cut.join(pieces)
 
@@ -196,7 +200,7 @@ class SplitModule(nn.Module):
         return f"{self._whole_type.__name__} of {getattr(self, self.features)} features in {len(self.slices)} slices"
 
 
-def _parameter(values: Tensor, like: Tensor) -> nn.Parameter:
+def _copied(values: Tensor, like: Tensor) -> nn.Parameter:
     """A parameter with a copy of the values, and all that users have set on another one."""
     copied = torch.empty(values.shape, dtype=values.dtype, device=values.device).copy_(values)
     parameter = nn.Parameter(copied, requires_grad=like.requires_grad)

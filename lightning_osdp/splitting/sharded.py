@@ -1,12 +1,17 @@
-"""What stands for a whole parameter where this rank has a shard of it."""
+"""What stands for a whole parameter of a split operator where this rank has shards of its slices."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.tensor import Shard
 from typing_extensions import Self, override
 
 from lightning_osdp.errors import ShardedParameterError
@@ -57,3 +62,105 @@ class ShardedParameter(Tensor):
             f"Expected the whole {name!r} of a split operator for {func}, but it is cut into slices that are sharded"
             f" over ranks. {cls.remedy}"
         )
+
+
+class JoinedShards(ShardedParameter):
+    """DTensors beside or below each other, as one tensor of which this rank has a shard in each.
+
+    One DTensor they are not: rows below each other are no one chunk of rows. ``torch.distributed.checkpoint`` writes
+    and reads each rank's shards where they lie, without a copy and without communication, for any other sharding.
+
+    Args:
+        pieces: DTensors of one dtype and mesh, with equal shapes but for ``dim``.
+        dim: along which they are joined.
+        name: of the parameter, for the error where values are needed.
+    """
+
+    remedy: ClassVar[str] = (
+        "Call its full_tensor() on all ranks, or read trainer.strategy.whole_state_dict(); give an optimizer the"
+        " module's parameters() instead."
+    )
+    pieces: tuple[Any, ...]
+    """The DTensors; annotations of torch do not know their methods."""
+    _dim: int
+
+    def __new__(cls, pieces: Sequence[Any], dim: int, name: str) -> Self:
+        """Takes no memory."""
+        shape = list(pieces[0].shape)
+        shape[dim] = sum(piece.shape[dim] for piece in pieces)
+        made = super().__new__(cls, shape, pieces[0], name)
+        made.pieces, made._dim = tuple(pieces), dim
+        return made
+
+    def __init__(self, pieces: Sequence[Any], dim: int, name: str) -> None:
+        """All is done in ``__new__``."""
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor, on every rank; all must call it."""
+        whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        for place, piece in zip(whole.split(self._sizes, self._dim), self.pieces, strict=True):
+            place.copy_(gathered(piece.detach()))
+        return whole
+
+    def empty_like(self, dtype: torch.dtype) -> JoinedShards:
+        """The same shards of another dtype, without values."""
+        return JoinedShards([torch.empty_like(piece, dtype=dtype) for piece in self.pieces], self._dim, self._name)
+
+    # What torch.distributed.checkpoint asks of tensors that know their shards, as DTensor does.
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        items = []
+        for start, piece in zip(self._starts, self.pieces, strict=True):
+            for item in piece.__create_write_items__(fqn, piece):
+                chunk = self._moved(item.tensor_data.chunk, start)
+                if 0 not in chunk.sizes:
+                    data = replace(item.tensor_data, chunk=chunk, size=self.shape)
+                    items.append(replace(item, index=MetadataIndex(fqn, chunk.offsets), tensor_data=data))
+        return items
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [chunk for chunk, _ in self._shards()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return next(local for chunk, local in self._shards() if chunk.offsets == index.offset)
+
+    def _shards(self) -> list[tuple[ChunkStorageMetadata, Tensor]]:
+        """This rank's shards that are not empty, and where they lie."""
+        found = []
+        for start, piece in zip(self._starts, self.pieces, strict=True):
+            local = piece.detach().to_local()
+            if local.numel():
+                found += [(self._moved(chunk, start), local) for chunk in piece.__create_chunk_list__()]
+        return found
+
+    def _moved(self, chunk: ChunkStorageMetadata, start: int) -> ChunkStorageMetadata:
+        offsets = list(chunk.offsets)
+        offsets[self._dim] += start
+        return replace(chunk, offsets=torch.Size(offsets))
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [piece.shape[self._dim] for piece in self.pieces]
+
+    @property
+    def _starts(self) -> list[int]:
+        return [sum(self._sizes[:index]) for index in range(len(self.pieces))]
+
+
+def gathered(shards: Any) -> Tensor:
+    """The whole tensor of a DTensor, on every rank; all must call it.
+
+    Rows are gathered into one buffer, of which the result may be a view; ``full_tensor`` holds up to three such.
+    """
+    whole: Tensor
+    if shards.placements != (Shard(0),):
+        whole = shards.full_tensor().clone()  # which may have been a view of the rank's own
+        return whole
+    mesh, local = shards.device_mesh, shards.to_local()
+    num_rows = -(-len(shards) // mesh.size())
+    buffer = local.new_empty(num_rows * mesh.size(), *local.shape[1:])
+    own = buffer.narrow(0, mesh.get_local_rank() * num_rows, num_rows)
+    own[: len(local)].copy_(local)
+    dist.all_gather_single(buffer, own, group=mesh.get_group())
+    whole = buffer[: len(shards)]
+    return whole

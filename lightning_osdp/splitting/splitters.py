@@ -1,10 +1,12 @@
-"""Which operators can be split, and how: `SPLITTERS`."""
+"""Which operators can be split, and how: `SPLITTERS`; and which modules torch compiles whole."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import getclosurevars
 
 from torch import nn
+from torch._dynamo import OptimizedModule
 
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.splitting.embedding import SplitEmbedding
@@ -24,19 +26,6 @@ _READ_WEIGHTS_OF_CHILDREN = (nn.TransformerEncoderLayer,)
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
 
-def num_features(module: nn.Module) -> int | None:
-    """Length of the dimension along which an operator is cut, which is the most slices it can have.
-
-    None where it cannot be split: it is not *exactly* of a class in `SPLITTERS`, or it is changed in a way that its
-    slices would not share, such as a parametrization, a hook of a parameter or a forward of its own. Whether its
-    parameters belong to it alone takes the whole model: `splittable`.
-    """
-    splitter = _splitter(module)
-    if splitter is None or not splitter.accepts(module) or _is_changed(module, splitter):
-        return None
-    return int(getattr(module, splitter.features))
-
-
 def cut_dims(module: nn.Module) -> Mapping[str, int]:
     """Parameters of an operator that are cut -> the dimension; the others live in its last slice.
 
@@ -47,11 +36,11 @@ def cut_dims(module: nn.Module) -> Mapping[str, int]:
 
 
 def split(module: nn.Module, num_slices: int) -> SplitModule:
-    """Splits an operator in place, and returns it; ``split(...).whole()`` undoes it, exactly.
+    """Splits an operator in place, and returns it.
 
     Args:
         module: an operator, on any device.
-        num_slices: from 1 to `num_features`.
+        num_slices: from 1 to the number that `splittable` gives.
 
     Raises:
         ConfigurationError: the operator cannot be split, or has fewer features.
@@ -60,10 +49,11 @@ def split(module: nn.Module, num_slices: int) -> SplitModule:
 
 
 def splittable(root: nn.Module) -> dict[str, int]:
-    """Qualified names of the operators of a model that can be split -> `num_features`.
+    """Qualified names of a model's operators that can be split -> the most slices each can have, one feature in each.
 
-    Left out are also those that share a parameter with another module, and those whose parent computes with their
-    weights instead of calling them.
+    Left out are those that are not *exactly* of a class in `SPLITTERS`, those that are changed in a way that slices
+    would not share, such as a parametrization, a hook of a parameter or a forward of its own, those that share a
+    parameter with another module, and those whose parent computes with their weights instead of calling them.
     """
     owners: dict[nn.Parameter, set[nn.Module]] = {}
     read_directly: set[nn.Module] = set()
@@ -75,40 +65,65 @@ def splittable(root: nn.Module) -> dict[str, int]:
             read_directly.update(module.children())
     found = {}
     for name, module in root.named_modules():
-        features = num_features(module)
+        splitter = _splitter(module)
         alone = all(len(owners[p]) == 1 for p in module._parameters.values() if p is not None)
-        if name and features is not None and alone and module not in read_directly:
-            found[name] = features
+        if name and splitter is not None and alone and module not in read_directly:
+            found[name] = int(getattr(module, splitter.features))
     return found
 
 
+def compiled_whole(module: nn.Module) -> list[str]:
+    """Names of the modules in a model that are compiled with ``fullgraph=True``, wrapped or in place.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        >>> net[0].compile(fullgraph=True)
+        >>> compiled_whole(net)
+        ['0']
+    """
+    return [name for name, child in module.named_modules() if _is_whole(child)]
+
+
 def _splitter(module: nn.Module) -> type[SplitModule] | None:
-    return SPLITTERS.get(f"{type(module).__module__}.{type(module).__qualname__}")
+    """How a module is split, whatever else uses its parameters; None where it cannot be."""
+    splitter = SPLITTERS.get(_qualified(module))
+    if splitter is None or not splitter.accepts(module) or _is_changed(module, splitter):
+        return None
+    return splitter
 
 
 def _checked(module: nn.Module) -> type[SplitModule]:
     splitter = _splitter(module)
-    if splitter is None or num_features(module) is None:
+    if splitter is None:
         raise ConfigurationError(
             f"Expected an operator that can be split, exactly of a class in SPLITTERS ({', '.join(SPLITTERS)}) and not"
-            f" changed, got {type(module).__module__}.{type(module).__qualname__}. Leave it whole."
+            f" changed, got {_qualified(module)}. Leave it whole."
         )
     return splitter
 
 
+def _qualified(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
 def _is_changed(module: nn.Module, splitter: type[SplitModule]) -> bool:
     """Whether something about this one module would be lost in slices."""
-    parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
-    names = {name for name, parameter in module._parameters.items() if parameter is not None}
+    cuts = splitter.cuts_along
+    parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     return (
-        not set(splitter.cuts_along) <= names <= {*splitter.cuts_along, "bias"}
-        or any(type(parameter) is not nn.Parameter or parameter.dim() == 0 for parameter in parameters)
-        or any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in parameters)
+        not set(cuts) <= parameters.keys() <= {*cuts, "bias"}
+        or any(type(parameter) is not nn.Parameter or parameter.dim() == 0 for parameter in parameters.values())
+        or any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters.values())
         or bool(module._modules or module._buffers)
         or "forward" in vars(module)
         or any(vars(module)[hooks] for hooks in _HOOKS)
-        or any(
-            module._parameters[name].shape[dim] != getattr(module, splitter.features)  # type: ignore[union-attr]
-            for name, dim in splitter.cuts_along.items()
-        )
+        or any(parameters[name].shape[dim] != getattr(module, splitter.features) for name, dim in cuts.items())
     )
+
+
+def _is_whole(module: nn.Module) -> bool:
+    if isinstance(module, OptimizedModule):
+        return bool(module.dynamo_ctx.fullgraph)
+    call = module._compiled_call_impl
+    # what compiles it is known to that function alone; elsewhere than in torch 2.13, perhaps not even to it
+    return call is not None and getattr(getclosurevars(call).nonlocals.get("self"), "fullgraph", False)

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.splitting.module import SplitModule
-from lightning_osdp.splitting.pieces import Cut
+from lightning_osdp.splitting.module import Cut, SplitModule
 
 
 def cuts_of(root: nn.Module) -> list[Cut]:
@@ -67,19 +66,14 @@ def join_states(state: Mapping[str, Any], cuts: Sequence[Cut]) -> dict[str, Any]
 
 
 def cut_states(state: Mapping[str, Any], cuts: Sequence[Cut]) -> dict[str, Any]:
-    """Undoes `join_states`: state of an optimizer by names of whole operators, as of their slices."""
-    states = dict(state["state"])
-    pieces = {cut.whole: cut.pieces for cut in cuts}
+    """Undoes `join_states` of ``state["state"]``: fields by names of whole parameters, as by those of their slices."""
+    states = dict(state)
     for cut in cuts:
         if cut.whole in states:
             fields = {name: _cut(value, cut) for name, value in states.pop(cut.whole).items()}
             for index, piece in enumerate(cut.pieces):
                 states[piece] = {name: values[index] for name, values in fields.items()}
-    groups = [
-        {**group, "params": [piece for name in group["params"] for piece in pieces.get(name, (name,))]}
-        for group in state["param_groups"]
-    ]
-    return {"state": states, "param_groups": groups}
+    return states
 
 
 def _cut(value: Any, cut: Cut) -> list[Any]:

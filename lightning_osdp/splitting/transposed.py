@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from typing import Any, ClassVar
 
@@ -16,7 +15,7 @@ from lightning_osdp.splitting.linear import SplitLinear
 class SplitConv1D(SplitLinear):
     """y = x_1 W_1 + x_2 W_2 + ... + b."""
 
-    cuts_along: ClassVar[Mapping[str, int]] = {"weight": 0}
+    cuts_along: ClassVar = {"weight": 0}
     features = "nx"
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The benchmark at a small size: two cases of every family, and what it makes of rows."""
+"""The benchmark of predictions at a small size: two cases of every family."""
 
 import dataclasses
 import json
@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import accuracy
 from benchmarks.families import FAMILIES
-from benchmarks.measures import fits, gloo, memory, peaks, planning
+from benchmarks.measures.accuracy import gloo, memory, peaks, planning
 from benchmarks.measures.section import Results, Section
 from benchmarks.testbed.memory import PHASES
 
@@ -39,7 +39,10 @@ def test_predicted_peaks_are_those_counted_on_each_rank_of_gloo():
 
 
 def test_the_benchmark_writes_what_it_prints_and_measures_no_case_twice(tmp_path, monkeypatch, capsys):
+    from benchmarks.pictures import memory as pictures
+
     monkeypatch.setattr(memory, "FAMILIES", ["odd_mlp"])
+    monkeypatch.setattr(pictures, "SHOWN", cheap_cases("odd_mlp", 2)[1])
     run = {"sections": ["memory"], "output": tmp_path / "results.json", "pictures": None, "num_cases": 1}
     accuracy.main(**run)
     printed = capsys.readouterr().out
@@ -53,6 +56,16 @@ def test_the_benchmark_writes_what_it_prints_and_measures_no_case_twice(tmp_path
     assert printed.partition("\n")[2] == capsys.readouterr().out
     with pytest.raises(TypeError, match="not callable"):
         accuracy.main(**run, fresh=True)
+    accuracy.main(**{**run, "sections": [], "pictures": tmp_path})
+    for name in ("accuracy_memory", "memory_over_step"):
+        assert "<path" in (tmp_path / f"{name}.svg").read_text()
+
+
+def test_planning_is_measured(monkeypatch):
+    monkeypatch.setattr(planning, "HIDDEN_SIZE", 64)
+    measured = planning.plan_once(2)
+    assert measured["num_units"] > 2
+    assert measured["profile_s"] > 0 < measured["plan_s"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,69 +100,3 @@ def test_a_run_that_was_killed_goes_on_and_other_sections_stay(tmp_path):
     # what is no longer asked for goes
     assert Results(path).rows(squares([3], square), print) == Results(path).stored("squares") == rows[2:]
     assert json.loads(path.read_text())["other"]["machine"] == "abacus"
-
-
-def row(error, **case):
-    peak = round(1_000_000 * (1 + error))
-    return {
-        "case": {"family": "tied", **case},
-        "predicted": {"forward": peak, "backward": 110},
-        "counted": {"forward": 1_000_000, "backward": 100},
-        "error": error,
-    }
-
-
-def test_targets_take_the_worst_row_in_either_direction():
-    rows = [row(0.015), row(-0.02), row(0.0)]
-    high, low = peaks.targets(rows, "memory")
-    assert (high.measured, high.is_met) == (0.015, True)
-    assert (low.measured, low.is_met) == (0.02, False)
-    assert str(low) == "memory: predicted too low by: 0.02, target below 0.01: MISSED"
-
-
-def test_a_miss_is_told_with_its_phases():
-    rows = [row(0.019, seed=1), row(0.03, seed=2)]
-    assert peaks.misses(rows) == ["+3.00%: family tied, seed 2: forward +3.00%, backward +10.00%"]
-
-
-def test_fits_names_what_was_decided_wrongly():
-    lived, died = {"lived": True, "reason": ""}, {"lived": False, "reason": "no memory"}
-    rows = [
-        {"case": {"seed": 1}, "predicted_bytes": 1, "above": lived, "below": died},
-        {"case": {"seed": 2}, "predicted_bytes": 1, "above": died, "below": lived},
-    ]
-    assert fits.misses(rows) == ["died 5% above: seed 2: no memory", "lived 5% below: seed 2"]
-    assert [target.is_met for target in fits.targets(rows)] == [False]
-    assert [target.is_met for target in fits.targets(rows[:1])] == [True]
-
-
-def test_planning_compares_the_fastest_runs(monkeypatch):
-    monkeypatch.setattr(planning, "HIDDEN_SIZE", 64)
-    measured = planning.plan_once(2)
-    assert measured["num_units"] > 2
-    assert measured["profile_s"] > 0 < measured["plan_s"]
-    rows = [
-        {**measured, "case": {"num_layers": layers}, "profile_s": seconds, "plan_s": 1.0, "peak_rss_bytes": 2e9}
-        for layers, seconds in [(48, 9.0), (96, 99.0), (48, 19.0), (96, 10.5)]
-    ]
-    assert [(target.measured, target.is_met) for target in planning.targets(rows)] == [
-        (10.0, True),
-        (2e9, True),
-        (pytest.approx(0.15), False),
-        (0.0, True),
-        (0.0, True),
-    ]
-
-
-def test_pictures_are_the_same_each_time(tmp_path, monkeypatch):
-    from benchmarks import pictures
-
-    _, case = cheap_cases("odd_mlp", 2)
-    monkeypatch.setattr(pictures, "SHOWN", case)
-    for name in ("first", "second"):
-        pictures.draw_peaks({"alone": [row(0.01), row(0.02)], "real ranks": [row(0.0)]}, tmp_path / f"{name}.svg")
-        pictures.draw_step(tmp_path / f"{name}_step.svg")
-    for name in ("", "_step"):
-        first, second = ((tmp_path / f"{each}{name}.svg").read_text() for each in ("first", "second"))
-        assert first == second
-        assert "<path" in first

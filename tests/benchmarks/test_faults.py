@@ -1,8 +1,8 @@
-"""Ranks killed at seeded moments: what resumes is the newest complete checkpoint."""
+"""Ranks that are killed or fail: what resumes is the newest complete checkpoint, and no process is left behind."""
 
 import pytest
 
-from benchmarks import faults
+from benchmarks import faults, rank_faults
 
 pytestmark = pytest.mark.distributed
 
@@ -13,3 +13,24 @@ def test_training_goes_on_from_the_newest_complete_checkpoint_whichever_rank_is_
     printed = capsys.readouterr().out
     assert num_failed == 0, printed
     assert "3 ranks killed, 4 of 4 runs as they should" in printed
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    return rank_faults.make_plan(tmp_path_factory.mktemp("plan"))
+
+
+@pytest.mark.parametrize(
+    ("name", "launcher", "exit_code"),
+    [
+        ("rank 0 is killed", "popen", -9),
+        ("SIGTERM to rank 1", "popen", 143),
+        ("SIGTERM to the launcher", "spawn", 1),
+    ],
+)
+def test_all_ranks_end_and_tell_who_was_first(plan, name, launcher, exit_code):
+    case = next(case for case in rank_faults.CASES if case.name == name)
+    found = rank_faults.outcome(case, launcher, plan)
+    assert found.told is not None, found.output
+    assert found.orphans == ()
+    assert found.exit_code == exit_code

@@ -61,28 +61,6 @@ def test_what_grows_all_the_time_is_seen_and_what_grows_in_the_warm_up_is_not(qu
     assert soak.is_flat(quantity, settled)
 
 
-def test_memory_may_grow_by_a_percent_and_nothing_else_at_all():
-    grown = growth(samples_with("resident_bytes", lambda s: 50_000 * s), "resident_bytes")
-    assert 0.005 < grown.ratio < 0.01
-    assert soak.is_flat("resident_bytes", grown)
-    assert not soak.is_flat("num_threads", grown)
-
-
-def test_a_peak_of_one_sample_is_no_growth():
-    found = growth(samples_with("resident_bytes", lambda s: 50_000_000 * (s == 95)), "resident_bytes")
-    assert found.ratio == 0.0
-
-
-def test_samples_that_a_busy_machine_did_not_take_are_not_missed():
-    samples = samples_with("num_threads", lambda s: s)
-    assert growth([*samples[:10], *samples[45:]], "num_threads").ratio > 0
-
-
-def test_too_few_samples_are_refused():
-    with pytest.raises(ValueError, match=r"Expected samples in each fifth, got 2 in all\. Train longer\."):
-        growth([replace(HELD_AT_FIRST, seconds=seconds) for seconds in (1.0, 10.0)], "num_threads")
-
-
 @pytest.mark.parametrize(("leak_bytes", "verdict", "code"), [(0, "yes", 0), (100_000, "NO", 1)])
 def test_a_result_is_shown_drawn_and_judged(tmp_path, capsys, leak_bytes, verdict, code):
     rows = [asdict(taken) for taken in samples_with("resident_bytes", lambda s: leak_bytes * s)]

@@ -7,8 +7,10 @@ import pytest
 
 from benchmarks import splitting
 from benchmarks.families import build
-from benchmarks.measures import decisions, peaks, split_peaks, split_time
-from benchmarks.measures.memory import ANY_RATES
+from benchmarks.measures.accuracy import peaks
+from benchmarks.measures.accuracy.memory import ANY_RATES
+from benchmarks.measures.splitting import peaks as split_peaks
+from benchmarks.measures.splitting import step_time
 from lightning_osdp import Cluster, SearchSpace, make_plan, profile_model
 from lightning_osdp.core.cluster import Link
 
@@ -29,20 +31,20 @@ def test_peaks_are_predicted_and_fall_with_slices(tmp_path, monkeypatch, capsys)
     rows = json.loads(output.read_text())["peaks"]["rows"]
     assert all(-peaks.TOO_LOW <= row["error"] <= peaks.TOO_HIGH for row in rows)
     whole, split, *_ = rows
-    # in quarters of a layer 15.5 and 6.875 (see test_testbed_split), and in both of 16 rows a handful of 1/16
+    # in quarters of a layer 15.5 and 6.875 (see testbed/test_split), and in both of 16 rows a handful of 1/16
     assert split_peaks.peak(whole) / W_BYTES == pytest.approx(15.5, abs=5 / 16)
     assert split_peaks.peak(split) / W_BYTES == pytest.approx(6.875, abs=5 / 16)
 
 
 @pytest.mark.distributed
 def test_steps_in_slices_are_timed_beside_whole_ones():
-    case = split_time.Case(hidden_size=HIDDEN_SIZE, is_measured=True, num_rounds=1)
-    row = {"case": dataclasses.asdict(case), **split_time.measure(case)}
-    for mode in split_time.MODES:
-        whole, *split = split_time.of_mode(row, mode)
-        assert [plan["num_slices"] for plan in (whole, *split)] == list(split_time.NUM_SLICES)
-        assert split_time.ratios(whole, whole) == {"measured": 1.0, "predicted": 1.0}
-    assert split_time.table([row]).row_count == 2
+    case = step_time.Case(hidden_size=HIDDEN_SIZE, is_measured=True, num_rounds=1)
+    row = {"case": dataclasses.asdict(case), **step_time.measure(case)}
+    for mode in step_time.MODES:
+        whole, *split = step_time.of_mode(row, mode)
+        assert [plan["num_slices"] for plan in (whole, *split)] == list(step_time.NUM_SLICES)
+        assert step_time.ratios(whole, whole) == {"measured": 1.0, "predicted": 1.0}
+    assert step_time.table([row]).row_count == 2
 
 
 def decided(name, counted_bytes, seconds, predicted_s=None):
@@ -54,36 +56,8 @@ def decided(name, counted_bytes, seconds, predicted_s=None):
     }
 
 
-def test_decisions_that_trade_nothing_are_named():
-    good = [decided("mlp 0", 30, 1.0), decided("mlp 1", 20, 1.1, 1.067), decided("mlp 2", 10, 1.2)]
-    (error, invalid) = decisions.targets([{"plans": good}])
-    assert (error.measured, error.is_met, invalid.is_met) == (pytest.approx(0.03), True, True)
-    bad = [decided("attention 0", 30, 1.0), decided("attention 1", 30, 0.9, 1.2), decided("mlp 0", 99, 0.1)]
-    assert decisions.misses([{"plans": bad}]) == [
-        "attention 1 takes no less memory than attention 0",
-        "attention 1 takes no more time than attention 0, measured",
-    ]
-    assert [target.is_met for target in decisions.targets([{"plans": bad}])] == [False, False]
-
-
-def test_decisions_split_what_they_say():
-    plans = decisions.decisions(4)
-    assert len(plans) == 2 * (decisions.NUM_SLICES + 1)
-    split = {unit.name: unit.modes for unit in plans["mlp 3"].units if unit.num_slices > 1}
-    assert set(split.values()) == {("ZDP", "ZDP", "ZDP", "DP")}
-    assert {name.rpartition("blocks.")[2] for name in split} == {
-        f"{block}.mlp.{name}" for block in range(4) for name in ("expand", "proj")
-    }
-
-
-def test_no_decisions_are_measured_without_network_namespaces(monkeypatch, caplog):
-    monkeypatch.setattr(decisions, "why_unavailable", lambda: "not here")
-    assert not decisions.section(1).cases
-    assert "Decisions are not measured: not here." in caplog.text
-
-
 def test_pictures_are_drawn(tmp_path):
-    from benchmarks import split_pictures
+    from benchmarks.pictures import splitting as split_pictures
 
     case = {"hidden_size": HIDDEN_SIZE}
     peak_rows = [
@@ -93,8 +67,8 @@ def test_pictures_are_drawn(tmp_path):
     ]
     plans = [
         {"mode": mode, "num_slices": number, "predicted_s": 1.0, "measured_s": 1.0 + number / 10}
-        for mode in split_time.MODES
-        for number in split_time.NUM_SLICES
+        for mode in step_time.MODES
+        for number in step_time.NUM_SLICES
     ]
     predicted = [{name: plan[name] for name in ("mode", "num_slices", "predicted_s")} for plan in plans]
     split_pictures.draw_peaks(peak_rows, tmp_path / "peaks.svg")

@@ -9,8 +9,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from cases import trainer
 
-from benchmarks.families.layers import TwoLayers
-from benchmarks.testbed.limited import beside_tensors_bytes, limit_data
+from benchmarks.families.dense import TwoLayers
+from benchmarks.testbed.limit import beside_tensors_bytes, limit_data
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.callbacks.peak import COUNTED_STEPS, WARM_UP_STEPS, living_tensors
 

@@ -6,8 +6,8 @@ import limited_cases as cases
 import pytest
 from ranks import RankPool
 
-from benchmarks.families.layers import TwoLayers
-from benchmarks.measures.memory import ANY_RATES, FREE
+from benchmarks.families.dense import TwoLayers
+from benchmarks.measures.accuracy.memory import ANY_RATES, FREE
 from benchmarks.testbed.limit import ALLOCATOR
 from lightning_osdp import Cluster, InfeasibleError, SearchSpace, make_plan, profile_model
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from benchmarks.families import build
 from benchmarks.testbed import ring
-from benchmarks.testbed.engines import ByHand
+from benchmarks.testbed.beside_fsdp.engines import ByHand
 from benchmarks.testbed.memory import count_step
 from benchmarks.testbed.plans import plan_of
 from benchmarks.testbed.ring import ring_reduce_scatter

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from lightning_osdp.core.plans.plan import Plan, Unit
-from lightning_osdp.report.accumulation import tell_accumulation, whole_gradient_bytes, wire_bytes
+from lightning_osdp.report.sentences import tell_accumulation, whole_gradient_bytes, wire_bytes
 
 MIB = 2**20
 

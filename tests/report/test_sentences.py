@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from lightning_osdp.core.plans.plan import Plan, Unit
+from lightning_osdp.core.plans.plan import Block, Plan, Unit
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.report.sentences import (
@@ -14,6 +14,7 @@ from lightning_osdp.report.sentences import (
     name_operators,
     name_treatment,
     summarise,
+    tell_blocks,
 )
 
 MIB = 2**20
@@ -249,7 +250,7 @@ def test_a_plan_without_a_profile_predicts_nothing_rather_than_zeros():
         (0.00301, "no plan in the search space is predicted to be faster by more than 0.31%"),  # rounded up
         (0.29, "no plan in the search space is predicted to be faster by more than 29%"),
         (2.5, "no plan in the search space is predicted to be faster by more than 250%"),
-        (1e305, "no plan in the search space is predicted to be more than 1e+305 times as fast"),
+        (1e305, "no plan in the search space is predicted to be faster by more than 1e+307%"),
     ],
 )
 def test_the_gap_is_certified_and_so_rounded_up(gap, sentence):
@@ -297,3 +298,21 @@ def test_the_batch_is_spelled_out():
 def test_every_note_of_the_plan_is_shown():
     noted = dataclasses.replace(PLAN, notes=("fell back to greedy", "loader kept"))
     assert summarise(noted)[-2:] == [("note", "fell back to greedy"), ("note", "loader kept")]
+
+
+def test_blocks_with_equal_choices_are_told_together():
+    blocks = (
+        Block(name="h.0", activations="recompute", frees_bytes=3 * MIB, costs_s=0.001),
+        Block(name="h.1", activations="recompute", frees_bytes=2 * MIB, costs_s=0.0005),
+        Block(name="h.2", activations="offload", frees_bytes=MIB, costs_s=0.25),
+        Block(name="h.3", activations="recompute_offload"),
+    )
+    plan = dataclasses.replace(PLAN, blocks=blocks)
+    told = [
+        "h.{0-1} recomputed in backward: 5.00 MiB fewer at the end of forward, 1.50 ms more a step",
+        "h.2 offloaded to host memory: 1.00 MiB fewer at the end of forward, 250 ms more a step",
+        "h.3 recomputed in backward, inputs offloaded to host memory",
+    ]
+    assert list(tell_blocks(plan)) == told
+    assert [sentence for label, sentence in summarise(plan) if label == "activations"] == told
+    assert "activations" not in summary(PLAN)

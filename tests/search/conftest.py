@@ -1,16 +1,7 @@
-import math
-import random
-
 import pytest
 
-from lightning_osdp.search import Choice, Group, Problem
-
-
-def with_budget(groups, share):
-    """A problem whose budget lies that share of the way from all smallest to all largest choices."""
-    least = Problem(groups=groups, budget_bytes=0).least_bytes
-    most = math.fsum(group.count * max(choice.memory_bytes for choice in group.choices) for group in groups)
-    return Problem(groups=groups, budget_bytes=float(int(least + share * (most - least))))
+from benchmarks.measures.search.problems import random_groups, with_budget
+from lightning_osdp.search import Choice, Group
 
 
 @pytest.fixture
@@ -18,16 +9,7 @@ def distinct_operators():
     """Operators of random sizes, three to five choices each, as measured ones are: no two alike."""
 
     def build(num_operators, *, share=0.5, seed=0):
-        draw = random.Random(seed)
-        groups = []
-        for _ in range(num_operators):
-            time_s, num_bytes, choices = 10 ** draw.uniform(-4, -2), 0, []
-            for _ in range(draw.randint(3, 5)):
-                choices.append(Choice(time_s, float(num_bytes)))
-                time_s *= draw.uniform(0.6, 1.0)
-                num_bytes += int(10 ** draw.uniform(5, 8))
-            groups.append(Group(choices=tuple(choices)))
-        return with_budget(tuple(groups), share)
+        return with_budget(random_groups(num_operators, seed), share)
 
     return build
 

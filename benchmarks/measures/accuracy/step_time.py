@@ -1,0 +1,180 @@
+"""Time of one step: predicted, and measured on ranks in network namespaces whose links have a chosen rate."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+
+from benchmarks.families import FAMILIES, Family, build
+from benchmarks.measures.links import rate_of
+from benchmarks.measures.section import Row, Section, Target
+from benchmarks.testbed.namespaces import Hosts, why_unavailable
+from benchmarks.testbed.plans import plan_of
+from benchmarks.testbed.step import Step, time_in_turns
+from lightning_osdp import Cluster, ModelProfile, measure_cluster, profile_model
+from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.units import partition
+from lightning_osdp.simulation import simulate
+from lightning_osdp.strategy.runtime.all_ranks import in_step
+
+_log = logging.getLogger(__name__)
+
+MICRO_BATCH = 2
+NUM_RANKS = 4
+RATES = (200.0, 1000.0, None)
+"""10^6 bit/s; the last one is not shaped."""
+MEDIAN, WORST = 0.05, 0.10
+"""Errors that the project promises at each rate, over all families."""
+NUM_MIXES, NUM_ROUNDS = 2, 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Links of one rate."""
+
+    family: str
+    rate_mbit: float | None
+    num_ranks: int = NUM_RANKS
+    num_mixes: int = NUM_MIXES
+    num_rounds: int = NUM_ROUNDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """One plan with the seconds of its step."""
+
+    modes: str
+    """What the plan is called: ``Z`` or ``D`` for each unit but the root, in forward order."""
+    predicted_s: float
+    measured_s: float
+    """Fastest step of the slowest rank."""
+
+    @property
+    def error(self) -> float:
+        """Positive where it was predicted too slow."""
+        return self.predicted_s / self.measured_s - 1
+
+
+def section(num_cases: int) -> Section:
+    """All rates; none where network namespaces are not to be had."""
+    reason = why_unavailable()
+    if reason is not None:
+        _log.warning("Step times are not measured: %s.", reason)
+    mixes = min(num_cases, NUM_MIXES)
+    return Section(
+        name="time",
+        cases=[]
+        if reason
+        else [Case(family=family, rate_mbit=rate, num_mixes=mixes) for rate in RATES for family in FAMILIES],
+        measure=measure,
+        table=table,
+        targets=targets,
+    )
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """All-ZDP, all-DP and random mixes on ranks of one machine, interleaved, one thread each."""
+    arguments = {"family": case.family, "num_mixes": case.num_mixes, "num_rounds": case.num_rounds}
+    with Hosts(case.num_ranks, rate_mbit=case.rate_mbit) as hosts:
+        found = hosts.run("benchmarks.measures.accuracy.step_time:on_one_rank", arguments, timeout_s=1800)
+    return {"plans": found[0]}
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """One line per family and rate."""
+    title = f"Step time on {NUM_RANKS} ranks, predicted against the fastest measured"
+    drawn = Table("links", "family", title=title)
+    for column in ("ZDP predicted", "ZDP measured", "DP predicted", "DP measured", "median error", "worst", "tau"):
+        drawn.add_column(column, justify="right")
+    for row in rows:
+        plans = _timed(row)
+        errors = sorted(abs(plan.error) for plan in plans)
+        drawn.add_row(
+            rate_of(row),
+            row["case"]["family"],
+            *(f"{seconds:.3f} s" for plan in plans[:2] for seconds in (plan.predicted_s, plan.measured_s)),
+            f"{median(errors):.1%}",
+            f"{max(plans, key=lambda plan: abs(plan.error)).error:+.1%}",
+            f"{kendall_tau(plans):.2f}",
+        )
+    return drawn
+
+
+def targets(rows: Sequence[Row]) -> list[Target]:
+    """Median and worst error at each rate."""
+    found = []
+    for rate in dict.fromkeys(map(rate_of, rows)):
+        errors = [abs(plan.error) for row in rows if rate_of(row) == rate for plan in _timed(row)]
+        for what, limit, error in (("median", MEDIAN, median(errors)), ("worst", WORST, max(errors))):
+            found.append(Target(name=f"step time, {rate}: {what} error", limit=limit, measured=error))
+    return found
+
+
+def kendall_tau(plans: Sequence[Timed]) -> float:
+    """How far the predicted order is the measured one: 1 all pairs, 0 as many as not, -1 none."""
+    pairs = [
+        (one.predicted_s - other.predicted_s) * (one.measured_s - other.measured_s)
+        for one, other in combinations(plans, 2)
+    ]
+    return sum((pair > 0) - (pair < 0) for pair in pairs) / max(1, len(pairs))
+
+
+def _timed(row: Row) -> list[Timed]:
+    return [Timed(**plan) for plan in row["plans"]]
+
+
+def on_one_rank(*, family: str, num_mixes: int, num_rounds: int) -> list[dict[str, Any]]:
+    """What every rank runs: profiles, measures the links, predicts, and then takes the steps."""
+    device = torch.device("cpu")
+    cluster = measure_cluster(device)
+    profile = profile_model(build(family), build(family).batch(MICRO_BATCH), together=in_step)
+    plans = _plans(build(family), profile, num_mixes)
+    timed = compared_s(lambda: build(family), plans, profile, cluster, num_rounds=num_rounds)
+    return [asdict(each) for each in timed]
+
+
+def compared_s(
+    make: Callable[[], Family], plans: Mapping[str, Plan], profile: ModelProfile, cluster: Cluster, *, num_rounds: int
+) -> list[Timed]:
+    """Predicts steps under plans, and takes them in turns. Call it on all ranks."""
+    taken = time_in_turns({name: Step(make(), plan) for name, plan in plans.items()}, num_rounds=num_rounds)
+    seconds = torch.tensor([*taken.values()], dtype=torch.float64)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    fastest = seconds.min(1).values.tolist()
+    return [
+        Timed(modes=name, predicted_s=predicted_s(plan, profile, cluster), measured_s=measured_s)
+        for (name, plan), measured_s in zip(plans.items(), fastest, strict=True)
+    ]
+
+
+def predicted_s(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
+    """Seconds of a step as rank 0 predicts them; each has profiled for itself."""
+    seconds = torch.tensor(simulate(plan, profile, cluster).time_s, dtype=torch.float64)
+    dist.broadcast(seconds, src=0)
+    return float(seconds)
+
+
+def _plans(module: Family, profile: ModelProfile, num_mixes: int) -> dict[str, Plan]:
+    draw = random.Random(0)
+    names = [unit.name for unit in partition(profile) if not unit.is_root]
+    modes = ["Z" * len(names), "D" * len(names)]
+    modes += ["".join(draw.choice("ZD") for _ in names) for _ in range(num_mixes)]
+    return {
+        letters: plan_of(
+            module,
+            {name: {"Z": "ZDP", "D": "DP"}[letter] for name, letter in zip(names, letters, strict=True)},
+            world_size=dist.get_world_size(),
+            micro_batch_size=MICRO_BATCH,
+            backward_prefetch="none",
+        )
+        for letters in modes
+    }

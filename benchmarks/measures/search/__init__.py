@@ -1,0 +1,1 @@
+"""Problems for the planner, and what solving them costs."""

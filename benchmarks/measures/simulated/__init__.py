@@ -1,0 +1,1 @@
+"""OSDP beside FSDP on machines that are not here, simulated."""

@@ -1,0 +1,1 @@
+"""What operators in slices cost and save."""

@@ -1,0 +1,246 @@
+"""Ranks on which OSDP's plans and Lightning's own strategies train in turns, each through a Trainer."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from math import log
+from typing import Any, Literal, TypeAlias
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.families import Family, build
+from benchmarks.testbed.beside_fsdp.lightning_fsdp import Baseline, Way
+from benchmarks.testbed.beside_fsdp.turns import Turns, fastest_of_slowest, fits_in_turns
+from benchmarks.testbed.plans import simulated
+from benchmarks.testbed.ring import ring_reduce_scatters
+from benchmarks.testbed.training import quiet, train
+from lightning_osdp import Cluster, ModelProfile, SearchSpace, make_plan, measure_cluster, profile_model
+from lightning_osdp.core.batch_policy import BatchPolicy
+from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.report.sentences import wire_bytes
+from lightning_osdp.simulation.plan import planned_step
+from lightning_osdp.simulation.step import StepEstimate
+from lightning_osdp.strategy.runtime.all_ranks import in_step
+
+UNLIMITED = 2**62
+"""Bytes."""
+
+_MANY_SAMPLES = 12
+"""Profiled, too, where micro-batches may be of any size."""
+
+Division: TypeAlias = Literal["held", "auto", "scale"]
+"""What may be chosen of micro-batches: nothing; how the samples of a step are divided; any size, one of it a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entrant:
+    """One that takes part, for one limit: what is predicted, and what was measured."""
+
+    name: str
+    limit: float | None
+    """Factor of the counted peak of fully_shard FULL_SHARD; None: unlimited."""
+    way: Way | None
+    """Of Lightning's; None: OSDP."""
+    plan: str
+    """As JSON; where two are equal, one was run for both."""
+    counted_bytes: int | None
+    """Peak; None where it is yet to be counted."""
+    predicted_bytes: int | None
+    predicted_s: float | None
+    """None for DDP."""
+    compute_s: float
+    """Predicted."""
+    wire_bytes: float
+    """That a rank sends in a step."""
+    measured_s: float = 0.0
+    """Fastest step of the slowest rank."""
+
+    @property
+    def _key(self) -> str:
+        return f"{'OSDP' if self.way is None else self.name} {self.plan}"
+
+
+_Entry: TypeAlias = tuple[str, float | None, Plan, Baseline | None]
+
+
+def on_one_rank(
+    *,
+    model: str,
+    baselines: Sequence[Mapping[str, Any]],
+    limits: Sequence[tuple[float | None, int]],
+    spaces: Mapping[str, Mapping[str, Any]],
+    micro_batch_size: int,
+    num_micro_batches: int,
+    division: Division,
+    num_rounds: int,
+) -> list[dict[str, Any]]:
+    """What every rank runs: profiles, measures the links, plans for every limit, and takes steps in turns.
+
+    Args:
+        model: name of a family.
+        baselines: fields of each `Baseline` that may take part under the limits that it fits; of those that are one and
+            the same way, the one that is predicted to train most samples in a second.
+        limits: factor and bytes of each.
+        spaces: fields of the `SearchSpace` of each of OSDP's plans, by name.
+        micro_batch_size: the least that is profiled.
+        num_micro_batches: in an optimizer step.
+        division: what may be chosen of them.
+        num_rounds: timed steps.
+
+    Returns:
+        Fields of an `Entrant` for each limit and competitor.
+    """
+    with ring_reduce_scatters(), quiet(), no_steps_counted():
+        cluster = measure_cluster(torch.device("cpu"))
+        samples = _profiled(division, micro_batch_size, num_micro_batches)
+        profiles = [
+            profile_model(build(model), build(model).batch(size), activations=("keep", "recompute"), together=in_step)
+            for size in samples
+        ]
+        entrants: list[Entrant] = []
+        if dist.get_rank() == 0:
+            known = [Baseline(**fields) for fields in baselines]
+            chosen = {name: _space(fields) for name, fields in spaces.items()}
+            policy = _policy(division, micro_batch_size, num_micro_batches)
+            plans = _Plans(build(model), profiles, cluster, policy, chosen)
+            for limit, limit_bytes in limits:
+                fitting = [each for each in known if each.counted_bytes <= limit_bytes]
+                entrants += [plans.entrant(*entry) for entry in plans.entries(fitting, limit, limit_bytes)]
+        _give_back()
+        return [asdict(entrant) for entrant in _timed(model, entrants, num_rounds)]
+
+
+def _policy(division: Division, micro_batch_size: int, num_micro_batches: int) -> BatchPolicy:
+    if division == "held":
+        return BatchPolicy.fixed(micro_batch_size, num_micro_batches)
+    if division == "auto":
+        return BatchPolicy.divide(micro_batch_size * num_micro_batches)
+    return BatchPolicy.scale()
+
+
+def _profiled(division: Division, micro_batch_size: int, num_micro_batches: int) -> Sequence[int]:
+    """Micro-batches to profile: what lies between may be predicted from the nearer one, as the strategy does."""
+    if division == "scale":
+        return micro_batch_size, _MANY_SAMPLES
+    return sorted({micro_batch_size, micro_batch_size * (1 if division == "held" else num_micro_batches)})
+
+
+def _space(fields: Mapping[str, Any]) -> SearchSpace:
+    lists: dict[str, Any] = {name: tuple(value) for name, value in fields.items()}
+    return SearchSpace(**lists)
+
+
+class _Plans:
+    """Plans for a model on these ranks, as rank 0 sees them."""
+
+    def __init__(
+        self,
+        module: Family,
+        profiles: Sequence[ModelProfile],
+        cluster: Cluster,
+        policy: BatchPolicy,
+        spaces: Mapping[str, SearchSpace],
+    ) -> None:
+        self._module, self._profiles, self._cluster = module, profiles, cluster
+        self._policy, self._spaces = policy, spaces
+
+    def entries(self, fitting: Iterable[Baseline], limit: float | None, limit_bytes: int) -> list[_Entry]:
+        """Those that take part under a limit."""
+        best: dict[str, tuple[float, _Entry]] = {}
+        for baseline in fitting:
+            sizes = {"micro_batch_size": baseline.micro_batch_size, "num_micro_batches": baseline.num_micro_batches}
+            plan = self._with_bytes(baseline.plan(self._module, world_size=self._cluster.world_size, **sizes))
+            rate = _num_samples(plan) / self._simulated(plan, baseline).time_s
+            if baseline.name not in best or rate > best[baseline.name][0]:
+                best[baseline.name] = (rate, (baseline.name, limit, plan, baseline))
+        return [
+            *(entry for _, entry in best.values()),
+            *((name, limit, self._searched(space, limit_bytes), None) for name, space in self._spaces.items()),
+        ]
+
+    def entrant(self, name: str, limit: float | None, plan: Plan, baseline: Baseline | None) -> Entrant:
+        """With what is predicted."""
+        estimate = self._simulated(plan, baseline)
+        is_planned = baseline is None or baseline.sharding != "DDP"
+        return Entrant(
+            name=name,
+            limit=limit,
+            way=None if baseline is None else baseline.way,
+            plan=replace(plan, memory_limit_bytes=UNLIMITED).to_json(),
+            counted_bytes=None if baseline is None else baseline.counted_bytes,
+            predicted_bytes=estimate.peak.peak_bytes if is_planned else None,
+            predicted_s=estimate.time_s if is_planned else None,
+            compute_s=estimate.compute_s,
+            wire_bytes=wire_bytes(plan),
+        )
+
+    def _searched(self, space: SearchSpace, limit_bytes: int) -> Plan:
+        def planned(profile: ModelProfile) -> Plan:
+            return make_plan(
+                profile,
+                self._cluster,
+                memory_limit_bytes=limit_bytes,
+                micro_batch_size=self._policy,
+                search_space=space,
+            )
+
+        first = self._profiles[0]
+        plan = planned(first)
+        nearer = self._nearest(plan)
+        return plan if nearer is first else planned(nearer)
+
+    def _simulated(self, plan: Plan, baseline: Baseline | None) -> StepEstimate:
+        engine = None if baseline is None else baseline.engine
+        return simulated(plan, self._nearest(plan), self._cluster, engine=engine)
+
+    def _nearest(self, plan: Plan) -> ModelProfile:
+        """Of the micro-batch that is nearest to the plan's."""
+        return min(self._profiles, key=lambda each: abs(log(each.profiled_batch_size / plan.micro_batch_size)))
+
+    def _with_bytes(self, plan: Plan) -> Plan:
+        step, _ = planned_step(plan, self._profiles[0], self._cluster)
+        sizes = {unit.name: unit.gathered_bytes for unit in step.units}
+        return replace(plan, units=tuple(replace(unit, parameter_bytes=sizes[unit.name]) for unit in plan.units))
+
+
+def _num_samples(plan: Plan) -> int:
+    return plan.micro_batch_size * plan.num_micro_batches
+
+
+def _timed(model: str, entrants: Sequence[Entrant], num_rounds: int) -> list[Entrant]:
+    """Those of rank 0, on every rank, with the seconds of their steps; equal plans are run once."""
+    shared: list[Any] = [entrants]
+    dist.broadcast_object_list(shared, src=0)
+    entrants = shared[0]
+    fits = {each._key: partial(_fit, model, each, num_steps=1 + num_rounds) for each in entrants}
+    fastest = fastest_of_slowest(fits_in_turns(fits, num_rounds=num_rounds))
+    return [replace(entrant, measured_s=fastest[entrant._key]) for entrant in entrants]
+
+
+def _fit(model: str, entrant: Entrant, turns: Turns, *, num_steps: int) -> None:
+    module = build(model)
+    strategy = None if entrant.way is None else entrant.way.strategy(module)
+    plan = Plan.from_json(entrant.plan)
+    train(module, plan, num_steps=num_steps, callbacks=[turns], strategy=strategy)
+
+
+def _give_back() -> None:
+    """To the machine what profiling took and has freed: the fits of all that take part need all there is."""
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+@contextmanager
+def no_steps_counted() -> Iterator[None]:
+    """OSDP counts live bytes in three steps of every fit on CPU, which slows them: not in these, which are few."""
+    with patch("lightning_osdp.callbacks.peak.COUNTED_STEPS", 0):
+        yield

@@ -1,0 +1,127 @@
+"""Ranks on which OSDP, ``fully_shard`` by hand and Lightning's strategies train the same units, in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.families import Family, build
+from benchmarks.testbed.beside_fsdp.contest import no_steps_counted
+from benchmarks.testbed.beside_fsdp.lightning_fsdp import Sharding, Way
+from benchmarks.testbed.beside_fsdp.turns import Turns, fits_in_turns, slowest_ranks
+from benchmarks.testbed.memory import WARM_UP_STEPS, count_step
+from benchmarks.testbed.ring import ring_reduce_scatters, use_ring
+from benchmarks.testbed.training import quiet, train
+from lightning_osdp.apply import internals
+from lightning_osdp.apply.local_step import stepping_on_rows
+from lightning_osdp.callbacks.peak import living_tensors
+from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.profiler import LiveBytes
+
+BY_HAND, BY_HAND_ON_ROWS = "fully_shard by hand", "fully_shard by hand, steps on rows"
+OSDP, LIGHTNING, DDP = "OSDP", "FSDPStrategy", "DDPStrategy"
+CONTESTANTS = (BY_HAND, BY_HAND_ON_ROWS, OSDP, LIGHTNING, DDP)
+_SHARDINGS: dict[str, Sharding] = {"ZDP": "FULL_SHARD", "DP": "SHARD_GRAD_OP"}
+_NUM_COUNTED = 5
+"""Steps, of whose peaks the least counts: a thread of gloo may hold a tensor longer than a step does."""
+
+
+class ByHand:
+    """What a user writes who knows ``fully_shard`` and wants nothing else; all-gathers are asynchronous.
+
+    Args:
+        module: which is sharded in place.
+        plan: whose units it gets, and whose samples; they are all in one mode, and there is one micro-batch.
+        on_rows: whether its optimizer computes on rows, as it does in OSDP, instead of DTensors.
+        in_ring: whether its units reduce in a ring.
+    """
+
+    def __init__(self, module: Family, plan: Plan, *, on_rows: bool = False, in_ring: bool = True) -> None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for unit in plan.units:
+            if unit.name:
+                block = module.get_submodule(unit.name)
+                fully_shard(block, mesh=mesh, reshard_after_forward=not unit.sharding_modes[0].resident)
+        fully_shard(module, mesh=mesh)
+        register_fsdp_forward_method(module, "loss")
+        internals.set_asynchronous(module, is_asynchronous=True)
+        if in_ring:
+            use_ring(module)
+        self.module, self.batch = module, module.batch(plan.micro_batch_size)
+        self.optimizer = module.configure_optimizers()
+        self._stepping: Callable[..., Any] = stepping_on_rows if on_rows else nullcontext
+
+    def __call__(self) -> None:
+        """Takes one step."""
+        loss = self.module.loss(self.batch)
+        self.optimizer.zero_grad()
+        loss.backward()
+        with self._stepping(self.optimizer):
+            self.optimizer.step()
+
+
+def plan_for(module: Family, *, mode: str, world_size: int) -> Plan:
+    """Every block a unit in this mode, one sample a step."""
+    plan = Way(sharding=_SHARDINGS[mode]).plan(module, world_size=world_size, micro_batch_size=1)
+    return replace(plan, asynchronous_unshard=True)
+
+
+def times(*, model: str, mode: str, contestants: Sequence[str], num_rounds: int) -> dict[str, list[float]]:
+    """Seconds of every step of each, one sample, on the rank that is slowest in it. Call it on all ranks."""
+    fits = {name: partial(_fit, name, model, mode, num_steps=1 + num_rounds) for name in contestants}
+    with ring_reduce_scatters(), quiet(), no_steps_counted():
+        return slowest_ranks(fits_in_turns(fits, num_rounds=num_rounds))
+
+
+def peaks(*, model: str, mode: str, contestants: Sequence[str]) -> dict[str, int]:
+    """Bytes of live storages that a step of each takes on this rank. Call it on all ranks."""
+    with ring_reduce_scatters():
+        return {name: _peak_bytes(name, model, mode) for name in contestants}
+
+
+def _strategy(name: str, mode: str, module: Family) -> Any:
+    """Lightning's own, or none where it is OSDP's."""
+    shardings: dict[str, Sharding] = {LIGHTNING: _SHARDINGS[mode], DDP: "DDP"}
+    return Way(sharding=shardings[name]).strategy(module) if name in shardings else None
+
+
+def _fit(name: str, model: str, mode: str, turns: Turns, *, num_steps: int) -> None:
+    module = build(model)
+    plan = plan_for(module, mode=mode, world_size=dist.get_world_size())
+    if name not in (BY_HAND, BY_HAND_ON_ROWS):
+        train(module, plan, num_steps=num_steps, callbacks=[turns], strategy=_strategy(name, mode, module))
+        return
+    step = ByHand(module, plan, on_rows=name == BY_HAND_ON_ROWS)
+    for _ in range(num_steps):
+        turns.begin()
+        step()
+        turns.end()
+
+
+def _peak_bytes(name: str, model: str, mode: str) -> int:
+    module = build(model)
+    plan = plan_for(module, mode=mode, world_size=dist.get_world_size())
+    if name not in (BY_HAND, BY_HAND_ON_ROWS):
+        return count_step(module, plan, num_steps=_NUM_COUNTED, strategy=_strategy(name, mode, module)).peak_bytes
+    step = ByHand(module, plan, on_rows=name == BY_HAND_ON_ROWS)
+    for _ in range(WARM_UP_STEPS):
+        step()
+    return min(_counted(step) for _ in range(_NUM_COUNTED))
+
+
+def _counted(step: ByHand) -> int:
+    live = LiveBytes("cpu")
+    live.track(living_tensors(step.module, [step.optimizer]))
+    live.track(leaf for leaf in tree_leaves(step.batch) if isinstance(leaf, Tensor))
+    with live:
+        step()
+    return live.peak_bytes

@@ -1,0 +1,144 @@
+"""What OSDP is compared with, as a user would give it to the Trainer: ``fully_shard``, and Lightning's strategies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, ParallelStrategy
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
+from typing_extensions import override
+
+from benchmarks.families import Family
+from benchmarks.fsdp1 import FSDP1
+from benchmarks.testbed.plans import plan_of
+from examples.mingpt.model import Block
+from lightning_osdp.core.plans import plan as plans
+from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.engine import FSDP2, Engine
+
+Sharding: TypeAlias = Literal["FULL_SHARD", "SHARD_GRAD_OP", "DDP"]
+_MODES = {"FULL_SHARD": "ZDP", "SHARD_GRAD_OP": "DP"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to train without OSDP."""
+
+    sharding: Sharding
+    """DDP: none at all, and then none of the others."""
+    is_fully_shard: bool = False
+    """Whether ``fully_shard`` shards, as users of ``ModelParallelStrategy`` call it, or ``FSDPStrategy``."""
+    by_operator: bool = False
+    """Whether every Linear is a unit, as the paper's baseline has it, or every block."""
+    recomputes: bool = False
+    """Whether blocks are checkpointed. Lightning does so inside of the units that are blocks, which is torch's best
+    order, and around the units that are inside of blocks, which is the paper's."""
+
+    @property
+    def name(self) -> str:
+        """For people, and to tell one from the others."""
+        sharding = f"fully_shard {self.sharding}" if self.is_fully_shard else self.sharding
+        parts = [sharding, *["a unit for each Linear"] * self.by_operator, *["checkpointing"] * self.recomputes]
+        return ", ".join(parts)
+
+    @property
+    def engine(self) -> Engine:
+        """What predicts a step; not of DDP."""
+        return FSDP2(asynchronous_unshard=False) if self.is_fully_shard else FSDP1()
+
+    def strategy(self, module: Family) -> ParallelStrategy:
+        """For a Trainer of this module."""
+        if self.sharding == "DDP":
+            return DDPStrategy()
+        if self.is_fully_shard:
+            # on the instance, where Lightning finds it as if the class had it
+            module.configure_model = partial(self._fully_shard, module)  # type: ignore[method-assign]
+            return ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1)
+        policy = {Block} if self.recomputes else None
+        return LightningFSDP(self.sharding, auto_wrap_policy={self._kind}, activation_checkpointing_policy=policy)
+
+    def plan(self, module: Family, *, world_size: int, micro_batch_size: int, num_micro_batches: int = 1) -> Plan:
+        """What the strategy does, as a plan, so that it can be predicted.
+
+        ``FSDPStrategy`` reduces all gradients once, at the end, and ``ModelParallelStrategy`` in every micro-batch.
+        (The root of FULL_SHARD is gathered in every micro-batch, the plan's only in the first one. DDP has no plan like
+        it: of that for SHARD_GRAD_OP, only the micro-batches are its own.)
+        """
+        kind = self._kind
+        mode = _MODES.get(self.sharding, "DP")
+        plan = plan_of(
+            module,
+            {name: mode for name, child in module.named_modules() if isinstance(child, kind)},
+            world_size=world_size,
+            micro_batch_size=micro_batch_size,
+            num_micro_batches=num_micro_batches,
+            asynchronous_unshard=False,
+        )
+        blocks = [name for name, child in module.named_modules() if isinstance(child, Block) and self.recomputes]
+        sync = "last" if num_micro_batches > 1 and not self.is_fully_shard else "every"
+        return replace(
+            plan,
+            units=tuple(replace(unit, sync=sync) for unit in plan.units),
+            blocks=tuple(plans.Block(name=name, activations="recompute") for name in blocks),
+        )
+
+    @property
+    def _kind(self) -> type[nn.Module]:
+        return nn.Linear if self.by_operator else Block
+
+    def _fully_shard(self, module: Family) -> None:
+        """Once, in ``configure_model``; checkpointing is inside of the units."""
+        if isinstance(module, FSDPModule):
+            return
+        if self.recomputes:
+            apply_activation_checkpointing(module, check_fn=lambda child: isinstance(child, Block))
+        for child in [child for child in module.modules() if isinstance(child, self._kind)]:
+            fully_shard(child, mesh=self._mesh(), reshard_after_forward=self.sharding == "FULL_SHARD")
+        fully_shard(module, mesh=self._mesh())
+        register_fsdp_forward_method(module, "training_step")
+
+    @staticmethod
+    def _mesh() -> DeviceMesh:
+        return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline(Way):
+    """One of these ways with so many samples in so many micro-batches, and its counted peak."""
+
+    micro_batch_size: int
+    num_micro_batches: int
+    counted_bytes: int
+
+    @property
+    def way(self) -> Way:
+        """Without sizes."""
+        return Way(**{field.name: getattr(self, field.name) for field in fields(Way)})
+
+
+class LightningFSDP(FSDPStrategy):
+    """Lightning's strategy with the one change that CPU needs: FSDP1 gets the device instead of its index."""
+
+    # Lightning's accelerator connector refuses CPU for the names in FSDPStrategy's own list.
+    _registered_strategies: list[str] = []  # noqa: RUF012 (Lightning's declaration)
+
+    def __init__(self, sharding: str, **kwargs: Any) -> None:
+        super().__init__(sharding_strategy=sharding, **kwargs)  # type: ignore[arg-type]  # one of FSDP1's names
+
+    @override
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        wrapped = FullyShardedDataParallel(
+            module=model,
+            cpu_offload=self.cpu_offload,
+            mixed_precision=self.mixed_precision_config,
+            sharding_strategy=self.sharding_strategy,
+            device_id=self.root_device,
+            **self.kwargs,
+        )
+        return super()._setup_model(wrapped)  # which applies checkpointing to what is wrapped already

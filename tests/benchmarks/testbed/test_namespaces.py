@@ -1,0 +1,47 @@
+import subprocess
+
+import pytest
+
+from benchmarks.testbed.namespaces import Hosts, why_unavailable
+
+MBIT, SIZE_BYTES, BURST_BYTES = 40, 2**20, 32 * 2**10
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    reason = why_unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    with Hosts(2, rate_mbit=MBIT) as made:
+        yield made
+
+
+def names():
+    listed = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True)
+    return {line.split()[0] for line in listed.stdout.splitlines()}
+
+
+def test_no_message_is_faster_than_its_link(hosts):
+    # of two ranks each sends its half of the gathered tensor
+    seconds = hosts.run("benchmarks.measures.links:time_all_gather", {"sizes_bytes": [SIZE_BYTES], "num_runs": 2})
+    assert len(seconds) == 2
+    assert max(found for [found] in seconds) > (SIZE_BYTES / 2 - BURST_BYTES) * 8 / (MBIT * 1e6)
+
+
+def test_a_failing_rank_ends_the_others_and_says_why(hosts):
+    with pytest.raises(RuntimeError, match=r"Rank [01] of 2 ended with 1(.|\n)*no attribute 'nothing'"):
+        hosts.run("benchmarks.measures.links:nothing")
+
+
+def test_hosts_are_removed_after_an_error_and_after_their_process(hosts):
+    before = names()
+    subprocess.run(["ip", "netns", "add", "osdp-bed99999999-0-0"], check=True)  # of a process that cannot be
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(before)
+    assert names() == before
+
+
+def interrupted(before):
+    with Hosts(1):
+        assert len(names() - before) == 2
+        raise KeyboardInterrupt
