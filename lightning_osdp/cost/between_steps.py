@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from lightning_osdp.core.modes import DP, ShardingMode
 from lightning_osdp.core.step import Step
-from lightning_osdp.engine import DEFAULT, Engine, Layout
+from lightning_osdp.engine import DEFAULT, Engine
+from lightning_osdp.engine.layout import Layout
 
 
 def evaluation_peak(step: Step, modes: Sequence[ShardingMode], *, engine: Engine = DEFAULT) -> float:

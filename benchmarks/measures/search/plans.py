@@ -213,7 +213,7 @@ def measure_distance(num_problems: int, *, num_units: int = 8) -> Distance:
         fitting = (
             modes for modes in itertools.product(*found.costs.options) if found.costs.peak(modes).peak_bytes <= limit
         )
-        best_s = min(map(found.step_time_s, fitting))
+        best_s = min(map(found.costs.step_time_s, fitting))
         distances.append(assigned.step_time_s / best_s - 1)
         gaps.append(assigned.gap)
         num_violated += assigned.bound_s > best_s * (1 + 1e-9)
