@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -10,23 +11,41 @@ from lightning_osdp.errors import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Cost of a ring collective: alpha and beta of the paper's equation 2."""
+    """Cost of a ring collective: alpha and beta of the paper's equation 2, or ring steps as they were measured."""
 
     latency_s: float
     """alpha: seconds per ring step, whatever the message's size."""
     seconds_per_byte: float
     """beta: seconds per byte sent by one rank."""
-    fit_error: float = 0.0
-    """Largest relative difference between this line and the times that it was fitted to."""
+    steps: tuple[tuple[float, float], ...] = ()
+    """Measured: bytes that a rank sends in a ring step, and its seconds; more of both in each than in the one before.
+    Links are no straight lines: protocols change with the size of messages."""
 
     def ring_s(self, num_bytes: float, world_size: int) -> float:
         """Seconds of one ring all-gather or reduce-scatter: ``(N-1) alpha + (N-1)/N S beta``, S of the whole tensor.
 
+        Where steps were measured, ``(N-1) f(S/N)`` with f through them.
+
         References:
             OSDP (Jiang et al. 2022), equation 2, after Thakur et al. 2005.
         """
-        steps = world_size - 1
-        return steps * self.latency_s + steps / world_size * num_bytes * self.seconds_per_byte
+        return (world_size - 1) * self.step_s(num_bytes / world_size)
+
+    def step_s(self, num_bytes: float) -> float:
+        """Seconds of a ring step in which a rank sends so many bytes.
+
+        Between two that were measured it is on the line between them. Fewer bytes than in the first take as long as
+        it; more than in the last take `seconds_per_byte` for each of them.
+        """
+        steps = self.steps or ((0.0, self.latency_s),)
+        index = bisect_left(steps, (num_bytes,))
+        if index == 0:
+            return steps[0][1]
+        from_bytes, from_s = steps[index - 1]
+        if index == len(steps):
+            return from_s + (num_bytes - from_bytes) * self.seconds_per_byte
+        to_bytes, to_s = steps[index]
+        return from_s + (num_bytes - from_bytes) / (to_bytes - from_bytes) * (to_s - from_s)
 
 
 UNIT_PARTS = ("gather", "flatten", "reduce", "accumulate")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -13,10 +13,12 @@ from lightning_osdp.core.cluster import Cluster, Link
 from lightning_osdp.profiler.live_tensors import LiveBytes
 from lightning_osdp.profiler.machine.memory import default_memory_limit_bytes
 from lightning_osdp.profiler.machine.unit_overhead import measure_unit_overhead
-from lightning_osdp.profiler.step_time import fastest_s, fastest_together_s, synchronize
+from lightning_osdp.profiler.step_time import REPEATS_TOGETHER, fastest_s, fastest_together_s, synchronize
 
-_SIZES_BYTES = (16 * 1024, 256 * 1024, 2 * 1024**2, 8 * 1024**2)
-"""Of collectives by which a link is measured."""
+_SIZES_BYTES = tuple(4**exponent for exponent in range(7, 15))
+"""Of collectives by which a link is measured: 16 KiB to 256 MiB, as far as there is time."""
+_LEAST_SIZES, _PATIENCE_S = 4, 2.0
+"""Sizes that are measured in any case, and seconds for one more."""
 _NUM_BYTES = 4 * 1024**2
 """Of those that are looked at otherwise."""
 _WIDTH = 2048
@@ -52,7 +54,7 @@ def measure_cluster(device: torch.device, *, local_ranks: int = 1) -> Cluster:
             overlaps=_overlaps_computing(device),
             reduce_scatter_copies=_copies_in_reduce_scatter(device),
         )
-        unit_overhead = measure_unit_overhead(cluster, device)
+        unit_overhead = measure_unit_overhead(device)
     return dataclasses.replace(
         cluster,
         unit_overhead=unit_overhead,
@@ -79,11 +81,15 @@ def _reduce_scatter(whole: torch.Tensor, shard: torch.Tensor) -> None:
 
 
 def _measure_link(device: torch.device, collective: Callable[[torch.Tensor, torch.Tensor], None]) -> Link:
-    points = []
+    points: list[tuple[int, float]] = []
     for num_bytes in _SIZES_BYTES:
+        if len(points) >= _LEAST_SIZES:
+            (last_bytes, last_s), repeats = points[-1], REPEATS_TOGETHER + 1
+            if repeats * last_s * num_bytes / last_bytes > _PATIENCE_S:
+                break
         whole, shard = _whole_and_shard(num_bytes, device)
         points.append((whole.nbytes, fastest_together_s(partial(collective, whole, shard), device)))
-    return fit_link(points, dist.get_world_size())
+    return link_through(points, dist.get_world_size())
 
 
 def _whole_and_shard(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,31 +98,24 @@ def _whole_and_shard(num_bytes: int, device: torch.device) -> tuple[torch.Tensor
     return torch.zeros(elements * dist.get_world_size(), device=device), torch.zeros(elements, device=device)
 
 
-def fit_link(points: list[tuple[int, float]], world_size: int) -> Link:
-    """Alpha and beta that fit measured times with the least relative error, and the largest error that is left.
+def link_through(points: Sequence[tuple[int, float]], world_size: int) -> Link:
+    """The link whose collectives take what was measured; what took longer than more bytes did, no longer than these.
 
     Args:
-        points: (bytes of the whole tensor, seconds) of each size.
-        world_size: N; ``seconds = (N-1) alpha + (N-1)/N bytes beta``, OSDP's equation 2.
+        points: bytes of the whole tensor and seconds, at least two, by size.
+        world_size: N; a collective is N - 1 steps in which each rank sends 1/N of the bytes.
 
     Example:
-        >>> link = fit_link([(1000, 0.003 + 0.75 * 1000 * 1e-6), (9000, 0.003 + 0.75 * 9000 * 1e-6)], 4)
-        >>> round(link.latency_s, 9), round(link.seconds_per_byte, 12)
-        (0.001, 1e-06)
+        >>> link = link_through([(1000, 0.003), (9000, 0.009)], 4)
+        >>> link.ring_s(5000, 4), link.latency_s
+        (0.006, 0.001)
     """
-    steps = world_size - 1
-    # Weighted least squares of t = a x + b y with weights 1/t, by the normal equations of two unknowns.
-    rows = [(steps / t, steps / world_size * num_bytes / t) for num_bytes, t in points]
-    aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
-    a1, b1 = sum(row[0] for row in rows), sum(row[1] for row in rows)
-    determinant = aa * bb - ab * ab
-    alpha, beta = (a1 * bb - b1 * ab) / determinant, (aa * b1 - ab * a1) / determinant
-    if alpha < 0:
-        alpha, beta = 0.0, b1 / bb
-    elif beta < 0:
-        alpha, beta = a1 / aa, 0.0
-    error = max(abs(row[0] * alpha + row[1] * beta - 1) for row in rows)
-    return Link(latency_s=alpha, seconds_per_byte=beta, fit_error=error)
+    least_s = [min(seconds for _, seconds in points[index:]) for index in range(len(points))]
+    steps = tuple(
+        (size / world_size, least / (world_size - 1)) for (size, _), least in zip(points, least_s, strict=True)
+    )
+    (before_bytes, before_s), (last_bytes, last_s) = steps[-2:]
+    return Link(latency_s=steps[0][1], seconds_per_byte=(last_s - before_s) / (last_bytes - before_bytes), steps=steps)
 
 
 def _copies_in_reduce_scatter(device: torch.device) -> bool:

@@ -53,8 +53,8 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
         cluster = measure_cluster(setup.device, local_ranks=setup.local_ranks)
     for name, link in (("all-gather", cluster.all_gather), ("reduce-scatter", cluster.reduce_scatter)):
         rank_zero_info(
-            f"OSDP: {name} over {cluster.backend or 'one rank'}: {format_seconds(link.latency_s)} a step +"
-            f" {format_seconds(link.seconds_per_byte * 2**20)} a MiB, fitted within {link.fit_error:.0%}"
+            f"OSDP: {name} over {cluster.backend or 'one rank'}: {format_seconds(link.latency_s)} a step of few bytes,"
+            f" {format_seconds(link.seconds_per_byte * 2**20)} a MiB of many"
         )
     with shown_progress(is_global_zero=trainer.is_global_zero) as progress:
         profiler = FitProfiler(trainer, module, options, setup, progress)
