@@ -125,6 +125,7 @@ def test_the_public_names_are_these():
         "OSDPStrategy",
         "Plan",
         "PlanFormatError",
+        "PlanMethod",
         "PlanMismatchError",
         "PlanMonitor",
         "ProfileError",

@@ -1,6 +1,6 @@
 """The largest moments of one optimizer step, whatever the modes: a running sum over the engine's events.
 
-What lives at each moment is the engine's to say, see `engine.live_parts`.
+What lives at each moment is the engine's to say.
 
 Reduced gradients of the step before live in the first forward, because Lightning zeroes them between forward and
 backward. With several micro-batches they live from the first one's backward on, and each further reduce-scatter adds to
