@@ -185,15 +185,17 @@ def _storages(tensors: Iterable[Tensor], device_type: str) -> dict[int, tuple[Te
 
 
 def _with_gradient(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor that has the memory of another, if one does, and that of its gradient.
-
-    None has that of a sparse tensor, or of one that is made of others.
-    """
+    """The tensor that has the memory of another, if one does, and that of its gradient."""
     if isinstance(tensor, DTensor):
         yield from _with_gradient(tensor._local_tensor)
-    elif tensor.layout is torch.strided and not (
-        isinstance(tensor, JoinedShards) or is_traceable_wrapper_subclass(tensor)
-    ):
+    elif _has_memory(tensor):
         yield tensor
     if (tensor.is_leaf or tensor.retains_grad) and tensor.grad is not None:
         yield from _with_gradient(tensor.grad)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether it is no sparse tensor, and none that is made of others."""
+    if isinstance(tensor, JoinedShards) or tensor.layout is not torch.strided:
+        return False
+    return not is_traceable_wrapper_subclass(tensor)

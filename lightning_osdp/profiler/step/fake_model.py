@@ -155,7 +155,7 @@ def without_values(module: nn.Module) -> Iterator[None]:
 
     Names, ties, dtypes, what is frozen and what is set on parameters stay as they are.
     """
-    registries = [each for child in module.modules() for each in (child._parameters, child._buffers)]
+    registries: list[Any] = [each for child in module.modules() for each in (child._parameters, child._buffers)]
     kept = [dict(registry) for registry in registries]
     stand_ins: dict[Tensor, Tensor] = {}
     for registry in registries:
