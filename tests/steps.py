@@ -3,8 +3,6 @@
 from lightning_osdp.core.cluster import Cluster, Link
 from lightning_osdp.core.step import Step, Workload
 from lightning_osdp.core.units import partition
-from lightning_osdp.simulation.step import durations_of
-from lightning_osdp.simulation.timeline import Timeline
 
 FREE = Link(latency_s=0.0, seconds_per_byte=0.0)
 
@@ -24,15 +22,3 @@ def step_of(
         ),
         workload=Workload(micro_batch_size=micro_batch_size, num_micro_batches=num_micro_batches),
     )
-
-
-def gather_starts_s(step, modes, engine):
-    """When the gathers of units with parameters begin, in the first micro-batch."""
-    durations = durations_of(step, engine)
-    timeline = Timeline(durations, overlaps=step.cluster.overlaps, gathers_wait_for=engine.gathers_wait_for)
-    starts_s = []
-    for event in engine.events_of(step, modes)[0]:
-        timeline.read(event)
-        if event.kind == "gather" and durations.gather_s[event.of]:
-            starts_s.append(timeline.communicator_s - durations.gather_s[event.of])
-    return starts_s

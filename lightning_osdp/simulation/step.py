@@ -19,7 +19,7 @@ from lightning_osdp.cost import (
     saving_peak,
 )
 from lightning_osdp.engine import DEFAULT, Engine, Event, Moment
-from lightning_osdp.simulation.timeline import Durations, Timeline
+from lightning_osdp.simulation.timeline import Durations, Interval, Timeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,8 @@ class StepEstimate:
     moments: tuple[tuple[float, Moment], ...] = ()
     """Memory over time: seconds from the start of the step, and what is alive then, in the micro-batches that were gone
     through: the first, a steady and the last one."""
+    intervals: tuple[Interval, ...] = ()
+    """What computing and the communicator do, and when, in the micro-batches that were gone through."""
 
     @property
     def exposed_communication_s(self) -> float:
@@ -62,17 +64,19 @@ def simulate_step(
     num_micro_batches = step.workload.num_micro_batches
     simulated = engine.events_of(step, modes)
     durations = durations_of(step, engine)
-    timeline = Timeline(durations, overlaps=step.cluster.overlaps, gathers_wait_for=engine.gathers_wait_for)
+    timeline = Timeline(
+        durations, overlaps=step.cluster.overlaps, gathers_wait_for=engine.gathers_wait_for, keeps_intervals=True
+    )
     moments: list[tuple[float, Moment]] = []
 
     def note(_: float, moment: Callable[[], Moment]) -> None:
         moments.append((timeline.now_s, moment()))
 
     live = engine.live_parts(step, note, rank=rank)
-    for events in simulated:
+    for index, events in enumerate(simulated):
         live.begin_micro_batch()
         for event in events:
-            timeline.read(event)
+            timeline.read(event, index)
             live.read(event)
         timeline.end_backward()
     live.update()
@@ -90,6 +94,7 @@ def simulate_step(
             for kind in ("full", "sharded")
         },
         moments=tuple(moments),
+        intervals=tuple(timeline.intervals),
     )
 
 

@@ -25,6 +25,18 @@ from lightning_osdp.engine import Event, GatherRule
 _FREED_IN_FLIGHT = 2
 """``_FreeEventQueue._max_num_inflight_all_gathers`` of torch/distributed/fsdp/_limiter_utils.py."""
 
+COMPUTE, COMMUNICATION = "compute", "communication"
+
+
+class Interval(NamedTuple):
+    """What a resource does from when to when, in seconds from the start of the step."""
+
+    resource: str
+    event: Event
+    micro_batch: int
+    start_s: float
+    end_s: float
+
 
 class Durations(NamedTuple):
     """Seconds of every event: by segment, and by unit."""
@@ -39,11 +51,15 @@ class Durations(NamedTuple):
 
 
 class Timeline:
-    """Reads events in the order in which the host issues them."""
+    """Reads events in the order in which the host issues them; keeps intervals for a picture, where that is asked."""
 
-    def __init__(self, durations: Durations, *, overlaps: bool, gathers_wait_for: GatherRule) -> None:
+    def __init__(
+        self, durations: Durations, *, overlaps: bool, gathers_wait_for: GatherRule, keeps_intervals: bool = False
+    ) -> None:
         self.durations, self.overlaps, self.gathers_wait_for = durations, overlaps, gathers_wait_for
         self.compute_s = self.communicator_s = 0.0
+        self.keeps_intervals = keeps_intervals
+        self.intervals: list[Interval] = []
         self.ends_s = [0.0]
         """When the micro-batches so far were done."""
         self.stalls_s: dict[int, float] = {}
@@ -60,13 +76,13 @@ class Timeline:
         """When everything issued so far is done."""
         return max(self.compute_s, self.communicator_s)
 
-    def read(self, event: Event) -> None:
+    def read(self, event: Event, micro_batch: int = 0) -> None:
         """One more event."""
         kind, of = event
         durations = self.durations
         if kind == "gather":
             self._pending.add(of)
-            self._ready_s[of] = self._communicate(durations.gather_s[of], self._may_gather_s())
+            self._ready_s[of] = self._communicate(event, micro_batch, durations.gather_s[of], self._may_gather_s())
             self._due_s[of] = self._due_s.get(of, 0.0) + durations.overhead_s["gather"][of]
         elif kind == "await":
             start_s = self.compute_s
@@ -77,20 +93,20 @@ class Timeline:
                 self._copied_before_s = self.compute_s if self._is_in_backward else self._copied_s
                 self._copied_s = self.compute_s
         elif kind == "forward":
-            self._compute(durations.forward_s[of])
+            self._compute(event, micro_batch, durations.forward_s[of])
         elif kind == "backward":
             self._is_in_backward = True
-            self._compute(durations.backward_s[of])
+            self._compute(event, micro_batch, durations.backward_s[of])
         elif kind == "flatten":
-            self._compute(self._due_s.pop(of, 0.0) + durations.overhead_s["flatten"][of])
+            self._compute(event, micro_batch, self._due_s.pop(of, 0.0) + durations.overhead_s["flatten"][of])
         elif kind == "free":
             if self.gathers_wait_for == "frees":
                 self._freed_s.append(self.compute_s)
         elif kind == "accumulate":
-            self._compute(durations.overhead_s["accumulate"][of])
+            self._compute(event, micro_batch, durations.overhead_s["accumulate"][of])
         elif kind == "reduce":
-            self._compute(durations.overhead_s["reduce"][of])
-            self._communicate(durations.reduce_s[of], self.compute_s)
+            self._compute(event, micro_batch, durations.overhead_s["reduce"][of])
+            self._communicate(event, micro_batch, durations.reduce_s[of], self.compute_s)
 
     def read_all(self, events: Iterable[Event]) -> None:
         """All events of a micro-batch."""
@@ -117,13 +133,23 @@ class Timeline:
             return self._copied_before_s
         return self._freed_s.popleft() if len(self._freed_s) >= _FREED_IN_FLIGHT else 0.0
 
-    def _compute(self, seconds: float) -> None:
+    def _compute(self, event: Event, micro_batch: int, seconds: float) -> None:
+        start_s = self.compute_s
         self.compute_s += seconds
         if not self.overlaps:
             self.communicator_s = self.compute_s
+        if self.keeps_intervals:
+            self._keep(COMPUTE, event, micro_batch, start_s, self.compute_s)
 
-    def _communicate(self, seconds: float, may_start_s: float) -> float:
-        self.communicator_s = max(self.communicator_s, may_start_s) + seconds
+    def _communicate(self, event: Event, micro_batch: int, seconds: float, may_start_s: float) -> float:
+        start_s = max(self.communicator_s, may_start_s)
+        self.communicator_s = start_s + seconds
         if not self.overlaps:
             self.compute_s = self.communicator_s
+        if self.keeps_intervals:
+            self._keep(COMMUNICATION, event, micro_batch, start_s, self.communicator_s)
         return self.communicator_s
+
+    def _keep(self, resource: str, event: Event, micro_batch: int, start_s: float, end_s: float) -> None:
+        if end_s > start_s:
+            self.intervals.append(Interval(resource, event, micro_batch, start_s, end_s))

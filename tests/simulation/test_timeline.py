@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from steps import gather_starts_s, step_of
+from steps import step_of
 
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.modes import DP, ZDP
@@ -26,18 +26,12 @@ def chain(model):
     return build
 
 
-def run(profile, cluster, modes, *, overlaps, ring_s, num_micro_batches=1, **settings):
-    """A step, the modes of its units, and its engine."""
+def estimate(profile, cluster, modes, *, overlaps, ring_s, num_micro_batches=1, **settings):
     # two ranks: a ring takes 1/2 * 100 bytes * seconds_per_byte
     ranks = dataclasses.replace(cluster(2, seconds_per_byte=ring_s / 50), overlaps=overlaps)
     step = dataclasses.replace(step_of(profile, num_micro_batches=num_micro_batches), cluster=ranks)
     chosen = [DP, *({"D": DP, "Z": ZDP}[letter] for letter in modes)]
-    return step, chosen, FSDP2(**settings)
-
-
-def estimate(*args, **options):
-    step, modes, engine = run(*args, **options)
-    return simulate_step(step, modes, engine=engine)
+    return simulate_step(step, chosen, engine=FSDP2(**settings))
 
 
 @pytest.mark.parametrize(("modes", "rings"), [("ZZZ", 9), ("DDD", 6), ("ZDZ", 8)])
@@ -104,7 +98,8 @@ def test_slow_computing_holds_gathers_back(model, cluster, settings, starts):
     profile = model(100, 100, 100, 100)
     segments = [dataclasses.replace(segment, forward_s=Affine(10.0)) for segment in profile.segments[:-1]]
     profile = dataclasses.replace(profile, segments=(*segments, profile.segments[-1]))
-    gathers = gather_starts_s(*run(profile, cluster, "ZZZZ", overlaps=True, ring_s=1.0, **settings))
+    found = estimate(profile, cluster, "ZZZZ", overlaps=True, ring_s=1.0, **settings)
+    gathers = [interval.start_s for interval in found.intervals if interval.event.kind == "gather"]
     assert gathers[:4] == pytest.approx(starts)
 
 
