@@ -154,12 +154,10 @@ class UnitInitializer:
     @contextmanager
     def _units_hidden(self, modules: list[nn.Module]) -> Iterator[None]:
         """Keeps ``reset_parameters`` away from what is sharded: it would fill the same values into every shard."""
-        units = [
-            (parent, name, child)
-            for parent in modules
-            for name, child in parent._modules.items()
-            if isinstance(child, FSDPModule)
+        children: list[tuple[nn.Module, str, Any]] = [
+            (parent, name, child) for parent in modules for name, child in parent._modules.items()
         ]
+        units = [each for each in children if isinstance(each[-1], FSDPModule)]
         for parent, name, unit in units:
             parent._modules[name] = _Sharded(self._paths[unit])
         try:

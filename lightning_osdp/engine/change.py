@@ -56,7 +56,7 @@ def _compared(current: Plan, plan: Plan) -> Iterator[tuple[str, str, Any, Any]]:
     for field in _OF_PLAN:
         yield field, field, getattr(current, field), getattr(plan, field)
     names = [[unit.name for unit in each.units] for each in (current, plan)]
-    yield "units", "the list of units", *names
+    yield "units", "the list of units", names[0], names[1]
     if names[0] == names[1]:
         for used, planned in zip(current.units, plan.units, strict=True):
             for field in _OF_UNIT:
