@@ -26,7 +26,6 @@ def told(monkeypatch, tmp_path):
         estimate = SimpleNamespace(saving_bytes={"full": 3 * 2**20, "sharded": 2 * 2**20})
         setup = Setup(
             device=torch.device(device),
-            num_nodes=1,
             local_ranks=1,
             precision="32-true",
             mixed_precision=None,
