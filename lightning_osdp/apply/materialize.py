@@ -154,10 +154,9 @@ class UnitInitializer:
     @contextmanager
     def _units_hidden(self, modules: list[nn.Module]) -> Iterator[None]:
         """Keeps ``reset_parameters`` away from what is sharded: it would fill the same values into every shard."""
-        children: list[tuple[nn.Module, str, Any]] = [
-            (parent, name, child) for parent in modules for name, child in parent._modules.items()
+        units = [
+            (parent, name, child) for parent in modules for name, child in parent._modules.items() if _is_unit(child)
         ]
-        units = [each for each in children if isinstance(each[-1], FSDPModule)]
         for parent, name, unit in units:
             parent._modules[name] = _Sharded(self._paths[unit])
         try:
@@ -165,6 +164,10 @@ class UnitInitializer:
         finally:
             for parent, name, unit in units:
                 parent._modules[name] = unit
+
+
+def _is_unit(module: object) -> bool:
+    return isinstance(module, FSDPModule)
 
 
 class _Sharded(nn.Module):
@@ -198,7 +201,7 @@ def _reset(module: nn.Module) -> Any:
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:
     """Modules of one unit in the order in which constructors initialise them, so that a parent has the last word."""
     for child in module.children():
-        if not isinstance(child, FSDPModule):
+        if not _is_unit(child):
             yield from _children_first(child)
     yield module
 

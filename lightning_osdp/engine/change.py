@@ -55,9 +55,9 @@ def _compared(current: Plan, plan: Plan) -> Iterator[tuple[str, str, Any, Any]]:
         yield "fingerprint", f"parameter {name!r}", current.fingerprint.get(name), plan.fingerprint.get(name)
     for field in _OF_PLAN:
         yield field, field, getattr(current, field), getattr(plan, field)
-    names = [[unit.name for unit in each.units] for each in (current, plan)]
-    yield "units", "the list of units", names[0], names[1]
-    if names[0] == names[1]:
+    used_names, planned_names = ([unit.name for unit in each.units] for each in (current, plan))
+    yield "units", "the list of units", used_names, planned_names
+    if used_names == planned_names:
         for used, planned in zip(current.units, plan.units, strict=True):
             for field in _OF_UNIT:
                 yield field, f"{field!r} of unit {used.name!r}", getattr(used, field), getattr(planned, field)
