@@ -15,6 +15,7 @@ from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.engine import FSDP2, engine_of
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.scheduler import PlanMethod, make_plan
+from lightning_osdp.search import SOLVERS
 from lightning_osdp.simulation import simulate
 
 EVERY_UNIT = SearchSpace(min_unit_bytes=0)
@@ -194,7 +195,7 @@ def test_options_that_make_no_sense_are_refused(uneven, cluster, options, text):
     [
         (
             lambda: PlanMethod(search="magic"),
-            "search must be one of ('depth_first', 'greedy', 'exhaustive'), got 'magic'.",
+            f"search must be one of {tuple(SOLVERS)}, got 'magic'.",
         ),
         (lambda: PlanMethod(cost_model="guess"), "cost_model must be one of ('simulate', 'paper'), got 'guess'."),
         (

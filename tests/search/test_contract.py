@@ -66,8 +66,8 @@ def problem(request):
     return PROBLEMS[request.param]
 
 
-def test_the_table_names_three_solvers():
-    assert tuple(SOLVERS) == ("depth_first", "greedy", "exhaustive")
+def test_the_table_has_the_solvers_that_users_are_told_of():
+    assert {"depth_first", "greedy", "exhaustive"} <= set(SOLVERS)
 
 
 def test_every_member_takes_one_choice(solver, problem):
