@@ -35,17 +35,15 @@ def faked(
 ) -> Iterator[Any]:
     """Fake tensors in place of the module's parameters, buffers and other tensors, with gradients on.
 
-    Fake tensors have shape, strides, dtype and device, and no values. Operations on them take the same path through
-    torch as on real ones, saved tensors and autocast included, but only work out what the result looks like; one
-    without a rule for that is run on zeros. ``module.parameters()`` returns fakes inside, one for each parameter
-    however often it is registered or kept as an attribute, and frozen where the parameter is; hooks on the parameters
-    themselves are left out. Counting modes such as `LiveBytes` must be entered inside.
-
-    On exit everything is as before, as `untouched` says, also after an error.
+    Operations on fakes take the same path through torch as on real tensors, saved tensors and autocast included, but
+    only work out shape, strides, dtype and device of the result; one without a rule for that is run on zeros.
+    ``module.parameters()`` returns fakes inside, one for each parameter however often it is registered or kept as an
+    attribute, and frozen where the parameter is; hooks on the parameters themselves are left out. Counting modes such
+    as `LiveBytes` must be entered inside. On exit everything is as before, as `untouched` says, also after an error.
 
     Args:
         module: the model, real or on the meta device.
-        batch: one batch for it, real or on the meta device; it is not touched.
+        batch: likewise; it is not touched.
         device: where the model trains: fakes of tensors on the meta device are there, all others where the real
             ones are.
         assumes_ones: whether a value that the step reads is taken as one, which may lead it down another path.
