@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lightning_osdp.core.text.stored import Stored
+
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
@@ -52,7 +54,7 @@ class UnitOverhead:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster:
+class Cluster(Stored):
     """The ranks that train together, as seen from one of them."""
 
     world_size: int

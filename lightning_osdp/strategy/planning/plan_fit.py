@@ -32,6 +32,7 @@ from lightning_osdp.strategy.planning.micro_batches import Wishes, wishes
 from lightning_osdp.strategy.planning.parameter_groups import Group
 from lightning_osdp.strategy.planning.profile_fit import FitProfiler, Profiled, standing_for
 from lightning_osdp.strategy.planning.progress import shown_progress
+from lightning_osdp.strategy.planning.publish import store_inputs
 from lightning_osdp.strategy.planning.training_step import muted, training_step
 from lightning_osdp.strategy.runtime.all_ranks import on_all_ranks, on_rank_zero
 
@@ -107,6 +108,7 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
     division = Division(
         change, wanted.windows, wanted.policy.micro_batch_sizes, plan.micro_batch_size, plan.num_micro_batches
     )
+    store_inputs(trainer, measured, cluster)
     told = division.compared(plan)
     if told:
         rank_zero_info(f"OSDP: {told} (against your own micro-batches, each of which reduces all gradients)")

@@ -10,13 +10,15 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_osdp.callbacks import PlanMonitor
+from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.byte_size import format_bytes
+from lightning_osdp.core.text.stored import CLUSTER_FILENAME, PLAN_FILENAME, PROFILE_FILENAME
 from lightning_osdp.report import plan_table, save_picture, show
 from lightning_osdp.simulation import StepEstimate
 from lightning_osdp.strategy.runtime.all_ranks import on_rank_zero
 
-PLAN_FILENAME = "osdp_plan.json"
 NOT_DRAWN = 'a picture of it needs matplotlib: pip install "lightning-osdp[plots]"'
 
 
@@ -28,7 +30,7 @@ def publish(trainer: pl.Trainer, plan: Plan, estimate: StepEstimate | None) -> N
         plan: the plan in use.
         estimate: what a step was predicted to take; None where a plan was given.
     """
-    path = Path(trainer.log_dir or trainer.default_root_dir) / PLAN_FILENAME
+    path = _folder(trainer) / PLAN_FILENAME
 
     is_kept = not trainer.fast_dev_run  # type: ignore[attr-defined]  # set by a connector; such a run leaves no files
 
@@ -48,6 +50,23 @@ def publish(trainer: pl.Trainer, plan: Plan, estimate: StepEstimate | None) -> N
         for monitor in monitors:
             monitor.use(plan)
         callbacks[:] = [*monitors, *(callback for callback in callbacks if not isinstance(callback, PlanMonitor))]
+
+
+def store_inputs(trainer: pl.Trainer, profile: ModelProfile, cluster: Cluster) -> None:
+    """Writes what a plan is made of beside it, for `lightning-osdp`. All ranks call it."""
+    folder = _folder(trainer)
+
+    def write() -> None:
+        profile.save(folder / PROFILE_FILENAME)
+        cluster.save(folder / CLUSTER_FILENAME)
+
+    if not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
+        on_rank_zero(write)
+
+
+def _folder(trainer: pl.Trainer) -> Path:
+    """Of the run; all ranks ask for it."""
+    return Path(trainer.log_dir or trainer.default_root_dir)
 
 
 def _draw(plan: Plan, path: Path, estimate: StepEstimate | None) -> str:
