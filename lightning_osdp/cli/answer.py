@@ -1,0 +1,42 @@
+"""What a command has found: as text of at most the terminal's width, 80 characters in a pipe, or as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Of a command, in both forms."""
+
+    text: RenderableType
+    document: Any
+    """What `json.dumps` takes."""
+    fits: bool = True
+    """Whether something fits; the exit code says so."""
+
+
+def write(answer: Answer, *, as_json: bool) -> None:
+    """Writes it to standard output."""
+    if as_json:
+        sys.stdout.write(json.dumps(answer.document, indent=2) + "\n")
+    else:
+        Console(highlight=False, markup=False).print(answer.text)
+    sys.stdout.flush()
+
+
+def lines(*parts: RenderableType) -> Group:
+    """One below the other, with brackets in names left as they are."""
+    return Group(*(Text(part) if isinstance(part, str) else part for part in parts))
+
+
+def several(text: str, kind: Callable[[str], Any]) -> Sequence[Any]:
+    """Values that commas separate."""
+    return [kind(part.strip()) for part in text.split(",") if part.strip()]

@@ -1,0 +1,137 @@
+"""Commands that make plans of a saved profile and cluster."""
+
+from __future__ import annotations
+
+import json
+
+from lightning_osdp.cli.answer import Answer, lines, several
+from lightning_osdp.cli.files import read_cluster, read_profile
+from lightning_osdp.core.batch_policy import BatchPolicy
+from lightning_osdp.core.cluster import Cluster
+from lightning_osdp.core.text.byte_size import format_bytes, parse_bytes
+from lightning_osdp.core.text.duration import format_seconds, three_digits
+from lightning_osdp.core.text.stored import CLUSTER_FILENAME, PROFILE_FILENAME
+from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.report.tables import plan_table, table
+from lightning_osdp.report.what_if import Case, what_if
+from lightning_osdp.scheduler import make_plan
+
+
+def plan(
+    *,
+    profile: str = PROFILE_FILENAME,
+    cluster: str = CLUSTER_FILENAME,
+    memory: str | None = None,
+    batch: int | None = None,
+    accumulate: int = 1,
+    out: str | None = None,
+) -> Answer:
+    """Make a plan from a saved profile and cluster.
+
+    Args:
+        profile: path of the model's profile.
+        cluster: path of the cluster.
+        memory: limit of one rank, as in 8GiB; by default what was free there when the cluster was measured.
+        batch: samples per rank and micro-batch; by default as profiled.
+        accumulate: micro-batches of an optimizer step.
+        out: file to write the plan to.
+    """
+    model, ranks = read_profile(profile), read_cluster(cluster)
+    found = make_plan(
+        model,
+        ranks,
+        memory_limit_bytes=_limit_bytes(memory, ranks),
+        micro_batch_size=BatchPolicy.fixed(model.profiled_batch_size if batch is None else batch, accumulate),
+    )
+    if out is not None:
+        try:
+            found.save(out)
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"Expected a file that can be written for out, got {out!r}: {error}.") from error
+    return Answer(text=plan_table(found), document=json.loads(found.to_json()))
+
+
+def what_if_table(
+    *,
+    profile: str = PROFILE_FILENAME,
+    cluster: str = CLUSTER_FILENAME,
+    ranks: str = "",
+    rate: str = "1",
+    memory: str | None = None,
+    batch: str = "",
+    accumulate: int = 1,
+) -> Answer:
+    """Plan for every combination of ranks, link rates, memory and batches, each given as values between commas.
+
+    Args:
+        profile: path of the model's profile.
+        cluster: path of the cluster.
+        ranks: numbers of ranks, as in 4,8; by default the cluster's.
+        rate: bytes/s of the links over those that were measured, as in 0.5,1,10.
+        memory: limits of one rank, as in 8GiB,16GiB; by default what was free when the cluster was measured.
+        batch: samples per rank and micro-batch, as in 4,8; by default as profiled.
+        accumulate: micro-batches of an optimizer step.
+    """
+    model, measured = read_profile(profile), read_cluster(cluster)
+    limits = [_limit_bytes(None, measured)] if memory is None else several(memory, parse_bytes)
+    try:
+        world_sizes, rates, sizes = several(ranks, int), several(rate, float), several(batch, int)
+    except ValueError as error:
+        raise ConfigurationError(f"Expected numbers between commas for ranks, rate and batch: {error}.") from error
+    cases = what_if(
+        model,
+        measured,
+        memory_limits_bytes=limits,
+        micro_batch_sizes=sizes or [model.profiled_batch_size],
+        world_sizes=world_sizes,
+        link_rates=rates,
+        num_micro_batches=accumulate,
+    )
+    headings = ("ranks", "links", "memory", "batch", "step", "samples/s", "peak", "over plain FSDP")
+    fits = any(case.plan is not None for case in cases)
+    return Answer(
+        text=lines(
+            table(dict.fromkeys(headings, "right"), [_row(case) for case in cases]),
+            *([] if fits else [cases[-1].why_not]),
+        ),
+        document=[_document(case) for case in cases],
+        fits=fits,
+    )
+
+
+def _limit_bytes(memory: str | None, cluster: Cluster) -> int:
+    if memory is not None:
+        return parse_bytes(memory)
+    if cluster.memory_bytes is None:
+        raise ConfigurationError("Expected memory, for the cluster does not say how much there is: --memory 8GiB.")
+    return cluster.memory_bytes
+
+
+def _row(case: Case) -> tuple[str, ...]:
+    given = (
+        str(case.world_size),
+        f"x{case.link_rate:g}",
+        format_bytes(case.memory_limit_bytes),
+        f"{case.micro_batch_size}" + (f" x {case.num_micro_batches}" if case.num_micro_batches > 1 else ""),
+    )
+    plan = case.plan
+    if plan is None:
+        return (*given, "does not fit", "", "", "")
+    gain = f"{plan.predicted_gain - 1:+.1%}" if plan.all_zdp_step_time_s else "does not fit"
+    return (
+        *given,
+        format_seconds(plan.step_time_s),
+        three_digits(plan.samples_per_s),
+        format_bytes(plan.peak_bytes),
+        gain,
+    )
+
+
+def _document(case: Case) -> dict[str, object]:
+    plan = case.plan
+    predicted = ("step_time_s", "samples_per_s", "peak_bytes", "predicted_gain")
+    return {
+        **{name: value for name, value in vars(case).items() if name != "plan"},
+        "fits": plan is not None,
+        **({name: getattr(plan, name) for name in predicted} if plan is not None else {}),
+    }
