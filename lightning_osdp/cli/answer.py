@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
+
+from lightning_osdp.report.tables import render
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,18 +26,11 @@ class Answer:
 
 def write(answer: Answer, *, as_json: bool) -> None:
     """Writes it to standard output."""
-    if as_json:
-        sys.stdout.write(json.dumps(answer.document, indent=2) + "\n")
-    else:
-        Console(highlight=False, markup=False).print(answer.text)
+    text = json.dumps(answer.document, indent=2) + "\n" if as_json else render(answer.text, width=Console().width)
+    sys.stdout.write(text)
     sys.stdout.flush()
 
 
 def lines(*parts: RenderableType) -> Group:
     """One below the other, with brackets in names left as they are."""
     return Group(*(Text(part) if isinstance(part, str) else part for part in parts))
-
-
-def several(text: str, kind: Callable[[str], Any]) -> Sequence[Any]:
-    """Values that commas separate."""
-    return [kind(part.strip()) for part in text.split(",") if part.strip()]

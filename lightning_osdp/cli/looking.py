@@ -16,7 +16,7 @@ from lightning_osdp.core.text.stored import PLAN_FILENAME
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.report.alternatives import Alternative, Alternatives, find_alternatives
 from lightning_osdp.report.difference import compare_plans
-from lightning_osdp.report.tables import plan_table, table
+from lightning_osdp.report.tables import Justify, plan_table, table
 from lightning_osdp.report.trace import chrome_trace
 from lightning_osdp.report.what_if import Price, memory_price
 from lightning_osdp.simulation import simulate
@@ -55,7 +55,9 @@ def explain(
     found = read_all(plan, profile, cluster)
     ways = find_alternatives(*found, "" if operator == "(root)" else operator)
     of_memory = memory_price(*found, more_bytes=more_bytes) if price else None
-    headings = dict.fromkeys(("way", "step", "against", "peak", "against ", "limit leaves"), "right")
+    headings: dict[str, Justify] = dict.fromkeys(
+        ("way", "step", "against", "peak", "against ", "limit leaves"), "right"
+    )
     return Answer(
         text=lines(
             _where(ways),

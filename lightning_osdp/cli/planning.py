@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from typing import TypeVar
 
-from lightning_osdp.cli.answer import Answer, lines, several
+from lightning_osdp.cli.answer import Answer, lines
 from lightning_osdp.cli.files import read_cluster, read_profile
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Cluster
@@ -15,6 +17,8 @@ from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.report.tables import plan_table, table
 from lightning_osdp.report.what_if import Case, what_if
 from lightning_osdp.scheduler import make_plan
+
+_Number = TypeVar("_Number", int, float)
 
 
 def plan(
@@ -55,10 +59,10 @@ def what_if_table(
     *,
     profile: str = PROFILE_FILENAME,
     cluster: str = CLUSTER_FILENAME,
-    ranks: str = "",
+    ranks: str | None = None,
     rate: str = "1",
     memory: str | None = None,
-    batch: str = "",
+    batch: str | None = None,
     accumulate: int = 1,
 ) -> Answer:
     """Plan for every combination of ranks, link rates, memory and batches, each given as values between commas.
@@ -73,18 +77,13 @@ def what_if_table(
         accumulate: micro-batches of an optimizer step.
     """
     model, measured = read_profile(profile), read_cluster(cluster)
-    limits = [_limit_bytes(None, measured)] if memory is None else several(memory, parse_bytes)
-    try:
-        world_sizes, rates, sizes = several(ranks, int), several(rate, float), several(batch, int)
-    except ValueError as error:
-        raise ConfigurationError(f"Expected numbers between commas for ranks, rate and batch: {error}.") from error
     cases = what_if(
         model,
         measured,
-        memory_limits_bytes=limits,
-        micro_batch_sizes=sizes or [model.profiled_batch_size],
-        world_sizes=world_sizes,
-        link_rates=rates,
+        memory_limits_bytes=_several(memory, "memory", parse_bytes) or [_limit_bytes(None, measured)],
+        micro_batch_sizes=_several(batch, "batch", int) or [model.profiled_batch_size],
+        world_sizes=_several(ranks, "ranks", int),
+        link_rates=_several(rate, "rate", float),
         num_micro_batches=accumulate,
     )
     headings = ("ranks", "links", "memory", "batch", "step", "samples/s", "peak", "over plain FSDP")
@@ -97,6 +96,16 @@ def what_if_table(
         document=[_document(case) for case in cases],
         fits=fits,
     )
+
+
+def _several(text: str | None, name: str, kind: Callable[[str], _Number]) -> list[_Number]:
+    """Values that commas separate; none where nothing is given."""
+    try:
+        return [] if text is None else [kind(part) for part in text.split(",")]
+    except ConfigurationError:
+        raise
+    except ValueError as error:
+        raise ConfigurationError(f"Expected numbers between commas for {name}, got {text!r}.") from error
 
 
 def _limit_bytes(memory: str | None, cluster: Cluster) -> int:

@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(error: Exception, code: int) -> int:
-    sys.stderr.write(f"lightning-osdp: {error}\n")
+    sys.stderr.write(f"lightning-osdp: {' '.join(str(error).split())}\n")
     return code
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -55,7 +56,7 @@ def what_if(
         ConfigurationError: a number below 1, a rate that is not positive, or links that were not measured.
     """
     world_sizes = world_sizes or (cluster.world_size,)
-    if min(world_sizes) < 1 or min(link_rates) <= 0:
+    if min(world_sizes) < 1 or not all(0 < rate < math.inf for rate in link_rates):
         raise ConfigurationError(
             f"Expected at least one rank and links with a positive rate, got {[*world_sizes]} and {[*link_rates]}."
         )

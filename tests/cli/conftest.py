@@ -72,7 +72,7 @@ def ranks():
 def planned(profile, ranks):
     """Makes a plan; in micro-batches of two samples."""
 
-    def make(limit_mib=60, *, number=1, **space):
+    def make(limit_mib=80, *, number=1, **space):
         return make_plan(
             profile,
             ranks,

@@ -92,8 +92,8 @@ def test_the_price_of_memory_is_of_two_plans(planned, profile, ranks):
     ]
     assert [price.step_time_s, price.with_more_s] == times
     assert price.saves == 1 - times[1] / times[0] > 0
-    assert memory_price(plan, profile, ranks).more_bytes == 4 * 2**20  # an eighth of 60 MiB is 7.5 MiB
-    assert memory_price(planned(64), profile, ranks).more_bytes == 8 * 2**20
+    assert memory_price(plan, profile, ranks).more_bytes == 8 * 2**20  # an eighth of 80 MiB is 10 MiB
+    assert memory_price(planned(200), profile, ranks).more_bytes == 16 * 2**20
 
 
 def test_the_command_prints_both_within_80_columns(folder, run, answer, planned, profile, ranks):

@@ -16,10 +16,10 @@ def faster(link, rate):
 
 
 def test_plan_is_make_plan(folder, run, answer, profile, ranks):
-    code, _, err = run("plan", "--memory", "60MiB", "--batch", "4", "--accumulate", "2", "--out", "new/plan.json")
+    code, _, err = run("plan", "--memory", "120MiB", "--batch", "4", "--accumulate", "2", "--out", "new/plan.json")
     assert (code, err) == (0, "")
     expected = make_plan(
-        profile, ranks, memory_limit_bytes=60 * MIB, micro_batch_size=BatchPolicy.fixed(4, num_micro_batches=2)
+        profile, ranks, memory_limit_bytes=120 * MIB, micro_batch_size=BatchPolicy.fixed(4, num_micro_batches=2)
     )
     assert Plan.load("new/plan.json").to_json() == expected.to_json()
     found = answer("plan")  # the memory of the cluster, and the batch of the profile
@@ -89,6 +89,10 @@ def test_the_table_is_within_80_columns_and_says_what_does_not_fit(folder, run):
         (("--ranks", "two"), "numbers between commas"),
         (("--ranks", "0"), "at least one rank"),
         (("--rate", "0"), "positive rate"),
+        (("--rate", "1,inf"), "positive rate"),
+        (("--rate", ""), "for rate, got ''"),
+        (("--batch", "2,"), "for batch, got '2,'"),
+        (("--memory", "1GiB,x"), "got 'x'"),
     ],
 )
 def test_numbers_that_make_no_sense_are_told(folder, run, arguments, text):

@@ -124,7 +124,7 @@ def test_the_command_writes_it_and_says_what_a_step_takes(folder, run, answer, p
     assert json.loads((folder / "step.json").read_text()) == chrome_trace(planned(), profile, ranks)
     document, estimate = answer("simulate"), simulate(planned(), profile, ranks)
     assert (document["time_s"], document["peak_bytes"]) == (estimate.time_s, estimate.peak.peak_bytes)
-    assert "60.0 MiB" in out
+    assert "80.0 MiB" in out
     assert max(map(len, out.splitlines())) <= 80
 
 
