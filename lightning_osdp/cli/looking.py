@@ -15,10 +15,10 @@ from lightning_osdp.core.text.folding import fold_names
 from lightning_osdp.core.text.stored import PLAN_FILENAME
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.report.alternatives import Alternative, Alternatives, find_alternatives
+from lightning_osdp.report.cases import Price, memory_price
 from lightning_osdp.report.difference import compare_plans
 from lightning_osdp.report.tables import Justify, plan_table, table
 from lightning_osdp.report.trace import chrome_trace
-from lightning_osdp.report.what_if import Price, memory_price
 from lightning_osdp.simulation import simulate
 
 

@@ -2,11 +2,11 @@
 
 from lightning_osdp.report.accumulation import tell_accumulation
 from lightning_osdp.report.alternatives import find_alternatives
+from lightning_osdp.report.cases import memory_price, what_if
 from lightning_osdp.report.difference import compare_plans
 from lightning_osdp.report.picture import draw_plan, save_picture
 from lightning_osdp.report.tables import comparison_table, plan_table, render, render_plan, show
 from lightning_osdp.report.trace import chrome_trace
-from lightning_osdp.report.what_if import memory_price, what_if
 
 __all__ = [
     "chrome_trace",

@@ -17,6 +17,7 @@ from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.step import Step
+from lightning_osdp.engine import Moment
 from lightning_osdp.simulation import Interval, StepEstimate, planned_step, simulate
 
 STREAMS = ("compute", "communication", "copy")
@@ -90,7 +91,8 @@ class _Drawn:
         period_s = ends[1] - ends[0] if more else 0.0
         # simulated micro-batch, the one that it is drawn as, and how much later
         places = [(0, 0, 0.0), *((1, 1 + i, i * period_s) for i in range(more + 1)), (2, 2 + more, more * period_s)]
-        intervals, memory = [], []
+        intervals: list[Interval] = []
+        memory: list[tuple[float, Moment]] = []
         for source, micro_batch, later_s in places[: len(ends) + more]:
             intervals += [
                 each._replace(micro_batch=micro_batch, start_s=each.start_s + later_s, end_s=each.end_s + later_s)

@@ -10,7 +10,7 @@ from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, Link, UnitOverhead
 from lightning_osdp.core.plans.search_space import SearchSpace
-from lightning_osdp.core.profile import BlockProfile, OperatorProfile
+from lightning_osdp.core.profile import BlockProfile, OperatorProfile, OptimizerProfile
 from lightning_osdp.scheduler import make_plan
 
 MIB = 2**20
@@ -33,6 +33,7 @@ def profile(model, operator):
         loss_s_per_sample=1e-3,
         fingerprint=dict.fromkeys(["wte", *names, "head"], "[1024, 1024] float32"),
         profiled_batch_size=2,
+        optimizer=OptimizerProfile(s_per_element=1e-9),
     )
     fields = [field.name for field in dataclasses.fields(OperatorProfile)]
     plain = tuple(OperatorProfile(**{name: getattr(each, name) for name in fields}) for each in operators)
@@ -56,7 +57,7 @@ def _block(stated, name):
 @pytest.fixture(scope="session")
 def ranks():
     """Four ranks whose links are about as busy as their devices."""
-    link = Link(latency_s=20e-6, seconds_per_byte=1e-9)
+    link = Link(latency_s=20e-6, seconds_per_byte=3e-9)
     return Cluster(
         world_size=4,
         all_gather=link,

@@ -12,6 +12,7 @@ import pytest
 
 import lightning_osdp
 from lightning_osdp.cli.program import COMMANDS
+from lightning_osdp.core.plans.plan import SCHEMA_VERSION
 from lightning_osdp.report import render_plan
 
 
@@ -34,7 +35,7 @@ BAD_FILES = {
     "not text": (b"\xff\xfe", "cannot be read"),
     "not JSON": (b"{", "cannot be parsed"),
     "a list": (b"[]", "JSON object"),
-    "another schema version": (b'{"schema_version": 2}', "schema_version 3, got 2"),
+    "another schema version": (b'{"schema_version": 2}', f"schema_version {SCHEMA_VERSION}, got 2"),
 }
 
 
@@ -121,7 +122,7 @@ def test_help_names_every_command_and_argument_and_nothing_internal(capsys):
         with pytest.raises(SystemExit) as ended:
             lightning_osdp.cli.main([*arguments, "--help"])
         assert ended.value.code == 0
-        text = capsys.readouterr().out
+        text = " ".join(capsys.readouterr().out.split())
         assert "lightning_osdp.cli" not in text
         if not arguments:
             assert all(name in text for name in COMMANDS)
@@ -164,7 +165,7 @@ def fresh(*arguments, **options):
 def test_no_command_needs_torch_or_lightning(folder):
     done = fresh("explain", "wte", capture_output=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("wte: unit wte")
+    assert done.stdout.startswith("wte: unit ")
 
 
 def test_whoever_reads_may_stop_early(folder):

@@ -80,6 +80,7 @@ def test_totals_are_those_of_the_simulator(plan, profile, links):
     assert max(memory) == pytest.approx(estimate.peak.peak_bytes, abs=10)  # each part is rounded
     assert trace["otherData"]["step_time_s"] == estimate.time_s
     assert trace["otherData"]["peak_bytes"] == estimate.peak.peak_bytes
+    assert [event["name"] for event in events].count("optimizer step") == 1
     numbers = {event["args"]["micro-batch"] for event in events if "micro-batch" in event["args"]}
     assert numbers == {*range(plan.num_micro_batches)}
 
@@ -94,7 +95,7 @@ def test_copies_are_drawn_in_their_own_stream(planned, profile, ranks):
 
 
 def test_each_micro_batch_has_every_forward_once(planned, profile, ranks):
-    trace = chrome_trace(planned(number=7), profile, ranks)
+    trace = chrome_trace(planned(1000, number=7), profile, ranks)
     for number in range(7):
         names = [
             event["name"]

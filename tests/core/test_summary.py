@@ -32,7 +32,7 @@ def test_a_plan_as_text_has_ten_lines():
         str(PLAN)
         == """\
 OSDP plan for 2 ranks
-units    1 ZDP + DP, 3 ZDP
+units    3 ZDP, 1 ZDP + DP
 blocks   1 recompute
 prefetch backward pre, forward none
 batch    8 x 4 x 2 = 64 samples a step
