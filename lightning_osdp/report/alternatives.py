@@ -10,6 +10,7 @@ from itertools import product
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.modes import DP, MODES, SYNC_CHOICES, ZDP
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
+from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.core.text.byte_size import format_bytes
@@ -73,6 +74,8 @@ class Alternatives:
 def find_alternatives(plan: Plan, profile: ModelProfile, cluster: Cluster, operator: str) -> Alternatives:
     """Simulates the step of a plan with one unit treated in each way that there is, and all else as planned.
 
+    Blocks may keep what they save, recompute, and do what any block of the plan does.
+
     Args:
         plan: to look into.
         profile: of its model.
@@ -87,7 +90,8 @@ def find_alternatives(plan: Plan, profile: ModelProfile, cluster: Cluster, opera
     blocks = [block for block in profile.blocks if is_inside(operator, [block.name])]
     block = blocks[0].name if blocks else ""
     planned = {each.name: each.activations for each in plan.blocks}.get(block, KEEP)
-    choices = [KEEP, *blocks[0].segments] if blocks else [KEEP]
+    offered = {*SearchSpace().activations, *(each.activations for each in plan.blocks)}
+    choices = [KEEP, *(choice for choice in blocks[0].segments if choice in offered)] if blocks else [KEEP]
 
     def simulated(changed: Unit, choice: str) -> Alternative:
         units = tuple(changed if each is unit else each for each in plan.units)

@@ -6,6 +6,8 @@ import pytest
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.plan import Block
 from lightning_osdp.core.plans.search_space import SearchSpace
+from lightning_osdp.core.text.byte_size import format_bytes
+from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.report.alternatives import find_alternatives
 from lightning_osdp.report.cases import memory_price
@@ -19,7 +21,7 @@ def brute_force(plan, profile, ranks, unit, block):
     """Mode, sync and activations -> seconds and bytes, each of a plan that is written by hand."""
     syncs = ("every", "last") if plan.num_micro_batches > 1 else ("every",)
     found = {}
-    for mode, sync, choice in product(("ZDP", "DP"), syncs, ("keep", "recompute", "offload") if block else ("keep",)):
+    for mode, sync, choice in product(("ZDP", "DP"), syncs, ("keep", "recompute") if block else ("keep",)):
         units = [dataclasses.replace(each, modes=(mode,), sync=sync) if each is unit else each for each in plan.units]
         blocks = [each for each in plan.blocks if each.name != block]
         blocks += [Block(name=block, activations=choice)] if choice != "keep" else []
@@ -29,11 +31,11 @@ def brute_force(plan, profile, ranks, unit, block):
 
 
 @pytest.mark.parametrize("number", [1, 3])
-@pytest.mark.parametrize(("operator", "block"), [("h.0.attn", "h.0"), ("h.3.mlp", "h.3"), ("head", "")])
-def test_alternatives_are_those_of_plans_written_by_hand(planned, profile, ranks, operator, block, number):
+@pytest.mark.parametrize(("name", "block"), [("h.0.attn", "h.0"), ("h.3.mlp", "h.3"), ("head", "")])
+def test_alternatives_are_those_of_plans_written_by_hand(planned, profile, ranks, name, block, number):
     plan = planned(number=number, share_units=False, slices=(1,))
-    (unit,) = (each for each in plan.units if operator in each.operators)
-    ways = find_alternatives(plan, profile, ranks, operator)
+    (unit,) = (each for each in plan.units if name in each.operators)
+    ways = find_alternatives(plan, profile, ranks, name)
     found = {
         (*each.modes, each.sync, each.activations): (each.step_time_s, each.peak_bytes)
         for each in (ways.planned, *ways.others)
@@ -65,17 +67,29 @@ def test_of_a_split_operator_every_number_of_slices_is_an_alternative(model, lin
 
 
 def test_the_reason_is_what_is_faster_and_whether_it_fits(planned, profile, ranks):
-    plan = planned(share_units=False, slices=(1,), activations=("keep",))
-    freed = next(unit for unit in plan.units if unit.modes == ("ZDP",) and unit.keep_saves_s > 0)
-    ways = find_alternatives(plan, profile, ranks, freed.operators[0])
-    faster = min(ways.others, key=lambda each: each.step_time_s)
-    assert faster.step_time_s < ways.planned.step_time_s
-    assert faster.peak_bytes > plan.memory_limit_bytes
-    assert "more than the limit" in ways.why()
-    larger = dataclasses.replace(plan, memory_limit_bytes=GIB)
-    assert "plan anew" in find_alternatives(larger, profile, ranks, freed.operators[0]).why()
     everything = planned(1000, share_units=False)
     assert "No other way is faster" in find_alternatives(everything, profile, ranks, "h.0.attn").why()
+    units = [dataclasses.replace(unit, modes=("ZDP",)) if unit.name == "wte" else unit for unit in everything.units]
+    freed = dataclasses.replace(everything, units=tuple(units))
+    peak_bytes = simulate(freed, profile, ranks).peak.peak_bytes
+    ways = find_alternatives(dataclasses.replace(freed, memory_limit_bytes=peak_bytes), profile, ranks, "wte")
+    (kept,) = ways.others
+    assert kept.modes == ("DP",)
+    assert kept.step_time_s < ways.planned.step_time_s
+    saved = format_seconds(ways.planned.step_time_s - kept.step_time_s)
+    short = format_bytes(kept.peak_bytes - peak_bytes)
+    assert ways.why() == f"DP would save {saved} a step, but takes {short} more than the limit."
+    assert find_alternatives(freed, profile, ranks, "wte").why().endswith("plan anew.")
+
+
+def test_offloading_is_an_alternative_where_the_plan_offloads(planned, profile, ranks):
+    plan = planned(1000)
+    offloading = dataclasses.replace(plan, blocks=(Block(name="h.1", activations="offload"),))
+    activations = [
+        {each.activations for each in find_alternatives(each, profile, ranks, "h.0.mlp").others}
+        for each in (plan, offloading)
+    ]
+    assert activations == [{"keep", "recompute"}, {"keep", "recompute", "offload"}]
 
 
 def test_of_the_root_and_of_one_rank_there_is_nothing_to_choose(planned, profile, ranks):
@@ -106,7 +120,7 @@ def test_the_command_prints_both_within_80_columns(folder, run, answer, planned,
     assert out.startswith("h.2.mlp: unit ")
     document = answer("explain", "h.2.mlp", "--more", "4MiB")
     ways = find_alternatives(planned(), profile, ranks, "h.2.mlp")
-    assert [each["step_time_s"] for each in document["alternatives"]] == [each.step_time_s for each in ways.others]
+    assert [each["step_time_s"] for each in document["others"]] == [each.step_time_s for each in ways.others]
     assert document["price"]["saves"] == memory_price(planned(), profile, ranks, more_bytes=2**22).saves
     assert document["why"] in " ".join(out.split())
     assert f"4.00 MiB more memory saves {document['price']['saves']:.1%}" in " ".join(out.split())
