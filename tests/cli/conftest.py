@@ -1,6 +1,7 @@
 """A run's folder: a plan with the profile and the cluster that it was made of, all stated."""
 
 import dataclasses
+import functools
 import json
 
 import pytest
@@ -71,8 +72,9 @@ def ranks():
 
 @pytest.fixture(scope="session")
 def planned(profile, ranks):
-    """Makes a plan; in micro-batches of two samples."""
+    """Makes a plan, each once; in micro-batches of two samples."""
 
+    @functools.cache
     def make(limit_mib=80, *, number=1, **space):
         return make_plan(
             profile,
