@@ -68,11 +68,15 @@ def what_if(
     cases = []
     for ranks, rate, memory, batch in product(world_sizes, link_rates, memory_limits_bytes, micro_batch_sizes):
         plan, why_not = None, ""
-        links = {name: _faster(getattr(cluster, name), rate) for name in ("all_gather", "reduce_scatter")}
         try:
             plan = make_plan(
                 profile,
-                replace(cluster, world_size=ranks, **links),
+                replace(
+                    cluster,
+                    world_size=ranks,
+                    all_gather=_faster(cluster.all_gather, rate),
+                    reduce_scatter=_faster(cluster.reduce_scatter, rate),
+                ),
                 memory_limit_bytes=memory,
                 micro_batch_size=BatchPolicy.fixed(batch, num_micro_batches),
             )
