@@ -21,6 +21,13 @@ from lightning_osdp.report.tables import Justify, plan_table, table
 from lightning_osdp.report.trace import chrome_trace
 from lightning_osdp.simulation import simulate
 
+_LABELS = {
+    "samples_per_s": "samples/s",
+    "world_size": "ranks",
+    "micro_batch_size": "micro-batch",
+    "num_micro_batches": "micro-batches",
+}
+
 
 def show(plan: str) -> Answer:
     """Show a plan: its units, why each is as it is, and what it is predicted to cost.
@@ -140,7 +147,7 @@ def simulate_step(
 
 
 def _label(name: str) -> str:
-    return name.removesuffix("_s").removesuffix("_bytes").replace("_", " ")
+    return _LABELS.get(name) or name.removesuffix("_s").removesuffix("_bytes").replace("_", " ")
 
 
 def _as_text(name: str, value: float) -> str:

@@ -68,7 +68,8 @@ def test_the_command_prints_it_within_80_columns(plan, folder, run, answer):
     code, out, err = run("diff", "osdp_plan.json", "other.json")
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
-    assert "step time" in out
+    labels = [line.split("  ")[0] for line in out.partition("\n\n")[0].splitlines()[2:]]
+    assert labels[:6] == ["step time", "samples/s", "peak", "evaluation peak", "memory limit", "ranks"]
     assert "ZDP" in out
     document = answer("diff", "osdp_plan.json", "other.json")
     assert document["numbers"]["peak_bytes"][1] == plan.peak_bytes
