@@ -26,7 +26,7 @@ def plan(
     profile: str = PROFILE_FILENAME,
     cluster: str = CLUSTER_FILENAME,
     memory: str | None = None,
-    batch: int | None = None,
+    batch: str | None = None,
     accumulate: int = 1,
     out: str | None = None,
 ) -> Answer:
@@ -41,11 +41,14 @@ def plan(
         out: file to write the plan to.
     """
     model, ranks = read_profile(profile), read_cluster(cluster)
+    size, *more = _several(batch, "batch", int) or [model.profiled_batch_size]
+    if more:
+        raise ConfigurationError(f"Expected one number for batch, got {batch!r}. `what-if` compares several.")
     found = make_plan(
         model,
         ranks,
         memory_limit_bytes=_limit_bytes(memory, ranks),
-        micro_batch_size=BatchPolicy.fixed(model.profiled_batch_size if batch is None else batch, accumulate),
+        micro_batch_size=BatchPolicy.fixed(size, accumulate),
     )
     if out is not None:
         try:

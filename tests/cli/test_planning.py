@@ -32,7 +32,10 @@ def test_where_nothing_fits_the_exit_code_is_1_with_what_would(folder, run):
     assert "10.0 MiB" in err
 
 
-@pytest.mark.parametrize("arguments", [("--out", "osdp_plan.json/x"), ("--memory", "many"), ("--batch", "0")])
+@pytest.mark.parametrize(
+    "arguments",
+    [("--out", "osdp_plan.json/x"), ("--memory", "many"), ("--batch", "0"), ("--batch", "two"), ("--batch", "2,4")],
+)
 def test_bad_input_is_one_line_and_exit_code_2(folder, run, arguments):
     code, out, err = run("plan", *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
