@@ -51,7 +51,7 @@ def explain(
     """Explain why an operator is treated as it is: every other way, simulated, and what more memory would save.
 
     Args:
-        operator: name of an operator, or of a unit, as `show` prints it.
+        operator: name of an operator, of a unit, or of a module whose operators are in one unit.
         plan: path of the plan.
         profile: path of the model's profile; by default beside the plan.
         cluster: path of the cluster; by default beside the plan.

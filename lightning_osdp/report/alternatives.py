@@ -80,7 +80,7 @@ def find_alternatives(plan: Plan, profile: ModelProfile, cluster: Cluster, opera
         plan: to look into.
         profile: of its model.
         cluster: of as many ranks.
-        operator: name of an operator, or of a unit.
+        operator: name of an operator, of a unit, or of a module whose operators are in one unit.
 
     Raises:
         ConfigurationError: the plan has no such operator; the text has the nearest names.
@@ -124,6 +124,9 @@ def find_alternatives(plan: Plan, profile: ModelProfile, cluster: Cluster, opera
 def _unit_of(plan: Plan, operator: str) -> Unit:
     found = {unit.name: unit for unit in plan.units}
     found |= {name: unit for unit in plan.units for name in unit.operators}
+    around = [unit for unit in plan.units if any(is_inside(name, [operator]) for name in unit.operators)]
+    if operator not in found and len(around) == 1:
+        return around[0]
     if operator not in found:
         near = difflib.get_close_matches(operator, found, n=3, cutoff=0.4)
         hint = f"The nearest are {', '.join(near)}." if near else "`lightning-osdp show` lists them."

@@ -126,6 +126,17 @@ def test_the_command_prints_both_within_80_columns(folder, run, answer, planned,
     assert f"4.00 MiB more memory saves {document['price']['saves']:.1%}" in " ".join(out.split())
 
 
+def test_a_module_stands_for_the_unit_that_has_all_its_operators(planned, profile, ranks):
+    plan = planned(1000, share_units=False)
+    names = ["h.0.attn", "h.0.mlp"]
+    joined = dataclasses.replace(plan.units[2], name="h.0.attn", operators=tuple(names), modules=tuple(names))
+    units = (*plan.units[:2], joined, *plan.units[4:])
+    ways = find_alternatives(dataclasses.replace(plan, units=units), profile, ranks, "h.0")
+    assert (ways.unit, ways.unit_operators, ways.block) == ("h.0.attn", ("h.0.attn", "h.0.mlp"), "h.0")
+    with pytest.raises(ConfigurationError, match=r"got 'h\.0'\. The nearest are h\."):
+        find_alternatives(plan, profile, ranks, "h.0")
+
+
 def test_without_a_price_nothing_is_planned(folder, answer, monkeypatch):
     monkeypatch.setattr("lightning_osdp.report.cases.make_plan", None)
     assert answer("explain", "wte", "--price", "false")["price"] is None
