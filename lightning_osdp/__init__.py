@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_osdp.apply import apply_plan, change_plan
 from lightning_osdp.callbacks import PlanMonitor
 from lightning_osdp.core.batch_policy import BatchPolicy
-from lightning_osdp.core.cluster import Cluster, DeviceRates
+from lightning_osdp.core.cluster import Cluster, DeviceRates, Link
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import ModelProfile
@@ -21,10 +23,13 @@ from lightning_osdp.errors import (
     ProfileError,
 )
 from lightning_osdp.profiler import ComputePrecision, TrainingStep, measure_cluster, profile_model
+from lightning_osdp.report import chrome_trace, compare_plans, draw_plan, find_alternatives, render_plan, what_if
 from lightning_osdp.scheduler import PlanMethod, make_plan
 from lightning_osdp.simulation import StepEstimate, simulate
 from lightning_osdp.strategy import OSDPPrecision, OSDPStrategy
 from lightning_osdp.strategy.runtime.launcher import REGISTERED
+
+__version__ = version("lightning-osdp")
 
 for _name, _start_method in REGISTERED.items():
     if _name not in StrategyRegistry:
@@ -43,6 +48,7 @@ __all__ = [
     "ConfigurationError",
     "DeviceRates",
     "InfeasibleError",
+    "Link",
     "ModelProfile",
     "OSDPError",
     "OSDPPrecision",
@@ -58,8 +64,14 @@ __all__ = [
     "TrainingStep",
     "apply_plan",
     "change_plan",
+    "chrome_trace",
+    "compare_plans",
+    "draw_plan",
+    "find_alternatives",
     "make_plan",
     "measure_cluster",
     "profile_model",
+    "render_plan",
     "simulate",
+    "what_if",
 ]

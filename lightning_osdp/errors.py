@@ -24,7 +24,7 @@ class PlanMismatchError(OSDPError):
 
 
 class PlanFormatError(OSDPError, ValueError):
-    """A plan file cannot be read as a plan: not JSON, another schema, a missing or nonsensical entry."""
+    """A plan, profile or cluster cannot be read from its file: not JSON, another schema, a missing or wrong entry."""
 
 
 class ProfileError(OSDPError):

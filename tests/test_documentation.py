@@ -52,7 +52,7 @@ def test_the_architecture_shows_every_top_level_module():
 
 
 def test_the_architecture_shows_the_layers_that_are_checked():
-    drawn = re.search(r"^strategy >.*?errors$", ARCHITECTURE, re.MULTILINE | re.DOTALL).group()
+    drawn = re.search(r"^cli >.*?errors$", ARCHITECTURE, re.MULTILINE | re.DOTALL).group()
     layers = re.search(r"^layers = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
     assert re.split(r"\s+>\s+", drawn) == re.findall(r'"([^"]+)"', layers.group(1))
 

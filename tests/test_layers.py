@@ -119,6 +119,7 @@ def test_the_public_names_are_these():
         "ConfigurationError",
         "DeviceRates",
         "InfeasibleError",
+        "Link",
         "ModelProfile",
         "OSDPError",
         "OSDPPrecision",
@@ -134,9 +135,15 @@ def test_the_public_names_are_these():
         "TrainingStep",
         "apply_plan",
         "change_plan",
+        "chrome_trace",
+        "compare_plans",
+        "draw_plan",
+        "find_alternatives",
         "make_plan",
         "measure_cluster",
         "profile_model",
+        "render_plan",
         "simulate",
+        "what_if",
     ]
     assert all(hasattr(lightning_osdp, name) for name in lightning_osdp.__all__)

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lightning_osdp.core.text.stored import Stored
 from lightning_osdp.errors import ConfigurationError
 
 
@@ -69,7 +70,7 @@ class UnitOverhead:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster:
+class Cluster(Stored):
     """The ranks that train together, as seen from one of them."""
 
     world_size: int

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lightning_osdp.core.affine import ZERO, Affine
+from lightning_osdp.core.text.stored import Stored
 
 Span = tuple[int, int]
 """First and last segment of one call of a module, both included."""
@@ -187,7 +188,7 @@ class BlockProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelProfile:
+class ModelProfile(Stored):
     """One model under one training step, with all that is needed to plan it for any number of ranks."""
 
     operators: tuple[OperatorProfile, ...]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -101,6 +102,9 @@ def _copied(module: nn.Module, twins: Mapping[nn.Parameter, Tensor]) -> nn.Modul
     # Results of earlier steps that the module still holds are no part of what its optimizers see.
     attributes = list(tensors_in([vars(m) for m in module.modules()]))
     memo |= {id(tensor): tensor.detach() for tensor in attributes if not tensor.is_leaf}
+    # Nor are hooks of forward: profilers, such as Lightning's, hold what cannot be copied.
+    members = [member for m in module.modules() for member in vars(m).items()]
+    memo |= {id(hooks): type(hooks)() for name, hooks in members if re.fullmatch(r"_forward_(pre_)?hooks\w*", name)}
     try:
         return copy.deepcopy(module, memo)
     except Exception as error:

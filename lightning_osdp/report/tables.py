@@ -60,6 +60,11 @@ def show(renderable: RenderableType) -> None:
     (console if console.is_terminal else Console(width=120)).print(renderable)
 
 
+def render_plan(plan: Plan, *, width: int = 120) -> str:
+    """`plan_table` as plain text, in lines of at most so many characters."""
+    return render(plan_table(plan), width=width)
+
+
 def plan_table(plan: Plan) -> RenderableType:
     """Table of the plan's units, equal ones in one row, above what the plan is predicted to cost.
 
@@ -109,7 +114,7 @@ def comparison_table(
     if other_bytes > NEGLIGIBLE_SHARE * (peak_bytes or 0):
         rows.append(("other tensors of yours", "not in the plan", format_bytes(other_bytes), "-"))
     columns: Columns = {"": "left", "predicted": "right", "measured": "right", "measured / predicted": "right"}
-    return _table(columns, rows, title="OSDP: predicted and measured")
+    return table(columns, rows, title="OSDP: predicted and measured")
 
 
 def _steps(numbers: Sequence[int]) -> str:
@@ -136,7 +141,7 @@ class _PlanTable:
         rows = [(_in_lines(names, name_width), *rest) for names, *rest in rows]
         tables = [[name for name in headings if name not in apart], *([["operators", *apart]] if apart else [])]
         for i, chosen in enumerate(tables):
-            yield _table(
+            yield table(
                 {name: _UNIT_COLUMNS[name] for name in chosen},
                 [tuple(row[headings.index(name)] for name in chosen) for row in rows],
                 title=None if i else "OSDP plan",
@@ -176,9 +181,7 @@ def _in_lines(names: str, width: int) -> str:
     return "\n".join(lines)
 
 
-def _table(
-    columns: Columns, rows: Sequence[tuple[str, ...]], *, title: str | None = None, name_width: int = 0
-) -> Table:
+def table(columns: Columns, rows: Sequence[tuple[str, ...]], *, title: str | None = None, name_width: int = 0) -> Table:
     """Table of plain cells; the first column is left whole where no line of it exceeds ``name_width``."""
     # padding on the right only, and no frame: names and reasons need the width
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)

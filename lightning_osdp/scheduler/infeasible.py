@@ -9,6 +9,9 @@ from lightning_osdp.core.text.byte_size import format_at_least, format_bytes
 from lightning_osdp.cost import PeakMemory, Workload
 from lightning_osdp.scheduler.sweep import Sweep
 
+_MOST_MICRO_BATCHES = 2**16
+"""Of a step, in what is proposed."""
+
 
 def why_infeasible(sweep: Sweep, micro_batch_size: int) -> str:
     """The text of `InfeasibleError`: the limit, the least bytes of any plan, the largest contributors, a remedy."""
@@ -51,10 +54,11 @@ def why_infeasible(sweep: Sweep, micro_batch_size: int) -> str:
 
 def _divided(sweep: Sweep, workload: Workload) -> Workload | None:
     """The same samples of a step in the largest micro-batches that fit; None if none do."""
+    num_samples = workload.num_samples
     found = (
-        Workload(micro_batch_size=size, num_micro_batches=workload.num_samples // size)
-        for size in range(workload.micro_batch_size - 1, 0, -1)
-        if workload.num_samples % size == 0
+        Workload(micro_batch_size=num_samples // number, num_micro_batches=number)
+        for number in range(workload.num_micro_batches + 1, min(num_samples, _MOST_MICRO_BATCHES) + 1)
+        if num_samples % number == 0
     )
     return next((each for each in found if sweep.fits(each.micro_batch_size, each.num_micro_batches)), None)
 

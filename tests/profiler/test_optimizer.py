@@ -1,4 +1,5 @@
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -173,6 +174,16 @@ def test_a_module_that_cannot_be_copied_is_refused():
     )
     with pytest.raises(ProfileError, match=text):
         profiled(lambda m: SGD(m.parameters(), lr=0.1), module=module)
+
+
+def test_hooks_of_forward_that_cannot_be_copied_stay_with_the_module():
+    module, lock = model(), threading.Lock()
+    module[0].register_forward_pre_hook(partial(lambda *_: None, lock))
+    module[0].register_forward_hook(partial(lambda *_, **__: None, lock), with_kwargs=True)
+    copies = []
+    profiled(lambda m: copies.append(m) or SGD(m.parameters(), lr=0.1), module=module)
+    hooks = [[len(m[0]._forward_pre_hooks), len(m[0]._forward_hooks_with_kwargs)] for m in (module, *copies)]
+    assert hooks == [[1, 1], [0, 0]]
 
 
 def test_a_module_that_holds_results_of_earlier_steps_is_copied():

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from lightning_osdp.core.plans.plan import Plan, Unit
-from lightning_osdp.report import comparison_table, plan_table, render
+from lightning_osdp.report import comparison_table, plan_table, render, render_plan
 
 MIB = 2**20
 
@@ -57,10 +57,6 @@ gain         11.1% more samples/s than plain FSDP: 200 ms a step, peak 48.0 MiB
 batch        8 samples x 1 micro-batch x 2 ranks = 16 samples per optimizer step
 note         a note
 """
-
-
-def render_plan(plan: Plan, **options: int) -> str:
-    return render(plan_table(plan), **options)
 
 
 def body(text: str) -> list[str]:

@@ -125,6 +125,11 @@ def test_the_global_batch_that_a_remedy_keeps_has_all_micro_batches(uneven, clus
         plan(uneven, cluster(2), micro_batch_size=5)
 
 
+def test_a_batch_beyond_all_memory_is_refused_without_trying_each_smaller_one(uneven, cluster):
+    with pytest.raises(InfeasibleError, match=r"Nearest remedy: a micro-batch of 4 fits, which changes"):
+        plan(uneven, cluster(2), micro_batch_size=2**50)
+
+
 def test_where_not_even_one_sample_fits_the_error_says_what_would_help(uneven, cluster):
     with pytest.raises(InfeasibleError) as caught:
         plan(uneven, cluster(2), micro_batch_size=BatchPolicy.scale(), memory_limit_bytes=410)

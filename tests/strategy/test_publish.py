@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_osdp import Plan
+from lightning_osdp import Cluster, Link, ModelProfile, Plan
 from lightning_osdp.core.plans.plan import Unit
+from lightning_osdp.core.profile import Segment
 from lightning_osdp.strategy.options import Setup
 from lightning_osdp.strategy.planning import publish
 
@@ -87,3 +88,17 @@ def test_without_matplotlib_the_plan_is_written_and_a_line_says_how_to_get_a_pic
     (text,), written = published(monkeypatch, tmp_path)
     assert text.endswith('osdp_plan.json; a picture of it needs matplotlib: pip install "lightning-osdp[plots]"')
     assert written == ["osdp_plan.json"]
+
+
+@pytest.mark.parametrize("fast_dev_run", [False, True])
+def test_what_the_plan_was_made_of_is_written_beside_it(tmp_path, fast_dev_run):
+    link = Link(latency_s=1e-5, seconds_per_byte=1e-9)
+    cluster = Cluster(world_size=2, all_gather=link, reduce_scatter=link)
+    profile = ModelProfile(operators=(), segments=(Segment(),), fingerprint={"a": "[1] float32"})
+    trainer = SimpleNamespace(log_dir=str(tmp_path), fast_dev_run=fast_dev_run)
+    publish.store_inputs(trainer, profile, cluster)
+    written = {path.name: path for path in tmp_path.iterdir()}
+    assert sorted(written) == ([] if fast_dev_run else ["osdp_cluster.json", "osdp_profile.json"])
+    if written:
+        assert Cluster.load(written["osdp_cluster.json"]) == cluster
+        assert ModelProfile.load(written["osdp_profile.json"]) == profile

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lightning_osdp.core.modes import ACTIVATION_CHOICES, MODES, SYNC_CHOICES, ShardingMode
 from lightning_osdp.core.plans.document import read_dataclass, shown
+from lightning_osdp.core.plans.summary import summary
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.errors import PlanFormatError, PlanMismatchError
 
@@ -140,6 +141,9 @@ class Plan:
     """Predicted peak while the model is evaluated in batches of ``micro_batch_size`` samples per rank."""
     notes: tuple[str, ...] = ()
     schema_version: int = field(default=SCHEMA_VERSION)
+
+    def __str__(self) -> str:
+        return summary(self)
 
     @property
     def decisions(self) -> tuple[Decision, ...]:

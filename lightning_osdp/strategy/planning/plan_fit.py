@@ -27,7 +27,7 @@ from lightning_osdp.strategy.options import Options, Setup
 from lightning_osdp.strategy.planning.micro_batches import allowed_micro_batches
 from lightning_osdp.strategy.planning.parameter_groups import Group
 from lightning_osdp.strategy.planning.profile_fit import FitProfiler
-from lightning_osdp.strategy.planning.publish import shown_progress
+from lightning_osdp.strategy.planning.publish import shown_progress, store_inputs
 from lightning_osdp.strategy.runtime.all_ranks import on_all_ranks, on_rank_zero
 
 
@@ -101,6 +101,7 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
             f"OSDP: the micro-batch of {plan.micro_batch_size} is all that a rank has of the training data, so an epoch"
             " is one step. Give batch_size a number."
         )
+    store_inputs(trainer, measured, cluster)
     told = _compared(plan, windows)
     if told:
         rank_zero_info(f"OSDP: {told} (against your own micro-batches, each of which reduces all gradients)")

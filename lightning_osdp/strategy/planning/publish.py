@@ -17,9 +17,12 @@ from rich.text import Text
 
 from lightning_osdp.callbacks import PlanMonitor
 from lightning_osdp.callbacks.peak import callbacks_of
+from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.progress import Progress, silent
+from lightning_osdp.core.text.stored import CLUSTER_FILENAME, PLAN_FILENAME, PROFILE_FILENAME
 from lightning_osdp.report import plan_table, save_picture, show
 from lightning_osdp.simulation import StepEstimate
 from lightning_osdp.strategy.options import Setup
@@ -67,7 +70,7 @@ def publish(trainer: pl.Trainer, plan: Plan, estimate: StepEstimate | None = Non
 
     `estimate` and `setup` are what a step was predicted to take, and where; None where a plan was given.
     """
-    path = Path(trainer.log_dir or trainer.default_root_dir) / "osdp_plan.json"
+    path = _folder(trainer) / PLAN_FILENAME
     is_kept = not trainer.fast_dev_run  # type: ignore[attr-defined]  # set by a connector; such a run leaves no files
 
     def write() -> None:
@@ -85,6 +88,23 @@ def publish(trainer: pl.Trainer, plan: Plan, estimate: StepEstimate | None = Non
         # First, so that its clock stops before other callbacks validate, log or save.
         others = [callback for callback in callbacks_of(trainer, pl.Callback) if not isinstance(callback, PlanMonitor)]
         trainer.callbacks[:] = [*monitors, *others]  # type: ignore[attr-defined]  # set by a connector
+
+
+def store_inputs(trainer: pl.Trainer, profile: ModelProfile, cluster: Cluster) -> None:
+    """Writes what a plan is made of beside it, for `lightning-osdp`. All ranks call it."""
+    folder = _folder(trainer)
+
+    def write() -> None:
+        profile.save(folder / PROFILE_FILENAME)
+        cluster.save(folder / CLUSTER_FILENAME)
+
+    if not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
+        on_rank_zero(write)
+
+
+def _folder(trainer: pl.Trainer) -> Path:
+    """Of the run; all ranks ask for it."""
+    return Path(trainer.log_dir or trainer.default_root_dir)
 
 
 def _draw(plan: Plan, path: Path, estimate: StepEstimate | None) -> str:

@@ -1,0 +1,36 @@
+"""What a command has found: as text of at most the terminal's width, 80 characters in a pipe, or as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from lightning_osdp.report.tables import render
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Of a command, in both forms."""
+
+    text: RenderableType
+    document: Any
+    """What `json.dumps` takes."""
+    fits: bool = True
+    """Whether something fits; the exit code says so."""
+
+
+def write(answer: Answer, *, as_json: bool) -> None:
+    """Writes it to standard output."""
+    text = json.dumps(answer.document, indent=2) + "\n" if as_json else render(answer.text, width=Console().width)
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def lines(*parts: RenderableType) -> Group:
+    """One below the other, with brackets in names left as they are."""
+    return Group(*(Text(part) if isinstance(part, str) else part for part in parts))

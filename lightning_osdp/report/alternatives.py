@@ -1,0 +1,153 @@
+"""Why a unit is as it is: the step simulated with the unit treated in every other way, and all else as planned."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from lightning_osdp.core.cluster import Cluster
+from lightning_osdp.core.modes import DP, MODES, SYNC_CHOICES, ZDP
+from lightning_osdp.core.plans.plan import Block, Plan, Unit
+from lightning_osdp.core.plans.search_space import SearchSpace
+from lightning_osdp.core.profile import ModelProfile
+from lightning_osdp.core.slices import slice_names
+from lightning_osdp.core.text.byte_size import format_bytes
+from lightning_osdp.core.text.duration import format_seconds
+from lightning_osdp.engine import engine_of
+from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.report.sentences import is_inside, name_treatment
+from lightning_osdp.simulation import planned_step, simulate
+
+KEEP = "keep"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """A simulated step in which one unit is treated like this."""
+
+    name: str
+    """Modes, and what else departs from plain FSDP: ``DP, sync last, recompute``."""
+    modes: tuple[str, ...]
+    """Of the unit, one per slice."""
+    sync: str
+    """Which micro-batches reduce the unit's gradients: ``every`` or ``last``."""
+    activations: str
+    """What the operator's block does with what it saves for backward, one of `ACTIVATION_CHOICES`."""
+    step_time_s: float
+    """Seconds of one optimizer step."""
+    peak_bytes: int
+    """Exact peak of one rank."""
+    spare_bytes: int
+    """What the limit leaves; below 0 where it does not fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternatives:
+    """Of the unit that holds one operator."""
+
+    operator: str
+    unit: str
+    unit_operators: tuple[str, ...]
+    block: str
+    """Module around the operator that may recompute or offload; the empty string where there is none."""
+    planned: Alternative
+    others: tuple[Alternative, ...]
+    """Fastest first."""
+
+    def why(self) -> str:
+        """One sentence: what speaks against the others."""
+        if not self.others:
+            return "There is no other way: the root unit is never freed, and with one rank modes make no difference."
+        faster = [other for other in self.others if other.step_time_s < self.planned.step_time_s * (1 - 1e-9)]
+        fitting = [other for other in faster if other.spare_bytes >= 0]
+        if not faster:
+            return f"No other way is faster; {format_bytes(self.planned.spare_bytes)} are left under the limit."
+        best = (fitting or faster)[0]
+        saved = f"would save {format_seconds(self.planned.step_time_s - best.step_time_s)} a step"
+        if fitting:
+            return f"{best.name} {saved} and fit, with everything else as planned: plan anew."
+        return f"{best.name} {saved}, but takes {format_bytes(-best.spare_bytes)} more than the limit."
+
+
+def find_alternatives(plan: Plan, profile: ModelProfile, cluster: Cluster, operator: str) -> Alternatives:
+    """Simulates the step of a plan with one unit treated in each way that there is, and all else as planned.
+
+    Blocks may keep what they save, recompute, and do what any block of the plan does.
+
+    Args:
+        plan: to look into.
+        profile: of its model.
+        cluster: of as many ranks.
+        operator: name of an operator, of a unit, or of a module whose operators are in one unit.
+
+    Raises:
+        ConfigurationError: the plan has no such operator; the text has the nearest names.
+        PlanMismatchError: the plan is for another model or another number of ranks.
+    """
+    unit = _unit_of(plan, operator)
+    blocks = [block for block in profile.blocks if is_inside(operator, [block.name])]
+    block = blocks[0].name if blocks else ""
+    planned = {each.name: each.activations for each in plan.blocks}.get(block, KEEP)
+    offered = {*SearchSpace().activations, *(each.activations for each in plan.blocks)}
+    choices = [KEEP, *(choice for choice in blocks[0].segments if choice in offered)] if blocks else [KEEP]
+
+    def simulated(changed: Unit, choice: str) -> Alternative:
+        units = tuple(changed if each is unit else each for each in plan.units)
+        others = tuple(each for each in plan.blocks if each.name != block)
+        chosen = others if choice == KEEP else (*others, Block(name=block, activations=choice))
+        estimate = simulate(replace(plan, units=units, blocks=chosen), profile, cluster)
+        words = [*name_treatment(changed).split("\n"), choice]
+        return Alternative(
+            name=", ".join(words[:-1] if choice == KEEP else words),
+            modes=changed.modes,
+            sync=changed.sync,
+            activations=choice,
+            step_time_s=estimate.time_s,
+            peak_bytes=estimate.peak.peak_bytes,
+            spare_bytes=plan.memory_limit_bytes - estimate.peak.peak_bytes,
+        )
+
+    ways = product(_treatments(plan, unit, profile, cluster), choices)
+    others = [simulated(*way) for way in ways if way != (unit, planned)]
+    return Alternatives(
+        operator=operator,
+        unit=unit.name,
+        unit_operators=unit.operators,
+        block=block,
+        planned=simulated(unit, planned),
+        others=tuple(sorted(others, key=lambda each: each.step_time_s)),
+    )
+
+
+def _unit_of(plan: Plan, operator: str) -> Unit:
+    found = {unit.name: unit for unit in plan.units}
+    found |= {name: unit for unit in plan.units for name in unit.operators}
+    around = [unit for unit in plan.units if any(is_inside(name, [operator]) for name in unit.operators)]
+    if operator not in found and len(around) == 1:
+        return around[0]
+    if operator not in found:
+        near = difflib.get_close_matches(operator, found, n=3, cutoff=0.4)
+        hint = f"The nearest are {', '.join(near)}." if near else "`lightning-osdp show` lists them."
+        raise ConfigurationError(f"Expected an operator of the plan, got {operator!r}. {hint}")
+    return found[operator]
+
+
+def _treatments(plan: Plan, unit: Unit, profile: ModelProfile, cluster: Cluster) -> Iterator[Unit]:
+    """The unit in each number of slices that are kept, and with each choice of micro-batches that reduce."""
+    if unit.name == "" or plan.world_size == 1:
+        yield unit
+        return
+    step, _ = planned_step(plan, profile, cluster)
+    first, *_ = slice_names(unit.name, unit.num_slices)
+    (of,) = (each for each in step.units if each.name == first)
+    accumulates = plan.num_micro_batches > 1 and engine_of(plan).may_wait(of)
+    for num_kept, sync in product(range(unit.num_slices + 1), SYNC_CHOICES if accumulates else (unit.sync,)):
+        yield replace(unit, modes=_keeping(unit.modes, num_kept), sync=sync)
+
+
+def _keeping(modes: tuple[str, ...], num_kept: int) -> tuple[str, ...]:
+    """So many slices kept: of the planned ones the first, and then of the others the first."""
+    kept_first = sorted(range(len(modes)), key=lambda index: not MODES[modes[index]].resident)
+    return tuple(DP.name if index in kept_first[:num_kept] else ZDP.name for index in range(len(modes)))

@@ -1,0 +1,141 @@
+"""Planning again under other circumstances: ranks, links, memory and batches; and what a bit more memory saves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from lightning_osdp.core.batch_policy import BatchPolicy
+from lightning_osdp.core.cluster import Cluster, Link
+from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.profile import ModelProfile
+from lightning_osdp.errors import ConfigurationError, InfeasibleError
+from lightning_osdp.scheduler import make_plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Circumstances, and the best plan in them."""
+
+    world_size: int
+    link_rate: float
+    """Bytes/s of the links over those that were measured; latencies are as measured."""
+    memory_limit_bytes: int
+    micro_batch_size: int
+    num_micro_batches: int
+    plan: Plan | None
+    """None: nothing fits."""
+    why_not: str = ""
+    """What would fit."""
+
+
+def what_if(
+    profile: ModelProfile,
+    cluster: Cluster,
+    *,
+    memory_limits_bytes: Sequence[int],
+    micro_batch_sizes: Sequence[int],
+    world_sizes: Sequence[int] = (),
+    link_rates: Sequence[float] = (1.0,),
+    num_micro_batches: int = 1,
+) -> list[Case]:
+    """The best plan in every combination of circumstances, with everything to choose from.
+
+    Args:
+        profile: of the model.
+        cluster: as it was measured.
+        memory_limits_bytes: most bytes of live tensors on one rank.
+        micro_batch_sizes: samples per rank and micro-batch.
+        world_sizes: numbers of ranks; none: the cluster's own. Latency per ring step and bytes/s stay as measured.
+        link_rates: bytes/s of the links over those that were measured.
+        num_micro_batches: of an optimizer step.
+
+    Raises:
+        ConfigurationError: a number below 1, a rate that is not positive, or links that were not measured.
+    """
+    world_sizes = world_sizes or (cluster.world_size,)
+    if min(world_sizes) < 1 or not all(0 < rate < math.inf for rate in link_rates):
+        raise ConfigurationError(
+            f"Expected at least one rank and links with a positive rate, got {[*world_sizes]} and {[*link_rates]}."
+        )
+    if cluster.world_size == 1 < max(world_sizes):
+        raise ConfigurationError(
+            f"Expected a cluster whose links were measured for {max(world_sizes)} ranks, got that of one rank. Measure"
+            " it in a run with at least two."
+        )
+    cases = []
+    for ranks, rate, memory, batch in product(world_sizes, link_rates, memory_limits_bytes, micro_batch_sizes):
+        plan, why_not = None, ""
+        try:
+            plan = make_plan(
+                profile,
+                replace(
+                    cluster,
+                    world_size=ranks,
+                    all_gather=_faster(cluster.all_gather, rate),
+                    reduce_scatter=_faster(cluster.reduce_scatter, rate),
+                ),
+                memory_limit_bytes=memory,
+                micro_batch_size=BatchPolicy.fixed(batch, num_micro_batches),
+            )
+        except InfeasibleError as error:
+            why_not = str(error)
+        cases.append(
+            Case(
+                world_size=ranks,
+                link_rate=rate,
+                memory_limit_bytes=memory,
+                micro_batch_size=batch,
+                num_micro_batches=num_micro_batches,
+                plan=plan,
+                why_not=why_not,
+            )
+        )
+    return cases
+
+
+def _faster(link: Link, rate: float) -> Link:
+    return replace(link, seconds_per_byte=link.seconds_per_byte / rate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    """What more memory saves: of two plans in the same micro-batches, searched alike."""
+
+    more_bytes: int
+    step_time_s: float
+    """Under the limit as it is."""
+    with_more_s: float
+    saves: float
+    """Fraction of the step time."""
+
+
+def memory_price(plan: Plan, profile: ModelProfile, cluster: Cluster, *, more_bytes: int | None = None) -> Price:
+    """Plans anew under a plan's limit and under a larger one, in its micro-batches, with everything to choose from.
+
+    Args:
+        plan: whose limit and micro-batches.
+        profile: of its model.
+        cluster: of as many ranks.
+        more_bytes: above the limit; None: a power of two, from a sixteenth to an eighth of the limit.
+
+    Raises:
+        InfeasibleError: nothing fits under the plan's own limit.
+    """
+    limit_bytes = plan.memory_limit_bytes
+    more_bytes = more_bytes or 2 ** max(0, (limit_bytes // 8).bit_length() - 1)
+    now, then = what_if(
+        profile,
+        cluster,
+        memory_limits_bytes=(limit_bytes, limit_bytes + more_bytes),
+        micro_batch_sizes=(plan.micro_batch_size,),
+        num_micro_batches=plan.num_micro_batches,
+    )
+    if now.plan is None or then.plan is None:
+        raise InfeasibleError(now.why_not)
+    times_s = now.plan.step_time_s, then.plan.step_time_s
+    return Price(
+        more_bytes=more_bytes, step_time_s=times_s[0], with_more_s=times_s[1], saves=1 - times_s[1] / times_s[0]
+    )
