@@ -16,6 +16,7 @@ TORCH ?= torch==2.13.0
 DEMO_CONFIG ?= examples/mingpt/configs/osdp_cpu.yaml
 PYTEST_ARGS ?= --numprocesses=2 --dist=worksteal
 MINUTES ?= 60
+QUICK_BENCHMARKS := accumulation activations cluster engines headline splitting
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -27,11 +28,12 @@ TORCH_WANTED := $(VENV)/.torch-requirement
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # tests and training time themselves: nothing may run beside them
-.PHONY: help demo test lint types docs unit faults soak clean FORCE
+.PHONY: help demo test test-all lint types docs unit faults soak clean FORCE
 
 help:
 	@echo "make demo   train minGPT under an OSDP plan on two CPU ranks"
 	@echo "make test   everything CI runs: lint, types, docs, unit"
+	@echo "make test-all  the same with all tests, new examples for property tests, and benchmarks in quick form"
 	@echo "make lint | types | docs | unit   one part of it"
 	@echo "make faults kill ranks 20 times, inside saving too, and resume; have them raise, stall and terminate"
 	@echo "make soak   train on four ranks for an hour, and see that nothing grows"
@@ -41,6 +43,10 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/mingpt/train.py fit --config $(DEMO_CONFIG)
 
 test: lint types docs unit
+
+test-all: lint types docs
+	$(BIN)/python -m pytest $(PYTEST_ARGS) --hypothesis-profile=random
+	for program in $(QUICK_BENCHMARKS); do $(BIN)/python benchmarks/$$program.py --quick true || exit 1; done
 
 lint: $(INSTALLED_DEV)
 	$(BIN)/ruff check .
@@ -54,7 +60,7 @@ docs: $(INSTALLED_DEV)
 	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
 
 unit: $(INSTALLED_DEV)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
 
 faults: $(INSTALLED)
 	$(BIN)/python -W ignore benchmarks/faults.py --count 20

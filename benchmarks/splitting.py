@@ -18,7 +18,7 @@ from jsonargparse import auto_cli
 # run as a script, Python looks for modules beside this file only
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measures.section import PICTURES, RESULTS, Results, Section, measured
+from benchmarks.measures.section import PICTURES, Section, kept_in, measured
 from benchmarks.measures.splitting import decisions, peaks, step_time
 
 QUICK = (1024,)
@@ -28,7 +28,7 @@ Name = Literal["peaks", "time", "decisions"]
 
 def main(
     sections: list[Name] = ["peaks", "time", "decisions"],  # noqa: B006 -- a list shows its default
-    output: Path = RESULTS / "splitting.json",
+    output: Path | None = None,
     pictures: Path | None = PICTURES,
     quick: bool = False,
     fresh: bool = False,
@@ -37,21 +37,21 @@ def main(
 
     Args:
         sections: What to measure.
-        output: JSON file; cases that it has already are not measured again.
-        pictures: Folder of the pictures, which need matplotlib; null for none.
+        output: JSON file; cases that it has already are not measured again. null: `splitting.json` beside the others,
+            or none if quick.
+        pictures: Folder of the pictures, which need matplotlib; null for none. None are drawn if quick.
         quick: Whether to measure the smallest layers and few rounds only.
         fresh: Whether to measure again what the file has of these sections.
     """
-    results = Results(output)
-    for name in sections:
-        measured(_section(name, is_quick=quick), results, is_fresh=fresh)
-    print(f"Written to {output}")
-    if pictures is not None:
-        from benchmarks.pictures.splitting import draw_decisions, draw_peaks, draw_times
+    with kept_in(output, "splitting", quick=quick) as results:
+        for name in sections:
+            measured(_section(name, is_quick=quick), results, is_fresh=fresh)
+        if pictures is not None and not quick:
+            from benchmarks.pictures.splitting import draw_decisions, draw_peaks, draw_times
 
-        draw_peaks(results.stored("peaks"), pictures / "splitting_memory.svg")
-        draw_times(results.stored("time"), pictures / "splitting_time.svg")
-        draw_decisions(results.stored("decisions"), pictures / "splitting_decisions.svg")
+            draw_peaks(results.stored("peaks"), pictures / "splitting_memory.svg")
+            draw_times(results.stored("time"), pictures / "splitting_time.svg")
+            draw_decisions(results.stored("decisions"), pictures / "splitting_decisions.svg")
 
 
 def _section(name: Name, *, is_quick: bool) -> Section:
