@@ -1,6 +1,6 @@
 """The test-bed's instruments on real ranks."""
 
-from contextlib import nullcontext
+from contextlib import ExitStack
 from unittest.mock import patch
 
 import torch
@@ -74,8 +74,10 @@ def reduced_in_a_ring(how):
             world_size=dist.get_world_size(),
             micro_batch_size=2,
         )
-        around = ring.ring_reduce_scatters() if with_ring and how != "by hand" else nullcontext()
-        with patch.object(ring, "ring_reduce_scatter", counted), around:
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(ring, "ring_reduce_scatter", counted))
+            if with_ring and how != "by hand":
+                stack.enter_context(ring.ring_reduce_scatters())
             step = ByHand(module, plan, in_ring=with_ring) if how == "by hand" else Step(module, plan)
             for _ in range(3):
                 step()
