@@ -54,7 +54,7 @@ LINK = Link(latency_s=1e-5, seconds_per_byte=1e-9)
 CLUSTER = Cluster(
     world_size=4,
     all_gather=LINK,
-    reduce_scatter=dataclasses.replace(LINK, fit_error=0.1),
+    reduce_scatter=dataclasses.replace(LINK, steps=((4096.0, 1e-3), (16384.0, 2e-3))),
     unit_overhead={"gather": UnitOverhead(fixed_s=1e-4)},
     overlaps=True,
     memory_bytes=2**40,
