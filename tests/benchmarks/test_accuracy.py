@@ -20,7 +20,10 @@ def cheap_cases(family, count):
     return [case for pair in zip(split, whole, strict=False) for case in pair][:count]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [each if each in ("mingpt", "convolutional") else pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES],
+)
 def test_predicted_peaks_are_those_counted(family):
     cases = cheap_cases(family, 2)
     assert len({(case.world_size, case.precision, case.optimizer, case.backward_prefetch) for case in cases}) == 2

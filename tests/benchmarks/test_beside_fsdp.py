@@ -49,6 +49,7 @@ def test_no_way_of_fully_shard_is_predicted_to_be_faster_than_a_plan_in_its_memo
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_headline_compares_all_that_fit_at_their_best(tmp_path: Path):
     output = tmp_path / "results.json"
     headline.main(["one", "global"], output=output, num_rounds=1, quick=True)
@@ -73,6 +74,7 @@ def test_headline_compares_all_that_fit_at_their_best(tmp_path: Path):
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_accumulation_compares_all_that_fit_and_counts_what_was_planned(tmp_path, capsys):
     output = tmp_path / "results.json"
     run = {"sections": ["held"], "output": output, "num_rounds": 1, "quick": True}
@@ -94,6 +96,7 @@ def test_accumulation_compares_all_that_fit_and_counts_what_was_planned(tmp_path
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_activations_compares_four_ways_to_fit(tmp_path):
     output = tmp_path / "results.json"
     activations.main(output=output, num_rounds=1, quick=True)
@@ -109,6 +112,7 @@ def test_activations_compares_four_ways_to_fit(tmp_path):
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_engines_runs_all_that_take_part(tmp_path, capsys):
     output = tmp_path / "results.json"
     engines.main(output=output, quick=True)

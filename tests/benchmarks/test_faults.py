@@ -7,6 +7,7 @@ from benchmarks import faults, rank_faults
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_the_newest_complete_checkpoint_whichever_rank_is_killed(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["faults.py", "--count", "3"])
     num_failed = faults.main()
@@ -28,6 +29,7 @@ def plan(tmp_path_factory):
         ("SIGTERM to the launcher", "spawn", 1),
     ],
 )
+@pytest.mark.slow
 def test_all_ranks_end_and_tell_who_was_first(plan, name, launcher, exit_code):
     case = next(case for case in rank_faults.CASES if case.name == name)
     found = rank_faults.outcome(case, launcher, plan)

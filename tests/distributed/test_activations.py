@@ -17,7 +17,8 @@ ONE, TWO = [(1, "every")], [(1, "every"), (2, "last"), (2, "every")]
     ("world_size", "activations", "workloads"),
     [
         *((2, activations, TWO) for activations in cases.POLICIES),
-        *((4, activations, ONE) for activations in ("recompute", "offload", "recompute_offload", "mixed")),
+        (4, "mixed", ONE),
+        *(pytest.param(4, each, ONE, marks=pytest.mark.slow) for each in ("recompute", "offload", "recompute_offload")),
     ],
 )
 def test_every_plan_trains_as_one_process_in_which_blocks_keep_everything(ranks, world_size, activations, workloads):

@@ -39,7 +39,9 @@ def test_where_gradients_are_reduced_at_other_times_training_is_equal_within_rou
             assert are_names_kept
 
 
-@pytest.mark.parametrize("units", ["block", "both", "operators"])
+@pytest.mark.parametrize(
+    "units", [pytest.param("block", marks=pytest.mark.slow), pytest.param("both", marks=pytest.mark.slow), "operators"]
+)
 def test_a_module_that_came_to_a_plan_runs_and_holds_what_one_does_that_was_made_with_it(ranks, units):
     for found in ranks(2).run(cases.runs_as_made_so, units=units, seeds=range(4)):
         for (came, made, predicted), (came_bytes, made_bytes) in found:

@@ -25,7 +25,10 @@ def check(found):
         assert one["difference"] < 1e-7  # clipping by norm differs by 1e-6 of it
 
 
-@pytest.mark.parametrize(("world_size", "chosen"), [(2, CASES), (4, [({"accumulate_grad_batches": 4}, (2, 8))])])
+@pytest.mark.parametrize(
+    ("world_size", "chosen"),
+    [(2, CASES), pytest.param(4, [({"accumulate_grad_batches": 4}, (2, 8))], marks=pytest.mark.slow)],
+)
 def test_the_same_steps_in_other_micro_batches(ranks, world_size, chosen):
     found = ranks(world_size).run(cases.plans_equal_ddp, cases=chosen)[0]
     check(found)
@@ -57,7 +60,7 @@ def test_a_given_plan_divides_after_validation_too(ranks):
         assert callbacks[0] == "PlanMonitor"
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_strategy_divides_the_users_own_and_a_stated_global_batch(ranks, world_size):
     found = ranks(world_size).run(cases.chooses_for_itself)[0]
     check(found)
@@ -87,7 +90,7 @@ def test_micro_batches_stay_where_others_would_train_differently(ranks):
     }
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_global_batches_that_cannot_be_had_are_refused(ranks, world_size):
     uneven, both, kept, coarse = ranks(world_size).run(cases.refused)[0]
     n = world_size

@@ -16,7 +16,7 @@ OTHER_SCHEMA = (
 )
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_checkpoints_of_an_earlier_version_load(ranks, world_size):
     found, told = ranks(world_size).run(cases.goes_on, checkpoints=CHECKPOINTS)[0]
     assert list(found) == CHECKPOINTS

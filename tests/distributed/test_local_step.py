@@ -7,7 +7,7 @@ pytestmark = pytest.mark.distributed
 ROUNDING = 1e-6
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_steps_on_rows_equal_those_on_dtensors(ranks, world_size):
     for found in ranks(world_size).run(cases.equals_dtensors):
         assert len(found) == sum(len(options) * (2 + (name in cases.FUSED)) for name, options in cases.CLASSES.items())

@@ -14,7 +14,7 @@ from meta_cases import (
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("start", ["meta", "rank 0"])
 def test_wrapping_takes_the_shards_and_two_copies_of_one_unit(ranks, start, world_size):
     found = ranks(world_size).run(memory_while_wrapping, start=start)
@@ -31,7 +31,7 @@ def test_rank_zero_gives_its_values_away_as_it_goes(ranks):
     assert found["end"] < 0.6 * found["whole"]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("start", ["meta", "rank 0"])
 def test_all_ranks_start_with_the_values_of_rank_zero_whatever_the_units(ranks, start, world_size):
     for found in ranks(world_size).run(starts, start=start):
@@ -49,7 +49,7 @@ def test_random_numbers_of_every_rank_advance_by_one_draw(ranks):
     assert all(found["one draw"] for found in ranks(2).run(starts, start="meta"))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("start", ["meta", "rank 0"])
 def test_training_equals_the_unwrapped_model_from_the_same_weights(ranks, start, world_size):
     for difference, moved in ranks(world_size).run(trains, start=start):

@@ -37,12 +37,14 @@ def test_every_plan_equals_ddp_and_one_process(ranks, name):
     ("name", "optimizer", "tolerance"),
     [*((name, "sgd", 1e-6) for name in FAMILIES), ("ConvBatchNorm", "adamw", 1e-4), ("EncoderDecoder", "adamw", 1e-4)],
 )
+@pytest.mark.slow
 def test_a_mixed_plan_equals_ddp_in_float32(ranks, name, optimizer, tolerance):
     options = {"given": ["mixed"], "own": False}
     check(ranks(2).run(family, name=name, optimizer=optimizer, dtype="float32", **options)[0], tolerance)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.slow
 def test_a_mixed_plan_equals_ddp_and_one_process_on_four_ranks(ranks, name):
     check(ranks(4).run(family, name=name, optimizer="adamw", dtype="float64", given=["mixed"], own=False)[0], 1e-9)
 

@@ -11,6 +11,7 @@ from benchmarks.measures.leaks import HELD, Sample
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.slow
 def test_ten_seconds_of_training_hold_on_to_no_file_thread_or_process(ranks, tmp_path):
     assert ranks(soak.NUM_RANKS).run(soaked, folder=tmp_path, seconds=10.0) == [True, False, False, False]
     result = json.loads(soak.as_text(soak.found_in(tmp_path, 10 / 60)))

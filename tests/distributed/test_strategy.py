@@ -5,7 +5,7 @@ import strategy_cases as cases
 
 pytestmark = pytest.mark.distributed
 
-both_sizes = pytest.mark.parametrize("world_size", [2, 4])
+both_sizes = pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 
 
 @both_sizes

@@ -21,7 +21,11 @@ TIED = {
 }
 
 
-@pytest.mark.parametrize(("world_size", "options"), [(2, {"given": ["zdp", "mixed"]}), (4, MIXED)], ids=["2", "4"])
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [(2, {"given": ["zdp", "mixed"]}), pytest.param(4, MIXED, marks=pytest.mark.slow)],
+    ids=["2", "4"],
+)
 @pytest.mark.parametrize("name", ["GPT2", "Llama", "T5", "Swin"])
 def test_every_plan_equals_ddp_and_one_process(ranks, name, world_size, options):
     found = ranks(world_size).run(hf_family, name=name, optimizer="adamw", dtype="float64", **options)[0]

@@ -22,6 +22,7 @@ def test_weights_that_hooks_change_are_those_that_train(ranks):
     check(ranks(2).run(cases.changed_in_all_hooks)[0])
 
 
+@pytest.mark.slow
 def test_weights_that_hooks_change_are_those_that_train_on_four_ranks(ranks):
     check(ranks(4).run(cases.changed_in_hooks, sets=cases.HOOKS[-3:])[0])
 
@@ -30,7 +31,7 @@ def test_a_unit_that_is_left_out_after_it_was_gathered_ahead_is_gathered_anew(ra
     check(ranks(2).run(cases.left_out_after_it_was_gathered_ahead)[0])
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_mean_teachers_shapes_and_attributes_of_parameters(ranks, world_size):
     check(ranks(world_size).run(cases.looks_and_averages)[0])
 

@@ -12,22 +12,23 @@ def test_models_equal_ddp(ranks):
     check(ranks(2).run(cases.modelled)[0])
 
 
+@pytest.mark.slow
 def test_models_equal_ddp_on_four_ranks(ranks):
     check(ranks(4).run(cases.modelled, names=["LoRA", "siamese", "in place"], kinds=["mixed"])[0])
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_parameters_that_some_ranks_use_equal_ddp(ranks, world_size):
     check(ranks(world_size).run(cases.partly_used)[0])
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_frozen_parameters_are_not_reduced(ranks, world_size):
     for found, expected in ranks(world_size).run(cases.reduced_elements):
         assert found == expected > 0
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_units_that_only_some_ranks_call_are_an_error_on_all_ranks(world_size):
     for name, kind in cases.APART:
         pool = RankPool(world_size)  # of its own: collectives that found no partner are left

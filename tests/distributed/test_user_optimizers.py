@@ -38,7 +38,7 @@ def test_the_trial_of_an_optimizer_leaves_no_trace(ranks):
         assert is_same
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_norms_of_gradients_and_clipping_equal_ddp(ranks, world_size):
     kinds = ["mixed", "zdp", "dp"] if world_size == 2 else ["mixed"]
     check(ranks(world_size).run(cases.gradients, kinds=kinds)[0])

@@ -33,7 +33,7 @@ def test_backbones_are_unfrozen_and_resumed(ranks):
         assert len(sizes[0]) == 2
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_whole_weights_can_be_run_copied_and_changed(ranks, world_size):
     for rank, (found, refused, same, alone) in enumerate(ranks(world_size).run(cases.exported)):
         if rank == 0:

@@ -10,7 +10,7 @@ RATIOS = {"osdp/step_time_ratio", "osdp/peak_ratio"}
 
 
 WATCHED = {"2": (2, 1), "4, two micro-batches": (4, 2)}
-both_sizes = pytest.mark.parametrize("world_size", [2, 4])
+both_sizes = pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 
 
 @pytest.fixture(scope="module", params=WATCHED.values(), ids=WATCHED)

@@ -15,7 +15,9 @@ from wrapped_units import NESTED, NESTED_PARAMETERS
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize(("modes", "world_size"), [(("ZDP",), 2), (("DP", "ZDP"), 2), (("DP", "ZDP"), 4)])
+@pytest.mark.parametrize(
+    ("modes", "world_size"), [(("ZDP",), 2), (("DP", "ZDP"), 2), pytest.param(("DP", "ZDP"), 4, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_equal_the_unwrapped_models(ranks, name, modes, world_size):
     for difference, units in ranks(world_size).run(gradients_differ_by, name=name, modes=modes):
@@ -23,14 +25,14 @@ def test_gradients_equal_the_unwrapped_models(ranks, name, modes, world_size):
         assert units[0] == ""
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_units_and_modes_are_exactly_the_plans(ranks, world_size):
     for units, frozen_without_gradient in ranks(world_size).run(nested_units):
         assert units == {name: (NESTED_PARAMETERS[name], mode) for name, (_, mode) in NESTED.items()}
         assert frozen_without_gradient
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_encoder_layers_whose_linears_are_units_evaluate_like_the_unwrapped_model(ranks, world_size):
     for difference, units in ranks(world_size).run(encoder_in_evaluation):
         assert "encoder.layers.0.linear1" in units

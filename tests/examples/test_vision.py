@@ -186,6 +186,7 @@ def test_the_report_names_accuracy_chance_and_checkpoint():
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_the_script_trains_on_two_ranks_under_lightnings_launcher(tmp_path):
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run(

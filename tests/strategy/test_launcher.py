@@ -84,6 +84,7 @@ def test_a_script_trains_on_the_ranks_of_torchrun(tmp_path):
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_two_trainers_in_a_script_fit_its_model_one_after_the_other_on_all_ranks(tmp_path):
     code, stdout, stderr = run(SCRIPT, tmp_path, "--num-trainers", 2)
     assert code == 0, stdout + stderr
@@ -92,6 +93,7 @@ def test_two_trainers_in_a_script_fit_its_model_one_after_the_other_on_all_ranks
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_two_nodes_train_under_one_plan(tmp_path):
     (code, stdout, stderr), (other_code, other_stdout, other_stderr) = on_two_nodes(tmp_path)
     assert (code, other_code) == (0, 0), stderr + other_stderr
@@ -103,8 +105,8 @@ def test_two_nodes_train_under_one_plan(tmp_path):
 @pytest.mark.parametrize(
     ("how", "world_size"),
     [
-        (("--strategy", "osdp_spawn"), 2),
-        (("--strategy", "osdp_notebook"), 4),
+        pytest.param(("--strategy", "osdp_spawn"), 2, marks=pytest.mark.slow),
+        pytest.param(("--strategy", "osdp_notebook"), 4, marks=pytest.mark.slow),
         (("--start-method", "forkserver"), 2),
     ],
     ids=lambda value: value[1] if isinstance(value, tuple) else None,
@@ -119,7 +121,9 @@ def test_workers_give_the_whole_trained_weights_and_the_plan_back(tmp_path, how,
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("strategy", "rank", "world_size"), [("osdp", 0, 2), ("osdp_notebook", 3, 4)])
+@pytest.mark.parametrize(
+    ("strategy", "rank", "world_size"), [("osdp", 0, 2), pytest.param("osdp_notebook", 3, 4, marks=pytest.mark.slow)]
+)
 def test_an_error_on_one_rank_ends_all_with_its_text(tmp_path, strategy, rank, world_size):
     code, stdout, stderr = run(
         *(SCRIPT, tmp_path, "--devices", world_size, "--strategy", strategy, "--fail-rank", rank)
@@ -133,6 +137,7 @@ def test_an_error_on_one_rank_ends_all_with_its_text(tmp_path, strategy, rank, w
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_of_an_error_that_all_ranks_have_each_but_one_prints_a_line(tmp_path):
     code, stdout, stderr = run(SCRIPT, tmp_path, "--devices", 3, "--memory-limit", "2KiB")
     assert code == 1
@@ -147,6 +152,7 @@ def test_of_an_error_that_all_ranks_have_each_but_one_prints_a_line(tmp_path):
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_memory_that_runs_out_on_one_node_ends_the_others_ranks_with_where_and_what_helps(tmp_path):
     for code, stdout, stderr in on_two_nodes(tmp_path, "--fail-rank", 3, "--of-memory"):
         assert code not in (0, None)

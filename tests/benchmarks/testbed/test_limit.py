@@ -14,6 +14,7 @@ from benchmarks.testbed.plans import plan_of
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the data segment is limited on Linux")
 
 
+@pytest.mark.slow
 def test_training_lives_above_its_peak_and_dies_below():
     # all rows divide by the ranks: on CPU torch pads what does not in copies inside of one operation, past the count
     module = build("mingpt")
@@ -29,6 +30,7 @@ def test_training_lives_above_its_peak_and_dies_below():
     assert "memory" in below.reason
 
 
+@pytest.mark.slow
 def test_another_failure_is_no_lack_of_memory():
     plan = plan_of(build("odd_mlp"), {}, world_size=8, micro_batch_size=3)
     with pytest.raises(RuntimeError, match="Expected training to live or to run out of memory, but it ended"):
