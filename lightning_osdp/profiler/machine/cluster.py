@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,8 @@ _SIZES_BYTES = tuple(4**exponent for exponent in range(7, 15))
 """Of collectives by which a link is measured: 16 KiB to 256 MiB, as far as there is time."""
 _LEAST_SIZES, _PATIENCE_S = 4, 2.0
 """Sizes that are measured in any case, and seconds for one more."""
+_MOST_IN_A_ROW, _LEAST_IN_A_ROW, _ROW_S = 10, 3, 0.1
+"""Collectives that follow each other, as in a step; fewer where they take longer than this together."""
 _NUM_BYTES = 4 * 1024**2
 """Of those that are looked at otherwise."""
 _WIDTH = 2048
@@ -54,7 +55,7 @@ def measure_cluster(device: torch.device, *, local_ranks: int = 1) -> Cluster:
             overlaps=_overlaps_computing(device),
             reduce_scatter_copies=_copies_in_reduce_scatter(device),
         )
-        unit_overhead = measure_unit_overhead(device)
+        unit_overhead = measure_unit_overhead(cluster, device)
     return dataclasses.replace(
         cluster,
         unit_overhead=unit_overhead,
@@ -83,12 +84,17 @@ def _reduce_scatter(whole: torch.Tensor, shard: torch.Tensor) -> None:
 def _measure_link(device: torch.device, collective: Callable[[torch.Tensor, torch.Tensor], None]) -> Link:
     points: list[tuple[int, float]] = []
     for num_bytes in _SIZES_BYTES:
-        if len(points) >= _LEAST_SIZES:
-            (last_bytes, last_s), repeats = points[-1], REPEATS_TOGETHER + 1
-            if repeats * last_s * num_bytes / last_bytes > _PATIENCE_S:
-                break
+        expected_s = points[-1][1] * num_bytes / points[-1][0] if points else 0.0
+        in_a_row = max(_LEAST_IN_A_ROW, min(_MOST_IN_A_ROW, int(_ROW_S / max(expected_s, 1e-9))))
+        if len(points) >= _LEAST_SIZES and (REPEATS_TOGETHER + 1) * in_a_row * expected_s > _PATIENCE_S:
+            break
         whole, shard = _whole_and_shard(num_bytes, device)
-        points.append((whole.nbytes, fastest_together_s(partial(collective, whole, shard), device)))
+
+        def run(whole: torch.Tensor = whole, shard: torch.Tensor = shard, number: int = in_a_row) -> None:
+            for _ in range(number):
+                collective(whole, shard)
+
+        points.append((whole.nbytes, fastest_together_s(run, device) / in_a_row))
     return link_through(points, dist.get_world_size())
 
 

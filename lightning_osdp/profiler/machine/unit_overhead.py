@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,28 +12,30 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from lightning_osdp.core.cluster import UNIT_PARTS, UnitOverhead
-from lightning_osdp.profiler.step_time import fastest_together_s
+from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, UnitOverhead
+from lightning_osdp.profiler.step_time import REPEATS_TOGETHER, fastest_together_s
 
-_SMALL, _LARGE = 64, 1024
-"""Widths of square float32 layers of 16 KiB and 4 MiB: overhead is affine in the bytes of a unit."""
+_SMALL, _MEDIUM, _LARGE = 64, 512, 1024
+"""Widths of square float32 layers of 16 KiB, 1 and 4 MiB: overhead is affine in the bytes of a unit."""
 _FEW, _MANY = 1, 6
 _ONE, _SEVERAL = 1, 6
 """Parameters of a unit."""
+_COLLECTIVES = (REPEATS_TOGETHER + 1) * (_FEW + _MANY) * 3
+"""Timed for each kind of unit: gathers of forward alone, gathers and reduces of forward and backward."""
+_PATIENCE_S = 5.0
+"""For collectives of the largest width."""
 
 
-def measure_unit_overhead(device: torch.device) -> Mapping[str, UnitOverhead]:
+def measure_unit_overhead(cluster: Cluster, device: torch.device) -> Mapping[str, UnitOverhead]:
     """Seconds of each of `UNIT_PARTS` that neither collectives nor the operators explain.
 
-    Chains of one and of six equal units are run, sharded and plain; the difference per unit is the overhead. Nothing
-    is sent meanwhile: a link's time varies by more than what is looked for. Forward alone tells a gather from all the
-    rest. Units of one parameter of 16 KiB, of six of them, and of one of 4 MiB are measured. Call it on all ranks; all
-    get the same values, those of the slowest.
+    Chains of one and of six equal units are run, sharded and plain; the difference per unit, less the links' prediction
+    of its collectives, is the overhead. Forward alone tells a gather from all the rest. Units of one parameter of 16
+    KiB, of six of them, and of one of 4 MiB are measured, or of 1 MiB where collectives of so many bytes take too long.
+    Call it on all ranks; all get the same values, those of the slowest.
     """
-    kinds = (_SMALL, _ONE), (_LARGE, _ONE), (_SMALL, _SEVERAL)
-    measured = [
-        (4 * width * width * num_tensors, _measured_s(width, num_tensors, device)) for width, num_tensors in kinds
-    ]
+    kinds = (_SMALL, _ONE), (_large_width(cluster), _ONE), (_SMALL, _SEVERAL)
+    measured = [(_num_bytes(*kind), _measured_s(*kind, cluster, device)) for kind in kinds]
     gc.collect()  # what shards a module refers to it and to itself: nothing of the chains outlives this
     return {
         part: fitted(*((num_bytes, seconds[part]) for num_bytes, seconds in measured), num_tensors=_SEVERAL)
@@ -93,10 +94,26 @@ def fitted(
     )
 
 
-def _measured_s(width: int, num_tensors: int, device: torch.device) -> dict[str, float]:
+def _num_bytes(width: int, num_tensors: int) -> int:
+    return 4 * width * width * num_tensors
+
+
+def _large_width(cluster: Cluster) -> int:
+    """The largest one, unless its collectives are predicted to take too long; the same on every rank."""
+    links = (cluster.all_gather, cluster.reduce_scatter)
+    longest_s = max(link.ring_s(_num_bytes(_LARGE, _ONE), cluster.world_size) for link in links)
+    return _LARGE if _COLLECTIVES * longest_s <= _PATIENCE_S else _MEDIUM
+
+
+def _measured_s(width: int, num_tensors: int, cluster: Cluster, device: torch.device) -> dict[str, float]:
+    """Seconds of each part of a unit."""
+    num_bytes = _num_bytes(width, num_tensors)
+    gather_s = cluster.all_gather.ring_s(num_bytes, cluster.world_size)
+    reduce_s = cluster.reduce_scatter.ring_s(num_bytes, cluster.world_size)
     make = partial(_unit, width, num_tensors, device)
     few, many = (_chain_s(make, num_units, device) for num_units in (_FEW, _MANY))
-    return parts_s(*((many[name] - few[name]) / (_MANY - _FEW) for name in ("gathered", "dp", "held")))
+    gathered, dp, held = ((many[name] - few[name]) / (_MANY - _FEW) for name in ("gathered", "dp", "held"))
+    return parts_s(gathered - gather_s, dp - gather_s - reduce_s, held)
 
 
 def _chain_s(make: Callable[[], nn.Module], num_units: int, device: torch.device) -> dict[str, float]:
@@ -127,22 +144,7 @@ def _sharded(units: list[nn.Module], device: torch.device, *, keeps: bool) -> nn
         fully_shard(unit, mesh=mesh, reshard_after_forward=not keeps)
     chain = nn.Sequential(*units)
     fully_shard(chain, mesh=mesh)
-    collective: Any = _NothingSent()
-    for unit in chain.modules():
-        if isinstance(unit, FSDPModule):
-            unit.set_custom_all_gather(collective)
-            unit.set_custom_reduce_scatter(collective)
     return chain
-
-
-class _NothingSent:
-    """A collective that writes zeros for what the other ranks would have sent, with the methods of torch's."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *_: object, **__: object) -> None:
-        output_tensor.zero_()  # new memory is touched here, as a collective would
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.testbed.groups import fake_group
-from lightning_osdp.core.cluster import UNIT_PARTS
+from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, Link
 from lightning_osdp.profiler.machine import unit_overhead
 from lightning_osdp.profiler.machine.unit_overhead import fitted, parts_s
 from lightning_osdp.profiler.step_time import REPEATS_TOGETHER
@@ -40,6 +40,12 @@ def test_no_part_is_negative_and_a_micro_batch_takes_what_was_measured(gather_s,
     assert found["gather"] + found["flatten"] + found["reduce"] == pytest.approx(max(0, gather_s, dp_s))
 
 
+@pytest.mark.parametrize(("seconds_per_byte", "width"), [(0.0, 1024), (2e-8, 512), (1.0, 512)])
+def test_larger_units_are_measured_where_that_takes_no_time(seconds_per_byte, width):
+    link = Link(latency_s=0.0, seconds_per_byte=seconds_per_byte)
+    assert unit_overhead._large_width(Cluster(world_size=4, all_gather=link, reduce_scatter=link)) == width
+
+
 @given(fixed=SECONDS, per_byte=st.floats(0.0, 1e-3), per_tensor=SECONDS)
 def test_three_kinds_of_units_tell_what_a_unit_a_byte_and_a_tensor_take(fixed, per_byte, per_tensor):
     def seconds(num_bytes, num_tensors):
@@ -56,23 +62,22 @@ def test_nothing_takes_less_than_no_time(small_s, large_s, several_s):
     assert min(found.fixed_s, found.seconds_per_byte, found.seconds_per_tensor) >= 0
 
 
-def test_a_chain_sends_nothing_and_asks_for_what_its_steps_need(monkeypatch):
-    def sent(*_, **__):
-        raise AssertionError("expected no collective of its units")
+def test_a_chain_gathers_and_reduces_as_is_subtracted(monkeypatch):
+    counts = Counter()
+    for name in ("all_gather_single", "reduce_scatter_single"):
+        collective = getattr(dist, name)
 
-    monkeypatch.setattr(dist, "all_gather_single", sent)
-    monkeypatch.setattr(dist, "reduce_scatter_single", sent)
-    asked, collective = Counter(), unit_overhead._NothingSent.__call__
+        def counted(*args, name=name, collective=collective, **kwargs):
+            counts[name] += 1
+            return collective(*args, **kwargs)
 
-    def counted(self, output_tensor, input_tensor, *args, **kwargs):
-        asked["all-gather" if output_tensor.numel() > input_tensor.numel() else "reduce-scatter"] += 1
-        collective(self, output_tensor, input_tensor, *args, **kwargs)
-        assert not output_tensor.any()
-
-    monkeypatch.setattr(unit_overhead._NothingSent, "__call__", counted)
+        monkeypatch.setattr(dist, name, counted)
     num_units, num_runs = 2, REPEATS_TOGETHER + 1
     with fake_group(2):
         found = unit_overhead._chain_s(partial(unit_overhead._unit, 8, 3, CPU), num_units, CPU)
     assert set(found) == {"gathered", "dp", "held"}
     # forward alone once a run, forward and backward once; and once for all runs that hold what they have gathered
-    assert asked == {"all-gather": num_units * (2 * num_runs + 1), "reduce-scatter": num_units * num_runs}
+    assert counts == {
+        "all_gather_single": num_units * (2 * num_runs + 1),
+        "reduce_scatter_single": num_units * num_runs,
+    }
