@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lightning_osdp.core.text.stored import Stored
 from lightning_osdp.errors import ConfigurationError
@@ -47,6 +47,14 @@ class Link:
             return from_s + (num_bytes - from_bytes) * self.seconds_per_byte
         to_bytes, to_s = steps[index]
         return from_s + (num_bytes - from_bytes) / (to_bytes - from_bytes) * (to_s - from_s)
+
+    def at_rate(self, rate: float) -> Link:
+        """The same link with so many times the bytes/s; what a step of few bytes takes stays as it is."""
+        return replace(
+            self,
+            seconds_per_byte=self.seconds_per_byte / rate,
+            steps=tuple((size, self.latency_s + (seconds - self.latency_s) / rate) for size, seconds in self.steps),
+        )
 
 
 UNIT_PARTS = ("gather", "flatten", "reduce", "accumulate")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from lightning_osdp.core.batch_policy import BatchPolicy
-from lightning_osdp.core.cluster import Cluster, Link
+from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
@@ -74,8 +74,8 @@ def what_if(
                 replace(
                     cluster,
                     world_size=ranks,
-                    all_gather=_faster(cluster.all_gather, rate),
-                    reduce_scatter=_faster(cluster.reduce_scatter, rate),
+                    all_gather=cluster.all_gather.at_rate(rate),
+                    reduce_scatter=cluster.reduce_scatter.at_rate(rate),
                 ),
                 memory_limit_bytes=memory,
                 micro_batch_size=BatchPolicy.fixed(batch, num_micro_batches),
@@ -94,10 +94,6 @@ def what_if(
             )
         )
     return cases
-
-
-def _faster(link: Link, rate: float) -> Link:
-    return replace(link, seconds_per_byte=link.seconds_per_byte / rate)
 
 
 @dataclass(frozen=True, kw_only=True)

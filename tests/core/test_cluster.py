@@ -25,6 +25,14 @@ def test_a_ring_takes_one_latency_and_one_shard_per_step(num_bytes, world_size, 
     assert LINK.ring_s(num_bytes, world_size) == pytest.approx(expected_s, rel=1e-12)
 
 
+@pytest.mark.parametrize("steps", [(), ((1e3, 2e-5), (1e6, 1e-3), (4e6, 4.6e-3))])
+def test_a_link_of_twice_the_rate_takes_half_of_all_but_the_latency(steps):
+    link = Link(latency_s=2e-5, seconds_per_byte=1.2e-9, steps=steps)
+    for num_bytes in (0, 1e3, 5e5, 4e6, 1e8):
+        expected_s = 2e-5 + (link.step_s(num_bytes) - 2e-5) / 2
+        assert link.at_rate(2.0).step_s(num_bytes) == pytest.approx(expected_s, rel=1e-12)
+
+
 def test_one_rank_communicates_nothing():
     assert LINK.ring_s(10**9, 1) == 0.0
 
