@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from lightning_osdp.errors import PlanFormatError
@@ -50,6 +51,15 @@ def shown(value: object) -> str:
     """The value for an error, cut where it would bury the sentence."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def write_whole(text: str, path: str | Path) -> None:
+    """Writes a file, which appears only when it is complete; folders that are missing are made."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".part")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
 
 
 def read_dataclass(kind: type[T], entries: object, where: str) -> T:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lightning_osdp.core.modes import ACTIVATION_CHOICES, MODES, SYNC_CHOICES, ShardingMode
-from lightning_osdp.core.plans.document import read_dataclass, shown
+from lightning_osdp.core.plans.document import read_dataclass, shown, write_whole
 from lightning_osdp.core.plans.summary import summary
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.errors import PlanFormatError, PlanMismatchError
@@ -193,11 +193,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON; the file appears only when it is complete."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".part")
-        partial.write_text(self.to_json(), encoding="utf-8")
-        partial.replace(path)
+        write_whole(self.to_json(), path)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

@@ -13,7 +13,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from lightning_osdp.core.plans.document import shown
+from lightning_osdp.core.plans.document import shown, write_whole
 from lightning_osdp.errors import PlanFormatError
 
 PLAN_FILENAME, PROFILE_FILENAME, CLUSTER_FILENAME = "osdp_plan.json", "osdp_profile.json", "osdp_cluster.json"
@@ -65,11 +65,7 @@ class Stored:
 
     def save(self, path: str | Path) -> None:
         """Writes it as JSON; the file appears only when it is complete."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".part")
-        partial.write_text(self.to_json(), encoding="utf-8")
-        partial.replace(path)
+        write_whole(self.to_json(), path)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
