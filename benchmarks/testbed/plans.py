@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_osdp import Cluster, ModelProfile
 from lightning_osdp.core.plans.plan import Plan, Unit
-from lightning_osdp.engine import Engine, engine_of
+from lightning_osdp.engine import FSDP2, engine_of
 from lightning_osdp.profiler import fingerprint
 from lightning_osdp.simulation import StepEstimate, planned_step, simulate_step
 
@@ -68,13 +68,13 @@ def plan_of(
     )
 
 
-def simulated(plan: Plan, profile: ModelProfile, cluster: Cluster, *, engine: Engine | None = None) -> StepEstimate:
+def simulated(plan: Plan, profile: ModelProfile, cluster: Cluster, *, engine: FSDP2 | None = None) -> StepEstimate:
     """As `lightning_osdp.simulate`, also of what is not `fully_shard`; None: that, with the settings of the plan."""
     return simulate_step(*planned_step(plan, profile, cluster), engine=engine or engine_of(plan))
 
 
 def largest_that_fits(
-    plan: Plan, profile: ModelProfile, cluster: Cluster, *, limit_bytes: int, engine: Engine | None = None
+    plan: Plan, profile: ModelProfile, cluster: Cluster, *, limit_bytes: int, engine: FSDP2 | None = None
 ) -> Plan | None:
     """The plan at its best micro-batch, which is the largest that fits; None where not even one sample does.
 

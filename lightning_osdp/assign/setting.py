@@ -28,7 +28,7 @@ from lightning_osdp.cost import (
     step_memory,
     unit_s,
 )
-from lightning_osdp.engine import DEFAULT, Engine
+from lightning_osdp.engine import DEFAULT, FSDP2
 from lightning_osdp.simulation import StepClock
 
 
@@ -68,10 +68,10 @@ class Setting(Step):
     activations: tuple[str, ...] = ("keep",)
     """What units that are blocks may do with what they save."""
     decided: Decided = Decided()
-    engine: Engine = DEFAULT
+    engine: FSDP2 = DEFAULT
     """What runs the step, with nothing left to choose of its settings."""
-    frugal: Engine | None = None
-    """The engine with as little gathered ahead as may be, see `Engine.without_prefetch`; None: it is `engine`."""
+    frugal: FSDP2 | None = None
+    """The engine with as little gathered ahead as may be, see `FSDP2.without_prefetch`; None: it is `engine`."""
     counts_frugal: bool = False
     """Whether bytes are those under `frugal`, and only seconds those under `engine`: nothing between the two is both
     faster and smaller."""
@@ -126,7 +126,7 @@ class Setting(Step):
         return self.decided.profile or self.profile
 
     @property
-    def bytes_engine(self) -> Engine:
+    def bytes_engine(self) -> FSDP2:
         """The engine whose bytes count."""
         return self.frugal if self.counts_frugal and self.frugal is not None else self.engine
 

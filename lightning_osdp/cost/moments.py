@@ -27,10 +27,10 @@ from functools import lru_cache
 from lightning_osdp.core.profile import Rerun
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.engine import MOST_SIMULATED, Engine, Event, Moment, leaving_order
+from lightning_osdp.engine import FSDP2, MOST_SIMULATED, Event, Moment, leaving_order
 
 
-def largest_moments(step: Step, engine: Engine) -> tuple[dict[int, Moment], Moment]:
+def largest_moments(step: Step, engine: FSDP2) -> tuple[dict[int, Moment], Moment]:
     """Of a step in which every unit is ZDP and reduces its gradients in each micro-batch.
 
     Returns:
@@ -70,7 +70,7 @@ def _events(
     num_micro_batches: int,
     num_segments: int,
     rerun: tuple[tuple[str, Rerun], ...],
-    engine: Engine,
+    engine: FSDP2,
 ) -> list[list[Event]]:
     """Of micro-batches in which every unit is ZDP; they do not depend on how many samples these have."""
     return engine.micro_batches(

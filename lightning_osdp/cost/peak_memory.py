@@ -36,7 +36,7 @@ from lightning_osdp.core.modes import DP, ShardingMode
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.cost.moments import largest_moments
-from lightning_osdp.engine import DEFAULT, Engine, Moment, leaving_order
+from lightning_osdp.engine import DEFAULT, FSDP2, Moment, leaving_order
 
 ROUNDING_BYTES = 1e-3
 """What the rounding of sums may add to a peak, which is else rounded up to whole bytes."""
@@ -147,7 +147,7 @@ class StepMemory:
         return PeakMemory.of(self.moments[k], besides=besides)
 
 
-def exact_peak(step: Step, modes: Sequence[ShardingMode], *, engine: Engine = DEFAULT) -> PeakMemory:
+def exact_peak(step: Step, modes: Sequence[ShardingMode], *, engine: FSDP2 = DEFAULT) -> PeakMemory:
     """Peak of one optimizer step in these modes, one per unit, event by event."""
     step = step.in_modes(modes)
     largest: list[Moment] = []
@@ -165,7 +165,7 @@ def exact_peak(step: Step, modes: Sequence[ShardingMode], *, engine: Engine = DE
     return PeakMemory.of(largest[0])
 
 
-def step_memory(step: Step, *, activations: Sequence[str] = ("keep",), engine: Engine = DEFAULT) -> StepMemory:
+def step_memory(step: Step, *, activations: Sequence[str] = ("keep",), engine: FSDP2 = DEFAULT) -> StepMemory:
     """Peak of one optimizer step on one rank, for any choice of modes, and of what its blocks may do by `activations`.
 
     In the step itself all blocks keep what they save.

@@ -10,11 +10,11 @@ from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.profile import BlockProfile, ModelProfile
 from lightning_osdp.core.step import Workload
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.engine import DEFAULT, Engine
+from lightning_osdp.engine import DEFAULT, FSDP2
 
 
 def communication_s(
-    unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload, engine: Engine = DEFAULT
+    unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
 ) -> float:
     """All-gathers and reduce-scatters.
 
@@ -37,20 +37,20 @@ def communication_s(
     return num_gathers * gather_s(unit, cluster, engine) + num_reduces * reduce_s(unit, cluster, engine)
 
 
-def gather_s(unit: UnitProfile, cluster: Cluster, engine: Engine = DEFAULT) -> float:
+def gather_s(unit: UnitProfile, cluster: Cluster, engine: FSDP2 = DEFAULT) -> float:
     """Seconds of one all-gather of a unit."""
     num_bytes = engine.all_gather_bytes(unit, cluster.world_size)
     return cluster.all_gather.ring_s(num_bytes, cluster.world_size) if num_bytes else 0.0
 
 
-def reduce_s(unit: UnitProfile, cluster: Cluster, engine: Engine = DEFAULT) -> float:
+def reduce_s(unit: UnitProfile, cluster: Cluster, engine: FSDP2 = DEFAULT) -> float:
     """Seconds of one reduce-scatter of its gradients."""
     num_bytes = engine.reduce_scatter_bytes(unit, cluster.world_size)
     return cluster.reduce_scatter.ring_s(num_bytes, cluster.world_size) if num_bytes else 0.0
 
 
 def compute_s(
-    unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload, engine: Engine = DEFAULT
+    unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
 ) -> float:
     """Forward and backward of the unit's operators, ``K (fixed + b gamma)``; the same in every mode.
 
@@ -70,7 +70,7 @@ def optimizer_s(profile: ModelProfile, cluster: Cluster) -> float:
 
 
 def overhead_s(
-    unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload, engine: Engine = DEFAULT
+    unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
 ) -> float:
     """Hooks, views and copies beside collectives and operators, as measured on the cluster; none where it was not.
 
@@ -100,7 +100,7 @@ def overhead_part_s(unit: UnitProfile, part: str, cluster: Cluster) -> float:
 
 
 def activations_s(
-    unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload, engine: Engine = DEFAULT
+    unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
 ) -> float:
     """What the unit's block takes beyond keeping what it saves: running again, and copies to host memory and back."""
     del engine
@@ -135,7 +135,7 @@ def unit_s(
     *,
     cluster: Cluster,
     workload: Workload,
-    engine: Engine = DEFAULT,
+    engine: FSDP2 = DEFAULT,
     terms: Iterable[str] = TERMS,
 ) -> float:
     """Seconds of an optimizer step that one unit takes in one mode: the sum of these `TERMS`."""

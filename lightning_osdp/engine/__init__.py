@@ -8,16 +8,12 @@ from lightning_osdp.engine.layout import UnitBytes
 from lightning_osdp.engine.live_parts import Moment
 from lightning_osdp.engine.schedule import MOST_SIMULATED, Event, GatherRule, leaving_order
 
-Engine = FSDP2
-"""What runs a step: `FSDP2`, or a subclass that describes something else."""
-
 __all__ = [
     "AUTO",
     "DEFAULT",
     "FLIPS",
     "FSDP2",
     "MOST_SIMULATED",
-    "Engine",
     "Event",
     "GatherRule",
     "Moment",

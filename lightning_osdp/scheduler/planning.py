@@ -19,7 +19,7 @@ from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.progress import Progress, silent
 from lightning_osdp.core.units import SMALL_UNIT_BYTES, partition
 from lightning_osdp.cost import evaluation_peak
-from lightning_osdp.engine import AUTO, FSDP2, Engine
+from lightning_osdp.engine import AUTO, FSDP2
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.scheduler.competition import Competition
 from lightning_osdp.scheduler.infeasible import why_infeasible
@@ -61,7 +61,7 @@ def make_plan(
     micro_batch_size: int | BatchPolicy,
     search_space: SearchSpace | None = None,
     method: PlanMethod | None = None,
-    engine: Engine = _ANY_PREFETCH,
+    engine: FSDP2 = _ANY_PREFETCH,
     progress: Progress = silent,
 ) -> Plan:
     """The plan with the best predicted samples/s under the memory limit.

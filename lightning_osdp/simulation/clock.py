@@ -11,7 +11,7 @@ from lightning_osdp.core.profile import Rerun
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.cost import block_s, copied_s, optimizer_s
-from lightning_osdp.engine import DEFAULT, MOST_SIMULATED, Engine, Event
+from lightning_osdp.engine import DEFAULT, FSDP2, MOST_SIMULATED, Event
 from lightning_osdp.simulation.step import durations_of
 from lightning_osdp.simulation.timeline import Durations, Timeline
 
@@ -34,7 +34,7 @@ class StepClock:
     without some of those of one that is freed.
     """
 
-    def __init__(self, step: Step, engine: Engine = DEFAULT) -> None:
+    def __init__(self, step: Step, engine: FSDP2 = DEFAULT) -> None:
         self.cluster, self.engine = step.cluster, engine
         self.num_micro_batches = step.workload.num_micro_batches
         self.optimizer_s = optimizer_s(step.profile, step.cluster)
@@ -98,7 +98,7 @@ def _classed(
     units: tuple[UnitProfile, ...],
     num_segments: int,
     rerun: tuple[tuple[str, Rerun], ...],
-    engine: Engine,
+    engine: FSDP2,
     *,
     may_keep: bool,
 ) -> tuple[tuple[Event, str | None], ...]:

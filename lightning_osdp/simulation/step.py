@@ -18,7 +18,7 @@ from lightning_osdp.cost import (
     reduce_s,
     saving_peak,
 )
-from lightning_osdp.engine import DEFAULT, Engine, Event, Moment
+from lightning_osdp.engine import DEFAULT, FSDP2, Event, Moment
 from lightning_osdp.simulation.timeline import Durations, Interval, Timeline
 
 
@@ -53,7 +53,7 @@ class StepEstimate:
 
 
 def simulate_step(
-    step: Step, modes: Sequence[ShardingMode], *, engine: Engine = DEFAULT, rank: int | None = None
+    step: Step, modes: Sequence[ShardingMode], *, engine: FSDP2 = DEFAULT, rank: int | None = None
 ) -> StepEstimate:
     """Goes through one optimizer step.
 
@@ -98,7 +98,7 @@ def simulate_step(
     )
 
 
-def durations_of(step: Step, engine: Engine) -> Durations:
+def durations_of(step: Step, engine: FSDP2) -> Durations:
     """Seconds of each event of one micro-batch."""
     profile, units, cluster = step.profile, step.units, step.cluster
     micro_batch_size = step.workload.micro_batch_size

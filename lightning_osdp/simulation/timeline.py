@@ -3,7 +3,7 @@
 The host issues events ahead of the device. A backend that blocks (gloo) has one resource for everything: time is the
 sum. Where communication overlaps computing, a gather begins as soon as the communicator is free and
 
-- the engine lets it (`Engine.gathers_wait_for`): a gather waits while the memory of two freed units may still be in
+- the engine lets it (`FSDP2.gathers_wait_for`): a gather waits while the memory of two freed units may still be in
   use; or for all computing that was issued before it; or until units before it are copied out, in forward all but the
   latest one;
 - computing waits for the gathers that it needs (AWAIT);

@@ -20,7 +20,7 @@ from benchmarks.testbed.plans import plan_of
 from examples.mingpt.model import Block
 from lightning_osdp.core.plans import plan as plans
 from lightning_osdp.core.plans.plan import Plan
-from lightning_osdp.engine import FSDP2, Engine
+from lightning_osdp.engine import FSDP2
 
 Sharding: TypeAlias = Literal["FULL_SHARD", "SHARD_GRAD_OP", "DDP"]
 _MODES = {"FULL_SHARD": "ZDP", "SHARD_GRAD_OP": "DP"}
@@ -48,7 +48,7 @@ class Way:
         return ", ".join(parts)
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> FSDP2:
         """What predicts a step; not of DDP."""
         return FSDP2(asynchronous_unshard=False) if self.is_fully_shard else FSDP1()
 
