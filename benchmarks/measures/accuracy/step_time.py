@@ -6,7 +6,7 @@ import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import combinations
+from itertools import combinations, count
 from statistics import median
 from typing import Any
 
@@ -35,6 +35,10 @@ RATES = (200.0, 1000.0, None)
 MEDIAN, WORST = 0.05, 0.10
 """Errors that the project promises at each rate, over all families."""
 NUM_MIXES, NUM_ROUNDS = 2, 6
+QUIET = 0.03
+"""How far predictions from what was profiled before and after the steps may differ: where they differ by more, other
+programs or other machines on the same host have changed what this one can do, and the case is measured again."""
+_MOST_TRIES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,14 +90,15 @@ def measure(case: Case) -> dict[str, Any]:
     arguments = {"family": case.family, "num_mixes": case.num_mixes, "num_rounds": case.num_rounds}
     with Hosts(case.num_ranks, rate_mbit=case.rate_mbit) as hosts:
         found = hosts.run("benchmarks.measures.accuracy.step_time:on_one_rank", arguments, timeout_s=1800)
-    return {"plans": found[0]}
+    return found[0]
 
 
 def table(rows: Sequence[Row]) -> Table:
     """One line per family and rate."""
     title = f"Step time on {NUM_RANKS} ranks, predicted against the fastest measured"
     drawn = Table("links", "family", title=title)
-    for column in ("ZDP predicted", "ZDP measured", "DP predicted", "DP measured", "median error", "worst", "tau"):
+    columns = ("ZDP predicted", "ZDP measured", "DP predicted", "DP measured", "median error", "worst", "tau", "drift")
+    for column in columns:
         drawn.add_column(column, justify="right")
     for row in rows:
         plans = _timed(row)
@@ -105,6 +110,7 @@ def table(rows: Sequence[Row]) -> Table:
             f"{median(errors):.1%}",
             f"{max(plans, key=lambda plan: abs(plan.error)).error:+.1%}",
             f"{kendall_tau(plans):.2f}",
+            f"{row['drift']:.1%}",
         )
     return drawn
 
@@ -132,14 +138,27 @@ def _timed(row: Row) -> list[Timed]:
     return [Timed(**plan) for plan in row["plans"]]
 
 
-def on_one_rank(*, family: str, num_mixes: int, num_rounds: int) -> list[dict[str, Any]]:
-    """What every rank runs: profiles, measures the links, predicts, and then takes the steps."""
-    device = torch.device("cpu")
-    cluster = measure_cluster(device)
-    profile = profile_model(build(family), build(family).batch(MICRO_BATCH), together=in_step)
-    plans = _plans(build(family), profile, num_mixes)
-    timed = compared_s(lambda: build(family), plans, profile, cluster, num_rounds=num_rounds)
-    return [asdict(each) for each in timed]
+def on_one_rank(*, family: str, num_mixes: int, num_rounds: int) -> dict[str, Any]:
+    """What every rank runs: profiles, measures the links, predicts, takes the steps, and profiles once more.
+
+    Returns:
+        Fields of a `Timed` for each plan, and how far the two predictions differ at most.
+    """
+    for tries in count(1):
+        profile, cluster = _seen(family)
+        plans = _plans(build(family), profile, num_mixes)
+        timed = compared_s(lambda: build(family), plans, profile, cluster, num_rounds=num_rounds)
+        again = _seen(family)
+        later_s = [predicted_s(plan, *again) for plan in plans.values()]
+        drift = max(abs(later / each.predicted_s - 1) for later, each in zip(later_s, timed, strict=True))
+        if drift <= QUIET or tries == _MOST_TRIES:
+            return {"plans": [asdict(each) for each in timed], "drift": drift}
+    raise AssertionError
+
+
+def _seen(family: str) -> tuple[ModelProfile, Cluster]:
+    cluster = measure_cluster(torch.device("cpu"))
+    return profile_model(build(family), build(family).batch(MICRO_BATCH), together=in_step), cluster
 
 
 def compared_s(
