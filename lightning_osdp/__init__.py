@@ -22,9 +22,10 @@ from lightning_osdp.errors import (
     PlanMismatchError,
     ProfileError,
 )
+from lightning_osdp.machines import Machine
 from lightning_osdp.profiler import ComputePrecision, TrainingStep, measure_cluster, profile_model
 from lightning_osdp.report import chrome_trace, compare_plans, draw_plan, find_alternatives, render_plan, what_if
-from lightning_osdp.scheduler import PlanMethod, make_plan
+from lightning_osdp.scheduler import HandMade, PlanMethod, made_by_hand, make_plan
 from lightning_osdp.simulation import StepEstimate, simulate
 from lightning_osdp.strategy import OSDPPrecision, OSDPStrategy
 from lightning_osdp.strategy.runtime.launcher import REGISTERED
@@ -47,8 +48,10 @@ __all__ = [
     "ComputePrecision",
     "ConfigurationError",
     "DeviceRates",
+    "HandMade",
     "InfeasibleError",
     "Link",
+    "Machine",
     "ModelProfile",
     "OSDPError",
     "OSDPPrecision",
@@ -68,6 +71,7 @@ __all__ = [
     "compare_plans",
     "draw_plan",
     "find_alternatives",
+    "made_by_hand",
     "make_plan",
     "measure_cluster",
     "profile_model",

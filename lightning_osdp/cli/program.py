@@ -14,13 +14,14 @@ from importlib.metadata import version
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_osdp.cli import looking, planning
+from lightning_osdp.cli import estimating, looking, planning
 from lightning_osdp.cli.answer import Answer, write
 from lightning_osdp.errors import InfeasibleError, OSDPError
 
 DONE, DOES_NOT_FIT, BAD_INPUT = 0, 1, 2
 
 COMMANDS: Mapping[str, Callable[..., Answer]] = {
+    "estimate": estimating.estimate,
     "show": looking.show,
     "explain": looking.explain,
     "diff": looking.diff,

@@ -9,6 +9,10 @@ from dataclasses import dataclass, field, replace
 from lightning_osdp.core.text.stored import Stored
 from lightning_osdp.errors import ConfigurationError
 
+CUDA_HEADROOM = 0.1
+"""Fraction of the free device memory that a default limit leaves alone, for what no plan counts: rounding and
+fragmentation of the caching allocator. [Assumption, not a measurement.]"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
@@ -115,6 +119,8 @@ class DeviceRates:
     """Floating-point operations per second of large matrix products, by dtype."""
     bytes_per_s: float
     """Bytes per second to and from its memory."""
+    is_cuda: bool = False
+    """Whether it is a CUDA device, on which torch's optimizers update all parameters of a group at once (foreach)."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.flops_per_s, Mapping):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -82,7 +83,7 @@ def profile_model(
         module: the model, with parameters on the device that it will train on, or on the meta device.
         batch: one batch of its training data, on that device.
         training: the step and the optimizers, if they are not the module's own; and precision.
-        rates: of a device that one does not have; times then follow from them, and nothing is timed but the optimizer.
+        rates: of a device that one does not have; times then follow from them, and nothing is timed.
         activations: what blocks may do with what they save, see `SearchSpace`.
         blocks: names of the modules that may be blocks; None: those that stand in one container with others of their
             class. Those that are not called once are left out.
@@ -108,7 +109,7 @@ def profile_model(
         module,
         cast_batch,
         batch_size,
-        training.run or (lambda batch: module.training_step(batch, 0)),  # type: ignore[operator]
+        training.run or partial(own_step, module),
         device,
         None if blocks is None else frozenset(module.get_submodule(name) for name in blocks),
     )
@@ -118,7 +119,7 @@ def profile_model(
         seconds = _seconds(step, trace, rates, together, progress)
     progress("profiling the optimizer", "")
     with untouched(module):
-        optimizer, optimized = profile_optimizers(module, training.optimizers or _own_optimizers, device)
+        optimizer, optimized = profile_optimizers(module, training.optimizers or _own_optimizers, device, rates=rates)
     operators = find_operators(module, trace.calls)
     segments, crossings = profile_segments(operators, trace, seconds), profile_crossings(trace)
     may_be_units = {name for operator in operators for name in (operator.name, *operator.enclosing) if name}
@@ -196,6 +197,13 @@ def _first_dimension(batch: Any) -> int:
             " Pass TrainingStep(batch_size=...) to profile_model."
         )
     return int(tensor.shape[0])
+
+
+def own_step(module: nn.Module, batch: Any) -> Any:
+    """The module's own training step; without a Trainer, what it logs goes nowhere, and Lightning need not say so."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"You are trying to `self\.log")
+        return module.training_step(batch, 0)  # type: ignore[operator]
 
 
 def _own_optimizers(module: nn.Module) -> Sequence[Optimizer]:

@@ -106,7 +106,8 @@ class Operation:
             read[:1] = [min(read[0], sum(result.num_bytes for result in self.results[:1]))]
         written = [result.num_bytes for result in self.results]
         for argument, value in zip(self.function._schema.arguments, self.arguments, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
+            # fused optimizers may write to gradients, and do where they unscale them
+            if argument.alias_info is not None and argument.alias_info.is_write and argument.name != "grads":
                 written += [operand.num_bytes for operand in _operands_in(value)]
         return sum(read) + sum(written)
 

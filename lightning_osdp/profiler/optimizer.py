@@ -6,15 +6,18 @@ import copy
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.errors import ProfileError
 from lightning_osdp.profiler.live_tensors import LiveBytes
+from lightning_osdp.profiler.operation_time import OperationRecorder, roofline_s, segment_seconds
 from lightning_osdp.profiler.step.fake_model import stand_in
 from lightning_osdp.profiler.step.snapshot import tensors_in
 from lightning_osdp.profiler.step_time import fastest_s
@@ -49,7 +52,11 @@ class OptimizedParameter:
 
 
 def profile_optimizers(
-    module: nn.Module, configure: Callable[[nn.Module], Sequence[Optimizer]], device: torch.device
+    module: nn.Module,
+    configure: Callable[[nn.Module], Sequence[Optimizer]],
+    device: torch.device,
+    *,
+    rates: DeviceRates | None = None,
 ) -> tuple[OptimizerProfile, Mapping[nn.Parameter, OptimizedParameter]]:
     """The step of the optimizers that ``configure`` makes, and what they make of each parameter.
 
@@ -57,12 +64,15 @@ def profile_optimizers(
         module: the model; it is not touched: ``configure`` sees a copy whose parameters are on the meta device.
         configure: returns the optimizers of the module that it is given.
         device: where the step is run.
+        rates: of another device, on which its operations are then timed by their bytes; None: the step is timed.
 
     Raises:
         ProfileError: the module cannot be copied, or an optimizer cannot be run.
     """
     twins = {parameter: stand_in(parameter) for parameter in module.parameters()}
     optimizers = list(configure(_copied(module, twins)))
+    if rates is not None and rates.is_cuda:
+        _choose_foreach(optimizers)
     samples = [_Sample(optimizer, device, _sampled) for optimizer in optimizers]
     groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     places = {
@@ -79,7 +89,7 @@ def profile_optimizers(
     }
     # Each optimizer's seconds per element, weighted by the elements that it updates.
     sizes = [sum(p.numel() for p in sample.parameters if p.requires_grad) for sample in samples]
-    total_s = sum(sample.s_per_element() * size for sample, size in zip(samples, sizes, strict=True))
+    total_s = sum(sample.s_per_element(rates) * size for sample, size in zip(samples, sizes, strict=True))
     elements = sum({p: p.numel() for sample in samples for p in sample.parameters if p.requires_grad}.values())
     is_foreach = any(sample.is_foreach for sample in samples)
     ratio, pairs = 0.0, set[Pair]()
@@ -171,12 +181,24 @@ class _Sample:
         )
         return explicit or by_default
 
-    def s_per_element(self) -> float:
-        """Seconds of a step per element that it updates."""
+    def s_per_element(self, rates: DeviceRates | None) -> float:
+        """Seconds of a step per element that it updates: timed, or by these rates."""
         if not self.updated:
             return 0.0
-        step_s = fastest_s(lambda: self.optimizer.step(_no_loss), self.device, repeats=_REPEATS)
+        if rates is None:
+            step_s = fastest_s(lambda: self.optimizer.step(_no_loss), self.device, repeats=_REPEATS)
+        else:
+            with OperationRecorder() as recorder:
+                self.optimizer.step(_no_loss)
+            step_s = sum(segment_seconds(recorder.operations, partial(roofline_s, rates=rates)).values())
         return step_s / sum(p.numel() for p in self.updated)
+
+
+def _choose_foreach(optimizers: Sequence[Optimizer]) -> None:
+    """What torch chooses on CUDA where nobody has: all parameters of a group at once."""
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = True
 
 
 def _rows_of(parameter: Tensor, num_elements: int) -> tuple[int, ...]:

@@ -32,18 +32,18 @@ def test_everybody_takes_part_within_the_limit(tmp_path, capsys):
     assert "activations.json" in printed
 
 
-@pytest.mark.parametrize("machine", [TITANS, NODE], ids=["float32", "bf16-mixed"])
-def test_the_largest_micro_batch_that_fits_is_the_best(machine):
+@pytest.mark.parametrize("place", [TITANS, NODE], ids=["float32", "bf16-mixed"])
+def test_the_largest_micro_batch_that_fits_is_the_best(place):
     module = MODEL.on_meta()
-    profile = profiled(module, machine)
+    profile = profiled(module, place)
     plan = Way(sharding="FULL_SHARD", recomputes=True).plan(module, world_size=8, micro_batch_size=1)
 
     def at(size):
-        return simulate(dataclasses.replace(plan, micro_batch_size=size), profile, machine.cluster)
+        return simulate(dataclasses.replace(plan, micro_batch_size=size), profile, place.machine.cluster)
 
     limit_bytes = at(12).peak.peak_bytes
-    chosen = largest_that_fits(plan, profile, machine.cluster, limit_bytes=limit_bytes)
+    chosen = largest_that_fits(plan, profile, place.machine.cluster, limit_bytes=limit_bytes)
     assert chosen.micro_batch_size == 12
     speeds = [size / at(size).time_s for size in (1, 2, 5, 11, 12)]
     assert speeds == sorted(speeds)
-    assert largest_that_fits(plan, profile, machine.cluster, limit_bytes=at(1).peak.peak_bytes - 1) is None
+    assert largest_that_fits(plan, profile, place.machine.cluster, limit_bytes=at(1).peak.peak_bytes - 1) is None

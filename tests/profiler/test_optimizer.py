@@ -7,6 +7,7 @@ from torch import nn
 from torch.optim import SGD, Adafactor, Adagrad, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import StepLR
 
+from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.errors import ProfileError
 from lightning_osdp.profiler.optimizer import front, profile_optimizers
 
@@ -292,3 +293,31 @@ def test_the_time_sample_is_no_larger_for_many_groups(monkeypatch):
     layers = nn.Sequential(*(nn.Linear(20, 20, bias=False) for _ in range(4)))
     profiled(lambda m: Spy([{"params": layer.parameters()} for layer in m], lr=0.1), module=layers)
     assert sizes[0] == 100 + 3 * 60  # whole rows of 20
+
+
+@pytest.mark.parametrize(
+    ("make", "moved"),
+    [
+        # p -= lr g: reads both, writes one
+        (lambda p: SGD(p, lr=0.1), 3),
+        # reads parameter, gradient and both moments, writes all but the gradient
+        (lambda p: AdamW(p, fused=True), 7),
+    ],
+)
+def test_seconds_by_rates_are_the_bytes_that_the_step_moves(make, moved):
+    rates = DeviceRates(flops_per_s={"float32": 1.0}, bytes_per_s=1e9)
+    module = nn.Linear(1000, 1000, bias=False)
+    profile, _ = profile_optimizers(module, lambda m: [make(m.parameters())], CPU, rates=rates)
+    assert profile.s_per_element == pytest.approx(moved * 4 / 1e9, rel=0.01)
+
+
+def test_on_cuda_parameters_are_updated_at_once_unless_somebody_chose():
+    rates = DeviceRates(flops_per_s={"float32": 1.0}, bytes_per_s=1e9, is_cuda=True)
+
+    def is_foreach(**options):
+        profile, _ = profile_optimizers(model(), lambda m: [AdamW(m.parameters(), **options)], CPU, rates=rates)
+        return profile.is_foreach
+
+    assert is_foreach()
+    assert not is_foreach(foreach=False)
+    assert not is_foreach(fused=True)

@@ -4,38 +4,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
-
-import torch
 
 from benchmarks.families import Family
 from benchmarks.measures.section import Row, Section, Target
 from benchmarks.measures.simulated import tables
-from benchmarks.measures.simulated.machines import Machine, Model
+from benchmarks.measures.simulated.machines import Model, Place
 from benchmarks.measures.simulated.tables import FSDP, OSDP
 from benchmarks.testbed.beside_fsdp.lightning_fsdp import Way
 from benchmarks.testbed.plans import largest_that_fits
 from lightning_osdp import (
     Cluster,
-    ComputePrecision,
     InfeasibleError,
     ModelProfile,
     SearchSpace,
-    TrainingStep,
     make_plan,
-    profile_model,
     simulate,
 )
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.profiler.without_weights import DescribedModel
 from lightning_osdp.simulation import StepEstimate
 
 _NUM_SAMPLES = 4
 """That profiles are made with."""
-_ADAMW_BYTES = 7 * 4
-"""That AdamW moves for each element: it reads parameter, gradient and both moments, and writes all but the gradient."""
 _AS_GOOD = 0.999
 """Of the best FSDP's samples/s: a sweep stops where no size can be better by more than a thousandth."""
 
@@ -66,7 +60,7 @@ OSDP_SPACES = dict(
 class Case:
     """A model on a machine, in so much memory."""
 
-    machine: Machine
+    machine: Place
     model: Model
     limit_gib: float
     """2^30 bytes of a rank."""
@@ -115,7 +109,7 @@ def measure(case: Case) -> dict[str, Any]:
     module, start_s = case.model.on_meta(), time.process_time()
     profile = profiled(module, case.machine)
     profile_s = time.process_time() - start_s
-    search = partial(_entrant, profile=profile, cluster=case.machine.cluster)
+    search = partial(_entrant, profile=profile, cluster=case.machine.machine.cluster)
     entrants = [search(name, find=find) for name, find in _contestants(module, profile, case)]
     return {
         "num_parameters": sum(parameter.numel() for parameter in module.parameters()),
@@ -124,23 +118,14 @@ def measure(case: Case) -> dict[str, Any]:
     }
 
 
-def profiled(module: Family, machine: Machine) -> ModelProfile:
-    """What a model on the meta device would take on a machine; its optimizer is bound by memory, too."""
-    dtype = getattr(torch, machine.dtype)
-    is_mixed = dtype is not torch.float32
-
-    def run(batch: Any) -> Any:
-        with torch.autocast("cpu", dtype=dtype if is_mixed else None, enabled=is_mixed):
-            return module.loss(batch)
-
-    step = TrainingStep(run, precision=ComputePrecision(dtype=dtype if is_mixed else None))
-    profile = profile_model(module, module.batch(_NUM_SAMPLES), step, rates=machine.rates)
-    optimizer = replace(profile.optimizer, s_per_element=_ADAMW_BYTES / machine.memory_bytes_per_s)
-    return replace(profile, optimizer=optimizer)
+def profiled(module: Family, place: Place) -> ModelProfile:
+    """What a model on the meta device would take on a machine."""
+    model = DescribedModel(module=module, batch=module.batch(_NUM_SAMPLES), run=module.loss)
+    return model.profile(place.machine.rates, precision=place.precision)
 
 
 def _contestants(module: Family, profile: ModelProfile, case: Case) -> Iterator[tuple[str, Callable[[], Plan | None]]]:
-    cluster, limit_bytes = case.machine.cluster, round(case.limit_gib * 2**30)
+    cluster, limit_bytes = case.machine.machine.cluster, round(case.limit_gib * 2**30)
     for name, way in FSDP_WAYS.items():
         plan = way.plan(module, world_size=cluster.world_size, micro_batch_size=1)
         yield name, partial(largest_that_fits, plan, profile, cluster, limit_bytes=limit_bytes)

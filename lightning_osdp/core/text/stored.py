@@ -60,7 +60,7 @@ class Stored:
                 f"Expected {source} to have schema_version {SCHEMA_VERSION}, got"
                 f" {shown(document.get('schema_version'))}. Profile anew with this version of lightning_osdp."
             )
-        found: Self = _read(cls, document.get("value"), f"{source} at {cls.__name__}")
+        found: Self = read_value(cls, document.get("value"), f"{source} at {cls.__name__}")
         return found
 
     def save(self, path: str | Path) -> None:
@@ -104,24 +104,33 @@ def _hints(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
-def _read(hint: Any, value: Any, where: str) -> Any:
-    """A value of this type, from JSON; errors say where it is."""
+def read_value(hint: Any, value: Any, where: str) -> Any:
+    """A value of this type, from what JSON or TOML has of it.
+
+    Args:
+        hint: a dataclass, or the type of one of its fields.
+        value: what was parsed.
+        where: what to call its place in errors.
+
+    Raises:
+        PlanFormatError: an entry is missing, unknown or of another type.
+    """
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is types.UnionType:  # something or None
-        return None if value is None else _read(inner[0], value, where)
+        return None if value is None else read_value(inner[0], value, where)
     if dataclasses.is_dataclass(hint):
         return _read_fields(typing.cast("type", hint), value, where)
     if origin is Mapping:
         _check(isinstance(value, dict), "an object", value, where)
-        return {name: _read(inner[1], of, f"{where}[{name!r}]") for name, of in value.items()}
+        return {name: read_value(inner[1], of, f"{where}[{name!r}]") for name, of in value.items()}
     if origin is tuple or hasattr(hint, "_fields"):
         _check(isinstance(value, list), "a list", value, where)
         if inner[1:] == (...,):
-            return tuple(_read(inner[0], of, f"{where}[{index}]") for index, of in enumerate(value))
+            return tuple(read_value(inner[0], of, f"{where}[{index}]") for index, of in enumerate(value))
         kinds = inner or tuple(_hints(hint).values())
         _check(len(value) == len(kinds), f"a list of {len(kinds)}", value, where)
         parts = [
-            _read(kind, of, f"{where}[{index}]") for index, (kind, of) in enumerate(zip(kinds, value, strict=True))
+            read_value(kind, of, f"{where}[{index}]") for index, (kind, of) in enumerate(zip(kinds, value, strict=True))
         ]
         return hint(*parts) if hasattr(hint, "_fields") else tuple(parts)
     if hint in {int, float}:
@@ -143,7 +152,7 @@ def _read_fields(kind: type, value: Any, where: str) -> Any:
             f"Expected {where} to have the entries of a {kind.__name__}; missing: {sorted(missing)}, unknown:"
             f" {sorted(unknown)}."
         )
-    return kind(**{name: _read(_hints(kind)[name], of, f"{where}.{name}") for name, of in value.items()})
+    return kind(**{name: read_value(_hints(kind)[name], of, f"{where}.{name}") for name, of in value.items()})
 
 
 def _check(is_so: bool, expected: str, value: object, where: str) -> None:

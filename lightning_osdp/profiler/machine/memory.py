@@ -8,9 +8,7 @@ from pathlib import Path
 
 import torch
 
-CUDA_HEADROOM = 0.1
-"""Fraction of the free device memory that a default limit leaves alone, for what no plan counts: rounding and
-fragmentation of the caching allocator. [Assumption, not a measurement.]"""
+from lightning_osdp.core.cluster import CUDA_HEADROOM
 
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
 """In a RuntimeError: of torch's allocator on CPU (Linux, Windows), of the CUDA runtime and NCCL, of its libraries."""

@@ -10,13 +10,14 @@ import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_osdp.core.cluster import CUDA_HEADROOM
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.profiler import CUDA_HEADROOM, measure_cluster
+from lightning_osdp.profiler import measure_cluster
 from lightning_osdp.report import tell_accumulation
 from lightning_osdp.scheduler import PlanMethod, make_plan
 from lightning_osdp.simulation import StepEstimate, simulate

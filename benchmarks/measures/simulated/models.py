@@ -1,0 +1,172 @@
+"""Language models as those were whose numbers are published, for the meta device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Of a decoder-only transformer."""
+
+    kind: str
+    """``llama``, as torchtitan has it, or ``mpt``, as llm-foundry has it."""
+    layers: int
+    hidden: int
+    heads: int
+    ffn: int
+    vocabulary: int
+    kv_heads: int | None = None
+    """None: as many as `heads`."""
+
+
+class LanguageModel(nn.Module):
+    """Blocks between an embedding and a head; forward takes (tokens, labels) and returns the loss.
+
+    Args:
+        sizes: of the model.
+        sequence: tokens of a sample.
+        by_operation: whether blocks are checkpointed as torchtitan does ``selective`` by operation.
+    """
+
+    def __init__(self, sizes: Sizes, *, sequence: int, by_operation: bool = False) -> None:
+        super().__init__()
+        is_llama = sizes.kind == "llama"
+        self.embedding = nn.Embedding(sizes.vocabulary, sizes.hidden)
+        block = LlamaBlock if is_llama else MptBlock
+        self.layers = nn.ModuleList(block(sizes, sequence) for _ in range(sizes.layers))
+        self.norm = _norm(sizes)
+        self.head = nn.Linear(sizes.hidden, sizes.vocabulary, bias=False)
+        if not is_llama:
+            self.head.weight = self.embedding.weight
+        self._by_operation = by_operation
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """The mean loss, in float32."""
+        tokens, labels = batch
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            if self._by_operation:
+                hidden = checkpoint(layer, hidden, use_reentrant=False, context_fn=_selective)
+            else:
+                hidden = layer(hidden)
+        logits = self.head(self.norm(hidden))
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1))
+
+
+class LlamaBlock(nn.Module):
+    """RMSNorm, rotary positions, fewer key heads than query heads, SwiGLU; nothing has a bias."""
+
+    def __init__(self, sizes: Sizes, sequence: int) -> None:
+        super().__init__()
+        self._heads, self._kv_heads = sizes.heads, sizes.kv_heads or sizes.heads
+        width = sizes.hidden // sizes.heads
+        linear = partial(nn.Linear, bias=False)
+        self.attention_norm, self.ffn_norm = _norm(sizes), _norm(sizes)
+        self.wq = linear(sizes.hidden, sizes.hidden)
+        self.wk = linear(sizes.hidden, self._kv_heads * width)
+        self.wv = linear(sizes.hidden, self._kv_heads * width)
+        self.wo = linear(sizes.hidden, sizes.hidden)
+        self.w1, self.w3 = linear(sizes.hidden, sizes.ffn), linear(sizes.hidden, sizes.ffn)
+        self.w2 = linear(sizes.ffn, sizes.hidden)
+        self._angles = (sequence, width // 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As large as its input."""
+        normed = self.attention_norm(x)
+        q, k, v = (
+            projection(normed).unflatten(-1, (heads, -1))
+            for projection, heads in ((self.wq, self._heads), (self.wk, self._kv_heads), (self.wv, self._kv_heads))
+        )
+        q, k = self._rotated(q), self._rotated(k)
+        k, v = (_repeated(each, self._heads // self._kv_heads) for each in (k, v))
+        attended = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
+        )
+        x = x + self.wo(attended.transpose(1, 2).flatten(2))
+        normed = self.ffn_norm(x)
+        mixed: Tensor = self.w2(F.silu(self.w1(normed)) * self.w3(normed))
+        return x + mixed
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        turns = torch.ones(self._angles, dtype=torch.complex64, device=x.device)[None, :, None, :]
+        turned = torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * turns
+        return torch.view_as_real(turned).flatten(3).type_as(x)
+
+
+class MptBlock(nn.Module):
+    """LayerNorm, one projection for queries, keys and values, GELU; nothing has a bias."""
+
+    def __init__(self, sizes: Sizes, sequence: int) -> None:
+        super().__init__()
+        del sequence
+        self._heads = sizes.heads
+        linear = partial(nn.Linear, bias=False)
+        self.norm_1, self.norm_2 = _norm(sizes), _norm(sizes)
+        self.wqkv, self.out = linear(sizes.hidden, 3 * sizes.hidden), linear(sizes.hidden, sizes.hidden)
+        self.up, self.down = linear(sizes.hidden, sizes.ffn), linear(sizes.ffn, sizes.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As large as its input."""
+        q, k, v = (
+            part.unflatten(-1, (self._heads, -1)).transpose(1, 2) for part in self.wqkv(self.norm_1(x)).chunk(3, -1)
+        )
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        mixed: Tensor = self.down(F.gelu(self.up(self.norm_2(x))))
+        return x + mixed
+
+
+class RMSNorm(nn.Module):
+    """In float32, by operations of their own, as torchtitan has ``rmsnorm``."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As large as its input."""
+        whole = x.float()
+        normed = whole * torch.rsqrt(whole.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return normed.type_as(x) * self.weight
+
+
+def _norm(sizes: Sizes) -> nn.Module:
+    return RMSNorm(sizes.hidden) if sizes.kind == "llama" else nn.LayerNorm(sizes.hidden, bias=False)
+
+
+def _repeated(x: Tensor, number: int) -> Tensor:
+    if number == 1:
+        return x
+    return x[:, :, :, None, :].expand(-1, -1, -1, number, -1).flatten(2, 3)
+
+
+_SAVED = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+}
+
+
+def _selective() -> tuple[Any, Any]:
+    """Torchtitan's policy: attention and every other matrix product are saved, all else is recomputed."""
+    counts: Counter[bool] = Counter()
+
+    def policy(context: Any, function: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        is_product = function == aten.mm.default
+        counts[context.is_recompute] += is_product
+        saves = function in _SAVED or (is_product and counts[context.is_recompute] % 2 == 1)
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)
+    return contexts

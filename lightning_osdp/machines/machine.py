@@ -1,0 +1,149 @@
+"""A machine that one need not have: nodes of equal devices, as the planner sees them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from lightning_osdp.core.cluster import CUDA_HEADROOM, Cluster, DeviceRates, Link, UnitOverhead
+from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.machines.catalog import Catalog, Device, read_catalog
+
+_SPEC = re.compile(
+    r"\s*((?P<nodes>\d+)\s*x\s*)?((?P<ranks>\d+)\s+)?(?P<device>[^,]*[^,\s])\s*"
+    r"(,\s*((?P<ports>\d+)\s*x\s*)?(?P<gbit>\d+(\.\d+)?)\s*gbit(/s)?\s*)?",
+    re.IGNORECASE,
+)
+CONTEXT_MIB = 1536
+"""Of a device's memory that is not free for tensors: the context and NCCL's buffers. Assumed."""
+_KERNELS_S = 5e-5
+"""Of the small kernels that each unit takes in a micro-batch. Assumed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Nodes of equal GPUs that train together over NCCL."""
+
+    nodes: int
+    ranks_per_node: int
+    device: Device
+    network_gbit: float | None
+    """10^9 bit/s of all network ports of a node together; None with one node."""
+    catalog: Catalog
+
+    @classmethod
+    def parse(cls, text: str) -> Machine:
+        """A machine from a text.
+
+        Args:
+            text: ``8 h100-sxm``; with several nodes ``4x8 h100-sxm, 400gbit``, where the rate is that of all ports of a
+                node together, or ``4x8 h100-sxm, 8x400gbit``. In place of the name may be the path of a TOML file with
+                one device, see `read_catalog`.
+
+        Raises:
+            ConfigurationError: the text has another form, or names a device that there is not.
+
+        Example:
+            >>> machine = Machine.parse("4x8 h100-sxm, 8x400gbit")
+            >>> machine.world_size, machine.network_gbit
+            (32, 3200.0)
+        """
+        match = _SPEC.fullmatch(text)
+        if match is None:
+            raise ConfigurationError(
+                f"Expected a machine such as '8 h100-sxm', or '4x8 h100-sxm, 400gbit' for four nodes of eight with 400"
+                f" Gbit/s each, got {text!r}."
+            )
+        nodes, ranks = int(match["nodes"] or 1), int(match["ranks"] or 1)
+        if nodes < 1 or ranks < 1:
+            raise ConfigurationError(f"Expected at least one node and one GPU in it, got {text!r}.")
+        gbit = float(match["gbit"]) * int(match["ports"] or 1) if match["gbit"] else None
+        if gbit == 0:
+            raise ConfigurationError(f"Expected a network of more than 0 Gbit/s, got {text!r}.")
+        if nodes > 1 and gbit is None:
+            raise ConfigurationError(
+                f"Expected the network between {nodes} nodes, as in '{nodes}x{ranks} {match['device']}, 400gbit', got"
+                f" {text!r}."
+            )
+        catalog, device = _device(match["device"])
+        return cls(
+            nodes=nodes,
+            ranks_per_node=ranks,
+            device=device,
+            network_gbit=gbit if nodes > 1 else None,
+            catalog=catalog,
+        )
+
+    def __str__(self) -> str:
+        number = f"{self.nodes} nodes of {self.ranks_per_node}" if self.nodes > 1 else f"{self.ranks_per_node}"
+        network = f", {self.network_gbit:g} Gbit/s each" if self.network_gbit else ""
+        return f"{number} {self.device.title}{network}"
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all nodes."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that the tensors of one rank may take, as a fit has it by default."""
+        return int((self.device.memory_mib - CONTEXT_MIB) * 2**20 * (1 - CUDA_HEADROOM))
+
+    @property
+    def rates(self) -> DeviceRates:
+        """What a device reaches."""
+        return DeviceRates(
+            flops_per_s={name: rate * 1e12 * self.device.compute_reached for name, rate in self.device.tflops.items()},
+            bytes_per_s=self.device.memory_gb_per_s * 1e9 * self.device.memory_reached,
+            is_cuda=True,
+        )
+
+    @property
+    def cluster(self) -> Cluster:
+        """Its ranks and links, and what NCCL and ``fully_shard`` do with them.
+
+        An all-gather is copied out into the parameters and gradients are copied in to be reduced: both read and write
+        every byte once.
+        """
+        ring, moved_s = self._ring(), 2 / self.rates.bytes_per_s
+        return Cluster(
+            world_size=self.world_size,
+            all_gather=ring,
+            reduce_scatter=ring,
+            unit_overhead={
+                "gather": UnitOverhead(seconds_per_byte=moved_s),
+                "flatten": UnitOverhead(fixed_s=_KERNELS_S),
+                "reduce": UnitOverhead(seconds_per_byte=moved_s),
+            },
+            backend="nccl",
+            overlaps=True,
+            reduce_scatter_copies=False,
+            host_copy_s_per_byte=1 / self.catalog.link(self.device.host).bytes_per_s,
+            memory_bytes=self.memory_bytes,
+        )
+
+    def _ring(self) -> Link:
+        """Over all ranks: past the border of each node once, by all of its ports.
+
+        Every step waits for the slowest link; its latency is the mean of the links', of which one for each node is the
+        network.
+        """
+        inside = self.catalog.link(self.device.peers)
+        latency_s, seconds_per_byte = inside.latency_us * 1e-6, 1 / inside.bytes_per_s
+        if self.network_gbit is not None:
+            network = self.catalog.link("network")
+            share = 1 / self.ranks_per_node
+            latency_s += share * (network.latency_us * 1e-6 - latency_s)
+            seconds_per_byte = max(seconds_per_byte, 1 / (self.network_gbit * network.bytes_per_s))
+        return Link(latency_s=latency_s, seconds_per_byte=seconds_per_byte)
+
+
+def _device(name: str) -> tuple[Catalog, Device]:
+    if not name.endswith(".toml"):
+        catalog = read_catalog()
+        return catalog, catalog.device(name)
+    catalog, known = read_catalog(name), read_catalog()
+    users = [device for each, device in catalog.devices.items() if known.devices.get(each) != device]
+    if len(users) != 1:
+        raise ConfigurationError(f"Expected one device in file {name!r}, got {len(users)}.")
+    return catalog, users[0]

@@ -1,0 +1,156 @@
+"""A model on a machine that is not there."""
+
+import json
+import math
+import sys
+
+import pytest
+
+MODULE = """
+import torch
+from lightning import LightningModule
+from torch import nn
+
+class Tower(LightningModule):
+    def __init__(self, width=512, depth=6):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(depth)
+        )
+        self.width = width
+
+    def training_step(self, batch, batch_idx):
+        for block in self.blocks:
+            batch = batch + block(batch)
+        loss = batch.square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+class WithData(Tower):
+    def train_dataloader(self):
+        return [batch(3, self.width)]
+
+class Broken(Tower):
+    def training_step(self, batch, batch_idx):
+        raise RuntimeError("no such step")
+
+def batch(num_samples, width=512):
+    return torch.zeros(num_samples, width)
+
+NUMBER = 3
+"""
+
+
+@pytest.fixture
+def towers(tmp_path, monkeypatch):
+    (tmp_path / "towers.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delitem(sys.modules, "towers", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+ARGUMENTS = ("estimate", "towers:Tower", "--data", "towers:batch", "--machine", "4 a100-40")
+
+
+def test_what_fits_is_told_beside_what_people_choose(towers, run, answer):
+    code, out, err = run(*ARGUMENTS, "--batch", "64")
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    assert all(word in out for word in ("A100", "bf16-mixed", "OSDP", "FULL_SHARD", "SHARD_GRAD_OP", "computes"))
+    found = answer(*ARGUMENTS, "--batch", "64")
+    assert found["fits"]
+    assert (found["plan"]["world_size"], found["plan"]["micro_batch_size"]) == (4, 64)
+    assert found["step"]["time_s"] == pytest.approx(found["plan"]["step_time_s"])
+    best = max(each["samples_per_s"] for each in found["by_hand"] if each["fits"])
+    assert found["plan"]["samples_per_s"] >= best * (1 - 1e-9)
+
+
+def test_a_slower_device_takes_longer_and_float32_longer_than_bfloat16(towers, answer):
+    def step_s(machine, *more):
+        return answer(*ARGUMENTS[:-1], machine, "--batch", "4096", *more)["step"]["compute_s"]
+
+    assert step_s("4 h100-sxm") < step_s("4 a100-40") < step_s("4 l4")
+    assert step_s("4 a100-40") < step_s("4 a100-40", "--precision", "32-true")
+
+
+def test_settings_and_data_are_the_modules(towers, answer):
+    found = answer("estimate", "towers:WithData", "--machine", "2 l4", "--settings", '{"width": 256, "depth": 2}')
+    assert len(found["plan"]["decisions"]) == 4
+    assert found["plan"]["micro_batch_size"] > 1
+
+
+def test_a_global_batch_is_shared_by_all_ranks(towers, answer, run):
+    found = answer(*ARGUMENTS, "--global_batch", "96")
+    assert found["plan"]["micro_batch_size"] * found["plan"]["num_micro_batches"] == 24
+    code, _, err = run(*ARGUMENTS, "--global_batch", "98")
+    assert code == 2
+    assert "multiple of 4" in err
+
+
+def test_where_nothing_fits_the_exit_code_is_1_with_what_would(towers, run, answer):
+    code, out, err = run(*ARGUMENTS, "--batch", "8", "--memory", "20MiB")
+    assert (code, err) == (1, "")
+    assert "raise memory_limit" in " ".join(out.split())
+    assert out.count("does not fit") >= 2
+    code, out, _ = run(*ARGUMENTS, "--batch", "8", "--memory", "20MiB", "--json")
+    assert code == 1
+    assert not json.loads(out)["fits"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"model": "towers:Towr"}, "Tower"),
+        ({"model": "tower:Tower"}, "tower"),
+        ({"model": "towers:NUMBER"}, "class or a function"),
+        ({"model": "towers:batch"}, "towers:batch"),
+        ({"model": "towers:Broken"}, "no such step"),
+        ({"model": "Tower"}, "Tower"),
+        ({"model": "nothing.json"}, "nothing.json"),
+        ({"--machine": "4 a100-50"}, "a100-40"),
+        ({"--machine": "2x4 a100-40"}, "gbit"),
+        ({"--machine": "4 titan-rtx"}, "bfloat16"),
+        ({"--settings": "width"}, "JSON"),
+        ({"--settings": "[1]"}, "object"),
+        ({"--settings": '{"height": 3}'}, "height"),
+        ({"--precision": "8-true"}, "bf16-mixed"),
+        ({"--memory": "much"}, "GiB"),
+        ({"--batch": "0"}, "at least one"),
+        ({"--data": "towers:nothing"}, "nothing"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(towers, run, changed, told):
+    given = {"--data": "towers:batch", "--machine": "4 a100-40", "--batch": "2", **changed}
+    model = given.pop("model", "towers:Tower")
+    if model in ("Tower", "nothing.json"):
+        pytest.importorskip("transformers")
+        del given["--data"]
+    code, out, err = run("estimate", model, *(part for pair in given.items() for part in pair))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert told in err
+
+
+def test_accumulate_and_a_global_batch_exclude_each_other(towers, run):
+    code, _, err = run(*ARGUMENTS, "--global_batch", "8", "--accumulate", "2")
+    assert code == 2
+    assert "accumulate" in err
+
+
+def test_a_configuration_of_transformers_is_a_model_without_weights(towers, answer, run):
+    pytest.importorskip("transformers")
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 100}  # fmt: skip
+    arguments = ("--machine", "2 l4", "--sequence", "16", "--batch", "4")
+    by_name = answer("estimate", "LlamaConfig", "--settings", json.dumps(small), *arguments)
+    (towers / "config.json").write_text(json.dumps({"model_type": "llama", **small, "num_hidden_layers": 2}))
+    changed = answer("estimate", "config.json", "--settings", '{"num_hidden_layers": 3}', *arguments)
+    assert by_name["plan"]["decisions"] == changed["plan"]["decisions"]
+    assert math.isclose(by_name["step"]["time_s"], changed["step"]["time_s"])
+    code, _, err = run("estimate", "LlamaConfg", *arguments)
+    assert code == 2
+    assert "LlamaConfig" in err
