@@ -18,9 +18,10 @@ from torch.utils.flop_counter import flop_registry
 from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.errors import ConfigurationError, UntraceableError
 from lightning_osdp.profiler.machine.memory import is_out_of_memory
+from lightning_osdp.profiler.machine.stopwatch import fastest_s
 from lightning_osdp.profiler.step.run_step import StepRunner, loss_in
 from lightning_osdp.profiler.step.snapshot import storage_key
-from lightning_osdp.profiler.step_time import Seconds, fastest_s
+from lightning_osdp.profiler.step_time import Seconds
 from lightning_osdp.profiler.tracing.calls import Position, followed
 from lightning_osdp.profiler.tracing.short_model import ShortModel
 

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.errors import ProfileError
 from lightning_osdp.profiler.live_tensors import LiveBytes
+from lightning_osdp.profiler.machine.stopwatch import fastest_s
 from lightning_osdp.profiler.step.fake_model import stand_in
 from lightning_osdp.profiler.step.snapshot import tensors_in
-from lightning_osdp.profiler.step_time import fastest_s
 
 _SAMPLE_ELEMENTS = 4_000_000
 """Elements that the timed optimizer step updates: enough to leave the caches, quick on any device."""
