@@ -135,7 +135,7 @@ def profiled(module: Family, machine: Machine) -> ModelProfile:
 
     step = TrainingStep(run, precision=ComputePrecision(dtype=dtype if is_mixed else None))
     profile = profile_model(module, module.batch(_NUM_SAMPLES), step, rates=machine.rates)
-    optimizer = replace(profile.optimizer, s_per_element=_ADAMW_BYTES / machine.memory_bytes_per_s)
+    optimizer = replace(profile.optimizer, s_per_element=_ADAMW_BYTES / machine.memory_bytes_per_s, fixed_s=0.0)
     return replace(profile, optimizer=optimizer)
 
 
