@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterator
 
 import torch
 
-_Mark = float | torch.cuda.Event
+from lightning_osdp.profiler.machine.stopwatch import Mark, between_s, mark, synchronize
 
 
 class StepClock:
@@ -20,20 +19,20 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._begin: _Mark | None = None
-        self._spans: list[tuple[_Mark, _Mark]] = []
+        self._begin: Mark | None = None
+        self._spans: list[tuple[Mark, Mark]] = []
         self._num_samples = 0
-        self._ended: deque[tuple[list[tuple[_Mark, _Mark]], int]] = deque()
+        self._ended: deque[tuple[list[tuple[Mark, Mark]], int]] = deque()
         """Spans and samples of each step that is to be told."""
 
     def start(self) -> None:
         """A batch begins."""
-        self._begin = _mark(self._device)
+        self._begin = mark(self._device)
 
     def stop(self, *, num_samples: int) -> None:
         """The batch that was started ends."""
         assert self._begin is not None
-        self._spans.append((self._begin, _mark(self._device)))
+        self._spans.append((self._begin, mark(self._device)))
         self._num_samples += num_samples
         self._begin = None
 
@@ -49,29 +48,13 @@ class StepClock:
         Args:
             wait: wait until it has come to the end, which training itself must never do.
         """
-        if wait and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if wait:
+            synchronize(self._device)
         while self._ended and _has_passed(self._ended[0][0][-1][1]):
             spans, num_samples = self._ended.popleft()
-            yield sum(_seconds(*span) for span in spans), num_samples
+            yield sum(between_s(*span) for span in spans), num_samples
 
 
-def _mark(device: torch.device) -> _Mark:
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def _has_passed(mark: _Mark) -> bool:
+def _has_passed(moment: Mark) -> bool:
     # events of one stream pass in order, so the last one speaks for all
-    return isinstance(mark, float) or bool(mark.query())
-
-
-def _seconds(begin: _Mark, end: _Mark) -> float:
-    if isinstance(begin, float) or isinstance(end, float):
-        assert isinstance(begin, float)
-        assert isinstance(end, float)
-        return end - begin
-    return float(begin.elapsed_time(end)) / 1e3
+    return isinstance(moment, float) or bool(moment.query())

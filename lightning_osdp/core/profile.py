@@ -53,6 +53,8 @@ class OptimizerProfile:
 
     s_per_element: float = 0.0
     """Seconds per trainable element of the shard that this rank updates."""
+    fixed_s: float = 0.0
+    """Seconds of a step beside those, whatever the number of elements: each rank updates a part of every parameter."""
     is_foreach: bool = False
     """Whether the parameters of a group are updated at once, with temporaries of all of them alive together."""
     temporaries: tuple[tuple[float, float], ...] = ()

@@ -66,7 +66,7 @@ def compute_s(
 def optimizer_s(profile: ModelProfile, cluster: Cluster) -> float:
     """Seconds of the optimizer step on this rank's shards."""
     trainable = sum(operator.num_trainable for operator in profile)
-    return profile.optimizer.s_per_element * trainable / cluster.world_size
+    return profile.optimizer.fixed_s + profile.optimizer.s_per_element * trainable / cluster.world_size
 
 
 def overhead_s(

@@ -123,7 +123,6 @@ def profile_model(
     operators = find_operators(module, trace.calls)
     segments, crossings = profile_segments(operators, trace, seconds), profile_crossings(trace)
     may_be_units = {name for operator in operators for name in (operator.name, *operator.enclosing) if name}
-    note = note_on_compiled(module)
     return ModelProfile(
         operators=profile_operators(module, operators, trace, optimized, precision),
         segments=segments,
@@ -141,7 +140,17 @@ def profile_model(
         buffer_bytes=bytes_of(module.buffers()),
         # a cast makes a copy beside what the loader gave
         batch_bytes=Affine.proportional(batch_size, bytes_of({*tensors_in(batch), *tensors_in(cast_batch)})),
-        notes=trace.notes if note is None else (*trace.notes, note),
+        notes=tuple(note for note in (*trace.notes, note_on_compiled(module), note_on_device(device)) if note),
+    )
+
+
+def note_on_device(device: torch.device) -> str | None:
+    """What a plan says of numbers from a kind of device on which the profiler was never run."""
+    if device.type != "cuda":
+        return None
+    return (
+        "times of segments, collectives, units and the optimizer are unvalidated on CUDA: `make gpu-check` says which"
+        " of them hold on this machine"
     )
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import cycle
 from math import prod
 from typing import Any
 
@@ -18,9 +19,10 @@ from torch.utils.flop_counter import flop_registry
 from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.errors import ConfigurationError, UntraceableError
 from lightning_osdp.profiler.machine.memory import is_out_of_memory
+from lightning_osdp.profiler.machine.stopwatch import fastest_s
 from lightning_osdp.profiler.step.run_step import StepRunner, loss_in
 from lightning_osdp.profiler.step.snapshot import storage_key
-from lightning_osdp.profiler.step_time import Seconds, fastest_s
+from lightning_osdp.profiler.step_time import Seconds
 from lightning_osdp.profiler.tracing.calls import Position, followed
 from lightning_osdp.profiler.tracing.short_model import ShortModel
 
@@ -35,11 +37,30 @@ _SAME_FLOPS = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
 
+_INDEXED: Mapping[Any, tuple[str, Callable[[Mapping[str, Any]], int]]] = {
+    aten.embedding: ("indices", lambda given: given["weight"].shape[0]),
+    aten.embedding_dense_backward: ("indices", lambda given: given["num_weights"]),
+    aten.nll_loss_forward: ("target", lambda given: given["self"].shape[-1]),
+    aten.nll_loss_backward: ("target", lambda given: given["self"].shape[-1]),
+}
+"""Operations -> the argument that says which rows, or classes, are meant, and how many of these there are."""
+_INDEXED_ALONG_DIM = {
+    *(aten.gather, aten.index_select, aten.index_add, aten.index_add_, aten.index_copy, aten.index_copy_),
+    *(aten.scatter, aten.scatter_, aten.scatter_add, aten.scatter_add_),
+}
+"""Likewise: ``index``, along ``dim`` of ``self``."""
+_INDEXED_BY_PLACE = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
+"""Likewise: each of ``indices``, along the dimension of ``self`` at its place."""
+_WHOLE = (torch.int32, torch.int64)
+"""Dtypes of indices."""
+
 _REPEATS = 3
 _REPEAT_BUDGET_S = 0.5
 """What takes longer than this all together is not repeated further."""
 _CALLS_IN_FLIGHT = 10
 """Calls between two synchronizations of a device that queues them: in a step launches hide behind kernels."""
+_MOST_ROTATED_BYTES = 512 * 2**20
+"""Of operands that calls take in turns: several times the largest cache of a GPU."""
 
 
 @dataclass(frozen=True)
@@ -211,24 +232,28 @@ def segment_seconds(
 def replayed_s(operation: Operation, device: torch.device) -> float:
     """Seconds of one call: the fastest of a few on tensors made for it, after one to warm up.
 
-    Floating-point operands are random in [0, 1), all others zero, which is a valid index everywhere. Only the operands
-    and results of this operation are alive meanwhile, with the gaps of those that are slices; random number generators
-    are as before. Operands may be in a cache that in a step had other things to hold.
+    Floating-point operands are random in [0, 1); those that say which rows of another one are read or written are
+    spread evenly over these rows, in no order; all others are zero. Only the operands and results of this operation are
+    alive meanwhile, with the gaps of those that are slices; random number generators are as before.
+
+    On CUDA calls follow each other, each on operands of its own as far as `_MOST_ROTATED_BYTES` go, so that those of a
+    call are not in the cache for the one before it. Elsewhere operands may be in a cache that in a step had other
+    things to hold.
 
     Raises:
         UntraceableError: it cannot be run on such values, such as a factorisation of a singular matrix.
     """
     devices = [device] if device.type == "cuda" else []
+    num_calls = 1 if device.type == "cpu" else _CALLS_IN_FLIGHT
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
-            arguments, keywords = tree_map_only(Operand, _tensor, (operation.arguments, dict(operation.keywords)))
-            return fastest_s(
-                lambda: operation.function(*arguments, **keywords),
-                device,
-                repeats=_REPEATS,
-                num_calls=1 if device.type == "cpu" else _CALLS_IN_FLIGHT,
-                budget_s=_REPEAT_BUDGET_S,
-            )
+            sets = cycle([_operands_of(operation) for _ in range(num_rotated(operation, num_calls))])
+
+            def call() -> None:
+                arguments, keywords = next(sets)
+                operation.function(*arguments, **keywords)
+
+            return fastest_s(call, device, repeats=_REPEATS, num_calls=num_calls, budget_s=_REPEAT_BUDGET_S)
     except Exception as error:  # an operation may do anything with values that it does not expect
         if is_out_of_memory(error):
             raise
@@ -236,6 +261,19 @@ def replayed_s(operation: Operation, device: torch.device) -> float:
             f"Expected {operation.function} to run on random numbers and zeros of the shapes that the step gives it,"
             f" but it failed: {error!r}. Profile it with real parameters."
         ) from error
+
+
+def num_rotated(operation: Operation, num_calls: int) -> int:
+    """How many sets of operands that many calls take in turns: as many as there is room for, one at least.
+
+    Example:
+        >>> half = Operand((_MOST_ROTATED_BYTES // 8,), None, torch.float32, torch.device("cpu"))
+        >>> operation = Operation(torch.ops.aten.exp.default, (half,), (), (half,), 0)
+        >>> num_rotated(operation, 10), num_rotated(operation, 1)
+        (2, 1)
+    """
+    num_bytes = sum(operand.num_elements_spanned * operand.dtype.itemsize for operand in operation.operands)
+    return max(1, min(num_calls, _MOST_ROTATED_BYTES // max(1, num_bytes)))
 
 
 def roofline_s(operation: Operation, rates: DeviceRates) -> float:
@@ -262,9 +300,40 @@ def roofline_s(operation: Operation, rates: DeviceRates) -> float:
     return max(operation.flops / flops_per_s[dtype], moving_s)
 
 
-def _tensor(operand: Operand) -> Tensor:
-    is_float = operand.dtype.is_floating_point or operand.dtype.is_complex
-    # torch has no random numbers of one byte.
-    make = torch.rand if is_float and operand.dtype.itemsize > 1 else torch.zeros
-    memory = make(operand.num_elements_spanned, dtype=operand.dtype, device=operand.device)
+def _operands_of(operation: Operation) -> Any:
+    """Arguments and keywords with tensors for operands."""
+    rows = _rows_by_operand(operation)
+    return tree_map_only(
+        Operand,
+        lambda operand: _tensor(operand, num_rows=rows.get(id(operand), 0)),
+        (operation.arguments, dict(operation.keywords)),
+    )
+
+
+def _rows_by_operand(operation: Operation) -> Mapping[int, int]:
+    """Operands that say which rows of another one are meant, by their ids -> how many rows there are."""
+    names = [argument.name for argument in operation.function._schema.arguments]
+    given = dict(zip(names, operation.arguments, strict=False))
+    packet = operation.function.overloadpacket
+    if packet in _INDEXED:
+        argument, rows = _INDEXED[packet]
+        return {id(given[argument]): int(rows(given))}
+    if packet in _INDEXED_ALONG_DIM:
+        shape, dim = given["self"].shape, given["dim"]
+        return {id(given["index"]): shape[dim] if shape else 1}
+    indices = given["indices"] if packet in _INDEXED_BY_PLACE else ()
+    if not all(index is None or index.dtype in _WHOLE for index in indices):
+        return {}  # a mask stands for as many dimensions as it has
+    return {id(index): size for index, size in zip(indices, given["self"].shape, strict=False)} if indices else {}
+
+
+def _tensor(operand: Operand, *, num_rows: int = 0) -> Tensor:
+    """A tensor of made-up values: whole numbers below ``num_rows``, if that is not zero."""
+    size, dtype, device = operand.num_elements_spanned, operand.dtype, operand.device
+    if num_rows and dtype in _WHOLE:
+        memory = torch.randint(num_rows, (size,), dtype=dtype, device=device)
+    elif (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1:
+        memory = torch.rand(size, dtype=dtype, device=device)
+    else:  # torch has no random numbers of one byte
+        memory = torch.zeros(size, dtype=dtype, device=device)
     return memory.view(operand.shape) if operand.strides is None else memory.as_strided(operand.shape, operand.strides)

@@ -17,15 +17,17 @@ from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.errors import ProfileError
 from lightning_osdp.profiler.live_tensors import LiveBytes
+from lightning_osdp.profiler.machine.stopwatch import fastest_s
 from lightning_osdp.profiler.operation_time import OperationRecorder, roofline_s, segment_seconds
 from lightning_osdp.profiler.step.fake_model import stand_in
 from lightning_osdp.profiler.step.snapshot import tensors_in
-from lightning_osdp.profiler.step_time import fastest_s
 
-_SAMPLE_ELEMENTS = 4_000_000
-"""Elements that the timed optimizer step updates: enough to leave the caches, quick on any device."""
+_SAMPLE_ELEMENTS = {"cpu": 4_000_000, "cuda": 16_000_000}
+"""Elements that the timed optimizer step updates, by device: enough to leave the caches, and for a GPU enough to take
+longer than what is fixed of a step; quick on either."""
 _LEAST_ELEMENTS = 64
-"""Elements of each further parameter, whose state is scaled up from them."""
+"""Elements of each further parameter, whose state is scaled up from them, and of all in the step that tells what is
+fixed."""
 _REPEATS = 3
 
 _SMALL, _BIG = 1024, 128 * 1024
@@ -73,7 +75,8 @@ def profile_optimizers(
     optimizers = list(configure(_copied(module, twins)))
     if rates is not None and rates.is_cuda:
         _choose_foreach(optimizers)
-    samples = [_Sample(optimizer, device, _sampled) for optimizer in optimizers]
+    room = _SAMPLE_ELEMENTS[device.type]
+    samples = [_Sample(optimizer, device, partial(_sampled, room=room)) for optimizer in optimizers]
     groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     places = {
         parameter: (number, place)
@@ -87,9 +90,11 @@ def profile_optimizers(
         for original, twin in twins.items()
         if twin in places
     }
+    small = [_Sample(optimizer, device, partial(_sampled, room=0)) for optimizer in optimizers]
+    fixed = [of_step(*(sample.elements_and_s(rates) for sample in pair)) for pair in zip(small, samples, strict=True)]
     # Each optimizer's seconds per element, weighted by the elements that it updates.
     sizes = [sum(p.numel() for p in sample.parameters if p.requires_grad) for sample in samples]
-    total_s = sum(sample.s_per_element(rates) * size for sample, size in zip(samples, sizes, strict=True))
+    total_s = sum(s_per_element * size for (_, s_per_element), size in zip(fixed, sizes, strict=True))
     elements = sum({p: p.numel() for sample in samples for p in sample.parameters if p.requires_grad}.values())
     is_foreach = any(sample.is_foreach for sample in samples)
     ratio, pairs = 0.0, set[Pair]()
@@ -100,6 +105,7 @@ def profile_optimizers(
             pairs |= _turn_pairs(probe.optimizer, probe.updated)
     profile = OptimizerProfile(
         s_per_element=total_s / elements if elements else 0.0,
+        fixed_s=sum(fixed_s for fixed_s, _ in fixed),
         is_foreach=is_foreach,
         temporaries=front(pairs),
         foreach_temporaries=ratio,
@@ -181,17 +187,33 @@ class _Sample:
         )
         return explicit or by_default
 
-    def s_per_element(self, rates: DeviceRates | None) -> float:
-        """Seconds of a step per element that it updates: timed, or by these rates."""
+    def elements_and_s(self, rates: DeviceRates | None) -> tuple[int, float]:
+        """How many elements a step updates, and its seconds: timed, or by these rates."""
         if not self.updated:
-            return 0.0
+            return 0, 0.0
         if rates is None:
             step_s = fastest_s(lambda: self.optimizer.step(_no_loss), self.device, repeats=_REPEATS)
         else:
             with OperationRecorder() as recorder:
                 self.optimizer.step(_no_loss)
             step_s = sum(segment_seconds(recorder.operations, partial(roofline_s, rates=rates)).values())
-        return step_s / sum(p.numel() for p in self.updated)
+        return sum(p.numel() for p in self.updated), step_s
+
+
+def of_step(small: tuple[int, float], large: tuple[int, float]) -> tuple[float, float]:
+    """What is fixed of a step, and its seconds per element, from steps of two sizes, given as (elements, seconds).
+
+    Neither is less than nothing. Where the large step has not twice the elements of the small one, all of it is fixed.
+
+    Example:
+        >>> of_step((10, 1.5), (100, 6.0))
+        (1.0, 0.05)
+    """
+    more = large[0] - small[0]
+    if more <= small[0]:  # noise would be taken for what an element takes
+        return large[1], 0.0
+    s_per_element = max(0.0, (large[1] - small[1]) / more)
+    return max(0.0, small[1] - s_per_element * small[0]), s_per_element
 
 
 def _choose_foreach(optimizers: Sequence[Optimizer]) -> None:
@@ -211,9 +233,9 @@ def _rows_of(parameter: Tensor, num_elements: int) -> tuple[int, ...]:
     return (num_elements, *(1 for _ in parameter.shape[1:]))
 
 
-def _sampled(groups: Sequence[Sequence[Tensor]]) -> list[int]:
-    """Elements of each parameter on which time is measured."""
-    room, sizes = _SAMPLE_ELEMENTS, []
+def _sampled(groups: Sequence[Sequence[Tensor]], *, room: int) -> list[int]:
+    """Elements of each parameter on which time is measured: of the first ones all, while there is room."""
+    sizes: list[int] = []
     for parameter in (parameter for group in groups for parameter in group):
         sizes.append(min(parameter.numel(), max(room, _LEAST_ELEMENTS)))
         room -= sizes[-1] if parameter.requires_grad else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,18 +9,17 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_osdp.core.text.progress import Progress, silent
 from lightning_osdp.profiler.machine.memory import is_out_of_memory
+from lightning_osdp.profiler.machine.stopwatch import Mark, between_s, mark, synchronize
 from lightning_osdp.profiler.step.run_step import check_finite
 from lightning_osdp.profiler.tracing.calls import Calls, Position, followed
 
 T = TypeVar("T")
 
 _REPEATS = 5
-REPEATS_TOGETHER = 5
 _REPEAT_BUDGET_S = 3.0
 """What takes longer than this all together is not repeated further."""
 _LEAST_SHARE = 0.1
@@ -54,63 +52,6 @@ class Together(Protocol):
 def alone(work: Callable[[], T], /, *, stage: str) -> Sequence[T]:
     """On this rank, whatever others do."""
     return [work()]
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits until the device has done what it was asked to."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def fastest_s(
-    call: Callable[[], object], device: torch.device, *, repeats: int, num_calls: int = 1, budget_s: float = math.inf
-) -> float:
-    """Seconds of one call: of the fastest of a few runs, after one call to warm up.
-
-    Args:
-        call: what is timed.
-        device: waited for, at the end of each run.
-        repeats: runs.
-        num_calls: in a run.
-        budget_s: once all together have taken longer than this, there are no more runs.
-    """
-    start = time.perf_counter()
-    call()
-    synchronize(device)
-    best = math.inf
-    for _ in range(repeats):
-        before = time.perf_counter()
-        for _ in range(num_calls):
-            call()
-        synchronize(device)
-        after = time.perf_counter()
-        best = min(best, (after - before) / num_calls)
-        if after - start > budget_s:
-            break
-    return best
-
-
-def fastest_together_s(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest of a few runs, after one to warm up, each as long as on its slowest rank.
-
-    Ranks begin each run together, and it ends when the last of them is through. Call it on all ranks of the default
-    process group; all get the same.
-
-    Args:
-        run: what each rank does.
-        device: waited for.
-    """
-    runs_s = []
-    for _ in range(REPEATS_TOGETHER + 1):
-        dist.barrier()
-        synchronize(device)
-        start = time.perf_counter()
-        run()
-        synchronize(device)
-        runs_s.append(time.perf_counter() - start)
-    slowest_s = torch.tensor(runs_s[1:], dtype=torch.float64, device=device)
-    dist.all_reduce(slowest_s, op=dist.ReduceOp.MAX)
-    return float(slowest_s.min().item())
 
 
 def time_step(
@@ -155,10 +96,11 @@ def time_step(
 
     def without_hooks() -> float:
         synchronize(device)
-        before = time.perf_counter()
+        before = mark(device)
         loss_of().backward()
+        after = mark(device)
         synchronize(device)
-        plain_s.append(time.perf_counter() - before)
+        plain_s.append(between_s(before, after))
         return plain_s[-1]
 
     def attempt(run: Callable[[], float]) -> tuple[float, float] | None:
@@ -202,20 +144,12 @@ def shared_out(runs: Sequence[Seconds], *, plain_s: float, total_s: float) -> Se
 
 
 def _timed(module: nn.Module, calls: Calls, device: torch.device, loss_of: Callable[[], Tensor]) -> Seconds:
-    """One run, timed by the host's clock on CPU and by events in the stream on CUDA."""
-
-    def now() -> float | torch.cuda.Event:
-        if device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(device))
-        return event
-
-    marks: list[tuple[bool, int, float | torch.cuda.Event]] = []
-    position = Position(calls, lambda: marks.append((position.in_backward, position.now, now())))
+    """One run."""
+    marks: list[tuple[bool, int, Mark]] = []
+    position = Position(calls, lambda: marks.append((position.in_backward, position.now, mark(device))))
     with followed(module, position):
         synchronize(device)
-        before = now()
+        before = mark(device)
         loss = loss_of()
         position.start_backward()
         loss.backward()
@@ -223,15 +157,7 @@ def _timed(module: nn.Module, calls: Calls, device: torch.device, loss_of: Calla
     check_finite(loss)
     synchronize(device)
     forward_s, backward_s = [0.0] * position.num_segments, [0.0] * position.num_segments
-    for in_backward, segment, mark in marks:
-        (backward_s if in_backward else forward_s)[segment] += _between_s(before, mark)
-        before = mark
+    for in_backward, segment, now in marks:
+        (backward_s if in_backward else forward_s)[segment] += between_s(before, now)
+        before = now
     return Seconds(tuple(forward_s), tuple(backward_s))
-
-
-def _between_s(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
-    if isinstance(start, torch.cuda.Event):
-        assert isinstance(end, torch.cuda.Event)
-        return float(start.elapsed_time(end)) / 1e3
-    assert isinstance(end, float)
-    return end - start

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, Link, UnitOverhead
 from lightning_osdp.core.modes import ALL_MODES, DP, MODES, ZDP
-from lightning_osdp.core.profile import ModelProfile, OperatorProfile
+from lightning_osdp.core.profile import ModelProfile, OperatorProfile, OptimizerProfile
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import partition
-from lightning_osdp.cost import TERMS, Workload, overhead_s, saved_bytes, unit_s
+from lightning_osdp.cost import TERMS, Workload, optimizer_s, overhead_s, saved_bytes, unit_s
 from lightning_osdp.cost.terms import activations_s, communication_s, compute_s
 from lightning_osdp.simulation import simulate_step
 
@@ -247,3 +247,9 @@ def test_to_keep_activations_takes_their_bytes_of_one_micro_batch_and_no_time(un
     assert [saved_bytes(saving, mode.activations, size) for size in (1, 6)] == [2.5, 15.0]
     for ranks, size, number in [(1, 1, 1), (4, 1, 1), (4, 6, 1), (4, 6, 5)]:
         assert activations_s(saving, mode, cluster=cluster(ranks), workload=workload(size, number)) == 0.0
+
+
+def test_what_is_fixed_of_the_optimizer_step_is_not_shared_among_ranks(model, cluster):
+    profile = model(400, 800, optimizer=OptimizerProfile(fixed_s=0.25, s_per_element=0.01))
+    assert optimizer_s(profile, cluster(1)) == pytest.approx(0.25 + 300 * 0.01)
+    assert optimizer_s(profile, cluster(4)) == pytest.approx(0.25 + 75 * 0.01)

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.errors import ProfileError, RanksApartError
 from lightning_osdp.profiler import ComputePrecision, TrainingStep, profile_model
+from lightning_osdp.profiler.model import note_on_device
 
 
 class Net(nn.Module):
@@ -41,7 +42,7 @@ def bytes_of(profile):
     return dataclasses.replace(
         profile,
         segments=tuple(dataclasses.replace(s, forward_s=Affine(), backward_s=Affine()) for s in profile.segments),
-        optimizer=dataclasses.replace(profile.optimizer, s_per_element=0.0),
+        optimizer=dataclasses.replace(profile.optimizer, s_per_element=0.0, fixed_s=0.0),
     )
 
 
@@ -69,7 +70,7 @@ def test_a_plain_module_with_a_training_step():
     assert profile.batch_bytes == Affine(per_sample=4 * 6)
     assert profile.buffer_bytes == 0
     assert all(segment.forward_s.at(4) > 0 and segment.backward_s.at(4) > 0 for segment in profile.segments)
-    assert profile.optimizer.s_per_element > 0
+    assert profile.optimizer.fixed_s > 0
     assert profile.optimizer.temporaries == ((1, 2),)
 
 
@@ -390,3 +391,9 @@ def test_averages_and_counters_that_the_step_moves_are_where_they_were(caplog):
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
     assert model.meter == SimpleNamespace(losses=[], steps=0)
     assert "'numbers' is an iterator" in caplog.text
+
+
+def test_a_plan_says_that_what_is_measured_on_cuda_is_unvalidated():
+    assert "unvalidated on CUDA" in note_on_device(torch.device("cuda", 0))
+    assert note_on_device(torch.device("cpu")) is None
+    assert profile_model(Net(), BATCH).notes == ()

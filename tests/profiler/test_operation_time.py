@@ -1,4 +1,5 @@
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -7,11 +8,13 @@ from entangled_models import MODELS
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from traced import CPU, PRECISIONS, own_step
 
+from benchmarks.testbed.emulated.cuda import FakeCuda
 from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.errors import ConfigurationError, UntraceableError
-from lightning_osdp.profiler import LiveBytes
+from lightning_osdp.profiler import LiveBytes, operation_time
 from lightning_osdp.profiler.operation_time import Operand, OperationRecorder, replayed_s, roofline_s, segment_seconds
 from lightning_osdp.profiler.step.fake_model import faked
 
@@ -213,3 +216,74 @@ def test_random_operations_leave_a_modules_own_generator_alone():
     before = generator.get_state()
     replayed_s(operation, CPU)
     assert torch.equal(generator.get_state(), before)
+
+
+INDEXED = {
+    "embedding": (lambda x, i: F.embedding(i, x), 500),
+    "embedding_backward": (lambda x, i: torch.ops.aten.embedding_dense_backward(x[:40], i, 300, -1, False), 300),
+    "nll_loss": (lambda x, i: F.nll_loss(x[:40], i), 8),
+    "gather": (lambda x, i: x.gather(1, i.view(5, 8)), 8),
+    "index_select": (lambda x, i: x.index_select(0, i), 500),
+    "scatter_add": (lambda x, i: x.scatter_add(0, i.view(5, 8), x[:5]), 500),
+    "index": (lambda x, i: x[i], 500),
+    "index_put": (lambda x, i: x.index_put((i,), x[:40], accumulate=True), 500),
+    "index_of_columns": (lambda x, i: x[:, i], 8),
+}
+
+
+def operands_seen(operation):
+    """Of every call while it is replayed."""
+    seen = []
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is operation.function:
+                seen.append([leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)])
+            return func(*args, **(kwargs or {}))
+
+    with Watched():
+        replayed_s(operation, CPU)
+    return seen
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_indices_are_spread_over_all_rows(name):
+    run, num_rows = INDEXED[name]
+    operations = recorded(run, torch.ones(500, 8), torch.zeros(40, dtype=torch.long))
+    operation = next(each for each in operations if any(o.dtype is torch.long for o in each.operands))
+    for operands in operands_seen(operation):
+        (index,) = (operand for operand in operands if operand.dtype is torch.long)
+        assert 0 <= int(index.min()) <= num_rows // 4
+        assert num_rows * 3 // 4 - 1 <= int(index.max()) < num_rows
+        assert len(index.unique()) >= min(num_rows, 40) // 2
+
+
+def test_masks_select_nothing():
+    operation = only(lambda x, m: x.index_put((m,), x[0, 0]), torch.ones(4, 5), torch.zeros(4, 5, dtype=torch.bool))
+    assert not any(operands[1].any() for operands in operands_seen(operation))
+
+
+@pytest.mark.parametrize(("most_bytes", "num_sets"), [(0, 1), (3 * 24, 3), (2**30, 10)])
+def test_calls_in_flight_take_operands_in_turns(most_bytes, num_sets, monkeypatch):
+    monkeypatch.setattr(operation_time, "_MOST_ROTATED_BYTES", most_bytes)
+    monkeypatch.setattr(operation_time, "_CALLS_IN_FLIGHT", 10)
+    operation = only(torch.exp, torch.ones(2, 3))
+    seen = []
+
+    def watched(call, device, *, repeats, num_calls, budget_s):
+        with Watched():
+            for _ in range(num_calls):
+                call()
+        return 1.0
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(args[0])
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(operation_time, "fastest_s", watched)
+    with FakeCuda().installed():
+        assert replayed_s(operation, torch.device("cuda")) == 1.0
+    assert len(seen) == 10
+    assert len({tensor.data_ptr() for tensor in seen}) == num_sets
+    assert all(one.data_ptr() != other.data_ptr() for one, other in pairwise(seen) if num_sets > 1)

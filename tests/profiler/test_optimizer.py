@@ -8,8 +8,10 @@ from torch.optim import SGD, Adafactor, Adagrad, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import StepLR
 
 from lightning_osdp.core.cluster import DeviceRates
+from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.errors import ProfileError
-from lightning_osdp.profiler.optimizer import front, profile_optimizers
+from lightning_osdp.profiler import optimizer
+from lightning_osdp.profiler.optimizer import front, of_step, profile_optimizers
 
 CPU = torch.device("cpu")
 WEIGHT, BIAS = 4 * 48, 4 * 8
@@ -48,7 +50,7 @@ def profiled(*make, module=None):
 def test_state_bytes_are_those_of_as_many_copies_of_the_parameter(make, states):
     found, profile = profiled(lambda m: make(m.parameters()))
     assert found[:2] == [states * WEIGHT, states * BIAS]
-    assert profile.s_per_element > 0
+    assert profile.fixed_s > 0
 
 
 def test_an_optimizer_of_matrices_alone():
@@ -89,7 +91,7 @@ def test_frozen_parameters_have_no_state():
 def test_only_frozen_parameters_take_no_time():
     found, profile = profiled(lambda m: AdamW(m[0].parameters()), module=model().requires_grad_(False))
     assert found == [0, 0, None, None]
-    assert (profile.s_per_element, profile.temporaries, profile.foreach_temporaries) == (0.0, (), 0.0)
+    assert profile == OptimizerProfile()
 
 
 def test_several_optimizers_and_groups():
@@ -98,7 +100,7 @@ def test_several_optimizers_and_groups():
 
     found, profile = profiled(first, lambda m: SGD(m[1].parameters(), lr=0.1))
     assert found == [2 * WEIGHT, 3 * BIAS, 0, 0]
-    assert profile.s_per_element > 0
+    assert profile.fixed_s > 0
 
 
 def test_groups_may_be_made_from_shapes_and_names():
@@ -282,7 +284,7 @@ def test_temporaries_of_foreach_are_in_proportion_to_the_group(make, ratio):
 
 
 def test_the_time_sample_is_no_larger_for_many_groups(monkeypatch):
-    monkeypatch.setattr("lightning_osdp.profiler.optimizer._SAMPLE_ELEMENTS", 100)
+    monkeypatch.setitem(optimizer._SAMPLE_ELEMENTS, "cpu", 100)
     sizes = []
 
     class Spy(SGD):
@@ -321,3 +323,30 @@ def test_on_cuda_parameters_are_updated_at_once_unless_somebody_chose():
     assert is_foreach()
     assert not is_foreach(foreach=False)
     assert not is_foreach(fused=True)
+
+
+class Counted(SGD):
+    """Of a made-up device: a step takes 2 ms, 0.1 ms for each parameter, and 3 ns for each element."""
+
+    def seconds(self):
+        updated = [p for group in self.param_groups for p in group["params"]]
+        return 2e-3 + 1e-4 * len(updated) + 3e-9 * sum(p.numel() for p in updated)
+
+
+def test_what_is_fixed_of_a_step_and_what_elements_take(monkeypatch):
+    taken = []
+    monkeypatch.setattr(Counted, "step", lambda self, closure=None: taken.append(self.seconds()))
+    monkeypatch.setattr(optimizer, "fastest_s", lambda call, device, *, repeats: call() or taken[-1])
+    layers = nn.Sequential(*(nn.Linear(3000, 1000, bias=False) for _ in range(5)))
+    profile = profiled(lambda m: Counted(m.parameters(), lr=0.1), module=layers)[1]
+    assert profile.fixed_s == pytest.approx(2.5e-3)  # five parameters
+    assert profile.s_per_element == pytest.approx(3e-9)
+    two = profiled(*(lambda m, i=i: Counted(m[i].parameters(), lr=0.1) for i in (0, 1)), module=layers)[1]
+    assert two.fixed_s == pytest.approx(2 * 2.1e-3)
+    assert two.s_per_element == pytest.approx(3e-9)
+
+
+def test_a_step_of_few_elements_is_fixed_whatever_the_noise():
+    assert of_step((100, 1.0), (100, 1.1)) == (1.1, 0.0)
+    assert of_step((100, 1.0), (200, 0.9)) == (0.9, 0.0)
+    assert of_step((100, 1.0), (300, 0.5)) == (1.0, 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Callable, Sequence
 
 import torch
@@ -11,15 +12,17 @@ import torch.distributed as dist
 from lightning_osdp.core.cluster import Cluster, Link
 from lightning_osdp.profiler.live_tensors import LiveBytes
 from lightning_osdp.profiler.machine.memory import default_memory_limit_bytes
+from lightning_osdp.profiler.machine.stopwatch import REPEATS_TOGETHER, fastest_s, fastest_together_s, synchronize
 from lightning_osdp.profiler.machine.unit_overhead import measure_unit_overhead
-from lightning_osdp.profiler.step_time import REPEATS_TOGETHER, fastest_s, fastest_together_s, synchronize
 
 _SIZES_BYTES = tuple(4**exponent for exponent in range(7, 15))
 """Of collectives by which a link is measured: 16 KiB to 256 MiB, as far as there is time."""
 _LEAST_SIZES, _PATIENCE_S = 4, 2.0
 """Sizes that are measured in any case, and seconds for one more."""
 _MOST_IN_A_ROW, _LEAST_IN_A_ROW, _ROW_S = 10, 3, 0.1
-"""Collectives that follow each other, as in a step; fewer where they take longer than this together."""
+"""Collectives that follow each other, as in a step; fewer where they take longer than this together, but on CUDA."""
+_LEAST_OVERLAP_S, _OVERLAP_REPEATS = 5e-3, 5
+"""What computing and all-gathers each take, at least, to tell whether they overlap; and how often that is tried."""
 _NUM_BYTES = 4 * 1024**2
 """Of those that are looked at otherwise."""
 _WIDTH = 2048
@@ -82,20 +85,37 @@ def _reduce_scatter(whole: torch.Tensor, shard: torch.Tensor) -> None:
 
 
 def _measure_link(device: torch.device, collective: Callable[[torch.Tensor, torch.Tensor], None]) -> Link:
+    def measured(num_bytes: int, in_a_row: int) -> tuple[int, float]:
+        whole, shard = _whole_and_shard(num_bytes, device)
+
+        def run() -> None:
+            for _ in range(in_a_row):
+                collective(whole, shard)
+
+        return whole.nbytes, fastest_together_s(run, device) / in_a_row
+
+    points = points_by(measured, least_in_a_row=_MOST_IN_A_ROW if device.type == "cuda" else _LEAST_IN_A_ROW)
+    return link_through(points, dist.get_world_size())
+
+
+def points_by(
+    measured: Callable[[int, int], tuple[int, float]], *, least_in_a_row: int = _LEAST_IN_A_ROW
+) -> list[tuple[int, float]]:
+    """Bytes and seconds of one collective at `_SIZES_BYTES`, as far as there is time.
+
+    Args:
+        measured: takes about how many bytes a collective has and how many follow each other; returns its exact bytes
+            and its seconds, the same on every rank.
+        least_in_a_row: how many follow each other, however long that takes.
+    """
     points: list[tuple[int, float]] = []
     for num_bytes in _SIZES_BYTES:
         expected_s = points[-1][1] * num_bytes / points[-1][0] if points else 0.0
-        in_a_row = max(_LEAST_IN_A_ROW, min(_MOST_IN_A_ROW, int(_ROW_S / max(expected_s, 1e-9))))
+        in_a_row = max(least_in_a_row, min(_MOST_IN_A_ROW, int(_ROW_S / max(expected_s, 1e-9))))
         if len(points) >= _LEAST_SIZES and (REPEATS_TOGETHER + 1) * in_a_row * expected_s > _PATIENCE_S:
             break
-        whole, shard = _whole_and_shard(num_bytes, device)
-
-        def run(whole: torch.Tensor = whole, shard: torch.Tensor = shard, number: int = in_a_row) -> None:
-            for _ in range(number):
-                collective(whole, shard)
-
-        points.append((whole.nbytes, fastest_together_s(run, device) / in_a_row))
-    return link_through(points, dist.get_world_size())
+        points.append(measured(num_bytes, in_a_row))
+    return points
 
 
 def _whole_and_shard(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,27 +172,50 @@ def _overlaps_computing(device: torch.device) -> bool:
         return False
     whole, shard = _whole_and_shard(_NUM_BYTES, device)
     matrix = torch.randn(_WIDTH, _WIDTH, device=device)
-    stream = torch.cuda.Stream(device)
+    computing, gathering = torch.cuda.current_stream(device), torch.cuda.Stream(device)
 
-    def gather() -> None:
-        with torch.cuda.stream(stream):
-            _all_gather(whole, shard)
+    def measured(num_gathers: int, num_products: int) -> float:
+        def run() -> None:
+            gathering.wait_stream(computing)
+            with torch.cuda.stream(gathering):
+                for _ in range(num_gathers):
+                    _all_gather(whole, shard)
+            for _ in range(num_products):
+                matrix @ matrix
+            computing.wait_stream(gathering)
 
-    gather_s = fastest_together_s(gather, device)
-    once_s = fastest_together_s(lambda: matrix @ matrix, device)
-    num_repeats = max(1, round(gather_s / once_s))  # on every rank, as they have the same times
+        return fastest_together_s(run, device)
 
-    def compute() -> None:
-        for _ in range(num_repeats):
-            matrix @ matrix
+    return hidden_share(measured) >= 0.5
 
-    def both() -> None:
-        gather()
-        compute()
 
-    compute_s, both_s = fastest_together_s(compute, device), fastest_together_s(both, device)
-    # half of the shorter one hidden
-    return both_s <= max(gather_s, compute_s) + 0.5 * min(gather_s, compute_s)
+def hidden_share(measured: Callable[[int, int], float]) -> float:
+    """The share of the shorter one of computing and all-gathers that the other one hides; the median of several.
+
+    Args:
+        measured: seconds of so many all-gathers beside so many matrix products, the same on every rank. It is asked
+            for as many as take `_LEAST_OVERLAP_S` at least, and products as long as all-gathers.
+
+    Example:
+        >>> hidden_share(lambda num_gathers, num_products: max(1e-3 * num_gathers, 2e-3 * num_products))
+        1.0
+    """
+    num_gathers, gather_s = _long_enough(lambda number: measured(number, 0), _LEAST_OVERLAP_S)
+    num_products, _ = _long_enough(lambda number: measured(0, number), max(_LEAST_OVERLAP_S, gather_s))
+    shares = []
+    for _ in range(_OVERLAP_REPEATS):
+        gather_s, compute_s = measured(num_gathers, 0), measured(0, num_products)
+        both_s = measured(num_gathers, num_products)
+        shares.append((gather_s + compute_s - both_s) / min(gather_s, compute_s))
+    return statistics.median(shares)
+
+
+def _long_enough(seconds_of: Callable[[int], float], least_s: float) -> tuple[int, float]:
+    """A number that takes so long, and how long it takes."""
+    number = 1
+    while (taken_s := seconds_of(number)) < least_s:
+        number *= 2
+    return number, taken_s
 
 
 def _host_copy_s_per_byte(device: torch.device) -> float:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, UnitOverhead
-from lightning_osdp.profiler.step_time import REPEATS_TOGETHER, fastest_together_s
+from lightning_osdp.profiler.machine.stopwatch import REPEATS_TOGETHER, fastest_together_s
 
 _SMALL, _MEDIUM, _LARGE = 64, 512, 1024
 """Widths of square float32 layers of 16 KiB, 1 and 4 MiB: overhead is affine in the bytes of a unit."""

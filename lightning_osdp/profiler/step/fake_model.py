@@ -237,13 +237,41 @@ def _only_wanted(result: Any, *args: Any) -> Any:
     return tuple(gradient if is_wanted else None for gradient, is_wanted in zip(result, wanted, strict=True))
 
 
-def _with_workspace(result: Any, *args: Any) -> Any:
-    """The workspace that oneDNN keeps for backward, whose size only a call tells."""
+def _called(function: Any, args: tuple[Any, ...]) -> Any:
+    """What an operation returns for zeros, on the device of its arguments: their values do not matter here."""
     with unset_fake_temporarily():
-        real = tree_map_only(Tensor, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), args)
-        workspace = aten.mkldnn_rnn_layer(*real)[-1]
-    # without gradients there is none
-    return *result[:-1], None if workspace is None else torch.empty(workspace.shape, dtype=workspace.dtype)
+        return function(*tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=t.device), args))
+
+
+def _as_called(function: Any, *places: int, copied: int | None = None, train: int | None = None) -> Callable[..., Any]:
+    """A rule for what a library makes beside results, of a size that only a call of it tells.
+
+    Fake tensors take some of it for empty (``_cudnn_rnn`` in torch/_meta_registrations.py); backward would read beyond
+    such a tensor's end. [Unvalidated on CUDA: written by torch's sources, and tested without a device.]
+
+    Args:
+        function: the operation.
+        places: of its results that are as large as in a call.
+        copied: place of the argument that a call copies, for in training it is not given: weights of a recurrent layer
+            in one buffer, which parameters that were all-gathered are not.
+        train: place of the argument that says whether there is a backward, for which the first of these is needed.
+    """
+
+    def rule(result: Any, *args: Any) -> Any:
+        made = _called(function, tuple(None if place == copied else arg for place, arg in enumerate(args)))
+        if train is not None and args[train] and made[places[0]].numel() == 0:
+            raise UntraceableError(
+                f"Expected {function} to say how much it keeps for backward, but a call of it keeps nothing."
+                " Profile the model with real parameters."
+            )
+        return tuple(_another(made[place]) if place in places else each for place, each in enumerate(result))
+
+    return rule
+
+
+def _another(tensor: Tensor | None) -> Tensor | None:
+    """A fake of the same shape, dtype and device."""
+    return None if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def _contiguous_input_gradient(result: Any, *_: Any) -> Any:
@@ -267,6 +295,10 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten.native_batch_norm.default: _statistics_like_weight,
     aten.native_layer_norm_backward.default: _contiguous_input_gradient,
     aten.native_batch_norm_backward.default: _only_wanted,
-    aten.mkldnn_rnn_layer.default: _with_workspace,
+    # without gradients it returns no workspace
+    aten.mkldnn_rnn_layer.default: _as_called(aten.mkldnn_rnn_layer.default, 3),
     aten.mkldnn_rnn_layer_backward.default: _two_biases,
+    aten._cudnn_rnn.default: _as_called(aten._cudnn_rnn.default, 3, 4, copied=3, train=12),
+    aten.miopen_rnn.default: _as_called(aten.miopen_rnn.default, 3, 4, train=10),
+    aten.cudnn_batch_norm.default: _as_called(aten.cudnn_batch_norm.default, 3),
 }

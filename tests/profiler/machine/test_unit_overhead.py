@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from benchmarks.testbed.groups import fake_group
 from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, Link
 from lightning_osdp.profiler.machine import unit_overhead
+from lightning_osdp.profiler.machine.stopwatch import REPEATS_TOGETHER
 from lightning_osdp.profiler.machine.unit_overhead import fitted, parts_s
-from lightning_osdp.profiler.step_time import REPEATS_TOGETHER
 
 CPU = torch.device("cpu")
 SECONDS = st.floats(0.0, 10.0)

@@ -9,11 +9,12 @@ import torchmetrics
 from entangled_models import MODELS
 from ordinary_models import Model
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from traced import CPU, PRECISIONS, own_step, real_and_fake
 
 from lightning_osdp.errors import ProfileError, UntraceableError
 from lightning_osdp.profiler import LiveBytes, without_values
+from lightning_osdp.profiler.step import fake_model
 from lightning_osdp.profiler.step.fake_model import faked
 
 READS_VALUES = {"SkipsLayers"}
@@ -284,3 +285,59 @@ def test_the_values_are_the_same_objects_afterwards_even_after_an_error(tied):
     after = tied.state_dict(keep_vars=True)
     assert all(after[name] is tensor for name, tensor in before.items())
     assert all(torch.equal(after[name], value) for name, value in values.items())
+
+
+RESERVE, BUFFER = 4096, 777
+
+
+def recurrent_layer(function, *, train=True):
+    """The call of a recurrent layer of 5 features and 3 hidden ones on 7 tokens of 2 samples, on fakes on CUDA."""
+    x, h = torch.empty(7, 2, 5, device="cuda"), torch.empty(1, 2, 3, device="cuda")
+    weights = [torch.empty(size, device="cuda") for size in ((12, 5), (12, 3), (12,), (12,))]
+    buffer = torch.empty(12 * 10, device="cuda")
+    if function is torch.ops.aten._cudnn_rnn.default:
+        return function(x, weights, 4, buffer, h, h, 2, 3, 0, 1, False, 0.0, train, False, [], None)
+    return function(x, weights, 4, h, h, 2, 3, 1, False, 0.0, train, False, [], None)
+
+
+RECURRENT = [torch.ops.aten._cudnn_rnn.default, torch.ops.aten.miopen_rnn.default]
+
+
+@pytest.mark.parametrize("function", RECURRENT, ids=str)
+def test_no_reserve_of_a_recurrent_layer_is_empty(function, monkeypatch):
+    asked = []
+
+    def called(function, args):
+        asked.append((function, args))
+        return (*[None] * 3, torch.zeros(RESERVE, dtype=torch.uint8), torch.zeros(BUFFER))
+
+    monkeypatch.setattr(fake_model, "_called", called)
+    with FakeTensorMode(), torch.no_grad():
+        assert recurrent_layer(function)[3].numel() == 0  # what torch says
+        with fake_model._AsAllocated(), LiveBytes("cpu") as live:
+            output, _, _, reserve, buffer = recurrent_layer(function)
+            # made where the call made them
+            assert live.current_bytes == RESERVE + 4 * BUFFER
+    assert (output.shape, reserve.shape, buffer.shape) == ((7, 2, 3), (RESERVE,), (BUFFER,))
+    ((of, args),) = asked
+    assert of is function
+    # parameters that were all-gathered are in no buffer
+    assert (args[3] is None) == (function is torch.ops.aten._cudnn_rnn.default)
+
+
+@pytest.mark.parametrize("function", RECURRENT, ids=str)
+def test_a_reserve_that_stays_empty_is_refused(function, monkeypatch):
+    empty = torch.zeros(0, dtype=torch.uint8)
+    monkeypatch.setattr(fake_model, "_called", lambda *_: (None, None, None, empty, empty))
+    with FakeTensorMode(), torch.no_grad(), fake_model._AsAllocated():
+        recurrent_layer(function, train=False)
+        with pytest.raises(UntraceableError, match=f"{function} to say how much it keeps for backward"):
+            recurrent_layer(function)
+
+
+def test_a_call_is_of_real_zeros_of_the_same_shapes_where_the_fakes_are():
+    with FakeTensorMode(), fake_model._AsAllocated():
+        made = fake_model._called(lambda x, pair, n: [type(x), x, *pair, n], (torch.ones(2, 3), [torch.ones(4)], 5))
+    kind, x, y, n = made
+    assert (kind, x.shape, y.shape, n) == (torch.Tensor, (2, 3), (4,), 5)
+    assert not x.any()

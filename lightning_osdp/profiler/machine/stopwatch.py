@@ -1,0 +1,124 @@
+"""Seconds on the device that trains: by the host's clock on CPU, between events in its stream on CUDA."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+
+Mark: TypeAlias = float | torch.cuda.Event
+"""A moment of the device: seconds of the host's clock, or an event in its stream."""
+
+REPEATS_TOGETHER = 5
+_LEAD, _MOST_LEAD_S = 2.0, 0.2
+"""How long the device waits before a run: so many times what the host took to issue the last one, but no longer."""
+_CYCLES_PER_S = 2e9
+"""Of a GPU's clock, about: they reach 1.2 to 3 GHz, which `_LEAD` allows for."""
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done what it was asked to."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def mark(device: torch.device) -> Mark:
+    """Now: on CUDA, when the device has come so far in its current stream."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def between_s(start: Mark, end: Mark) -> float:
+    """Seconds between two marks of one device, which it has passed."""
+    if isinstance(start, float) or isinstance(end, float):
+        assert isinstance(start, float)
+        assert isinstance(end, float)
+        return end - start
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def fastest_s(
+    call: Callable[[], object], device: torch.device, *, repeats: int, num_calls: int = 1, budget_s: float = math.inf
+) -> float:
+    """Seconds of one call: of the fastest of a few runs, after one call to warm up.
+
+    On CUDA they are the device's, see `_run_s`.
+
+    Args:
+        call: what is timed.
+        device: waited for, at the end of each run.
+        repeats: runs.
+        num_calls: in a run.
+        budget_s: once all together have taken longer than this, there are no more runs.
+    """
+
+    def run() -> None:
+        for _ in range(num_calls):
+            call()
+
+    start = time.perf_counter()
+    _, issued_s = _run_s(call, device)
+    best = math.inf
+    for _ in range(repeats):
+        run_s, issued_s = _run_s(run, device, behind_s=issued_s)
+        best = min(best, run_s / num_calls)
+        if time.perf_counter() - start > budget_s:
+            break
+    return best
+
+
+def fastest_together_s(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the fastest of a few runs, after one to warm up, each as long as on its slowest rank.
+
+    Ranks begin each run together, and it ends when the last of them is through. On CUDA seconds are the device's, see
+    `_run_s`. Call it on all ranks of the default process group; all get the same.
+
+    Args:
+        run: what each rank does.
+        device: waited for.
+    """
+    runs_s, issued_s = list[float](), 0.0
+    for _ in range(REPEATS_TOGETHER + 1):
+        run_s, issued_s = _run_s(run, device, behind_s=issued_s, is_together=True)
+        runs_s.append(run_s)
+    slowest_s = torch.tensor(runs_s[1:], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest_s, op=dist.ReduceOp.MAX)
+    return float(slowest_s.min().item())
+
+
+def _run_s(
+    run: Callable[[], object], device: torch.device, *, behind_s: float = 0.0, is_together: bool = False
+) -> tuple[float, float]:
+    """Seconds of a run, and those that the host took to issue it.
+
+    In a step the host is ahead: what it takes to launch kernels and run hooks hides behind the device's computing. So
+    on CUDA the device first waits until the host has issued the run, if that takes no longer than before; ranks then
+    meet in a collective, and not at a barrier, where hosts would wait.
+
+    Args:
+        run: what is timed.
+        device: waited for, before and after.
+        behind_s: what the host took to issue the last run.
+        is_together: whether all ranks begin the run together.
+    """
+    if device.type == "cuda":
+        synchronize(device)
+        with torch.cuda.device(device):
+            torch.cuda._sleep(int(_CYCLES_PER_S * min(_LEAD * behind_s, _MOST_LEAD_S)))
+        if is_together:
+            dist.all_reduce(torch.zeros(1, device=device))
+    elif is_together:
+        dist.barrier()
+    start, before = mark(device), time.perf_counter()
+    run()
+    issued_s = time.perf_counter() - before
+    end = mark(device)
+    synchronize(device)
+    return between_s(start, end), issued_s

@@ -1,0 +1,37 @@
+"""The peak of a training step on a made-up device, whose allocator is told what comes and goes."""
+
+import pytest
+import torch
+
+from benchmarks.testbed.emulated.cuda import FakeCuda
+from lightning_osdp.callbacks.peak import WARM_UP_STEPS, PeakCounter
+
+KEPT, BEFORE = 1000, 10**6
+
+
+@pytest.fixture
+def gpu():
+    with FakeCuda(total_bytes=2**30).installed() as device:
+        yield device
+
+
+def take_step(gpu, counter, num_steps, num_bytes):
+    counter.start(None, None, num_steps=num_steps)
+    gpu.allocate(num_bytes)
+    gpu.allocate(-num_bytes)
+    counter.stop()
+    counter.end_step(num_steps=num_steps)
+
+
+def test_on_cuda_the_peak_is_the_allocators_after_the_warm_up(gpu):
+    counter = PeakCounter(torch.device("cuda", 0))
+    gpu.allocate(KEPT)
+    peaks = []
+    for num_steps, num_bytes in enumerate([BEFORE] * WARM_UP_STEPS + [500, 200, 700, 100]):
+        take_step(gpu, counter, num_steps, num_bytes)
+        peaks.append(counter.peak_bytes)
+    assert peaks == [None] * WARM_UP_STEPS + [KEPT + 500, KEPT + 500, KEPT + 700, KEPT + 700]
+    assert list(counter.steps) == [3, 4, 5, 6]
+    assert counter.other_bytes is None
+    assert not counter.is_counting
+    assert gpu.num_waits == 0
