@@ -98,6 +98,7 @@ class LiveParts:
             "parameter shards": self.layout.shards,
             "optimizer state": self.layout.optimizer_state,
             "buffers": float(step.profile.buffer_bytes),
+            "workspaces of libraries": float(step.cluster.library_workspace_bytes),
             "batch": step.profile.batch_bytes.at(self.samples),
             "reduced gradients": sum(size.reduced for size in self.sizes),
             "gathered parameters": 0.0,

@@ -21,6 +21,7 @@ from lightning_osdp.errors import ConfigurationError, ProfileError
 from lightning_osdp.profiler import (
     ComputePrecision,
     TrainingStep,
+    empty_cache,
     is_out_of_memory,
     profile_model,
     resized,
@@ -188,6 +189,7 @@ class FitProfiler:
             ) from error
         finally:
             forget_loaders(self._trainer)
+            empty_cache(self._setup.device)
 
 
 @contextmanager
