@@ -44,7 +44,7 @@ BANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "shards, optimizer state, buffers, batch": ("#999999", STATES),
     "gathered parameters": ("#009E73", ("gathered parameters",)),
     "gradients": ("#E69F00", GRADIENTS),
-    "activations": ("#CC79A7", ("activations",)),
+    "activations": ("#CC79A7", ("activations", "copies in flight")),
     "workspace": ("#4D2C19", ("workspace",)),
 }
 """Memory from below: colour, and the parts of a `Moment`."""

@@ -51,6 +51,7 @@ def measure_cluster(device: torch.device, *, local_ranks: int = 1, model_bytes: 
             all_gather=free,
             reduce_scatter=free,
             host_copy_s_per_byte=_host_copy_s_per_byte(device),
+            host_copies_overlap=device.type == "cuda",
             library_workspace_bytes=workspace_bytes,
             memory_bytes=limit_bytes(),
         )
@@ -68,6 +69,7 @@ def measure_cluster(device: torch.device, *, local_ranks: int = 1, model_bytes: 
         cluster,
         unit_overhead=unit_overhead,
         host_copy_s_per_byte=_over_ranks(_host_copy_s_per_byte(device), dist.ReduceOp.MAX, device),
+        host_copies_overlap=device.type == "cuda",
         library_workspace_bytes=int(_over_ranks(workspace_bytes, dist.ReduceOp.MAX, device)),
         # Last, when the communicator has the buffers that it keeps.
         memory_bytes=int(_over_ranks(limit_bytes(), dist.ReduceOp.MIN, device)),
