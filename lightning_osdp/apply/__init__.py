@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_osdp.apply.activations.blocks import is_inside, with_recomputed
+from lightning_osdp.apply.agreement import reaches_hosts
 from lightning_osdp.apply.internals import local, refuse_copy
 from lightning_osdp.apply.load import check_number
 from lightning_osdp.apply.materialize import check_initializable
@@ -20,6 +21,7 @@ __all__ = [
     "fully_shard_arguments",
     "is_inside",
     "local",
+    "reaches_hosts",
     "refuse_copy",
     "with_recomputed",
 ]

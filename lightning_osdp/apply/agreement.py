@@ -27,7 +27,10 @@ _NUM_CHECKED = 2
 
 
 class Agreement:
-    """Compares ranks once in an optimizer step, by one small all-reduce.
+    """Compares ranks once in an optimizer step, by one small all-reduce between hosts.
+
+    It is gloo's where training is NCCL's: a step must not wait for its device, and on a device that has failed no
+    collective runs.
 
     - A parameter that no rank used has no gradient, as under DDP with ``find_unused_parameters``: ``fully_shard``
       reduces zeros for it, so that a rank on which it was used finds the others in the same reduce-scatter.
@@ -37,8 +40,7 @@ class Agreement:
       for the second time in one step: text that is generated may be longer on one rank than on another.
     """
 
-    def __init__(self, root: nn.Module, groups: Sequence[Any], device: torch.device) -> None:
-        self._device = device
+    def __init__(self, root: nn.Module, groups: Sequence[Any]) -> None:
         world = dist.group.WORLD
         self._group = _own_group(world) if world is not None and world.size() > 1 else None
         self._num_checked = 0
@@ -150,7 +152,7 @@ class Agreement:
 
     def _largest(self, values: Sequence[int]) -> list[int]:
         """Of each value, the largest over all ranks."""
-        told = torch.tensor(values, dtype=torch.int32, device=self._device)
+        told = torch.tensor(values, dtype=torch.int32, device="cpu")
         dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
         return told.tolist()
 
@@ -162,9 +164,13 @@ class Agreement:
 @lru_cache(maxsize=1)
 def _own_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
     """What ranks talk to each other by in no order but this file's; one for all models, for each has its threads."""
-    del world
-    group: dist.ProcessGroup = dist.new_group()
+    group: dist.ProcessGroup = dist.new_group(backend=None if reaches_hosts(world) else "gloo")
     return group
+
+
+def reaches_hosts(group: dist.ProcessGroup) -> bool:
+    """Whether ranks can tell each other what is in memory of their hosts, as they cannot by NCCL."""
+    return any(device.type == "cpu" for device in group._device_types)
 
 
 def _check_same(most: int, negated_least: int) -> None:

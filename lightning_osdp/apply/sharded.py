@@ -68,7 +68,10 @@ class ShardedModel:
         self._forwards = BlockForwards(module, device)
         if plan is not None:
             self._forwards.choose(plan.blocks, units=[unit.name for unit in units])
-        shard(self.units, init_device_mesh(device.type, (dist.get_world_size(),)), mixed_precision, initialize)
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        if device.type != "cpu":
+            warm_up(mesh.get_group(), device)
+        shard(self.units, mesh, mixed_precision, initialize)
         internals.begin(module)
         internals.check_units(module)
         for child in module.modules():
@@ -76,7 +79,7 @@ class ShardedModel:
                 child.set_reduce_scatter_unused_params(True, recurse=False)
         self._set_prefetch()
         internals.set_asynchronous(module, is_asynchronous=plan is not None and plan.asynchronous_unshard)
-        self._agreement = Agreement(module, self._groups, device)
+        self._agreement = Agreement(module, self._groups)
         self._waiting = internals.WaitingForwards(module)
         internals.set_owner(module, self)
         self.carry_hooks()
@@ -414,6 +417,17 @@ class ShardedModel:
         """Loads weights, and states of optimizers where there are any, from the folder of a sharded checkpoint."""
         with self._reading():
             load.load_sharded(path, self.module, optimizers, strict=strict)
+
+
+def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Has a group of ranks take the memory that it keeps: NCCL's does with its first collective of each kind.
+
+    Else it would be taken in the first step, of what a rehearsal on each rank alone has seen to be free.
+    """
+    whole, shard = torch.zeros(group.size(), device=device), torch.zeros(1, device=device)
+    dist.all_gather_single(whole, shard, group=group)
+    dist.reduce_scatter_single(shard, whole, group=group)
+    dist.all_reduce(shard, group=group)
 
 
 def _begin(

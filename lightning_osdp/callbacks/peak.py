@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lightning_osdp.callbacks.allocator import AllocatorPeaks, AllocatorWatch
 from lightning_osdp.profiler import Census, LiveBytes
 
 T = TypeVar("T", bound=pl.Callback)
@@ -34,6 +35,7 @@ class PeakCounter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._allocator = AllocatorWatch(device) if device.type == "cuda" else None
         self._live: LiveBytes | None = None
         self._peaks_bytes: dict[int, list[int]] = {}
         self._others_bytes: list[int] = []
@@ -47,6 +49,11 @@ class PeakCounter:
         return max(map(min, self._peaks_bytes.values()), default=None)
 
     @property
+    def allocator(self) -> AllocatorPeaks | None:
+        """What else the allocator says of the same steps; None on CPU, and before there are any."""
+        return None if self._allocator is None or not self._peaks_bytes else self._allocator.peaks
+
+    @property
     def other_bytes(self) -> int | None:
         """What lived beside that in the counted steps, at most; None where it is not counted."""
         return max(self._others_bytes, default=None)
@@ -58,6 +65,8 @@ class PeakCounter:
 
     def start(self, trainer: pl.Trainer, batch: Any, *, num_steps: int) -> None:
         """A batch begins after so many optimizer steps."""
+        if self._allocator is not None and num_steps >= WARM_UP_STEPS:
+            self._allocator.start()
         num_elements = elements_in(batch) if self._device.type == "cpu" else 0
         if self._live is None and self._device.type == "cpu" and self._is_counted(num_elements, num_steps):
             self._live = LiveBytes(self._device.type)
@@ -68,8 +77,6 @@ class PeakCounter:
             self._num_elements = max(self._num_elements, num_elements)
             self._live.track(tensors_in(batch))
             self._live.__enter__()
-        elif num_steps == WARM_UP_STEPS and self._device.type == "cuda" and not self._peaks_bytes:
-            torch.cuda.reset_peak_memory_stats(self._device)
 
     def _is_counted(self, num_elements: int, num_steps: int) -> bool:
         """Whether a step is counted that has such a batch, after so many others."""
@@ -80,6 +87,8 @@ class PeakCounter:
         """The batch ends, or training does: between micro-batches the loader works, whose tensors do not count."""
         if self._live is not None and self._live.is_active:
             self._live.__exit__(None, None, None)
+        if self._allocator is not None:
+            self._allocator.stop()
 
     def end_step(self, *, num_steps: int) -> None:
         """The batches since the last call were one optimizer step, after so many others."""
@@ -87,9 +96,8 @@ class PeakCounter:
             self._peaks_bytes.setdefault(self._num_elements, []).append(self._live.peak_bytes)
             self.steps = (*self.steps, num_steps + 1)
             self._live, self._num_elements = None, 0
-        elif num_steps >= WARM_UP_STEPS and self._device.type == "cuda":
-            # Python allocates ahead of the device: no need to wait for it
-            self._peaks_bytes = {0: [torch.cuda.max_memory_allocated(self._device)]}
+        elif num_steps >= WARM_UP_STEPS and self._allocator is not None:
+            self._peaks_bytes = {0: [self._allocator.peaks.requested_bytes]}
             self.steps = range(WARM_UP_STEPS + 1, num_steps + 2)
 
 

@@ -10,11 +10,13 @@ from statistics import median
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from rich.console import RenderableType
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from lightning_osdp.callbacks.allocator import AllocatorPeaks
 from lightning_osdp.callbacks.peak import WARM_UP_STEPS, PeakCounter
 from lightning_osdp.callbacks.step_clock import StepClock
 from lightning_osdp.core.plans.plan import Plan
@@ -38,6 +40,8 @@ class Measured:
     """On CPU of what the plan predicts."""
     other_bytes: int | None = None
     """What lived beside that in the counted steps; None on CUDA, whose peak has it in it."""
+    allocator: AllocatorPeaks | None = None
+    """What else the allocator says on CUDA; None on CPU."""
 
 
 class PlanMonitor(pl.Callback):
@@ -49,9 +53,12 @@ class PlanMonitor(pl.Callback):
     - ``osdp/step_time_s`` (*): seconds of one optimizer step without loading, validation and logging, as the mean of
       all steps since it was logged last.
     - ``osdp/samples_per_s`` (*): samples of all ranks in a second of these steps.
-    - ``osdp/peak_bytes``: peak of live bytes on rank 0, exact on CPU, the caching allocator's own peak on CUDA. On CPU
-      these are the bytes that the plan predicts; other tensors, such as a callback keeps, have a line of their own in
-      the end, if they take a hundredth of that. The first step that takes more than the limit is told of at once.
+    - ``osdp/peak_bytes``: peak of live bytes on rank 0, exact on CPU, what was requested of the caching allocator on
+      CUDA. On CPU these are the bytes that the plan predicts; other tensors, such as a callback keeps, have a line of
+      their own in the end, if they take a hundredth of that. The first step that takes more than the limit is told of
+      at once.
+    - ``osdp/active_bytes``, ``osdp/reserved_bytes``, ``osdp/allocation_retries``: the allocator's on CUDA, see
+      `AllocatorPeaks`. The first retry is told of at once. Its peaks begin anew with each batch.
     - ``osdp/step_time_ratio`` (*), ``osdp/peak_ratio`` (*): measured over predicted, if the plan has a prediction.
 
     The first steps are left out, and on CPU those in which bytes are counted. Training never waits for a measurement,
@@ -78,7 +85,7 @@ class PlanMonitor(pl.Callback):
         self._unlogged: list[tuple[float, int]] = []
         self._world_size = trainer.world_size
         self._num_steps, self._global_step = 0, trainer.global_step
-        self._shown_s, self._is_over = 0.0, False
+        self._shown_s, self._is_over, self._has_retried = 0.0, False, False
         self._latest = {}
 
     @property
@@ -98,6 +105,7 @@ class PlanMonitor(pl.Callback):
             samples_per_s=samples / step_time_s if step_time_s else None,
             peak_bytes=self._peak.peak_bytes,
             other_bytes=self._peak.other_bytes,
+            allocator=self._peak.allocator,
         )
 
     def comparison(self) -> RenderableType:
@@ -113,6 +121,7 @@ class PlanMonitor(pl.Callback):
             peak_steps=self._peak.steps,
             other_bytes=measured.other_bytes or 0,
             why_not=too_short,
+            more={} if measured.allocator is None else _told(measured.allocator),
         )
 
     @override
@@ -147,6 +156,7 @@ class PlanMonitor(pl.Callback):
         self._clock.end_step(counts=self._num_steps >= WARM_UP_STEPS and not self._peak.is_counting)
         self._peak.end_step(num_steps=self._num_steps)
         self._tell_of_limit(trainer)
+        self._tell_of_retries(trainer)
         self._num_steps += 1
         is_due = trainer._logger_connector.should_update_logs
         if is_due or time.perf_counter() - self._shown_s > _REFRESH_S:
@@ -165,6 +175,20 @@ class PlanMonitor(pl.Callback):
                 f"OSDP: step {self._num_steps + 1} took {format_bytes(peak_bytes)} on rank {trainer.global_rank}, over"
                 f" memory_limit ({format_bytes(limit_bytes)}); {format_bytes(self._plan.peak_bytes)} was predicted of"
                 " the batch that was profiled. Where batches differ, give the largest: profile_batch='longest'.",
+                stacklevel=2,
+            )
+
+    def _tell_of_retries(self, trainer: pl.Trainer) -> None:
+        """The same where the allocator had to begin anew."""
+        found = self._peak.allocator
+        if found is not None and found.num_retries and not self._has_retried:
+            self._has_retried = True
+            warnings.warn(
+                f"OSDP: in step {self._num_steps + 1} memory of rank {trainer.global_rank} was short until its"
+                " allocator had given back what it cached, for which the device stops:"
+                f" {format_bytes(found.active_bytes)} were in use at most, and {format_bytes(found.reserved_bytes)}"
+                " reserved. Pass a lower memory_limit, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against"
+                " fragmentation.",
                 stacklevel=2,
             )
 
@@ -189,10 +213,22 @@ class PlanMonitor(pl.Callback):
             self._latest["osdp/peak_bytes"] = self._peak.peak_bytes
             if self._plan.peak_bytes > 0:
                 self._latest["osdp/peak_ratio"] = self._peak.peak_bytes / self._plan.peak_bytes
+            if self._peak.allocator is not None:
+                self._latest["osdp/active_bytes"] = self._peak.allocator.active_bytes
+                self._latest["osdp/reserved_bytes"] = self._peak.allocator.reserved_bytes
+                self._latest["osdp/allocation_retries"] = self._peak.allocator.num_retries
         for name, value in self._latest.items():
-            in_bar = self._progress_bar and name != "osdp/peak_bytes"
+            in_bar = self._progress_bar and not name.endswith(("_bytes", "_retries"))
             is_logged = self._logger and bool(pl_module.trainer.loggers)  # Lightning warns where there is none
-            pl_module.log(name, value, on_step=True, on_epoch=False, prog_bar=in_bar, logger=is_logged)
+            pl_module.log(
+                name,
+                # of a number Lightning would make a tensor on the device, and training would wait for the copy
+                torch.tensor(value, dtype=torch.float64, device="cpu"),
+                on_step=True,
+                on_epoch=False,
+                prog_bar=in_bar,
+                logger=is_logged,
+            )
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -206,6 +242,15 @@ class PlanMonitor(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if self._plan is not None:  # an error before the first step comes here, too
             self._peak.stop()
+
+
+def _told(peaks: AllocatorPeaks) -> dict[str, str]:
+    """In lines of the table."""
+    return {
+        "active memory, rounded up": format_bytes(peaks.active_bytes),
+        "reserved memory": format_bytes(peaks.reserved_bytes),
+        "allocation retries": str(peaks.num_retries),
+    }
 
 
 def num_samples(batch: Any) -> int:

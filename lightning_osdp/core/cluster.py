@@ -99,6 +99,10 @@ class Cluster(Stored):
     """Whether the backend copies what it reduces and scatters, as gloo does."""
     host_copy_s_per_byte: float = 0.0
     """Seconds per byte that is copied to host memory, or back; on CPU of a copy in memory."""
+    host_copies_overlap: bool = False
+    """Whether these copies go on beside computing, for which memory on the device is held longer."""
+    library_workspace_bytes: int = 0
+    """Bytes that libraries take of the device in the first step, and keep, such as cuBLAS's workspaces."""
     memory_bytes: int | None = None
     """Bytes that one rank may use where the user sets no limit; None if unknown."""
 

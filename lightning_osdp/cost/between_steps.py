@@ -64,4 +64,5 @@ def saving_peak(step: Step, modes: Sequence[ShardingMode], *, is_sharded: bool, 
 
 
 def _between_steps(step: Step, layout: Layout) -> float:
-    return layout.shards + layout.optimizer_state + step.profile.buffer_bytes
+    always = step.profile.buffer_bytes + step.cluster.library_workspace_bytes
+    return layout.shards + layout.optimizer_state + always

@@ -15,7 +15,7 @@ has S_u whole gradient bytes in place of s_u reduced ones and, if it is DP, P_u 
 
 Where a unit is a block that may recompute or offload, it saves A_u bytes beyond the fewest that it may save, from where
 forward has left it to where backward comes back: they count as x_u P_u does. floor_k is then the largest moment of
-any choice, without its A_u.
+any choice, without its A_u, and with what any two of the blocks may have in flight to the host.
 
 A bound, for not all of these are alive at the same time as the rest: floor_k has P_u of the units that run then, kept
 or not; the first micro-batch has not made all gradients yet, and the last one has reduced some.
@@ -25,7 +25,7 @@ or not; the first micro-batch has not made all gradients yet, and the last one h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -36,7 +36,7 @@ from lightning_osdp.core.modes import DP, ShardingMode
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.cost.moments import largest_moments
-from lightning_osdp.engine import DEFAULT, FSDP2, Moment, leaving_order
+from lightning_osdp.engine import DEFAULT, FSDP2, Moment, in_flight_bytes, leaving_order
 
 ROUNDING_BYTES = 1e-3
 """What the rounding of sums may add to a peak, which is else rounded up to whole bytes."""
@@ -173,6 +173,7 @@ def step_memory(step: Step, *, activations: Sequence[str] = ("keep",), engine: F
     profile, units = step.profile, step.units
     order, sizes = leaving_order(units), engine.layout(units, profile.optimizer, step.cluster.world_size).units
     saved = [_saved_beyond(units[unit], activations, step.workload.micro_batch_size) for unit in order]
+    in_flight = in_flight_bytes(step.cluster, _copied(step, activations))
     moments: dict[int, Moment] = {}
     update: Moment | None = None
     for choice in activations if any(saved) else activations[:1]:
@@ -181,6 +182,7 @@ def step_memory(step: Step, *, activations: Sequence[str] = ("keep",), engine: F
         before = list(accumulate((each.get(choice, 0.0) for each in saved), initial=0.0))
         for k, moment in found.items():
             floor = moment.less("activations", before[k])
+            floor = floor.less("copies in flight", floor.parts["copies in flight"] - in_flight)
             if k not in moments or floor.num_bytes > moments[k].num_bytes:
                 moments[k] = floor
     return StepMemory(
@@ -203,6 +205,15 @@ def saved_bytes(unit: UnitProfile, choice: str, micro_batch_size: int) -> float:
     if choice == "keep":
         return (unit.saved_bytes + unit.block.borrowed_bytes).at(micro_batch_size)
     return stays_bytes(unit.block, choice).at(micro_batch_size)
+
+
+def _copied(step: Step, activations: Sequence[str]) -> Iterator[float]:
+    """Bytes that each block copies to host memory, at most."""
+    samples = step.workload.micro_batch_size
+    yield from (size.at(samples) for _, size in step.profile.copied)
+    for unit in step.units:
+        copied = {} if unit.block is None else unit.block.copied_bytes
+        yield max((size.at(samples) for choice, size in copied.items() if choice in activations), default=0.0)
 
 
 def _may(unit: UnitProfile, choice: str) -> bool:

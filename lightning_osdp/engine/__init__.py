@@ -5,11 +5,12 @@ from __future__ import annotations
 from lightning_osdp.engine.change import FLIPS, check_change
 from lightning_osdp.engine.fsdp2 import AUTO, DEFAULT, FSDP2, engine_of
 from lightning_osdp.engine.layout import UnitBytes
-from lightning_osdp.engine.live_parts import Moment
+from lightning_osdp.engine.live_parts import BLOCKS_IN_FLIGHT, Moment, in_flight_bytes
 from lightning_osdp.engine.schedule import MOST_SIMULATED, Event, GatherRule, leaving_order
 
 __all__ = [
     "AUTO",
+    "BLOCKS_IN_FLIGHT",
     "DEFAULT",
     "FLIPS",
     "FSDP2",
@@ -20,5 +21,6 @@ __all__ = [
     "UnitBytes",
     "check_change",
     "engine_of",
+    "in_flight_bytes",
     "leaving_order",
 ]

@@ -19,6 +19,8 @@ beside the states between steps:
 - On one rank there are no buffers, but shards are copied all the same.
 - Gradients that are not reduced are left as backward makes them, and added to in place; or cast to the dtype of
   reducing, where that is another, and those of the next micro-batch are added when a unit has all of them.
+- Where blocks offload, and copies go on beside computing, what two of them copy may be there besides at any time of
+  forward and backward: a bound.
 
 References:
     torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (``wait_for_unshard``, ``post_backward``),
@@ -27,10 +29,11 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import get_args
 
+from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.profile import OperatorProfile
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
@@ -60,6 +63,22 @@ class Moment:
 
 Observer = Callable[[float, Callable[[], Moment]], None]
 """Takes the bytes of each moment, and what makes a `Moment` of it where that is wanted."""
+
+
+BLOCKS_IN_FLIGHT = 2
+"""As many blocks are on the device at most because they are on their way to the host or back, where copies go on beside
+computing: the one that runs, and its neighbour. In forward that is the one before, whose copies end meanwhile; in
+backward the one that comes next, whose copies begin."""
+
+
+def in_flight_bytes(cluster: Cluster, copied: Iterable[float]) -> float:
+    """Most that is on the device because of `BLOCKS_IN_FLIGHT`; nothing where copies hold up computing.
+
+    Args:
+        cluster: whether they do.
+        copied: bytes of each block that offloads.
+    """
+    return sum(sorted(copied)[-BLOCKS_IN_FLIGHT:]) if cluster.host_copies_overlap else 0.0
 
 
 class LiveParts:
@@ -98,6 +117,7 @@ class LiveParts:
             "parameter shards": self.layout.shards,
             "optimizer state": self.layout.optimizer_state,
             "buffers": float(step.profile.buffer_bytes),
+            "workspaces of libraries": float(step.cluster.library_workspace_bytes),
             "batch": step.profile.batch_bytes.at(self.samples),
             "reduced gradients": sum(size.reduced for size in self.sizes),
             "gathered parameters": 0.0,
@@ -106,6 +126,8 @@ class LiveParts:
             "activations": 0.0,
             "workspace": 0.0,
         }
+        copied = (size.at(self.samples) for _, size in step.profile.copied)
+        self.parts["copies in flight"] = in_flight_bytes(step.cluster, copied)
         self._readers: dict[str, Callable[[int], None]] = {kind: getattr(self, f"_{kind}") for kind in get_args(Kind)}
 
     def begin_micro_batch(self) -> None:
@@ -121,6 +143,7 @@ class LiveParts:
     def update(self) -> None:
         """The optimizer step: all gradients are reduced, nothing is gathered."""
         self.parts |= {"reduced gradients": sum(size.reduced for size in self.sizes), "unsharded gradients": 0.0}
+        self.parts["copies in flight"] = 0.0
         self._observe("optimizer step", "", "workspace", self.layout.optimizer_temporaries)
 
     def _gather(self, unit: int) -> None:

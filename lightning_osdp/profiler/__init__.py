@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_osdp.profiler.live_tensors import Census, LiveBytes
 from lightning_osdp.profiler.machine.cluster import measure_cluster
-from lightning_osdp.profiler.machine.memory import default_memory_limit_bytes, is_out_of_memory
+from lightning_osdp.profiler.machine.memory import default_memory_limit_bytes, empty_cache, is_out_of_memory
 from lightning_osdp.profiler.model import TrainingStep, profile_model
 from lightning_osdp.profiler.precision import ComputePrecision
 from lightning_osdp.profiler.step.fake_model import without_values
@@ -19,6 +19,7 @@ __all__ = [
     "LiveBytes",
     "TrainingStep",
     "default_memory_limit_bytes",
+    "empty_cache",
     "fingerprint",
     "is_out_of_memory",
     "loss_in",

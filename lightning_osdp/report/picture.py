@@ -38,13 +38,13 @@ KINDS = {
 """Colour and words of units."""
 HATCHES = {"recompute": ("////", "blocks in it recompute"), "offload": ("\\\\\\\\", "blocks in it offload")}
 """Lines across units, and words; both lines where blocks recompute and offload their inputs."""
-STATES = ("parameter shards", "optimizer state", "buffers", "batch")
+STATES = ("parameter shards", "optimizer state", "buffers", "workspaces of libraries", "batch")
 GRADIENTS = ("reduced gradients", "accumulated gradients", "unsharded gradients")
 BANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "shards, optimizer state, buffers, batch": ("#999999", STATES),
     "gathered parameters": ("#009E73", ("gathered parameters",)),
     "gradients": ("#E69F00", GRADIENTS),
-    "activations": ("#CC79A7", ("activations",)),
+    "activations": ("#CC79A7", ("activations", "copies in flight")),
     "workspace": ("#4D2C19", ("workspace",)),
 }
 """Memory from below: colour, and the parts of a `Moment`."""

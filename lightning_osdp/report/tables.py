@@ -29,6 +29,8 @@ from lightning_osdp.report.sentences import (
 
 NEGLIGIBLE_SHARE = 0.01
 """Of the measured peak: other tensors that take less are not worth a line."""
+_NOT_IN_PLAN = "not in the plan"
+_NOTHING: Mapping[str, str] = {}
 
 Justify = Literal["left", "right"]
 Columns = Mapping[str, Justify]
@@ -83,6 +85,7 @@ def comparison_table(
     peak_steps: Sequence[int] = (),
     other_bytes: int = 0,
     why_not: str = "",
+    more: Mapping[str, str] = _NOTHING,
 ) -> RenderableType:
     """Table of what the plan predicted beside what was measured, and their ratio.
 
@@ -94,6 +97,7 @@ def comparison_table(
         peak_steps: numbers of the steps that this peak is of.
         other_bytes: measured bytes beside that peak, of tensors that are in no plan.
         why_not: why numbers that are None were not measured.
+        more: what else was measured, by title, of which no plan speaks.
     """
     lines: list[tuple[str, float, float | None, Callable[[float], str]]] = [
         ("step time", plan.step_time_s, step_time_s, format_seconds),
@@ -112,7 +116,8 @@ def comparison_table(
                 ratio = f"{measured / predicted:.2f}"
         rows.append((title, expected, found, ratio))
     if other_bytes > NEGLIGIBLE_SHARE * (peak_bytes or 0):
-        rows.append(("other tensors of yours", "not in the plan", format_bytes(other_bytes), "-"))
+        rows.append(("other tensors of yours", _NOT_IN_PLAN, format_bytes(other_bytes), "-"))
+    rows += [(title, _NOT_IN_PLAN, text, "-") for title, text in more.items()]
     columns: Columns = {"": "left", "predicted": "right", "measured": "right", "measured / predicted": "right"}
     return table(columns, rows, title="OSDP: predicted and measured")
 

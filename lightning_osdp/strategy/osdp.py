@@ -212,8 +212,10 @@ class OSDPStrategy(FSDPStrategy):
             # The weights are about to move to the CPU, out of the process group's reach.
             self._launcher.whole_state = self._sharded.whole_state(on_all_ranks=self.num_nodes > 1)
         self._setting_up.close()
-        self._ranks.end()
-        super().teardown()
+        try:
+            super().teardown()
+        finally:
+            self._ranks.end()
 
     # from a model to units
 

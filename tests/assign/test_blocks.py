@@ -104,6 +104,7 @@ def settings_to_plan(draw):
             all_gather=draw(link),
             reduce_scatter=draw(link),
             host_copy_s_per_byte=draw(st.sampled_from([0.0, 1e-3])),
+            host_copies_overlap=draw(st.booleans()),
             overlaps=draw(st.booleans()),
         ),
         "workload": Workload(
@@ -192,6 +193,27 @@ def test_a_unit_inside_a_block_that_recomputes_is_gathered_for_that_and_stays_fo
         peaks = [found.costs.exact_peak(found.all_zdp_modes) for found in (base, fine)]
         assert [peak.peak_bytes for peak in peaks] == [1550 + 100 + 6 * 50, 1550 + 300 + 4 * 50 + 8]
         assert [peak.parts["gathered parameters"] for peak in peaks] == [100, 300]
+
+
+@pytest.mark.parametrize(
+    ("offloading", "in_flight"), [((), 0), ((1,), 300), ((0, 1), 200 + 300), ((0, 1, 2), 400 + 300)]
+)
+def test_of_blocks_that_copy_beside_computing_two_are_in_flight(blocked, cluster, offloading, in_flight):
+    saved = (200, 300, 400)
+    operators = [
+        {"name": f"b{block}.0", "parameter_bytes": 4, "activation_bytes_per_sample": num_bytes}
+        for block, num_bytes in enumerate(saved)
+    ]
+    base = blocked(operators, cluster=cluster(2), workload=Workload(micro_batch_size=1))
+    base = base.with_blocks({f"b{block}": "offload" for block in offloading})
+    ahead = dataclasses.replace(base, cluster=dataclasses.replace(base.cluster, host_copies_overlap=True))
+    for peak_of in (lambda costs: costs.exact_peak(base.all_zdp_modes), lambda costs: costs.peak(base.all_zdp_modes)):
+        waiting, found = peak_of(base.costs), peak_of(ahead.costs)
+        assert found.peak_bytes == waiting.peak_bytes + in_flight
+        assert found.parts.get("copies in flight", 0) == in_flight
+    step = simulate_step(ahead, base.all_zdp_modes, engine=ahead.engine)
+    in_optimizer = [moment.parts["copies in flight"] for _, moment in step.moments if moment.phase == "optimizer step"]
+    assert in_optimizer == [0]
 
 
 def test_blocks_that_are_kept_longest_recompute_first(blocked, cluster):

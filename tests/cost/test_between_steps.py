@@ -44,6 +44,13 @@ def test_evaluation_keeps_what_is_dp_and_gathers_the_rest(three, modes, expected
     assert evaluation_peak(*given(three, modes)) == expected
 
 
+def test_what_libraries_keep_is_there_between_steps_too(three):
+    step, modes = given(three, "DZD")
+    kept = dataclasses.replace(step, cluster=dataclasses.replace(step.cluster, library_workspace_bytes=1000))
+    assert evaluation_peak(kept, modes) == evaluation_peak(step, modes) + 1000
+    assert saving_peak(kept, modes, is_sharded=True) == saving_peak(step, modes, is_sharded=True) + 1000
+
+
 def test_one_rank_copies_its_shards_in_evaluation_without_a_buffer(three):
     assert evaluation_peak(*given(three, "DDD", world_size=1)) == 240 + 480 + 2 + 240 + 90
 

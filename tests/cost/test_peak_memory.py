@@ -198,6 +198,17 @@ def test_backward_workspaces_buffers_and_the_batch_count(three):
     assert (found.parts["buffers"], found.parts["batch"]) == (7, 7)
 
 
+@pytest.mark.parametrize("modes", ["ZZZ", "DZD"])
+def test_what_libraries_keep_is_there_all_the_time(three, modes):
+    step = step_of(three(), micro_batch_size=2)
+    kept = replace(step, cluster=replace(step.cluster, library_workspace_bytes=1000))
+    chosen = [DP, *(LETTERS[letter] for letter in modes)]
+    for peak_of in (exact_peak, lambda step, modes: step_memory(step).peak(modes)):
+        bare, found = peak_of(step, chosen), peak_of(kept, chosen)
+        assert (found.peak_bytes, found.phase) == (bare.peak_bytes + 1000, bare.phase)
+        assert found.parts == {**bare.parts, "workspaces of libraries": 1000}
+
+
 def test_frozen_units_have_no_gradient(three):
     # m1 frozen: base 120 + (80 + 240) / 2 = 280; rs(2) 280 +80 +420 +120
     assert seen(peak(three(fields={1: FROZEN}), "ZZZ")) == (900, "reduce-scatter", "m2")

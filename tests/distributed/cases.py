@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from models import BATCH_SIZE, build
+from models import BATCH_SIZE, WideMLP, build
 
 from lightning_osdp import (
     Cluster,
@@ -25,6 +25,7 @@ from lightning_osdp import (
     make_plan,
     profile_model,
 )
+from lightning_osdp.apply import local
 from lightning_osdp.callbacks import PlanMonitor
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Link
@@ -200,3 +201,39 @@ def trains_in(precision):
         "gathered_bytes": sum(unit.parameter_bytes for unit in strategy.plan.units),
         "dtypes": (sorted({str(d) for d in before.values()}), sorted({str(p.dtype) for p in module.parameters()})),
     }
+
+
+class Overflows(WideMLP):
+    """Has a gradient that is not finite on one rank alone, in its second step."""
+
+    num_backwards = 0
+
+    def on_after_backward(self):
+        self.num_backwards += 1
+        if self.num_backwards == 2 and dist.get_rank() == 1:
+            rows = next(local(p.grad) for p in self.parameters() if local(p.grad).numel())
+            rows.view(-1)[0] = float("inf")
+
+
+class Steps(L.Callback):
+    """The scale of the loss after each step, and whether the step has changed this rank's rows."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.rows = [local(p).clone() for p in pl_module.parameters()]
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        now = [local(p) for p in pl_module.parameters()]
+        moved = not all(torch.equal(a, b) for a, b in zip(self.rows, now, strict=True))
+        pl_module.steps.append((moved, trainer.precision_plugin.scaler.get_scale()))
+
+
+def overflows(clip=None):
+    """Of each step in float16: whether it has changed weights, and the scale after it."""
+    module = Overflows("sgd")
+    module.steps = []
+    plan = plan_for(module, "mixed", world_size=dist.get_world_size())
+    fit = trainer(
+        OSDPStrategy(plan=plan), precision="16-mixed", max_steps=4, gradient_clip_val=clip, callbacks=[Steps()]
+    )
+    fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size()))
+    return module.steps

@@ -1,7 +1,7 @@
 """Precisions: planned, trained, and close to full precision."""
 
 import pytest
-from cases import trains_in
+from cases import overflows, trains_in
 from models import WideMLP
 
 pytestmark = pytest.mark.distributed
@@ -21,3 +21,9 @@ def test_training_is_planned_and_close_to_full_precision(ranks, precision, bytes
     assert found["losses"] == pytest.approx(found["ddp"], rel=1e-6 if precision == "32-true" else 5e-2)
     assert found["losses"] != [found["losses"][0]] * 8
     assert found["predicted"] == pytest.approx(found["counted"], rel=2e-3)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_all_ranks_leave_out_a_step_in_float16_whose_gradients_overflow_on_one(ranks, clip):
+    for steps in ranks(2).run(overflows, clip=clip):
+        assert steps == [(True, 65536.0), (False, 32768.0), (True, 32768.0), (True, 32768.0)]

@@ -187,6 +187,14 @@ def test_other_tensors_have_a_line_if_they_are_not_negligible():
     assert " ".join(text.splitlines()[-1].split()) == "other tensors of yours not in the plan 12.0 MiB -"
 
 
+def test_what_else_was_measured_has_lines_of_its_own():
+    text = render(comparison_table(PLAN, more={"reserved memory": "70.0 MiB", "allocation retries": "2"}))
+    assert [" ".join(line.split()) for line in text.splitlines()[-2:]] == [
+        "reserved memory not in the plan 70.0 MiB -",
+        "allocation retries not in the plan 2 -",
+    ]
+
+
 def test_what_was_not_measured_says_why():
     text = render(comparison_table(PLAN, step_time_s=0.18, why_not="fewer than 3 steps"))
     assert [line.split() for line in text.splitlines()[3:]] == [

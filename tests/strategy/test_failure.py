@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import pytest
 import torch.distributed as dist
@@ -95,6 +96,93 @@ def test_a_rank_that_cannot_end_by_itself_is_ended_with_the_others_text():
     assert ended.returncode == 1
     assert "Rank 1 failed: ValueError: no loss\nRank 0 has not ended by itself in 0.1 s: ending it." in ended.stderr
     assert "in <module>" in ended.stderr  # where it is
+
+
+def test_the_cause_is_logged_when_it_is_learned(watches, caplog):
+    first, second = watches  # which ends this process a minute later
+    first.report(ValueError("no loss"))
+    deadline = time.monotonic() + WAIT_S
+    while not caplog.records and time.monotonic() < deadline:
+        time.sleep(0.01)
+    (record,) = caplog.records
+    assert record.levelname == "ERROR"
+    assert "Rank 0 failed: ValueError: no loss" in record.getMessage()
+    assert "Rank 1" in record.getMessage()
+    assert second._thread.is_alive()
+
+
+def ended(script):
+    """A process that has failed and that cannot end by itself."""
+    prelude = """
+        import atexit, logging, os, sys, time
+        import torch.distributed as dist
+        from lightning_osdp.strategy.runtime import failure
+        from lightning_osdp.strategy.runtime.failure import FailureWatch
+
+        failure.TEARDOWN_S, failure.LAST_WORDS_S, failure.LINGER_S = 0.2, 0.2, 0.1
+        watch = FailureWatch(dist.HashStore(), "run", rank=0, world_size=2)
+        watch.start()
+    """
+    code = textwrap.dedent(prelude) + textwrap.dedent(script)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
+
+
+def test_a_failed_rank_tears_down_in_bounded_time():
+    found = ended(
+        """
+        def teardown():
+            time.sleep(60)
+
+        watch.report(ValueError("no loss"))
+        teardown()
+        """
+    )
+    assert found.returncode == 1
+    assert "Rank 0 failed: ValueError: no loss\nRank 0 has not ended by itself in 0.2 s: ending it." in found.stderr
+    assert "in teardown" in found.stderr
+
+
+def test_output_that_is_blocked_holds_up_no_end():
+    found = ended(
+        """
+        class Blocked(logging.Handler):
+            def emit(self, record):
+                os.write(1, b"blocked")
+                time.sleep(60)
+
+        logging.getLogger().addHandler(Blocked())
+        watch.report(ValueError("no loss"))
+        time.sleep(60)
+        """
+    )
+    assert (found.returncode, found.stdout) == (1, "blocked")
+
+
+def test_a_rank_that_has_torn_down_goes_on():
+    found = ended(
+        """
+        watch.report(ValueError("no loss"))
+        watch.stop()
+        time.sleep(1)
+        sys.exit(3)
+        """
+    )
+    assert found.returncode == 3
+
+
+@pytest.mark.skipif(not hasattr(signal, "alarm"), reason="the timer is the kernel's")
+def test_an_interpreter_that_does_not_end_is_ended():
+    found = ended(
+        """
+        from lightning_osdp.strategy.runtime.ranks import _bound_exit
+
+        atexit.register(time.sleep, 60)
+        _bound_exit()
+        watch.report(ValueError("no loss"))
+        watch.stop()
+        """
+    )
+    assert found.returncode == -signal.SIGALRM
 
 
 def test_a_watch_that_is_stopped_leaves_no_thread():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
+from lightning_osdp.apply.activations.copies import CopyStream
 from lightning_osdp.apply.internals import local, whole_storages
+from lightning_osdp.engine import BLOCKS_IN_FLIGHT
 
 
 class HostMemory:
@@ -22,37 +24,53 @@ class HostMemory:
 
     Args:
         device: what is copied from; tensors on other kinds of devices stay where they are.
+        stream: of copies beside computing; None: that of the device, where it has one, as CUDA's have.
 
     Attributes:
         current_bytes: now on the host.
         peak_bytes: most that ever were.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stream: CopyStream | None = None) -> None:
         self.device = device
         self.current_bytes = 0
         self.peak_bytes = 0
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = CopyStream(device) if stream is None and device.type == "cuda" else stream
+        self._leaving: list[_Call] = []  # whose copies may not have ended
+        self._latest: Callable[[], _Call | None] = lambda: None
 
-    def saves_for(self, block: nn.Module) -> AbstractContextManager[Any]:
+    @contextmanager
+    def saves_for(self, block: nn.Module) -> Iterator[None]:
         """Within it, what autograd saves goes to the host, each storage once; parameters and buffers stay.
 
         Args:
             block: whose forward runs in it, with its own parameters gathered.
         """
         staying = frozenset(tensor.untyped_storage()._cdata for tensor in _owned(block))
-        # Weak, for autograd holds `pack` as long as anything that it has packed.
-        copies: weakref.WeakValueDictionary[tuple[int, int], _HostCopy] = weakref.WeakValueDictionary()
+        call = _Call(self, before=self._latest)
+        self._latest = weakref.ref(call)
 
         def pack(tensor: Tensor) -> Tensor | _Saved:
             key = tensor.untyped_storage()._cdata
             if key in staying or not self._takes(tensor):
                 return tensor
             # What is changed in place after it was saved is another value.
-            copy = copies.setdefault((key, tensor._version), _HostCopy(self))
+            copy = call.copies.setdefault((key, tensor._version), _HostCopy(call))
             return copy.saved(tensor)
 
-        return saved_tensors_hooks(pack, lambda saved: saved.restored() if isinstance(saved, _Saved) else saved)
+        with saved_tensors_hooks(pack, lambda saved: saved.restored() if isinstance(saved, _Saved) else saved):
+            try:
+                yield
+            finally:
+                self._leaving.append(call)
+                self.let_go(but=BLOCKS_IN_FLIGHT - 1)
+
+    def let_go(self, *, but: int) -> None:
+        """Computing goes on once all blocks have left for the host but so many, the latest."""
+        last = len(self._leaving) - but
+        for call in self._leaving[:last]:
+            call.let_go()
+        del self._leaving[:last]
 
     def _takes(self, tensor: Tensor) -> bool:
         return (
@@ -63,63 +81,119 @@ class HostMemory:
             and not is_traceable_wrapper_subclass(tensor)
         )
 
+    def taken_bytes(self, num_bytes: int) -> int:
+        """Of host memory, by so many bytes: where it is pinned, torch's allocator rounds up to a power of two."""
+        return 1 << (num_bytes - 1).bit_length() if num_bytes and self.device.type == "cuda" else num_bytes
+
     def add(self, num_bytes: int) -> None:
         """So many bytes more are on the host."""
         self.current_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.current_bytes)
 
-    def copying(self) -> AbstractContextManager[Any]:
-        """Copies within it do not hold up computing."""
-        if self.stream is None:
-            return nullcontext()
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        return torch.cuda.stream(self.stream)
 
-    def wait_for(self, tensor: Tensor) -> None:
-        """What computing does next needs this copy."""
-        if self.stream is not None:
-            current = torch.cuda.current_stream(self.device)
-            current.wait_stream(self.stream)
-            tensor.record_stream(current)
+class _Call:
+    """What one call of a block has on the host; ``before`` gives that of the block that was called before it.
+
+    Attributes:
+        copies: by address and version of what was copied. Weak, for autograd holds `pack`, which knows this, as long as
+            anything that it has packed.
+        sources: on the device, while they are copied.
+        mark: of the end of their copies.
+    """
+
+    def __init__(self, memory: HostMemory, before: Callable[[], _Call | None]) -> None:
+        self.memory = memory
+        self.copies: weakref.WeakValueDictionary[tuple[int, int], _HostCopy] = weakref.WeakValueDictionary()
+        self.sources: list[torch.UntypedStorage] = []
+        self.mark: Any = None
+        self._before, self._has_come_back = before, False
+
+    def let_go(self) -> None:
+        """Its memory on the device may be used again by what computing does next."""
+        if self.memory.stream is not None and self.sources:
+            self.memory.stream.wait(self.mark)
+        self.sources.clear()
+
+    def come_back(self) -> None:
+        """Backward begins: has copies back go on beside it, of this call and of the one before."""
+        if self.memory.stream is None or self._has_come_back:
+            return
+        self._has_come_back = True
+        self.memory.let_go(but=0)
+        before = self._before()
+        for call in (self,) if before is None else (self, before):
+            for copy in list(call.copies.values()):
+                copy.fetch()
 
 
 class _HostCopy:
     """One storage on the host, for all tensors that were saved of it."""
 
-    def __init__(self, memory: HostMemory) -> None:
-        self._memory = memory
+    def __init__(self, call: _Call) -> None:
+        self.call = call
         self._host: Tensor | None = None
         self._source: StorageWeakRef | None = None  # its address is not given to another while this lives
+        self._coming: tuple[Tensor, Any] | None = None  # and what marks that it is there
         self._back: StorageWeakRef | None = None
 
     def saved(self, tensor: Tensor) -> _Saved:
         """The tensor as it can be had back; copies its storage if that was not done yet."""
         if self._host is None:
-            storage = tensor.untyped_storage()
+            call, memory, storage = self.call, self.call.memory, tensor.untyped_storage()
             self._source = StorageWeakRef(storage)
             flat = tensor.as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
             # Past all modes: what counts the device's bytes does not see it.
-            with _disable_current_modes(), self._memory.copying():
-                self._host = torch.empty_like(flat, device="cpu", pin_memory=self._memory.device.type == "cuda")
-                self._host.copy_(flat, non_blocking=True)
-            if self._memory.stream is not None:
-                flat.record_stream(self._memory.stream)  # what is freed while it is copied is not given to others
-            self._memory.add(storage.nbytes())
-            weakref.finalize(self, self._memory.add, -storage.nbytes()).atexit = False
+            with _disable_current_modes():
+                self._host = torch.empty_like(flat, device="cpu", pin_memory=memory.device.type == "cuda")
+                if memory.stream is None:
+                    self._host.copy_(flat, non_blocking=True)
+                else:
+                    call.mark = memory.stream.copy(self._host, flat)
+                    call.sources.append(storage)  # no view, which knows its graph
+            taken_bytes = memory.taken_bytes(storage.nbytes())
+            memory.add(taken_bytes)
+            weakref.finalize(self, memory.add, -taken_bytes).atexit = False
         return _Saved(self, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def fetch(self) -> None:
+        """Begins to copy it to the device again, unless it is there or on its way."""
+        if self._host is None or self._coming is not None or self._storage() is not None:
+            return
+        memory = self.call.memory
+        flat = torch.empty_like(self._host, device=memory.device, pin_memory=False)
+        if memory.stream is None:
+            flat.copy_(self._host, non_blocking=True)
+            self._coming = flat, None
+        else:
+            self._coming = flat, memory.stream.copy(flat, self._host)
 
     def on_device(self) -> Tensor:
         """The storage's elements on the device again, the same for all who ask while any of them has it."""
         assert self._host is not None
-        storage = None if self._back is None else torch.UntypedStorage._new_with_weak_ptr(self._back.cdata)
+        storage = self._storage()
         if storage is not None:
-            return torch.empty(0, dtype=self._host.dtype, device=self._memory.device).set_(storage)
-        with self._memory.copying():
-            flat = torch.empty_like(self._host, device=self._memory.device, pin_memory=False)
-            flat.copy_(self._host, non_blocking=True)
-        self._memory.wait_for(flat)
+            return torch.empty(0, dtype=self._host.dtype, device=self.call.memory.device).set_(storage)
+        self.fetch()
+        flat = self._arrived()
+        assert flat is not None
         self._back = StorageWeakRef(flat.untyped_storage())
         return flat
+
+    def _storage(self) -> torch.UntypedStorage | None:
+        """On the device, if anybody has it."""
+        return None if self._back is None else torch.UntypedStorage._new_with_weak_ptr(self._back.cdata)
+
+    def _arrived(self) -> Tensor | None:
+        """What was on its way, for what computing does next."""
+        if self._coming is None:
+            return None
+        (flat, mark), self._coming = self._coming, None
+        if self.call.memory.stream is not None:
+            self.call.memory.stream.wait(mark)
+        return flat
+
+    def __del__(self) -> None:
+        self._arrived()  # nobody wanted it: its memory is not free before the copy has ended
 
 
 @dataclass(frozen=True)
@@ -133,6 +207,7 @@ class _Saved:
     offset: int
 
     def restored(self) -> Tensor:
+        self.copy.call.come_back()
         flat = self.copy.on_device()
         return flat.view(self.dtype).as_strided(self.size, self.stride, self.offset)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_osdp.core.cluster import Cluster, Link
 from lightning_osdp.profiler.live_tensors import LiveBytes
-from lightning_osdp.profiler.machine.memory import default_memory_limit_bytes
+from lightning_osdp.profiler.machine.memory import default_memory_limit_bytes, library_workspace_bytes
 from lightning_osdp.profiler.machine.stopwatch import REPEATS_TOGETHER, fastest_s, fastest_together_s, synchronize
 from lightning_osdp.profiler.machine.unit_overhead import measure_unit_overhead
 
@@ -30,16 +30,23 @@ _COPIED_BYTES = 16 * 1024**2
 _REPEATS = 5
 
 
-def measure_cluster(device: torch.device, *, local_ranks: int = 1) -> Cluster:
+def measure_cluster(device: torch.device, *, local_ranks: int = 1, model_bytes: int = 0) -> Cluster:
     """Links of the default process group and what the runtime takes for a unit, both timed. Call it on all ranks.
 
     Args:
         device: where the tensors are, as in training.
         local_ranks: ranks on this machine, which share its memory on CPU.
+        model_bytes: of the model that is on the device already: plans may use them.
 
     Returns:
         The same values on every rank. With one rank, or no process group, links that cost nothing.
     """
+    workspace_bytes = library_workspace_bytes(device)
+
+    def limit_bytes() -> int:
+        planned_bytes = model_bytes + workspace_bytes
+        return default_memory_limit_bytes(device, local_ranks=local_ranks, planned_bytes=planned_bytes)
+
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         free = Link(latency_s=0.0, seconds_per_byte=0.0)
         return Cluster(
@@ -47,7 +54,9 @@ def measure_cluster(device: torch.device, *, local_ranks: int = 1) -> Cluster:
             all_gather=free,
             reduce_scatter=free,
             host_copy_s_per_byte=_host_copy_s_per_byte(device),
-            memory_bytes=default_memory_limit_bytes(device, local_ranks=local_ranks),
+            host_copies_overlap=device.type == "cuda",
+            library_workspace_bytes=workspace_bytes,
+            memory_bytes=limit_bytes(),
         )
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         cluster = Cluster(
@@ -63,10 +72,10 @@ def measure_cluster(device: torch.device, *, local_ranks: int = 1) -> Cluster:
         cluster,
         unit_overhead=unit_overhead,
         host_copy_s_per_byte=_over_ranks(_host_copy_s_per_byte(device), dist.ReduceOp.MAX, device),
+        host_copies_overlap=device.type == "cuda",
+        library_workspace_bytes=int(_over_ranks(workspace_bytes, dist.ReduceOp.MAX, device)),
         # Last, when the communicator has the buffers that it keeps.
-        memory_bytes=int(
-            _over_ranks(default_memory_limit_bytes(device, local_ranks=local_ranks), dist.ReduceOp.MIN, device)
-        ),
+        memory_bytes=int(_over_ranks(limit_bytes(), dist.ReduceOp.MIN, device)),
     )
 
 

@@ -13,6 +13,9 @@ from lightning_osdp.core.cluster import CUDA_HEADROOM
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
 """In a RuntimeError: of torch's allocator on CPU (Linux, Windows), of the CUDA runtime and NCCL, of its libraries."""
 
+_WIDTH = 64
+"""Of matrices that are multiplied for what libraries keep."""
+
 _MEMINFO = Path("/proc/meminfo")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -25,19 +28,53 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
-def default_memory_limit_bytes(device: torch.device, *, local_ranks: int) -> int:
+def default_memory_limit_bytes(device: torch.device, *, local_ranks: int, planned_bytes: int = 0) -> int:
     """Bytes that one rank may use: what is free on the GPU less a headroom; its share of the machine's memory on CPU.
 
     Args:
         device: where the rank trains.
         local_ranks: ranks on this machine.
+        planned_bytes: of what is on the GPU already and that plans count, such as a model that was created there.
     """
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
+        free, total = torch.cuda.mem_get_info(device)
+        allocated = torch.cuda.memory_allocated(device)
         # What this process has cached already is free to it.
-        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(free * (1 - CUDA_HEADROOM))
+        free += torch.cuda.memory_reserved(device) - allocated
+        allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total) - allocated
+        return int((min(free, allowed) + planned_bytes) * (1 - CUDA_HEADROOM))
     return available_host_bytes() // local_ranks
+
+
+def library_workspace_bytes(device: torch.device) -> int:
+    """Bytes that libraries take of a GPU once they multiply matrices, and keep; none on CPU.
+
+    cuBLAS has a workspace for each stream in each thread. A step has two threads: forward runs in the one that calls
+    this, backward in autograd's. [Unvalidated on CUDA.]
+
+    References:
+        aten/src/ATen/cuda/CublasHandlePool.cpp (``getCurrentCUDABlasHandle``).
+    """
+    if device.type != "cuda":
+        return 0
+    torch._C._cuda_clearCublasWorkspaces()
+    before = torch.cuda.memory_allocated(device)
+    _multiply(device)
+    return torch.cuda.memory_allocated(device) - before
+
+
+def _multiply(device: torch.device) -> None:
+    """Forward and backward of products with and without a sum, which libraries do in different ways."""
+    for dtype in (torch.float32, torch.bfloat16):
+        values = torch.ones(_WIDTH, _WIDTH, dtype=dtype, device=device, requires_grad=True)
+        product = torch.nn.functional.linear(values @ values, values, values[0])
+        torch.autograd.grad(product.sum(), values)
+
+
+def empty_cache(device: torch.device) -> None:
+    """Gives back what the allocator of a GPU has cached: NCCL and other libraries allocate beside it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def available_host_bytes() -> int:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_osdp.apply import ShardedModel
 from lightning_osdp.callbacks.peak import other_tensors, planned_tensors, tensors_in
-from lightning_osdp.profiler import Census, LiveBytes, is_out_of_memory, loss_in, untouched
+from lightning_osdp.profiler import Census, LiveBytes, empty_cache, is_out_of_memory, loss_in, untouched
 from lightning_osdp.strategy.batching.first_batch import first_batch, read_once_source
 from lightning_osdp.strategy.planning.training_step import muted, step_arguments, to_device
 from lightning_osdp.strategy.runtime.error_texts import Shortage, shortage_of
@@ -61,12 +61,11 @@ def rehearse(trainer: pl.Trainer, sharded: ShardedModel) -> Rehearsed:
             found = Rehearsed(why_not=f"{type(error).__name__}: {error}")
     if found.shortage is not None:
         gc.collect()  # what the error held
-        if strategy.root_device.type == "cuda":
-            torch.cuda.empty_cache()
         # a step that was broken off may leave tensors until the next one
         census = getattr(strategy, "census", None)
         if isinstance(census, Census):
             census.ignore(other_tensors(trainer, besides=others))
+    empty_cache(strategy.root_device)
     return found
 
 

@@ -31,6 +31,12 @@ from lightning_osdp.strategy.planning.profile_fit import FitProfiler
 from lightning_osdp.strategy.planning.publish import shown_progress, store_inputs
 from lightning_osdp.strategy.runtime.all_ranks import on_all_ranks, on_rank_zero
 
+UNVALIDATED = (
+    "unvalidated on CUDA: predicted seconds and bytes, with libraries' workspaces, offloading and what memory_limit"
+    " leaves for the allocator, were compared with measurements on CPU only"
+)
+"""In the plan of a fit on GPUs."""
+
 
 class Choice(NamedTuple):
     """What a model is to be sharded by; all but the division is None where it was not computed."""
@@ -51,7 +57,8 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
     """
     with shown_progress(is_global_zero=trainer.is_global_zero) as progress:
         progress("measuring links and the overhead of a unit", "")
-        cluster = measure_cluster(setup.device, local_ranks=setup.local_ranks)
+        model_bytes = _bytes_on(setup.device, module)
+        cluster = measure_cluster(setup.device, local_ranks=setup.local_ranks, model_bytes=model_bytes)
     for name, link in (("all-gather", cluster.all_gather), ("reduce-scatter", cluster.reduce_scatter)):
         rank_zero_info(
             f"OSDP: {name} over {cluster.backend or 'one rank'}: {format_seconds(link.latency_s)} a step of few bytes,"
@@ -97,6 +104,8 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
             )
         if measured is not profile:
             plan = search(measured)
+    if setup.device.type == "cuda":
+        plan = replace(plan, notes=(*plan.notes, UNVALIDATED))
     if plan.micro_batch_size == policy.max_micro_batch_size:
         rank_zero_warn(
             f"OSDP: the micro-batch of {plan.micro_batch_size} is all that a rank has of the training data, so an epoch"
@@ -109,6 +118,11 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
     is_own = windows is None and plan.micro_batch_size == current
     division = Division(None if is_own else plan, windows, policy.micro_batch_sizes, profiler.peeked)
     return Choice(plan, division, simulate(plan, measured, cluster), profiler.groups, BatchWatch(profiler.batch))
+
+
+def _bytes_on(device: torch.device, module: pl.LightningModule) -> int:
+    """Of a module, what is on the device already, as where configure_model makes it."""
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()) if tensor.device == device)
 
 
 def _compared(plan: Plan, windows: Windows | None) -> str:
@@ -125,8 +139,9 @@ def _limit_bytes(options: Options, free_bytes: int, device: torch.device) -> int
     free = f"{format_bytes(free_bytes)}, the rank's share of the memory that this machine has free"
     if device.type == "cuda":
         free = (
-            f"{format_bytes(free_bytes)}, what is free on the GPU less {CUDA_HEADROOM:.0%} (an assumption) for rounding"
-            " and fragmentation of its allocator, which no plan counts"
+            f"{format_bytes(free_bytes)}, what is free on the GPU, or of its share that this process may take, less"
+            f" {CUDA_HEADROOM:.0%} (an assumption) for rounding and fragmentation of its allocator, which no plan"
+            " counts"
         )
     if options.memory_limit_bytes is None:
         share = f"{options.memory_share:.0%} of " if options.memory_share < 1 else ""

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
@@ -21,6 +20,7 @@ from lightning_osdp.errors import ConfigurationError, ProfileError
 from lightning_osdp.profiler import (
     ComputePrecision,
     TrainingStep,
+    empty_cache,
     is_out_of_memory,
     profile_model,
     resized,
@@ -41,7 +41,7 @@ from lightning_osdp.strategy.planning.training_step import (
     to_device,
     training_step,
 )
-from lightning_osdp.strategy.runtime.all_ranks import in_step
+from lightning_osdp.strategy.runtime.all_ranks import from_rank, in_step
 
 _HOOKS_BEFORE_STEPS = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start")
 
@@ -142,10 +142,7 @@ class FitProfiler:
             return first_batch(loaders, wanted) if callable(wanted) else (wanted, [])
         batch, peeked = first_batch(loaders, longest)
         numbers = in_step(lambda: elements_in(batch), stage="looking for the longest batch")
-        chosen = [batch]
-        if dist.is_initialized():
-            dist.broadcast_object_list(chosen, src=numbers.index(max(numbers)))
-        return chosen[0], peeked
+        return from_rank(batch, numbers.index(max(numbers))), peeked
 
     def _profile(self, batch: Any) -> ModelProfile:
         trainer, module, options, setup = self._trainer, self._module, self._options, self._setup
@@ -188,6 +185,7 @@ class FitProfiler:
             ) from error
         finally:
             forget_loaders(self._trainer)
+            empty_cache(self._setup.device)
 
 
 @contextmanager

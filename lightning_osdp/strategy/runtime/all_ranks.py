@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
+from lightning_osdp.apply import reaches_hosts
 from lightning_osdp.errors import OSDPError, RanksApartError
 
 T = TypeVar("T")
@@ -72,7 +74,7 @@ def on_rank_zero(work: Callable[[], T]) -> T:
     if dist.get_rank() == 0:
         result, own = _attempt(work)
         outcome = [(result, None if own is None else _sendable(own))]
-    dist.broadcast_object_list(outcome, src=0)
+    dist.broadcast_object_list(outcome, src=0, group=host_group())
     result, sent = outcome[0]
     _raise_everywhere(sent if own is None else own, 0)
     return cast("T", result)
@@ -83,8 +85,33 @@ def from_all_ranks(value: T) -> list[T]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list[T] = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=host_group())
     return values
+
+
+def from_rank(value: T, rank: int) -> T:
+    """What one rank gives, on every rank; those of the others are left alone."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values, src=rank, group=host_group())
+    return values[0]
+
+
+def host_group() -> dist.ProcessGroup:
+    """All ranks, by way of their hosts: the default group, or one of gloo's beside it where that is NCCL's.
+
+    What ranks tell each other outside of training goes this way: a device that has failed tells nothing, and one that
+    computes would be waited for. All ranks must ask for it first at the same point.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    return _host_group(world)
+
+
+@lru_cache(maxsize=1)
+def _host_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = world if reaches_hosts(world) else dist.new_group(backend="gloo")
+    return group
 
 
 def _sendable(error: Exception) -> Exception:

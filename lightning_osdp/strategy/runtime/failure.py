@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -34,6 +35,11 @@ MEETING_S = 5.0
 """Longest that a failed rank waits for all others to fail, too, where something is to be saved."""
 LINGER_S = 5.0
 """Longest that a failed rank waits until all others know: the store may end with its process."""
+TEARDOWN_S = 120.0
+"""Longest that a failed rank takes to tear down, what loggers send included: on its device may wait a collective that
+never ends, and whatever waits for the device, such as moving the model, waits with it."""
+LAST_WORDS_S = 5.0
+"""Longest that a process takes to say where it is before it is ended: its output may be blocked, too."""
 SILENCE_S = 4.0
 """A rank that has not written for so long, eight times longer than it should, has ended or is frozen."""
 _LEFT = "left"
@@ -85,6 +91,7 @@ class FailureWatch:
         self._count_collectives, self._num_beats = num_collectives, 0
         self._num_collectives, self._since_s = -1, 0.0  # when this rank was seen to enter the last collective
         self._first: str | None = None  # what the rank that failed first had to say, once this one knows
+        self._teardown = threading.Timer(TEARDOWN_S, os._exit, (1,))  # begins when this rank has failed
         self._knows, self._stopped = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="osdp-failure-watch", daemon=True)
 
@@ -105,6 +112,7 @@ class FailureWatch:
         """
         is_first = not self._stopped.is_set()
         self._end_thread()
+        self._teardown.cancel()
         if is_first and self._first is None:
             try:
                 self._store.set(self._beats[self._rank], _LEFT)
@@ -115,6 +123,8 @@ class FailureWatch:
 
     def report(self, error: BaseException) -> str | None:
         """Tells the others of this rank's error, and waits until they know it, for `LINGER_S` at most.
+
+        From then on the process is ended after `TEARDOWN_S`, unless it stops watching before.
 
         Returns:
             What the rank that failed first had to say, if that was another one.
@@ -133,6 +143,8 @@ class FailureWatch:
             log.debug("The store is gone, and with it the others", exc_info=True)
             self._learn(_STORE_GONE)
         self._end_thread()
+        self._teardown.cancel()
+        self._teardown = _timer(TEARDOWN_S, partial(self._end_now, self._first or mine, TEARDOWN_S))
         return None if self._first == mine else self._first
 
     def have_all_raised(self) -> bool:
@@ -242,19 +254,36 @@ class FailureWatch:
                 self._store.add(self._informed, 1)
 
     def _end_process(self, text: str) -> None:
+        """Unless it ends by itself. Why is said at once, but for a rank that is about to say it with its own error."""
         grace_s = SIGTERM_GRACE_S if self.is_terminating else self._grace_s
-        if not self._stopped.wait(grace_s):
-            frame = sys._current_frames()[threading.main_thread().ident or 0]
-            place = "".join(traceback.format_stack(frame))
-            ending = f"Rank {self._rank} has not ended by itself in {grace_s:g} s: ending it. It is at"
-            log.error("%s\n%s\n%s", text, ending, place)
-            logging.shutdown()
-            os._exit(1)
+        soon_s = min(POLL_S, grace_s)
+        if self._stopped.wait(soon_s):
+            return
+        log.error("%s Rank %d is given %g s to end, too.", text, self._rank, grace_s)
+        if not self._stopped.wait(grace_s - soon_s):
+            self._end_now(text, grace_s)
+
+    def _end_now(self, text: str, waited_s: float) -> None:
+        _timer(LAST_WORDS_S, partial(os._exit, 1))
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        place = "".join(traceback.format_stack(frame))
+        ending = f"Rank {self._rank} has not ended by itself in {waited_s:g} s: ending it. It is at"
+        log.error("%s\n%s\n%s", text, ending, place)
+        logging.shutdown()
+        os._exit(1)
 
     def _end_thread(self) -> None:
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join()
+
+
+def _timer(seconds: float, then: Callable[[], None]) -> threading.Timer:
+    """Does something after so many seconds, in a thread that keeps no process from ending."""
+    timer = threading.Timer(seconds, then)
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def is_echo(error: BaseException) -> bool:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
+import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_osdp.strategy.runtime.all_ranks import first_rank
+from lightning_osdp.strategy.runtime import failure
+from lightning_osdp.strategy.runtime.all_ranks import first_rank, host_group
 from lightning_osdp.strategy.runtime.error_texts import explain_echo, print_one_line
 from lightning_osdp.strategy.runtime.failure import FailureWatch, is_echo
 from lightning_osdp.strategy.runtime.interrupted import SavingTogether
@@ -53,6 +56,7 @@ class RanksTogether:
         if dist.get_backend() == "gloo":
             _settle_at_exit()
         if strategy.world_size > 1:
+            host_group()  # now that no rank has failed
             run, timeout = strategy.broadcast(uuid4().hex), strategy._timeout or default_pg_timeout
             self._sigterm = SigtermWatch()
             self._watch = watch = FailureWatch(
@@ -60,7 +64,7 @@ class RanksTogether:
                 run,
                 rank=strategy.global_rank,
                 world_size=strategy.world_size,
-                num_collectives=_collectives_on(strategy.root_device),
+                num_collectives=partial(collectives_entered, strategy.world_size),
                 stall_s=STALL_SHARE * timeout.total_seconds(),
                 is_terminated=self._sigterm.is_received,
             )
@@ -74,6 +78,7 @@ class RanksTogether:
         if self._watch is None:
             return
         cause = self._watch.report(error)
+        _bound_exit()
         explain_echo(error, cause)
         rank, first = self._strategy.global_rank, first_rank(error)
         if first not in (None, rank):
@@ -100,13 +105,26 @@ class RanksTogether:
             self._saving.end(module.trainer)
 
 
-def _collectives_on(device: torch.device) -> Callable[[], int]:
-    """Counts the collectives that this rank has entered; always none where the backend does not count them."""
-    if dist.get_backend() not in {"gloo", "nccl"}:
-        return int
-    backend: Any = dist.distributed_c10d._get_default_group()._get_backend(device)
-    counts: Callable[[], int] = backend._get_sequence_number_for_group
-    return counts
+def collectives_entered(world_size: int) -> int:
+    """How many collectives this rank has entered, in all groups that every rank is in; of gloo and NCCL, who count."""
+    groups: list[Any] = [group for group in list(dist.distributed_c10d._world.pg_map) if group.size() == world_size]
+    backends = {group._get_backend(device) for group in groups for device in group._device_types}
+    return sum(each._get_sequence_number_for_group() for each in backends if each.name() in {"gloo", "nccl"})
+
+
+def _bound_exit() -> None:
+    """Has the kernel end this process where the interpreter takes longer than `TEARDOWN_S` to end.
+
+    No thread of Python's can by then, and what is freed at the end may wait for a device whose collective never ends.
+    """
+    if hasattr(signal, "alarm"):  # not on Windows
+        atexit.unregister(_set_alarm)
+        atexit.register(_set_alarm)
+
+
+def _set_alarm() -> None:
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(math.ceil(failure.TEARDOWN_S))
 
 
 def _settle_at_exit() -> None:

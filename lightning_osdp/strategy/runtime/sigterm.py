@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_osdp.strategy.runtime.all_ranks import host_group
+
 EXIT_CODE = 128 + signal.SIGTERM
 """What shells and clusters take for the end by this signal."""
 
@@ -61,8 +63,8 @@ def end_together(trainer: pl.Trainer, is_told: Callable[[], bool]) -> None:
     """
 
     def raise_together() -> None:
-        told = torch.tensor([int(is_told())], device=trainer.strategy.root_device)
-        dist.broadcast(told, src=0)
+        told = torch.tensor([int(is_told())], device="cpu")  # a device would be waited for in each batch
+        dist.broadcast(told, src=0, group=host_group())
         if told.item():
             raise SIGTERMException
 

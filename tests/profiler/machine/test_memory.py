@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from lightning_osdp.profiler import default_memory_limit_bytes
+from lightning_osdp.profiler import LiveBytes, default_memory_limit_bytes
 from lightning_osdp.profiler.machine import memory
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 CPU = torch.device("cpu")
 
 
@@ -85,8 +85,46 @@ def test_this_machine_has_memory():
     assert 0 < default_memory_limit_bytes(CPU, local_ranks=1) < 2**50
 
 
-def test_cuda_gives_what_is_free_or_cached_by_this_process(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GIB, 80 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GIB)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: GIB)
-    assert default_memory_limit_bytes(torch.device("cuda", 0), local_ranks=8) == int(12 * GIB * 0.9)
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU of 80 GiB in words: 10 are free, and of 3 that this process has reserved 1 is in use."""
+
+    def build(fraction=1.0):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GIB, 80 * GIB))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GIB)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: GIB)
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fraction)
+        return torch.device("cuda", 0)
+
+    return build
+
+
+def test_cuda_gives_what_is_free_or_cached_by_this_process(gpu):
+    assert default_memory_limit_bytes(gpu(), local_ranks=8) == int(12 * GIB * 0.9)
+
+
+def test_a_process_has_no_more_of_a_gpu_than_it_may_take(gpu):
+    assert default_memory_limit_bytes(gpu(fraction=0.1), local_ranks=8) == int((8 - 1) * GIB * 0.9)
+
+
+def test_a_model_that_is_on_the_gpu_already_is_in_the_limit(gpu):
+    assert default_memory_limit_bytes(gpu(), local_ranks=8, planned_bytes=GIB) == int(13 * GIB * 0.9)
+    assert default_memory_limit_bytes(gpu(fraction=0.1), local_ranks=8, planned_bytes=GIB) == int(8 * GIB * 0.9)
+
+
+def test_what_libraries_keep_is_what_stays_after_products_of_matrices(monkeypatch):
+    told, allocated = [], iter([5 * MIB, 5 * MIB + 8519680])
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: told.append("cleared"), raising=False)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: told.append(device) or next(allocated))
+    monkeypatch.setattr(memory, "_multiply", lambda device: told.append("multiplied"))
+    device = torch.device("cuda", 0)
+    assert memory.library_workspace_bytes(device) == 8519680
+    assert told == ["cleared", device, "multiplied", device]
+    assert memory.library_workspace_bytes(CPU) == 0
+
+
+def test_products_of_matrices_run_forward_and_backward_and_leave_nothing():
+    with LiveBytes("cpu") as live:
+        memory._multiply(CPU)
+    assert live.peak_bytes > 0
+    assert live.current_bytes == 0

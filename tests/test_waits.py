@@ -1,0 +1,128 @@
+"""No code of a step waits for its device: whatever could is listed here, with why it may."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import lightning_osdp
+
+PACKAGE = Path(lightning_osdp.__file__).parent
+LAYERS = ("apply", "callbacks", "strategy")
+"""Those that run in a step; the profiler measures before the first, and waits on purpose."""
+ON_THE_HOST = "the tensor is on the host"
+IN_SETUP = "before the first step"
+CHECKPOINT = "while a checkpoint is made"
+NO_TENSOR = "no tensor"
+ALLOWED = {
+    ("apply/activations/buffers.py", "updated"): "in the first forward of a block",
+    ("apply/agreement.py", "_largest"): ON_THE_HOST,
+    ("apply/internals.py", "_write_rows"): "at the end of gathered(), from one place on the device to another",
+    ("apply/materialize.py", "_copy_from_rank_zero"): IN_SETUP,
+    ("apply/materialize.py", "_initialize"): IN_SETUP,
+    ("apply/materialize.py", "_with_storage"): IN_SETUP,
+    ("apply/materialize.py", "check_initializable"): IN_SETUP,
+    ("apply/optimizers.py", "_is_same"): IN_SETUP,
+    ("apply/sharded.py", "kept_shards"): "in a rehearsal",
+    ("apply/sharded.py", "_begin"): IN_SETUP,
+    ("apply/state.py", "_whole"): CHECKPOINT,
+    ("callbacks/step_clock.py", "finished"): "at the end of a fit alone",
+    ("callbacks/step_clock.py", "_seconds"): "both events have passed",
+    ("strategy/checkpointing/averaging.py", "_copy"): IN_SETUP,
+    ("strategy/checkpointing/averaging.py", "_swap"): "around an evaluation, from one place on the device to another",
+    ("strategy/checkpointing/generators.py", "_states"): CHECKPOINT,
+    ("strategy/options.py", "_percent"): NO_TENSOR,
+    ("strategy/planning/profile_fit.py", "_is_moved"): IN_SETUP,
+    ("strategy/planning/profile_fit.py", "first"): IN_SETUP,
+    ("strategy/runtime/sigterm.py", "raise_together"): ON_THE_HOST,
+}
+WAITING = {"item", "tolist", "numpy", "cpu", "cuda", "synchronize", "nonzero", "equal"}
+"""Methods that end when the device has come to them, or that copy to it."""
+
+
+def is_constant(node):
+    """Such as ``float("inf")``."""
+    return all(isinstance(each, ast.Constant) for each in node.args)
+
+
+def is_of_dtype(node):
+    """A conversion on the device."""
+    return all(ast.unparse(each).split(".")[-1].startswith(("dtype", "float", "accumulate")) for each in node.args)
+
+
+def waits(node):
+    """Whether a call may wait for a device, or copy to it what is not pinned."""
+    function, given = node.func, {each.arg: ast.unparse(each.value) for each in node.keywords}
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    if isinstance(function, ast.Name):
+        return name == "float" and not is_constant(node)
+    if ast.unparse(function) in {"torch.tensor", "torch.as_tensor", "torch.from_numpy"}:
+        return given.get("device") != "'cpu'"
+    if name == "to":
+        return "copy" in given or not is_of_dtype(node)
+    if name == "copy_":
+        return given.get("non_blocking") != "True"
+    if name in {"log", "log_dict"}:  # Lightning makes tensors on the device of numbers
+        return len(node.args) > 1 and not ast.unparse(node.args[1]).startswith("torch.tensor(")
+    return name in WAITING
+
+
+def found_in(source):
+    """Names of the functions with such calls."""
+    found = set()
+
+    def visit(node, function):
+        for child in ast.iter_child_nodes(node):
+            inside = child.name if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) else function
+            if isinstance(child, ast.Call) and waits(child):
+                found.add(inside)
+            visit(child, inside)
+
+    visit(ast.parse(source), "")
+    return found
+
+
+def test_what_may_wait_for_a_device_is_not_in_a_step():
+    files = [file for layer in LAYERS for file in sorted((PACKAGE / layer).rglob("*.py"))]
+    assert len(files) > 40
+    found = {
+        (file.relative_to(PACKAGE).as_posix(), name) for file in files for name in found_in(file.read_text("utf-8"))
+    }
+    assert found - ALLOWED.keys() == set(), "Let it not wait, or say here why it may."
+    assert ALLOWED.keys() - found == set(), "It does not wait any more: strike it out."
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "loss.item()",
+        "torch.stack(norms).sum().cpu()",
+        "float(loss)",
+        "torch.tensor(told, device=device)",
+        "torch.tensor(1.0)",
+        "batch.to(device)",
+        "batch.to(device, torch.float32)",
+        "shard.to('cpu', copy=True)",
+        "weights.copy_(host)",
+        "module.log('osdp/step_time_s', seconds)",
+        "torch.cuda.synchronize()",
+    ],
+)
+def test_such_calls_are_found(call):
+    assert found_in(f"class A:\n    def on_train_batch_end(self):\n        x = [{call}]") == {"on_train_batch_end"}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "float('inf')",
+        "torch.tensor(1.0, device='cpu')",
+        "gradient.to(weight.dtype)",
+        "total.to(torch.float64)",
+        "host.copy_(there, non_blocking=True)",
+        "module.log('name', torch.tensor(1.0, device='cpu'))",
+        "event.query()",
+    ],
+)
+def test_others_are_not(call):
+    assert found_in(f"def hook():\n    {call}") == set()
