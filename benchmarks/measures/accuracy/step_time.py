@@ -89,7 +89,9 @@ def measure(case: Case) -> dict[str, Any]:
     """All-ZDP, all-DP and random mixes on ranks of one machine, interleaved, one thread each."""
     arguments = {"family": case.family, "num_mixes": case.num_mixes, "num_rounds": case.num_rounds}
     with Hosts(case.num_ranks, rate_mbit=case.rate_mbit) as hosts:
-        found = hosts.run("benchmarks.measures.accuracy.step_time:on_one_rank", arguments, timeout_s=1800)
+        found: list[dict[str, Any]] = hosts.run(
+            "benchmarks.measures.accuracy.step_time:on_one_rank", arguments, timeout_s=1800
+        )
     return found[0]
 
 
