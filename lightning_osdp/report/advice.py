@@ -140,7 +140,7 @@ def _larger_limit(case: _Case) -> Iterator[Advice]:
 
 
 def _loss_in_chunks(case: _Case) -> Iterator[Advice]:
-    chunked = replace(case, profile=_in_chunks(case.profile))
+    chunked = replace(case, profile=in_chunks(case.profile))
     chunked = replace(chunked, step=chunked.simulated(case.plan))
     less_bytes = case.step.peak.peak_bytes - chunked.step.peak.peak_bytes
     plan, step = chunked.keeping_more(case.plan.memory_limit_bytes)
@@ -155,22 +155,33 @@ def _loss_in_chunks(case: _Case) -> Iterator[Advice]:
         )
 
 
-def _in_chunks(profile: ModelProfile) -> ModelProfile:
+def in_chunks(profile: ModelProfile) -> ModelProfile:
     """With what the loss takes, and what the last operator hands to it, there for one chunk at a time."""
     if len(profile.segments) < 2:
         return profile
     *before, last, loss = profile.segments
     logits = last.handed_bytes * (1 - 1 / CHUNKS)
-    saved = sum((segment.saved_bytes for segment in (*before, last)), ZERO)
-    names = ("saved_bytes", "forward_workspace_bytes", "backward_workspace_bytes", "handed_bytes")
-    chunk = replace(loss, **{name: getattr(loss, name) * (1 / CHUNKS) for name in names})
-    if loss.passed_bytes is not None:  # with all that was saved before
-        chunk = replace(chunk, passed_bytes=saved + (loss.passed_bytes - saved) * (1 / CHUNKS))
-    names = ("forward_workspace_bytes", "backward_workspace_bytes", "handed_bytes")
-    last = replace(last, **{name: _less(getattr(last, name), logits) for name in names})
-    if last.settled_bytes is not None:
-        last = replace(last, settled_bytes=_less(last.settled_bytes, logits))
-    return replace(profile, segments=(*before, last, chunk))
+    settled, passed = last.settled_bytes, loss.passed_bytes
+    if settled is not None:
+        settled = _less(settled, logits)
+    if passed is not None:  # with all that was saved before
+        saved = sum((segment.saved_bytes for segment in (*before, last)), ZERO)
+        passed = saved + (passed - saved) * (1 / CHUNKS)
+    last = replace(
+        last,
+        forward_workspace_bytes=_less(last.forward_workspace_bytes, logits),
+        backward_workspace_bytes=_less(last.backward_workspace_bytes, logits),
+        handed_bytes=last.handed_bytes - logits,
+        settled_bytes=settled,
+    )
+    loss = replace(
+        loss,
+        saved_bytes=loss.saved_bytes * (1 / CHUNKS),
+        forward_workspace_bytes=loss.forward_workspace_bytes * (1 / CHUNKS),
+        backward_workspace_bytes=loss.backward_workspace_bytes * (1 / CHUNKS),
+        passed_bytes=passed,
+    )
+    return replace(profile, segments=(*before, last, loss))
 
 
 def _less(of: Affine, gone: Affine) -> Affine:

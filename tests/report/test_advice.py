@@ -11,13 +11,18 @@ takes three rings in a step, kept two. A sample takes 1 s, so that a step of one
 import dataclasses
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.plans.plan import Block
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import BlockProfile, Segment
+from lightning_osdp.profiler import LiveBytes, TrainingStep, profile_model
 from lightning_osdp.report import advise, render_plan
-from lightning_osdp.report.advice import CHUNKS
+from lightning_osdp.report.advice import CHUNKS, in_chunks
 from lightning_osdp.scheduler import make_plan
 from lightning_osdp.simulation import simulate
 
@@ -120,6 +125,46 @@ def test_logits_that_are_handed_to_the_loss_go_with_it(build, ranks):
     plan = planned(profile, ranks)
     # of the operator that makes them, 8400 less 7000
     assert "6.84 KiB" in by_change(plan, profile, ranks)["loss"].sentence
+
+
+class Words(nn.Module):
+    """A language model with many words, whose loss may be computed in chunks."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.body, self.head = nn.Embedding(4000, 16), nn.Linear(16, 16), nn.Linear(16, 4000)
+
+    def loss(self, tokens, num_chunks):
+        hidden, labels = self.body(self.embedding(tokens)).flatten(0, 1), tokens.flatten()
+        parts = zip(hidden.chunk(num_chunks), labels.chunk(num_chunks), strict=True)
+        if num_chunks == 1:
+            return F.cross_entropy(self.head(hidden), labels)
+        return sum(checkpoint(self.part, *part, use_reentrant=False) for part in parts) / len(labels)
+
+    def part(self, hidden, labels):
+        return F.cross_entropy(self.head(hidden), labels, reduction="sum")
+
+
+def counted_peak(num_chunks):
+    torch.manual_seed(0)
+    words, tokens = Words(), torch.arange(512).view(8, 64)
+    live = LiveBytes("cpu")
+    live.track([*words.parameters(), tokens])
+    with live:
+        words.loss(tokens, num_chunks).backward()
+    return live.peak_bytes
+
+
+def test_chunks_take_off_what_they_are_predicted_to(cluster):
+    words, tokens = Words(), torch.arange(512).view(8, 64)
+    training = TrainingStep(
+        run=lambda batch: words.loss(batch, 1), optimizers=lambda module: [torch.optim.SGD(module.parameters())]
+    )
+    profile = profile_model(words, tokens, training)
+    plan = make_plan(profile, cluster(1), memory_limit_bytes=MUCH, micro_batch_size=8)
+    peaks = [simulate(plan, each, cluster(1)).peak.peak_bytes for each in (profile, in_chunks(profile))]
+    assert peaks[0] - peaks[1] == pytest.approx(counted_peak(1) - counted_peak(CHUNKS), rel=0.1)
+    assert peaks[1] < peaks[0] / 2
 
 
 def test_a_loss_that_would_only_free_what_no_one_needs_stays_whole(build, ranks):
