@@ -7,13 +7,26 @@ from importlib.metadata import version
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_osdp.apply import apply_plan, change_plan
-from lightning_osdp.callbacks import PlanMonitor
+from lightning_osdp.callbacks import Measured, PlanMonitor
+from lightning_osdp.callbacks.allocator import AllocatorPeaks
+from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.batch_policy import BatchPolicy
-from lightning_osdp.core.cluster import Cluster, DeviceRates, Link
-from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.cluster import Cluster, DeviceRates, Link, UnitOverhead
+from lightning_osdp.core.plans.plan import Block, Decision, Plan, Unit
 from lightning_osdp.core.plans.search_space import SearchSpace
-from lightning_osdp.core.profile import ModelProfile
-from lightning_osdp.engine import FSDP2
+from lightning_osdp.core.profile import (
+    BlockProfile,
+    Crossing,
+    Cut,
+    ModelProfile,
+    OperatorProfile,
+    OptimizerProfile,
+    ParameterProfile,
+    Rerun,
+    Segment,
+)
+from lightning_osdp.cost import PeakMemory
+from lightning_osdp.engine import FSDP2, Event, Moment
 from lightning_osdp.errors import (
     ConfigurationError,
     InfeasibleError,
@@ -21,12 +34,31 @@ from lightning_osdp.errors import (
     PlanFormatError,
     PlanMismatchError,
     ProfileError,
+    RanksApartError,
+    ShardedParameterError,
+    UntraceableError,
 )
-from lightning_osdp.machines import Machine
-from lightning_osdp.profiler import ComputePrecision, TrainingStep, measure_cluster, profile_model
-from lightning_osdp.report import chrome_trace, compare_plans, draw_plan, find_alternatives, render_plan, what_if
+from lightning_osdp.machines import Device, Interconnect, Machine
+from lightning_osdp.profiler import ComputePrecision, Together, TrainingStep, measure_cluster, profile_model
+from lightning_osdp.report import (
+    Advice,
+    Alternative,
+    Alternatives,
+    Case,
+    Decided,
+    Difference,
+    Price,
+    advise,
+    chrome_trace,
+    compare_plans,
+    draw_plan,
+    find_alternatives,
+    memory_price,
+    render_plan,
+    what_if,
+)
 from lightning_osdp.scheduler import HandMade, PlanMethod, made_by_hand, make_plan
-from lightning_osdp.simulation import StepEstimate, simulate
+from lightning_osdp.simulation import Interval, StepEstimate, simulate
 from lightning_osdp.strategy import OSDPPrecision, OSDPStrategy
 from lightning_osdp.strategy.runtime.launcher import REGISTERED
 
@@ -43,28 +75,61 @@ for _name, _start_method in REGISTERED.items():
 
 __all__ = [
     "FSDP2",
+    "Advice",
+    "Affine",
+    "AllocatorPeaks",
+    "Alternative",
+    "Alternatives",
     "BatchPolicy",
+    "Block",
+    "BlockProfile",
+    "Case",
     "Cluster",
     "ComputePrecision",
     "ConfigurationError",
+    "Crossing",
+    "Cut",
+    "Decided",
+    "Decision",
+    "Device",
     "DeviceRates",
+    "Difference",
+    "Event",
     "HandMade",
     "InfeasibleError",
+    "Interconnect",
+    "Interval",
     "Link",
     "Machine",
+    "Measured",
     "ModelProfile",
+    "Moment",
     "OSDPError",
     "OSDPPrecision",
     "OSDPStrategy",
+    "OperatorProfile",
+    "OptimizerProfile",
+    "ParameterProfile",
+    "PeakMemory",
     "Plan",
     "PlanFormatError",
     "PlanMethod",
     "PlanMismatchError",
     "PlanMonitor",
+    "Price",
     "ProfileError",
+    "RanksApartError",
+    "Rerun",
     "SearchSpace",
+    "Segment",
+    "ShardedParameterError",
     "StepEstimate",
+    "Together",
     "TrainingStep",
+    "Unit",
+    "UnitOverhead",
+    "UntraceableError",
+    "advise",
     "apply_plan",
     "change_plan",
     "chrome_trace",
@@ -74,6 +139,7 @@ __all__ = [
     "made_by_hand",
     "make_plan",
     "measure_cluster",
+    "memory_price",
     "profile_model",
     "render_plan",
     "simulate",

@@ -3,9 +3,11 @@
 import importlib
 import inspect
 import re
+import typing
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 import lightning_osdp
 
@@ -71,6 +73,66 @@ def test_every_public_name_is_documented(name):
     api = (ROOT / "docs/api.md").read_text(encoding="utf-8")
     is_error = name.endswith("Error")  # documented with their module
     assert is_error or re.search(rf"auto\w+:: lightning_osdp\.{name}$", api, re.MULTILINE)
+
+
+def shown_on(page):
+    """Objects that a page documents by name -> the names of the members that it shows of them."""
+    for name, options in re.findall(
+        r"^\.\. auto(?:class|function):: lightning_osdp\.(\w+)\n((?:   .*\n)*)", page, re.M
+    ):
+        found, chosen = getattr(lightning_osdp, name), re.search(r":members:(.*)", options)
+        hidden = re.search(r":exclude-members:(.*)", options)
+        if chosen is None:
+            members = []
+        else:
+            every = {**vars(found).get("__annotations__", {}), **vars(found)}
+            members = re.findall(r"\w+", chosen[1]) or [member for member in every if not member.startswith("_")]
+        yield name, [member for member in members if hidden is None or member not in hidden[1]]
+
+
+def hints_of(found):
+    """Its annotations; matplotlib's are imported where a picture is drawn."""
+    return typing.get_type_hints(found, localns={"Figure": Figure})
+
+
+def classes_in(hint):
+    """Classes of this package that an annotation consists of."""
+    if isinstance(hint, type) and hint.__module__.partition(".")[0] == "lightning_osdp":
+        yield hint
+    for part in hint if isinstance(hint, list) else typing.get_args(hint):
+        yield from classes_in(part)
+
+
+def needed_by(name, members):
+    """Classes of this package that somebody needs to know who uses an object and these members of it."""
+    found = getattr(lightning_osdp, name)
+    hints = hints_of(found)
+    functions = [found] if inspect.isfunction(found) else [found.__init__]
+    own = (inspect.getattr_static(found, each, None) for each in members if each not in hints)
+    functions += [getattr(each, "fget", None) or getattr(each, "__func__", None) or each for each in own]
+    shown = list(hints.values()) if hasattr(found, "_fields") else [hints[each] for each in members if each in hints]
+    for function in functions:
+        shown += hints_of(function).values() if inspect.isfunction(function) else ()
+    return {each for hint in shown for each in classes_in(hint)}
+
+
+SHOWN = dict(shown_on((ROOT / "docs/api.md").read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_what_a_public_signature_needs_is_public(name):
+    missing = {each for each in needed_by(name, SHOWN[name]) if each.__name__ not in SHOWN}
+    assert not missing
+    assert {each.__name__ for each in needed_by(name, SHOWN[name])} <= {*lightning_osdp.__all__}
+
+
+def test_what_signatures_need_is_found():
+    assert len(SHOWN) > 50
+    needed = {each.__name__ for each in needed_by("Plan", SHOWN["Plan"])}
+    assert {"Unit", "Block", "Decision", "SearchSpace"} <= needed
+    assert {each.__name__ for each in needed_by("make_plan", [])} >= {"ModelProfile", "Cluster", "BatchPolicy", "FSDP2"}
+    assert {each.__name__ for each in needed_by("Interval", [])} == {"Event"}
+    assert {each.__name__ for each in needed_by("PlanMonitor", ["measured"])} == {"Measured"}
 
 
 def test_the_manual_plans_without_training(tmp_path, monkeypatch):

@@ -25,8 +25,8 @@ _DEFAULTS = {"limit_all_gathers": True, "use_orig_params": True}
 def apply_plan(module: nn.Module, plan: Plan, *, device: torch.device, **fsdp_kwargs: Any) -> nn.Module:
     """Shards a module as a plan says; returns it. Call it on all ranks of the default process group.
 
-    The module is changed in place: its parameters are sharded, operators with several slices are split (see
-    `lightning_osdp.splitting`), and blocks that keep less for backward get another forward.
+    The module is changed in place: its parameters are sharded, operators with several slices are computed slice
+    by slice, and blocks that keep less for backward get another forward.
 
     Where any rank has tensors on the meta device, all ranks start with rank 0's values: those that rank 0 has, and what
     ``reset_parameters`` of the modules makes there of the others. Each unit gets storage only when it is to be sharded.

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from lightning_osdp.report.tables import render
+from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.report.advice import Advice
+from lightning_osdp.report.tables import plan_table, render
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,12 @@ def write(answer: Answer, *, as_json: bool) -> None:
     text = json.dumps(answer.document, indent=2) + "\n" if as_json else render(answer.text, width=Console().width)
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def of_plan(plan: Plan, advice: Sequence[Advice]) -> Answer:
+    """A plan's table; or the plan, with the advice beside its entries."""
+    document = {**json.loads(plan.to_json()), "advice": [asdict(each) for each in advice]}
+    return Answer(text=plan_table(plan, advice), document=document)
 
 
 def lines(*parts: RenderableType) -> Group:

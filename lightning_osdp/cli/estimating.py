@@ -137,13 +137,11 @@ def _compared(others: Sequence[HandMade], plan: Plan | None) -> Any:
 
 
 def _row(each: HandMade | Plan, plan: Plan | None) -> tuple[str, ...]:
-    workload = each.workload if isinstance(each, HandMade) else each
-    number = workload.num_micro_batches
-    times = f" x {number}" if number > 1 else ""
+    times = f" x {each.num_micro_batches}" if each.num_micro_batches > 1 else ""
     fits = not isinstance(each, HandMade) or each.fits
     return (
         each.name if isinstance(each, HandMade) else "OSDP",
-        f"{workload.micro_batch_size}{times}",
+        f"{each.micro_batch_size}{times}",
         format_seconds(each.step_time_s) if fits else "does not fit",
         three_digits(each.samples_per_s) if fits else "",
         f"{plan.samples_per_s / each.samples_per_s:.2f}" if plan is not None and fits else "",

@@ -59,6 +59,16 @@ def read_all(plan: str, profile: str | None, cluster: str | None) -> tuple[Plan,
     return found
 
 
+def are_beside(plan: str) -> bool:
+    """Whether a fit has written what this plan was made of beside it; another run may have written over that."""
+    profile, cluster = (Path(plan).parent / name for name in (PROFILE_FILENAME, CLUSTER_FILENAME))
+    if not profile.exists() or not cluster.exists():
+        return False
+    found = Plan.load(plan)
+    is_same_model = found.fingerprint == read_profile(profile).fingerprint
+    return is_same_model and found.world_size == read_cluster(cluster).world_size
+
+
 def _wrong(profile: ModelProfile) -> Iterator[str]:
     """What of a profile that somebody has edited does not belong together."""
     names = {operator.name for operator in profile}

@@ -6,18 +6,19 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from lightning_osdp.cli.answer import Answer, lines
-from lightning_osdp.cli.files import read_all
+from lightning_osdp.cli.answer import Answer, lines, of_plan
+from lightning_osdp.cli.files import are_beside, read_all
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes, parse_bytes
 from lightning_osdp.core.text.duration import format_seconds, three_digits
 from lightning_osdp.core.text.folding import fold_names
 from lightning_osdp.core.text.stored import PLAN_FILENAME
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.report.advice import advise
 from lightning_osdp.report.alternatives import Alternative, Alternatives, find_alternatives
 from lightning_osdp.report.cases import Price, memory_price
 from lightning_osdp.report.difference import compare_plans
-from lightning_osdp.report.tables import Justify, plan_table, table
+from lightning_osdp.report.tables import Justify, table
 from lightning_osdp.report.trace import chrome_trace
 from lightning_osdp.simulation import simulate
 
@@ -29,14 +30,20 @@ _LABELS = {
 }
 
 
-def show(plan: str) -> Answer:
-    """Show a plan: its units, why each is as it is, and what it is predicted to cost.
+def show(plan: str, *, profile: str | None = None, cluster: str | None = None) -> Answer:
+    """Show a plan: its units, why each is as it is, what it is predicted to cost, and what else would be faster.
+
+    Advice needs the model's profile and the cluster.
 
     Args:
         plan: path of the plan.
+        profile: path of the model's profile; by default beside the plan, if it is there.
+        cluster: path of the cluster; by default beside the plan, if it is there.
     """
-    found = Plan.load(plan)
-    return Answer(text=plan_table(found), document=json.loads(found.to_json()))
+    if profile is None and cluster is None and not are_beside(plan):
+        return of_plan(Plan.load(plan), ())
+    found = read_all(plan, profile, cluster)
+    return of_plan(found[0], advise(*found))
 
 
 def explain(
@@ -52,16 +59,17 @@ def explain(
 
     Args:
         operator: name of an operator, of a unit, or of a module whose operators are in one unit.
-        plan: path of the plan.
+        plan: path of the plan; by default osdp_plan.json.
         profile: path of the model's profile; by default beside the plan.
         cluster: path of the cluster; by default beside the plan.
         more: memory above the limit whose price is asked, as in 1GiB; by default about a tenth of the limit.
-        price: whether to plan twice for the price of memory; minutes for very deep models.
+        price: whether to plan twice for the price of memory, which takes minutes for very deep models; by default true.
     """
     more_bytes = None if more is None else parse_bytes(more)
     found = read_all(plan, profile, cluster)
     ways = find_alternatives(*found, "" if operator == "(root)" else operator)
     of_memory = memory_price(*found, more_bytes=more_bytes) if price else None
+    advice = advise(*found)
     headings: dict[str, Justify] = dict.fromkeys(
         ("way", "step", "against", "peak", "against ", "limit leaves"), "right"
     )
@@ -73,12 +81,14 @@ def explain(
             "",
             ways.why(),
             *([] if of_memory is None else [_tell_price(of_memory)]),
+            *(f"Advice: {each.sentence}." for each in advice),
             "Each row is a simulated step with its exact peak; all else is as planned.",
         ),
         document={
             **asdict(ways),
             "why": ways.why(),
             "price": None if of_memory is None else asdict(of_memory),
+            "advice": [asdict(each) for each in advice],
         },
     )
 
@@ -119,10 +129,10 @@ def simulate_step(
     """Simulate one optimizer step under a plan: its time, its memory, and a trace of both.
 
     Args:
-        plan: path of the plan.
+        plan: path of the plan; by default osdp_plan.json.
         profile: path of the model's profile; by default beside the plan.
         cluster: path of the cluster; by default beside the plan.
-        trace: file to write the step to, for Perfetto, chrome://tracing and viewers of torch.profiler.
+        trace: file to write the step to, for Perfetto, chrome://tracing and viewers of torch.profiler; by default none.
     """
     found = read_all(plan, profile, cluster)
     estimate = simulate(*found)

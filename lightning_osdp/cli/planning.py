@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import TypeVar
 
-from lightning_osdp.cli.answer import Answer, lines
+from lightning_osdp.cli.answer import Answer, lines, of_plan
 from lightning_osdp.cli.files import read_cluster, read_profile
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Cluster
@@ -14,8 +13,9 @@ from lightning_osdp.core.text.byte_size import format_bytes, parse_bytes
 from lightning_osdp.core.text.duration import format_seconds, three_digits
 from lightning_osdp.core.text.stored import CLUSTER_FILENAME, PROFILE_FILENAME
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.report.advice import advise
 from lightning_osdp.report.cases import Case, what_if
-from lightning_osdp.report.tables import plan_table, table
+from lightning_osdp.report.tables import table
 from lightning_osdp.scheduler import make_plan
 
 _Number = TypeVar("_Number", int, float)
@@ -33,12 +33,12 @@ def plan(
     """Make a plan from a saved profile and cluster.
 
     Args:
-        profile: path of the model's profile.
-        cluster: path of the cluster.
+        profile: path of the model's profile; by default osdp_profile.json.
+        cluster: path of the cluster; by default osdp_cluster.json.
         memory: limit of one rank, as in 8GiB; by default what was free there when the cluster was measured.
         batch: samples per rank and micro-batch; by default as profiled.
-        accumulate: micro-batches of an optimizer step.
-        out: file to write the plan to.
+        accumulate: micro-batches of an optimizer step; by default one.
+        out: file to write the plan to; by default none.
     """
     model, ranks = read_profile(profile), read_cluster(cluster)
     size, *more = _several(batch, "batch", int) or [model.profiled_batch_size]
@@ -55,7 +55,7 @@ def plan(
             found.save(out)
         except (OSError, ValueError) as error:
             raise ConfigurationError(f"Expected a file that can be written for out, got {out!r}: {error}.") from error
-    return Answer(text=plan_table(found), document=json.loads(found.to_json()))
+    return of_plan(found, advise(found, model, ranks))
 
 
 def what_if_table(
@@ -71,13 +71,13 @@ def what_if_table(
     """Plan for every combination of ranks, link rates, memory and batches, each given as values between commas.
 
     Args:
-        profile: path of the model's profile.
-        cluster: path of the cluster.
+        profile: path of the model's profile; by default osdp_profile.json.
+        cluster: path of the cluster; by default osdp_cluster.json.
         ranks: numbers of ranks, as in 4,8; by default the cluster's.
-        rate: bytes/s of the links over those that were measured, as in 0.5,1,10.
+        rate: bytes/s of the links over those that were measured, as in 0.5,1,10; by default as measured.
         memory: limits of one rank, as in 8GiB,16GiB; by default what was free when the cluster was measured.
         batch: samples per rank and micro-batch, as in 4,8; by default as profiled.
-        accumulate: micro-batches of an optimizer step.
+        accumulate: micro-batches of an optimizer step; by default one.
     """
     model, measured = read_profile(profile), read_cluster(cluster)
     cases = what_if(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from argparse import ArgumentError
+from argparse import ArgumentError, HelpFormatter
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 
@@ -70,12 +70,15 @@ def _parser() -> ArgumentParser:
         epilog="Exit codes: 0 done, 1 nothing fits, 2 bad input.",
         version=version("lightning-osdp"),
         exit_on_error=False,
+        formatter_class=HelpFormatter,  # jsonargparse's own tells annotations, too
     )
     commands = parser.add_subcommands(metavar="COMMAND", required=True)
     for name, function in COMMANDS.items():
         description = inspect.getdoc(function) or ""
         summary, _, _ = description.partition("\n")
-        command = ArgumentParser(description=description.partition("\n\nArgs:")[0], exit_on_error=False)
+        command = ArgumentParser(
+            description=description.partition("\n\nArgs:")[0], exit_on_error=False, formatter_class=HelpFormatter
+        )
         command.add_function_arguments(function, as_group=False, as_positional=True)
         command.add_argument("--json", action="store_true", help="print JSON in place of text")
         commands.add_subcommand(name, command, help=summary)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_osdp.core.cluster import CUDA_HEADROOM, Cluster, DeviceRates, Link, UnitOverhead
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.machines.catalog import Catalog, Device, read_catalog
+from lightning_osdp.machines.catalog import Catalog, Device, Interconnect, read_catalog
 
 _SPEC = re.compile(
     r"\s*((?P<nodes>\d+)\s*x\s*)?((?P<ranks>\d+)\s+)?(?P<device>[^,]*[^,\s])\s*"
@@ -27,9 +27,11 @@ class Machine:
     nodes: int
     ranks_per_node: int
     device: Device
-    network_gbit: float | None
-    """10^9 bit/s of all network ports of a node together; None with one node."""
-    catalog: Catalog
+    peers: Interconnect
+    """To the other devices of a node."""
+    host: Interconnect
+    network: Interconnect | None
+    """Of all ports of a node together; None with one node."""
 
     @classmethod
     def parse(cls, text: str) -> Machine:
@@ -45,8 +47,8 @@ class Machine:
 
         Example:
             >>> machine = Machine.parse("4x8 h100-sxm, 8x400gbit")
-            >>> machine.world_size, machine.network_gbit
-            (32, 3200.0)
+            >>> machine.world_size, machine.network.gb_per_s
+            (32, 400.0)
         """
         match = _SPEC.fullmatch(text)
         if match is None:
@@ -66,17 +68,19 @@ class Machine:
                 f" {text!r}."
             )
         catalog, device = _device(match["device"])
+        per_gbit = catalog.link("network")
         return cls(
             nodes=nodes,
             ranks_per_node=ranks,
             device=device,
-            network_gbit=gbit if nodes > 1 else None,
-            catalog=catalog,
+            peers=catalog.link(device.peers),
+            host=catalog.link(device.host),
+            network=None if nodes == 1 or gbit is None else replace(per_gbit, gb_per_s=gbit * per_gbit.gb_per_s),
         )
 
     def __str__(self) -> str:
         number = f"{self.nodes} nodes of {self.ranks_per_node}" if self.nodes > 1 else f"{self.ranks_per_node}"
-        network = f", {self.network_gbit:g} Gbit/s each" if self.network_gbit else ""
+        network = f", {self.network.gb_per_s * 8:g} Gbit/s each" if self.network else ""
         return f"{number} {self.device.title}{network}"
 
     @property
@@ -118,7 +122,7 @@ class Machine:
             backend="nccl",
             overlaps=True,
             reduce_scatter_copies=False,
-            host_copy_s_per_byte=1 / self.catalog.link(self.device.host).bytes_per_s,
+            host_copy_s_per_byte=1 / self.host.bytes_per_s,
             memory_bytes=self.memory_bytes,
         )
 
@@ -128,13 +132,10 @@ class Machine:
         Every step waits for the slowest link; its latency is the mean of the links', of which one for each node is the
         network.
         """
-        inside = self.catalog.link(self.device.peers)
-        latency_s, seconds_per_byte = inside.latency_us * 1e-6, 1 / inside.bytes_per_s
-        if self.network_gbit is not None:
-            network = self.catalog.link("network")
-            share = 1 / self.ranks_per_node
-            latency_s += share * (network.latency_us * 1e-6 - latency_s)
-            seconds_per_byte = max(seconds_per_byte, 1 / (self.network_gbit * network.bytes_per_s))
+        latency_s, seconds_per_byte = self.peers.latency_us * 1e-6, 1 / self.peers.bytes_per_s
+        if self.network is not None:
+            latency_s += (self.network.latency_us * 1e-6 - latency_s) / self.ranks_per_node
+            seconds_per_byte = max(seconds_per_byte, 1 / self.network.bytes_per_s)
         return Link(latency_s=latency_s, seconds_per_byte=seconds_per_byte)
 
 

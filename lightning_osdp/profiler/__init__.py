@@ -11,12 +11,14 @@ from lightning_osdp.profiler.step.fake_model import without_values
 from lightning_osdp.profiler.step.mean_loss import why_not_mean
 from lightning_osdp.profiler.step.run_step import loss_in, resized
 from lightning_osdp.profiler.step.snapshot import untouched
+from lightning_osdp.profiler.step_time import Together
 from lightning_osdp.profiler.tracing.operators import fingerprint
 
 __all__ = [
     "Census",
     "ComputePrecision",
     "LiveBytes",
+    "Together",
     "TrainingStep",
     "default_memory_limit_bytes",
     "empty_cache",

@@ -76,8 +76,8 @@ def profile_model(
 
     Bytes come from a run on fake tensors, where the model allows it. Then the step runs several times, forward and
     backward, and is timed; of a model on the meta device, its operations are, one by one. Parameters, buffers,
-    attributes, gradients and random number generators are as before when it returns, see `untouched`. Nothing is
-    profiled that the batch does not make the model run.
+    attributes, gradients and random number generators are as before when it returns. Nothing is profiled that
+    the batch does not make the model run.
 
     Args:
         module: the model, with parameters on the device that it will train on, or on the meta device.

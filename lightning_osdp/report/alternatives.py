@@ -41,6 +41,8 @@ class Alternative:
     """Exact peak of one rank."""
     spare_bytes: int
     """What the limit leaves; below 0 where it does not fit."""
+    is_offered: bool
+    """Whether what the plan was chosen from has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,8 @@ class Alternatives:
             return f"No other way is faster; {format_bytes(self.planned.spare_bytes)} are left under the limit."
         best = (fitting or faster)[0]
         saved = f"would save {format_seconds(self.planned.step_time_s - best.step_time_s)} a step"
+        if fitting and not best.is_offered:
+            return f"{best.name} {saved} and fit, but is not in the search space of the plan."
         if fitting:
             return f"{best.name} {saved} and fit, with everything else as planned: plan anew."
         return f"{best.name} {saved}, but takes {format_bytes(-best.spare_bytes)} more than the limit."
@@ -74,7 +78,7 @@ class Alternatives:
 def find_alternatives(plan: Plan, profile: ModelProfile, cluster: Cluster, operator: str) -> Alternatives:
     """Simulates the step of a plan with one unit treated in each way that there is, and all else as planned.
 
-    Blocks may keep what they save, recompute, and do what any block of the plan does.
+    Blocks may keep what they save, recompute, and do what the plan's search space offers or any of its blocks does.
 
     Args:
         plan: to look into.
@@ -90,8 +94,9 @@ def find_alternatives(plan: Plan, profile: ModelProfile, cluster: Cluster, opera
     blocks = [block for block in profile.blocks if is_inside(operator, [block.name])]
     block = blocks[0].name if blocks else ""
     planned = {each.name: each.activations for each in plan.blocks}.get(block, KEEP)
-    offered = {*SearchSpace().activations, *(each.activations for each in plan.blocks)}
-    choices = [KEEP, *(choice for choice in blocks[0].segments if choice in offered)] if blocks else [KEEP]
+    space = plan.search_space
+    usual = {*SearchSpace().activations, *space.activations, *(each.activations for each in plan.blocks)}
+    choices = [KEEP, *(choice for choice in blocks[0].segments if choice in usual)] if blocks else [KEEP]
 
     def simulated(changed: Unit, choice: str) -> Alternative:
         units = tuple(changed if each is unit else each for each in plan.units)
@@ -107,6 +112,9 @@ def find_alternatives(plan: Plan, profile: ModelProfile, cluster: Cluster, opera
             step_time_s=estimate.time_s,
             peak_bytes=estimate.peak.peak_bytes,
             spare_bytes=plan.memory_limit_bytes - estimate.peak.peak_bytes,
+            is_offered={*changed.modes} <= {*space.modes}
+            and changed.sync in space.sync
+            and choice in space.activations,
         )
 
     ways = product(_treatments(plan, unit, profile, cluster), choices)

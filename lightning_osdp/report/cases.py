@@ -12,7 +12,7 @@ from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
-from lightning_osdp.scheduler import make_plan
+from lightning_osdp.scheduler import PlanMethod, make_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +109,12 @@ class Price:
 
 
 def memory_price(plan: Plan, profile: ModelProfile, cluster: Cluster, *, more_bytes: int | None = None) -> Price:
-    """Plans anew under a plan's limit and under a larger one, in its micro-batches, with everything to choose from.
+    """Plans anew under a plan's limit and under a larger one, in its micro-batches, from what it was chosen from.
+
+    Prefetching is chosen, too.
 
     Args:
-        plan: whose limit and micro-batches.
+        plan: whose limit, micro-batches, search space, solver and cost model.
         profile: of its model.
         cluster: of as many ranks.
         more_bytes: above the limit; None: a power of two, from a sixteenth to an eighth of the limit.
@@ -122,16 +124,22 @@ def memory_price(plan: Plan, profile: ModelProfile, cluster: Cluster, *, more_by
     """
     limit_bytes = plan.memory_limit_bytes
     more_bytes = more_bytes or 2 ** max(0, (limit_bytes // 8).bit_length() - 1)
-    now, then = what_if(
+    now, then = (_planned_anew(plan, profile, cluster, limit_bytes + more) for more in (0, more_bytes))
+    return Price(
+        more_bytes=more_bytes,
+        step_time_s=now.step_time_s,
+        with_more_s=then.step_time_s,
+        saves=1 - then.step_time_s / now.step_time_s,
+    )
+
+
+def _planned_anew(plan: Plan, profile: ModelProfile, cluster: Cluster, memory_limit_bytes: int) -> Plan:
+    given = {block.name: block.activations for block in plan.blocks} if plan.has_given_blocks else None
+    return make_plan(
         profile,
         cluster,
-        memory_limits_bytes=(limit_bytes, limit_bytes + more_bytes),
-        micro_batch_sizes=(plan.micro_batch_size,),
-        num_micro_batches=plan.num_micro_batches,
-    )
-    if now.plan is None or then.plan is None:
-        raise InfeasibleError(now.why_not)
-    times_s = now.plan.step_time_s, then.plan.step_time_s
-    return Price(
-        more_bytes=more_bytes, step_time_s=times_s[0], with_more_s=times_s[1], saves=1 - times_s[1] / times_s[0]
+        memory_limit_bytes=memory_limit_bytes,
+        micro_batch_size=BatchPolicy.fixed(plan.micro_batch_size, plan.num_micro_batches),
+        search_space=plan.search_space,
+        method=PlanMethod(search=plan.solver or PlanMethod().search, cost_model=plan.cost_model, blocks=given),
     )

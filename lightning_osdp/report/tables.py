@@ -16,6 +16,7 @@ from rich.text import Text
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds, three_digits
+from lightning_osdp.report.advice import Advice
 from lightning_osdp.report.sentences import (
     NOT_PREDICTED,
     explain,
@@ -62,18 +63,24 @@ def show(renderable: RenderableType) -> None:
     (console if console.is_terminal else Console(width=120)).print(renderable)
 
 
-def render_plan(plan: Plan, *, width: int = 120) -> str:
-    """`plan_table` as plain text, in lines of at most so many characters."""
-    return render(plan_table(plan), width=width)
+def render_plan(plan: Plan, *, advice: Sequence[Advice] = (), width: int = 120) -> str:
+    """The plan's table as text: its units, why each is as it is, and what the plan is predicted to cost.
+
+    Args:
+        plan: to show.
+        advice: of `advise`, to stand below it.
+        width: most characters of a line.
+    """
+    return render(plan_table(plan, advice), width=width)
 
 
-def plan_table(plan: Plan) -> RenderableType:
-    """Table of the plan's units, equal ones in one row, above what the plan is predicted to cost.
+def plan_table(plan: Plan, advice: Sequence[Advice] = ()) -> RenderableType:
+    """Table of the plan's units, equal ones in one row, above what the plan is predicted to cost, and advice.
 
     Bytes, time and reason of a row are of *one* of its units. On a console too narrow for them the reasons follow
     in a table of their own.
     """
-    return _PlanTable(plan)
+    return _PlanTable(plan, advice)
 
 
 def comparison_table(
@@ -138,6 +145,7 @@ def _steps(numbers: Sequence[int]) -> str:
 @dataclass(frozen=True)
 class _PlanTable:
     plan: Plan
+    advice: Sequence[Advice]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         headings, rows = list(_UNIT_COLUMNS), _unit_rows(self.plan)
@@ -154,7 +162,7 @@ class _PlanTable:
             )
             yield ""
         grid = Table.grid(padding=(0, 2))
-        for label, sentence in summarise(self.plan):
+        for label, sentence in (*summarise(self.plan), *(("advice", each.sentence) for each in self.advice)):
             grid.add_row(Text(label), Text(sentence))
         yield grid
 

@@ -26,7 +26,8 @@ class HandMade:
     """A configuration at its best micro-batch, or at the smallest where none fits."""
 
     name: str
-    workload: Workload
+    micro_batch_size: int
+    num_micro_batches: int
     step_time_s: float
     samples_per_s: float
     """Of all ranks."""
@@ -94,7 +95,8 @@ class _Configuration:
             peak_bytes = setting.costs.exact_peak(modes).peak_bytes
             yield HandMade(
                 name=self._name,
-                workload=workload,
+                micro_batch_size=workload.micro_batch_size,
+                num_micro_batches=workload.num_micro_batches,
                 step_time_s=step_time_s,
                 samples_per_s=workload.num_samples * setting.cluster.world_size / step_time_s,
                 peak_bytes=peak_bytes,

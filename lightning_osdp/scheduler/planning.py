@@ -136,6 +136,7 @@ def _plan(best: Candidate, sweep: Sweep) -> Plan:
         step_time_s=assignment.step_time_s,
         samples_per_s=best.samples_per_s if predicts else 0.0,
         gap=max(0.0, sweep.most_samples_per_s / best.samples_per_s - 1) if predicts else 0.0,
+        search_space=space,
         solver=sweep.competition.search,
         cost_model=setting.cost_model,
         **dataclasses.asdict(setting.engine),

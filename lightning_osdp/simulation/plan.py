@@ -20,7 +20,7 @@ def simulate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> StepEstimat
     """Time and memory of one optimizer step under a plan.
 
     Args:
-        plan: the units, their modes, the workload, and the engine with its settings.
+        plan: units, their modes, micro-batches and prefetching.
         profile: of the model that the plan is for, without slices.
         cluster: ranks and links; its number of ranks must be the plan's.
 

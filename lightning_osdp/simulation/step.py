@@ -36,10 +36,10 @@ class StepEstimate:
     peak: PeakMemory
     """The largest moment: bytes, phase, operator, and what the bytes consist of."""
     evaluation_bytes: int = 0
-    """Peak of an evaluation with batches of as many samples, see `cost.evaluation_peak`."""
+    """Peak of an evaluation with batches of as many samples."""
     saving_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bound on rank 0's peak while a ``full`` or a ``sharded`` checkpoint is made and state dicts stay on the device,
-    as they do on CPU; see `cost.saving_peak`."""
+    as they do on CPU."""
     moments: tuple[tuple[float, Moment], ...] = ()
     """Memory over time: seconds from the start of the step, and what is alive then, in the micro-batches that were gone
     through: the first, a steady and the last one."""

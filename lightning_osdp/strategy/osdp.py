@@ -48,9 +48,15 @@ class OSDPStrategy(FSDPStrategy):
     """Fully sharded data parallel training in which every operator is sharded only as far as memory demands.
 
     At the start of fit the model's own training step is profiled on a batch of its training data, the fastest plan
-    under the memory limit is searched, and the model is sharded as the plan says, by torch's
-    ``fully_shard``. The plan is printed, written to
-    ``osdp_plan.json`` in the trainer's log directory, and compared with what was measured when fit ends.
+    under the memory limit is searched, and the model is sharded as the plan says, by torch's ``fully_shard``. The plan
+    is printed, written to ``osdp_plan.json`` in the trainer's log directory, and compared with what was measured when
+    fit ends. From setup on it is `plan`; `gathered` and `whole_state_dict` give whole weights.
+
+    ``Trainer(strategy="osdp")`` has all options at their defaults::
+
+        strategy = OSDPStrategy(memory_limit="8GiB", batch_size="keep")
+        trainer = Trainer(strategy=strategy, accelerator="gpu", devices=8)
+        trainer.fit(model, datamodule)
 
     Args:
         memory_limit: bytes that tensors of one rank may take in every phase of a step, as an int or a text such as
@@ -63,7 +69,8 @@ class OSDPStrategy(FSDPStrategy):
         batch_size: ``"auto"`` keeps exactly the global batch that the user configured and may divide it into other
             micro-batches; ``"keep"`` leaves the loader alone; ``"scale"`` chooses the micro-batch with the best
             predicted samples/s; an int is that micro-batch. A new size rebuilds the training loader only.
-        search: ``"depth_first"`` (the paper's, exact), ``"greedy"`` (near-instant, certified gap) or ``"exhaustive"``.
+        search: ``"depth_first"`` (the paper's, exact), ``"greedy"`` (near-instant; its gap may be larger) or
+            ``"exhaustive"`` (for a few operators).
         search_space: limits on what the plan may choose; None: everything.
         global_batch_size: samples of all ranks in an optimizer step; None: those that loaders and
             ``accumulate_grad_batches`` make. Not with ``batch_size="scale"``.
@@ -75,7 +82,7 @@ class OSDPStrategy(FSDPStrategy):
             batches differ, it should be the largest.
         rehearse: whether each rank takes a step alone before the first one, to see that memory suffices; where it does
             not, all change to a plan with less memory. ``"auto"``: on GPUs.
-        cost_model: ``"simulate"`` (a step as ``fully_shard`` runs it) or ``"paper"`` (the sums of equation 1).
+        cost_model: ``"simulate"`` (a step as ``fully_shard`` runs it) or ``"paper"`` (the sums of its equation 1).
         start_method: ``"popen"`` runs the script once per rank; ``"spawn"``, ``"forkserver"`` and, for notebooks,
             ``"fork"`` start workers, after which this process has the trained weights. Unused under torchrun.
         **fsdp_kwargs: arguments of Lightning's ``FSDPStrategy``, as far as ``fully_shard`` has a counterpart.

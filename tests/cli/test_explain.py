@@ -11,7 +11,7 @@ from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.report.alternatives import find_alternatives
 from lightning_osdp.report.cases import memory_price
-from lightning_osdp.scheduler import make_plan
+from lightning_osdp.scheduler import PlanMethod, make_plan
 from lightning_osdp.simulation import simulate
 
 GIB = 2**30
@@ -80,6 +80,12 @@ def test_the_reason_is_what_is_faster_and_whether_it_fits(planned, profile, rank
     short = format_bytes(kept.peak_bytes - peak_bytes)
     assert ways.why() == f"DP would save {saved} a step, but takes {short} more than the limit."
     assert find_alternatives(freed, profile, ranks, "wte").why().endswith("plan anew.")
+    only = dataclasses.replace(freed, search_space=SearchSpace(modes=("ZDP",)))
+    assert (
+        find_alternatives(only, profile, ranks, "wte")
+        .why()
+        .endswith("and fit, but is not in the search space of the plan.")
+    )
 
 
 def test_offloading_is_an_alternative_where_the_plan_offloads(planned, profile, ranks):
@@ -111,6 +117,22 @@ def test_the_price_of_memory_is_of_two_plans(planned, profile, ranks):
     assert price.saves == 1 - times[1] / times[0] > 0
     assert memory_price(plan, profile, ranks).more_bytes == 8 * 2**20  # an eighth of 80 MiB is 10 MiB
     assert memory_price(planned(200), profile, ranks).more_bytes == 16 * 2**20
+
+
+def test_the_price_of_memory_is_of_what_the_plan_was_chosen_from(planned, profile, ranks):
+    sharded = planned(modes=("ZDP",), slices=(1,), activations=("keep",), share_units=False)
+    assert memory_price(sharded, profile, ranks).saves == 0
+    assert memory_price(dataclasses.replace(sharded, search_space=SearchSpace()), profile, ranks).saves > 0
+
+
+def test_the_price_of_memory_leaves_blocks_as_they_were_given(profile, ranks):
+    blocks = {block.name: "recompute" for block in profile.blocks}
+    asked = {"micro_batch_size": 2, "method": PlanMethod(blocks=blocks, search="greedy")}
+    plan = make_plan(profile, ranks, memory_limit_bytes=GIB, **asked)
+    assert plan.has_given_blocks
+    price = memory_price(plan, profile, ranks, more_bytes=GIB)
+    more = make_plan(profile, ranks, memory_limit_bytes=2 * GIB, **asked)
+    assert (price.step_time_s, price.with_more_s) == (plan.step_time_s, more.step_time_s)
 
 
 def test_the_command_prints_both_within_80_columns(folder, run, answer, planned, profile, ranks):

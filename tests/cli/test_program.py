@@ -13,20 +13,42 @@ import pytest
 import lightning_osdp
 from lightning_osdp.cli.program import COMMANDS
 from lightning_osdp.core.plans.plan import SCHEMA_VERSION
-from lightning_osdp.report import render_plan
+from lightning_osdp.report import advise, render_plan
 
 
-def test_show_prints_the_table_of_the_plan(folder, run, answer, planned):
-    code, out, err = run("show", "osdp_plan.json")
+def shown(run, *arguments):
+    code, out, err = run("show", *arguments)
     assert (code, err) == (0, "")
-    assert [line.rstrip() for line in out.splitlines()] == render_plan(planned(), width=80).splitlines()
-    assert answer("show", "osdp_plan.json") == json.loads(planned().to_json())
+    return [line.rstrip() for line in out.splitlines()]
+
+
+def test_show_prints_the_table_of_the_plan_with_advice(folder, run, answer, planned, profile, ranks):
+    advice = advise(planned(), profile, ranks)
+    assert advice
+    assert shown(run, "osdp_plan.json") == render_plan(planned(), advice=advice, width=80).splitlines()
+    expected = [dataclasses.asdict(each) for each in advice]
+    assert answer("show", "osdp_plan.json") == {**json.loads(planned().to_json()), "advice": expected}
+    assert answer("plan", "--memory", "80MiB")["advice"] == expected
+    assert answer("explain", "wte", "--price", "false")["advice"] == expected
+
+
+def test_without_a_profile_and_a_cluster_of_the_plan_there_is_no_advice(folder, run, planned, profile, ranks):
+    plain = render_plan(planned(), width=80).splitlines()
+    dataclasses.replace(profile, fingerprint={}).save("osdp_profile.json")  # another run has written over it
+    assert shown(run, "osdp_plan.json") == plain
+    assert run("show", "osdp_plan.json", "--profile", "osdp_profile.json")[0] == 2
+    profile.save("osdp_profile.json")
+    dataclasses.replace(ranks, world_size=2).save("osdp_cluster.json")
+    assert shown(run, "osdp_plan.json") == plain
+    (folder / "osdp_cluster.json").unlink()
+    assert shown(run, "osdp_plan.json") == plain
 
 
 def test_no_operator_looks_like_markup(folder, run, planned):
     plan = planned()
     units = (dataclasses.replace(plan.units[0], operators=("[bold]a[/bold]",)), *plan.units[1:])
     dataclasses.replace(plan, units=units).save("marked.json")
+    (folder / "osdp_profile.json").unlink()  # which has no such operator
     assert "[bold]a[/bold]" in run("show", "marked.json")[1]
 
 
@@ -123,7 +145,7 @@ def test_help_names_every_command_and_argument_and_nothing_internal(capsys):
             lightning_osdp.cli.main([*arguments, "--help"])
         assert ended.value.code == 0
         text = " ".join(capsys.readouterr().out.split())
-        assert "lightning_osdp.cli" not in text
+        assert not any(internal in text for internal in ("lightning_osdp.cli", "type:", "null", "None"))
         if not arguments:
             assert all(name in text for name in COMMANDS)
         assert arguments != ("plan",) or "as in 8GiB" in text

@@ -19,6 +19,7 @@ from lightning_osdp.core.plans.plan import (
     Plan,
     Unit,
 )
+from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.errors import OSDPError, PlanFormatError, PlanMismatchError
 
@@ -124,6 +125,12 @@ def plans(draw: st.DrawFn) -> Plan:
             Block(name=name, activations=draw(st.sampled_from(ACTIVATION_CHOICES[1:])), frees_bytes=draw(BYTES))
             for name in draw(st.lists(st.text("ab", min_size=1, max_size=3), unique=True, max_size=3))
         ),
+        search_space=SearchSpace(
+            modes=draw(st.sampled_from([("ZDP",), ("DP",), ("ZDP", "DP")])),
+            slices=(1, *draw(st.lists(st.integers(2, 64), max_size=3))),
+            min_unit_bytes=draw(st.none() | BYTES),
+            share_units=draw(st.booleans()),
+        ),
         solver=draw(NAMES),
         cost_model=draw(st.sampled_from(COST_MODELS)),
         backward_prefetch=draw(st.sampled_from(PREFETCH_CHOICES)),
@@ -172,13 +179,45 @@ def test_the_document_starts_with_its_schema_and_ends_with_the_decisions():
     assert document.keys() - {"decisions"} == {field.name for field in dataclasses.fields(Plan)}
 
 
+def test_a_search_space_of_lists_and_sets_is_stored():
+    plan = dataclasses.replace(PLAN, search_space=SearchSpace(modes=["DP"], sync={"every"}, slices=[1, 2]))
+    read = Plan.from_json(plan.to_json())
+    assert read == plan
+    assert (read.search_space.modes, read.search_space.sync, read.search_space.slices) == (("DP",), ("every",), (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ([], "'search_space' of the plan to be a JSON object, got []"),
+        ({"mode": ["DP"]}, "unknown: ['mode']"),
+        ({"modes": "DP"}, "Expected 'modes' of 'search_space' of the plan to be a list of texts, got 'DP'"),
+        ({"modes": ["HSDP"]}, "SearchSpace(modes=...) must name at least one of ('ZDP', 'DP')"),
+        ({"slices": [1, 2.5]}, "to be a list of whole numbers below 2^63, got [1, 2.5]"),
+        ({"min_unit_bytes": "1"}, "to be null or a whole number below 2^63, got '1'"),
+        ({"share_units": None}, "to be true or false, got None"),
+    ],
+)
+def test_a_search_space_that_is_none_is_refused(entries, message):
+    with pytest.raises(PlanFormatError, match=re.escape(message)):
+        Plan.from_json(edited(search_space=entries))
+
+
 def test_a_fingerprint_may_be_any_mapping():
     plan = dataclasses.replace(PLAN, fingerprint=MappingProxyType(dict(PLAN.fingerprint)))
     assert Plan.from_json(plan.to_json()) == PLAN
 
 
 def test_decisions_may_be_left_out_and_defaults_too():
-    left_out = ("decisions", "solver", "cost_model", "backward_prefetch", "notes", "all_zdp_step_time_s")
+    left_out = (
+        "decisions",
+        "search_space",
+        "solver",
+        "cost_model",
+        "backward_prefetch",
+        "notes",
+        "all_zdp_step_time_s",
+    )
     minimal = edited(**dict.fromkeys(left_out, ...))
     plan = Plan.from_json(minimal)
     assert plan == dataclasses.replace(PLAN, solver="", all_zdp_step_time_s=0.0)

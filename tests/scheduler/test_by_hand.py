@@ -7,7 +7,6 @@ import pytest
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.profile import BlockProfile
-from lightning_osdp.core.step import Workload
 from lightning_osdp.scheduler import made_by_hand, make_plan
 
 MIB = 2**20
@@ -68,11 +67,10 @@ def test_any_micro_batch_is_the_largest_that_fits(blocks, cluster):
     ranks, limit_bytes = cluster(4, seconds_per_byte=1e-9), 100 * MIB
     for name, each in found_in(blocks, ranks, limit_bytes, BatchPolicy.scale()).items():
         assert each.fits
-        one_more = BatchPolicy.fixed(each.workload.micro_batch_size + 1)
+        one_more = BatchPolicy.fixed(each.micro_batch_size + 1)
         assert not found_in(blocks, ranks, limit_bytes, one_more)[name].fits
     assert all(
-        each.workload.micro_batch_size == 2
-        for each in found_in(blocks, ranks, limit_bytes, BatchPolicy.scale(2)).values()
+        each.micro_batch_size == 2 for each in found_in(blocks, ranks, limit_bytes, BatchPolicy.scale(2)).values()
     )
 
 
@@ -85,7 +83,7 @@ def test_a_global_batch_is_divided_into_the_fastest_micro_batches_that_fit(block
             for size in (1, 2, 3, 4, 6, 12)
         ]
         assert each.step_time_s == min(other.step_time_s for other in others if other.fits)
-        assert each.workload.num_samples == 12
+        assert each.micro_batch_size * each.num_micro_batches == 12
 
 
 def test_what_does_not_fit_comes_last_at_its_smallest(blocks, cluster):
@@ -93,7 +91,7 @@ def test_what_does_not_fit_comes_last_at_its_smallest(blocks, cluster):
     found = made_by_hand(blocks, ranks, memory_limit_bytes=30 * MIB, policy=BatchPolicy.scale())
     assert [each.fits for each in found] == sorted((each.fits for each in found), reverse=True)
     assert not found[-1].fits
-    assert found[-1].workload == Workload(micro_batch_size=1)
+    assert found[-1].micro_batch_size == 1
 
 
 def test_no_plan_is_slower_than_what_is_made_by_hand(blocks, cluster):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.errors import PlanFormatError
 
 T = TypeVar("T")
@@ -33,6 +34,11 @@ _KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "float": ("a finite number", _is_number),
     "bool": ("true or false", lambda value: isinstance(value, bool)),
     "tuple[str, ...]": ("a list of texts", _are_texts),
+    "tuple[int, ...]": (
+        "a list of whole numbers below 2^63",
+        lambda value: isinstance(value, list) and all(map(_is_whole, value)),
+    ),
+    "int | None": ("null or a whole number below 2^63", lambda value: value is None or _is_whole(value)),
     "Mapping[str, str]": (
         "an object of texts",
         lambda value: isinstance(value, dict) and _are_texts([*value.values()]),
@@ -43,6 +49,7 @@ _KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
     ),
     "tuple[Unit, ...]": ("a list of units", lambda value: isinstance(value, tuple)),
     "tuple[Block, ...]": ("a list of blocks", lambda value: isinstance(value, tuple)),
+    "SearchSpace": ("a search space", lambda value: isinstance(value, SearchSpace)),
 }
 """Annotation of a field -> what to call it, and whether a JSON value is one."""
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from lightning_osdp.core.modes import ACTIVATION_CHOICES, MODES, SYNC_CHOICES, ShardingMode
 from lightning_osdp.core.plans.document import read_dataclass, shown, write_whole
+from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.plans.summary import summary
 from lightning_osdp.core.slices import slice_names
-from lightning_osdp.errors import PlanFormatError, PlanMismatchError
+from lightning_osdp.errors import ConfigurationError, PlanFormatError, PlanMismatchError
 
 SCHEMA_VERSION = 3
 PREFETCH_CHOICES = ("pre", "none")
@@ -113,6 +114,8 @@ class Plan:
     """Modules that recompute or offload what they save for backward, in forward order; all others keep it."""
     recomputable: tuple[Block, ...] = ()
     """Of those that keep it, modules that might recompute, with what that would free and take, in forward order."""
+    search_space: SearchSpace = field(default_factory=SearchSpace)
+    """What it was chosen from; everything where a plan does not say."""
     solver: str = ""
     cost_model: str = "simulate"
     """What predicted it: ``simulate``, a step as ``fully_shard`` runs it, or ``paper``, the sums of equation 1."""
@@ -153,6 +156,11 @@ class Plan:
             for unit in self.units
             for operator in unit.operators
         )
+
+    @property
+    def has_given_blocks(self) -> bool:
+        """Whether its `blocks` were not chosen: nothing but to keep what they save was offered."""
+        return bool(self.blocks) and self.search_space.activations == ("keep",)
 
     @property
     def predicted_gain(self) -> float:
@@ -254,6 +262,8 @@ def _read(document: object, source: str) -> Plan:
         entries[field_name] = tuple(
             read_dataclass(Block, block, f"{field_name}[{i}] of {source}") for i, block in enumerate(blocks)
         )
+    if "search_space" in entries:
+        entries["search_space"] = _read_search_space(entries["search_space"], f"'search_space' of {source}")
     plan = read_dataclass(Plan, entries, source)
     _check_units(plan.units, source)
     _check_blocks((*plan.blocks, *plan.recomputable), source)
@@ -269,6 +279,13 @@ def _read(document: object, source: str) -> Plan:
             " Edit 'units' (they say what is sharded how) and delete 'decisions' (they are derived)."
         )
     return plan
+
+
+def _read_search_space(entries: object, where: str) -> SearchSpace:
+    try:
+        return read_dataclass(SearchSpace, entries, where)
+    except ConfigurationError as error:
+        raise PlanFormatError(f"Expected {where} to be one that a plan can be chosen from, but: {error}") from error
 
 
 def _check_least(value: Plan | Unit | Block, where: str, least: int, *fields: str) -> None:

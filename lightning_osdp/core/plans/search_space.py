@@ -58,6 +58,8 @@ class SearchSpace:
             )
         if not isinstance(self.share_units, bool):
             raise ConfigurationError(f"SearchSpace(share_units=...) must be True or False, got {self.share_units!r}.")
+        for name in ("modes", "sync", "slices", "activations"):  # of a list or a set, too, which plans could not store
+            object.__setattr__(self, name, tuple(getattr(self, name)))
 
 
 def _members(value: object) -> Collection[object]:

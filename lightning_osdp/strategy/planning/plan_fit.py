@@ -18,7 +18,7 @@ from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.profiler import measure_cluster
-from lightning_osdp.report import tell_accumulation
+from lightning_osdp.report import Advice, advise, tell_accumulation
 from lightning_osdp.scheduler import PlanMethod, make_plan
 from lightning_osdp.simulation import StepEstimate, simulate
 from lightning_osdp.strategy.batching.division import Division, Windows
@@ -47,6 +47,7 @@ class Choice(NamedTuple):
     groups: Sequence[Group] | None = None
     """Of the parameters of the whole model's optimizers."""
     watch: BatchWatch | None = None
+    advice: Sequence[Advice] = ()
 
 
 def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, setup: Setup) -> Choice:
@@ -117,7 +118,14 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
         rank_zero_info(f"OSDP: {told} (against your own micro-batches, each of which reduces all gradients)")
     is_own = windows is None and plan.micro_batch_size == current
     division = Division(None if is_own else plan, windows, policy.micro_batch_sizes, profiler.peeked)
-    return Choice(plan, division, simulate(plan, measured, cluster), profiler.groups, BatchWatch(profiler.batch))
+    return Choice(
+        plan,
+        division,
+        simulate(plan, measured, cluster),
+        profiler.groups,
+        BatchWatch(profiler.batch),
+        advice=on_rank_zero(lambda: advise(plan, measured, cluster)),
+    )
 
 
 def _bytes_on(device: torch.device, module: pl.LightningModule) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.progress import Progress, silent
 from lightning_osdp.core.text.stored import CLUSTER_FILENAME, PLAN_FILENAME, PROFILE_FILENAME
-from lightning_osdp.report import plan_table, save_picture, show
+from lightning_osdp.report import Advice, plan_table, save_picture, show
 from lightning_osdp.simulation import StepEstimate
 from lightning_osdp.strategy.options import Setup
 from lightning_osdp.strategy.runtime.all_ranks import on_rank_zero
@@ -65,7 +65,13 @@ def _sentence(stage: str, detail: str) -> str:
     return f"OSDP: {stage}" + (f", {detail}" if detail else "")
 
 
-def publish(trainer: pl.Trainer, plan: Plan, estimate: StepEstimate | None = None, setup: Setup | None = None) -> None:
+def publish(
+    trainer: pl.Trainer,
+    plan: Plan,
+    estimate: StepEstimate | None = None,
+    setup: Setup | None = None,
+    advice: Sequence[Advice] = (),
+) -> None:
     """Writes, draws and prints the plan on rank 0, and has its predictions checked while it trains. All ranks call it.
 
     `estimate` and `setup` are what a step was predicted to take, and where; None where a plan was given.
@@ -76,7 +82,7 @@ def publish(trainer: pl.Trainer, plan: Plan, estimate: StepEstimate | None = Non
     def write() -> None:
         if is_kept:
             plan.save(path)
-        show(plan_table(plan))
+        show(plan_table(plan, advice))
         if is_kept:
             rank_zero_info(f"OSDP: plan written to {path}; {_draw(plan, path.with_suffix('.svg'), estimate)}")
         if estimate is not None and setup is not None and trainer.checkpoint_callbacks:

@@ -137,7 +137,7 @@ class Units:
             if choice.plan is not None:
                 if trainer.state.fn == TrainerFn.FITTING:
                     tell_of_unfreezing(trainer)
-                publish(trainer, choice.plan, choice.estimate, setup)
+                publish(trainer, choice.plan, choice.estimate, setup, choice.advice)
             found = sharded(module, choice.plan, options, setup, **kwargs)
         self.division, self._groups, self.batches = choice.division, choice.groups, choice.watch
         self._is_for_training = trainer.state.fn == TrainerFn.FITTING

@@ -1,0 +1,155 @@
+"""A predicted step and real ones, read from their traces in the same words.
+
+In a real trace Lightning names forward, backward and the optimizer's step, ``fully_shard`` names what it does for which
+unit, and gloo its collectives, which run in threads of their own: it reduces and scatters by an all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+
+PARTS = ("forward", "backward", "all-gather", "reduce-scatter", "runtime of units", "optimizer step", "other")
+COMMUNICATION = ("all-gather", "reduce-scatter")
+_BATCH, _STEP = "[pl][profile]run_training_batch", "Optimizer.step#"
+_RUNS = {"forward": "Strategy.training_step", "backward": "Strategy.backward"}
+_RUNTIME = "FSDP::"
+_GATHERS, _REDUCES = "FSDP::all_gather (", "FSDP::post_backward_reduce ("
+_S = 1e-6
+
+
+@dataclass(frozen=True)
+class Span:
+    """From when to when, in seconds from the start of the step, and what that was: one of `PARTS`."""
+
+    part: str
+    start_s: float
+    end_s: float
+    unit: str = ""
+    """Of a collective: first module of its unit."""
+
+    @property
+    def length_s(self) -> float:
+        """Seconds."""
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """One optimizer step of one rank."""
+
+    spans: tuple[Span, ...]
+    """What computes, one thing after the other, and collectives, which may run meanwhile."""
+    total_s: float
+
+    def seconds(self, part: str) -> float:
+        """Of one of `PARTS`; those of the runtime are less the collectives that it waits for."""
+        if part == "other":
+            return self.total_s - sum(map(self.seconds, PARTS[:-1]))
+        found = sum(span.length_s for span in self.spans if span.part == part)
+        if part != "runtime of units":
+            return found
+        waits = [span for span in self.spans if span.part == part]
+        collectives = [span for span in self.spans if span.part in COMMUNICATION]
+        return found - sum(_common_s(one, other) for one in waits for other in collectives)
+
+    @property
+    def collectives(self) -> list[tuple[str, str]]:
+        """Kinds and units, in order."""
+        found = sorted((span for span in self.spans if span.part in COMMUNICATION), key=lambda span: span.start_s)
+        return [(span.part, span.unit) for span in found]
+
+
+def predicted_step(trace: Mapping[str, Any]) -> TracedStep:
+    """The step in a trace that `chrome_trace` has made."""
+    spans = []
+    for event in _complete(trace):
+        _, _, rest = event["name"].partition(" ")
+        part = next((each for each in PARTS if event["name"].startswith(each)), "runtime of units")
+        unit = rest if part in COMMUNICATION else ""
+        spans.append(Span(part, event["ts"] * _S, (event["ts"] + event["dur"]) * _S, unit))
+    return TracedStep(tuple(spans), trace["otherData"]["step_time_s"])
+
+
+def real_steps(trace: Mapping[str, Any]) -> list[TracedStep]:
+    """The optimizer steps that ``Trainer(profiler=PyTorchProfiler(...))`` has traced of a rank over gloo."""
+    events = sorted(_complete(trace), key=lambda event: event["ts"])
+    steps = [_real_step(event, events) for event in events if event["name"] == _BATCH]
+    # tracing may begin and end within a step
+    return [step for step in steps if {*_RUNS} <= {span.part for span in step.spans}]
+
+
+def _real_step(batch: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> TracedStep:
+    begin, end = batch["ts"], batch["ts"] + batch["dur"]
+    inside = [event for event in events if begin <= event["ts"] and event["ts"] + event["dur"] <= end]
+
+    def spans(part: str, chosen: Iterable[Mapping[str, Any]]) -> list[Span]:
+        return [Span(part, (each["ts"] - begin) * _S, (each["ts"] + each["dur"] - begin) * _S) for each in chosen]
+
+    runtime = _outermost(spans("runtime of units", (each for each in inside if each["name"].startswith(_RUNTIME))))
+    found = [*runtime]
+    for part, name in _RUNS.items():
+        for span in spans(part, (each for each in inside if each["name"].endswith(name))):
+            found += _without(span, runtime)
+    last_s = max((span.end_s for span in found), default=0.0)
+    for step in spans("optimizer step", (each for each in inside if each["name"].startswith(_STEP))):
+        found.append(Span("optimizer step", last_s, step.end_s))
+    for part, caller, name in (
+        ("all-gather", _GATHERS, "gloo:all_gather"),
+        ("reduce-scatter", _REDUCES, "gloo:all_reduce"),
+    ):
+        calls = [each for each in inside if each["name"].startswith(caller)]
+        for each in (each for each in inside if each["name"] == name):
+            before = [call for call in calls if call["ts"] <= each["ts"]]
+            if before and (part == "all-gather" or each["ts"] <= before[-1]["ts"] + before[-1]["dur"]):
+                unit = before[-1]["name"][len(caller) :].rstrip(")").partition(",")[0]
+                (span,) = spans(part, [each])
+                found.append(Span(part, span.start_s, span.end_s, unit))
+    return TracedStep(tuple(found), batch["dur"] * _S)
+
+
+def _complete(trace: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [event for event in trace["traceEvents"] if event["ph"] == "X"]
+
+
+def _outermost(spans: Sequence[Span]) -> list[Span]:
+    """Without those inside others."""
+    found: list[Span] = []
+    for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
+        if not found or span.end_s > found[-1].end_s:
+            found.append(span)
+    return found
+
+
+def _without(span: Span, others: Sequence[Span]) -> list[Span]:
+    """What is left of a span between others, which follow each other."""
+    found, start_s = [], span.start_s
+    for other in others:
+        if span.start_s <= other.start_s and other.end_s <= span.end_s:
+            found.append(Span(span.part, start_s, other.start_s))
+            start_s = other.end_s
+    return [*found, Span(span.part, start_s, span.end_s)]
+
+
+def _common_s(one: Span, other: Span) -> float:
+    return max(0.0, min(one.end_s, other.end_s) - max(one.start_s, other.start_s))
+
+
+def typical(steps: Sequence[TracedStep]) -> TracedStep:
+    """The one whose length is the median."""
+    return sorted(steps, key=lambda step: step.total_s)[(len(steps) - 1) // 2]
+
+
+def table(predicted: TracedStep, real: Sequence[TracedStep]) -> Table:
+    """Milliseconds of each part, of real steps the median, the least and the most."""
+    found = Table("one optimizer step, ms", "predicted", "real", "least", "most")
+    rows = [(part, predicted.seconds(part), [step.seconds(part) for step in real]) for part in PARTS]
+    rows.append(("all", predicted.total_s, [step.total_s for step in real]))
+    for name, expected_s, measured_s in rows:
+        numbers = (expected_s, median(measured_s), min(measured_s), max(measured_s))
+        found.add_row(name, *(f"{1e3 * seconds:.1f}" for seconds in numbers))
+    return found
