@@ -22,8 +22,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_osdp.apply import ShardedModel, fully_shard_arguments
+from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
+from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.profiler import Census
 from lightning_osdp.strategy.checkpointing import averaging, load, saving, stored_plan
@@ -147,6 +149,16 @@ class OSDPStrategy(FSDPStrategy):
         if self._units.model is not None:
             return self._units.model.sharded.plan
         return self._launcher.plan if isinstance(self._launcher, GatheringLauncher) else None
+
+    @property
+    def profile(self) -> ModelProfile | None:
+        """What this rank found of the model; None before a fit, and where the plan was given."""
+        return self._units.profile
+
+    @property
+    def cluster(self) -> Cluster | None:
+        """What this rank found of the ranks and links; None before a fit, and where the plan was given."""
+        return self._units.cluster
 
     @property
     def _sharded(self) -> ShardedModel:

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_osdp import OSDPStrategy, SearchSpace
+from lightning_osdp import OSDPStrategy, SearchSpace, simulate
 from lightning_osdp.callbacks import PlanMonitor
 from lightning_osdp.errors import OSDPError
 from lightning_osdp.strategy.planning import profile_fit
@@ -73,6 +73,7 @@ def plans_itself():
         "modes": {unit.modes[0] for unit in plan.units if unit.name},
         "limit": limit,
         "plan": plan,
+        "again": simulate(plan, fit.strategy.profile, fit.strategy.cluster).peak.peak_bytes,
         "counted": check.measured.peak_bytes,
         "step_time_s": check.measured.step_time_s,
         "text": text.getvalue(),
@@ -274,6 +275,9 @@ def given_plans():
     return {
         "by_value": fitted(OSDPStrategy(plan=plan), WideMLP()).strategy.plan == plan,
         "by_path": fitted(OSDPStrategy(plan=str(folder / "plan.json")), WideMLP()).strategy.plan == plan,
+        "made_of": [
+            getattr(fitted(OSDPStrategy(plan=plan), WideMLP()).strategy, name) for name in ("profile", "cluster")
+        ],
         "missing": failure(lambda: fitted(OSDPStrategy(plan=folder / "none.json"), WideMLP())),
         "world_size": failure(lambda: fitted(OSDPStrategy(plan=wrong), WideMLP())),
         "model": failure(lambda: fitted(OSDPStrategy(plan=plan), GPT())),

@@ -15,6 +15,7 @@ def test_plans_itself_under_a_limit_that_forces_a_mix(ranks, world_size):
     assert first["modes"] == {"DP", "ZDP"}
     assert [other["plan"] for other in others] == [first["plan"]] * (world_size - 1)
     assert first["plan"].peak_bytes <= first["limit"]
+    assert first["again"] == first["plan"].peak_bytes  # of the profile and the cluster that the strategy has
     assert first["counted"] <= first["limit"]
     assert first["counted"] == pytest.approx(first["plan"].peak_bytes, rel=2e-3)
     assert first["step_time_s"] > 0
@@ -104,6 +105,7 @@ def test_given_plans_are_used_or_refused(ranks, world_size):
     found = ranks(world_size).run(cases.given_plans)[0]
     assert found["by_value"]
     assert found["by_path"]
+    assert found["made_of"] == [None, None]
     assert found["missing"][0] == "PlanFormatError"
     assert "none.json' but it cannot be read" in found["missing"][1].replace("',", "'")
     assert found["world_size"][0] == found["model"][0] == "PlanMismatchError"

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_osdp.core.cluster import CUDA_HEADROOM
+from lightning_osdp.core.cluster import CUDA_HEADROOM, Cluster
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import ModelProfile
@@ -48,6 +48,8 @@ class Choice(NamedTuple):
     """Of the parameters of the whole model's optimizers."""
     watch: BatchWatch | None = None
     advice: Sequence[Advice] = ()
+    profile: ModelProfile | None = None
+    cluster: Cluster | None = None
 
 
 def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, setup: Setup) -> Choice:
@@ -125,6 +127,8 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
         profiler.groups,
         BatchWatch(profiler.batch),
         advice=on_rank_zero(lambda: advise(plan, measured, cluster)),
+        profile=measured,
+        cluster=cluster,
     )
 
 

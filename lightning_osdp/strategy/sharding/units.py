@@ -20,7 +20,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.optim import Optimizer
 
 from lightning_osdp.apply import ShardedModel, is_inside
+from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.strategy.batching.division import Division
 from lightning_osdp.strategy.batching.first_batch import BatchWatch
@@ -46,6 +48,7 @@ class Units:
         model: what is sharded, which has the plan; None before setup.
         division: of optimizer steps into micro-batches.
         batches: watches for larger ones than what was planned for.
+        profile, cluster: what the plan was made of; None where it was given.
     """
 
     def __init__(self, strategy: FSDPStrategy, options: Options) -> None:
@@ -53,6 +56,8 @@ class Units:
         self.model: ReusableModel | None = None
         self.division = Division()
         self.batches: BatchWatch | None = None
+        self.profile: ModelProfile | None = None
+        self.cluster: Cluster | None = None
         self._is_for_training = False
         # of the whole model's optimizers, until there are those of the sharded one
         self._groups: Sequence[Group] | None = None
@@ -140,6 +145,7 @@ class Units:
                 publish(trainer, choice.plan, choice.estimate, setup, choice.advice)
             found = sharded(module, choice.plan, options, setup, **kwargs)
         self.division, self._groups, self.batches = choice.division, choice.groups, choice.watch
+        self.profile, self.cluster = choice.profile, choice.cluster
         self._is_for_training = trainer.state.fn == TrainerFn.FITTING
         _move_torchmetrics_to_device(module, strategy.root_device)
         return ReusableModel(found, self._settings(), summaries)
