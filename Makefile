@@ -28,7 +28,7 @@ TORCH_WANTED := $(VENV)/.torch-requirement
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # tests and training time themselves: nothing may run beside them
-.PHONY: help demo test test-all lint types docs unit faults soak clean FORCE
+.PHONY: help demo test test-all lint types docs unit faults soak gpu-check clean FORCE
 
 help:
 	@echo "make demo   train minGPT under an OSDP plan on two CPU ranks"
@@ -37,6 +37,7 @@ help:
 	@echo "make lint | types | docs | unit   one part of it"
 	@echo "make faults kill ranks 20 times, inside saving too, and resume; have them raise, stall and terminate"
 	@echo "make soak   train on four ranks for an hour, and see that nothing grows"
+	@echo "make gpu-check  everything that is assumed of CUDA, one line PASS or FAIL each: 15 minutes on one GPU"
 	@echo "make clean  remove .venv, caches and built docs"
 
 demo: $(INSTALLED)
@@ -68,6 +69,9 @@ faults: $(INSTALLED)
 
 soak: $(INSTALLED)
 	PYTHONWARNINGS=ignore $(BIN)/python benchmarks/soak.py --minutes $(MINUTES)
+
+gpu-check: $(INSTALLED)
+	PYTHONWARNINGS=ignore $(BIN)/python benchmarks/gpu_check.py --output gpu_check.json
 
 clean:
 	rm -rf $(VENV) docs/_build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -108,11 +108,13 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def outcome(case: Case, launcher: Launcher, plan: Path) -> Outcome:
+def outcome(case: Case, launcher: Launcher, plan: Path, *, on_gpus: bool = False) -> Outcome:
     """Runs a case; nothing of it is left when this returns."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
+        if not on_gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ""
         with (folder / "output").open("w") as output:
             process = subprocess.Popen(
                 command(case, launcher, folder, plan), stdout=output, stderr=output, env=environment

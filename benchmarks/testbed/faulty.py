@@ -1,4 +1,7 @@
-"""A training script in which one rank fails in its third step: see `rank_faults`, which starts it."""
+"""A training script in which one rank fails in its third step: see `rank_faults`, which starts it.
+
+It trains on GPUs where it sees any.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +22,26 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_osdp import OSDPStrategy
 
 Place = Literal["setup", "training_step", "validation_step"]
-Fault = Literal["raise", "kill", "stall", "none"]
+Fault = Literal["raise", "kill", "stall", "stop", "index", "none"]
 WIDTH, BATCH_SIZE = 16, 2
 
 
-def _raise() -> None:
+def _raise(_: torch.device) -> None:
     raise ValueError("this rank has failed")
 
 
-FAULTS: dict[str, Callable[[], None]] = {
+def _read_beyond(device: torch.device) -> None:
+    """On CUDA the device finds out, and tells when something else is asked of it."""
+    nn.functional.embedding(torch.tensor([5], device=device), torch.zeros(2, 3, device=device))
+
+
+FAULTS: dict[str, Callable[[torch.device], None]] = {
     "raise": _raise,
-    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "stall": lambda: time.sleep(3600),
-    "none": lambda: None,
+    "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
+    "stall": lambda _: time.sleep(3600),
+    "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
+    "index": _read_beyond,
+    "none": lambda _: None,
 }
 
 
@@ -46,7 +56,7 @@ class Model(L.LightningModule):
     def _pass(self, place: Place) -> None:
         if place == self.place and self.global_rank == self.rank and (self.global_step >= 3 or place == "setup"):
             (self.folder / "fault").touch()
-            FAULTS[self.fault]()
+            FAULTS[self.fault](self.device)
 
     def setup(self, stage: str) -> None:
         """Writes the process id."""
@@ -103,7 +113,7 @@ def main(
     torch.set_num_threads(1)
     trainer = L.Trainer(
         strategy=OSDPStrategy(plan=plan, start_method=method, timeout=timedelta(seconds=timeout_s)),
-        accelerator="cpu",
+        accelerator="auto",
         devices=ranks,
         max_steps=max_steps,
         max_epochs=-1,

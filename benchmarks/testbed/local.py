@@ -1,4 +1,4 @@
-"""Ranks that are processes of this machine, with gloo between them; they start once and run many functions."""
+"""Ranks that are processes of this machine; they start once and run many functions."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _TIMEOUT = timedelta(seconds=300)
 
 
 @cache
-def local_ranks(num_ranks: int) -> LocalRanks:
-    """Ranks of this number; always the same."""
-    return LocalRanks(num_ranks)
+def local_ranks(num_ranks: int, backend: str = "gloo") -> LocalRanks:
+    """Ranks of this number, on CPU, or with ``nccl`` each on a GPU of its own; always the same."""
+    return LocalRanks(num_ranks, backend)
 
 
 class LocalRanks:
     """Processes with one thread each; they end with this one."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, backend: str = "gloo") -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         context = get_context("forkserver")
         context.set_forkserver_preload(["lightning_osdp"])  # else every rank imports torch and Lightning for itself
         self._ranks = [
-            ProcessPoolExecutor(1, context, initializer=_join, initargs=(rank, num_ranks, port))
+            ProcessPoolExecutor(1, context, initializer=_join, initargs=(rank, num_ranks, port, backend))
             for rank in range(num_ranks)
         ]
 
@@ -54,7 +54,7 @@ class LocalRanks:
         return [future.result() for future in futures]
 
 
-def _join(rank: int, num_ranks: int, port: int) -> None:
+def _join(rank: int, num_ranks: int, port: int, backend: str) -> None:
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -63,4 +63,6 @@ def _join(rank: int, num_ranks: int, port: int) -> None:
         "MASTER_PORT": str(port),
     }
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=_TIMEOUT)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, timeout=_TIMEOUT)

@@ -13,6 +13,7 @@ from torch import Tensor
 from benchmarks.families import Family, build
 from lightning_osdp.apply import ShardedModel
 from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.profiler.machine.stopwatch import synchronize
 from lightning_osdp.strategy.precision import OSDPPrecision
 
 _CPU = torch.device("cpu")
@@ -28,16 +29,17 @@ class Step:
         module: the model that the plan is for; it is sharded in place.
         plan: with the micro-batch and the number of micro-batches to train with.
         precision: the Trainer's argument of this name.
+        device: where the rank trains.
     """
 
-    def __init__(self, module: Family, plan: Plan, *, precision: Any = "32-true") -> None:
+    def __init__(self, module: Family, plan: Plan, *, precision: Any = "32-true", device: torch.device = _CPU) -> None:
         self._precision = OSDPPrecision(precision)
-        self._precision.use_device(_CPU)
+        self._precision.use_device(device)
         self._module = module
         mixed_precision = self._precision.mixed_precision_config
-        self.sharded = ShardedModel.planned(module, plan, device=_CPU, mixed_precision=mixed_precision)
+        self.sharded = ShardedModel.planned(module, plan, device=device, mixed_precision=mixed_precision)
         self.optimizer = module.configure_optimizers()
-        self.batch = module.batch(plan.micro_batch_size)
+        self.batch = tuple(tensor.to(device) for tensor in module.batch(plan.micro_batch_size))
         self._num_micro_batches = plan.num_micro_batches
 
     def __call__(self) -> None:
@@ -67,7 +69,9 @@ class Step:
         return loss
 
 
-def time_in_turns(steps: Mapping[str, Callable[[], None]], *, num_rounds: int) -> dict[str, list[float]]:
+def time_in_turns(
+    steps: Mapping[str, Callable[[], None]], *, num_rounds: int, device: torch.device = _CPU
+) -> dict[str, list[float]]:
     """Seconds of each step, taken A B C A B C: what slows the machine for a while slows all of them.
 
     Ranks begin each step together. Call it on all ranks of the default process group.
@@ -75,6 +79,7 @@ def time_in_turns(steps: Mapping[str, Callable[[], None]], *, num_rounds: int) -
     Args:
         steps: by name.
         num_rounds: timed ones, after one to warm up.
+        device: waited for, at the end of each.
     """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(1 + num_rounds):
@@ -82,6 +87,7 @@ def time_in_turns(steps: Mapping[str, Callable[[], None]], *, num_rounds: int) -
             dist.barrier()
             start_s = time.perf_counter()
             step()
+            synchronize(device)
             seconds[name].append(time.perf_counter() - start_s)
     return {name: found[1:] for name, found in seconds.items()}
 

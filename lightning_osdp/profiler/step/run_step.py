@@ -100,7 +100,7 @@ def samples_of(batch: Any, batch_size: int, samples: Sequence[int]) -> Any | Non
         if tensor.dim() == 0 or tensor.shape[0] != batch_size:
             return tensor
         found = True
-        return tensor[torch.tensor(samples, device=tensor.device)]
+        return tensor[torch.tensor(samples).to(tensor.device)]
 
     changed = tree_map_only(Tensor, resize, batch)
     return changed if found else None

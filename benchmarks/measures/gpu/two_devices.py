@@ -1,0 +1,237 @@
+"""Checks of two ranks: each on a GPU of its own with NCCL, or on CPU with gloo, where the checks check themselves."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import FSDPStrategy, Strategy
+
+from benchmarks.measures.gpu.finding import Check, Finding
+from benchmarks.measures.gpu.models import batch_on, made, num_samples_on, unit_names
+from benchmarks.measures.gpu.one_device import losses_of, mixed_plan
+from benchmarks.rank_faults import Case, Launcher, make_plan, outcome
+from benchmarks.testbed.local import local_ranks
+from benchmarks.testbed.plans import plan_of
+from benchmarks.testbed.step import Step, time_in_turns
+from benchmarks.testbed.training import StartedRanks
+from lightning_osdp import Cluster, ModelProfile, OSDPStrategy, TrainingStep, measure_cluster, profile_model
+from lightning_osdp.core.batch_policy import BatchPolicy
+from lightning_osdp.scheduler import make_plan as search
+from lightning_osdp.simulation import simulate
+from lightning_osdp.strategy.runtime.all_ranks import in_step
+
+NUM_RANKS = 2
+_NUM_MEASURED, _MOST_APART = 5, 1.25
+_NUM_ROUNDS, _NEAR = 10, 0.03
+_NUM_STEPS = {"cuda": 200, "cpu": 3}
+_MOST_SAMPLES = {"cuda": None, "cpu": 4}
+FAULTS: tuple[tuple[Launcher, Case], ...] = (
+    ("popen", Case("kill", ("--fault", "kill"), r"(?i)rank: 1|rank +: 1|Rank 1")),
+    ("popen", Case("exception", ("--fault", "raise"), r"(?i)Rank 1 failed: ValueError: this rank has failed")),
+    ("popen", Case("SIGTERM", (), "Rank 1 received SIGTERM", ("pid-1",))),
+    # one that is stopped cannot end itself: its launcher does
+    ("torchrun", Case("SIGSTOP", ("--fault", "stop", "--timeout_s", "30"), "Rank 1 stalled", bound_s=120.0)),
+)
+
+
+def _on_ranks(device: torch.device, function: Callable[..., Any], **kwargs: Any) -> list[Any]:
+    """What it returns on each rank; where one fails, the next check has others."""
+    try:
+        return local_ranks(NUM_RANKS, "nccl" if device.type == "cuda" else "gloo").run(
+            function, kind=device.type, **kwargs
+        )
+    except Exception:
+        local_ranks.cache_clear()
+        raise
+
+
+def _own(kind: str) -> torch.device:
+    """This rank's device."""
+    return torch.device(kind, dist.get_rank()) if kind == "cuda" else torch.device(kind)
+
+
+def _cluster(kind: str) -> Cluster:
+    return measure_cluster(_own(kind), local_ranks=NUM_RANKS)
+
+
+def _measured(*, kind: str) -> list[dict[str, Any]]:
+    found = []
+    for _ in range(_NUM_MEASURED):
+        cluster = _cluster(kind)
+        found.append(
+            {
+                "gather_ms": cluster.all_gather.ring_s(16 * 2**20, NUM_RANKS) * 1e3,
+                "reduce_ms": cluster.reduce_scatter.ring_s(16 * 2**20, NUM_RANKS) * 1e3,
+                "step_us": cluster.all_gather.latency_s * 1e6,
+                "unit_us": sum(part.fixed_s for part in cluster.unit_overhead.values()) * 1e6,
+                "overlaps": cluster.overlaps,
+            }
+        )
+    return found
+
+
+def links(device: torch.device) -> Iterator[Finding]:
+    """Links five times: each time about the same."""
+    found = _on_ranks(device, _measured)[0]
+    for name in ("gather_ms", "reduce_ms"):
+        values = [each[name] for each in found]
+        numbers = {"16_MiB_ms": [round(value, 4) for value in values], "apart": max(values) / min(values)}
+        yield Finding(f"links: {name[:-3]}", numbers["apart"] <= _MOST_APART or device.type == "cpu", numbers)
+    overlaps = {each["overlaps"] for each in found}
+    numbers = {"overlaps": sorted(overlaps)} | {
+        name: [round(each[name], 2) for each in found] for name in ("step_us", "unit_us")
+    }
+    yield Finding("links: overlap", len(overlaps) == 1, numbers)
+
+
+def _losses(*, strategy: str, kind: str) -> list[float]:
+    device = _own(kind)
+    made_of: dict[str, Any] = {
+        "osdp": OSDPStrategy(plan=mixed_plan(made("gpt"), NUM_RANKS, num_samples_on(device)), batch_size="keep"),
+        "ddp": "ddp",
+        "fsdp": FSDPStrategy(auto_wrap_policy={type(made("gpt").get_submodule(unit_names(made("gpt"))[0]))}),
+    }
+    chosen: Strategy | str = made_of[strategy]
+    return losses_of(made("gpt"), device, strategy=chosen, devices=NUM_RANKS, plugins=[StartedRanks()])
+
+
+def losses(device: torch.device) -> Iterator[Finding]:
+    """Losses beside those of Lightning's own strategies."""
+    ours = _on_ranks(device, _losses, strategy="osdp")[0]
+    for name in ("ddp", "fsdp") if device.type == "cuda" else ("ddp",):
+        theirs = _on_ranks(device, _losses, strategy=name)[0]
+        apart = max(abs(one - other) / abs(other) for one, other in zip(ours, theirs, strict=True))
+        yield Finding(f"losses: {name}", apart <= 1e-4, {"apart": apart, "steps": len(ours), "last": theirs[-1]})
+
+
+def faults(device: torch.device) -> Iterator[Finding]:
+    """A rank that ends in any way: all end soon, and say which."""
+    with tempfile.TemporaryDirectory() as folder:
+        plan = make_plan(Path(folder))
+        for launcher, case in FAULTS:
+            found = outcome(case, launcher, plan, on_gpus=device.type == "cuda")
+            numbers = {"seconds": found.seconds, "exit_code": found.exit_code, "orphans": len(found.orphans)}
+            is_good = found.told is not None and not found.orphans and found.exit_code not in {0, signal.SIGKILL}
+            yield Finding(f"faults: {case.name}", is_good, numbers | {"told": (found.told or found.output)[-200:]})
+
+
+def _profiled(kind: str) -> ModelProfile:
+    device, module = _own(kind), made("gpt")
+    module.to(device)
+    training = TrainingStep(module.loss, batch_size=num_samples_on(device))
+    return profile_model(module, batch_on(device, module), training, together=in_step)
+
+
+def _ordered(*, kind: str) -> list[dict[str, Any]]:
+    device, names = _own(kind), unit_names(made("gpt"))
+    cluster, profile = _cluster(kind), _profiled(kind)
+    modes = {
+        "ZDP": dict.fromkeys(names, "ZDP"),
+        "DP": dict.fromkeys(names, "DP"),
+        "both": {name: ("ZDP", "DP")[index % 2] for index, name in enumerate(names)},
+    }
+    num_samples = num_samples_on(device)
+    plans = {
+        name: plan_of(made("gpt"), of, world_size=NUM_RANKS, micro_batch_size=num_samples) for name, of in modes.items()
+    }
+    steps = {name: Step(made("gpt"), plan, device=device) for name, plan in plans.items()}
+    measured = time_in_turns(steps, num_rounds=_NUM_ROUNDS, device=device)
+    return [
+        {
+            "plan": name,
+            "predicted_s": simulate(plan, profile, cluster).time_s,
+            "measured_s": in_slowest(min(measured[name]), device),
+        }
+        for name, plan in plans.items()
+    ]
+
+
+def in_slowest(seconds: float, device: torch.device) -> float:
+    """On the slowest rank."""
+    found = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return float(found.item())
+
+
+def order(device: torch.device) -> Iterator[Finding]:
+    """Three plans: no two whose steps differ are predicted the other way around."""
+    rows = _on_ranks(device, _ordered)[0]
+    wrong = [
+        f"{one['plan']}, {other['plan']}"
+        for one, other in combinations(rows, 2)
+        if abs(one["measured_s"] / other["measured_s"] - 1) > _NEAR
+        and (one["measured_s"] - other["measured_s"]) * (one["predicted_s"] - other["predicted_s"]) < 0
+    ]
+    numbers = {f"{row['plan']}_{what}_ms": row[f"{what}_s"] * 1e3 for row in rows for what in ("predicted", "measured")}
+    yield Finding("order of plans", not wrong or device.type == "cpu", numbers | {"wrong": wrong})
+
+
+def _filled(*, kind: str) -> dict[str, Any]:
+    device = _own(kind)
+    cluster, profile = _cluster(kind), _profiled(kind)
+    limit_bytes = cluster.memory_bytes
+    assert limit_bytes is not None
+    policy = BatchPolicy.scale(_MOST_SAMPLES[kind])
+    plan = search(profile, cluster, memory_limit_bytes=limit_bytes, micro_batch_size=policy)
+    chosen = [plan]
+    dist.broadcast_object_list(chosen, src=0, device=device)
+    (plan,) = chosen  # rank 0's
+    step = Step(made("gpt"), plan, device=device)
+    for _ in range(_NUM_STEPS[kind]):
+        step()
+    found = {
+        "samples": plan.micro_batch_size,
+        "predicted_MiB": plan.peak_bytes / 2**20,
+        "limit_MiB": limit_bytes / 2**20,
+    }
+    if kind == "cuda":
+        torch.cuda.synchronize(device)
+        found["real_MiB"] = torch.cuda.max_memory_allocated(device) / 2**20
+    return found
+
+
+def largest(device: torch.device) -> Iterator[Finding]:
+    """The largest micro-batch under the default limit, for many steps."""
+    for rank, found in enumerate(_on_ranks(device, _filled)):
+        steps = {"steps": _NUM_STEPS[device.type]}
+        yield Finding(f"largest micro-batch: rank {rank}", is_good=True, numbers=found | steps)
+
+
+def _resumed(*, kind: str, folder: str) -> list[list[float]]:
+    device = _own(kind)
+    plan = mixed_plan(made("gpt"), NUM_RANKS, num_samples_on(device))
+
+    def run(**options: Any) -> list[float]:
+        strategy = OSDPStrategy(plan=plan, batch_size="keep", state_dict_type="sharded")
+        return losses_of(made("gpt"), device, strategy=strategy, devices=NUM_RANKS, plugins=[StartedRanks()], **options)
+
+    whole = run(max_steps=6)
+    before = run(max_steps=3, saves_to=folder)
+    after = run(max_steps=6, ckpt_path=folder)
+    return [whole, before + after]
+
+
+def resuming(device: torch.device) -> Iterator[Finding]:
+    """A run that was saved as shards and resumed against one that went through."""
+    with tempfile.TemporaryDirectory() as folder:
+        whole, resumed = _on_ranks(device, _resumed, folder=str(Path(folder) / "saved"))[0]
+    apart = max((abs(one - other) / abs(one) for one, other in zip(whole, resumed, strict=False)), default=1.0)
+    is_good = len(whole) == len(resumed) == 6 and apart <= 1e-5
+    yield Finding("checkpoint and resume", is_good, {"apart": apart, "steps": len(resumed)})
+
+
+ON_TWO: Mapping[str, Check] = {
+    "links": links,
+    "losses": losses,
+    "faults": faults,
+    "order": order,
+    "largest": largest,
+    "resuming": resuming,
+}
