@@ -29,10 +29,9 @@ from benchmarks.testbed.step import Step
 from benchmarks.testbed.training import quiet
 from lightning_osdp import Cluster, OSDPStrategy, profile_model
 from lightning_osdp.apply.activations.blocks import BlockForwards
-from lightning_osdp.core.cluster import Link
+from lightning_osdp.core.cluster import CUDA_HEADROOM, Link
 from lightning_osdp.core.plans.plan import Block, Plan
 from lightning_osdp.profiler import LiveBytes, TrainingStep, is_out_of_memory
-from lightning_osdp.profiler.machine.memory import CUDA_HEADROOM
 from lightning_osdp.profiler.machine.stopwatch import between_s, fastest_s, mark, synchronize
 from lightning_osdp.profiler.operation_time import estimate_step, replayed_s
 from lightning_osdp.profiler.optimizer import profile_optimizers

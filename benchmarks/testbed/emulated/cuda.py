@@ -75,6 +75,7 @@ class FakeCuda:
             "_sleep": lambda cycles: self.launch(cycles / _CLOCK_HZ),
             "synchronize": self.wait,
             "mem_get_info": lambda *_: (self.total_bytes - self.reserved_bytes, self.total_bytes),
+            "get_per_process_memory_fraction": lambda *_: 1.0,
             "memory_allocated": lambda *_: self.allocated_bytes,
             "memory_reserved": lambda *_: self.reserved_bytes,
             "max_memory_allocated": lambda *_: self.peak_bytes,
