@@ -27,7 +27,6 @@ ALLOWED = {
     ("apply/sharded.py", "_begin"): IN_SETUP,
     ("apply/state.py", "_whole"): CHECKPOINT,
     ("callbacks/step_clock.py", "finished"): "at the end of a fit alone",
-    ("callbacks/step_clock.py", "_seconds"): "both events have passed",
     ("strategy/checkpointing/averaging.py", "_copy"): IN_SETUP,
     ("strategy/checkpointing/averaging.py", "_swap"): "around an evaluation, from one place on the device to another",
     ("strategy/checkpointing/generators.py", "_states"): CHECKPOINT,
@@ -55,7 +54,7 @@ def waits(node):
     function, given = node.func, {each.arg: ast.unparse(each.value) for each in node.keywords}
     name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
     if isinstance(function, ast.Name):
-        return name == "float" and not is_constant(node)
+        return name == "synchronize" or (name == "float" and not is_constant(node))
     if ast.unparse(function) in {"torch.tensor", "torch.as_tensor", "torch.from_numpy"}:
         return given.get("device") != "'cpu'"
     if name == "to":

@@ -63,6 +63,15 @@ class FakeCuda:
         self.num_waits += 1
         self.host_s = max(self.host_s, self.device_s)
 
+    def _stats(self, *_: Any) -> dict[str, Any]:
+        peaks = {
+            "requested_bytes": self.peak_bytes,
+            "allocated_bytes": self.peak_bytes,
+            "active_bytes": self.peak_bytes,
+            "reserved_bytes": self.reserved_bytes,
+        }
+        return {name: {"all": {"peak": peak}} for name, peak in peaks.items()} | {"num_alloc_retries": 0}
+
     @contextmanager
     def installed(self) -> Iterator[FakeCuda]:
         """Within it, ``torch.cuda`` is of this device, and so is the clock of `stopwatch`; tensors stay on CPU."""
@@ -79,6 +88,7 @@ class FakeCuda:
             "memory_allocated": lambda *_: self.allocated_bytes,
             "memory_reserved": lambda *_: self.reserved_bytes,
             "max_memory_allocated": lambda *_: self.peak_bytes,
+            "memory_stats_as_nested_dict": self._stats,
             "reset_peak_memory_stats": lambda *_: setattr(self, "peak_bytes", self.allocated_bytes),
         }
         with ExitStack() as stack:
