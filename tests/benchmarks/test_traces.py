@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks import traces
 from benchmarks.measures.traces import PARTS, predicted_step, real_steps, table, typical
 from lightning_osdp import SearchSpace, chrome_trace, make_plan, simulate
 
@@ -75,3 +76,12 @@ def test_the_table_has_a_row_for_each_part_and_for_all():
     steps = real_steps({"traceEvents": real(0) + real(250)})
     assert table(steps[0], steps).row_count == len(PARTS) + 1
     assert typical(steps) in steps
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_traced_training_has_the_predicted_collectives(tmp_path, capfd):
+    picture = tmp_path / "traces.svg"
+    traces.main(folder=tmp_path, picture=picture, steps=5)
+    assert "collectives, in the same order" in capfd.readouterr().out
+    assert picture.read_text().startswith("<?xml")
