@@ -32,7 +32,7 @@ class ProfileError(OSDPError):
 
 
 class RanksApartError(OSDPError):
-    """Ranks that were to do the same have come to different points, or one has failed elsewhere; all ranks stop."""
+    """Ranks diverged: they were to do the same and did not, or one of them failed; all ranks stop."""
 
 
 class UntraceableError(ProfileError):

@@ -162,7 +162,7 @@ GIVEN = st.one_of(
 )  # fmt: skip
 OPTIONS = [
     "memory_limit", "plan", "batch_size", "search", "search_space", "global_batch_size", "accumulate_in_fp32",
-    "rehearse", "cost_model", "start_method", "state_dict_type", "backward_prefetch", "forward_prefetch",
+    "dry_run", "cost_model", "start_method", "state_dict_type", "backward_prefetch", "forward_prefetch",
     "mixed_precision", "sharding_strategy", "device_mesh", "use_orig_params", "ignored_states", "no_such_option",
 ]  # fmt: skip
 LIMITS = ["modes", "sync", "slices", "activations", "min_unit_bytes", "share_units"]
@@ -170,7 +170,7 @@ LIMITS = ["modes", "sync", "slices", "activations", "min_unit_bytes", "share_uni
 
 @fuzzed
 @given(st.dictionaries(st.sampled_from(OPTIONS), GIVEN, max_size=4))
-@example({"rehearse": []})
+@example({"dry_run": []})
 def test_options_are_taken_or_refused(options):
     try:
         strategy = OSDPStrategy(**options)

@@ -23,7 +23,7 @@ ALLOWED = {
     ("apply/materialize.py", "_with_storage"): IN_SETUP,
     ("apply/materialize.py", "check_initializable"): IN_SETUP,
     ("apply/optimizers.py", "_is_same"): IN_SETUP,
-    ("apply/sharded.py", "kept_shards"): "in a rehearsal",
+    ("apply/sharded.py", "kept_shards"): "in a dry run",
     ("apply/sharded.py", "_begin"): IN_SETUP,
     ("apply/state.py", "_whole"): CHECKPOINT,
     ("callbacks/step_clock.py", "finished"): "at the end of a fit alone",

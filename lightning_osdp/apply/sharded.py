@@ -422,7 +422,7 @@ class ShardedModel:
 def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
     """Has a group of ranks take the memory that it keeps: NCCL's does with its first collective of each kind.
 
-    Else it would be taken in the first step, of what a rehearsal on each rank alone has seen to be free.
+    Else it would be taken in the first step, of what a dry run on each rank alone has seen to be free.
     """
     whole, shard = torch.zeros(group.size(), device=device), torch.zeros(1, device=device)
     dist.all_gather_single(whole, shard, group=group)

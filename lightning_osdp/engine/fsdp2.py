@@ -220,7 +220,7 @@ class FSDP2:
         ]
 
     def events_of(self, step: Step, modes: Sequence[ShardingMode]) -> list[list[Event]]:
-        """Events of the micro-batches that are gone through, with these modes, one per unit."""
+        """Events of the micro-batches that are simulated, with these modes, one per unit."""
         world_size = step.cluster.world_size
         return self.micro_batches(
             step.units,

@@ -63,7 +63,7 @@ GatherRule = Literal["frees", "computing", "copies"]
 that was issued before. ``copies``: until all units before are copied out, in forward but for the latest one."""
 
 MOST_SIMULATED = 3
-"""Micro-batches that are gone through one by one: first, steady, last. Further ones are like the steady one."""
+"""Micro-batches that are simulated one by one: first, steady, last. Further ones are like the steady one."""
 
 
 class Event(NamedTuple):

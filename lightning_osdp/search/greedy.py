@@ -164,10 +164,10 @@ def _two_best_so_far(upgrades: list[_Move], counts: list[list[int]]) -> Iterator
     """For each prefix of the upgrades, the one that saves most, and the best one of any other member."""
     best: tuple[_Move, ...] = ()
     for upgrade in upgrades:
-        rivals = [upgrade, *best]
-        rivals.sort(key=lambda move: move.saved_s, reverse=True)
-        others = [move for move in rivals[1:] if not _same_member(rivals[0], move, counts)]
-        best = (rivals[0], *others[:1])
+        candidates = [upgrade, *best]
+        candidates.sort(key=lambda move: move.saved_s, reverse=True)
+        others = [move for move in candidates[1:] if not _same_member(candidates[0], move, counts)]
+        best = (candidates[0], *others[:1])
         yield best
 
 

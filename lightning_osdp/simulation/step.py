@@ -44,7 +44,7 @@ class StepEstimate:
     """Memory over time: seconds from the start of the step, and what is alive then, in the micro-batches that were gone
     through: the first, a steady and the last one."""
     intervals: tuple[Interval, ...] = ()
-    """What computing and the communicator do, and when, in the micro-batches that were gone through."""
+    """What computing and the communicator do, and when, in the micro-batches that were simulated."""
 
     @property
     def exposed_communication_s(self) -> float:

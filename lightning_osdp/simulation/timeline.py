@@ -121,7 +121,7 @@ class Timeline:
         self.ends_s.append(self.now_s)
 
     def total_s(self, num_micro_batches: int) -> float:
-        """Seconds of so many micro-batches, of which at most `MOST_SIMULATED` were gone through."""
+        """Seconds of so many micro-batches, of which at most `MOST_SIMULATED` were simulated."""
         num_more = num_micro_batches - (len(self.ends_s) - 1)
         return self.now_s + (num_more * (self.ends_s[-2] - self.ends_s[-3]) if num_more else 0.0)
 

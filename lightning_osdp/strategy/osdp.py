@@ -82,8 +82,8 @@ class OSDPStrategy(FSDPStrategy):
             ``"longest"``: of its first 100, and of those of all ranks, the one with most elements; a batch as the
             loader gives it; or a function that takes the loader's batches, as an iterator, and returns one. Where
             batches differ, it should be the largest.
-        rehearse: whether each rank takes a step alone before the first one, to see that memory suffices; where it does
-            not, all change to a plan with less memory. ``"auto"``: on GPUs.
+        dry_run: whether training begins with a memory dry run, an optimizer step that each rank takes alone; where that
+            does not fit, all change to a plan with less memory. ``"auto"``: on GPUs.
         cost_model: ``"simulate"`` (a step as ``fully_shard`` runs it) or ``"paper"`` (the sums of its equation 1).
         start_method: ``"popen"`` runs the script once per rank; ``"spawn"``, ``"forkserver"`` and, for notebooks,
             ``"fork"`` start workers, after which this process has the trained weights. Unused under torchrun.
@@ -110,7 +110,7 @@ class OSDPStrategy(FSDPStrategy):
         global_batch_size: int | None = None,
         accumulate_in_fp32: bool = False,
         profile_batch: Any = None,
-        rehearse: bool | Literal["auto"] = "auto",
+        dry_run: bool | Literal["auto"] = "auto",
         cost_model: str = "simulate",
         start_method: StartMethod = "popen",
         **fsdp_kwargs: Any,
@@ -128,10 +128,10 @@ class OSDPStrategy(FSDPStrategy):
             profile_batch=profile_batch,
             engine=pop_prefetch(fsdp_kwargs),
         ).checked()
-        if not isinstance(rehearse, bool) and rehearse != "auto":
-            raise ConfigurationError(f"rehearse must be True, False or 'auto', got {rehearse!r}.")
+        if not isinstance(dry_run, bool) and dry_run != "auto":
+            raise ConfigurationError(f"dry_run must be True, False or 'auto', got {dry_run!r}.")
         check_start_method(start_method)
-        self._rehearse, self._start_method = rehearse, start_method
+        self._dry_run, self._start_method = dry_run, start_method
         self._units = Units(self, options)  # which have the plan
         self._ranks, self._generators = RanksTogether(self), Generators()
         self._setting_up = ExitStack()
@@ -274,9 +274,9 @@ class OSDPStrategy(FSDPStrategy):
     def on_train_start(self) -> None:
         module = self.lightning_module
         assert module is not None
-        rehearses = self.root_device.type != "cpu" if self._rehearse == "auto" else self._rehearse
-        # in manual optimization training_step updates weights and states itself: to rehearse it would be to train
-        if rehearses and self.plan is not None and module.automatic_optimization:
+        runs_dry = self.root_device.type != "cpu" if self._dry_run == "auto" else self._dry_run
+        # in manual optimization training_step updates weights and states itself: a dry run would train
+        if runs_dry and self.plan is not None and module.automatic_optimization:
             plan_that_fits(module.trainer, self._units)
         self._sharded.carry_hooks()  # of what has been registered in hooks of the Trainer
         self._generators.begin(self.root_device)

@@ -80,22 +80,22 @@ def planned(modes="mixed", **options):
     return dataclasses.replace(plan, **options)
 
 
-def fitted(plan, *callbacks, max_steps=WARM_UP_STEPS + COUNTED_STEPS, rehearse=False):
+def fitted(plan, *callbacks, max_steps=WARM_UP_STEPS + COUNTED_STEPS, dry_run=False):
     module = Quiet("adamw")
-    fit = trainer(OSDPStrategy(plan=plan, rehearse=rehearse), max_steps=max_steps, callbacks=list(callbacks))
+    fit = trainer(OSDPStrategy(plan=plan, dry_run=dry_run), max_steps=max_steps, callbacks=list(callbacks))
     loader = module.batches() if plan else module.loader(dist.get_rank(), dist.get_world_size())
     fit.fit(module, loader)
     return fit
 
 
-def left_behind(*, plans, rehearse, averages):
+def left_behind(*, plans, dry_run, averages):
     """What is alive beside the plan's after setup, where no garbage is collected meanwhile."""
     looks, plan = Looks(), None if plans else planned()
     averaging = [EMAWeightAveraging()] if averages else []
     gc.collect()
     gc.disable()
     try:
-        fitted(plan, looks, *averaging, max_steps=1, rehearse=rehearse)
+        fitted(plan, looks, *averaging, max_steps=1, dry_run=dry_run)
     finally:
         gc.enable()
     return looks.found
@@ -111,17 +111,17 @@ def kept(name):
     return found, [out.untyped_storage().nbytes() for out in getattr(callback, "outs", [])]
 
 
-def rehearsed():
-    """Notes, or the error, of rehearsals under a limit that the plan's own tensors fit, and with a kept one do not."""
+def dry_runs():
+    """Notes, or the error, of dry runs under a limit that the plan's own tensors fit, and with a kept one do not."""
     plan = planned("zdp")
     counted_bytes = fitted(plan).callbacks[0].measured.peak_bytes
     plan = dataclasses.replace(plan, memory_limit_bytes=counted_bytes + KEPT_BYTES // 2)
-    return [_rehearsed(plan, *callbacks) for callbacks in ([], [Keeps()])]
+    return [_dry_run_of(plan, *callbacks) for callbacks in ([], [Keeps()])]
 
 
-def _rehearsed(plan, *callbacks):
+def _dry_run_of(plan, *callbacks):
     try:
-        fit = fitted(plan, *callbacks, max_steps=1, rehearse=True)
+        fit = fitted(plan, *callbacks, max_steps=1, dry_run=True)
     except OSDPError as error:
         return str(error)
     return fit.strategy.plan.notes

@@ -98,7 +98,7 @@ def trains(name, prefetch, modules=None, late=0):
     holder = {operator: unit.name for unit in plan.units for operator in unit.operators}
     seen, patches = _counted(lambda param: holder[param._param_fqn.rpartition(".")[0]])
     with patches[0], patches[1]:
-        osdp, _, fit = trained(OSDPStrategy(plan=plan, rehearse=False), **options)
+        osdp, _, fit = trained(OSDPStrategy(plan=plan, dry_run=False), **options)
     profile = profile_of(build(name, dtype="float64"))
     step, modes = planned_step(plan, profile, stated_cluster(dist.get_world_size()))
     (events,) = engine_of(plan).events_of(step, modes)

@@ -103,7 +103,7 @@ class Drawing(Base):
         )
 
 
-def run(folder, *, seed, schedule, noise=0.1, num_workers=0, kind="full", rehearse="auto", ckpt_path=None, **options):
+def run(folder, *, seed, schedule, noise=0.1, num_workers=0, kind="full", dry_run="auto", ckpt_path=None, **options):
     """What a run saw in each step, and what it would save in the end but for weights and optimizer states."""
     torch.manual_seed(seed)
     random.seed(seed)
@@ -119,7 +119,7 @@ def run(folder, *, seed, schedule, noise=0.1, num_workers=0, kind="full", rehear
         ModelCheckpoint(folder / "epochs", save_top_k=-1, save_on_train_epoch_end=True, **named),
     ]
     fit = trainer(
-        OSDPStrategy(plan=plan, batch_size="keep", state_dict_type=kind, rehearse=rehearse),
+        OSDPStrategy(plan=plan, batch_size="keep", state_dict_type=kind, dry_run=dry_run),
         **{"max_steps": -1, "max_epochs": 2, "limit_val_batches": 2, "enable_checkpointing": True, **options},
         callbacks=callbacks,
     )

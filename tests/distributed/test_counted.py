@@ -12,11 +12,11 @@ pytestmark = pytest.mark.distributed
 @pytest.mark.parametrize(
     "options",
     [
-        {"plans": True, "rehearse": False, "averages": False},
-        {"plans": False, "rehearse": True, "averages": False},
-        {"plans": False, "rehearse": False, "averages": True},
+        {"plans": True, "dry_run": False, "averages": False},
+        {"plans": False, "dry_run": True, "averages": False},
+        {"plans": False, "dry_run": False, "averages": True},
     ],
-    ids=["planned", "rehearsed", "averaged"],
+    ids=["planned", "dry run", "averaged"],
 )
 def test_setup_leaves_nothing_beside_what_the_plan_predicts(ranks, options):
     assert ranks(2).run(cases.left_behind, **options) == [[], []]
@@ -37,7 +37,7 @@ def test_outputs_that_are_kept_in_a_list_are_counted(ranks):
         assert other - before == pytest.approx((len(outs) - 1) * outs[0], abs=LOGGED_BYTES)
 
 
-def test_what_users_keep_counts_against_the_limit_of_a_rehearsal(ranks):
-    for fits, error in ranks(2).run(cases.rehearsed):
+def test_what_users_keep_counts_against_the_limit_of_a_dry_run(ranks):
+    for fits, error in ranks(2).run(cases.dry_runs):
         assert fits == ()
         assert "ran out of memory" in error

@@ -232,7 +232,7 @@ def test_a_rank_that_ends_without_a_word_is_named(watching, monkeypatch):
     store = dist.HashStore()
     survivor = watching(store, 0)
     FailureWatch(store, "run", rank=1, world_size=2)._beat()  # once, and never again
-    assert survivor.report(ECHO) == "Rank 1 ended without a word: killed, or the machine is gone."
+    assert survivor.report(ECHO) == "Rank 1 ended without reporting an error: killed, or the machine is gone."
 
 
 def test_a_rank_that_is_done_is_not_taken_for_dead(watching, monkeypatch):
@@ -249,7 +249,7 @@ def test_a_store_that_is_gone_was_rank_0s(watching):
     watch._store = GoneStore()
     assert watch._knows.wait(WAIT_S)
     assert watch.report(ECHO) == (
-        "Rank 0, or torchrun on its node, ended without a word: it was killed, or its machine is gone."
+        "Rank 0, or torchrun on its node, ended without reporting an error: it was killed, or its machine is gone."
     )
 
 

@@ -1,28 +1,28 @@
-"""What is said of a rehearsal."""
+"""What is said of a dry run."""
 
 import pytest
 
 from lightning_osdp.strategy.dry_run import fallback
-from lightning_osdp.strategy.dry_run.step import Rehearsed
+from lightning_osdp.strategy.dry_run.step import DryRun
 from lightning_osdp.strategy.runtime.error_texts import Shortage
 
 
 @pytest.mark.parametrize(
-    ("rehearsed", "text"),
+    ("dry_runs", "text"),
     [
-        ([Rehearsed(), Rehearsed()], "OSDP: rehearsed an optimizer step on each rank alone, in 2.00 s"),
+        ([DryRun(), DryRun()], "OSDP: dry run of an optimizer step on each rank alone, in 2.00 s"),
         (
-            [Rehearsed(), Rehearsed(shortage=Shortage("forward of h", "OutOfMemoryError: no room"))],
-            "OSDP: rehearsed an optimizer step on each rank alone, in 2.00 s",
+            [DryRun(), DryRun(shortage=Shortage("forward of h", "OutOfMemoryError: no room"))],
+            "OSDP: dry run of an optimizer step on each rank alone, in 2.00 s",
         ),
         (
-            [Rehearsed(), Rehearsed(why_not="ValueError: no batch")],
-            "OSDP: a step cannot be rehearsed on rank 1, so training begins: ValueError: no batch",
+            [DryRun(), DryRun(why_not="ValueError: no batch")],
+            "OSDP: no dry run of a step on rank 1, so training begins: ValueError: no batch",
         ),
     ],
 )
-def test_a_rehearsal_is_told_of_as_it_went_on_all_ranks(monkeypatch, rehearsed, text):
+def test_a_dry_run_is_told_of_as_it_went_on_all_ranks(monkeypatch, dry_runs, text):
     told = []
     monkeypatch.setattr(fallback, "rank_zero_info", told.append)
-    fallback._tell(rehearsed, 2.0)
+    fallback._tell(dry_runs, 2.0)
     assert told == [text]

@@ -134,6 +134,6 @@ def test_prefetch_that_does_not_exist_is_refused():
         pop_prefetch({"backward_prefetch": BackwardPrefetch.BACKWARD_POST})
 
 
-def test_a_rehearsal_is_on_off_or_left_to_the_device():
-    with pytest.raises(ConfigurationError, match="rehearse must be True, False or 'auto', got 'always'"):
-        OSDPStrategy(rehearse="always")
+def test_a_dry_run_is_on_off_or_left_to_the_device():
+    with pytest.raises(ConfigurationError, match="dry_run must be True, False or 'auto', got 'always'"):
+        OSDPStrategy(dry_run="always")

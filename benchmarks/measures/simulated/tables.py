@@ -20,7 +20,7 @@ FSDP = (
     "SHARD_GRAD_OP, a unit for each block, checkpointed",
 )
 OSDP = ("OSDP", "OSDP, splitting", "OSDP, splitting and activations")
-RIVALS = {OSDP[0]: FSDP[:3], OSDP[1]: FSDP[:3], OSDP[2]: FSDP}
+BASELINES = {OSDP[0]: FSDP[:3], OSDP[1]: FSDP[:3], OSDP[2]: FSDP}
 """What does no more than OSDP may do."""
 SHARDED = {OSDP[0]: FSDP[:2], OSDP[1]: FSDP[:2], OSDP[2]: FSDP[3:5]}
 """FULL_SHARD as torch is best in, and as the paper has it."""
@@ -45,9 +45,9 @@ def of(row: Row, name: str) -> Row | None:
     return found
 
 
-def over(row: Row, name: str, rival: str) -> float | None:
-    """Samples/s over a rival's; None where one of them does not fit."""
-    own, other = of(row, name), of(row, rival)
+def over(row: Row, name: str, baseline: str) -> float | None:
+    """Samples/s over a baseline's; None where one of them does not fit."""
+    own, other = of(row, name), of(row, baseline)
     return None if own is None or other is None else float(own["samples_per_s"] / other["samples_per_s"])
 
 
@@ -57,9 +57,9 @@ def best(row: Row, names: Sequence[str]) -> Row | None:
 
 
 def over_best(row: Row, name: str) -> float | None:
-    """Samples/s over those of the fastest of the `RIVALS`: 0 where only these fit, None where none of them does."""
-    own, rival = of(row, name), best(row, RIVALS[name])
-    return None if rival is None else 0.0 if own is None else float(own["samples_per_s"] / rival["samples_per_s"])
+    """Samples/s over those of the fastest of the `BASELINES`: 0 where only these fit, None where none of them does."""
+    own, baseline = of(row, name), best(row, BASELINES[name])
+    return None if baseline is None else 0.0 if own is None else float(own["samples_per_s"] / baseline["samples_per_s"])
 
 
 def where(row: Row) -> tuple[str, str, str]:
@@ -101,8 +101,8 @@ def ratios(rows: Sequence[Row]) -> Table:
         drawn.add_column(column, justify="right")
     for row in rows:
         for name in OSDP:
-            rivals = [*(of(row, rival) for rival in SHARDED[name]), best(row, RIVALS[name])]
-            drawn.add_row(*where(row), name, *(_times(of(row, name), rival) for rival in rivals))
+            baselines = [*(of(row, baseline) for baseline in SHARDED[name]), best(row, BASELINES[name])]
+            drawn.add_row(*where(row), name, *(_times(of(row, name), baseline) for baseline in baselines))
         drawn.add_section()
     return drawn
 
@@ -114,9 +114,9 @@ def beside_papers(rows: Sequence[Row]) -> Table:
         drawn.add_column(column, justify="right")
     for name, families, most, average in PAPERS:
         cells = []
-        for rival in SHARDED[name]:
+        for baseline in SHARDED[name]:
             chosen = [row for row in rows if row["case"]["model"]["family"] in families]
-            found = [ratio for row in chosen if (ratio := over(row, name, rival)) is not None]
+            found = [ratio for row in chosen if (ratio := over(row, name, baseline)) is not None]
             cells.append(f"{max(found):.2f} / {mean(found):.2f} ({len(found)})" if found else "does not fit")
         drawn.add_row(name, ", ".join(families), f"{most:.2f} / {average:.2f}", *cells)
     return drawn
@@ -145,7 +145,7 @@ def _samples_per_s(entrant: Row) -> float:
     return found
 
 
-def _times(own: Row | None, rival: Row | None) -> str:
+def _times(own: Row | None, baseline: Row | None) -> str:
     if own is None:
         return "does not fit"
-    return "rival does not fit" if rival is None else f"{own['samples_per_s'] / rival['samples_per_s']:.2f}x"
+    return "baseline does not fit" if baseline is None else f"{own['samples_per_s'] / baseline['samples_per_s']:.2f}x"

@@ -17,7 +17,7 @@ from lightning_osdp.errors import ProfileError
 from lightning_osdp.profiler.step.fake_model import faked
 from lightning_osdp.profiler.step.snapshot import untouched
 
-Rehearsal: TypeAlias = "AbstractContextManager[tuple[Callable[[], Any], Any]]"
+TrialRun: TypeAlias = "AbstractContextManager[tuple[Callable[[], Any], Any]]"
 """Gives what runs forward once, and its batch; on exit everything is as before."""
 
 _MAX_NAMED = 3
@@ -27,7 +27,7 @@ _MAX_NAMED = 3
 class StepRunner:
     """Runs a training step on the batch that it is profiled on.
 
-    Every rehearsal starts from the same state, random numbers included, and so takes the same path through the model.
+    Every trial run starts from the same state, random numbers included, and so takes the same path through the model.
     """
 
     module: nn.Module
@@ -40,7 +40,7 @@ class StepRunner:
     blocks: frozenset[nn.Module] | None = None
     """Modules that may be blocks; None: repeated ones."""
     changed: set[nn.Parameter] = field(default_factory=set)
-    """Parameters that a rehearsal on fake tensors has seen the step write to."""
+    """Parameters that a trial run on fake tensors has seen the step write to."""
 
     @property
     def is_meta(self) -> bool:
@@ -49,21 +49,21 @@ class StepRunner:
 
     @contextmanager
     def on_real_tensors(self, size: int) -> Iterator[tuple[Callable[[], Any], Any]]:
-        """A rehearsal with so many samples."""
+        """A trial run with so many samples."""
         with untouched(self.module, changed=self.changed), torch.enable_grad():
-            yield self._rehearsal(self.batch, size)
+            yield self._trial(self.batch, size)
 
     @contextmanager
     def on_fake_tensors(self, size: int) -> Iterator[tuple[Callable[[], Any], Any]]:
-        """A rehearsal that allocates and computes nothing.
+        """A trial run that allocates and computes nothing.
 
         What a step reads of a model on the meta device, such as a loss that it logs, is taken as one.
         """
         faking = faked(self.module, self.batch, self.device, assumes_ones=self.is_meta, changed=self.changed)
         with faking as fake_batch:
-            yield self._rehearsal(fake_batch, size)
+            yield self._trial(fake_batch, size)
 
-    def _rehearsal(self, batch: Any, size: int) -> tuple[Callable[[], Any], Any]:
+    def _trial(self, batch: Any, size: int) -> tuple[Callable[[], Any], Any]:
         sized = batch if size == self.batch_size else resized(batch, self.batch_size, size)
         if sized is None:
             raise ProfileError(f"no tensor of the batch has {self.batch_size} samples first")

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_osdp.core.profile import Span
 from lightning_osdp.errors import ProfileError, UntraceableError
-from lightning_osdp.profiler.step.run_step import Rehearsal, StepRunner, another_size, check_loss
+from lightning_osdp.profiler.step.run_step import StepRunner, TrialRun, another_size, check_loss
 from lightning_osdp.profiler.tracing.blocks import find_blocks
 from lightning_osdp.profiler.tracing.calls import Calls, recorded_calls
 from lightning_osdp.profiler.tracing.saved_bytes import (
@@ -67,22 +67,22 @@ def trace_step(step: StepRunner, choices: Collection[str] = ()) -> Trace:
     return trace_whole(step, step.on_real_tensors, [choice for choice in choices if choice != "offload"])
 
 
-def trace_whole(step: StepRunner, rehearsal: Callable[[int], Rehearsal], choices: Collection[str] = ()) -> Trace:
-    """The same with all blocks, on the tensors of these rehearsals."""
-    with rehearsal(step.batch_size) as (run, _), recorded_calls(step.module) as calls:
+def trace_whole(step: StepRunner, trial: Callable[[int], TrialRun], choices: Collection[str] = ()) -> Trace:
+    """The same with all blocks, on the tensors of these trial runs."""
+    with trial(step.batch_size) as (run, _), recorded_calls(step.module) as calls:
         check_loss(run())
     short = ShortModel(calls, range(len(calls.sequence) + 1))
-    trace = _trace(step, rehearsal, calls, short, choices)
+    trace = _trace(step, trial, calls, short, choices)
     assert trace is not None  # nothing is left out that could disagree
     return trace
 
 
 def _trace(
-    step: StepRunner, rehearsal: Callable[[int], Rehearsal], calls: Calls, short: ShortModel, choices: Collection[str]
+    step: StepRunner, trial: Callable[[int], TrialRun], calls: Calls, short: ShortModel, choices: Collection[str]
 ) -> Trace | None:
     """By a model of fewer blocks; None where these do not stand for the others."""
     with short.applied():
-        traced, notes = _by_choice(step, rehearsal, short.calls, choices)
+        traced, notes = _by_choice(step, trial, short.calls, choices)
     if not all(short.agrees(parts) for of_choice in traced.values() for parts in of_choice.values()):
         return None
     unfolded = {
@@ -94,19 +94,19 @@ def _trace(
 
 
 def _by_choice(
-    step: StepRunner, rehearsal: Callable[[int], Rehearsal], calls: Calls, choices: Collection[str]
+    step: StepRunner, trial: Callable[[int], TrialRun], calls: Calls, choices: Collection[str]
 ) -> tuple[dict[str, dict[int, list[Activations]]], list[str]]:
     """By what all blocks do, and by micro-batch size; and notes on choices that are left out, for the step fails."""
     module, blocks = step.module, find_blocks(step.module, calls, step.blocks)
 
     def traced(size: int, choice: str) -> list[Activations]:
-        with rehearsal(size) as (run, batch):
+        with trial(size) as (run, batch):
             return trace_activations(module, batch, calls, run, blocks, choice=choice)
 
     def kept(size: int) -> list[Activations]:
         parts = traced(size, "keep")
         try:
-            with rehearsal(size) as (run, batch):
+            with trial(size) as (run, batch):
                 trace_evaluation(module, batch, calls, run, parts)
         except Exception as error:  # a training step may need gradients, as for a penalty on them
             _log.info(

@@ -1,4 +1,4 @@
-"""Memory that runs out in a rehearsal, although a plan was predicted to fit: what all ranks do about it, together."""
+"""Memory that runs out in a dry run, although a plan was predicted to fit: what all ranks do about it, together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.scheduler import freeable_bytes, with_less_memory, with_smaller_micro_batch
 from lightning_osdp.strategy.batching.division import Division
-from lightning_osdp.strategy.dry_run.step import Rehearsed, rehearse
+from lightning_osdp.strategy.dry_run.step import DryRun, run_dry
 from lightning_osdp.strategy.planning.publish import publish
 from lightning_osdp.strategy.runtime.all_ranks import from_all_ranks, on_rank_zero
 from lightning_osdp.strategy.runtime.error_texts import Shortage
@@ -28,7 +28,7 @@ smaller micro-batches."""
 
 
 def plan_that_fits(trainer: pl.Trainer, units: Units) -> None:
-    """Rehearses on all ranks, and changes to plans with less memory until a step fits on each of them.
+    """Takes a dry run on all ranks, and changes to plans with less memory until a step fits on each of them.
 
     Args:
         trainer: about to take its first step.
@@ -42,16 +42,16 @@ def plan_that_fits(trainer: pl.Trainer, units: Units) -> None:
     for tries_left in range(MAX_TRIES, -1, -1):
         plan, began_s = model.sharded.plan, time.perf_counter()
         assert plan is not None
-        rehearsed = from_all_ranks(rehearse(trainer, model.sharded))
-        _tell(rehearsed, time.perf_counter() - began_s)
-        failed = next(((rank, each.shortage) for rank, each in enumerate(rehearsed) if each.shortage is not None), None)
+        dry_runs = from_all_ranks(run_dry(trainer, model.sharded))
+        _tell(dry_runs, time.perf_counter() - began_s)
+        failed = next(((rank, each.shortage) for rank, each in enumerate(dry_runs) if each.shortage is not None), None)
         if failed is None:
             return
         lower = on_rank_zero(partial(_lower, trainer, plan, division, tries_left))
         if lower is None:
             raise InfeasibleError(_why(plan, *failed))
         rank, shortage = failed
-        note = f"rehearsal: rank {rank} ran out of memory in {shortage.place}, so {_change(plan, lower)}"
+        note = f"dry run: rank {rank} ran out of memory in {shortage.place}, so {_change(plan, lower)}"
         rank_zero_warn(f"OSDP: {note}. ({shortage.text})")
         if lower.micro_batch_size != plan.micro_batch_size:
             division.divide(trainer, lower)
@@ -60,12 +60,12 @@ def plan_that_fits(trainer: pl.Trainer, units: Units) -> None:
         publish(trainer, lower)
 
 
-def _tell(rehearsed: Sequence[Rehearsed], took_s: float) -> None:
-    failed = next(((rank, each.why_not) for rank, each in enumerate(rehearsed) if each.why_not), None)
+def _tell(dry_runs: Sequence[DryRun], took_s: float) -> None:
+    failed = next(((rank, each.why_not) for rank, each in enumerate(dry_runs) if each.why_not), None)
     if failed is None:
-        rank_zero_info(f"OSDP: rehearsed an optimizer step on each rank alone, in {format_seconds(took_s)}")
+        rank_zero_info(f"OSDP: dry run of an optimizer step on each rank alone, in {format_seconds(took_s)}")
     else:
-        rank_zero_info(f"OSDP: a step cannot be rehearsed on rank {failed[0]}, so training begins: {failed[1]}")
+        rank_zero_info(f"OSDP: no dry run of a step on rank {failed[0]}, so training begins: {failed[1]}")
 
 
 def _lower(trainer: pl.Trainer, plan: Plan, division: Division, tries_left: int) -> Plan | None:
@@ -95,8 +95,8 @@ def _change(plan: Plan, lower: Plan) -> str:
 def _why(plan: Plan, rank: int, shortage: Shortage) -> str:
     samples = plan.micro_batch_size
     return (
-        f"Expected a step in micro-batches of {samples} to fit on every rank, but in rehearsal rank {rank} ran out of"
+        f"Expected a step in micro-batches of {samples} to fit on every rank, but in the dry run rank {rank} ran out of"
         f" memory in {shortage.place}: {shortage.text}. No plan with less memory is left to try. Use a smaller"
-        " batch, more ranks or, where tensors are counted, a higher memory_limit; OSDPStrategy(rehearse=False) trains"
+        " batch, more ranks or, where tensors are counted, a higher memory_limit; OSDPStrategy(dry_run=False) trains"
         " without trying first."
     )

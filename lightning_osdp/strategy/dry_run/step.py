@@ -24,8 +24,8 @@ from lightning_osdp.strategy.runtime.error_texts import Shortage, shortage_of
 
 
 @dataclass(frozen=True)
-class Rehearsed:
-    """What a rehearsal on one rank came to."""
+class DryRun:
+    """What a dry run on one rank came to."""
 
     shortage: Shortage | None = None
     """Where memory ran out, if it did."""
@@ -33,7 +33,7 @@ class Rehearsed:
     """Why the step could not be taken, for another reason."""
 
 
-def rehearse(trainer: pl.Trainer, sharded: ShardedModel) -> Rehearsed:
+def run_dry(trainer: pl.Trainer, sharded: ShardedModel) -> DryRun:
     """Takes an optimizer step like those to come, without the other ranks, and leaves nothing of it.
 
     The gradients of a step before are alive, and so is the state of optimizers: where there is none yet, a copy of the
@@ -56,9 +56,9 @@ def rehearse(trainer: pl.Trainer, sharded: ShardedModel) -> Rehearsed:
         torch.autograd.set_detect_anomaly(False),
     ):
         try:
-            found = Rehearsed(shortage=_shortage(trainer, strategy, sharded, others))
+            found = DryRun(shortage=_shortage(trainer, strategy, sharded, others))
         except Exception as error:
-            found = Rehearsed(why_not=f"{type(error).__name__}: {error}")
+            found = DryRun(why_not=f"{type(error).__name__}: {error}")
     if found.shortage is not None:
         gc.collect()  # what the error held
         # a step that was broken off may leave tensors until the next one

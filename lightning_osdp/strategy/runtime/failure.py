@@ -45,7 +45,9 @@ SILENCE_S = 4.0
 _LEFT = "left"
 """In place of a heartbeat, of a rank that is done."""
 _SIGTERM = "received SIGTERM, so every rank ends."
-_STORE_GONE = "Rank 0, or torchrun on its node, ended without a word: it was killed, or its machine is gone."
+_STORE_GONE = (
+    "Rank 0, or torchrun on its node, ended without reporting an error: it was killed, or its machine is gone."
+)
 
 
 class Heartbeat(NamedTuple):
@@ -234,11 +236,11 @@ class FailureWatch:
             self._beat()  # for others may ask the same
 
     def _cause(self) -> str | None:
-        """What made a collective break: a failure that others tell of, or a rank that has ended without a word."""
+        """What made a collective break: a failure that others reported, or a rank that ended without reporting one."""
         ranks = self._silent_ranks()
         if self._first is not None or not ranks:
             return self._first
-        return f"{_named(ranks)} ended without a word: killed, or the machine is gone."
+        return f"{_named(ranks)} ended without reporting an error: killed, or the machine is gone."
 
     def _claim(self, text: str) -> str:
         """Tells the others, unless there is a first failure already; returns the first."""

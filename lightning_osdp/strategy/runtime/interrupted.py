@@ -63,7 +63,7 @@ class SavingTogether(pl.Callback):
         trainer.save_checkpoint = save_if_possible  # type: ignore[method-assign]
         saving = [callback for callback in callbacks if _saves(callback)]
         if saving and not self._can_save:
-            # behind this one in the list that is gone through now
+            # behind this one in the list that is being iterated over now
             self._left_out = saving
             callbacks[:] = [callback for callback in callbacks if callback not in saving]
 

@@ -41,7 +41,7 @@ class ReusableModel:
         self, sharded: ShardedModel, settings: Mapping[str, str], summaries: Mapping[int, SimpleNamespace]
     ) -> None:
         self.sharded, self._settings, self._summaries = sharded, settings, summaries
-        self._given_up: list[Plan] = []  # plans with the same units that did not fit in rehearsal
+        self._given_up: list[Plan] = []  # plans with the same units that did not fit in a dry run
         module = sharded.module
         having = (child for child in module.modules() if any(True for _ in child.parameters()))
         self._handles = [child.register_state_dict_pre_hook(self) for child in having]

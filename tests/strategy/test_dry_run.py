@@ -1,4 +1,4 @@
-"""What is rehearsed, and what is not."""
+"""What has a dry run, and what has not."""
 
 import lightning as L
 import pytest
@@ -33,10 +33,10 @@ class ByHand(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def losses(*, rehearse):
+def losses(*, dry_run):
     module = ByHand()
     trainer = L.Trainer(
-        strategy=OSDPStrategy(rehearse=rehearse),
+        strategy=OSDPStrategy(dry_run=dry_run),
         accelerator="cpu",
         devices=1,
         max_steps=3,
@@ -50,6 +50,6 @@ def losses(*, rehearse):
     return module.losses[-3:]
 
 
-def test_manual_optimization_is_not_rehearsed(tmp_path, monkeypatch):
+def test_manual_optimization_has_no_dry_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert losses(rehearse=True) == losses(rehearse=False)
+    assert losses(dry_run=True) == losses(dry_run=False)

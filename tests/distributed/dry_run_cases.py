@@ -1,4 +1,4 @@
-"""Fits that rehearse a step, and run out of memory in it, as the ranks run them."""
+"""Fits that begin with a dry run, and run out of memory in it, as the ranks run them."""
 
 import dataclasses
 import sys
@@ -27,7 +27,7 @@ from lightning_osdp.strategy.checkpointing.stored_plan import read_plan
 from lightning_osdp.strategy.runtime.all_ranks import from_all_ranks
 
 CALLS = []
-"""Micro-batches that a model has seen: what modules hold is restored after a rehearsal, this is not."""
+"""Micro-batches that a model has seen: what modules hold is restored after a dry run, this is not."""
 
 
 class Gate(nn.Module):
@@ -65,7 +65,7 @@ class _Checked(torch.autograd.Function):
 
 
 class Restless(Base):
-    """Dropout, batch statistics, a metric, a counter: whatever a rehearsal might leave changed."""
+    """Dropout, batch statistics, a metric, a counter: whatever a dry run might leave changed."""
 
     def __init__(self, phase="forward"):
         super().__init__()
@@ -108,13 +108,13 @@ def agreed(value):
     return shared[0]
 
 
-def fitted(plan, *, rehearse, module=None, folder=None, ckpt_path=None, most_bytes=None, max_steps=3, **options):
-    """What a fit leaves: the trainer, and everything that a rehearsal must not change."""
+def fitted(plan, *, dry_run, module=None, folder=None, ckpt_path=None, most_bytes=None, max_steps=3, **options):
+    """What a fit leaves: the trainer, and everything that a dry run must not change."""
     torch.manual_seed(5)
     module = module or Restless()
     folder = folder or shared_folder()
     fit = trainer(
-        OSDPStrategy(plan=plan, rehearse=rehearse, batch_size=options.pop("batch_size", "auto")),
+        OSDPStrategy(plan=plan, dry_run=dry_run, batch_size=options.pop("batch_size", "auto")),
         max_steps=max_steps,
         default_root_dir=folder,
         logger=CSVLogger(folder, name="", version="logs"),
@@ -147,15 +147,15 @@ def fitted(plan, *, rehearse, module=None, folder=None, ckpt_path=None, most_byt
 
 
 def differences(modes, **options):
-    """What a rehearsal changes, from the start and resumed, and how many more micro-batches the models saw."""
+    """What a dry run changes, from the start and resumed, and how many more micro-batches the models saw."""
     found = {}
     plan = planned(modes)
-    plain, expected, num_calls = fitted(plan, rehearse=False, **options)
-    fit, left, more_calls = fitted(plan, rehearse=True, **options)
+    plain, expected, num_calls = fitted(plan, dry_run=False, **options)
+    fit, left, more_calls = fitted(plan, dry_run=True, **options)
     found["from the start"] = [name for name in expected if left[name] != expected[name]], more_calls - num_calls
     options |= {"ckpt_path": agreed(str(Path(plain.default_root_dir) / "step=2.ckpt")), "max_steps": 5}
-    _, expected, num_calls = fitted(plan, rehearse=False, **options)
-    _, left, more_calls = fitted(plan, rehearse=True, **options)
+    _, expected, num_calls = fitted(plan, dry_run=False, **options)
+    _, left, more_calls = fitted(plan, dry_run=True, **options)
     found["resumed"] = [name for name in expected if left[name] != expected[name]], more_calls - num_calls
     return found, fit.strategy.plan.notes
 
@@ -166,10 +166,10 @@ def runs_short(phase, most_bytes):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         given, module = planned(), Restless(phase)
-        fit, left, _ = fitted(given, rehearse=True, folder=folder, module=module, most_bytes=most_bytes)
-        again, _, _ = fitted(given, rehearse=False, module=module, max_steps=1)
+        fit, left, _ = fitted(given, dry_run=True, folder=folder, module=module, most_bytes=most_bytes)
+        again, _, _ = fitted(given, dry_run=False, module=module, max_steps=1)
     plan = fit.strategy.plan
-    _, expected, _ = fitted(plan, rehearse=False)
+    _, expected, _ = fitted(plan, dry_run=False)
     return {
         "differs": [name for name in expected if left[name] != expected[name]],
         "another Trainer's": again.strategy.plan is plan,
@@ -184,7 +184,7 @@ def runs_short(phase, most_bytes):
 def counted(shares):
     """Notes, or the error, of plans whose limit is this share of what a step was counted to take."""
     plan = planned(number=1)
-    fit, _, _ = fitted(plan, rehearse=False, max_steps=6)
+    fit, _, _ = fitted(plan, dry_run=False, max_steps=6)
     counted_bytes = max(from_all_ranks(fit.callbacks[0].measured.peak_bytes))
     return [_outcome(dataclasses.replace(plan, memory_limit_bytes=int(share * counted_bytes))) for share in shares]
 
@@ -193,7 +193,7 @@ def _outcome(plan, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            fit, _, _ = fitted(plan, rehearse=True, **options)
+            fit, _, _ = fitted(plan, dry_run=True, **options)
         except OSDPError as error:
             return type(error).__name__, str(error)
     return fit.strategy.plan.notes
@@ -222,7 +222,7 @@ def shrinks():
     plan = plan_for(Shrinks(), "zdp", world_size=dist.get_world_size(), micro_batch_size=8)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        fit, _, _ = fitted(agreed(plan), rehearse=True, module=(module := Shrinks()))
+        fit, _, _ = fitted(agreed(plan), dry_run=True, module=(module := Shrinks()))
     plan = fit.strategy.plan
     return {*module.sizes}, len(module.sizes), fit.accumulate_grad_batches, plan.num_micro_batches, plan.notes
 
@@ -263,12 +263,12 @@ class Nested(Restless):
 
 
 def cannot_tell():
-    """Micro-batches that models saw which cannot be rehearsed, or read from a generator, and whether losses differ."""
+    """Micro-batches that models saw which can have no dry run, or read from a generator, and whether losses differ."""
     plan = planned(number=1)
     found = []
     for cls in (Odd, Nested, Once):
-        _, expected, _ = fitted(plan, rehearse=False, module=(Restless if cls is Odd else cls)())
-        _, left, num_calls = fitted(plan, rehearse=True, module=cls())
+        _, expected, _ = fitted(plan, dry_run=False, module=(Restless if cls is Odd else cls)())
+        _, left, num_calls = fitted(plan, dry_run=True, module=cls())
         found.append((num_calls, left["losses"] == expected["losses"]))
     return found
 
@@ -304,7 +304,7 @@ def recomputes():
     plan = agreed(plan_for(Deep(), "zdp", world_size=dist.get_world_size()))
 
     def counted(of, **options):
-        fit, left, _ = fitted(of, rehearse=False, module=Deep(), max_steps=6, **options)
+        fit, left, _ = fitted(of, dry_run=False, module=Deep(), max_steps=6, **options)
         return max(from_all_ranks(fit.callbacks[0].measured.peak_bytes)), left
 
     least = dataclasses.replace(plan, blocks=plan.recomputable, recomputable=())
@@ -313,7 +313,7 @@ def recomputes():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tight = dataclasses.replace(plan, memory_limit_bytes=limit_bytes)
-        fit, left, _ = fitted(tight, rehearse=True, module=Deep(), max_steps=6)
+        fit, left, _ = fitted(tight, dry_run=True, module=Deep(), max_steps=6)
     peak_bytes = max(from_all_ranks(fit.callbacks[0].measured.peak_bytes))
     return {
         "notes": fit.strategy.plan.notes,

@@ -1,7 +1,7 @@
 """A step that each rank takes alone before the first one: it leaves nothing, and where memory runs out, all act."""
 
+import dry_run_cases as cases
 import pytest
-import rehearsal_cases as cases
 
 pytestmark = pytest.mark.distributed
 
@@ -12,7 +12,7 @@ KINDS = ("DP", "every"), ("DP", "last"), ("ZDP", "every")
     ("world_size", "modes", "options"),
     [(1, "dp", {}), (2, "mixed", {"precision": "bf16-mixed"}), (2, "dp", {"limit_val_batches": 1}), (4, "mixed", {})],
 )
-def test_a_rehearsal_changes_nothing(ranks, world_size, modes, options):
+def test_a_dry_run_changes_nothing(ranks, world_size, modes, options):
     # evaluation leaves units gathered
     for found, notes in ranks(world_size).run(cases.differences, modes=modes, **options):
         assert found == {"from the start": ([], 2), "resumed": ([], 2)}
@@ -25,7 +25,7 @@ def test_a_rehearsal_changes_nothing(ranks, world_size, modes, options):
 def test_what_one_rank_lacks_all_save_and_train_as_if_planned_so(ranks, phase, place):
     for found in ranks(2).run(cases.runs_short, phase=phase, most_bytes=22000):
         assert found["notes"] == (
-            f"rehearsal: rank 1 ran out of memory in {place}, so 1 unit keeps less, 16.2 KiB together",
+            f"dry run: rank 1 ran out of memory in {place}, so 1 unit keeps less, 16.2 KiB together",
         )
         assert found["kept"] == [KINDS[index] for index in (0, 0, 1, 2, 1, 0)]
         assert found["differs"] == []
@@ -42,7 +42,7 @@ def test_on_cpu_tensors_are_counted_against_the_limit(ranks):
         assert 1 <= len(saves) <= 3
         assert "ran out of memory in forward of 'layers.2', so 1 unit keeps less, 16.2 KiB together" in saves[0]
         assert kind == "InfeasibleError"
-        assert "in rehearsal rank 0 ran out of memory in the optimizer step: MemoryError: live tensors take" in text
+        assert "in the dry run rank 0 ran out of memory in the optimizer step: MemoryError: live tensors take" in text
         assert "Use a smaller batch, more ranks or, where tensors are counted, a higher memory_limit" in text
 
 
