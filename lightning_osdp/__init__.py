@@ -11,7 +11,7 @@ from lightning_osdp.callbacks import Measured, PlanMonitor
 from lightning_osdp.callbacks.allocator import AllocatorPeaks
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.batch_policy import BatchPolicy
-from lightning_osdp.core.cluster import Cluster, DeviceRates, Link, UnitOverhead
+from lightning_osdp.core.cluster import Cluster, DeviceRates, Link, Links, UnitOverhead
 from lightning_osdp.core.plans.plan import Block, Decision, Plan, Unit
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import (
@@ -100,6 +100,7 @@ __all__ = [
     "Interconnect",
     "Interval",
     "Link",
+    "Links",
     "Machine",
     "Measured",
     "ModelProfile",

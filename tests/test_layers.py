@@ -138,6 +138,7 @@ def test_the_public_names_are_these():
         "Interconnect",
         "Interval",
         "Link",
+        "Links",
         "Machine",
         "Measured",
         "ModelProfile",

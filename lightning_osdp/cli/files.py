@@ -34,6 +34,11 @@ def read_cluster(path: str | Path) -> Cluster:
     cluster = Cluster.load(path)
     if cluster.world_size < 1:
         raise PlanFormatError(f"Expected at least one rank in cluster {str(path)!r}, got {cluster.world_size}.")
+    if cluster.node_size is not None and (cluster.node_size < 1 or cluster.world_size % cluster.node_size):
+        raise PlanFormatError(
+            f"Expected a node_size that divides the {cluster.world_size} ranks of cluster {str(path)!r}, got"
+            f" {cluster.node_size}."
+        )
     return cluster
 
 
@@ -55,7 +60,7 @@ def read_all(plan: str, profile: str | None, cluster: str | None) -> tuple[Plan,
         read_profile(profile or folder / PROFILE_FILENAME),
         read_cluster(cluster or folder / CLUSTER_FILENAME),
     )
-    found[0].check_matches(found[1].fingerprint, world_size=found[2].world_size)
+    found[0].check_matches(found[1].fingerprint, world_size=found[2].world_size, node_size=found[2].node_size)
     return found
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
-from lightning_osdp.core.cluster import CUDA_HEADROOM, Cluster, DeviceRates, Link, UnitOverhead
+from lightning_osdp.core.cluster import CUDA_HEADROOM, Cluster, DeviceRates, Link, Links, UnitOverhead
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.machines.catalog import Catalog, Device, Interconnect, read_catalog
 
@@ -110,7 +111,20 @@ class Machine:
         every byte once.
         """
         ring, moved_s = self._ring(), 2 / self.rates.bytes_per_s
+        inside = Link(latency_s=self.peers.latency_us * 1e-6, seconds_per_byte=1 / self.peers.bytes_per_s)
+        nodes: dict[str, Any] = {}
+        if self.network is not None:
+            # all pairs of peers send at once, and share the ports
+            share = self.ranks_per_node / self.network.bytes_per_s
+            between = Link(latency_s=self.network.latency_us * 1e-6, seconds_per_byte=share)
+            nodes = {
+                "node_size": self.ranks_per_node,
+                "within_node": Links(all_gather=inside, reduce_scatter=inside, all_reduce=inside),
+                "between_nodes": Links(all_gather=between, reduce_scatter=between, all_reduce=between),
+                "all_reduce": ring,
+            }
         return Cluster(
+            **nodes,
             world_size=self.world_size,
             all_gather=ring,
             reduce_scatter=ring,

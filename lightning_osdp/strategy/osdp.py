@@ -84,6 +84,8 @@ class OSDPStrategy(FSDPStrategy):
             batches differ, it should be the largest.
         dry_run: whether training begins with a memory dry run, an optimizer step that each rank takes alone; where that
             does not fit, all change to a plan with less memory. ``"auto"``: on GPUs.
+        node_size: ranks of a node, between which links are faster than between nodes; None: as the ranks were started,
+            by ``LOCAL_WORLD_SIZE`` or the Trainer's ``devices``. Another number has plans made as if nodes were so.
         cost_model: ``"simulate"`` (a step as ``fully_shard`` runs it) or ``"paper"`` (the sums of its equation 1).
         start_method: ``"popen"`` runs the script once per rank; ``"spawn"``, ``"forkserver"`` and, for notebooks,
             ``"fork"`` start workers, after which this process has the trained weights. Unused under torchrun.
@@ -111,6 +113,7 @@ class OSDPStrategy(FSDPStrategy):
         accumulate_in_fp32: bool = False,
         profile_batch: Any = None,
         dry_run: bool | Literal["auto"] = "auto",
+        node_size: int | None = None,
         cost_model: str = "simulate",
         start_method: StartMethod = "popen",
         **fsdp_kwargs: Any,
@@ -126,6 +129,7 @@ class OSDPStrategy(FSDPStrategy):
             global_batch_size=global_batch_size,
             accumulate_in_fp32=accumulate_in_fp32,
             profile_batch=profile_batch,
+            node_size=node_size,
             engine=pop_prefetch(fsdp_kwargs),
         ).checked()
         if not isinstance(dry_run, bool) and dry_run != "auto":

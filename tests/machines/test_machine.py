@@ -103,6 +103,15 @@ def test_a_ring_over_nodes_has_the_slowest_links_rate_and_the_mean_latency(own):
     assert slow.latency_s == pytest.approx((3 * 20e-6 + network.latency_us * 1e-6) / 4)
 
 
+def test_links_of_nodes_are_those_of_peers_and_a_share_of_the_ports(own):
+    assert Machine.parse(f"4 {own}").cluster.within_node is None
+    cluster = Machine.parse(f"3x4 {own}, 8gbit").cluster
+    assert (cluster.node_size, cluster.has_nodes) == (4, True)
+    assert cluster.within_node.all_gather.seconds_per_byte == pytest.approx(1 / 5e9)
+    network = read_catalog().link("network")
+    assert cluster.between_nodes.all_reduce.seconds_per_byte == pytest.approx(4 / (8e9 / 8 * network.reached))
+
+
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [

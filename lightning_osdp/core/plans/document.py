@@ -31,6 +31,7 @@ def _are_texts(value: object) -> bool:
 _KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "str": ("a text", lambda value: isinstance(value, str)),
     "int": ("a whole number below 2^63", _is_whole),
+    "int | None": ("null or a whole number below 2^63", lambda value: value is None or _is_whole(value)),
     "float": ("a finite number", _is_number),
     "bool": ("true or false", lambda value: isinstance(value, bool)),
     "tuple[str, ...]": ("a list of texts", _are_texts),
@@ -38,7 +39,6 @@ _KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
         "a list of whole numbers below 2^63",
         lambda value: isinstance(value, list) and all(map(_is_whole, value)),
     ),
-    "int | None": ("null or a whole number below 2^63", lambda value: value is None or _is_whole(value)),
     "Mapping[str, str]": (
         "an object of texts",
         lambda value: isinstance(value, dict) and _are_texts([*value.values()]),
