@@ -161,7 +161,7 @@ class Setup:
     """Of this rank."""
     local_ranks: int
     """On this machine."""
-    node_size: int | None
+    node_size: int | None = None
     """Ranks of each node, which follow each other; None: all are in one, or nodes differ."""
     precision: str
     """Of the Trainer, such as ``"bf16-mixed"``."""
