@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_osdp.apply import apply_plan, change_plan
 from lightning_osdp.callbacks import PlanMonitor
 from lightning_osdp.core.batch_policy import BatchPolicy
-from lightning_osdp.core.cluster import Cluster, DeviceRates, Link
+from lightning_osdp.core.cluster import Cluster, DeviceRates, Link, Links
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import ModelProfile
@@ -49,6 +49,7 @@ __all__ = [
     "DeviceRates",
     "InfeasibleError",
     "Link",
+    "Links",
     "ModelProfile",
     "OSDPError",
     "OSDPPrecision",

@@ -34,6 +34,11 @@ def read_cluster(path: str | Path) -> Cluster:
     cluster = Cluster.load(path)
     if cluster.world_size < 1:
         raise PlanFormatError(f"Expected at least one rank in cluster {str(path)!r}, got {cluster.world_size}.")
+    if cluster.node_size is not None and (cluster.node_size < 1 or cluster.world_size % cluster.node_size):
+        raise PlanFormatError(
+            f"Expected a node_size that divides the {cluster.world_size} ranks of cluster {str(path)!r}, got"
+            f" {cluster.node_size}."
+        )
     return cluster
 
 

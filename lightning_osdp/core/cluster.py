@@ -57,6 +57,16 @@ class Link:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """Collectives over some of the ranks."""
+
+    all_gather: Link
+    reduce_scatter: Link
+    all_reduce: Link
+    """A ring step there and back: it reduces and scatters, then gathers."""
+
+
 UNIT_PARTS = ("gather", "flatten", "reduce", "accumulate")
 """What the runtime does for a unit beside collectives: for each all-gather (views, allocating and freeing); in each
 micro-batch (hooks, one tensor of all gradients); for each reduce-scatter; and where one is left out."""
@@ -97,6 +107,30 @@ class Cluster(Stored):
     """Seconds per byte that is copied to host memory, or back; on CPU of a copy in memory."""
     memory_bytes: int | None = None
     """Bytes that one rank may use where the user sets no limit; None if unknown."""
+    node_size: int | None = None
+    """Ranks of one node, which follow each other; None: all are in one."""
+    within_node: Links | None = None
+    """Over the ranks of a node, in all nodes at a time; None where that was not measured."""
+    between_nodes: Links | None = None
+    """Over the ranks that have the same place in their nodes, for all places at a time."""
+    all_reduce: Link | None = None
+    """Over all ranks, where there are several nodes; see `Links.all_reduce`."""
+
+    @property
+    def has_nodes(self) -> bool:
+        """Whether there are several nodes with several ranks each: else all links are alike."""
+        size, ranks = self.node_size, self.world_size
+        return size is not None and 1 < size < ranks and ranks % size == 0
+
+    def all_gather_s(self, num_bytes: float, *, over: str = "all") -> float:
+        """Seconds of one all-gather of so many bytes of the whole tensor, over ``all`` ranks or those of a ``node``.
+
+        Where links inside of nodes were not measured, they are as those over all ranks.
+        """
+        if over == "all" or self.node_size is None:
+            return self.all_gather.ring_s(num_bytes, self.world_size)
+        within = self.all_gather if self.within_node is None else self.within_node.all_gather
+        return within.ring_s(num_bytes, self.node_size)
 
 
 @dataclass(frozen=True, kw_only=True)

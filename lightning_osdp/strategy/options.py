@@ -57,6 +57,7 @@ class Options:
     global_batch_size: int | None = None
     accumulate_in_fp32: bool = False
     profile_batch: Any = None
+    node_size: int | None = None
     engine: FSDP2 = _ANY_PREFETCH
     """With the user's settings of prefetching; the plan chooses those that are ``"auto"``."""
     recomputed: tuple[str, ...] = ()
@@ -81,6 +82,7 @@ class Options:
                 self.global_batch_size is None or _is_positive(self.global_batch_size),
                 "None or at least 1",
             ),
+            ("node_size", self.node_size is None or _is_positive(self.node_size), "None or at least 1"),
             ("plan", self.plan is None or isinstance(self.plan, (Plan, str, Path)), "a Plan or the path of one"),
             ("search_space", isinstance(self.search_space, SearchSpace), "None or a SearchSpace"),
             ("accumulate_in_fp32", isinstance(self.accumulate_in_fp32, bool), "True or False"),
@@ -159,6 +161,8 @@ class Setup:
     """Of this rank."""
     local_ranks: int
     """On this machine."""
+    node_size: int | None = None
+    """Ranks of each node, which follow each other; None: all are in one, or nodes differ."""
     precision: str
     """Of the Trainer, such as ``"bf16-mixed"``."""
     mixed_precision: MixedPrecision | None

@@ -75,6 +75,8 @@ class OSDPStrategy(FSDPStrategy):
             batches differ, it should be the largest.
         rehearse: whether each rank takes a step alone before the first one, to see that memory suffices; where it does
             not, all change to a plan with less memory. ``"auto"``: on GPUs.
+        node_size: ranks of a node, between which links are faster than between nodes; None: as the ranks were started,
+            by ``LOCAL_WORLD_SIZE`` or the Trainer's ``devices``. Another number has plans made as if nodes were so.
         cost_model: ``"simulate"`` (a step as ``fully_shard`` runs it) or ``"paper"`` (the sums of equation 1).
         start_method: ``"popen"`` runs the script once per rank; ``"spawn"``, ``"forkserver"`` and, for notebooks,
             ``"fork"`` start workers, after which this process has the trained weights. Unused under torchrun.
@@ -102,6 +104,7 @@ class OSDPStrategy(FSDPStrategy):
         accumulate_in_fp32: bool = False,
         profile_batch: Any = None,
         rehearse: bool | Literal["auto"] = "auto",
+        node_size: int | None = None,
         cost_model: str = "simulate",
         start_method: StartMethod = "popen",
         **fsdp_kwargs: Any,
@@ -117,6 +120,7 @@ class OSDPStrategy(FSDPStrategy):
             global_batch_size=global_batch_size,
             accumulate_in_fp32=accumulate_in_fp32,
             profile_batch=profile_batch,
+            node_size=node_size,
             engine=pop_prefetch(fsdp_kwargs),
         ).checked()
         if not isinstance(rehearse, bool) and rehearse != "auto":

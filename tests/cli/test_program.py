@@ -99,6 +99,11 @@ def test_a_cluster_without_ranks_is_told(folder, run, ranks):
     assert "at least one rank" in run("simulate")[2]
 
 
+def test_a_cluster_whose_nodes_do_not_make_up_its_ranks_is_told(folder, run, ranks):
+    dataclasses.replace(ranks, node_size=3).save("osdp_cluster.json")
+    assert "divides the 4 ranks" in run("simulate")[2]
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

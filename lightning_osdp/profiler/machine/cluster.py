@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
-from lightning_osdp.core.cluster import Cluster, Link
+from lightning_osdp.core.cluster import Cluster, Link, Links
 from lightning_osdp.profiler.live_tensors import LiveBytes
 from lightning_osdp.profiler.machine.memory import default_memory_limit_bytes
 from lightning_osdp.profiler.machine.unit_overhead import measure_unit_overhead
@@ -27,12 +28,14 @@ _COPIED_BYTES = 16 * 1024**2
 _REPEATS = 5
 
 
-def measure_cluster(device: torch.device, *, local_ranks: int = 1) -> Cluster:
+def measure_cluster(device: torch.device, *, local_ranks: int = 1, node_size: int | None = None) -> Cluster:
     """Links of the default process group and what the runtime takes for a unit, both timed. Call it on all ranks.
 
     Args:
         device: where the tensors are, as in training.
         local_ranks: ranks on this machine, which share its memory on CPU.
+        node_size: ranks of a node, which follow each other; links inside of nodes and between them are then timed, too.
+            None: all are in one.
 
     Returns:
         The same values on every rank. With one rank, or no process group, links that cost nothing.
@@ -54,8 +57,11 @@ def measure_cluster(device: torch.device, *, local_ranks: int = 1) -> Cluster:
             backend=dist.get_backend(),
             overlaps=_overlaps_computing(device),
             reduce_scatter_copies=_copies_in_reduce_scatter(device),
+            node_size=node_size,
         )
         unit_overhead = measure_unit_overhead(cluster, device)
+        if cluster.has_nodes:
+            cluster = _with_links_of_nodes(cluster, device)
     return dataclasses.replace(
         cluster,
         unit_overhead=unit_overhead,
@@ -73,35 +79,78 @@ def _over_ranks(value: float, operation: dist.ReduceOp.RedOpType, device: torch.
     return float(reduced.item())
 
 
-def _all_gather(whole: torch.Tensor, shard: torch.Tensor) -> None:
-    dist.all_gather_single(whole, shard)
+_Group = dist.ProcessGroup | None
+"""None: all ranks."""
 
 
-def _reduce_scatter(whole: torch.Tensor, shard: torch.Tensor) -> None:
-    dist.reduce_scatter_single(shard, whole)
+def _all_gather(whole: torch.Tensor, shard: torch.Tensor, group: _Group = None) -> None:
+    dist.all_gather_single(whole, shard, group=group)
 
 
-def _measure_link(device: torch.device, collective: Callable[[torch.Tensor, torch.Tensor], None]) -> Link:
+def _reduce_scatter(whole: torch.Tensor, shard: torch.Tensor, group: _Group = None) -> None:
+    dist.reduce_scatter_single(shard, whole, group=group)
+
+
+def _all_reduce(whole: torch.Tensor, _: torch.Tensor, group: _Group = None) -> None:
+    dist.all_reduce(whole, group=group)
+
+
+def _with_links_of_nodes(cluster: Cluster, device: torch.device) -> Cluster:
+    """The cluster with what is timed only where there are several nodes: inside of them, between them, all-reduces."""
+    assert cluster.node_size is not None
+    ranks = range(cluster.world_size)
+    nodes = [list(ranks[first : first + cluster.node_size]) for first in ranks[:: cluster.node_size]]
+    peers = [list(ranks[place :: cluster.node_size]) for place in range(cluster.node_size)]
+    with _own_of(nodes) as node, _own_of(peers) as other_nodes:
+        return dataclasses.replace(
+            cluster,
+            within_node=_measure_links(device, node),
+            between_nodes=_measure_links(device, other_nodes),
+            all_reduce=_measure_link(device, _all_reduce),
+        )
+
+
+@contextmanager
+def _own_of(parts: list[list[int]]) -> Iterator[dist.ProcessGroup]:
+    """A process group of those ranks that are in one of these lists with this rank; call it on all of them."""
+    own, _ = dist.new_subgroups_by_enumeration(parts)
+    try:
+        yield own
+    finally:
+        dist.destroy_process_group(own)
+
+
+def _measure_links(device: torch.device, group: dist.ProcessGroup) -> Links:
+    return Links(
+        all_gather=_measure_link(device, _all_gather, group),
+        reduce_scatter=_measure_link(device, _reduce_scatter, group),
+        all_reduce=_measure_link(device, _all_reduce, group),
+    )
+
+
+def _measure_link(device: torch.device, collective: Callable[..., None], group: _Group = None) -> Link:
+    """Of a process group, at the same time as the others that divide the ranks."""
     points: list[tuple[int, float]] = []
     for num_bytes in _SIZES_BYTES:
         expected_s = points[-1][1] * num_bytes / points[-1][0] if points else 0.0
         in_a_row = max(_LEAST_IN_A_ROW, min(_MOST_IN_A_ROW, int(_ROW_S / max(expected_s, 1e-9))))
         if len(points) >= _LEAST_SIZES and (REPEATS_TOGETHER + 1) * in_a_row * expected_s > _PATIENCE_S:
             break
-        whole, shard = _whole_and_shard(num_bytes, device)
+        whole, shard = _whole_and_shard(num_bytes, device, group)
 
         def run(whole: torch.Tensor = whole, shard: torch.Tensor = shard, number: int = in_a_row) -> None:
             for _ in range(number):
-                collective(whole, shard)
+                collective(whole, shard, group)
 
         points.append((whole.nbytes, fastest_together_s(run, device) / in_a_row))
-    return link_through(points, dist.get_world_size())
+    return link_through(points, dist.get_world_size(group))
 
 
-def _whole_and_shard(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _whole_and_shard(num_bytes: int, device: torch.device, group: _Group = None) -> tuple[torch.Tensor, torch.Tensor]:
     """For collectives of about so many bytes."""
-    elements = num_bytes // 4 // dist.get_world_size()
-    return torch.zeros(elements * dist.get_world_size(), device=device), torch.zeros(elements, device=device)
+    world_size = dist.get_world_size(group)
+    elements = num_bytes // 4 // world_size
+    return torch.zeros(elements * world_size, device=device), torch.zeros(elements, device=device)
 
 
 def link_through(points: Sequence[tuple[int, float]], world_size: int) -> Link:

@@ -50,8 +50,11 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
     """
     with shown_progress(is_global_zero=trainer.is_global_zero) as progress:
         progress("measuring links and the overhead of a unit", "")
-        cluster = measure_cluster(setup.device, local_ranks=setup.local_ranks)
-    for name, link in (("all-gather", cluster.all_gather), ("reduce-scatter", cluster.reduce_scatter)):
+        cluster = measure_cluster(setup.device, local_ranks=setup.local_ranks, node_size=setup.node_size)
+    links = [("all-gather", cluster.all_gather), ("reduce-scatter", cluster.reduce_scatter)]
+    if cluster.within_node is not None:
+        links.append((f"all-gather in nodes of {cluster.node_size} ranks", cluster.within_node.all_gather))
+    for name, link in links:
         rank_zero_info(
             f"OSDP: {name} over {cluster.backend or 'one rank'}: {format_seconds(link.latency_s)} a step of few bytes,"
             f" {format_seconds(link.seconds_per_byte * 2**20)} a MiB of many"

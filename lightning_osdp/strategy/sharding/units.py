@@ -30,6 +30,7 @@ from lightning_osdp.strategy.planning.parameter_groups import Group, check_same_
 from lightning_osdp.strategy.planning.plan_fit import Choice
 from lightning_osdp.strategy.planning.publish import publish, tell_of_unfreezing
 from lightning_osdp.strategy.planning.which_plan import chosen, given_division, planned_by_hand, separated, sharded
+from lightning_osdp.strategy.runtime.nodes import ranks_of_node
 from lightning_osdp.strategy.sharding.resharding import reshard_before_hooks
 from lightning_osdp.strategy.sharding.reuse import ReusableModel, found_in, whole_summaries
 
@@ -123,6 +124,7 @@ class Units:
         setup = Setup(
             device=strategy.root_device,
             local_ranks=strategy.num_processes,
+            node_size=ranks_of_node(strategy, options.node_size),
             precision=str(strategy.precision_plugin.precision),
             mixed_precision=strategy.mixed_precision_config,
             state_dict_type=strategy._state_dict_type,
