@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _get_module_state, _module_state_mapping
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._common_utils import collect_grad_tensors, replace_grad_tensors
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup, RegisterPostBackwardFunction
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -45,7 +46,14 @@ _METHODS = {
         "_root_post_backward_final_callback",
     ),
     FSDPParamGroup: ("_register_post_backward_hook", "_to_sharded", "post_backward"),
-    FSDPParam: ("_setattr_on_modules", "init_unsharded_param", "_sharded_local_tensor", "to_sharded_dtensor"),
+    FSDPParam: (
+        "_init_sharded_post_forward_param_metadata",
+        "_setattr_on_modules",
+        "init_unsharded_param",
+        "_sharded_local_tensor",
+        "to_sharded_dtensor",
+        "to_sharded_post_forward",
+    ),
     TrainingState: ("FORWARD", "PRE_BACKWARD", "POST_BACKWARD", "IDLE"),
 }
 """What this file uses of classes."""
@@ -70,11 +78,14 @@ _ATTRIBUTES = {
         "_training_state",
         "fsdp_params",
         "mesh_info.shard_process_group",
+        "post_forward_mesh_info",
     ),
     "parameter": (
         "_module_info",
+        "_orig_size",
         "_post_load_hook_handle",
         "all_gather_outputs",
+        "post_forward_mesh_info",
         "sharded_param",
         "unsharded_accumulated_grad",
     ),
@@ -311,6 +322,25 @@ def do_nothing(*_: object, **__: object) -> None:
     """In place of a hook."""
 
 
+def reshard_after_forward(module: Any, *, is_kept: bool, nodes: DeviceMesh | None) -> None:
+    """Says what forward leaves of a unit, between two steps.
+
+    Args:
+        module: of the unit.
+        is_kept: whether it is left as it is.
+        nodes: where it is not, the mesh (nodes, ranks of a node) in each of whose rows a shard is left; None: none is.
+    """
+    module.set_reshard_after_forward(not is_kept, recurse=False)
+    group = group_of(module)
+    if nodes is None or is_kept or group is None:
+        return
+    # As fully_shard's own int has it, which cannot be changed later, and makes process groups for each unit.
+    group.post_forward_mesh_info = HSDPMeshInfo(nodes, shard_mesh_dim=1, replicate_mesh_dim=0)
+    for parameter in group.fsdp_params:
+        parameter.post_forward_mesh_info = group.post_forward_mesh_info
+        parameter._init_sharded_post_forward_param_metadata(torch.empty(parameter._orig_size, device="meta"))
+
+
 def set_asynchronous(root: nn.Module, *, is_asynchronous: bool) -> None:
     """Whether all-gathers are waited for where they are needed, and not where they are issued."""
     assert isinstance(root, FSDPModule)
@@ -339,9 +369,17 @@ def reshard(root: nn.Module, groups: Sequence[Any]) -> None:
                 result.all_gather_work.wait()
             group._all_gather_result = None
         group._to_sharded()
+        _drop_retained(group)
         if group._training_state != TrainingState.FORWARD:  # else the order is that of a forward that goes on
             group._post_forward_indices.clear()
     context.post_forward_order.clear()
+
+
+def _drop_retained(group: Any) -> None:
+    """Frees what forward has left of a unit in each node; torch does so only where it gathers the unit from there."""
+    for parameter in group.fsdp_params:
+        if getattr(parameter, "_sharded_post_forward_param_data", None) is not None:
+            parameter._sharded_post_forward_param = parameter._sharded_post_forward_param_data = None
 
 
 def forget_step(root: nn.Module, groups: Sequence[Any]) -> None:
@@ -436,6 +474,8 @@ class BackwardWatch:
             end()
         finally:
             self._is_ending = False
+        for group in self._groups:
+            _drop_retained(group)
 
 
 def on_collectives(group: Any, note: Callable[[bool], None]) -> None:
@@ -509,9 +549,12 @@ def whole_storages(module: nn.Module) -> Iterator[Tensor]:
             yield from parameter.all_gather_outputs
 
 
-def use_group(group: Any, process_group: dist.ProcessGroup) -> None:
-    """Runs the collectives of a unit on another process group."""
+def use_group(group: Any, process_group: dist.ProcessGroup, in_node: dist.ProcessGroup | None = None) -> None:
+    """Runs the collectives of a unit on another process group, and those inside of its node on a third one."""
+    after_forward = group.post_forward_mesh_info
     group.mesh_info.shard_process_group = process_group
+    if in_node is not None and after_forward is not None and after_forward is not group.mesh_info:
+        after_forward.shard_process_group = in_node
 
 
 def process_group_of(group: Any) -> dist.ProcessGroup:

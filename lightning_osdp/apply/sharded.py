@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecision
 from torch.optim import Optimizer
 
@@ -65,10 +65,12 @@ class ShardedModel:
         self.module, self.plan, self.units = module, plan, tuple(units)
         self.recomputed: Sequence[str] = ()
         self.check_options: Callable[[Plan], None] = internals.do_nothing
-        self._forwards = BlockForwards(module, device)
+        self._forwards, self._device = BlockForwards(module, device), device
         if plan is not None:
             self._forwards.choose(plan.blocks, units=[unit.name for unit in units])
         shard(self.units, init_device_mesh(device.type, (dist.get_world_size(),)), mixed_precision, initialize)
+        self._nodes: DeviceMesh | None = None
+        self._reshard_after_forward()
         internals.begin(module)
         internals.check_units(module)
         for child in module.modules():
@@ -234,12 +236,22 @@ class ShardedModel:
         self._forwards.choose(self._blocks_of(plan), units=[unit.name for unit in self.units])
         modes = {name: mode for unit in plan.units for name, mode in _modes(unit)}
         self.units = tuple(dataclasses.replace(unit, mode=modes[unit.name]) for unit in self.units)
+        self.plan = plan
+        self._reshard_after_forward()
+        internals.set_asynchronous(self.module, is_asynchronous=plan.asynchronous_unshard)
+        self._set_prefetch()
+
+    def _reshard_after_forward(self) -> None:
+        """Has forward free units, keep them, or leave a shard in each node, as their modes say."""
+        if self._nodes is None and self.plan is not None and self.plan.needs_nodes:
+            size = self.plan.node_size
+            assert size is not None
+            shape = (dist.get_world_size() // size, size)
+            self._nodes = init_device_mesh(self._device.type, shape, mesh_dim_names=("nodes", "node"))
         for unit in self.units:
             if unit.name:
-                unit.handle.set_reshard_after_forward(not unit.mode.resident, recurse=False)
-        internals.set_asynchronous(self.module, is_asynchronous=plan.asynchronous_unshard)
-        self.plan = plan
-        self._set_prefetch()
+                nodes = self._nodes if unit.mode.needs_nodes else None
+                internals.reshard_after_forward(unit.handle, is_kept=unit.mode.resident, nodes=nodes)
 
     def _check_use(self, plan: Plan, *, may_divide: bool) -> None:
         """See `use`; of this rank alone."""
@@ -294,9 +306,11 @@ class ShardedModel:
         self.reshard()
         group, real = dist.new_group(backend="fake"), dist.group.WORLD
         assert real is not None
+        own: list[dist.ProcessGroup] = [] if self._nodes is None else [self._nodes.get_group("node")]
+        fakes: list[dist.ProcessGroup] = [dist.new_subgroups(each.size(), backend="fake")[0] for each in own]
         gradients = [(parameter, parameter.grad) for parameter in self.module.parameters()]
         for each in self._groups:
-            internals.use_group(each, group)
+            internals.use_group(each, group, *fakes)
         dist.group.WORLD = group
         try:
             with self._agreement.paused():
@@ -306,10 +320,11 @@ class ShardedModel:
             internals.forget_step(self.module, self._groups)
             self._waiting.forget()
             for each in self._groups:
-                internals.use_group(each, real)
+                internals.use_group(each, real, *own)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-            dist.destroy_process_group(group)
+            for fake in (group, *fakes):
+                dist.destroy_process_group(fake)
 
     @contextmanager
     def kept_shards(self) -> Iterator[None]:

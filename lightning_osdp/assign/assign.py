@@ -48,9 +48,9 @@ def assign_modes(
         worth_s: a step time that is of no use: where none below it is possible, the modes are not improved further.
     """
     first = found = _assigned(setting, memory_limit_bytes, search, worth_s)
-    if len(setting.activations) == 1 or first is None:
+    if first is None or (len(setting.activations) == 1 and not _retains(first)):
         return found
-    # Beside a unit that is gathered ahead, the closed form may leave out what its block keeps.
+    # Beside a unit that is gathered, the closed form may leave out what its block keeps, or what is left in each node.
     room_bytes = memory_limit_bytes
     for _ in range(MAX_TRIES):
         if found is None:
@@ -65,6 +65,10 @@ def assign_modes(
     if peak.peak_bytes > memory_limit_bytes:
         return None
     return replace(first, modes=least, step_time_s=setting.costs.step_time_s(least), peak=peak)
+
+
+def _retains(found: Assignment) -> bool:
+    return any(mode.regathers_over == "node" for mode in found.modes)
 
 
 def assigned_as(setting: Setting, modes: Modes, *, bound_s: float | None) -> Assignment:

@@ -15,9 +15,9 @@ to do without what they would save. The last two count in full, although a detou
 passes some of them by: it is worth so much less as that may be at most. So the least seconds of a path under the limit
 are those of the nested knapsack that is solved where nothing overlaps, and its bound on them is a bound on the step.
 Where units may leave their reduce-scatters to the last micro-batch, the order above holds there alone: a path then has
-gathers after c in that one only, no detours, and waits for no gathers before c. What is computed does not depend on
-modes otherwise, so there is little to be had from weighing several paths (a Lagrangian): the largest of their bounds is
-taken.
+gathers after c in that one only, no detours, and waits for no gathers before c. All-gathers inside of nodes are on no
+path: they have a communicator of their own. What is computed does not depend on modes otherwise, so there is little to
+be had from weighing several paths (a Lagrangian): the largest of their bounds is taken.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Paths:
         most_forward_s, most_backward_s = self._most_of_segments_s()
         passed_s = 0.0  # the most of all modes, of what is on a path whatever it passes by
         for (kind, of), event_class in self._clock.events:
-            if kind == "gather" and event_class == "freed":
+            if kind == "gather" and event_class == "again":
                 regathered[of] = len(reduces_s) - 1
                 self._regathers.append((of, regathered[of]))
             elif kind == "gather":
@@ -136,7 +136,7 @@ class Paths:
         for turn in range(1, len(self._constants_s)):
             best_s, best = detours_s[-1], None
             for detour in self._detours.get(turn, ()):
-                weight = _FILLER if modes[detour.unit].resident else 1.0
+                weight = 1.0 if self._is_again(modes[detour.unit]) else _FILLER
                 total_s = detours_s[detour.leaves] + detour.more_s * weight
                 if total_s > best_s:
                     best_s, best = total_s, detour
@@ -163,7 +163,7 @@ class Paths:
             more_s[0] += gathers_s
             more_s[1] -= gathers_s
         for unit, before in self._regathers:
-            if not any(mode.resident for mode in options[unit]):
+            if all(map(self._is_again, options[unit])):
                 more_s[0] += self._num_micro_batches * self._gather_s[unit]
                 more_s[1] -= (self._num_micro_batches - self._num_ordered) * self._gather_s[unit]
                 more_s[before + 1] -= self._num_ordered * self._gather_s[unit]
@@ -175,6 +175,10 @@ class Paths:
     def _own_s(self, unit: int, mode: ShardingMode) -> float:
         """Seconds of a step, before the unit's gradients are reduced, that depend on its mode alone."""
         return self._setting.costs.unit_s(self._setting.units[unit], mode, "overhead", "activations")
+
+    def _is_again(self, mode: ShardingMode) -> bool:
+        """Whether a unit is gathered again over all ranks, where paths are."""
+        return not mode.resident and mode.regathers_over == "all"
 
     def _num_gathers(self, mode: ShardingMode) -> int:
         """How often a step gathers a unit that is not there, whether or not forward frees it."""
@@ -201,7 +205,7 @@ class Paths:
                     mode: (self._own_s(unit, mode) if turn <= path.turn else 0.0)
                     + (self._num_reduces(mode) * reduce_s if turn >= path.turn else 0.0)
                     + gathered[unit] * self._num_gathers(mode) * self._gather_s[unit]
-                    + (0.0 if mode.resident else freed_s[unit])
+                    + (freed_s[unit] if self._is_again(mode) else 0.0)
                     for mode in options
                 }
             )

@@ -89,7 +89,7 @@ def _ahead_above(setting: Setting, modes: Modes, memory_limit_bytes: int) -> lis
     for events in setting.engine.events_of(step, modes):
         live.begin_micro_batch()
         for event, following in zip(events, [*events[1:], None], strict=True):
-            if event.kind == "gather" and following != Event("await", event.of):
+            if event.kind in {"gather", "regather"} and following != Event("await", event.of):
                 ahead.add(event.of)
             elif event.kind == "await":
                 ahead.discard(event.of)

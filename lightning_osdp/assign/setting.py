@@ -178,6 +178,9 @@ class Costs:
         setting, workload = self._setting, self._setting.workload
         accumulates = workload.num_micro_batches > 1 and setting.cluster.world_size > 1
         modes = setting.modes
+        if setting.is_paper or not setting.cluster.has_nodes or unit.last < unit.trained_from:
+            # nothing is gathered inside of nodes, be it that backward does not come to the unit
+            modes = tuple(dict.fromkeys(replace(ZDP, sync=mode.sync) if mode.needs_nodes else mode for mode in modes))
         if not (accumulates and setting.engine.may_wait(unit)):
             modes = tuple(dict.fromkeys(replace(mode, sync="every") for mode in modes))
         profiled = () if unit.block is None else unit.block.segments

@@ -60,7 +60,7 @@ def read_all(plan: str, profile: str | None, cluster: str | None) -> tuple[Plan,
         read_profile(profile or folder / PROFILE_FILENAME),
         read_cluster(cluster or folder / CLUSTER_FILENAME),
     )
-    found[0].check_matches(found[1].fingerprint, world_size=found[2].world_size)
+    found[0].check_matches(found[1].fingerprint, world_size=found[2].world_size, node_size=found[2].node_size)
     return found
 
 

@@ -24,6 +24,14 @@ class ShardingMode:
     lives from the first one on, and so does the gathered parameter of a resident unit."""
     activations: str = "keep"
     """What becomes of what the unit's block saves for backward: one of `ACTIVATION_CHOICES`."""
+    regathers_over: str = "all"
+    """Over which ranks it is gathered again once forward has freed it: ``all``, or those of a ``node``. In each node
+    forward then leaves a shard."""
+
+    @property
+    def needs_nodes(self) -> bool:
+        """Whether it is of use on several nodes with several ranks each only."""
+        return self.regathers_over == "node"
 
 
 ZDP = ShardingMode("ZDP", resident=False, backward_all_gathers=1)
@@ -32,8 +40,15 @@ ZDP = ShardingMode("ZDP", resident=False, backward_all_gathers=1)
 DP = ShardingMode("DP", resident=True, backward_all_gathers=0)
 """Gathered once, kept from forward to the end of its backward: ``SHARD_GRAD_OP`` or ``reshard_after_forward=False``."""
 
-MODES = {mode.name: mode for mode in (ZDP, DP)}
+HPZ = ShardingMode("hpZ", resident=False, backward_all_gathers=1, regathers_over="node")
+"""Freed after forward but for a shard in each node, from which backward gathers without the network between nodes:
+ZeRO++'s secondary partition, or ``reshard_after_forward=<ranks of a node>``."""
+
+NAMED_MODES = {mode.name: mode for mode in (ZDP, HPZ, DP)}
 """Every mode by name, in the order in which it is offered to the search: least memory first."""
+
+MODES = {name: mode for name, mode in NAMED_MODES.items() if not mode.needs_nodes}
+"""Those that there are on any cluster, in the same order."""
 
 SYNC_CHOICES = ("every", "last")
 
@@ -48,10 +63,10 @@ def modes_of(names: Collection[str] = tuple(MODES), sync: Collection[str] = SYNC
         replace(mode, sync=each)
         for each in SYNC_CHOICES
         if each in sync
-        for mode in MODES.values()
+        for mode in NAMED_MODES.values()
         if mode.name in names
     )
 
 
 ALL_MODES = modes_of()
-"""Every mode with every choice of micro-batches that reduce."""
+"""Each of `MODES` with every choice of micro-batches that reduce."""

@@ -16,6 +16,7 @@ from lightning_osdp.cost.terms import (
     overhead_part_s,
     overhead_s,
     reduce_s,
+    regather_s,
     unit_s,
 )
 
@@ -36,6 +37,7 @@ __all__ = [
     "overhead_s",
     "paper_memory",
     "reduce_s",
+    "regather_s",
     "saved_bytes",
     "saving_peak",
     "step_memory",

@@ -20,8 +20,8 @@ def evaluation_peak(step: Step, modes: Sequence[ShardingMode], *, engine: FSDP2 
         base + [P of the root and of all DP units] + max_i ( [P of ZDP units that run] + e_i )
 
     and the buffers of all-gathers, where the engine has any. Without a backward to free it, a DP unit stays gathered
-    after its first forward. Lightning has zeroed the gradients. An evaluation batch has as many samples as a
-    micro-batch of the training step, on which e_i is measured.
+    after its first forward, and of an hpZ unit a shard stays in each node. Lightning has zeroed the gradients. An
+    evaluation batch has as many samples as a micro-batch of the training step, on which e_i is measured.
     """
     profile, units, world_size = step.profile, step.units, step.cluster.world_size
     micro_batch_size = step.workload.micro_batch_size
@@ -35,6 +35,11 @@ def evaluation_peak(step: Step, modes: Sequence[ShardingMode], *, engine: FSDP2 
             for segment in range(first, last + 1) if not is_kept else ():
                 running[segment] += size.gathered
     kept = sum(size.gathered for size, is_kept in zip(layout.units, stays, strict=True) if is_kept)
+    kept += sum(
+        size.gathered / (step.cluster.node_size or world_size)
+        for size, mode in zip(layout.units, modes, strict=True)
+        if mode.regathers_over == "node"
+    )
     transient = (
         whole + max(segment.evaluation_bytes.at(micro_batch_size), cast)
         for segment, whole, cast in zip(profile.segments, running, gathering, strict=True)

@@ -13,6 +13,9 @@ has S_u whole gradient bytes in place of s_u reduced ones and, if it is DP, P_u 
     peak(x, y) = max_k ( floor_k + sum over the first k units of x_u (1 - y_u) P_u
                                  + sum over all units of y_u (S_u - s_u + x_u P_u) )
 
+An hpZ unit holds P_u / m while it is freed, on m ranks of a node; so it does until it is copied out again, and under
+mixed precision it is copied before, which is left out here.
+
 Where a unit is a block that may recompute or offload, it saves A_u bytes beyond the fewest that it may save, from where
 forward has left it to where backward comes back: they count as x_u P_u does. floor_k is then the largest moment of
 any choice, without its A_u.
@@ -92,6 +95,8 @@ class StepMemory:
     """k -> the largest moment at which exactly the first k of them are freed; none where nothing happens then."""
     update: Moment | None = None
     """The optimizer step, of which no mode changes anything; None: there is no such moment."""
+    node_size: int = 1
+    """Ranks of a node, in each of which an hpZ unit leaves P / node_size."""
 
     @cached_property
     def places(self) -> Mapping[int, int]:
@@ -102,6 +107,8 @@ class StepMemory:
         """What the unit at this place of `order` holds in a mode."""
         gathered = self.gathered_bytes[place] if mode.resident else 0.0
         saved = self.saved_bytes[place].get(mode.activations, 0.0)
+        if mode.regathers_over == "node":
+            saved += self.gathered_bytes[place] / self.node_size
         if mode.sync == "every":
             return Held(gathered + saved, 0.0)
         return Held(saved, gathered + self.whole_bytes[place])
@@ -190,6 +197,7 @@ def step_memory(step: Step, *, activations: Sequence[str] = ("keep",), engine: F
         ),
         # with paddings a shard may be larger than what it is a shard of
         whole_bytes=tuple(max(0.0, sizes[unit].whole_gradient - sizes[unit].reduced) for unit in order),
+        node_size=step.cluster.node_size or 1,
         saved_bytes=tuple(saved),
         moments=moments,
         update=update,

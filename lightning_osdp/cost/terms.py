@@ -24,6 +24,7 @@ def communication_s(
         t_DP  = 1 AG(S) + RS(S) = 2 (N-1) alpha + 2 (N-1)/N S beta
 
     Where only the last one reduces them, a step takes 2 K AG(S) + RS(S) of a ZDP unit and AG(S) + RS(S) of a DP one.
+    An hpZ unit takes as a ZDP one, but backward's all-gathers are over the ranks of a node, on the links inside of it.
 
     How many collectives there are where forward calls a module again, or backward runs a block again, and how many
     bytes they carry, is the engine's. A unit without trainable parameters reduces nothing.
@@ -34,13 +35,23 @@ def communication_s(
     num_micro_batches = workload.num_micro_batches
     num_gathers = engine.num_all_gathers(mode, unit, num_micro_batches=num_micro_batches)
     num_reduces = engine.num_reduce_scatters(mode, num_micro_batches=num_micro_batches)
-    return num_gathers * gather_s(unit, cluster, engine) + num_reduces * reduce_s(unit, cluster, engine)
+    num_regathers = engine.num_regathers(mode, unit, num_micro_batches=num_micro_batches)
+    gathers_s = (num_gathers - num_regathers) * gather_s(unit, cluster, engine)
+    if num_regathers:
+        gathers_s += num_regathers * regather_s(unit, cluster, engine)
+    return gathers_s + num_reduces * reduce_s(unit, cluster, engine)
 
 
 def gather_s(unit: UnitProfile, cluster: Cluster, engine: FSDP2 = DEFAULT) -> float:
-    """Seconds of one all-gather of a unit."""
+    """Seconds of one all-gather of a unit over all ranks."""
     num_bytes = engine.all_gather_bytes(unit, cluster.world_size)
-    return cluster.all_gather.ring_s(num_bytes, cluster.world_size) if num_bytes else 0.0
+    return cluster.all_gather_s(num_bytes) if num_bytes else 0.0
+
+
+def regather_s(unit: UnitProfile, cluster: Cluster, engine: FSDP2 = DEFAULT) -> float:
+    """Seconds of one all-gather of a unit inside of each node, of as many bytes."""
+    num_bytes = engine.all_gather_bytes(unit, cluster.world_size)
+    return cluster.all_gather_s(num_bytes, over="node") if num_bytes else 0.0
 
 
 def reduce_s(unit: UnitProfile, cluster: Cluster, engine: FSDP2 = DEFAULT) -> float:

@@ -15,7 +15,7 @@ _DIVISION = ("micro_batch_size", "num_micro_batches")
 _SETTINGS = tuple(field.name for field in fields(FSDP2))
 FLIPS = frozenset({"modes", "sync", "activations", *_SETTINGS})
 """Fields of a plan, its units and its blocks that may change."""
-_OF_PLAN = ("world_size", *_DIVISION, *_SETTINGS)
+_OF_PLAN = ("world_size", "node_size", *_DIVISION, *_SETTINGS)
 """Fields that say what is run; all others predict or tell."""
 _OF_UNIT = ("operators", "modules", "num_slices", "modes", "sync")
 

@@ -144,6 +144,17 @@ class FSDP2:
             return num_micro_batches * (num_calls + num_reached)
         return (1 if mode.sync == "last" else num_micro_batches) * max(1, num_reached)
 
+    def num_regathers(self, mode: ShardingMode, unit: UnitProfile | None = None, *, num_micro_batches: int = 1) -> int:
+        """How many of `num_all_gathers` are inside of nodes: those that follow after forward has freed the unit.
+
+        In backward it is freed for good: of a unit that is called twice, the second all-gather is over all ranks.
+        """
+        if mode.regathers_over != "node":
+            return 0
+        kept = replace(mode, resident=True, sync="every")
+        every, first = (self.num_all_gathers(each, unit, num_micro_batches=num_micro_batches) for each in (mode, kept))
+        return every - first
+
     def num_reduce_scatters(self, mode: ShardingMode, *, num_micro_batches: int = 1) -> int:
         """Reduce-scatters per optimizer step of a unit in this mode."""
         return 1 if mode.sync == "last" else num_micro_batches
@@ -194,6 +205,7 @@ class FSDP2:
         num_micro_batches: int = 1,
         num_segments: int,
         rerun: Mapping[str, Rerun],
+        in_nodes: Sequence[bool] = (),
         merges_calls: bool = False,
     ) -> list[list[Event]]:
         """Events of forward, loss and backward in the first, a steady and the last micro-batch, as many as there are.
@@ -208,6 +220,7 @@ class FSDP2:
             accumulates=accumulates,
             num_segments=num_segments,
             rerun=rerun,
+            in_nodes=in_nodes,
             merges_calls=merges_calls,
             backward_prefetch=self.backward_prefetch,
             forward_prefetch=self.forward_prefetch is True,
@@ -229,6 +242,7 @@ class FSDP2:
             num_micro_batches=step.workload.num_micro_batches,
             num_segments=len(step.profile.segments),
             rerun=step.profile.rerun,
+            in_nodes=[mode.regathers_over == "node" for mode in modes],
         )
 
 

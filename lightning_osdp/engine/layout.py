@@ -112,6 +112,22 @@ def sent_bytes(unit: UnitProfile, world_size: int) -> float:
     return float(world_size * sum(chunk_elements(each, world_size) * each.sent_itemsize for each in trained))
 
 
+def retaining_bytes(unit: UnitProfile, world_size: int, node_size: int) -> float:
+    """Most bytes beside a gathered unit while forward leaves a shard of it in each node.
+
+    It copies a parameter's part and frees the parameter, one after the other.
+    """
+    if not unit.parameters:
+        return unit.gathered_bytes / node_size
+    most = beside = 0.0
+    for parameter in unit.parameters:
+        whole = world_size * chunk_elements(parameter, world_size) * parameter.gathered_itemsize
+        beside += whole / node_size
+        most = max(most, beside)
+        beside -= whole
+    return most
+
+
 def optimizer_bytes(
     units: Sequence[UnitProfile],
     held: Sequence[Sequence[int]],

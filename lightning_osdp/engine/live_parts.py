@@ -16,6 +16,8 @@ beside the states between steps:
   rest.
 - Gradients are copied into one tensor to be reduced. It lives until backward is through with the next unit, or is over.
   The last gradient lives while the tensor is reduced, a name outlives the loop.
+- Where forward leaves a shard in each node, it is cut from what was gathered, in the dtype of computing and with its
+  paddings. It lives until backward has copied out what is gathered of it; under mixed precision it is copied for that.
 - On one rank there are no buffers, but shards are copied all the same.
 - Gradients that are not reduced are left as backward makes them, and added to in place; or cast to the dtype of
   reducing, where that is another, and those of the next micro-batch are added when a unit has all of them.
@@ -34,7 +36,7 @@ from typing import get_args
 from lightning_osdp.core.profile import OperatorProfile
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.engine.layout import Layout
+from lightning_osdp.engine.layout import Layout, retaining_bytes
 from lightning_osdp.engine.schedule import Event, Kind
 
 
@@ -76,6 +78,7 @@ class LiveParts:
     ) -> None:
         self.profile, self.units, self.observer = step.profile, step.units, observer
         self.world_size, self.copies = step.cluster.world_size, step.cluster.reduce_scatter_copies
+        self.node_size = step.cluster.node_size or self.world_size
         self.samples, self.num_micro_batches = step.workload.micro_batch_size, step.workload.num_micro_batches
         self.layout, self.sizes = layout, layout.units
         self.is_synchronous, self.is_bound = not asynchronous_unshard, is_bound
@@ -88,6 +91,7 @@ class LiveParts:
         self.pending: set[int] = set()  # units whose buffer is not copied out yet
         self.copied: int | None = None  # the unit that was awaited last, if it was copied out then
         self.whole: set[int] = set()  # units that are copied out
+        self.retained: set[int] = set()  # units of which there is a shard in each node
         self.lingering = 0.0  # the buffer that forward has copied out last
         self.sent = 0.0  # what the latest reduce-scatter took
         self.gradients = self._gradients()
@@ -124,6 +128,23 @@ class LiveParts:
         self._observe("optimizer step", "", "workspace", self.layout.optimizer_temporaries)
 
     def _gather(self, unit: int) -> None:
+        self._fill_buffer(unit, self.sizes[unit].cast_shard)
+
+    def _regather(self, unit: int) -> None:
+        self._fill_buffer(unit, self.sizes[unit].cast_shard * self.world_size / self.node_size)
+
+    def _retain(self, unit: int) -> None:
+        self._observe_gather(unit, retaining_bytes(self.units[unit], self.world_size, self.node_size))
+        self.retained.add(unit)
+        self._add("gathered parameters", self.sizes[unit].gathered / self.node_size)
+
+    def _drop_retained(self, unit: int) -> None:
+        if unit in self.retained:
+            self.retained.remove(unit)
+            self._add("gathered parameters", -self.sizes[unit].gathered / self.node_size)
+
+    def _fill_buffer(self, unit: int, cast_shard: float) -> None:
+        """An all-gather of a unit, beside which its shard is cast."""
         size = self.sizes[unit]
         if self.is_bound and self.world_size == 1:
             # a prefetched unit has no buffer, which elsewhere is as large as what a mode would keep of it
@@ -131,8 +152,8 @@ class LiveParts:
             return
         self.pending.add(unit)
         self._add("gathered parameters", size.buffer)
-        if size.cast_shard and self.world_size > 1:
-            self._observe_gather(unit, size.cast_shard)
+        if cast_shard and self.world_size > 1:
+            self._observe_gather(unit, cast_shard)
 
     def _await(self, unit: int) -> None:
         self.copied = unit if unit in self.pending else None
@@ -142,6 +163,7 @@ class LiveParts:
         size = self.sizes[unit]
         self._copy_out(unit, 0.0 if self.world_size > 1 else size.cast_shard)
         self._add("gathered parameters", -size.buffer)
+        self._drop_retained(unit)
         if not self.is_in_backward:
             self._linger(unit)
 
@@ -165,6 +187,8 @@ class LiveParts:
         if unit in self.whole:
             self.whole.remove(unit)
             self._add("gathered parameters", -self.sizes[unit].gathered)
+        if self.is_in_backward:
+            self._drop_retained(unit)
 
     def _forward(self, index: int) -> None:
         segment = self.profile.segments[index]

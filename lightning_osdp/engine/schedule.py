@@ -15,6 +15,8 @@ With explicit lists of modules to prefetch, one for each unit:
   units that backward does not come to.
 - A block that recomputes runs its forward again when backward reaches it. Units inside it are gathered for that, and
   stay gathered until backward is through with them.
+- Of a unit that is to be gathered again inside of nodes, forward leaves a shard in each node when it frees it, from
+  which the next all-gather is. In backward nothing is left of it.
 - A unit that accumulates does not reduce its gradients until the last micro-batch; where its mode keeps it gathered, it
   stays so to the end of the last backward. It must be called once (`FSDP2.may_wait`).
 
@@ -44,6 +46,8 @@ Kind = Literal[
     "linger",
     "forward",
     "free",
+    "retain",
+    "regather",
     "zero",
     "rerun",
     "backward",
@@ -53,10 +57,11 @@ Kind = Literal[
     "release",
 ]
 """``gather``: an all-gather is issued. ``await``: what follows needs the gathered unit. ``linger``: what awaited it was
-a forward that is run again. ``zero``: Lightning drops the gradients of the step before, between the first forward and
-its backward. ``rerun``: forward again, in backward. ``flatten``: a unit's gradients are complete, before it is freed.
-``reduce``: they are reduced and scattered. ``accumulate``: they are left whole for the next micro-batch. ``release``:
-what a segment had saved is gone."""
+a forward that is run again. ``retain``: forward leaves a shard of a unit in each node, then frees it. ``regather``: an
+all-gather from these is issued, in each node. ``zero``: Lightning drops the gradients of the step before, between the
+first forward and its backward. ``rerun``: forward again, in backward. ``flatten``: a unit's gradients are complete,
+before it is freed. ``reduce``: they are reduced and scattered. ``accumulate``: they are left whole for the next
+micro-batch. ``release``: what a segment had saved is gone."""
 
 GatherRule = Literal["frees", "computing", "copies"]
 """``frees``: until units before the latest two that were freed are no longer in use. ``computing``: for all computing
@@ -88,6 +93,8 @@ class Host:
     """Of the model, the loss included."""
     rerun: Mapping[str, Rerun]
     """Blocks that recompute."""
+    in_nodes: Sequence[bool] = ()
+    """Whether a unit is gathered again inside of nodes, where it is not kept; none where this is left out."""
     merges_calls: bool = False
     """Whether a unit that forward calls again is taken as gathered from its first call to its last."""
     backward_prefetch: str
@@ -99,6 +106,8 @@ class Host:
     def __post_init__(self) -> None:
         units = self.units
         self.gathered: set[int] = set()
+        self.retained: set[int] = set()
+        """Units of which there is a shard in each node."""
         self.order = leaving_order(units)
         self.place = {unit: place for place, unit in enumerate(self.order)}
         self.root = [index for index, unit in enumerate(units) if unit.is_root]
@@ -174,17 +183,25 @@ class Host:
         """Unless it is there."""
         if unit not in self.gathered:
             self.gathered.add(unit)
-            self.note("gather", unit)
+            self.note("regather" if unit in self.retained else "gather", unit)
 
     def need(self, unit: int) -> None:
         """What follows computes with it."""
         self.gather(unit)
         self.note("await", unit)
+        self.retained.discard(unit)
 
     def free(self, unit: int) -> None:
         """Its shard alone is left."""
         self.gathered.discard(unit)
         self.note("free", unit)
+
+    def free_in_forward(self, unit: int) -> None:
+        """The same, or a shard in each node besides."""
+        if self.in_nodes and self.in_nodes[unit]:
+            self.retained.add(unit)
+            self.note("retain", unit)
+        self.free(unit)
 
     def forward(self) -> None:
         """All of it, the loss included."""
@@ -193,7 +210,7 @@ class Host:
         for segment in range(self.num_segments):
             for unit in sorted(self.starts[segment]):
                 if unit in self.called and unit in self.gathered and not self.is_kept[unit]:
-                    self.free(unit)  # a module may be called twice in one segment
+                    self.free_in_forward(unit)  # a module may be called twice in one segment
                 self.called.add(unit)
                 self.need(unit)
             for unit in self.ahead[segment]:
@@ -201,7 +218,7 @@ class Host:
             self.note("forward", segment)
             for unit in sorted(set(self.leaves[segment]), key=self.place.__getitem__):
                 if not self.is_kept[unit]:
-                    self.free(unit)
+                    self.free_in_forward(unit)
         if self.is_first:
             self.note("zero", 0)
 
@@ -275,6 +292,7 @@ class Host:
         """Backward is through with a call of it."""
         if not (self.accumulates[unit] and self.is_kept[unit] and not self.is_last):
             self.free(unit)
+            self.retained.discard(unit)
 
     def reduce(self, unit: int) -> None:
         """Backward is through with it."""

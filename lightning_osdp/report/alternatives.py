@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from lightning_osdp.core.cluster import Cluster
-from lightning_osdp.core.modes import DP, MODES, SYNC_CHOICES, ZDP
+from lightning_osdp.core.modes import DP, NAMED_MODES, SYNC_CHOICES, ZDP
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import ModelProfile
@@ -149,5 +149,5 @@ def _treatments(plan: Plan, unit: Unit, profile: ModelProfile, cluster: Cluster)
 
 def _keeping(modes: tuple[str, ...], num_kept: int) -> tuple[str, ...]:
     """So many slices kept: of the planned ones the first, and then of the others the first."""
-    kept_first = sorted(range(len(modes)), key=lambda index: not MODES[modes[index]].resident)
+    kept_first = sorted(range(len(modes)), key=lambda index: not NAMED_MODES[modes[index]].resident)
     return tuple(DP.name if index in kept_first[:num_kept] else ZDP.name for index in range(len(modes)))

@@ -26,6 +26,7 @@ _SETTINGS = (
     "late_forward",
     "late_backward",
     "asynchronous_unshard",
+    "node_size",
     "solver",
     "cost_model",
 )

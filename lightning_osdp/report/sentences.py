@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from lightning_osdp.core.modes import DP, MODES, ZDP
+from lightning_osdp.core.modes import DP, NAMED_MODES, ZDP
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds, three_digits
@@ -81,7 +81,7 @@ def name_treatment(unit: Unit) -> str:
     if unit.num_slices == 1:
         text = unit.modes[0]
     else:
-        text = " + ".join(f"{counts[mode]} {mode}" for mode in MODES if counts[mode])
+        text = " + ".join(f"{counts[mode]} {mode}" for mode in NAMED_MODES if counts[mode])
     if unit.sync != "every":
         text += f"\nsync {unit.sync}"
     return text
@@ -96,7 +96,7 @@ def explain(units: Sequence[Unit], plan: Plan) -> str:
         return "always kept: the root unit is never freed" if unit.operators else "holds no parameters"
     if not is_predicted(plan):
         return NOT_PREDICTED
-    num_kept = sum(MODES[mode].resident for mode in unit.modes)
+    num_kept = sum(NAMED_MODES[mode].resident for mode in unit.modes)
     kept = num_kept / unit.num_slices
     if num_kept == 0:
         why = f"keeping it would {_if_kept(units, 1.0, plan)}"
@@ -252,6 +252,7 @@ def wire_bytes(plan: Plan) -> float:
         DP, sync every      K all-gathers   K reduce-scatters
         DP, sync last       1 all-gather    1 reduce-scatter
 
+    Of an hpZ unit's all-gathers K are over the m ranks of a node, in each of which a rank sends (m-1)/m.
     Frozen units, which reduce nothing, modules that forward calls more than once, and units inside of blocks that are
     run again are counted as any other.
     """
@@ -259,8 +260,12 @@ def wire_bytes(plan: Plan) -> float:
     for unit in plan.units:
         modes = (unit if unit.name else replace(unit, modes=(DP.name,))).sharding_modes  # the root is never freed
         gathers = sum(engine.num_all_gathers(mode, num_micro_batches=number) for mode in modes) / len(modes)
-        sent += (gathers + engine.num_reduce_scatters(modes[0], num_micro_batches=number)) * unit.parameter_bytes
-    return sent * (plan.world_size - 1) / plan.world_size
+        in_nodes = sum(engine.num_regathers(mode, num_micro_batches=number) for mode in modes) / len(modes)
+        over_all = gathers - in_nodes + engine.num_reduce_scatters(modes[0], num_micro_batches=number)
+        node_size = plan.node_size or plan.world_size
+        sent += over_all * unit.parameter_bytes * (plan.world_size - 1) / plan.world_size
+        sent += in_nodes * unit.parameter_bytes * (node_size - 1) / node_size
+    return sent
 
 
 def whole_gradient_bytes(plan: Plan) -> int:

@@ -126,6 +126,7 @@ def _plan(best: Candidate, sweep: Sweep) -> Plan:
     return Plan(
         fingerprint=dict(setting.profile.fingerprint),
         world_size=setting.cluster.world_size,
+        node_size=setting.cluster.node_size if setting.cluster.has_nodes else None,
         units=planned(assignment),
         blocks=planned_blocks(assignment),
         recomputable=recomputable_blocks(assignment) if "recompute" in space.activations else (),

@@ -46,6 +46,7 @@ class StepClock:
             tuple(step.profile.rerun.items()),
             engine,
             may_keep=engine.keeps(DP, step.cluster.world_size),
+            has_nodes=step.cluster.has_nodes,
         )
         """Events of a micro-batch in which every unit is freed, each with its class: see `_absent`."""
 
@@ -80,10 +81,12 @@ class StepClock:
 def _absent(mode: ShardingMode, *, is_first: bool, is_last: bool) -> frozenset[str]:
     """Classes of events that a unit in this mode does without in such a micro-batch.
 
-    ``freed``: those of a unit that is freed in forward, alone; ``gather``, ``free``, ``reduce`` and, in its place,
-    ``accumulate``: those of all units; ``between``: a free and a gather of all units between two calls in backward.
+    ``freed``: those of a unit that is freed in forward, alone; of these ``again`` gathers it over all ranks, and
+    ``in node``, in its place, inside of nodes; ``gather``, ``free``, ``reduce`` and, in its place, ``accumulate``:
+    those of all units; ``between``: a free and a gather of all units between two calls in backward.
     """
-    classes = {"freed"} if mode.resident else set()
+    classes = {"freed", "again", "in node"} if mode.resident else set()
+    classes.add("again" if mode.regathers_over == "node" else "in node")
     waits = mode.sync == "last" and not is_last
     classes.add("reduce" if waits else "accumulate")
     if waits and mode.resident:
@@ -101,10 +104,12 @@ def _classed(
     engine: FSDP2,
     *,
     may_keep: bool,
+    has_nodes: bool,
 ) -> tuple[tuple[Event, str | None], ...]:
     """Events of freed units; those of kept ones are some of these, in the same order.
 
-    Each ``reduce`` is followed by the ``accumulate`` that may take its place.
+    Each ``reduce`` is followed by the ``accumulate`` that may take its place, and each ``gather`` of freed units alone
+    by the ``regather`` that may.
     """
     (freed,), (kept,) = (
         engine.micro_batches(
@@ -133,6 +138,10 @@ def _classed(
                 flattened.add(event.of)
             if event.kind == "reduce":
                 classed.append((Event("accumulate", event.of), "accumulate"))
+        elif event.kind == "gather":
+            classed.append((event, "again"))
+            if has_nodes:
+                classed.append((Event("regather", event.of), "in node"))
         else:
             classed.append((event, "freed"))
     return tuple(classed)

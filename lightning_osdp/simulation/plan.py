@@ -28,7 +28,7 @@ def simulate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> StepEstimat
         PlanMismatchError: the plan is for another model or another number of ranks.
         ConfigurationError: an operator has more slices than it can have.
     """
-    plan.check_matches(profile.fingerprint, world_size=cluster.world_size)
+    plan.check_matches(profile.fingerprint, world_size=cluster.world_size, node_size=cluster.node_size)
     return simulate_step(*planned_step(plan, profile, cluster), engine=engine_of(plan))
 
 

@@ -16,6 +16,7 @@ from lightning_osdp.cost import (
     optimizer_s,
     overhead_part_s,
     reduce_s,
+    regather_s,
     saving_peak,
 )
 from lightning_osdp.engine import DEFAULT, FSDP2, Event, Moment
@@ -81,12 +82,18 @@ def simulate_step(
         timeline.end_backward()
     live.update()
     update_s = optimizer_s(step.profile, step.cluster)
-    collectives_s = {"gather": durations.gather_s, "reduce": durations.reduce_s}
+    collectives_s = {
+        "gather": durations.gather_s,
+        "regather": durations.regather_s,
+        "reduce": durations.reduce_s,
+    }
     return StepEstimate(
         time_s=timeline.total_s(num_micro_batches) + update_s,
         compute_s=num_micro_batches * (sum(durations.forward_s) + sum(durations.backward_s)) + update_s,
         communication_s=_total_s(simulated, collectives_s, num_micro_batches),
-        overhead_s=_total_s(simulated, durations.overhead_s, num_micro_batches),
+        overhead_s=_total_s(
+            simulated, {**durations.overhead_s, "regather": durations.overhead_s["gather"]}, num_micro_batches
+        ),
         peak=PeakMemory.of(max((moment for _, moment in moments), key=lambda moment: moment.num_bytes)),
         evaluation_bytes=math.ceil(evaluation_peak(step, modes, engine=engine)),
         saving_bytes={
@@ -112,6 +119,7 @@ def durations_of(step: Step, engine: FSDP2) -> Durations:
         gather_s=[gather_s(unit, cluster, engine) for unit in units],
         reduce_s=[reduce_s(unit, cluster, engine) for unit in units],
         overhead_s={part: [overhead_part_s(unit, part, cluster) for unit in units] for part in UNIT_PARTS},
+        regather_s=[regather_s(unit, cluster, engine) for unit in units] if cluster.has_nodes else (),
     )
 
 

@@ -1,6 +1,7 @@
-"""When each event of a step happens: two resources, computing and the communicator, each first in, first out.
+"""When each event of a step happens: computing and the communicators, each first in, first out.
 
-The host issues events ahead of the device. A backend that blocks (gloo) has one resource for everything: time is the
+There is a communicator of all ranks, and one of the ranks of a node, whose links are others. The host issues events
+ahead of the device. A backend that blocks (gloo) has one resource for everything: time is the
 sum. Where communication overlaps computing, a gather begins as soon as the communicator is free and
 
 - the engine lets it (`FSDP2.gathers_wait_for`): a gather waits while the memory of two freed units may still be in
@@ -25,6 +26,9 @@ from lightning_osdp.engine import Event, GatherRule
 _FREED_IN_FLIGHT = 2
 """``_FreeEventQueue._max_num_inflight_all_gathers`` of torch/distributed/fsdp/_limiter_utils.py."""
 
+_OVER = {"gather": "all", "regather": "node", "reduce": "all"}
+"""Kind of a collective -> over which ranks it is."""
+
 COMPUTE, COMMUNICATION = "compute", "communication"
 
 
@@ -48,6 +52,8 @@ class Durations(NamedTuple):
     overhead_s: Mapping[str, Sequence[float]]
     """Part of `Cluster.unit_overhead` -> what the runtime takes for it, by unit. It keeps the device from computing;
     that of gathers is charged where the unit's gradients are flattened."""
+    regather_s: Sequence[float] = ()
+    """Of all-gathers inside of nodes, where there may be any."""
 
 
 class Timeline:
@@ -57,7 +63,8 @@ class Timeline:
         self, durations: Durations, *, overlaps: bool, gathers_wait_for: GatherRule, keeps_intervals: bool = False
     ) -> None:
         self.durations, self.overlaps, self.gathers_wait_for = durations, overlaps, gathers_wait_for
-        self.compute_s = self.communicator_s = 0.0
+        self.compute_s = 0.0
+        self.communicators_s = dict.fromkeys(_OVER.values(), 0.0)
         self.keeps_intervals = keeps_intervals
         self.intervals: list[Interval] = []
         self.ends_s = [0.0]
@@ -74,15 +81,16 @@ class Timeline:
     @property
     def now_s(self) -> float:
         """When everything issued so far is done."""
-        return max(self.compute_s, self.communicator_s)
+        return max(self.compute_s, *self.communicators_s.values())
 
     def read(self, event: Event, micro_batch: int = 0) -> None:
         """One more event."""
         kind, of = event
         durations = self.durations
-        if kind == "gather":
+        if kind in {"gather", "regather"}:
             self._pending.add(of)
-            self._ready_s[of] = self._communicate(event, micro_batch, durations.gather_s[of], self._may_gather_s())
+            gather_s = (durations.gather_s if kind == "gather" else durations.regather_s)[of]
+            self._ready_s[of] = self._communicate(event, micro_batch, gather_s, self._may_gather_s())
             self._due_s[of] = self._due_s.get(of, 0.0) + durations.overhead_s["gather"][of]
         elif kind == "await":
             start_s = self.compute_s
@@ -116,7 +124,7 @@ class Timeline:
 
     def end_backward(self) -> None:
         """Computing goes on when all gradients are reduced."""
-        self.compute_s = self.communicator_s = self.now_s
+        self._wait_for_all()
         self._is_in_backward = False
         self.ends_s.append(self.now_s)
 
@@ -137,18 +145,25 @@ class Timeline:
         start_s = self.compute_s
         self.compute_s += seconds
         if not self.overlaps:
-            self.communicator_s = self.compute_s
+            self._wait_for_all()
         if self.keeps_intervals:
             self._keep(COMPUTE, event, micro_batch, start_s, self.compute_s)
 
     def _communicate(self, event: Event, micro_batch: int, seconds: float, may_start_s: float) -> float:
-        start_s = max(self.communicator_s, may_start_s)
-        self.communicator_s = start_s + seconds
+        over = _OVER[event.kind]
+        start_s = max(self.communicators_s[over], may_start_s)
+        end_s = self.communicators_s[over] = start_s + seconds
         if not self.overlaps:
-            self.compute_s = self.communicator_s
+            self._wait_for_all()
         if self.keeps_intervals:
-            self._keep(COMMUNICATION, event, micro_batch, start_s, self.communicator_s)
-        return self.communicator_s
+            self._keep(COMMUNICATION, event, micro_batch, start_s, end_s)
+        return end_s
+
+    def _wait_for_all(self) -> None:
+        """Nothing begins before everything issued so far is done."""
+        self.compute_s = self.now_s
+        for over in self.communicators_s:
+            self.communicators_s[over] = self.compute_s
 
     def _keep(self, resource: str, event: Event, micro_batch: int, start_s: float, end_s: float) -> None:
         if end_s > start_s:

@@ -4,10 +4,14 @@ import dataclasses
 
 import pytest
 
-from lightning_osdp.core.modes import DP, MODES, ZDP
+from lightning_osdp.core.modes import DP, HPZ, MODES, NAMED_MODES, ZDP
 
 
 def test_modes_are_found_by_their_names_least_memory_first():
+    assert list(NAMED_MODES.items()) == [("ZDP", ZDP), ("hpZ", HPZ), ("DP", DP)]
+
+
+def test_modes_without_nodes_are_there_on_any_cluster():
     assert list(MODES.items()) == [("ZDP", ZDP), ("DP", DP)]
 
 

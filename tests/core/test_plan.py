@@ -421,8 +421,8 @@ def test_an_unknown_cost_model_is_refused():
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"modes": ["zdp"]}, "mode of unit 'head' of the plan to be one of ('ZDP', 'DP'), got 'zdp'."),
-        ({"modes": ["DP", "TP"]}, "mode of unit 'head' of the plan to be one of ('ZDP', 'DP'), got 'TP'."),
+        ({"modes": ["zdp"]}, "mode of unit 'head' of the plan to be one of ('ZDP', 'hpZ', 'DP'), got 'zdp'."),
+        ({"modes": ["DP", "TP"]}, "mode of unit 'head' of the plan to be one of ('ZDP', 'hpZ', 'DP'), got 'TP'."),
         ({"modes": []}, "unit 'head' of the plan to have at least one mode, got none."),
         ({"sync": "never"}, "sync of unit 'head' of the plan to be one of ('every', 'last'), got 'never'."),
         ({"name": ""}, "units and operators of the plan once each, got unit '' of the plan again."),
@@ -519,6 +519,36 @@ def test_the_first_differences_are_named(fingerprint, world_size, differences):
     )
     with pytest.raises(PlanMismatchError, match=f"^{re.escape(message)}$"):
         PLAN.check_matches(fingerprint, world_size=world_size)
+
+
+def in_nodes(**fields):
+    units = tuple(dataclasses.replace(unit, modes=("hpZ",)) if unit.name else unit for unit in PLAN.units)
+    return dataclasses.replace(PLAN, units=units, **{"world_size": 8, "node_size": 4, **fields})
+
+
+def test_a_plan_with_a_shard_in_each_node_is_for_nodes_of_this_size():
+    plan = in_nodes()
+    assert Plan.from_json(plan.to_json()) == plan
+    plan.check_matches(PLAN.fingerprint, world_size=8, node_size=4)
+    for node_size, told in ((2, 2), (None, 8)):
+        with pytest.raises(PlanMismatchError, match=f"nodes of 4 ranks, this run has nodes of {told}"):
+            plan.check_matches(PLAN.fingerprint, world_size=8, node_size=node_size)
+    dataclasses.replace(plan, units=PLAN.units).check_matches(PLAN.fingerprint, world_size=8, node_size=2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"node_size": 3}, "'node_size' of the plan to divide its 8 ranks, got 3"),
+        ({"node_size": 0}, "'node_size' of the plan to divide its 8 ranks, got 0"),
+        ({"node_size": None}, r"modes \('hpZ',\), got node_size None for 8 ranks"),
+        ({"node_size": 1}, r"modes \('hpZ',\), got node_size 1 for 8 ranks"),
+        ({"node_size": 8}, r"modes \('hpZ',\), got node_size 8 for 8 ranks"),
+    ],
+)
+def test_nodes_that_ranks_cannot_have_are_refused(fields, message):
+    with pytest.raises(PlanFormatError, match=message):
+        Plan.from_json(in_nodes(**fields).to_json())
 
 
 def test_errors_of_a_plan_can_be_caught_together():

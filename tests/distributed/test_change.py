@@ -56,7 +56,10 @@ REFUSED = {
     "another model": ("PlanMismatchError", "but parameter 'gate' is '"),
     "micro-batches": ("PlanMismatchError", "but num_micro_batches is 2 in use and 1 in the plan"),
     "no block": ("PlanMismatchError", "but 'nowhere' is not there"),
-    "no mode": ("PlanFormatError", "Expected mode of unit 'first' of the plan to be one of ('ZDP', 'DP'), got 'X'"),
+    "no mode": (
+        "PlanFormatError",
+        "Expected mode of unit 'first' of the plan to be one of ('ZDP', 'hpZ', 'DP'), got 'X'",
+    ),
     "another on one rank": ("PlanMismatchError", "Expected all ranks to change to the same plan, but that of rank 1"),
     "nonsense on one rank": ("PlanMismatchError", "but world_size is 2 in use and 9 in the plan"),
     "a part": ("ConfigurationError", "Expected a module that apply_plan, or a Trainer"),

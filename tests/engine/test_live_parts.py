@@ -8,7 +8,7 @@ from steps import step_of
 
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.cluster import Link
-from lightning_osdp.core.modes import DP, ZDP
+from lightning_osdp.core.modes import DP, HPZ, ZDP
 from lightning_osdp.core.profile import ModelProfile, OperatorProfile, ParameterProfile, Segment
 from lightning_osdp.cost import evaluation_peak, step_memory
 from lightning_osdp.engine import FSDP2
@@ -53,21 +53,22 @@ def linears(itemsize, gathered_itemsize, rows=ROWS, saved=0.0, reduced_itemsize=
     return ModelProfile.in_turn(operators, segments)
 
 
-def moments(profile, mode, engine, *, world_size, copies=True, num_micro_batches=1):
+def moments(profile, mode, engine, *, world_size, copies=True, num_micro_batches=1, node_size=None):
     step = step_of(profile, world_size=world_size, num_micro_batches=num_micro_batches, reduce_scatter_copies=copies)
+    step = replace(step, cluster=replace(step.cluster, node_size=node_size))
     modes = [DP if unit.is_root else mode for unit in step.units]
     estimate = simulate_step(step, modes, engine=engine)
     bound = step_memory(step, engine=engine).peak(modes)
-    assert estimate.peak.peak_bytes <= bound.peak_bytes
+    assert estimate.peak.peak_bytes <= bound.peak_bytes or mode is HPZ
     return [moment for _, moment in estimate.moments], bound
 
 
-def closed_form(itemsize, gathered_itemsize, mode, engine, *, world_size, copies):
+def closed_form(itemsize, gathered_itemsize, mode, engine, *, world_size, copies, node_size=1):
     """The largest moment, its bytes by what they are; gradients of the step before live to the end of forward."""
     n, num, at_rest = world_size, NUM_UNITS, ROWS * (COLUMNS + 1) * itemsize
     s, w = at_rest / n, ROWS * (COLUMNS + 1) * gathered_itemsize
     g, r, last = w, w, ROWS * gathered_itemsize
-    k = w if mode is DP else 0
+    k = {"ZDP": 0, "hpZ": w / node_size, "DP": w}[mode.name]
     cast_shard, cast = (w / n, s) if itemsize != gathered_itemsize else (0, 0)
     base = num * (s + 2 * s)
     found = [base + num * s + (num - 1) * k + (2 if engine.asynchronous_unshard else 3) * w]
@@ -77,13 +78,15 @@ def closed_form(itemsize, gathered_itemsize, mode, engine, *, world_size, copies
         found.append(base + num * s + (num - 2) * k + beside + cast_shard)
     for i in range(num):
         held = base + (num - 1 - i) * s + i * k
-        p = w if engine.backward_prefetch == "pre" and i > 0 and mode is ZDP else 0
+        p = w if engine.backward_prefetch == "pre" and i > 0 and mode is not DP else 0
         q = r if i < num - 1 else 0
-        found.append(held + q + w + p + (cast_shard if p else 0))  # the next unit is gathered
+        cast_again = k if mode is HPZ and cast_shard else cast_shard
+        found.append(held + q + w + p + (cast_again if p else 0))  # the next unit is gathered
         found.append(held + q + w + p + g)  # compute
         found.append(held + p + r + last + r / n + max(cast, r * copies))  # reduce
-        if mode is ZDP:
-            found.append(held + q + 2 * w)  # copy-out
+        if mode is not DP:
+            found.append(held + q + w + cast_again)  # it is gathered itself
+            found.append(held + q + 2 * w + (k if mode is HPZ else 0))  # copy-out
     return max(found)
 
 
@@ -97,6 +100,19 @@ def test_the_peak_of_equal_units_is_that_of_the_closed_form(precision, mode, wor
         engine = FSDP2(backward_prefetch=prefetch, forward_prefetch=ahead, asynchronous_unshard=asynchronous)
         found, bound = moments(linears(*sizes), mode, engine, world_size=world_size, copies=copies)
         expected = closed_form(*sizes, mode, engine, world_size=world_size, copies=copies)
+        assert max(moment.num_bytes for moment in found) == pytest.approx(expected), engine
+        assert bound.peak_bytes == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("world_size", "node_size"), [(4, 2), (8, 4), (8, 2)])
+def test_what_is_left_in_each_node_counts_until_it_is_copied_out(precision, world_size, node_size):
+    sizes = PRECISIONS[precision]
+    for prefetch, ahead, asynchronous in product(FSDP2.prefetches, (False, True), (False, True)):
+        engine = FSDP2(backward_prefetch=prefetch, forward_prefetch=ahead, asynchronous_unshard=asynchronous)
+        nodes = {"world_size": world_size, "node_size": node_size}
+        found, bound = moments(linears(*sizes), HPZ, engine, **nodes)
+        expected = closed_form(*sizes, HPZ, engine, copies=True, **nodes)
         assert max(moment.num_bytes for moment in found) == pytest.approx(expected), engine
         assert bound.peak_bytes == pytest.approx(expected, rel=0.1)
 

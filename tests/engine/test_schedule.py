@@ -8,18 +8,21 @@ import torch
 import torch.distributed as dist
 from steps import step_of
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from lightning_osdp import profile_model
-from lightning_osdp.core.modes import ALL_MODES, DP, ZDP
+from lightning_osdp.apply import internals
+from lightning_osdp.core.modes import ALL_MODES, DP, HPZ, ZDP
 from lightning_osdp.core.profile import Rerun
 from lightning_osdp.core.units import merged, partition
 from lightning_osdp.engine import FSDP2, leaving_order
 
 WIDTH = 8
+WORLD_SIZE, NODE_SIZE = 4, 2
 BLOCKS = [f"blocks.{index}" for index in range(3)]
 
 
@@ -62,8 +65,8 @@ class Model(nn.Module):
 
 @pytest.fixture(autouse=True)
 def group():
-    """A process group of one process that takes itself for one of two."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    """A process group of one process that takes itself for one of four, on two nodes."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
     yield
     dist.destroy_process_group()
 
@@ -73,11 +76,14 @@ def sharded(model, units, modes, engine, rerun):
     for unit in sorted(units, key=lambda unit: unit.name.count(".") + bool(unit.name), reverse=True):
         fully_shard(model.get_submodule(unit.name))
     modules = [model.get_submodule(unit.name) for unit in units]
+    nodes = init_device_mesh("cpu", (WORLD_SIZE // NODE_SIZE, NODE_SIZE), mesh_dim_names=("nodes", "node"))
     order, places = leaving_order(units), {unit: place for place, unit in enumerate(leaving_order(units))}
     comes_back = [any(last >= unit.trained_from for _, last in unit.calls) for unit in units]
     for index, (module, mode) in enumerate(zip(modules, modes, strict=True)):
         if index:
-            module.set_reshard_after_forward(not mode.resident, recurse=False)
+            internals.reshard_after_forward(
+                module, is_kept=mode.resident, nodes=nodes if mode.regathers_over == "node" else None
+            )
         module._set_unshard_async_op(engine.asynchronous_unshard)
         place = places.get(index, len(order))
         before = order[place - 1] if place else index
@@ -103,10 +109,17 @@ def done(model, units, modes, engine, num_micro_batches, monkeypatch, rerun):
 
     def noted(kind, original):
         def call(params, *args, **kwargs):
-            seen.append((kind, names[id(params[0])]))
+            in_node = kind == "gather" and args[0].size() == NODE_SIZE
+            seen.append(("regather" if in_node else kind, names[id(params[0])]))
             return original(params, *args, **kwargs)
 
         return call
+
+    to_sharded_post_forward = _fsdp_param_group.FSDPParamGroup._to_sharded_post_forward
+
+    def freed_but_in_node(group):
+        seen.extend((kind, names[id(group.fsdp_params[0])]) for kind in ("retain", "free"))
+        to_sharded_post_forward(group)
 
     to_sharded = _fsdp_param_group.FSDPParamGroup._to_sharded
 
@@ -120,6 +133,7 @@ def done(model, units, modes, engine, num_micro_batches, monkeypatch, rerun):
         patched.setattr(_fsdp_param_group, "foreach_all_gather", noted("gather", _fsdp_param_group.foreach_all_gather))
         patched.setattr(_fsdp_param_group, "foreach_reduce", noted("reduce", _fsdp_param_group.foreach_reduce))
         patched.setattr(_fsdp_param_group.FSDPParamGroup, "_to_sharded", freed)
+        patched.setattr(_fsdp_param_group.FSDPParamGroup, "_to_sharded_post_forward", freed_but_in_node)
         for unit, module in zip(units, modules, strict=True):
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 names.update(dict.fromkeys(map(id, group.fsdp_params), unit.name))
@@ -146,12 +160,13 @@ def predicted(profile, units, modes, engine, num_micro_batches):
     for events in engine.events_of(step, modes):
         effective = []
         for kind, of in events:
-            unit = units[of] if kind in {"gather", "free", "reduce"} else None
+            unit = units[of] if kind in {"gather", "regather", "free", "retain", "reduce"} else None
             if unit is None or not unit.gathered_bytes or (kind == "reduce" and not unit.gradient_bytes):
                 continue
             if kind == "free" and of not in gathered:
                 continue
-            (gathered.add if kind == "gather" else gathered.discard)(of)
+            if kind != "retain":
+                (gathered.add if kind.endswith("gather") else gathered.discard)(of)
             effective.append((kind, unit.name))
         found.append(effective)
     return found
@@ -177,7 +192,7 @@ def test_fully_shard_does_in_this_order_what_is_predicted(case, by_block, monkey
     units = partition(profile, min_unit_bytes=0)
     if by_block:
         units = merged(profile, units, BLOCKS)
-    for mode, ahead, asynchronous in product(ALL_MODES, (False, True), (False, True)):
+    for mode, ahead, asynchronous in product((*ALL_MODES, HPZ), (False, True), (False, True)):
         for prefetch, number in product(FSDP2.prefetches, (1, 2)):
             engine = FSDP2(backward_prefetch=prefetch, forward_prefetch=ahead, asynchronous_unshard=asynchronous)
             allowed = [mode if engine.may_wait(unit) else dataclasses.replace(mode, sync="every") for unit in units]

@@ -19,7 +19,7 @@ from benchmarks.testbed.groups import fake_group
 from benchmarks.testbed.memory import StepBytes, count_step
 from lightning_osdp import OSDPStrategy, Plan, TrainingStep, profile_model
 from lightning_osdp.core.cluster import Cluster, DeviceRates, Link
-from lightning_osdp.core.modes import DP, SYNC_CHOICES, ZDP, ShardingMode
+from lightning_osdp.core.modes import DP, HPZ, NAMED_MODES, SYNC_CHOICES, ZDP, ShardingMode
 from lightning_osdp.core.plans.plan import Block, Unit
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile, partition
@@ -51,7 +51,7 @@ class Case:
 
     family: str
     modes: str
-    """``zdp``, ``dp``, or ``mix`` for modes that are drawn."""
+    """``zdp``, ``dp``, ``mix`` for modes that are drawn, or ``nodes``, drawn from those that need several, too."""
     sync: str = "every"
     """Which micro-batches reduce gradients: ``every``, ``last``, or ``mix``, drawn per unit."""
     most_slices: int = 1
@@ -62,6 +62,8 @@ class Case:
     """What is not trained: ``nothing``, the ``first`` third of the modules that own parameters, or a ``mix`` of them
     that is drawn."""
     world_size: int
+    node_size: int | None = None
+    """Ranks of a node."""
     micro_batch_size: int
     optimizer: str
     num_micro_batches: int
@@ -135,7 +137,9 @@ def measure(case: Case) -> dict[str, Any]:
 
 def count(case: Case, plan: Plan, *, num_steps: int = 1, keeps_curve: bool = False) -> StepBytes:
     """Counts the step of a case on this rank of the default process group; arguments as of `count_step`."""
-    strategy = OSDPStrategy(plan=plan, batch_size="keep", mixed_precision=_mixed_precision(case))
+    strategy = OSDPStrategy(
+        plan=plan, batch_size="keep", mixed_precision=_mixed_precision(case), node_size=case.node_size
+    )
     return count_step(
         _built(case.family, case.optimizer, case.frozen, case.seed),
         plan,
@@ -182,6 +186,7 @@ def predict(case: Case, *, rank: int = 0, reduce_scatter_copies: bool = False) -
         all_gather=FREE,
         reduce_scatter=FREE,
         reduce_scatter_copies=reduce_scatter_copies,
+        node_size=case.node_size,
     )
     estimate = simulate_step(*planned_step(plan, profile, cluster), engine=engine_of(plan), rank=rank)
     return estimate, plan
@@ -224,7 +229,7 @@ def phases(estimate: StepEstimate) -> dict[str, int]:
 
 def _modes(case: Case, units: Sequence[UnitProfile]) -> list[ShardingMode]:
     draw = random.Random(f"{case.family} {case.seed} modes")
-    choices = {"zdp": (ZDP,), "dp": (DP,), "mix": (ZDP, DP)}[case.modes]
+    choices = {"zdp": (ZDP,), "dp": (DP,), "mix": (ZDP, DP), "nodes": (*NAMED_MODES.values(),)}[case.modes]
     modes = [DP if unit.is_root else draw.choice(choices) for unit in units]
     syncs = SYNC_CHOICES if case.sync == "mix" else (case.sync,)
     can_wait = case.num_micro_batches > 1 and case.world_size > 1
@@ -241,7 +246,7 @@ def _modes_of_slices(case: Case, unit: UnitProfile, mode: ShardingMode) -> tuple
         return (mode.name,)
     draw = random.Random(f"{case.family} {case.seed} {unit.name} slices")
     number = min(draw.randint(1, case.most_slices), cuts[0].num_features)
-    choices = (ZDP.name, DP.name) if case.modes == "mix" else (mode.name,)
+    choices = {"mix": (ZDP.name, DP.name), "nodes": (ZDP.name, HPZ.name, DP.name)}.get(case.modes, (mode.name,))
     return tuple(draw.choice(choices) for _ in range(number)) if number > 1 else (mode.name,)
 
 
@@ -256,6 +261,7 @@ def _plan(profile: ModelProfile, units: Sequence[UnitProfile], case: Case) -> Pl
     return Plan(
         fingerprint=profile.fingerprint,
         world_size=case.world_size,
+        node_size=case.node_size,
         units=tuple(
             Unit(
                 name=unit.name,

@@ -30,6 +30,7 @@ def _are_texts(value: object) -> bool:
 _KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "str": ("a text", lambda value: isinstance(value, str)),
     "int": ("a whole number below 2^63", _is_whole),
+    "int | None": ("null or a whole number below 2^63", lambda value: value is None or _is_whole(value)),
     "float": ("a finite number", _is_number),
     "bool": ("true or false", lambda value: isinstance(value, bool)),
     "tuple[str, ...]": ("a list of texts", _are_texts),

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lightning_osdp.core.modes import ACTIVATION_CHOICES, MODES, SYNC_CHOICES, ShardingMode
+from lightning_osdp.core.modes import ACTIVATION_CHOICES, NAMED_MODES, SYNC_CHOICES, ShardingMode
 from lightning_osdp.core.plans.document import read_dataclass, shown, write_whole
 from lightning_osdp.core.plans.summary import summary
 from lightning_osdp.core.slices import slice_names
@@ -53,7 +53,7 @@ class Unit:
     @property
     def sharding_modes(self) -> tuple[ShardingMode, ...]:
         """What the names of `modes` and `sync` stand for, one per slice."""
-        return tuple(replace(MODES[mode], sync=self.sync) for mode in self.modes)
+        return tuple(replace(NAMED_MODES[mode], sync=self.sync) for mode in self.modes)
 
     @property
     def num_slices(self) -> int:
@@ -140,6 +140,8 @@ class Plan:
     evaluation_peak_bytes: int = 0
     """Predicted peak while the model is evaluated in batches of ``micro_batch_size`` samples per rank."""
     notes: tuple[str, ...] = ()
+    node_size: int | None = None
+    """Ranks of one node, which follow each other; None: all are in one."""
     schema_version: int = field(default=SCHEMA_VERSION)
 
     def __str__(self) -> str:
@@ -153,6 +155,11 @@ class Plan:
             for unit in self.units
             for operator in unit.operators
         )
+
+    @property
+    def needs_nodes(self) -> bool:
+        """Whether a unit is treated otherwise inside of nodes than between them."""
+        return any(mode.needs_nodes for unit in self.units for mode in unit.sharding_modes)
 
     @property
     def predicted_gain(self) -> float:
@@ -209,8 +216,8 @@ class Plan:
             raise PlanFormatError(f"Expected a plan file at {str(path)!r}, but it cannot be read: {error}.") from error
         return cls.from_json(text, source=f"plan file {str(path)!r}")
 
-    def check_matches(self, fingerprint: Mapping[str, str], *, world_size: int) -> None:
-        """Returns if the plan is for this model on this many ranks.
+    def check_matches(self, fingerprint: Mapping[str, str], *, world_size: int, node_size: int | None = None) -> None:
+        """Returns if the plan is for this model on this many ranks, and on nodes of this size where that matters.
 
         Raises:
             PlanMismatchError: with the first differences.
@@ -218,6 +225,9 @@ class Plan:
         differences = []
         if world_size != self.world_size:
             differences.append(f"the plan is for {self.world_size} ranks, this run has {world_size}")
+        if self.needs_nodes and node_size != self.node_size:
+            own = world_size if node_size is None else node_size
+            differences.append(f"the plan is for nodes of {self.node_size} ranks, this run has nodes of {own}")
         names = list(dict.fromkeys([*self.fingerprint, *fingerprint]))
         for name in names:
             planned, found = self.fingerprint.get(name), fingerprint.get(name)
@@ -263,6 +273,7 @@ def _read(document: object, source: str) -> Plan:
     _check_choice("'backward_prefetch'", plan.backward_prefetch, PREFETCH_CHOICES, source)
     _check_choice("'cost_model'", plan.cost_model, COST_MODELS, source)
     _check_late(plan, source)
+    _check_nodes(plan, source)
     if "decisions" in document and document["decisions"] != json.loads(plan.to_json())["decisions"]:
         raise PlanFormatError(
             f"Expected 'decisions' of {source} to be what its 'units' say, but they differ."
@@ -292,7 +303,7 @@ def _check_units(units: tuple[Unit, ...], source: str) -> None:
         if not unit.modes:
             raise PlanFormatError(f"Expected {where} to have at least one mode, got none.")
         for mode in unit.modes:
-            _check_choice("mode", mode, tuple(MODES), where)
+            _check_choice("mode", mode, tuple(NAMED_MODES), where)
         _check_choice("sync", unit.sync, SYNC_CHOICES, where)
         _check_least(unit, where, 0, "parameter_bytes", "time_s", "keep_costs_bytes", "accumulate_costs_bytes")
         repeated = seen_operators.intersection(unit.operators) | ({unit.name} & seen_units)
@@ -321,6 +332,18 @@ def _check_blocks(blocks: tuple[Block, ...], source: str) -> None:
         around = {".".join(parts[:length]) for length in range(1, len(parts))}
         if not block.name or around & names:
             raise PlanFormatError(f"Expected no block of {source} inside another, and not the root, got {where}.")
+
+
+def _check_nodes(plan: Plan, source: str) -> None:
+    size, ranks = plan.node_size, plan.world_size
+    if size is not None and (size < 1 or ranks % size):
+        raise PlanFormatError(f"Expected 'node_size' of {source} to divide its {ranks} ranks, got {size}.")
+    if plan.needs_nodes and (size is None or not 1 < size < ranks):
+        names = tuple(name for name, mode in NAMED_MODES.items() if mode.needs_nodes)
+        raise PlanFormatError(
+            f"Expected {source} to have several nodes of several ranks for modes {names}, got node_size {size} for"
+            f" {ranks} ranks."
+        )
 
 
 def _check_late(plan: Plan, source: str) -> None:

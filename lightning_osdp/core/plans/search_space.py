@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from lightning_osdp.core.modes import ACTIVATION_CHOICES, MODES, SYNC_CHOICES
+from lightning_osdp.core.modes import ACTIVATION_CHOICES, NAMED_MODES, SYNC_CHOICES
 from lightning_osdp.errors import ConfigurationError
 
 
@@ -18,8 +18,9 @@ class SearchSpace:
             of bytes, or a value of another type.
     """
 
-    modes: tuple[str, ...] = tuple(MODES)
-    """Sharding modes that a unit may take: ``("ZDP",)`` shards every one, ``("DP",)`` keeps all parameters gathered."""
+    modes: tuple[str, ...] = tuple(NAMED_MODES)
+    """Sharding modes that a unit may take: ``("ZDP",)`` shards every one, ``("DP",)`` keeps all parameters gathered,
+    ``("hpZ",)`` leaves a shard in each node; on one node that is ZDP."""
     sync: tuple[str, ...] = SYNC_CHOICES
     """Which micro-batches may reduce a unit's gradients: ``("every",)`` keeps none whole between micro-batches."""
     slices: tuple[int, ...] = (1, 2, 4, 8, 16)
@@ -34,7 +35,7 @@ class SearchSpace:
 
     def __post_init__(self) -> None:
         for name, given, choices in (
-            ("modes", self.modes, tuple(MODES)),
+            ("modes", self.modes, tuple(NAMED_MODES)),
             ("sync", self.sync, SYNC_CHOICES),
             ("activations", self.activations, ACTIVATION_CHOICES),
         ):

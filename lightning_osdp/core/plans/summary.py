@@ -39,6 +39,8 @@ def summary(plan: Plan) -> str:
         "gap": gap,
     }
     ranks = "one rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
+    if plan.node_size is not None:
+        ranks += f" in nodes of {plan.node_size}"
     return "\n".join([f"OSDP plan for {ranks}", *(f"{name:9}{text}" for name, text in lines.items())])
 
 

@@ -73,7 +73,7 @@ def _given_plan(module: pl.LightningModule, options: Options, setup: Setup) -> P
     """The user's plan, checked."""
     given, memory_limit_bytes = options.plan, options.memory_limit_bytes
     plan = given if isinstance(given, Plan) else on_rank_zero(lambda: read_plan(Path(str(given))))
-    plan.check_matches(fingerprint(module), world_size=module.trainer.world_size)
+    plan.check_matches(fingerprint(module), world_size=module.trainer.world_size, node_size=setup.node_size)
     _check_accumulates_in_fp32(plan, options, setup.precision)
     if memory_limit_bytes is not None and plan.peak_bytes > memory_limit_bytes:
         raise ConfigurationError(

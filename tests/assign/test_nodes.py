@@ -1,0 +1,101 @@
+"""Modes on several nodes: what is left in each node is chosen where that is worth its bytes, and never beyond them."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from lightning_osdp.assign import assign_modes, fill_spare
+from lightning_osdp.core.cluster import Cluster, Link, Links
+from lightning_osdp.core.modes import NAMED_MODES, modes_of
+from lightning_osdp.cost import Workload
+from lightning_osdp.engine import FSDP2
+from lightning_osdp.search import SOLVERS
+
+SLOW, FAST = (Link(latency_s=0.0, seconds_per_byte=s_per_byte) for s_per_byte in (1e-3, 1e-6))
+CLUSTER = Cluster(
+    world_size=8,
+    all_gather=SLOW,
+    reduce_scatter=SLOW,
+    node_size=4,
+    within_node=Links(all_gather=FAST, reduce_scatter=FAST, all_reduce=FAST),
+)
+OPERATORS = [
+    {"name": f"{index}", "parameter_bytes": num_bytes, "activation_bytes_per_sample": 100, "forward_s_per_sample": 0.1}
+    for index, num_bytes in enumerate((800, 800, 1600, 400))
+]
+
+
+def given(setting, operators=OPERATORS, num_micro_batches=1, **cluster):
+    return setting(
+        operators=operators,
+        cluster=dataclasses.replace(CLUSTER, **cluster),
+        workload=Workload(micro_batch_size=1, num_micro_batches=num_micro_batches),
+        modes=modes_of([*NAMED_MODES]),
+        engine=FSDP2(backward_prefetch="none"),
+    )
+
+
+def names(modes):
+    return [mode.name for mode in modes]
+
+
+def every(found):
+    """Time and exact peak of all assignments."""
+    return [
+        (found.costs.step_time_s(modes), found.costs.exact_peak(modes).peak_bytes)
+        for modes in itertools.product(*found.costs.options)
+    ]
+
+
+def test_all_gathers_inside_of_nodes_take_the_time_of_their_links(setting):
+    found = given(setting)
+    zdp, hpz, dp = (
+        found.costs.step_time_s([NAMED_MODES["DP" if unit.is_root else name] for unit in found.units])
+        for name in NAMED_MODES
+    )
+    gathered = sum(operator["parameter_bytes"] for operator in OPERATORS)
+    assert zdp - dp == pytest.approx(SLOW.ring_s(gathered, 8))
+    assert hpz - dp == pytest.approx(FAST.ring_s(gathered, 4))
+
+
+@pytest.mark.parametrize("search", SOLVERS)
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_modes_fit_and_are_about_as_fast_as_any_that_do(setting, search, num_micro_batches, overlaps):
+    found = given(setting, num_micro_batches=num_micro_batches, overlaps=overlaps)
+    assignments = every(found)
+    least, most = (of(peak for _, peak in assignments) for of in (min, max))
+    chosen = set()
+    for share in (-0.01, 0.0, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0):
+        limit_bytes = int(least + share * (most - least))
+        assigned = assign_modes(found, memory_limit_bytes=limit_bytes, search=search)
+        if share < 0:
+            assert assigned is None
+            continue
+        if assigned is None:  # the closed form is a bound
+            assert found.costs.least_bytes > limit_bytes
+            continue
+        filled = fill_spare(assigned, memory_limit_bytes=limit_bytes)
+        assert found.costs.exact_peak(assigned.modes).peak_bytes <= limit_bytes
+        assert filled.peak.peak_bytes <= limit_bytes
+        best_s = min(time_s for time_s, peak_bytes in assignments if peak_bytes <= limit_bytes)
+        assert best_s * (1 - 1e-9) <= filled.step_time_s
+        assert assigned.bound_s <= assigned.step_time_s * (1 + 1e-9)
+        chosen.update(names(filled.modes))
+    assert chosen == {*NAMED_MODES}
+
+
+def test_without_nodes_what_would_be_left_in_one_is_sharded(setting):
+    for cluster in ({"node_size": None}, {"node_size": 8}, {"node_size": 1}):
+        found = given(setting, **cluster)
+        assert {mode.name for options in found.costs.options for mode in options} == {"ZDP", "DP"}
+    only = dataclasses.replace(given(setting, node_size=None), modes=modes_of(["hpZ"]))
+    assert {mode.name for options in only.costs.options[1:] for mode in options} == {"ZDP"}
+
+
+def test_a_unit_that_backward_does_not_come_to_leaves_nothing_in_nodes(setting):
+    found = given(setting, [{**OPERATORS[0], "frozen": True}, *OPERATORS[1:]])
+    offered = {unit.name: set(names(options)) for unit, options in zip(found.units, found.costs.options, strict=True)}
+    assert offered["0"] == {"ZDP", "DP"}
+    assert offered["1"] == {*NAMED_MODES}
