@@ -1,0 +1,69 @@
+"""Plans for several nodes: searched, simulated as planned, and on one node what they were before."""
+
+import dataclasses
+
+import pytest
+
+from lightning_osdp import FSDP2, Cluster, Link, Links, Plan, SearchSpace, make_plan, simulate
+
+SLOW, FAST = (Link(latency_s=0.0, seconds_per_byte=s_per_byte) for s_per_byte in (1e-3, 1e-6))
+CLUSTER = Cluster(
+    world_size=8,
+    all_gather=SLOW,
+    reduce_scatter=SLOW,
+    node_size=4,
+    within_node=Links(all_gather=FAST, reduce_scatter=FAST, all_reduce=FAST),
+)
+
+
+@pytest.fixture(scope="module")
+def profile(model, operator):
+    sizes = (800, 800, 1600, 400)
+    return model(*(operator(f"{i}", size, activation_bytes_per_sample=100) for i, size in enumerate(sizes)))
+
+
+def plans(profile, cluster, **space):
+    """Those under limits from that of plain FSDP to that of the fastest plan."""
+
+    def made(limit_bytes):
+        return make_plan(
+            profile,
+            cluster,
+            memory_limit_bytes=limit_bytes,
+            micro_batch_size=1,
+            search_space=SearchSpace(min_unit_bytes=0, share_units=False, **space),
+            engine=FSDP2(backward_prefetch="none"),
+        )
+
+    fastest = made(2**40)
+    least_bytes, most_bytes = fastest.all_zdp_peak_bytes, fastest.peak_bytes
+    assert least_bytes < most_bytes
+    return [made(least_bytes + eighths * (most_bytes - least_bytes) // 8) for eighths in range(9)]
+
+
+def test_plans_for_several_nodes_are_simulated_as_they_were_planned(profile):
+    found = plans(profile, CLUSTER)
+    assert any(plan.needs_nodes for plan in found)
+    for plan in found:
+        assert plan.node_size == 4
+        assert Plan.from_json(plan.to_json()) == plan
+        estimate = simulate(plan, profile, CLUSTER)
+        assert estimate.time_s == pytest.approx(plan.step_time_s)
+        assert estimate.peak.peak_bytes == plan.peak_bytes <= plan.memory_limit_bytes
+    times_s = [plan.step_time_s for plan in found]
+    assert times_s == sorted(times_s, reverse=True)
+
+
+def test_nodes_make_plans_faster_and_no_plan_slower(profile):
+    with_nodes, without = plans(profile, CLUSTER), plans(profile, CLUSTER, modes=("ZDP", "DP"))
+    pairs = [(one.step_time_s, other.step_time_s) for one, other in zip(with_nodes, without, strict=True)]
+    assert all(one <= other * (1 + 1e-9) for one, other in pairs)
+    assert any(one < 0.9 * other for one, other in pairs)
+
+
+@pytest.mark.parametrize("node_size", [None, 8])
+def test_on_one_node_plans_are_what_they_are_without_such_modes(profile, node_size):
+    cluster = dataclasses.replace(CLUSTER, node_size=node_size)
+    found = plans(profile, cluster)
+    assert found == plans(profile, cluster, modes=("ZDP", "DP"))
+    assert {plan.node_size for plan in found} == {None}
