@@ -66,5 +66,6 @@ def test_on_one_node_plans_are_what_they_are_without_such_modes(profile, node_si
     cluster = dataclasses.replace(CLUSTER, node_size=node_size)
     found = plans(profile, cluster)
     without = plans(profile, cluster, modes=("ZDP", "DP"))
-    assert [dataclasses.replace(plan, search_space=SearchSpace()) for plan in without] == found
+    every = SearchSpace(min_unit_bytes=0, share_units=False)
+    assert [dataclasses.replace(plan, search_space=every) for plan in without] == found
     assert {plan.node_size for plan in found} == {None}
