@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import nn
 
 from lightning_osdp import Cluster, ModelProfile
+from lightning_osdp.core.batch_policy import largest_fitting
 from lightning_osdp.core.plans.plan import Plan, Unit
 from lightning_osdp.engine import FSDP2, engine_of
 from lightning_osdp.profiler import fingerprint
 from lightning_osdp.simulation import StepEstimate, planned_step, simulate_step
-
-_MOST_SAMPLES = 2**20
 
 
 def plan_of(
@@ -82,14 +80,11 @@ def largest_that_fits(
     time of a sample falls as there are more of them.
     """
 
-    def peak_bytes(size: int) -> int:
-        return simulated(replace(plan, micro_batch_size=size), profile, cluster, engine=engine).peak.peak_bytes
+    def fits(size: int) -> bool:
+        step = simulated(replace(plan, micro_batch_size=size), profile, cluster, engine=engine)
+        return step.peak.peak_bytes <= limit_bytes
 
-    beyond = 1
-    while beyond <= _MOST_SAMPLES and peak_bytes(beyond) <= limit_bytes:
-        beyond *= 2
-    fitting = beyond // 2
-    largest = fitting + bisect_right(range(fitting + 1, beyond), limit_bytes, key=peak_bytes)
+    largest = largest_fitting(fits)
     return replace(plan, micro_batch_size=largest) if largest else None
 
 

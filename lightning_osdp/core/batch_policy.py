@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lightning_osdp.core.step import Workload
@@ -76,6 +76,26 @@ class BatchPolicy:
         """What a rank does in one optimizer step with micro-batches of this size."""
         num_micro_batches = self.num_micro_batches if self.num_samples is None else self.num_samples // micro_batch_size
         return Workload(micro_batch_size=micro_batch_size, num_micro_batches=num_micro_batches)
+
+
+def largest_fitting(fits: Callable[[int], bool], most: int = MOST_SAMPLES) -> int:
+    """Largest size that fits, 0 if not even one sample does: doubling to the first that does not, then halving.
+
+    Args:
+        fits: whether a size does; where one does not, no larger one does.
+        most: the largest that may be.
+    """
+    fitting, fails = 0, 1
+    while fails <= most and fits(fails):
+        fitting, fails = fails, fails * 2
+    fails = min(fails, most + 1)
+    while fails - fitting > 1:
+        middle = (fitting + fails) // 2
+        if fits(middle):
+            fitting = middle
+        else:
+            fails = middle
+    return fitting
 
 
 def _check(name: str, number: object, expected: str = "at least 1") -> None:

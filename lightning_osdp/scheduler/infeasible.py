@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from lightning_osdp.assign import Setting
+from lightning_osdp.core.batch_policy import largest_fitting
 from lightning_osdp.core.text.byte_size import format_at_least, format_bytes
 from lightning_osdp.cost import PeakMemory, Workload
 from lightning_osdp.scheduler.sweep import Sweep
@@ -29,7 +30,7 @@ def why_infeasible(sweep: Sweep, micro_batch_size: int) -> str:
     parts = ", ".join(f"{part} {format_bytes(num_bytes)}" for part, num_bytes in peak.parts.items())
     where = f"in {peak.phase}" + (f" at {peak.operator!r}" if peak.operator else "")
     divided = _divided(sweep, setting.workload)
-    fits = None if divided else sweep.largest(micro_batch_size - 1)
+    fits = None if divided else largest_fitting(sweep.fits, micro_batch_size - 1)
     if divided:
         remedy = (
             f"micro-batches of {divided.micro_batch_size} fit: OSDPStrategy(batch_size={divided.micro_batch_size}) with"

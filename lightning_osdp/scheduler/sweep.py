@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from lightning_osdp.assign import Assignment, Modes, Setting, bound_later_s, fill_spare
-from lightning_osdp.core.batch_policy import MOST_SAMPLES, BatchPolicy
+from lightning_osdp.core.batch_policy import MOST_SAMPLES, BatchPolicy, largest_fitting
 from lightning_osdp.core.text.duration import three_digits
 from lightning_osdp.core.text.progress import Progress
 from lightning_osdp.scheduler.competition import Competition
@@ -132,20 +132,6 @@ class Sweep:
         best = next((each for each in fastest if peak_bytes(each) <= memory_limit_bytes), None)
         return min(found, key=peak_bytes) if best is None else self.competition.shared(*best)
 
-    def largest(self, most: int) -> int:
-        """Largest size that fits, 0 if not even one sample does: doubling to the first that does not, then halving."""
-        fits, fails = 0, 1
-        while fails <= most and self.fits(fails):
-            fits, fails = fails, fails * 2
-        fails = min(fails, most + 1)
-        while fails - fits > 1:
-            middle = (fits + fails) // 2
-            if self.fits(middle):
-                fits = middle
-            else:
-                fails = middle
-        return fits
-
     def best(self) -> Candidate | None:
         """The best of the micro-batches that there may be; None if none fits."""
         sizes, most = self._policy.micro_batch_sizes, self._policy.max_micro_batch_size
@@ -153,7 +139,7 @@ class Sweep:
 
     def _best_up_to(self, most: int) -> Candidate | None:
         """Best samples/s, to `TOLERANCE`; between equal ones the smallest size."""
-        largest = self.largest(most)
+        largest = largest_fitting(self.fits, most)
         for size in sorted({1, largest} - {0}):
             self.candidate(size)
         while len(self._candidates) < MAX_SIZES:

@@ -18,11 +18,9 @@ from torch.optim import AdamW
 from benchmarks.measures.section import Row, Section, Target
 from benchmarks.measures.simulated.models import LanguageModel, Sizes
 from lightning_osdp import ComputePrecision, Machine, ModelProfile, TrainingStep, profile_model
-from lightning_osdp.assign import Setting, block_units
+from lightning_osdp.assign import Setting
 from lightning_osdp.core.modes import DP, ZDP
-from lightning_osdp.core.step import Workload
-from lightning_osdp.core.units import partition
-from lightning_osdp.engine import FSDP2
+from lightning_osdp.scheduler.by_hand import in_blocks
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -108,14 +106,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def _setting(case: Case, profile: ModelProfile, machine: Machine) -> Setting:
-    setting = Setting(
-        profile=profile,
-        units=partition(profile),
-        cluster=machine.cluster,
-        workload=Workload(micro_batch_size=case.batch),
-        engine=FSDP2(asynchronous_unshard=False),
-    )
-    *_, setting = setting, *block_units(setting)
+    setting = in_blocks(profile, machine.cluster).at(case.batch)
     names = [block.name for block in profile.blocks]
     chosen = {"full": names, "every second block": names[1::2]}.get(case.checkpointing, [])
     return setting.with_blocks(dict.fromkeys(chosen, "recompute"))
