@@ -11,7 +11,8 @@ class ShardingMode:
     """How one unit's parameters and gradients are treated within an optimizer step (OSDP, figure 1).
 
     In every mode parameters, reduced gradients and optimizer state are sharded *between* optimizer steps; modes
-    differ in how long the gathered parameter and the unsharded gradient live, and in the collectives that this takes.
+    differ in over which ranks, in how long the gathered parameter and the unsharded gradient live, and in the
+    collectives that this takes.
     """
 
     name: str
@@ -26,12 +27,20 @@ class ShardingMode:
     """What becomes of what the unit's block saves for backward: one of `ACTIVATION_CHOICES`."""
     regathers_over: str = "all"
     """Over which ranks it is gathered again once forward has freed it: ``all``, or those of a ``node``. In each node
-    forward then leaves a shard."""
+    forward then leaves a shard, unless it is sharded there anyway."""
+    sharded_over: str = "all"
+    """Over which ranks it is sharded between steps: ``all``, or those of a ``node``. Each node then has all of it;
+    gradients are reduced and scattered in the node, and what a rank gets of them is all-reduced between nodes."""
 
     @property
     def needs_nodes(self) -> bool:
         """Whether it is of use on several nodes with several ranks each only."""
-        return self.regathers_over == "node"
+        return "node" in {self.regathers_over, self.sharded_over}
+
+    @property
+    def leaves_shard(self) -> bool:
+        """Whether forward leaves a shard of it in each node."""
+        return self.regathers_over == "node" and self.sharded_over == "all" and not self.resident
 
 
 ZDP = ShardingMode("ZDP", resident=False, backward_all_gathers=1)
@@ -44,8 +53,16 @@ HPZ = ShardingMode("hpZ", resident=False, backward_all_gathers=1, regathers_over
 """Freed after forward but for a shard in each node, from which backward gathers without the network between nodes:
 ZeRO++'s secondary partition, or ``reshard_after_forward=<ranks of a node>``."""
 
-NAMED_MODES = {mode.name: mode for mode in (ZDP, HPZ, DP)}
-"""Every mode by name, in the order in which it is offered to the search: least memory first."""
+HSDP = ShardingMode("HSDP", resident=False, backward_all_gathers=1, regathers_over="node", sharded_over="node")
+"""As ZDP among the ranks of a node, replicated across nodes: ``HYBRID_SHARD``, or ``fully_shard`` on a mesh of nodes
+and ranks of a node."""
+
+HDP = ShardingMode("HDP", resident=True, backward_all_gathers=0, regathers_over="node", sharded_over="node")
+"""As DP among the ranks of a node, replicated across nodes: ``_HYBRID_SHARD_ZERO2``."""
+
+NAMED_MODES = {mode.name: mode for mode in (ZDP, HPZ, DP, HSDP, HDP)}
+"""Every mode by name, in the order in which it is offered to the search: of those that are sharded over the same ranks,
+the one with the least memory first."""
 
 MODES = {name: mode for name, mode in NAMED_MODES.items() if not mode.needs_nodes}
 """Those that there are on any cluster, in the same order."""
