@@ -43,6 +43,13 @@ class ShardingMode:
         return self.regathers_over == "node" and self.sharded_over == "all" and not self.resident
 
 
+    @property
+    def over_all(self) -> ShardingMode:
+        """What takes its place where there are no nodes: `DP` or `ZDP`, with what else was chosen."""
+        plain = DP if self.resident else ZDP
+        return replace(plain, sync=self.sync, activations=self.activations) if self.needs_nodes else self
+
+
 ZDP = ShardingMode("ZDP", resident=False, backward_all_gathers=1)
 """Freed after forward, gathered again for backward: ``FULL_SHARD`` or ``reshard_after_forward=True``."""
 
@@ -66,6 +73,12 @@ the one with the least memory first."""
 
 MODES = {name: mode for name, mode in NAMED_MODES.items() if not mode.needs_nodes}
 """Those that there are on any cluster, in the same order."""
+
+
+def freed_and_kept(mode: ShardingMode) -> tuple[ShardingMode, ShardingMode]:
+    """Over the ranks that a unit is sharded over in a mode: what frees it after forward, and what keeps it."""
+    return (HSDP, HDP) if mode.sharded_over == "node" else (ZDP, DP)
+
 
 SYNC_CHOICES = ("every", "last")
 

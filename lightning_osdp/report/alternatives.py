@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from lightning_osdp.core.cluster import Cluster
-from lightning_osdp.core.modes import DP, NAMED_MODES, SYNC_CHOICES, ZDP
+from lightning_osdp.core.modes import NAMED_MODES, SYNC_CHOICES, freed_and_kept
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import ModelProfile
@@ -158,4 +158,5 @@ def _treatments(plan: Plan, unit: Unit, profile: ModelProfile, cluster: Cluster)
 def _keeping(modes: tuple[str, ...], num_kept: int) -> tuple[str, ...]:
     """So many slices kept: of the planned ones the first, and then of the others the first."""
     kept_first = sorted(range(len(modes)), key=lambda index: not NAMED_MODES[modes[index]].resident)
-    return tuple(DP.name if index in kept_first[:num_kept] else ZDP.name for index in range(len(modes)))
+    freed, kept = freed_and_kept(NAMED_MODES[modes[0]])
+    return tuple(kept.name if index in kept_first[:num_kept] else freed.name for index in range(len(modes)))

@@ -252,17 +252,27 @@ def wire_bytes(plan: Plan) -> float:
         DP, sync every      K all-gathers   K reduce-scatters
         DP, sync last       1 all-gather    1 reduce-scatter
 
-    Of an hpZ unit's all-gathers K are over the m ranks of a node, in each of which a rank sends (m-1)/m.
+    Of an hpZ unit's all-gathers K are over the m ranks of a node, in each of which a rank sends (m-1)/m. So are all
+    collectives of an HSDP and an HDP unit, and each reduce-scatter is followed by an all-reduce of S/m between N/m nodes,
+    in which a rank sends 2 (1 - m/N) of that.
     Frozen units, which reduce nothing, modules that forward calls more than once, and units inside of blocks that are
     run again are counted as any other.
     """
     engine, number, sent = engine_of(plan), plan.num_micro_batches, 0.0
     for unit in plan.units:
-        modes = (unit if unit.name else replace(unit, modes=(DP.name,))).sharding_modes  # the root is never freed
+        modes = unit.sharding_modes
+        if not unit.name:  # the root is never freed
+            modes = (modes[0] if modes[0].resident else DP,)
         gathers = sum(engine.num_all_gathers(mode, num_micro_batches=number) for mode in modes) / len(modes)
-        in_nodes = sum(engine.num_regathers(mode, num_micro_batches=number) for mode in modes) / len(modes)
-        over_all = gathers - in_nodes + engine.num_reduce_scatters(modes[0], num_micro_batches=number)
+        in_nodes = sum(engine.num_gathers_in_node(mode, num_micro_batches=number) for mode in modes) / len(modes)
+        reduces = engine.num_reduce_scatters(modes[0], num_micro_batches=number)
         node_size = plan.node_size or plan.world_size
+        over_all = gathers - in_nodes
+        if modes[0].sharded_over == "node":
+            in_nodes += reduces
+            sent += reduces * unit.parameter_bytes / node_size * 2 * (1 - node_size / plan.world_size)
+        else:
+            over_all += reduces
         sent += over_all * unit.parameter_bytes * (plan.world_size - 1) / plan.world_size
         sent += in_nodes * unit.parameter_bytes * (node_size - 1) / node_size
     return sent

@@ -72,8 +72,16 @@ NODES = Cluster(
 def test_inside_of_a_node_links_are_those_of_its_ranks():
     assert NODES.all_gather_s(1e6) == LINK.ring_s(1e6, 16)
     assert NODES.all_gather_s(1e6, over="node") == FAST.ring_s(1e6, 4)
+    assert NODES.reduce_scatter_s(1e6) == LINK.ring_s(1e6, 16)
+    assert NODES.reduce_scatter_s(1e6, over="node") == FAST.ring_s(1e6, 4)
     not_measured = dataclasses.replace(NODES, within_node=None)
     assert not_measured.all_gather_s(1e6, over="node") == LINK.ring_s(1e6, 4)
+
+
+def test_an_all_reduce_between_nodes_goes_there_and_back():
+    assert NODES.all_reduce_between_s(1e6) == 2 * LINK.ring_s(1e6, 4)
+    measured = dataclasses.replace(NODES, between_nodes=NODES.within_node)
+    assert measured.all_reduce_between_s(1e6) == FAST.ring_s(1e6, 4)
 
 
 def test_nodes_matter_where_there_are_several_with_several_ranks():

@@ -321,6 +321,8 @@ def _check_units(units: tuple[Unit, ...], source: str) -> None:
             raise PlanFormatError(f"Expected {where} to have at least one mode, got none.")
         for mode in unit.modes:
             _check_choice("mode", mode, tuple(NAMED_MODES), where)
+        if len({NAMED_MODES[mode].sharded_over for mode in unit.modes}) > 1:
+            raise PlanFormatError(f"Expected all slices of {where} over the same ranks, got modes {unit.modes}.")
         _check_choice("sync", unit.sync, SYNC_CHOICES, where)
         _check_least(unit, where, 0, "parameter_bytes", "time_s", "keep_costs_bytes", "accumulate_costs_bytes")
         repeated = seen_operators.intersection(unit.operators) | ({unit.name} & seen_units)
