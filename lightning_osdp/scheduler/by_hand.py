@@ -39,6 +39,8 @@ def made_by_hand(
 ) -> list[HandMade]:
     """``fully_shard`` with a unit for each block, resharded after forward or not, with or without checkpointing.
 
+    All are sharded over all ranks, or over those of each node where there are several.
+
     Gradients are reduced in every micro-batch, or in the last one (``no_sync``), whichever is faster and fits.
 
     Args:

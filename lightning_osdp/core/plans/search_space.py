@@ -19,8 +19,9 @@ class SearchSpace:
     """
 
     modes: tuple[str, ...] = tuple(NAMED_MODES)
-    """Sharding modes that a unit may take: ``("ZDP",)`` shards every one, ``("DP",)`` keeps all parameters gathered,
-    ``("hpZ",)`` leaves a shard in each node; on one node that is ZDP."""
+    """Sharding modes that a unit may take: ``("ZDP",)`` frees every one after forward, ``("DP",)`` keeps all parameters
+    gathered; ``("hpZ",)`` leaves a shard in each node, and ``("HSDP", "HDP")`` shards in the node and replicates across.
+    On one node these are ZDP and DP."""
     sync: tuple[str, ...] = SYNC_CHOICES
     """Which micro-batches may reduce a unit's gradients: ``("every",)`` keeps none whole between micro-batches."""
     slices: tuple[int, ...] = (1, 2, 4, 8, 16)
