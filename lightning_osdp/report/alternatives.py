@@ -151,7 +151,9 @@ def _treatments(plan: Plan, unit: Unit, profile: ModelProfile, cluster: Cluster)
     first, *_ = slice_names(unit.name, unit.num_slices)
     (of,) = (each for each in step.units if each.name == first)
     accumulates = plan.num_micro_batches > 1 and engine_of(plan).may_wait(of)
-    for num_kept, sync in product(range(unit.num_slices + 1), SYNC_CHOICES if accumulates else (unit.sync,)):
+    in_node = unit.sharding_modes[0].sharded_over == "node"
+    syncs = [sync for sync in SYNC_CHOICES if sync != "node" or in_node] if accumulates else [unit.sync]
+    for num_kept, sync in product(range(unit.num_slices + 1), syncs):
         yield replace(unit, modes=_keeping(unit.modes, num_kept), sync=sync)
 
 

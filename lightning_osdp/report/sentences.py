@@ -253,8 +253,8 @@ def wire_bytes(plan: Plan) -> float:
         DP, sync last       1 all-gather    1 reduce-scatter
 
     Of an hpZ unit's all-gathers K are over the m ranks of a node, in each of which a rank sends (m-1)/m. So are all
-    collectives of an HSDP and an HDP unit, and each reduce-scatter is followed by an all-reduce of S/m between N/m nodes,
-    in which a rank sends 2 (1 - m/N) of that.
+    collectives of an HSDP and an HDP unit, and each reduce-scatter, or with sync node the last one, is followed by an
+    all-reduce of S/m between N/m nodes, in which a rank sends 2 (1 - m/N) of that.
     Frozen units, which reduce nothing, modules that forward calls more than once, and units inside of blocks that are
     run again are counted as any other.
     """
@@ -270,7 +270,8 @@ def wire_bytes(plan: Plan) -> float:
         over_all = gathers - in_nodes
         if modes[0].sharded_over == "node":
             in_nodes += reduces
-            sent += reduces * unit.parameter_bytes / node_size * 2 * (1 - node_size / plan.world_size)
+            num_all_reduces = engine.num_all_reduces(modes[0], num_micro_batches=number)
+            sent += num_all_reduces * unit.parameter_bytes / node_size * 2 * (1 - node_size / plan.world_size)
         else:
             over_all += reduces
         sent += over_all * unit.parameter_bytes * (plan.world_size - 1) / plan.world_size
