@@ -463,7 +463,7 @@ def test_an_unknown_cost_model_is_refused():
         ({"modes": ["zdp"]}, "mode of unit 'head' of the plan to be one of ('ZDP', 'hpZ', 'DP', 'HSDP', 'HDP'), got 'zdp'."),
         ({"modes": ["DP", "TP"]}, "mode of unit 'head' of the plan to be one of ('ZDP', 'hpZ', 'DP', 'HSDP', 'HDP'), got 'TP'."),
         ({"modes": []}, "unit 'head' of the plan to have at least one mode, got none."),
-        ({"sync": "never"}, "sync of unit 'head' of the plan to be one of ('every', 'last'), got 'never'."),
+        ({"sync": "never"}, "sync of unit 'head' of the plan to be one of ('every', 'last', 'node'), got 'never'."),
         ({"name": ""}, "units and operators of the plan once each, got unit '' of the plan again."),
         ({"operators": ["norm"]}, "units and operators of the plan once each, got unit 'head' of the plan again."),
         ({"operators": ["a", "a"]}, "units and operators of the plan once each, got unit 'head' of the plan again."),
