@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from torch.optim import AdamW, Optimizer
 
 from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.core.profile import ModelProfile
+from lightning_osdp.core.text.nearest import nearest
 from lightning_osdp.core.text.progress import Progress, silent
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.profiler.model import TrainingStep, own_step, profile_model
@@ -166,9 +166,11 @@ def _configuration(transformers: ModuleType, model: str, settings: Mapping[str, 
     kind = getattr(transformers, model, None) if model.endswith("Config") else None
     if kind is None:
         names = [name for name in dir(transformers) if name.endswith("Config")]
-        near = difflib.get_close_matches(model, names, n=3)
-        hint = f"The nearest are {', '.join(near)}." if near else "Or it is package.module:Name, or ends in .json."
-        raise ConfigurationError(f"Expected the name of a configuration of transformers, got {model!r}. {hint}")
+        hint = nearest(model, names, "Its name ends in Config.")
+        raise ConfigurationError(
+            "Expected the name of a configuration of transformers, the path of its .json, or package.module:Name, got"
+            f" {model!r}. {hint}"
+        )
     return _built(f"configuration {model!r}", kind, **settings)
 
 
@@ -180,9 +182,8 @@ def _imported(path: str) -> Callable[..., Any]:
         raise ConfigurationError(f"Expected {path!r} to be package.module:Name, but {error}.") from error
     found = getattr(module, name, None)
     if not callable(found):
-        near = difflib.get_close_matches(name, dir(module), n=3)
-        hint = f" The nearest are {', '.join(near)}." if near else ""
-        raise ConfigurationError(f"Expected a class or a function {name!r} in {module_name!r}, got {found!r}.{hint}")
+        hint = nearest(name, dir(module), "Name one that it has.")
+        raise ConfigurationError(f"Expected a class or a function {name!r} in {module_name!r}, got {found!r}. {hint}")
     made: Callable[..., Any] = found
     return made
 
