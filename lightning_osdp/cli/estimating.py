@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from lightning_osdp.cli.answer import Answer, lines
+from lightning_osdp.cli.answer import Answer, lines, step_seconds
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes, parse_bytes
@@ -18,6 +18,7 @@ from lightning_osdp.core.text.duration import format_seconds, three_digits
 from lightning_osdp.core.text.progress import Progress
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.machines import Machine
+from lightning_osdp.report.sentences import tell_kept, tell_peak
 from lightning_osdp.report.tables import table
 from lightning_osdp.scheduler import HandMade, made_by_hand, make_plan
 from lightning_osdp.simulation import StepEstimate, simulate
@@ -158,20 +159,15 @@ def _limits(plan: Plan, step: StepEstimate) -> Iterator[str]:
     }
     told = ", ".join(f"{name} {seconds / step.time_s:.0%}" for name, seconds in shares.items())
     yield f"Of its step OSDP {told}."
-    where = f"in {plan.peak_phase}" + (f" at {plan.peak_operator}" if plan.peak_operator else "")
-    parts = sorted(plan.peak_parts.items(), key=lambda part: part[1], reverse=True)
-    yield f"Its peak is {where}: {', '.join(f'{name} {format_bytes(size)}' for name, size in parts if size)}."
-    modes = [mode for unit in plan.units if unit.name for mode in unit.modes]
-    kept, chosen = modes.count("DP"), len(plan.blocks)
-    recomputing = f", {chosen} blocks do not keep what they save for backward" if chosen else ""
-    yield f"It keeps {kept} of {len(modes)} units unsharded between forward and backward{recomputing}."
+    yield f"Its peak is in {tell_peak(plan)}."
+    recomputing = f", {len(plan.blocks)} blocks do not keep what they save for backward" if plan.blocks else ""
+    yield f"Between forward and backward it keeps {tell_kept(plan)}{recomputing}."
 
 
 def _document(plan: Plan, step: StepEstimate, others: Sequence[HandMade]) -> dict[str, Any]:
-    names = ("time_s", "compute_s", "communication_s", "exposed_communication_s", "overhead_s")
     return {
         "fits": True,
         "plan": json.loads(plan.to_json()),
-        "step": {name: getattr(step, name) for name in names},
+        "step": step_seconds(step),
         "by_hand": [asdict(each) for each in others],
     }
