@@ -154,10 +154,7 @@ def summarise(plan: Plan) -> list[tuple[str, str]]:
         lines = dict.fromkeys(("step time", "samples/s"), NOT_PREDICTED)
         lines["peak memory"] = f"{NOT_PREDICTED}; the limit is {limit}"
     if plan.peak_phase:
-        has_place = plan.peak_phase not in ("optimizer step", "all phases")  # the latter is the paper's
-        where = f"{plan.peak_phase} of {plan.peak_operator or 'the loss'}" if has_place else plan.peak_phase
-        parts = sorted(plan.peak_parts.items(), key=lambda part: part[1], reverse=True)
-        lines["peak is in"] = f"{where}: " + ", ".join(f"{name} {format_bytes(size)}" for name, size in parts)
+        lines["peak is in"] = tell_peak(plan)
     if plan.evaluation_peak_bytes:
         batch = _count(plan.micro_batch_size, "sample")
         lines["evaluation"] = f"{format_bytes(plan.evaluation_peak_bytes)} predicted per rank, {batch} at once"
@@ -170,6 +167,25 @@ def summarise(plan: Plan) -> list[tuple[str, str]]:
     )
     blocks = (("activations", line) for line in tell_blocks(plan))
     return [*lines.items(), *blocks, *(("note", note) for note in plan.notes)]
+
+
+def tell_peak(plan: Plan) -> str:
+    """``backward of h.3.mlp: activations 1.20 GiB, parameter shards 803 MiB``: where the peak is, and what of."""
+    has_place = plan.peak_phase not in ("optimizer step", "all phases")  # the latter is the paper's
+    where = f"{plan.peak_phase} of {plan.peak_operator or 'the loss'}" if has_place else plan.peak_phase
+    parts = sorted(plan.peak_parts.items(), key=lambda part: part[1], reverse=True)
+    return f"{where}: {', '.join(f'{name} {format_bytes(size)}' for name, size in parts)}"
+
+
+def tell_kept(plan: Plan) -> str:
+    """``12 of 19 units unsharded, a shard of 3 in each node``: what is kept between forward and backward."""
+    units = [unit for unit in plan.units if unit.name]
+    modes = [mode for unit in units for mode in unit.sharding_modes]
+    kept = sum(mode.resident for mode in modes)
+    in_nodes = sum(mode.regathers_over == "node" and not mode.resident for mode in modes)
+    what = f"slices of {len(units)} units" if len(modes) > len(units) else "units"
+    shards = f", a shard of {in_nodes} in each node" if in_nodes else ""
+    return f"{kept} of {len(modes)} {what} unsharded{shards}"
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:
