@@ -67,16 +67,22 @@ class FSDP1(FSDP2):
         return num_micro_batches * (num_calls + mode.backward_all_gathers)
 
     @override
-    def all_gather_bytes(self, unit: UnitProfile, world_size: int) -> float:
+    def all_gather_bytes(self, unit: UnitProfile, num_shards: int) -> float:
         return unit.gathered_bytes
 
     @override
-    def reduce_scatter_bytes(self, unit: UnitProfile, world_size: int) -> float:
+    def reduce_scatter_bytes(self, unit: UnitProfile, num_shards: int) -> float:
         """Of the whole flat parameter once any of it is trainable."""
         return unit.gathered_bytes if unit.gradient_bytes else 0
 
     @override
     def layout(
-        self, units: Sequence[UnitProfile], optimizer: OptimizerProfile, world_size: int, *, rank: int | None = None
+        self,
+        units: Sequence[UnitProfile],
+        optimizer: OptimizerProfile,
+        shards: int | Sequence[int],
+        *,
+        rank: int | None = None,
     ) -> Layout:
-        return layout(tuple(units), optimizer, world_size, rank)
+        (number,) = {shards} if isinstance(shards, int) else set(shards)
+        return layout(tuple(units), optimizer, number, rank)

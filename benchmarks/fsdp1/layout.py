@@ -46,7 +46,7 @@ def layout(
 
     def optimized(rank: int) -> tuple[float, float]:
         held = [pieces(unit.parameters, world_size, rank) for unit in units]
-        return optimizer_bytes(units, held, optimizer, world_size)
+        return optimizer_bytes(units, held, optimizer, (world_size,) * len(units))
 
     most = max(map(optimized, ranks), key=sum)
     return Layout(

@@ -6,12 +6,13 @@ import math
 from dataclasses import dataclass, replace
 
 from lightning_osdp.assign.additive import Modes
-from lightning_osdp.assign.merging.slices import one_sync
+from lightning_osdp.assign.merging.slices import agreed_on
 from lightning_osdp.assign.overlap import solve_overlapped
 from lightning_osdp.assign.paths import Paths
 from lightning_osdp.assign.repair import fill
 from lightning_osdp.assign.setting import Setting
 from lightning_osdp.assign.solve import solve
+from lightning_osdp.core.modes import HDP
 from lightning_osdp.cost import PeakMemory
 
 MAX_TRIES = 6
@@ -50,7 +51,7 @@ def assign_modes(
     first = found = _assigned(setting, memory_limit_bytes, search, worth_s)
     if first is None or (len(setting.activations) == 1 and not _retains(first)):
         return found
-    # Beside a unit that is gathered, the closed form may leave out what its block keeps, or what is left in each node.
+    # The closed form may leave out what a block keeps beside its gathered unit, and what is larger in nodes.
     room_bytes = memory_limit_bytes
     for _ in range(MAX_TRIES):
         if found is None:
@@ -95,7 +96,7 @@ def _assigned(setting: Setting, memory_limit_bytes: int, search: str, worth_s: f
         solved = solve_overlapped(setting, rooms, search=search, worth_s=worth_s)
     else:
         solved = solve(costs.additive, rooms, search=search)
-    modes = one_sync(setting, solved.modes)
+    modes = agreed_on(setting, solved.modes)
     return Assignment(
         setting=setting,
         modes=modes,
@@ -110,7 +111,7 @@ def fill_spare(assignment: Assignment, *, memory_limit_bytes: int) -> Assignment
     """The assignment with its peak as simulated, and faster modes as far as that leaves room for them.
 
     Where gradients are accumulated the closed form counts units twice that run and are held. Modes that are found here
-    are outside the space that the bound is about: they can only be faster.
+    are outside the space that the bound is about: they can only be faster. So is the root in the node, as other units.
     """
     setting, costs = assignment.setting, assignment.setting.costs
     if setting.is_paper and {mode.sync for options in costs.options for mode in options} == {"every"}:
@@ -120,7 +121,7 @@ def fill_spare(assignment: Assignment, *, memory_limit_bytes: int) -> Assignment
     spare_bytes = fails
     for _ in range(MAX_TRIES):
         found = fill(costs.additive, assignment.modes, [room + spare_bytes for room in rooms])
-        found = one_sync(setting, found)
+        found = agreed_on(setting, found)
         if costs.exact_peak(found).peak_bytes <= memory_limit_bytes:
             fits = spare_bytes
             if costs.step_time_s(found) < step_time_s:
@@ -130,6 +131,11 @@ def fill_spare(assignment: Assignment, *, memory_limit_bytes: int) -> Assignment
         if fits == fails:
             break
         spare_bytes = (fits + fails) / 2
+    if any(mode.sharded_over == "node" for options in costs.options for mode in options):
+        found = tuple(HDP if unit.is_root else mode for unit, mode in zip(setting.units, modes, strict=True))
+        found_s = costs.step_time_s(found)
+        if found_s < step_time_s and costs.exact_peak(found).peak_bytes <= memory_limit_bytes:
+            modes, step_time_s = found, found_s
     return replace(assignment, modes=modes, step_time_s=step_time_s, peak=costs.exact_peak(modes))
 
 

@@ -15,8 +15,10 @@ to do without what they would save. The last two count in full, although a detou
 passes some of them by: it is worth so much less as that may be at most. So the least seconds of a path under the limit
 are those of the nested knapsack that is solved where nothing overlaps, and its bound on them is a bound on the step.
 Where units may leave their reduce-scatters to the last micro-batch, the order above holds there alone: a path then has
-gathers after c in that one only, no detours, and waits for no gathers before c. All-gathers inside of nodes are on no
-path: they have a communicator of their own. What is computed does not depend on modes otherwise, so there is little to
+gathers after c in that one only, no detours, and waits for no gathers before c. Where units may be sharded in nodes,
+there are no detours and no such waits either: how long collectives take depends on modes then. What runs inside of
+nodes is on no path, for it has a communicator of its own; of a unit that is sharded there c is the all-reduce between
+nodes. What is computed does not depend on modes otherwise, so there is little to
 be had from weighing several paths (a Lagrangian): the largest of their bounds is taken.
 """
 
@@ -62,10 +64,13 @@ class Paths:
 
     def __init__(self, setting: Setting) -> None:
         self._setting, self._clock, self._options = setting, setting.costs.clock, setting.costs.options
-        self._gather_s = self._clock.durations.gather_s
-        self._reduce_s = self._clock.durations.reduce_s
+        collectives_s = self._clock.durations.collectives_s
+        self._gather_s = collectives_s["gather"]
+        self._reduces_s = {"all": collectives_s["reduce"], "node": collectives_s.get("all_reduce", ())}
         self._num_micro_batches = setting.workload.num_micro_batches
-        self._may_accumulate = any(mode.sync == "last" for options in self._options for mode in options)
+        offered = {mode for options in self._options for mode in options}
+        self._may_accumulate = any(mode.sync != "every" for mode in offered)
+        self._may_wait = not self._may_accumulate and all(mode.sharded_over == "all" for mode in offered)
         # Micro-batches of a step in which a gather comes after every reduce-scatter that was issued before it. Where
         # units may leave theirs to the last micro-batch, a gather of another one need not have waited for anything.
         self._num_ordered = 1 if self._may_accumulate else self._num_micro_batches
@@ -92,7 +97,7 @@ class Paths:
                 self._gathered.append(of)
                 gathered_s += self._gather_s[of]
                 ready_s[of] = gathered_s
-            elif kind == "await" and not self._may_accumulate:
+            elif kind == "await" and self._may_wait:
                 computed_s = max(computed_s, ready_s[of] - passed_s)
                 leaves = regathered.pop(of, 0)
                 more_s = reduces_s[leaves] + self._gather_s[of] - (computed_s + passed_s - busy_s[leaves])
@@ -112,7 +117,7 @@ class Paths:
             elif kind == "reduce":
                 before_s.append(computed_s)
                 busy_s.append(computed_s + passed_s)
-                reduces_s.append(durations.reduce_s[of])
+                reduces_s.append(self._reduces_s["all"][of])
         self._constants_s = before_s
         """Seconds of a micro-batch before each reduce-scatter, whatever the modes; 0: none."""
 
@@ -155,7 +160,7 @@ class Paths:
         more_s = [0.0] * (len(self._constants_s) + 1)
         for unit, turn in self._flattened.items():
             more_s[turn] += min(self._own_s(unit, mode) for mode in options[unit])
-            reduces_s = self._reduce_s[unit] * min(map(self._num_reduces, options[unit]))
+            reduces_s = min(self._all_reduces_s(unit, mode) for mode in options[unit])
             more_s[0] += reduces_s
             more_s[turn + 1] -= reduces_s
         for unit in self._gathered:
@@ -181,12 +186,16 @@ class Paths:
         return not mode.resident and mode.regathers_over == "all"
 
     def _num_gathers(self, mode: ShardingMode) -> int:
-        """How often a step gathers a unit that is not there, whether or not forward frees it."""
+        """How often a step gathers a unit over all ranks that is not there, whether or not forward frees it."""
+        if mode.sharded_over == "node":
+            return 0
         return 1 if mode.resident and mode.sync == "last" else self._num_micro_batches
 
-    def _num_reduces(self, mode: ShardingMode) -> int:
-        """Reduce-scatters of a unit in a step."""
-        return self._setting.engine.num_reduce_scatters(mode, num_micro_batches=self._num_micro_batches)
+    def _all_reduces_s(self, unit: int, mode: ShardingMode) -> float:
+        """Seconds that a step reduces a unit's gradients beyond nodes."""
+        engine = self._setting.engine
+        count = engine.num_reduce_scatters if mode.sharded_over == "all" else engine.num_all_reduces
+        return count(mode, num_micro_batches=self._num_micro_batches) * self._reduces_s[mode.sharded_over][unit]
 
     def at(self, path: Path) -> Additive:
         """The seconds of one path."""
@@ -199,11 +208,11 @@ class Paths:
         gathered = Counter(self._gathered if path.turn == 0 else ())
         times_s = []
         for unit, options in enumerate(self._options):
-            turn, reduce_s = self._flattened[unit], self._reduce_s[unit]
+            turn = self._flattened[unit]
             times_s.append(
                 {
                     mode: (self._own_s(unit, mode) if turn <= path.turn else 0.0)
-                    + (self._num_reduces(mode) * reduce_s if turn >= path.turn else 0.0)
+                    + (self._all_reduces_s(unit, mode) if turn >= path.turn else 0.0)
                     + gathered[unit] * self._num_gathers(mode) * self._gather_s[unit]
                     + (freed_s[unit] if self._is_again(mode) else 0.0)
                     for mode in options

@@ -85,11 +85,11 @@ def _ahead_above(setting: Setting, modes: Modes, memory_limit_bytes: int) -> lis
                 above.append((live.is_in_backward, None))
 
     step = setting.in_modes(modes)
-    live = setting.engine.live_parts(step, note)
+    live = setting.engine.live_parts(step, note, modes=modes)
     for events in setting.engine.events_of(step, modes):
         live.begin_micro_batch()
         for event, following in zip(events, [*events[1:], None], strict=True):
-            if event.kind in {"gather", "regather"} and following != Event("await", event.of):
+            if event.kind in {"gather", "gather_in_node"} and following != Event("await", event.of):
                 ahead.add(event.of)
             elif event.kind == "await":
                 ahead.discard(event.of)

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_osdp.assign.additive import Additive, Modes, sum_s
 from lightning_osdp.core.blocks import with_activations
-from lightning_osdp.core.modes import ALL_MODES, DP, MODES, SYNC_CHOICES, ZDP, ShardingMode
+from lightning_osdp.core.modes import ALL_MODES, DP, MODES, NAMED_MODES, ZDP, ShardingMode, freed_and_kept
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.slices import slice_names, split_operators
 from lightning_osdp.core.step import Step
@@ -22,6 +22,7 @@ from lightning_osdp.cost import (
     StepMemory,
     Workload,
     exact_peak,
+    more_optimizer_s,
     optimizer_s,
     paper_memory,
     saved_bytes,
@@ -178,9 +179,11 @@ class Costs:
         setting, workload = self._setting, self._setting.workload
         accumulates = workload.num_micro_batches > 1 and setting.cluster.world_size > 1
         modes = setting.modes
-        if setting.is_paper or not setting.cluster.has_nodes or unit.last < unit.trained_from:
-            # nothing is gathered inside of nodes, be it that backward does not come to the unit
-            modes = tuple(dict.fromkeys(replace(ZDP, sync=mode.sync) if mode.needs_nodes else mode for mode in modes))
+        if setting.is_paper or not setting.cluster.has_nodes:
+            modes = tuple(mode.over_all for mode in modes)
+        elif unit.last < unit.trained_from:  # backward, which would gather what is left in nodes, does not come to it
+            modes = tuple(mode.over_all if mode.leaves_shard else mode for mode in modes)
+        modes = tuple(dict.fromkeys(modes))
         if not (accumulates and setting.engine.may_wait(unit)):
             modes = tuple(dict.fromkeys(replace(mode, sync="every") for mode in modes))
         profiled = () if unit.block is None else unit.block.segments
@@ -197,16 +200,20 @@ class Costs:
     def times_s(self) -> tuple[Mapping[ShardingMode, float], ...]:
         """Seconds of each unit in every mode that there is, offered or not, if nothing overlaps."""
         terms = tuple(PAPER_TERMS if self._setting.is_paper else TERMS)
+        named = NAMED_MODES if self._setting.cluster.has_nodes else MODES
         times_s = []
         for unit, options in zip(self._setting.units, self.options, strict=True):
-            modes = (*MODES.values(), *(replace(mode, sync="every") for mode in options), *options)
+            modes = (*named.values(), *(replace(mode, sync="every") for mode in options), *options)
             times_s.append({mode: self.unit_s(unit, mode, *terms) for mode in dict.fromkeys(modes)})
         return tuple(times_s)
 
     def unit_s(self, unit: UnitProfile, mode: ShardingMode, *terms: str) -> float:
-        """Seconds of a step that a unit takes by these `cost.TERMS`."""
+        """Seconds of a step that a unit takes by these `cost.TERMS`; of its update, what is beyond ZDP's."""
         step = self._setting
-        return unit_s(unit, mode, cluster=step.cluster, workload=step.workload, engine=step.engine, terms=terms)
+        update_s = 0.0 if step.is_paper else more_optimizer_s(step.profile, step.cluster, unit, mode)
+        return update_s + unit_s(
+            unit, mode, cluster=step.cluster, workload=step.workload, engine=step.engine, terms=terms
+        )
 
     @cached_property
     def memory(self) -> StepMemory:
@@ -269,13 +276,17 @@ class Costs:
         """What the step needs in the modes with the least memory, and with as little gathered ahead as may be."""
         return self._setting.ideal.costs.peak(self.least_memory_modes).peak_bytes
 
-    def keeping_saves_s(self, unit: int) -> float:
-        """Seconds per optimizer step that keeping this unit gathered saves over sharding it, if nothing overlaps."""
-        return 0.0 if self._setting.units[unit].is_root else self.times_s[unit][ZDP] - self.times_s[unit][DP]
+    def keeping_saves_s(self, unit: int, mode: ShardingMode = ZDP) -> float:
+        """Seconds per optimizer step that keeping this unit gathered saves over freeing it, if nothing overlaps.
+
+        It is sharded over the same ranks as in the mode.
+        """
+        freed, kept = freed_and_kept(mode)
+        return 0.0 if self._setting.units[unit].is_root else self.times_s[unit][freed] - self.times_s[unit][kept]
 
     def accumulating_saves_s(self, unit: int, mode: ShardingMode) -> float:
         """Seconds per optimizer step that reducing this unit's gradients in the last micro-batch only saves."""
-        every, last = (replace(mode, sync=sync) for sync in SYNC_CHOICES)
+        every, last = (replace(mode, sync=sync) for sync in ("every", "last"))
         return self.times_s[unit][every] - self.times_s[unit][last] if last in self.options[unit] else 0.0
 
     def accumulating_costs_bytes(self, unit: int, mode: ShardingMode) -> int:

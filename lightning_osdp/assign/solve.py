@@ -113,7 +113,7 @@ def _knapsack(problem: Additive, k: int, room_bytes: float) -> tuple[Problem, li
     least_bytes = 0.0
     for unit in (*others, *memory.order):
         options, times_s = problem.options[unit], problem.times_s[unit]
-        held = [memory.held_at(k, memory.places.get(unit), mode) for mode in options]
+        held = [memory.held_at(k, unit, mode) for mode in options]
         smallest, fastest_s = held[0], min(times_s[mode] for mode in options)
         least_bytes += smallest
         beyond = [

@@ -130,15 +130,34 @@ class Cluster(Stored):
         size, ranks = self.node_size, self.world_size
         return size is not None and 1 < size < ranks and ranks % size == 0
 
+    def num_ranks(self, over: str) -> int:
+        """How many ranks: ``all``, or those of a ``node``."""
+        return self.world_size if over == "all" or self.node_size is None else self.node_size
+
     def all_gather_s(self, num_bytes: float, *, over: str = "all") -> float:
         """Seconds of one all-gather of so many bytes of the whole tensor, over ``all`` ranks or those of a ``node``.
 
         Where links inside of nodes were not measured, they are as those over all ranks.
         """
-        if over == "all" or self.node_size is None:
-            return self.all_gather.ring_s(num_bytes, self.world_size)
-        within = self.all_gather if self.within_node is None else self.within_node.all_gather
-        return within.ring_s(num_bytes, self.node_size)
+        is_within = over == "node" and self.within_node is not None
+        link = self.within_node.all_gather if is_within and self.within_node else self.all_gather
+        return link.ring_s(num_bytes, self.num_ranks(over))
+
+    def reduce_scatter_s(self, num_bytes: float, *, over: str = "all") -> float:
+        """Seconds of one reduce-scatter, likewise."""
+        is_within = over == "node" and self.within_node is not None
+        link = self.within_node.reduce_scatter if is_within and self.within_node else self.reduce_scatter
+        return link.ring_s(num_bytes, self.num_ranks(over))
+
+    def all_reduce_between_s(self, num_bytes: float) -> float:
+        """Seconds of one all-reduce of so many bytes over the ranks that have the same place in their nodes.
+
+        Where that was not measured, it is a reduce-scatter and an all-gather on the links over all ranks.
+        """
+        num_nodes = self.world_size // self.num_ranks("node")
+        if self.between_nodes is not None:
+            return self.between_nodes.all_reduce.ring_s(num_bytes, num_nodes)
+        return self.reduce_scatter.ring_s(num_bytes, num_nodes) + self.all_gather.ring_s(num_bytes, num_nodes)
 
 
 @dataclass(frozen=True, kw_only=True)

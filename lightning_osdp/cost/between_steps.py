@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from lightning_osdp.core.modes import DP, ShardingMode
 from lightning_osdp.core.step import Step
-from lightning_osdp.engine import DEFAULT, FSDP2
+from lightning_osdp.engine import DEFAULT, FSDP2, num_shards
 from lightning_osdp.engine.layout import Layout
 
 
@@ -25,7 +25,7 @@ def evaluation_peak(step: Step, modes: Sequence[ShardingMode], *, engine: FSDP2 
     """
     profile, units, world_size = step.profile, step.units, step.cluster.world_size
     micro_batch_size = step.workload.micro_batch_size
-    layout = engine.layout(units, profile.optimizer, world_size)
+    layout = engine.layout(units, profile.optimizer, num_shards(step, modes))
     stays = [engine.keeps(DP if unit.is_root else mode, world_size) for unit, mode in zip(units, modes, strict=True)]
     running = [0.0] * len(profile.segments)
     gathering = [0.0] * len(profile.segments)
@@ -38,7 +38,7 @@ def evaluation_peak(step: Step, modes: Sequence[ShardingMode], *, engine: FSDP2 
     kept += sum(
         size.gathered / (step.cluster.node_size or world_size)
         for size, mode in zip(layout.units, modes, strict=True)
-        if mode.regathers_over == "node"
+        if mode.leaves_shard
     )
     transient = (
         whole + max(segment.evaluation_bytes.at(micro_batch_size), cast)
@@ -55,12 +55,16 @@ def saving_peak(step: Step, modes: Sequence[ShardingMode], *, is_sharded: bool, 
     State dicts of the model and of its optimizer live together: of all parameters in a full checkpoint, of this rank's
     in a sharded one. Units are gathered one after the other, beside what an evaluation before has left gathered.
     """
-    units, world_size = step.units, step.cluster.world_size
-    layout = engine.layout(units, step.profile.optimizer, world_size)
-    whole = sum(unit.parameter_bytes + unit.optimizer_bytes for unit in units)
-    states = whole / world_size if is_sharded else float(whole)
+    units, shards = step.units, num_shards(step, modes)
+    layout = engine.layout(units, step.profile.optimizer, shards)
+    states = sum(
+        (unit.parameter_bytes + unit.optimizer_bytes) / (number if is_sharded else 1)
+        for unit, number in zip(units, shards, strict=True)
+    )
     # state dicts gather units in the dtype at rest
-    gathered = [size.shard * world_size if world_size > 1 else 0.0 for size in layout.units]
+    gathered = [
+        size.shard * number if number > 1 else 0.0 for size, number in zip(layout.units, shards, strict=True)
+    ]
     left = sum(
         num_bytes for unit, mode, num_bytes in zip(units, modes, gathered, strict=True) if unit.is_root or mode.resident
     )

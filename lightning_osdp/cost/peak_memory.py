@@ -14,7 +14,9 @@ has S_u whole gradient bytes in place of s_u reduced ones and, if it is DP, P_u 
                                  + sum over all units of y_u (S_u - s_u + x_u P_u) )
 
 An hpZ unit holds P_u / m while it is freed, on m ranks of a node; so it does until it is copied out again, and under
-mixed precision it is copied before, which is left out here.
+mixed precision it is copied before, which is left out here. One that is sharded in the node holds more at every k:
+its shard, state and reduced gradient are those of one of m ranks in place of N. What it copies is larger in that ratio,
+too, which is left out.
 
 Where a unit is a block that may recompute or offload, it saves A_u bytes beyond the fewest that it may save, from where
 forward has left it to where backward comes back: they count as x_u P_u does. floor_k is then the largest moment of
@@ -94,9 +96,12 @@ class StepMemory:
     moments: Mapping[int, Moment]
     """k -> the largest moment at which exactly the first k of them are freed; none where nothing happens then."""
     update: Moment | None = None
-    """The optimizer step, of which no mode changes anything; None: there is no such moment."""
+    """The optimizer step, where all units are sharded over all ranks; None: there is no such moment."""
     node_size: int = 1
     """Ranks of a node, in each of which an hpZ unit leaves P / node_size."""
+    states_bytes: tuple[float, ...] = ()
+    """By unit, in the order of all units: bytes of its shard, state and reduced gradient that a rank holds beyond those
+    of ZDP where it is sharded in the node; empty where none may be."""
 
     @cached_property
     def places(self) -> Mapping[int, int]:
@@ -107,23 +112,32 @@ class StepMemory:
         """What the unit at this place of `order` holds in a mode."""
         gathered = self.gathered_bytes[place] if mode.resident else 0.0
         saved = self.saved_bytes[place].get(mode.activations, 0.0)
-        if mode.regathers_over == "node":
+        if mode.leaves_shard:
             saved += self.gathered_bytes[place] / self.node_size
+        states = self.more_states_bytes(self.order[place], mode)
         if mode.sync == "every":
-            return Held(gathered + saved, 0.0)
-        return Held(saved, gathered + self.whole_bytes[place])
+            return Held(gathered + saved, states)
+        return Held(saved, states + gathered + self.whole_bytes[place])
 
-    def held_at(self, num_freed: int, place: int | None, mode: ShardingMode) -> float:
-        """Bytes of one unit when the first ``num_freed`` are freed; the root (place None) holds none."""
-        if place is None:
-            return 0.0
+    def held_at(self, num_freed: int, unit: int, mode: ShardingMode) -> float:
+        """Bytes of one unit when the first ``num_freed`` are freed."""
+        place = self.places.get(unit)
+        if place is None:  # the root
+            return self.more_states_bytes(unit, mode)
         held = self.held(place, mode)
         return held.window_bytes + (held.prefix_bytes if place < num_freed else 0.0)
+
+    def more_states_bytes(self, unit: int, mode: ShardingMode) -> float:
+        """Bytes of a unit's shard, state and reduced gradient beyond those over all ranks."""
+        return self.states_bytes[unit] if mode.sharded_over == "node" and self.states_bytes else 0.0
 
     def kept_bytes(self, modes: Sequence[ShardingMode]) -> list[float]:
         """For k = 0, 1, ...: bytes that units hold with these modes, one per unit, when the first k are freed."""
         held = [self.held(place, modes[unit]) for place, unit in enumerate(self.order)]
-        return list(accumulate((each.prefix_bytes for each in held), initial=sum(each.window_bytes for each in held)))
+        roots = set(range(len(modes))).difference(self.order)
+        always = sum(each.window_bytes for each in held)
+        always += sum(self.more_states_bytes(unit, modes[unit]) for unit in roots)
+        return list(accumulate((each.prefix_bytes for each in held), initial=always))
 
     def room_bytes(self, memory_limit_bytes: int) -> list[float]:
         """For k = 0, 1, ...: bytes that units may hold; never falling with k, for what they hold never does.
@@ -138,8 +152,10 @@ class StepMemory:
         """The largest moment with these modes, one per unit."""
         kept = self.kept_bytes(modes)
         k = max(self.moments, key=lambda k: self.moments[k].num_bytes + kept[k])
-        if self.update is not None and self.update.num_bytes >= self.moments[k].num_bytes + kept[k]:
-            return PeakMemory.of(self.update)
+        states = sum(self.more_states_bytes(unit, mode) for unit, mode in enumerate(modes))
+        replicated = {"replicated in nodes": states}
+        if self.update is not None and self.update.num_bytes + states >= self.moments[k].num_bytes + kept[k]:
+            return PeakMemory.of(self.update, besides=replicated)
         chosen = [modes[unit] for unit in self.order]
         whole = sum(num_bytes for mode, num_bytes in zip(chosen, self.whole_bytes, strict=True) if mode.sync == "last")
         saved = sum(
@@ -147,11 +163,11 @@ class StepMemory:
             for mode, of_choice in zip(chosen[:k], self.saved_bytes[:k], strict=True)
         )
         besides = {
-            "gathered parameters": kept[k] - whole - saved,
+            "gathered parameters": kept[k] - whole - saved - states,
             "accumulated gradients": whole,
             "activations": saved,
         }
-        return PeakMemory.of(self.moments[k], besides=besides)
+        return PeakMemory.of(self.moments[k], besides=besides | replicated)
 
 
 def exact_peak(step: Step, modes: Sequence[ShardingMode], *, engine: FSDP2 = DEFAULT) -> PeakMemory:
@@ -163,7 +179,7 @@ def exact_peak(step: Step, modes: Sequence[ShardingMode], *, engine: FSDP2 = DEF
         if not largest or num_bytes > largest[0].num_bytes:
             largest[:] = [moment()]
 
-    live = engine.live_parts(step, keep_if_largest)
+    live = engine.live_parts(step, keep_if_largest, modes=modes)
     for events in engine.events_of(step, modes):
         live.begin_micro_batch()
         for event in events:
@@ -203,7 +219,20 @@ def step_memory(step: Step, *, activations: Sequence[str] = ("keep",), engine: F
         saved_bytes=tuple(saved),
         moments=moments,
         update=update,
+        states_bytes=_more_states(step, engine) if step.cluster.has_nodes else (),
     )
+
+
+def _more_states(step: Step, engine: FSDP2) -> tuple[float, ...]:
+    """Of each unit, what `StepMemory.states_bytes` says."""
+    optimizer, cluster = step.profile.optimizer, step.cluster
+
+    def states(unit: UnitProfile, num_shards: int) -> float:
+        layout = engine.layout([unit], optimizer, num_shards)
+        return layout.shards + layout.optimizer_state + layout.units[0].reduced
+
+    over = cluster.num_ranks("node"), cluster.world_size
+    return tuple(max(0.0, states(unit, over[0]) - states(unit, over[1])) for unit in step.units)
 
 
 def saved_bytes(unit: UnitProfile, choice: str, micro_batch_size: int) -> float:

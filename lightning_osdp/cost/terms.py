@@ -25,6 +25,8 @@ def communication_s(
 
     Where only the last one reduces them, a step takes 2 K AG(S) + RS(S) of a ZDP unit and AG(S) + RS(S) of a DP one.
     An hpZ unit takes as a ZDP one, but backward's all-gathers are over the ranks of a node, on the links inside of it.
+    So are all collectives of a unit that is sharded in the node, on m ranks, and each reduce-scatter is followed by an
+    all-reduce of S/m between N/m nodes.
 
     How many collectives there are where forward calls a module again, or backward runs a block again, and how many
     bytes they carry, is the engine's. A unit without trainable parameters reduces nothing.
@@ -35,29 +37,35 @@ def communication_s(
     num_micro_batches = workload.num_micro_batches
     num_gathers = engine.num_all_gathers(mode, unit, num_micro_batches=num_micro_batches)
     num_reduces = engine.num_reduce_scatters(mode, num_micro_batches=num_micro_batches)
-    num_regathers = engine.num_regathers(mode, unit, num_micro_batches=num_micro_batches)
-    gathers_s = (num_gathers - num_regathers) * gather_s(unit, cluster, engine)
-    if num_regathers:
-        gathers_s += num_regathers * regather_s(unit, cluster, engine)
-    return gathers_s + num_reduces * reduce_s(unit, cluster, engine)
+    in_node = engine.num_gathers_in_node(mode, unit, num_micro_batches=num_micro_batches)
+    total_s = (num_gathers - in_node) * gather_s(unit, cluster, engine)
+    if in_node:
+        total_s += in_node * gather_s(unit, cluster, engine, over="node")
+    total_s += num_reduces * reduce_s(unit, cluster, engine, over=mode.sharded_over)
+    num_all_reduces = engine.num_all_reduces(mode, num_micro_batches=num_micro_batches)
+    return total_s + (num_all_reduces * all_reduce_s(unit, cluster, engine) if num_all_reduces else 0.0)
 
 
-def gather_s(unit: UnitProfile, cluster: Cluster, engine: FSDP2 = DEFAULT) -> float:
-    """Seconds of one all-gather of a unit over all ranks."""
+def gather_s(unit: UnitProfile, cluster: Cluster, engine: FSDP2 = DEFAULT, *, over: str = "all") -> float:
+    """Seconds of one all-gather of a unit over all ranks, or inside of each ``node``.
+
+    There it has a little less padding where the unit is sharded in the node; that is left out.
+    """
     num_bytes = engine.all_gather_bytes(unit, cluster.world_size)
-    return cluster.all_gather_s(num_bytes) if num_bytes else 0.0
+    return cluster.all_gather_s(num_bytes, over=over) if num_bytes else 0.0
 
 
-def regather_s(unit: UnitProfile, cluster: Cluster, engine: FSDP2 = DEFAULT) -> float:
-    """Seconds of one all-gather of a unit inside of each node, of as many bytes."""
-    num_bytes = engine.all_gather_bytes(unit, cluster.world_size)
-    return cluster.all_gather_s(num_bytes, over="node") if num_bytes else 0.0
+def reduce_s(unit: UnitProfile, cluster: Cluster, engine: FSDP2 = DEFAULT, *, over: str = "all") -> float:
+    """Seconds of one reduce-scatter of its gradients, likewise."""
+    num_bytes = engine.reduce_scatter_bytes(unit, cluster.num_ranks(over))
+    return cluster.reduce_scatter_s(num_bytes, over=over) if num_bytes else 0.0
 
 
-def reduce_s(unit: UnitProfile, cluster: Cluster, engine: FSDP2 = DEFAULT) -> float:
-    """Seconds of one reduce-scatter of its gradients."""
-    num_bytes = engine.reduce_scatter_bytes(unit, cluster.world_size)
-    return cluster.reduce_scatter.ring_s(num_bytes, cluster.world_size) if num_bytes else 0.0
+def all_reduce_s(unit: UnitProfile, cluster: Cluster, engine: FSDP2 = DEFAULT) -> float:
+    """Seconds of the all-reduce between nodes of what a reduce-scatter inside of them leaves a rank."""
+    num_shards = cluster.num_ranks("node")
+    num_bytes = engine.reduce_scatter_bytes(unit, num_shards) / num_shards
+    return cluster.all_reduce_between_s(num_bytes) if num_bytes else 0.0
 
 
 def compute_s(
@@ -75,9 +83,18 @@ def compute_s(
 
 
 def optimizer_s(profile: ModelProfile, cluster: Cluster) -> float:
-    """Seconds of the optimizer step on this rank's shards."""
+    """Seconds of the optimizer step on this rank's shards, where all units are sharded over all ranks."""
     trainable = sum(operator.num_trainable for operator in profile)
     return profile.optimizer.fixed_s + profile.optimizer.s_per_element * trainable / cluster.world_size
+
+
+def more_optimizer_s(profile: ModelProfile, cluster: Cluster, unit: UnitProfile, mode: ShardingMode) -> float:
+    """Seconds that the optimizer step takes beyond `optimizer_s` where a unit is sharded over fewer ranks."""
+    if mode.sharded_over == "all":
+        return 0.0
+    trainable = sum(operator.num_trainable for operator in unit.operators)
+    of_rank = trainable / cluster.num_ranks(mode.sharded_over) - trainable / cluster.world_size
+    return profile.optimizer.s_per_element * of_rank
 
 
 def overhead_s(

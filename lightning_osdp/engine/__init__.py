@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_osdp.engine.change import FLIPS, check_change
-from lightning_osdp.engine.fsdp2 import AUTO, DEFAULT, FSDP2, engine_of
+from lightning_osdp.engine.fsdp2 import AUTO, DEFAULT, FSDP2, engine_of, num_shards
 from lightning_osdp.engine.layout import UnitBytes
 from lightning_osdp.engine.live_parts import BLOCKS_IN_FLIGHT, Moment, in_flight_bytes
 from lightning_osdp.engine.schedule import MOST_SIMULATED, Event, GatherRule, leaving_order
@@ -23,4 +23,5 @@ __all__ = [
     "engine_of",
     "in_flight_bytes",
     "leaving_order",
+    "num_shards",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Literal
 
@@ -144,12 +144,17 @@ class FSDP2:
             return num_micro_batches * (num_calls + num_reached)
         return (1 if mode.sync == "last" else num_micro_batches) * max(1, num_reached)
 
-    def num_regathers(self, mode: ShardingMode, unit: UnitProfile | None = None, *, num_micro_batches: int = 1) -> int:
-        """How many of `num_all_gathers` are inside of nodes: those that follow after forward has freed the unit.
+    def num_gathers_in_node(
+        self, mode: ShardingMode, unit: UnitProfile | None = None, *, num_micro_batches: int = 1
+    ) -> int:
+        """How many of `num_all_gathers` are inside of nodes.
 
-        In backward it is freed for good: of a unit that is called twice, the second all-gather is over all ranks.
+        All where the unit is sharded there. Where forward has left a shard there, those that follow after; in backward
+        it is freed for good: of a unit that is called twice, the second all-gather is over all ranks.
         """
-        if mode.regathers_over != "node":
+        if mode.sharded_over == "node":
+            return self.num_all_gathers(mode, unit, num_micro_batches=num_micro_batches)
+        if not mode.leaves_shard:
             return 0
         kept = replace(mode, resident=True, sync="every")
         every, first = (self.num_all_gathers(each, unit, num_micro_batches=num_micro_batches) for each in (mode, kept))
@@ -159,41 +164,66 @@ class FSDP2:
         """Reduce-scatters per optimizer step of a unit in this mode."""
         return 1 if mode.sync == "last" else num_micro_batches
 
-    def all_gather_bytes(self, unit: UnitProfile, world_size: int) -> float:
-        """Bytes of the whole tensor that an all-gather of the unit makes."""
-        return gathered_bytes(unit, world_size)
+    def num_all_reduces(self, mode: ShardingMode, *, num_micro_batches: int = 1) -> int:
+        """All-reduces between nodes per optimizer step of a unit in this mode."""
+        if mode.sharded_over == "all":
+            return 0
+        return num_micro_batches if mode.sync == "every" else 1
 
-    def reduce_scatter_bytes(self, unit: UnitProfile, world_size: int) -> float:
+    def all_gather_bytes(self, unit: UnitProfile, num_shards: int) -> float:
+        """Bytes of the whole tensor that an all-gather of the unit, sharded over so many ranks, makes."""
+        return gathered_bytes(unit, num_shards)
+
+    def reduce_scatter_bytes(self, unit: UnitProfile, num_shards: int) -> float:
         """Bytes of the whole tensor that its reduce-scatter takes; 0 where all of it is frozen."""
-        return sent_bytes(unit, world_size)
+        return sent_bytes(unit, num_shards)
 
     def layout(
-        self, units: Sequence[UnitProfile], optimizer: OptimizerProfile, world_size: int, *, rank: int | None = None
+        self,
+        units: Sequence[UnitProfile],
+        optimizer: OptimizerProfile,
+        shards: int | Sequence[int],
+        *,
+        rank: int | None = None,
     ) -> Layout:
         """Bytes of units on one rank.
 
         Args:
             units: of the model.
             optimizer: its step.
-            world_size: N.
+            shards: the number of ranks that all units are sharded over, or that of each.
             rank: whose bytes; None: for state and temporaries together, those of the rank that has most.
         """
-        return layout(tuple(units), optimizer, world_size, rank or 0)
+        each = (shards,) * len(units) if isinstance(shards, int) else tuple(shards)
+        return layout(tuple(units), optimizer, each, rank or 0)
 
     def live_parts(
-        self, step: Step, observer: Observer, *, rank: int | None = None, is_bound: bool = False
+        self,
+        step: Step,
+        observer: Observer,
+        *,
+        modes: Sequence[ShardingMode] = (),
+        rank: int | None = None,
+        is_bound: bool = False,
     ) -> LiveParts:
         """What reads events as bytes.
 
         Args:
             step: whose events are read.
             observer: told of every moment.
+            modes: of its units, which say what they are sharded over; none: all are over all ranks.
             rank: whose bytes; None: those of the rank that holds most.
             is_bound: whether what follows is to hold whatever the modes of other units.
         """
-        found = self.layout(step.units, step.profile.optimizer, step.cluster.world_size, rank=rank)
+        shards = num_shards(step, modes)
+        found = self.layout(step.units, step.profile.optimizer, shards, rank=rank)
         return self.reader(
-            step, observer, layout=found, asynchronous_unshard=self.asynchronous_unshard, is_bound=is_bound
+            step,
+            observer,
+            layout=found,
+            shards=shards,
+            asynchronous_unshard=self.asynchronous_unshard,
+            is_bound=is_bound,
         )
 
     def micro_batches(
@@ -205,7 +235,9 @@ class FSDP2:
         num_micro_batches: int = 1,
         num_segments: int,
         rerun: Mapping[str, Rerun],
-        in_nodes: Sequence[bool] = (),
+        leaves_shard: Collection[int] = (),
+        in_node: Collection[int] = (),
+        all_reduced_last: Collection[int] = (),
         merges_calls: bool = False,
     ) -> list[list[Event]]:
         """Events of forward, loss and backward in the first, a steady and the last micro-batch, as many as there are.
@@ -220,7 +252,9 @@ class FSDP2:
             accumulates=accumulates,
             num_segments=num_segments,
             rerun=rerun,
-            in_nodes=in_nodes,
+            leaves_shard=leaves_shard,
+            in_node=in_node,
+            all_reduced_last=all_reduced_last,
             merges_calls=merges_calls,
             backward_prefetch=self.backward_prefetch,
             forward_prefetch=self.forward_prefetch is True,
@@ -242,8 +276,17 @@ class FSDP2:
             num_micro_batches=step.workload.num_micro_batches,
             num_segments=len(step.profile.segments),
             rerun=step.profile.rerun,
-            in_nodes=[mode.regathers_over == "node" for mode in modes],
+            leaves_shard={unit for unit, mode in enumerate(modes) if mode.leaves_shard},
+            in_node={unit for unit, mode in enumerate(modes) if mode.sharded_over == "node"},
+            all_reduced_last={unit for unit, mode in enumerate(modes) if mode.sync == "node"},
         )
+
+
+def num_shards(step: Step, modes: Sequence[ShardingMode] = ()) -> tuple[int, ...]:
+    """The number of ranks that each unit of a step is sharded over in these modes; without any, all ranks."""
+    if not modes:
+        return (step.cluster.world_size,) * len(step.units)
+    return tuple(step.cluster.num_ranks(mode.sharded_over) for mode in modes)
 
 
 DEFAULT = FSDP2()

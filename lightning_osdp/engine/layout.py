@@ -72,12 +72,15 @@ class Layout:
 
 
 @lru_cache(maxsize=256)
-def layout(units: tuple[UnitProfile, ...], optimizer: OptimizerProfile, world_size: int, rank: int) -> Layout:
+def layout(units: tuple[UnitProfile, ...], optimizer: OptimizerProfile, shards: tuple[int, ...], rank: int) -> Layout:
     """Bytes of units on one rank; arguments as of `FSDP2.layout`."""
-    owned = [[owned_elements(parameter, world_size, rank) for parameter in unit.parameters] for unit in units]
-    state, temporaries = optimizer_bytes(units, owned, optimizer, world_size)
+    owned = [
+        [owned_elements(parameter, number, rank % number) for parameter in unit.parameters]
+        for unit, number in zip(units, shards, strict=True)
+    ]
+    state, temporaries = optimizer_bytes(units, owned, optimizer, shards)
     return Layout(
-        units=tuple(_unit_bytes(unit, world_size) for unit in units),
+        units=tuple(_unit_bytes(unit, number) for unit, number in zip(units, shards, strict=True)),
         optimizer_state=state,
         optimizer_temporaries=temporaries,
     )
@@ -132,7 +135,7 @@ def optimizer_bytes(
     units: Sequence[UnitProfile],
     held: Sequence[Sequence[int]],
     optimizer: OptimizerProfile,
-    world_size: int,
+    shards: Sequence[int],
 ) -> tuple[float, float]:
     """State of one rank, and temporaries of its step.
 
@@ -140,14 +143,14 @@ def optimizer_bytes(
         units: of the model.
         held: by unit, the elements of each of its parameters that the rank holds.
         optimizer: its step.
-        world_size: N.
+        shards: by unit, the number of ranks that it is sharded over.
     """
     state = 0.0
     updated: list[tuple[int, int, float]] = []
-    for unit, held_elements in zip(units, held, strict=True):
+    for unit, held_elements, number in zip(units, held, shards, strict=True):
         if not unit.parameters:
-            state += unit.optimizer_bytes / world_size
-            updated.append((0, len(updated), unit.trainable_bytes / world_size))
+            state += unit.optimizer_bytes / number
+            updated.append((0, len(updated), unit.trainable_bytes / number))
             continue
         for parameter, elements in zip(unit.parameters, held_elements, strict=True):
             if parameter.is_trainable and elements:

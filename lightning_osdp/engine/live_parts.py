@@ -18,6 +18,10 @@ beside the states between steps:
   The last gradient lives while the tensor is reduced, a name outlives the loop.
 - Where forward leaves a shard in each node, it is cut from what was gathered, in the dtype of computing and with its
   paddings. It lives until backward has copied out what is gathered of it; under mixed precision it is copied for that.
+- Where a unit is sharded in the node, each rank keeps what it has all-reduced between nodes until backward is over: of
+  its own beside the reduced gradients where these have another dtype, or are added to those of earlier micro-batches.
+  Where the last micro-batch alone all-reduces, what the others have scattered is left in its place, in the dtype of
+  reducing.
 - On one rank there are no buffers, but shards are copied all the same.
 - Gradients that are not reduced are left as backward makes them, and added to in place; or cast to the dtype of
   reducing, where that is another, and those of the next micro-batch are added when a unit has all of them.
@@ -31,7 +35,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -88,18 +92,26 @@ class LiveParts:
 
     Parameters and gradients are tensors of their own, and are copied to and from what collectives use.
 
-    Arguments are as of `FSDP2.live_parts`. ``layout`` is that of the units on the rank in question; where ``is_bound``,
-    what is left of one unit while another runs is the most that other modes would leave.
+    Arguments are as of `FSDP2.live_parts`. ``layout`` is that of the units on the rank in question, ``shards`` the
+    number of ranks that each is sharded over; where ``is_bound``, what is left of one unit while another runs is the
+    most that other modes would leave.
     """
 
     def __init__(
-        self, step: Step, observer: Observer, *, layout: Layout, asynchronous_unshard: bool, is_bound: bool
+        self,
+        step: Step,
+        observer: Observer,
+        *,
+        layout: Layout,
+        shards: Sequence[int],
+        asynchronous_unshard: bool,
+        is_bound: bool,
     ) -> None:
         self.profile, self.units, self.observer = step.profile, step.units, observer
         self.world_size, self.copies = step.cluster.world_size, step.cluster.reduce_scatter_copies
         self.node_size = step.cluster.node_size or self.world_size
         self.samples, self.num_micro_batches = step.workload.micro_batch_size, step.workload.num_micro_batches
-        self.layout, self.sizes = layout, layout.units
+        self.layout, self.sizes, self.shards = layout, layout.units, shards
         self.is_synchronous, self.is_bound = not asynchronous_unshard, is_bound
         self.is_in_backward = False
         self.is_over = False  # backward, but for what is left to reduce
@@ -117,6 +129,8 @@ class LiveParts:
         self.passing: dict[int, float] = {}  # by segment, bytes of gradients that its backward adds to others
         self.accumulated: set[int] = set()  # units whose gradients are whole
         self.reduced: set[int] = set()  # units whose gradients this step has reduced
+        self.partial: dict[int, float] = {}  # bytes of units that are reduced in the node alone so far
+        self.all_reduced = 0.0  # what backward holds of what it has reduced between nodes
         self.parts = {
             "parameter shards": self.layout.shards,
             "optimizer state": self.layout.optimizer_state,
@@ -139,6 +153,7 @@ class LiveParts:
         self.is_in_backward = self.is_over = False
         self.received = 0.0
         self._send(0.0)
+        self._drop_all_reduced()
 
     def read(self, event: Event) -> None:
         """What one event of `FSDP2.micro_batches` allocates and frees: there is a method for each kind."""
@@ -146,6 +161,7 @@ class LiveParts:
 
     def update(self) -> None:
         """The optimizer step: all gradients are reduced, nothing is gathered."""
+        self._drop_all_reduced()
         self.parts |= {"reduced gradients": sum(size.reduced for size in self.sizes), "unsharded gradients": 0.0}
         self.parts["copies in flight"] = 0.0
         self._observe("optimizer step", "", "workspace", self.layout.optimizer_temporaries)
@@ -153,8 +169,8 @@ class LiveParts:
     def _gather(self, unit: int) -> None:
         self._fill_buffer(unit, self.sizes[unit].cast_shard)
 
-    def _regather(self, unit: int) -> None:
-        self._fill_buffer(unit, self.sizes[unit].cast_shard * self.world_size / self.node_size)
+    def _gather_in_node(self, unit: int) -> None:
+        self._fill_buffer(unit, self.sizes[unit].cast_shard * self.shards[unit] / self.node_size)
 
     def _retain(self, unit: int) -> None:
         self._observe_gather(unit, retaining_bytes(self.units[unit], self.world_size, self.node_size))
@@ -270,6 +286,31 @@ class LiveParts:
         self.settled = 0.0
 
     def _reduce(self, unit: int) -> None:
+        size = self.sizes[unit]
+        self._scatter(unit, casts=size.scattered != size.reduced)
+        if unit not in self.reduced:
+            self.reduced.add(unit)
+            self._add("reduced gradients", size.reduced)
+
+    def _reduce_in_node(self, unit: int) -> None:
+        size = self.sizes[unit]
+        stays = size.scattered if unit in self.reduced or size.scattered != size.reduced else 0.0
+        self._reduce(unit)
+        self.all_reduced += stays
+        self._add("reduced gradients", stays)
+
+    def _all_reduce(self, unit: int) -> None:
+        """In place; what micro-batches before have left was added to it."""
+        self._add("accumulated gradients", -self.partial.pop(unit, 0.0))
+
+    def _scatter_in_node(self, unit: int) -> None:
+        """What it returns is left for the last micro-batch, or added to what is."""
+        self._scatter(unit, casts=False)
+        if unit not in self.partial:
+            self.partial[unit] = self.sizes[unit].scattered
+            self._add("accumulated gradients", self.partial[unit])
+
+    def _scatter(self, unit: int, *, casts: bool) -> None:
         size, name, before = self.sizes[unit], self._name(unit), self.sent
         self._send(0.0)
         last = size.last_whole_gradient if unit in self.accumulated else size.last_gradient
@@ -284,14 +325,14 @@ class LiveParts:
         if sent and self.world_size > 1:
             self._observe("reduce-scatter", name, "unsharded gradients", left + sent * self.copies)
         if sent:
-            is_cast = size.scattered != size.reduced
-            self._observe("backward", name, "unsharded gradients", left + size.reduced * is_cast)
-        if unit not in self.reduced:
-            self.reduced.add(unit)
-            self._add("reduced gradients", size.reduced)
+            self._observe("backward", name, "unsharded gradients", left + size.reduced * casts)
         # where others reduce in the last micro-batch only, an earlier one is there for longer
         self._send(max(before, sent) if self.is_bound and self.num_micro_batches > 1 else sent)
         self.settled = 0.0
+
+    def _drop_all_reduced(self) -> None:
+        self._add("reduced gradients", -self.all_reduced)
+        self.all_reduced = 0.0
 
     def _send(self, num_bytes: float) -> None:
         self._add("unsharded gradients", num_bytes - self.sent)

@@ -17,6 +17,8 @@ With explicit lists of modules to prefetch, one for each unit:
   stay gathered until backward is through with them.
 - Of a unit that is to be gathered again inside of nodes, forward leaves a shard in each node when it frees it, from
   which the next all-gather is. In backward nothing is left of it.
+- A unit that is sharded in the node is gathered there, and reduced there; what a rank gets is then all-reduced between
+  nodes, or in the last micro-batch the sum of what all have left.
 - A unit that accumulates does not reduce its gradients until the last micro-batch; where its mode keeps it gathered, it
   stays so to the end of the last backward. It must be called once (`FSDP2.may_wait`).
 
@@ -47,21 +49,26 @@ Kind = Literal[
     "forward",
     "free",
     "retain",
-    "regather",
+    "gather_in_node",
     "zero",
     "rerun",
     "backward",
     "flatten",
     "accumulate",
     "reduce",
+    "reduce_in_node",
+    "all_reduce",
+    "scatter_in_node",
     "release",
 ]
 """``gather``: an all-gather is issued. ``await``: what follows needs the gathered unit. ``linger``: what awaited it was
-a forward that is run again. ``retain``: forward leaves a shard of a unit in each node, then frees it. ``regather``: an
-all-gather from these is issued, in each node. ``zero``: Lightning drops the gradients of the step before, between the
-first forward and its backward. ``rerun``: forward again, in backward. ``flatten``: a unit's gradients are complete,
-before it is freed. ``reduce``: they are reduced and scattered. ``accumulate``: they are left whole for the next
-micro-batch. ``release``: what a segment had saved is gone."""
+a forward that is run again. ``retain``: forward leaves a shard of a unit in each node, then frees it.
+``gather_in_node``: an all-gather is issued in each node, from these or of a unit that is sharded there. ``zero``:
+Lightning drops the gradients of the step before, between the first forward and its backward. ``rerun``: forward again,
+in backward. ``flatten``: a unit's gradients are complete, before it is freed. ``reduce``: they are reduced and
+scattered; ``reduce_in_node``: so they are in each node, and then each rank's are reduced between nodes,
+``all_reduce``; ``scatter_in_node``: the same without that, which the last micro-batch does for all. ``accumulate``:
+they are left whole for the next micro-batch. ``release``: what a segment had saved is gone."""
 
 GatherRule = Literal["frees", "computing", "copies"]
 """``frees``: until units before the latest two that were freed are no longer in use. ``computing``: for all computing
@@ -93,8 +100,12 @@ class Host:
     """Of the model, the loss included."""
     rerun: Mapping[str, Rerun]
     """Blocks that recompute."""
-    in_nodes: Sequence[bool] = ()
-    """Whether a unit is gathered again inside of nodes, where it is not kept; none where this is left out."""
+    leaves_shard: Collection[int] = ()
+    """Units of which forward leaves a shard in each node."""
+    in_node: Collection[int] = ()
+    """Units that are sharded over the ranks of a node."""
+    all_reduced_last: Collection[int] = ()
+    """Of these, units that the last micro-batch alone reduces between nodes."""
     merges_calls: bool = False
     """Whether a unit that forward calls again is taken as gathered from its first call to its last."""
     backward_prefetch: str
@@ -183,7 +194,7 @@ class Host:
         """Unless it is there."""
         if unit not in self.gathered:
             self.gathered.add(unit)
-            self.note("regather" if unit in self.retained else "gather", unit)
+            self.note("gather_in_node" if unit in self.retained or unit in self.in_node else "gather", unit)
 
     def need(self, unit: int) -> None:
         """What follows computes with it."""
@@ -198,7 +209,7 @@ class Host:
 
     def free_in_forward(self, unit: int) -> None:
         """The same, or a shard in each node besides."""
-        if self.in_nodes and self.in_nodes[unit]:
+        if unit in self.leaves_shard:
             self.retained.add(unit)
             self.note("retain", unit)
         self.free(unit)
@@ -298,7 +309,15 @@ class Host:
         """Backward is through with it."""
         self.note("flatten", unit)
         self.leave(unit)
-        self.note("accumulate" if self.accumulates[unit] and not self.is_last else "reduce", unit)
+        if self.accumulates[unit] and not self.is_last:
+            self.note("accumulate", unit)
+        elif unit in self.all_reduced_last and not self.is_last:
+            self.note("scatter_in_node", unit)
+        elif unit in self.in_node:
+            self.note("reduce_in_node", unit)
+            self.note("all_reduce", unit)
+        else:
+            self.note("reduce", unit)
 
 
 def leaving_order(units: Sequence[UnitProfile]) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
-from lightning_osdp.core.modes import DP, HPZ, MODES, ZDP
+from lightning_osdp.core.modes import DP, HDP, HPZ, HSDP, MODES, ZDP
 from lightning_osdp.core.plans.plan import Plan, Unit
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
@@ -35,11 +35,13 @@ KINDS = {
     ZDP.name: ("#BFD7EA", "ZDP: freed, gathered again"),
     DP.name: ("#0072B2", "DP: gathered once, kept"),
     HPZ.name: ("#7FB2D6", "hpZ: freed, gathered again in nodes"),
+    HSDP.name: ("#C3E6CB", "HSDP: in the node, freed, gathered again"),
+    HDP.name: ("#2E8B57", "HDP: in the node, gathered once, kept"),
 }
 """Colour and words of units."""
 HATCHES = {"recompute": ("////", "blocks in it recompute"), "offload": ("\\\\\\\\", "blocks in it offload")}
 """Lines across units, and words; both lines where blocks recompute and offload their inputs."""
-STATES = ("parameter shards", "optimizer state", "buffers", "workspaces of libraries", "batch")
+STATES = ("parameter shards", "optimizer state", "replicated in nodes", "buffers", "workspaces of libraries", "batch")
 GRADIENTS = ("reduced gradients", "accumulated gradients", "unsharded gradients")
 BANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "shards, optimizer state, buffers, batch": ("#999999", STATES),

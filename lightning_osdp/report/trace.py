@@ -22,7 +22,14 @@ from lightning_osdp.simulation import Interval, StepEstimate, planned_step, simu
 
 STREAMS = ("compute", "communication", "copy")
 """Rows of the trace: what the device computes, the collectives, and copies to host memory and back."""
-_COLLECTIVES = {"gather": "all-gather", "regather": "all-gather in nodes", "reduce": "reduce-scatter"}
+_COLLECTIVES = {
+    "gather": "all-gather",
+    "gather_in_node": "all-gather in nodes",
+    "reduce": "reduce-scatter",
+    "reduce_in_node": "reduce-scatter in nodes",
+    "scatter_in_node": "reduce-scatter in nodes",
+    "all_reduce": "all-reduce between nodes",
+}
 _OVERHEAD = {"flatten": "gradients complete", "reduce": "before reduce-scatter", "accumulate": "accumulate gradients"}
 """Work of the runtime for a unit, beside collectives."""
 _MEMORY = "memory (bytes)"

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from lightning_osdp.assign import Setting, block_units
+from lightning_osdp.assign import Modes, Setting, block_units
 from lightning_osdp.core.batch_policy import MOST_SAMPLES, BatchPolicy, largest_fitting
 from lightning_osdp.core.cluster import Cluster
-from lightning_osdp.core.modes import DP, ZDP, modes_of
+from lightning_osdp.core.modes import DP, HDP, HSDP, ZDP, modes_of
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.step import Workload
 from lightning_osdp.core.units import partition
 from lightning_osdp.engine import FSDP2
 
-_NAMES = {ZDP.name: "FULL_SHARD", DP.name: "SHARD_GRAD_OP"}
+_NAMES = {ZDP: "FULL_SHARD", DP: "SHARD_GRAD_OP", HSDP: "HYBRID_SHARD", HDP: "HYBRID_SHARD_ZERO2"}
 _ENGINE = FSDP2(asynchronous_unshard=False)
 """``fully_shard`` as it is by default: it prefetches in backward."""
 
@@ -39,6 +39,8 @@ def made_by_hand(
 ) -> list[HandMade]:
     """``fully_shard`` with a unit for each block, resharded after forward or not, with or without checkpointing.
 
+    All are sharded over all ranks, or over those of each node where there are several.
+
     Gradients are reduced in every micro-batch, or in the last one (``no_sync``), whichever is faster and fits.
 
     Args:
@@ -53,8 +55,9 @@ def made_by_hand(
     by_block = in_blocks(profile, cluster)
     recomputed = {block.name: "recompute" for block in profile.blocks if "recompute" in block.segments}
     found = []
-    for mode, blocks in product(_NAMES, ({}, recomputed) if recomputed else ({},)):
-        setting = replace(by_block, modes=modes_of([mode])).with_blocks(blocks)
+    offered = [mode for mode in _NAMES if cluster.has_nodes or not mode.needs_nodes]
+    for mode, blocks in product(offered, ({}, recomputed) if recomputed else ({},)):
+        setting = replace(by_block, modes=modes_of([mode.name], ("every", "last"))).with_blocks(blocks)
         name = _NAMES[mode] + (", checkpointing" if blocks else "")
         found.append(_best(name, setting, memory_limit_bytes, policy))
     return sorted(found, key=lambda each: (not each.fits, -each.samples_per_s if each.fits else each.peak_bytes))
@@ -80,8 +83,8 @@ def _best(name: str, setting: Setting, memory_limit_bytes: int, policy: BatchPol
         return replace(setting, workload=policy.workload(size))
 
     def fits(size: int) -> bool:
-        costs = at(size).costs
-        return costs.exact_peak(costs.least_memory_modes).peak_bytes <= memory_limit_bytes
+        every = at(size)
+        return every.costs.exact_peak(_modes(every, 0)).peak_bytes <= memory_limit_bytes
 
     most = policy.max_micro_batch_size or MOST_SAMPLES
     sizes = policy.micro_batch_sizes or (max(1, largest_fitting(fits, most)),)
@@ -94,8 +97,7 @@ def _best(name: str, setting: Setting, memory_limit_bytes: int, policy: BatchPol
 
 def _with_and_without_no_sync(name: str, setting: Setting, memory_limit_bytes: int) -> Iterator[HandMade]:
     costs, workload = setting.costs, setting.workload
-    last = tuple(options[-1] for options in costs.options)
-    for modes in dict.fromkeys((costs.least_memory_modes, last)):
+    for modes in dict.fromkeys((_modes(setting, 0), _modes(setting, -1))):
         step_time_s = costs.step_time_s(modes)
         peak_bytes = costs.exact_peak(modes).peak_bytes
         yield HandMade(
@@ -107,3 +109,12 @@ def _with_and_without_no_sync(name: str, setting: Setting, memory_limit_bytes: i
             peak_bytes=peak_bytes,
             fits=peak_bytes <= memory_limit_bytes,
         )
+
+
+def _modes(setting: Setting, option: int) -> Modes:
+    """The first (0) or last (-1) option of every unit, and the root sharded over the same ranks as all others."""
+    in_node = setting.modes[0].sharded_over == "node"
+    return tuple(
+        HDP if unit.is_root and in_node else options[option]
+        for unit, options in zip(setting.units, setting.costs.options, strict=True)
+    )

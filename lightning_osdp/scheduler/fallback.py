@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from lightning_osdp.core.modes import DP, ZDP
+from lightning_osdp.core.modes import freed_and_kept
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
 
 
@@ -65,7 +65,8 @@ def _moves(plan: Plan) -> Iterator[_Move]:
     for unit in plan.units if plan.world_size > 1 else ():
         if not unit.name:
             continue
-        kept = unit.modes.count(DP.name) / unit.num_slices
+        freed, _ = freed_and_kept(unit.sharding_modes[0])
+        kept = sum(mode.resident for mode in unit.sharding_modes) / unit.num_slices
         if unit.sync == "last":
             reduced = replace(unit, sync="every", time_s=max(0.0, unit.time_s + unit.accumulate_saves_s))
             # parameters that are held between micro-batches are there within them all the same
@@ -73,7 +74,7 @@ def _moves(plan: Plan) -> Iterator[_Move]:
             yield _Move(reduced, freed_bytes, unit.accumulate_saves_s)
         if kept:
             lost_s = kept * unit.keep_saves_s
-            sharded = replace(unit, modes=(ZDP.name,) * unit.num_slices, time_s=max(0.0, unit.time_s + lost_s))
+            sharded = replace(unit, modes=(freed.name,) * unit.num_slices, time_s=max(0.0, unit.time_s + lost_s))
             yield _Move(sharded, kept * unit.keep_costs_bytes, lost_s)
     yield from (_Move(block, block.frees_bytes, block.costs_s) for block in plan.recomputable)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from lightning_osdp.assign import Assignment, Modes, Setting, chosen_activations
 from lightning_osdp.core.blocks import freed_bytes
-from lightning_osdp.core.modes import DP, ZDP
+from lightning_osdp.core.modes import freed_and_kept
 from lightning_osdp.core.plans.plan import Block, Unit
 from lightning_osdp.core.profile import BlockProfile
 from lightning_osdp.core.slices import slice_names
@@ -59,7 +59,7 @@ def _keeping_saves_s(setting: Setting, modes: Modes) -> list[float]:
     kinds = [(unit.kind, unit.gathered_bytes, mode) for unit, mode in zip(setting.units, modes, strict=True)]
     first = {kind: index for index, kind in reversed([*enumerate(kinds)])}
     if not setting.overlaps or len(first) > _MOST_KINDS:
-        return [setting.costs.keeping_saves_s(unit) for unit in range(len(setting.units))]
+        return [setting.costs.keeping_saves_s(unit, mode) for unit, mode in enumerate(modes)]
     saved_s = {kind: _saved_in_step_s(setting, modes, unit) for kind, unit in first.items()}
     return [saved_s[kind] for kind in kinds]
 
@@ -71,7 +71,7 @@ def _saved_in_step_s(setting: Setting, modes: Modes, unit: int) -> float:
         setting.costs.step_time_s(
             (*modes[:unit], replace(mode, activations=modes[unit].activations), *modes[unit + 1 :])
         )
-        for mode in (ZDP, DP)
+        for mode in freed_and_kept(modes[unit])
     )
     return max(0.0, sharded_s - kept_s)
 

@@ -10,13 +10,20 @@ from lightning_osdp.core.modes import DP, ShardingMode
 from lightning_osdp.core.profile import Rerun
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.cost import block_s, copied_s, optimizer_s
+from lightning_osdp.cost import block_s, copied_s, more_optimizer_s, optimizer_s
 from lightning_osdp.engine import DEFAULT, FSDP2, MOST_SIMULATED, Event
+from lightning_osdp.engine.schedule import Kind
 from lightning_osdp.simulation.step import durations_of
 from lightning_osdp.simulation.timeline import Durations, Timeline
 
 _TIMELESS = frozenset({"zero", "rerun", "release"})
 """Kinds of events that take no time."""
+
+_IN_NODE: Mapping[str, tuple[Kind, ...]] = {"gather": ("gather_in_node",), "reduce": ("reduce_in_node", "all_reduce")}
+"""Kind of a collective over all ranks -> what takes its place where a unit is in the node."""
+
+_REDUCTIONS = frozenset({"reduce", "reduce in node", "scatter in node", "accumulate"})
+"""Classes of what is done with a unit's gradients: one of these, see `_absent`."""
 
 
 class StepTime(NamedTuple):
@@ -35,9 +42,10 @@ class StepClock:
     """
 
     def __init__(self, step: Step, engine: FSDP2 = DEFAULT) -> None:
-        self.cluster, self.engine = step.cluster, engine
+        self.profile, self.cluster, self.engine = step.profile, step.cluster, engine
         self.num_micro_batches = step.workload.num_micro_batches
         self.optimizer_s = optimizer_s(step.profile, step.cluster)
+        """Where all units are sharded over all ranks; no modes take less."""
         self.durations = durations_of(step, engine)
         self.units, self.micro_batch_size = step.units, step.workload.micro_batch_size
         self.events = _classed(
@@ -61,7 +69,12 @@ class StepClock:
         for index in range(num_simulated):
             absent = [_absent(mode, is_first=index == 0, is_last=index == num_simulated - 1) for mode in modes]
             timeline.read_all(event for event, kind in self.events if kind is None or kind not in absent[event.of])
-        return StepTime(timeline.total_s(self.num_micro_batches) + self.optimizer_s, timeline.stalls_s)
+        update_s = self.optimizer_s + sum(
+            more_optimizer_s(self.profile, self.cluster, unit, mode)
+            for unit, mode in zip(self.units, modes, strict=True)
+            if mode.sharded_over != "all"
+        )
+        return StepTime(timeline.total_s(self.num_micro_batches) + update_s, timeline.stalls_s)
 
     def _with_activations(self, modes: Sequence[ShardingMode]) -> Durations:
         """Seconds of every event where blocks do with what they save as the modes say."""
@@ -81,18 +94,27 @@ class StepClock:
 def _absent(mode: ShardingMode, *, is_first: bool, is_last: bool) -> frozenset[str]:
     """Classes of events that a unit in this mode does without in such a micro-batch.
 
-    ``freed``: those of a unit that is freed in forward, alone; of these ``again`` gathers it over all ranks, and
-    ``in node``, in its place, inside of nodes; ``gather``, ``free``, ``reduce`` and, in its place, ``accumulate``:
-    those of all units; ``between``: a free and a gather of all units between two calls in backward.
+    ``freed``: those of a unit that is freed in forward, alone, and ``again`` its gathers; ``gather``, ``free``,
+    ``reduce`` and, in its place, ``accumulate``: those of all units; ``free between`` and ``gather between``: the same
+    between two calls in backward. Gathers and reductions come twice: over all ranks, and ``in node``; ``scatter in
+    node`` are those without an all-reduce between nodes.
     """
-    classes = {"freed", "again", "in node"} if mode.resident else set()
-    classes.add("again" if mode.regathers_over == "node" else "in node")
+    classes = {"freed", "again", "again in node"} if mode.resident else set()
+    classes.add("again" if mode.regathers_over == "node" else "again in node")
+    elsewhere = "" if mode.sharded_over == "node" else " in node"
+    classes |= {f"{each}{elsewhere}" for each in ("gather", "gather between")}
     waits = mode.sync == "last" and not is_last
-    classes.add("reduce" if waits else "accumulate")
+    if waits:
+        reduces = "accumulate"
+    elif mode.sharded_over == "all":
+        reduces = "reduce"
+    else:
+        reduces = "reduce in node" if mode.sync != "node" or is_last else "scatter in node"
+    classes |= _REDUCTIONS - {reduces}
     if waits and mode.resident:
-        classes |= {"free", "between"}
+        classes |= {"free", "free between", "gather between", "gather between in node"}
     if mode.sync == "last" and mode.resident and not is_first:
-        classes.add("gather")
+        classes |= {"gather", "gather in node"}
     return frozenset(classes)
 
 
@@ -108,8 +130,8 @@ def _classed(
 ) -> tuple[tuple[Event, str | None], ...]:
     """Events of freed units; those of kept ones are some of these, in the same order.
 
-    Each ``reduce`` is followed by the ``accumulate`` that may take its place, and each ``gather`` of freed units alone
-    by the ``regather`` that may.
+    Each ``reduce`` is followed by the ``accumulate`` that may take its place; and where there are nodes, each gather
+    and reduction by what takes its place inside of them.
     """
     (freed,), (kept,) = (
         engine.micro_batches(
@@ -126,22 +148,25 @@ def _classed(
     classed: list[tuple[Event, str | None]] = []
     is_in_backward, flattened = False, set[int]()
     for event in freed:
-        if event.kind in _TIMELESS:
+        kind, of = event
+        if kind in _TIMELESS:
             continue
+        if event != expected:
+            own: str | None = "again" if kind == "gather" else "freed"
+        elif kind in {"gather", "free"} and is_in_backward and of not in flattened:
+            own = f"{kind} between"
+        else:
+            own = kind if kind in {"gather", "free", "reduce"} else None
+        classed.append((event, own))
+        if has_nodes:
+            classed += [(Event(each, of), f"{own} in node") for each in _IN_NODE.get(kind, ())]
         if event == expected:
-            is_between = is_in_backward and event.of not in flattened and event.kind in {"gather", "free"}
-            own = event.kind if event.kind in {"gather", "free", "reduce"} else None
-            classed.append((event, "between" if is_between else own))
             expected = next(left, None)
             is_in_backward = is_in_backward or event == Event("forward", num_segments - 1)
-            if event.kind == "flatten":
-                flattened.add(event.of)
-            if event.kind == "reduce":
-                classed.append((Event("accumulate", event.of), "accumulate"))
-        elif event.kind == "gather":
-            classed.append((event, "again"))
-            if has_nodes:
-                classed.append((Event("regather", event.of), "in node"))
-        else:
-            classed.append((event, "freed"))
+            if kind == "flatten":
+                flattened.add(of)
+            if kind == "reduce":
+                classed.append((Event("accumulate", of), "accumulate"))
+                if has_nodes:
+                    classed.append((Event("scatter_in_node", of), "scatter in node"))
     return tuple(classed)

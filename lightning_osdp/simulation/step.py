@@ -11,12 +11,13 @@ from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.step import Step
 from lightning_osdp.cost import (
     PeakMemory,
+    all_reduce_s,
     evaluation_peak,
     gather_s,
+    more_optimizer_s,
     optimizer_s,
     overhead_part_s,
     reduce_s,
-    regather_s,
     saving_peak,
 )
 from lightning_osdp.engine import DEFAULT, FSDP2, Event, Moment
@@ -73,7 +74,7 @@ def simulate_step(
     def note(_: float, moment: Callable[[], Moment]) -> None:
         moments.append((timeline.now_s, moment()))
 
-    live = engine.live_parts(step, note, rank=rank)
+    live = engine.live_parts(step, note, modes=modes, rank=rank)
     for index, events in enumerate(simulated):
         live.begin_micro_batch()
         for event in events:
@@ -81,19 +82,14 @@ def simulate_step(
             live.read(event)
         timeline.end_backward()
     live.update()
-    update_s = optimizer_s(step.profile, step.cluster)
-    collectives_s = {
-        "gather": durations.gather_s,
-        "regather": durations.regather_s,
-        "reduce": durations.reduce_s,
-    }
+    update_s = optimizer_s(step.profile, step.cluster) + sum(
+        more_optimizer_s(step.profile, step.cluster, unit, mode) for unit, mode in zip(step.units, modes, strict=True)
+    )
     return StepEstimate(
         time_s=timeline.total_s(num_micro_batches) + update_s,
         compute_s=num_micro_batches * (sum(durations.forward_s) + sum(durations.backward_s)) + update_s,
-        communication_s=_total_s(simulated, collectives_s, num_micro_batches),
-        overhead_s=_total_s(
-            simulated, {**durations.overhead_s, "regather": durations.overhead_s["gather"]}, num_micro_batches
-        ),
+        communication_s=_total_s(simulated, durations.collectives_s, num_micro_batches),
+        overhead_s=_total_s(simulated, durations.overhead_s, num_micro_batches),
         peak=PeakMemory.of(max((moment for _, moment in moments), key=lambda moment: moment.num_bytes)),
         evaluation_bytes=math.ceil(evaluation_peak(step, modes, engine=engine)),
         saving_bytes={
@@ -113,13 +109,25 @@ def durations_of(step: Step, engine: FSDP2) -> Durations:
     for (_, last), num_bytes in profile.copied:
         copies_s[last] += num_bytes.at(micro_batch_size) * cluster.host_copy_s_per_byte
     segments = [*zip(profile.segments, copies_s, strict=True)]
+    collectives_s = {
+        "gather": [gather_s(unit, cluster, engine) for unit in units],
+        "reduce": [reduce_s(unit, cluster, engine) for unit in units],
+    }
+    if cluster.has_nodes:
+        collectives_s |= {
+            "gather_in_node": [gather_s(unit, cluster, engine, over="node") for unit in units],
+            "reduce_in_node": [reduce_s(unit, cluster, engine, over="node") for unit in units],
+            "all_reduce": [all_reduce_s(unit, cluster, engine) for unit in units],
+        }
+        collectives_s["scatter_in_node"] = collectives_s["reduce_in_node"]
+    overhead_s = {part: [overhead_part_s(unit, part, cluster) for unit in units] for part in UNIT_PARTS}
     return Durations(
         forward_s=[segment.forward_s.at(micro_batch_size) + s for segment, s in segments],
         backward_s=[segment.backward_s.at(micro_batch_size) + s for segment, s in segments],
-        gather_s=[gather_s(unit, cluster, engine) for unit in units],
-        reduce_s=[reduce_s(unit, cluster, engine) for unit in units],
-        overhead_s={part: [overhead_part_s(unit, part, cluster) for unit in units] for part in UNIT_PARTS},
-        regather_s=[regather_s(unit, cluster, engine) for unit in units] if cluster.has_nodes else (),
+        collectives_s=collectives_s,
+        overhead_s=overhead_s
+        | {f"{part}_in_node": overhead_s[part] for part in ("gather", "reduce")}
+        | {"scatter_in_node": overhead_s["reduce"]},
     )
 
 

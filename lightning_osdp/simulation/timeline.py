@@ -1,7 +1,8 @@
 """When each event of a step happens: computing and the communicators, each first in, first out.
 
-There is a communicator of all ranks, and one of the ranks of a node, whose links are others. The host issues events
-ahead of the device. A backend that blocks (gloo) has one resource for everything: time is the
+There is a communicator of all ranks, and one of the ranks of a node, whose links are others; what is all-reduced between
+nodes goes over the links of the first, one after the other with what all ranks do. The host issues events ahead of the
+device. A backend that blocks (gloo) has one resource for everything: time is the
 sum. Where communication overlaps computing, a gather begins as soon as the communicator is free and
 
 - the engine lets it (`FSDP2.gathers_wait_for`): a gather waits while the memory of two freed units may still be in
@@ -26,8 +27,15 @@ from lightning_osdp.engine import Event, GatherRule
 _FREED_IN_FLIGHT = 2
 """``_FreeEventQueue._max_num_inflight_all_gathers`` of torch/distributed/fsdp/_limiter_utils.py."""
 
-_OVER = {"gather": "all", "regather": "node", "reduce": "all"}
-"""Kind of a collective -> over which ranks it is."""
+_OVER = {
+    "gather": "all",
+    "reduce": "all",
+    "all_reduce": "all",
+    "gather_in_node": "node",
+    "reduce_in_node": "node",
+    "scatter_in_node": "node",
+}
+"""Kind of a collective -> on whose links it is: those of ``all`` ranks, or of a ``node``."""
 
 COMPUTE, COMMUNICATION = "compute", "communication"
 
@@ -47,13 +55,11 @@ class Durations(NamedTuple):
 
     forward_s: Sequence[float]
     backward_s: Sequence[float]
-    gather_s: Sequence[float]
-    reduce_s: Sequence[float]
+    collectives_s: Mapping[str, Sequence[float]]
+    """Kind of a collective -> its seconds, by unit; those of nodes only where there are any."""
     overhead_s: Mapping[str, Sequence[float]]
-    """Part of `Cluster.unit_overhead` -> what the runtime takes for it, by unit. It keeps the device from computing;
-    that of gathers is charged where the unit's gradients are flattened."""
-    regather_s: Sequence[float] = ()
-    """Of all-gathers inside of nodes, where there may be any."""
+    """Kind of an event -> what the runtime takes for it, see `Cluster.unit_overhead`, by unit. It keeps the device from
+    computing; that of gathers is charged where the unit's gradients are flattened."""
 
 
 class Timeline:
@@ -75,6 +81,7 @@ class Timeline:
         self._due_s: dict[int, float] = {}  # overhead that is still to be charged
         self._freed_s: deque[float] = deque()
         self._copied_s = self._copied_before_s = 0.0  # when the latest unit was copied out, and the one before it
+        self._scattered_s = 0.0  # when the latest reduce-scatter was over
         self._pending: set[int] = set()  # units that are not copied out yet
         self._is_in_backward = False
 
@@ -87,10 +94,9 @@ class Timeline:
         """One more event."""
         kind, of = event
         durations = self.durations
-        if kind in {"gather", "regather"}:
+        if kind in {"gather", "gather_in_node"}:
             self._pending.add(of)
-            gather_s = (durations.gather_s if kind == "gather" else durations.regather_s)[of]
-            self._ready_s[of] = self._communicate(event, micro_batch, gather_s, self._may_gather_s())
+            self._ready_s[of] = self._communicate(event, micro_batch, self._may_gather_s())
             self._due_s[of] = self._due_s.get(of, 0.0) + durations.overhead_s["gather"][of]
         elif kind == "await":
             start_s = self.compute_s
@@ -112,9 +118,11 @@ class Timeline:
                 self._freed_s.append(self.compute_s)
         elif kind == "accumulate":
             self._compute(event, micro_batch, durations.overhead_s["accumulate"][of])
-        elif kind == "reduce":
+        elif kind in {"reduce", "reduce_in_node", "scatter_in_node"}:
             self._compute(event, micro_batch, durations.overhead_s["reduce"][of])
-            self._communicate(event, micro_batch, durations.reduce_s[of], self.compute_s)
+            self._scattered_s = self._communicate(event, micro_batch, self.compute_s)
+        elif kind == "all_reduce":
+            self._communicate(event, micro_batch, self._scattered_s)
 
     def read_all(self, events: Iterable[Event]) -> None:
         """All events of a micro-batch."""
@@ -149,10 +157,10 @@ class Timeline:
         if self.keeps_intervals:
             self._keep(COMPUTE, event, micro_batch, start_s, self.compute_s)
 
-    def _communicate(self, event: Event, micro_batch: int, seconds: float, may_start_s: float) -> float:
+    def _communicate(self, event: Event, micro_batch: int, may_start_s: float) -> float:
         over = _OVER[event.kind]
         start_s = max(self.communicators_s[over], may_start_s)
-        end_s = self.communicators_s[over] = start_s + seconds
+        end_s = self.communicators_s[over] = start_s + self.durations.collectives_s[event.kind][event.of]
         if not self.overlaps:
             self._wait_for_all()
         if self.keeps_intervals:

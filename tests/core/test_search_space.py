@@ -7,7 +7,7 @@ from lightning_osdp.errors import ConfigurationError
 
 
 def test_everything_is_offered_unless_told():
-    assert (SearchSpace().modes, SearchSpace().min_unit_bytes) == (("ZDP", "hpZ", "DP"), None)
+    assert (SearchSpace().modes, SearchSpace().min_unit_bytes) == (("ZDP", "hpZ", "DP", "HSDP", "HDP"), None)
 
 
 def test_limits_are_kept():
@@ -15,15 +15,15 @@ def test_limits_are_kept():
     assert (space.modes, space.min_unit_bytes) == (("DP",), 0)
 
 
-@pytest.mark.parametrize("modes", [(), ("ZDP", "HSDP"), ("zdp",)])
+@pytest.mark.parametrize("modes", [(), ("ZDP", "DDP"), ("zdp",)])
 def test_modes_that_do_not_exist_and_none_at_all_are_refused(modes):
     with pytest.raises(ConfigurationError) as caught:
         SearchSpace(modes=modes)
-    assert str(caught.value) == f"SearchSpace(modes=...) must name at least one of ('ZDP', 'hpZ', 'DP'), got {modes!r}."
+    assert str(caught.value) == f"SearchSpace(modes=...) must name at least one of ('ZDP', 'hpZ', 'DP', 'HSDP', 'HDP'), got {modes!r}."
 
 
 def test_a_text_is_no_list_of_modes():
-    with pytest.raises(ConfigurationError, match=r"must name at least one of \('ZDP', 'hpZ', 'DP'\), got 'ZDP'"):
+    with pytest.raises(ConfigurationError, match=r"must name at least one of \('ZDP', 'hpZ', 'DP', 'HSDP', 'HDP'\), got 'ZDP'"):
         SearchSpace(modes="ZDP")
 
 

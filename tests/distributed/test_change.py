@@ -58,7 +58,7 @@ REFUSED = {
     "no block": ("PlanMismatchError", "but 'nowhere' is not there"),
     "no mode": (
         "PlanFormatError",
-        "Expected mode of unit 'first' of the plan to be one of ('ZDP', 'hpZ', 'DP'), got 'X'",
+        "Expected mode of unit 'first' of the plan to be one of ('ZDP', 'hpZ', 'DP', 'HSDP', 'HDP'), got 'X'",
     ),
     "another on one rank": ("PlanMismatchError", "Expected all ranks to change to the same plan, but that of rank 1"),
     "nonsense on one rank": ("PlanMismatchError", "but world_size is 2 in use and 9 in the plan"),

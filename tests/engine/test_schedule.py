@@ -1,6 +1,7 @@
 """Gathers, frees and reductions of torch's `fully_shard`, in order, against the predicted ones."""
 
 import dataclasses
+import inspect
 from itertools import product
 
 import pytest
@@ -16,13 +17,16 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_osdp import profile_model
 from lightning_osdp.apply import internals
-from lightning_osdp.core.modes import ALL_MODES, DP, HPZ, ZDP
+from lightning_osdp.core.modes import ALL_MODES, DP, HDP, HPZ, HSDP, SYNC_CHOICES, ZDP
 from lightning_osdp.core.profile import Rerun
 from lightning_osdp.core.units import merged, partition
 from lightning_osdp.engine import FSDP2, leaving_order
 
 WIDTH = 8
 WORLD_SIZE, NODE_SIZE = 4, 2
+WITH_ALL_REDUCE = ("reduce_in_node", "all_reduce")
+ALL_REDUCES = [*inspect.signature(_fsdp_param_group.foreach_reduce).parameters].index("all_reduce_grads") - 1
+"""Place among the arguments after the parameters."""
 BLOCKS = [f"blocks.{index}" for index in range(3)]
 
 
@@ -73,16 +77,18 @@ def group():
 
 def sharded(model, units, modes, engine, rerun):
     """The model with these units, and what each of them prefetches."""
-    for unit in sorted(units, key=lambda unit: unit.name.count(".") + bool(unit.name), reverse=True):
-        fully_shard(model.get_submodule(unit.name))
-    modules = [model.get_submodule(unit.name) for unit in units]
     nodes = init_device_mesh("cpu", (WORLD_SIZE // NODE_SIZE, NODE_SIZE), mesh_dim_names=("nodes", "node"))
+    places = {unit.name: place for place, unit in enumerate(units)}
+    for unit in sorted(units, key=lambda unit: unit.name.count(".") + bool(unit.name), reverse=True):
+        in_node = modes[places[unit.name]].sharded_over == "node"
+        fully_shard(model.get_submodule(unit.name), mesh=nodes if in_node else None)
+    modules = [model.get_submodule(unit.name) for unit in units]
     order, places = leaving_order(units), {unit: place for place, unit in enumerate(leaving_order(units))}
     comes_back = [any(last >= unit.trained_from for _, last in unit.calls) for unit in units]
     for index, (module, mode) in enumerate(zip(modules, modes, strict=True)):
         if index:
             internals.reshard_after_forward(
-                module, is_kept=mode.resident, nodes=nodes if mode.regathers_over == "node" else None
+                module, is_kept=mode.resident, nodes=nodes if mode.leaves_shard else None
             )
         module._set_unshard_async_op(engine.asynchronous_unshard)
         place = places.get(index, len(order))
@@ -109,8 +115,14 @@ def done(model, units, modes, engine, num_micro_batches, monkeypatch, rerun):
 
     def noted(kind, original):
         def call(params, *args, **kwargs):
-            in_node = kind == "gather" and args[0].size() == NODE_SIZE
-            seen.append(("regather" if in_node else kind, names[id(params[0])]))
+            of = names[id(params[0])]
+            in_node = args[0 if kind == "gather" else 1].size() == NODE_SIZE
+            if kind == "reduce" and in_node:
+                assert [each.size() for each in args if isinstance(each, dist.ProcessGroup)] == [NODE_SIZE] * 2
+                is_whole = args[ALL_REDUCES]
+                seen.extend((each, of) for each in (WITH_ALL_REDUCE if is_whole else ("scatter_in_node",)))
+            else:
+                seen.append((f"{kind}_in_node" if in_node else kind, of))
             return original(params, *args, **kwargs)
 
         return call
@@ -145,6 +157,8 @@ def done(model, units, modes, engine, num_micro_batches, monkeypatch, rerun):
                 for module, mode in zip(modules, modes, strict=True):
                     waits = mode.sync == "last" and not is_last
                     module.set_requires_gradient_sync(not waits, recurse=False)
+                    if mode.sync == "node":
+                        module.set_requires_all_reduce(is_last, recurse=False)
                     module.set_reshard_after_backward(not (waits and mode.resident), recurse=False)
                 model(torch.randn(4, WIDTH)).backward()
                 found.append(list(seen))
@@ -160,13 +174,14 @@ def predicted(profile, units, modes, engine, num_micro_batches):
     for events in engine.events_of(step, modes):
         effective = []
         for kind, of in events:
-            unit = units[of] if kind in {"gather", "regather", "free", "retain", "reduce"} else None
-            if unit is None or not unit.gathered_bytes or (kind == "reduce" and not unit.gradient_bytes):
+            gathers, reduces = {"gather", "gather_in_node"}, {"reduce", "scatter_in_node", *WITH_ALL_REDUCE}
+            unit = units[of] if kind in gathers | reduces | {"free", "retain"} else None
+            if unit is None or not unit.gathered_bytes or (kind in reduces and not unit.gradient_bytes):
                 continue
             if kind == "free" and of not in gathered:
                 continue
             if kind != "retain":
-                (gathered.add if kind.endswith("gather") else gathered.discard)(of)
+                (gathered.add if kind in gathers else gathered.discard)(of)
             effective.append((kind, unit.name))
         found.append(effective)
     return found
@@ -192,7 +207,8 @@ def test_fully_shard_does_in_this_order_what_is_predicted(case, by_block, monkey
     units = partition(profile, min_unit_bytes=0)
     if by_block:
         units = merged(profile, units, BLOCKS)
-    for mode, ahead, asynchronous in product((*ALL_MODES, HPZ), (False, True), (False, True)):
+    of_nodes = [dataclasses.replace(mode, sync=sync) for mode in (HSDP, HDP) for sync in SYNC_CHOICES]
+    for mode, ahead, asynchronous in product((*ALL_MODES, HPZ, *of_nodes), (False, True), (False, True)):
         for prefetch, number in product(FSDP2.prefetches, (1, 2)):
             engine = FSDP2(backward_prefetch=prefetch, forward_prefetch=ahead, asynchronous_unshard=asynchronous)
             allowed = [mode if engine.may_wait(unit) else dataclasses.replace(mode, sync="every") for unit in units]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lightning_osdp.assign import Setting
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, Link, Links, UnitOverhead
-from lightning_osdp.core.modes import DP, NAMED_MODES, ZDP, modes_of
+from lightning_osdp.core.modes import DP, HDP, NAMED_MODES, ZDP, modes_of
 from lightning_osdp.core.profile import OptimizerProfile, Segment
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload
@@ -59,6 +59,7 @@ def surroundings(draw, **fixed):
         "world_size": world_size,
         "node_size": draw(st.sampled_from([None, 2, 4])) if world_size == 8 else None,
         "within_node": within,
+        "between_nodes": draw(st.none() | st.builds(Links, all_gather=LINKS, reduce_scatter=LINKS, all_reduce=LINKS)),
         "all_gather": draw(LINKS),
         "reduce_scatter": draw(LINKS),
         "unit_overhead": draw(st.fixed_dictionaries(dict.fromkeys(UNIT_PARTS, overhead)) | st.just({})),
@@ -98,9 +99,11 @@ def chosen(found, choices):
     modes = []
     for unit, choice in zip(found.units, choices, strict=False):
         mode = choice if waits and found.engine.may_wait(unit) else dataclasses.replace(choice, sync="every")
-        if mode.needs_nodes and not (found.cluster.has_nodes and unit.last >= unit.trained_from):
-            mode = dataclasses.replace(ZDP, sync=mode.sync)
-        modes.append(DP if unit.is_root else mode)
+        if not found.cluster.has_nodes or (mode.leaves_shard and unit.last < unit.trained_from):
+            mode = mode.over_all
+        if unit.is_root:
+            mode = HDP if found.cluster.has_nodes and mode.sharded_over == "node" else DP
+        modes.append(mode)
     return modes
 
 
@@ -156,13 +159,15 @@ def test_collectives_of_a_step_are_those_of_its_modes(model, operator, tree, aro
     events = [(event.kind, event.of) for micro_batch in found.engine.events_of(several, modes) for event in micro_batch]
     for index, (unit, mode) in enumerate(zip(found.units, modes, strict=True)):
         if not unit.is_root:
-            counts = [events.count((kind, index)) for kind in ("gather", "regather")]
-            numbers = found.engine.num_all_gathers, found.engine.num_regathers
+            counts = [events.count((kind, index)) for kind in ("gather", "gather_in_node")]
+            numbers = found.engine.num_all_gathers, found.engine.num_gathers_in_node
             every, in_nodes = (number(mode, unit, num_micro_batches=min(3, repeats)) for number in numbers)
             assert counts == [every - in_nodes, in_nodes]
-        assert events.count(("reduce", index)) == found.engine.num_reduce_scatters(
-            mode, num_micro_batches=min(3, repeats)
-        )
+        reduces = sum(events.count((kind, index)) for kind in ("reduce", "reduce_in_node", "scatter_in_node"))
+        assert reduces == found.engine.num_reduce_scatters(mode, num_micro_batches=min(3, repeats))
+        assert (events.count(("reduce", index)) == 0) == (mode.sharded_over == "node")
+        number = found.engine.num_all_reduces(mode, num_micro_batches=min(3, repeats))
+        assert events.count(("all_reduce", index)) == number
 
 
 def test_computing_stalls_before_units_that_are_gathered_late(model, operator, cluster):

@@ -19,7 +19,7 @@ from benchmarks.testbed.groups import fake_group
 from benchmarks.testbed.memory import StepBytes, count_step
 from lightning_osdp import OSDPStrategy, Plan, TrainingStep, profile_model
 from lightning_osdp.core.cluster import Cluster, DeviceRates, Link
-from lightning_osdp.core.modes import DP, HPZ, NAMED_MODES, SYNC_CHOICES, ZDP, ShardingMode
+from lightning_osdp.core.modes import DP, HDP, NAMED_MODES, ZDP, ShardingMode
 from lightning_osdp.core.plans.plan import Block, Unit
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile, partition
@@ -230,11 +230,14 @@ def phases(estimate: StepEstimate) -> dict[str, int]:
 def _modes(case: Case, units: Sequence[UnitProfile]) -> list[ShardingMode]:
     draw = random.Random(f"{case.family} {case.seed} modes")
     choices = {"zdp": (ZDP,), "dp": (DP,), "mix": (ZDP, DP), "nodes": (*NAMED_MODES.values(),)}[case.modes]
-    modes = [DP if unit.is_root else draw.choice(choices) for unit in units]
-    syncs = SYNC_CHOICES if case.sync == "mix" else (case.sync,)
+    roots = (DP, HDP) if case.modes == "nodes" else (DP,)
+    modes = [draw.choice(roots) if unit.is_root else draw.choice(choices) for unit in units]
+    syncs = ["every", "last"] if case.sync == "mix" else [case.sync]
     can_wait = case.num_micro_batches > 1 and case.world_size > 1
     return [
-        replace(mode, sync=draw.choice(syncs)) if can_wait and not unit.is_root else mode
+        replace(mode, sync=draw.choice([*syncs, "node"] if mode.sharded_over == "node" else syncs))
+        if can_wait and not unit.is_root
+        else mode
         for unit, mode in zip(units, modes, strict=True)
     ]
 
@@ -246,7 +249,8 @@ def _modes_of_slices(case: Case, unit: UnitProfile, mode: ShardingMode) -> tuple
         return (mode.name,)
     draw = random.Random(f"{case.family} {case.seed} {unit.name} slices")
     number = min(draw.randint(1, case.most_slices), cuts[0].num_features)
-    choices = {"mix": (ZDP.name, DP.name), "nodes": (ZDP.name, HPZ.name, DP.name)}.get(case.modes, (mode.name,))
+    alike = tuple(name for name, each in NAMED_MODES.items() if each.sharded_over == mode.sharded_over)
+    choices = {"mix": (ZDP.name, DP.name), "nodes": alike}.get(case.modes, (mode.name,))
     return tuple(draw.choice(choices) for _ in range(number)) if number > 1 else (mode.name,)
 
 

@@ -47,18 +47,19 @@ def ever_more_slices(setting: Setting, choices: Sequence[int]) -> Iterator[Setti
             in_vain += 1
 
 
-def one_sync(setting: Setting, modes: Modes) -> Modes:
-    """Modes in which all slices of an operator reduce their gradients in the same micro-batches, as plans say it.
+def agreed_on(setting: Setting, modes: Modes) -> Modes:
+    """Modes in which all slices of an operator reduce their gradients in the same micro-batches, over the same ranks.
 
-    Where they differ, all reduce them in every one: that takes no more memory.
+    Where they differ, all reduce them in every one, over all ranks: that takes no more memory.
     """
     places = {unit.name: index for index, unit in enumerate(setting.units)}
     agreed = list(modes)
     for name, number in setting.decided.num_slices.items():
         slices = [places[part] for part in slice_names(name, number)]
-        if len({modes[index].sync for index in slices}) > 1:
+        if len({(modes[index].sync, modes[index].sharded_over) for index in slices}) > 1:
             for index in slices:
-                every, options = dataclasses.replace(modes[index], sync="every"), setting.costs.options[index]
+                mode, options = modes[index], setting.costs.options[index]
+                every = dataclasses.replace(mode if mode.sharded_over == "all" else mode.over_all, sync="every")
                 agreed[index] = every if every in options else options[0]
     return tuple(agreed)
 
