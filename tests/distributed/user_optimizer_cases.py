@@ -295,7 +295,7 @@ CLIPS = {
     "norm": lambda parameters: NORM(parameters, 0.01),
     "norm, loop": lambda parameters: NORM(parameters, 0.01, foreach=False),
     "norm, foreach": lambda parameters: NORM(parameters, 0.01, foreach=True, error_if_nonfinite=True),
-    "largest": lambda parameters: NORM(parameters, 0.001, norm_type=float("inf")),
+    "norm of order one": lambda parameters: NORM(parameters, 0.01, norm_type=1),
     "in two": clip_in_two,
     "value": lambda parameters: VALUE(parameters, 0.001),
     "value, loop": lambda parameters: VALUE(parameters, 0.001, foreach=False),

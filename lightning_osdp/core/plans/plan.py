@@ -325,7 +325,9 @@ def _check_units(units: tuple[Unit, ...], source: str) -> None:
             raise PlanFormatError(f"Expected all slices of {where} over the same ranks, got modes {unit.modes}.")
         _check_choice("sync", unit.sync, SYNC_CHOICES, where)
         if unit.sync == "node" and any(NAMED_MODES[mode].sharded_over != "node" for mode in unit.modes):
-            raise PlanFormatError(f"Expected {where} to be sharded in the node for sync 'node', got modes {unit.modes}.")
+            raise PlanFormatError(
+                f"Expected {where} to be sharded in the node for sync 'node', got modes {unit.modes}."
+            )
         _check_least(unit, where, 0, "parameter_bytes", "time_s", "keep_costs_bytes", "accumulate_costs_bytes")
         repeated = seen_operators.intersection(unit.operators) | ({unit.name} & seen_units)
         if repeated or len(set(unit.operators)) < len(unit.operators):
