@@ -37,7 +37,7 @@ class Unit:
     """Modules that are grouped in this unit, where that is not just the module of its name: it stays gathered from the
     first of their calls to the last."""
     sync: str = "every"
-    """Which micro-batches reduce gradients: ``every`` or ``last``; or every one in the ``node``, the last one between."""
+    """Which micro-batches reduce gradients: one of ``core.modes.SYNC_CHOICES``."""
     parameter_bytes: int = 0
     """Gathered parameters of all slices."""
     time_s: float = 0.0
