@@ -200,6 +200,21 @@ def refused_moves():
     return found
 
 
+def refused_inside_a_step():
+    """What is said of a change of the plan while gradients are reduced inside of nodes alone; whether it goes after."""
+    plan = plan_in_nodes("hsdp")
+    root, *units = plan.units
+    units = [root, *(dataclasses.replace(unit, sync="node") for unit in units)]
+    waiting = dataclasses.replace(plan, units=tuple(units))
+    run, (first, *_) = change_cases.Run(waiting), batches()
+    with run.model.accumulating():
+        run.module(first[0]).backward()
+    told = failure(lambda: change_plan(run.module, plan))
+    run.module(first[1]).backward()
+    change_plan(run.module, plan)
+    return told, run.model.plan is plan
+
+
 def runs_alone(modes):
     """Steps of each rank alone, as many as no other one takes; how training goes on, and what is left of them."""
     plan, results = plan_in_nodes(modes, "both"), []
