@@ -81,9 +81,15 @@ def test_a_plan_that_shards_a_unit_over_other_ranks_is_refused_while_training_go
         assert [apart for _, apart in found.values()] == [0.0] * 3
         assert {kind for (kind, _), _ in found.values()} == {"PlanMismatchError"}
         texts = [text for (_, text), _ in found.values()]
-        sharded_in = "['node'] in use and ['all'] in the plan"
-        assert "what unit 'first' is sharded over is ['all'] in use and ['node'] in the plan" in texts[0]
-        assert f"what unit '' is sharded over is {sharded_in}" in texts[1]
+        assert "the ranks that unit 'first' is sharded over is 'all' in use and 'node' in the plan" in texts[0]
+        assert "the ranks that unit '' is sharded over is 'node' in use and 'all' in the plan" in texts[1]
+
+
+def test_a_change_waits_for_gradients_that_are_reduced_inside_of_nodes_alone(ranks):
+    for (kind, text), is_changed in ranks(4).run(cases.refused_inside_a_step):
+        assert kind == "ConfigurationError"
+        assert "holds gradients of 'first' that are not reduced yet" in text
+        assert is_changed
 
 
 def test_an_evaluation_leaves_a_shard_in_each_node_until_weights_change(ranks):
