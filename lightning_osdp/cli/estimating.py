@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from lightning_osdp.cli.answer import Answer, lines, step_seconds
-from lightning_osdp.core.batch_policy import BatchPolicy
+from lightning_osdp.core.batch_policy import BatchPolicy, samples_of_rank
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes, parse_bytes
 from lightning_osdp.core.text.duration import format_seconds, three_digits
@@ -103,13 +103,8 @@ def _policy(batch: int | None, global_batch: int | None, accumulate: int, world_
         return scaled if batch is None else BatchPolicy.fixed(batch, accumulate)
     if accumulate != 1:
         raise ConfigurationError(f"Expected accumulate or global_batch, got both: {accumulate} and {global_batch}.")
-    of_rank, rest = divmod(global_batch, world_size)
-    if rest or of_rank < 1:
-        raise ConfigurationError(
-            f"Expected a global_batch that {world_size} ranks can share, got {global_batch}. Use a multiple of"
-            f" {world_size}."
-        )
-    return BatchPolicy.divide(of_rank, None if batch is None else [batch])
+    num_samples = samples_of_rank(global_batch, world_size, name="global_batch")
+    return BatchPolicy.divide(num_samples, None if batch is None else [batch])
 
 
 def _entries(settings: str) -> Mapping[str, Any]:
