@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Any
 
 from lightning_osdp.core.cluster import CUDA_HEADROOM, Cluster, DeviceRates, Link, Links, UnitOverhead
 from lightning_osdp.errors import ConfigurationError
@@ -111,20 +110,7 @@ class Machine:
         every byte once.
         """
         ring, moved_s = self._ring(), 2 / self.rates.bytes_per_s
-        inside = Link(latency_s=self.peers.latency_us * 1e-6, seconds_per_byte=1 / self.peers.bytes_per_s)
-        nodes: dict[str, Any] = {}
-        if self.network is not None:
-            # all pairs of peers send at once, and share the ports
-            share = self.ranks_per_node / self.network.bytes_per_s
-            between = Link(latency_s=self.network.latency_us * 1e-6, seconds_per_byte=share)
-            nodes = {
-                "node_size": self.ranks_per_node,
-                "within_node": Links(all_gather=inside, reduce_scatter=inside, all_reduce=inside),
-                "between_nodes": Links(all_gather=between, reduce_scatter=between, all_reduce=between),
-                "all_reduce": ring,
-            }
-        return Cluster(
-            **nodes,
+        cluster = Cluster(
             world_size=self.world_size,
             all_gather=ring,
             reduce_scatter=ring,
@@ -139,6 +125,15 @@ class Machine:
             host_copy_s_per_byte=1 / self.host.bytes_per_s,
             memory_bytes=self.memory_bytes,
         )
+        if self.network is None:
+            return cluster
+        return replace(
+            cluster,
+            node_size=self.ranks_per_node,
+            within_node=_alike(self.peers),
+            between_nodes=_alike(self.network, sharing=self.ranks_per_node),  # all pairs of peers send at once
+            all_reduce=ring,
+        )
 
     def _ring(self) -> Link:
         """Over all ranks: past the border of each node once, by all of its ports.
@@ -151,6 +146,13 @@ class Machine:
             latency_s += (self.network.latency_us * 1e-6 - latency_s) / self.ranks_per_node
             seconds_per_byte = max(seconds_per_byte, 1 / self.network.bytes_per_s)
         return Link(latency_s=latency_s, seconds_per_byte=seconds_per_byte)
+
+
+def _alike(interconnect: Interconnect, *, sharing: int = 1) -> Links:
+    """All collectives, each as fast as its share of what so many send over."""
+    seconds_per_byte = sharing / interconnect.bytes_per_s
+    link = Link(latency_s=interconnect.latency_us * 1e-6, seconds_per_byte=seconds_per_byte)
+    return Links(all_gather=link, reduce_scatter=link, all_reduce=link)
 
 
 def _device(name: str) -> tuple[Catalog, Device]:
