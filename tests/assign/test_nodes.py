@@ -4,22 +4,14 @@ import dataclasses
 import itertools
 
 import pytest
+from steps import FAST, SLOW, TWO_NODES
 
 from lightning_osdp.assign import assign_modes, fill_spare
-from lightning_osdp.core.cluster import Cluster, Link, Links
 from lightning_osdp.core.modes import NAMED_MODES, modes_of
 from lightning_osdp.cost import Workload
 from lightning_osdp.engine import FSDP2
 from lightning_osdp.search import SOLVERS
 
-SLOW, FAST = (Link(latency_s=0.0, seconds_per_byte=s_per_byte) for s_per_byte in (1e-3, 1e-6))
-CLUSTER = Cluster(
-    world_size=8,
-    all_gather=SLOW,
-    reduce_scatter=SLOW,
-    node_size=4,
-    within_node=Links(all_gather=FAST, reduce_scatter=FAST, all_reduce=FAST),
-)
 OPERATORS = [
     {"name": f"{index}", "parameter_bytes": num_bytes, "activation_bytes_per_sample": 100, "forward_s_per_sample": 0.1}
     for index, num_bytes in enumerate((800, 800, 1600, 400))
@@ -29,7 +21,7 @@ OPERATORS = [
 def given(setting, operators=OPERATORS, num_micro_batches=1, **cluster):
     return setting(
         operators=operators,
-        cluster=dataclasses.replace(CLUSTER, **cluster),
+        cluster=dataclasses.replace(TWO_NODES, **cluster),
         workload=Workload(micro_batch_size=1, num_micro_batches=num_micro_batches),
         modes=modes_of([*NAMED_MODES]),
         engine=FSDP2(backward_prefetch="none"),
