@@ -102,18 +102,21 @@ def _policy(batch: int | None, global_batch: int | None, accumulate: int, world_
         scaled = BatchPolicy.scale(num_micro_batches=accumulate)
         return scaled if batch is None else BatchPolicy.fixed(batch, accumulate)
     if accumulate != 1:
-        raise ConfigurationError(f"Expected accumulate or global_batch, got both: {accumulate} and {global_batch}.")
+        raise ConfigurationError(
+            f"Expected accumulate or global_batch, got both: {accumulate} and {global_batch}. Leave one out."
+        )
     num_samples = samples_of_rank(global_batch, world_size, name="global_batch")
     return BatchPolicy.divide(num_samples, None if batch is None else [batch])
 
 
 def _entries(settings: str) -> Mapping[str, Any]:
+    expected = "Expected settings as a JSON object, as in --settings '{\"num_hidden_layers\": 16}'"
     try:
         found = json.loads(settings)
     except ValueError as error:
-        raise ConfigurationError(f"Expected settings as JSON, got {settings!r}: {error}.") from error
+        raise ConfigurationError(f"{expected}, got {settings!r}: {error}.") from error
     if not isinstance(found, dict):
-        raise ConfigurationError(f'Expected settings as a JSON object such as {{"n_layer": 12}}, got {settings!r}.')
+        raise ConfigurationError(f"{expected}, got {settings!r}.")
     return found
 
 

@@ -160,7 +160,9 @@ def _device(name: str) -> tuple[Catalog, Device]:
         catalog = read_catalog()
         return catalog, catalog.device(name)
     catalog, known = read_catalog(name), read_catalog()
-    users = [device for each, device in catalog.devices.items() if known.devices.get(each) != device]
+    users = {each: device for each, device in catalog.devices.items() if known.devices.get(each) != device}
     if len(users) != 1:
-        raise ConfigurationError(f"Expected one device in file {name!r}, got {len(users)}.")
-    return catalog, users[0]
+        got = ", ".join(users) or "none"
+        raise ConfigurationError(f"Expected one device in file {name!r}, got {got}. Give it one table [devices.NAME].")
+    (device,) = users.values()
+    return catalog, device

@@ -138,3 +138,6 @@ def test_a_file_has_one_device_and_links_that_there_are(own):
     own.write_text("")
     with pytest.raises(ConfigurationError, match="one device"):
         Machine.parse(f"4 {own}")
+    own.write_text(OWN + OWN.partition("[links")[0].replace("[devices.mine]", "[devices.other]"))
+    with pytest.raises(ConfigurationError, match="mine, other"):
+        Machine.parse(f"4 {own}")
