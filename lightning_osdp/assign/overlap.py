@@ -8,13 +8,14 @@ units that are kept for nothing are freed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from lightning_osdp.assign.additive import NO_GAIN, Additive, Modes
 from lightning_osdp.assign.paths import Path, Paths
 from lightning_osdp.assign.repair import fill
 from lightning_osdp.assign.setting import Setting
 from lightning_osdp.assign.solve import Solved, solve, violated
+from lightning_osdp.core.modes import ShardingMode
 
 MAX_PATHS = 4
 """Paths that are bounded, one after the other: those that take longest in the modes found so far."""
@@ -97,12 +98,16 @@ class _Found:
             for modes in moves
         )
 
-    def with_mode(self, units: Iterable[int], option: int) -> Modes:
-        """The best modes with the first (0) or last (-1) option for some units."""
-        modes = list(self.modes)
-        for unit in units:
-            modes[unit] = self.problem.options[unit][option]
-        return tuple(modes)
+    def with_modes(self, changed: Mapping[int, ShardingMode]) -> Modes:
+        """The best modes with others for some units."""
+        return tuple(changed.get(unit, mode) for unit, mode in enumerate(self.modes))
+
+    def kept(self, unit: int) -> Modes:
+        """Options with the least communication: of those over all ranks, and of all."""
+        options, times_s = self.problem.options[unit][::-1], self.problem.times_s[unit]
+        over_all = [mode for mode in options if mode.sharded_over == "all"]
+        fastest = (min(each, key=times_s.__getitem__) for each in (over_all, options) if each)
+        return tuple(dict.fromkeys(fastest))
 
 
 def _relieved(found: _Found) -> Iterator[Modes]:
@@ -111,14 +116,13 @@ def _relieved(found: _Found) -> Iterator[Modes]:
     places = [place for place, unit in enumerate(order) if found.stalls_s.get(unit, 0.0) > 0]
     places.sort(key=lambda place: -found.stalls_s[order[place]])
     near = dict.fromkeys(each for place in places[:MAX_STALLED] for each in (place, place + 1) if each < len(order))
-    freed = [place for place in near if modes[order[place]] is not options[order[place]][-1]]
-    for place in freed:
-        yield found.with_mode([order[place]], -1)
+    freed = [(place, mode) for place in near for mode in found.kept(order[place]) if mode != modes[order[place]]]
+    for place, mode in freed:
+        yield found.with_modes({order[place]: mode})
     kept = [place for place, unit in enumerate(order) if modes[unit] is not options[unit][0]]
-    for place in freed:
-        exchanged = list(found.with_mode([order[place]], -1))
+    for place, mode in freed:
         for _, other in sorted((abs(other - place), order[other]) for other in kept)[:MAX_EXCHANGED]:
-            yield (*exchanged[:other], options[other][0], *exchanged[other + 1 :])
+            yield found.with_modes({order[place]: mode} | {other: options[other][0]})
 
 
 def _replaced(found: _Found) -> Iterator[Modes]:
@@ -132,10 +136,9 @@ def _replaced(found: _Found) -> Iterator[Modes]:
         count = sum(modes[unit] is not problem.options[unit][0] for unit in units)
         if 0 < count < len(units):
             for chosen in (units[:count], [units[index * len(units) // count] for index in range(count)]):
-                replaced = list(found.with_mode(units, 0))
-                for unit in chosen:
-                    replaced[unit] = problem.options[unit][-1]
-                yield tuple(replaced)
+                for way in range(max(len(found.kept(unit)) for unit in chosen)):
+                    kept = {unit: found.kept(unit)[way % len(found.kept(unit))] for unit in chosen}
+                    yield found.with_modes({unit: problem.options[unit][0] for unit in units} | kept)
 
 
 def _free(found: _Found) -> None:
@@ -144,6 +147,7 @@ def _free(found: _Found) -> None:
     chunks, num_left = [kept] if kept else [], found.num_left - MAX_FREED
     while chunks and found.num_left > max(0, num_left):
         chunk = chunks.pop()
-        if not found.offer(found.with_mode(chunk, 0), slack=NO_GAIN) and len(chunk) > 1:
+        freed = found.with_modes({unit: found.problem.options[unit][0] for unit in chunk})
+        if not found.offer(freed, slack=NO_GAIN) and len(chunk) > 1:
             middle = len(chunk) // 2
             chunks += [chunk[middle:], chunk[:middle]]

@@ -69,7 +69,7 @@ class Paths:
         self._reduces_s = {"all": collectives_s["reduce"], "node": collectives_s.get("all_reduce", ())}
         self._num_micro_batches = setting.workload.num_micro_batches
         offered = {mode for options in self._options for mode in options}
-        self._may_accumulate = any(mode.sync == "last" for mode in offered)
+        self._may_accumulate = any(mode.sync != "every" for mode in offered)
         self._may_wait = not self._may_accumulate and all(mode.sharded_over == "all" for mode in offered)
         # Micro-batches of a step in which a gather comes after every reduce-scatter that was issued before it. Where
         # units may leave theirs to the last micro-batch, a gather of another one need not have waited for anything.
@@ -193,8 +193,9 @@ class Paths:
 
     def _all_reduces_s(self, unit: int, mode: ShardingMode) -> float:
         """Seconds that a step reduces a unit's gradients beyond nodes."""
-        number = self._setting.engine.num_reduce_scatters(mode, num_micro_batches=self._num_micro_batches)
-        return number * self._reduces_s[mode.sharded_over][unit]
+        engine = self._setting.engine
+        count = engine.num_reduce_scatters if mode.sharded_over == "all" else engine.num_all_reduces
+        return count(mode, num_micro_batches=self._num_micro_batches) * self._reduces_s[mode.sharded_over][unit]
 
     def at(self, path: Path) -> Additive:
         """The seconds of one path."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_osdp.assign.additive import Additive, Modes, sum_s
 from lightning_osdp.core.blocks import with_activations
-from lightning_osdp.core.modes import ALL_MODES, DP, MODES, NAMED_MODES, SYNC_CHOICES, ZDP, ShardingMode, freed_and_kept
+from lightning_osdp.core.modes import ALL_MODES, DP, MODES, NAMED_MODES, ZDP, ShardingMode, freed_and_kept
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.slices import slice_names, split_operators
 from lightning_osdp.core.step import Step
@@ -286,7 +286,7 @@ class Costs:
 
     def accumulating_saves_s(self, unit: int, mode: ShardingMode) -> float:
         """Seconds per optimizer step that reducing this unit's gradients in the last micro-batch only saves."""
-        every, last = (replace(mode, sync=sync) for sync in SYNC_CHOICES)
+        every, last = (replace(mode, sync=sync) for sync in ("every", "last"))
         return self.times_s[unit][every] - self.times_s[unit][last] if last in self.options[unit] else 0.0
 
     def accumulating_costs_bytes(self, unit: int, mode: ShardingMode) -> int:

@@ -14,6 +14,7 @@ from rich.text import Text
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.report.advice import Advice
 from lightning_osdp.report.tables import plan_table, render
+from lightning_osdp.simulation import StepEstimate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,12 @@ def of_plan(plan: Plan, advice: Sequence[Advice]) -> Answer:
     """A plan's table; or the plan, with the advice beside its entries."""
     document = {**json.loads(plan.to_json()), "advice": [asdict(each) for each in advice]}
     return Answer(text=plan_table(plan, advice), document=document)
+
+
+def step_seconds(step: StepEstimate) -> dict[str, float]:
+    """Seconds of a simulated step by what they go to, `StepEstimate.time_s` among them."""
+    names = ("time_s", "compute_s", "communication_s", "exposed_communication_s", "overhead_s")
+    return {name: getattr(step, name) for name in names}
 
 
 def lines(*parts: RenderableType) -> Group:

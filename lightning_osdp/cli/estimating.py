@@ -10,14 +10,15 @@ from typing import Any
 
 from rich.console import Console
 
-from lightning_osdp.cli.answer import Answer, lines
-from lightning_osdp.core.batch_policy import BatchPolicy
+from lightning_osdp.cli.answer import Answer, lines, step_seconds
+from lightning_osdp.core.batch_policy import BatchPolicy, samples_of_rank
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes, parse_bytes
 from lightning_osdp.core.text.duration import format_seconds, three_digits
 from lightning_osdp.core.text.progress import Progress
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.machines import Machine
+from lightning_osdp.report.sentences import tell_kept, tell_peak
 from lightning_osdp.report.tables import table
 from lightning_osdp.scheduler import HandMade, made_by_hand, make_plan
 from lightning_osdp.simulation import StepEstimate, simulate
@@ -101,23 +102,21 @@ def _policy(batch: int | None, global_batch: int | None, accumulate: int, world_
         scaled = BatchPolicy.scale(num_micro_batches=accumulate)
         return scaled if batch is None else BatchPolicy.fixed(batch, accumulate)
     if accumulate != 1:
-        raise ConfigurationError(f"Expected accumulate or global_batch, got both: {accumulate} and {global_batch}.")
-    of_rank, rest = divmod(global_batch, world_size)
-    if rest or of_rank < 1:
         raise ConfigurationError(
-            f"Expected a global_batch that {world_size} ranks can share, got {global_batch}. Use a multiple of"
-            f" {world_size}."
+            f"Expected accumulate or global_batch, got both: {accumulate} and {global_batch}. Leave one out."
         )
-    return BatchPolicy.divide(of_rank, None if batch is None else [batch])
+    num_samples = samples_of_rank(global_batch, world_size, name="global_batch")
+    return BatchPolicy.divide(num_samples, None if batch is None else [batch])
 
 
 def _entries(settings: str) -> Mapping[str, Any]:
+    expected = 'Expected settings as a JSON object, as in --settings \'{"num_hidden_layers": 16}\''
     try:
         found = json.loads(settings)
     except ValueError as error:
-        raise ConfigurationError(f"Expected settings as JSON, got {settings!r}: {error}.") from error
+        raise ConfigurationError(f"{expected}, got {settings!r}: {error}.") from error
     if not isinstance(found, dict):
-        raise ConfigurationError(f'Expected settings as a JSON object such as {{"n_layer": 12}}, got {settings!r}.')
+        raise ConfigurationError(f"{expected}, got {settings!r}.")
     return found
 
 
@@ -158,20 +157,15 @@ def _limits(plan: Plan, step: StepEstimate) -> Iterator[str]:
     }
     told = ", ".join(f"{name} {seconds / step.time_s:.0%}" for name, seconds in shares.items())
     yield f"Of its step OSDP {told}."
-    where = f"in {plan.peak_phase}" + (f" at {plan.peak_operator}" if plan.peak_operator else "")
-    parts = sorted(plan.peak_parts.items(), key=lambda part: part[1], reverse=True)
-    yield f"Its peak is {where}: {', '.join(f'{name} {format_bytes(size)}' for name, size in parts if size)}."
-    modes = [mode for unit in plan.units if unit.name for mode in unit.modes]
-    kept, chosen = modes.count("DP"), len(plan.blocks)
-    recomputing = f", {chosen} blocks do not keep what they save for backward" if chosen else ""
-    yield f"It keeps {kept} of {len(modes)} units unsharded between forward and backward{recomputing}."
+    yield f"Its peak is in {tell_peak(plan)}."
+    recomputing = f", {len(plan.blocks)} blocks do not keep what they save for backward" if plan.blocks else ""
+    yield f"Between forward and backward it keeps {tell_kept(plan)}{recomputing}."
 
 
 def _document(plan: Plan, step: StepEstimate, others: Sequence[HandMade]) -> dict[str, Any]:
-    names = ("time_s", "compute_s", "communication_s", "exposed_communication_s", "overhead_s")
     return {
         "fits": True,
         "plan": json.loads(plan.to_json()),
-        "step": {name: getattr(step, name) for name in names},
+        "step": step_seconds(step),
         "by_hand": [asdict(each) for each in others],
     }

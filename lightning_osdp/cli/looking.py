@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from lightning_osdp.cli.answer import Answer, lines, of_plan
+from lightning_osdp.cli.answer import Answer, lines, of_plan, step_seconds
 from lightning_osdp.cli.files import are_beside, read_all
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes, parse_bytes
@@ -143,9 +143,12 @@ def simulate_step(
             raise ConfigurationError(
                 f"Expected a file that can be written for trace, got {trace!r}: {error}."
             ) from error
-    names = ("time_s", "compute_s", "communication_s", "exposed_communication_s", "overhead_s", "evaluation_bytes")
-    predicted: dict[str, float] = {name: getattr(estimate, name) for name in names}
-    predicted |= {"peak_bytes": estimate.peak.peak_bytes, "memory_limit_bytes": found[0].memory_limit_bytes}
+    predicted = {
+        **step_seconds(estimate),
+        "evaluation_bytes": estimate.evaluation_bytes,
+        "peak_bytes": estimate.peak.peak_bytes,
+        "memory_limit_bytes": found[0].memory_limit_bytes,
+    }
     return Answer(
         text=table(
             {"one optimizer step": "left", "predicted": "right"},

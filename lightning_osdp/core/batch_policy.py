@@ -78,6 +78,25 @@ class BatchPolicy:
         return Workload(micro_batch_size=micro_batch_size, num_micro_batches=num_micro_batches)
 
 
+def samples_of_rank(global_batch: int, world_size: int, *, name: str) -> int:
+    """Samples of one rank in an optimizer step, of those of all ranks.
+
+    Args:
+        global_batch: samples of all ranks.
+        world_size: ranks that share them.
+        name: of the option, for the error.
+
+    Raises:
+        ConfigurationError: not all ranks would have as many, or none would have any.
+    """
+    of_rank, rest = divmod(global_batch, world_size)
+    if rest or of_rank < 1:
+        raise ConfigurationError(
+            f"Expected a {name} that {world_size} ranks can share, got {global_batch}. Use a multiple of {world_size}."
+        )
+    return of_rank
+
+
 def largest_fitting(fits: Callable[[int], bool], most: int = MOST_SAMPLES) -> int:
     """Largest size that fits, 0 if not even one sample does: doubling to the first that does not, then halving.
 

@@ -21,7 +21,7 @@ class ShardingMode:
     backward_all_gathers: int
     """All-gathers of the unit's parameters in one backward."""
     sync: str = "every"
-    """Which micro-batches reduce gradients: ``every`` or ``last``. Where only the last one does, the unsharded gradient
+    """Which micro-batches reduce gradients: one of `SYNC_CHOICES`. Where only the last one does, the unsharded gradient
     lives from the first one on, and so does the gathered parameter of a resident unit."""
     activations: str = "keep"
     """What becomes of what the unit's block saves for backward: one of `ACTIVATION_CHOICES`."""
@@ -46,8 +46,8 @@ class ShardingMode:
     @property
     def over_all(self) -> ShardingMode:
         """What takes its place where there are no nodes: `DP` or `ZDP`, with what else was chosen."""
-        plain = DP if self.resident else ZDP
-        return replace(plain, sync=self.sync, activations=self.activations) if self.needs_nodes else self
+        plain, sync = DP if self.resident else ZDP, "every" if self.sync == "node" else self.sync
+        return replace(plain, sync=sync, activations=self.activations) if self.needs_nodes else self
 
 
 ZDP = ShardingMode("ZDP", resident=False, backward_all_gathers=1)
@@ -80,7 +80,9 @@ def freed_and_kept(mode: ShardingMode) -> tuple[ShardingMode, ShardingMode]:
     return (HSDP, HDP) if mode.sharded_over == "node" else (ZDP, DP)
 
 
-SYNC_CHOICES = ("every", "last")
+SYNC_CHOICES = ("every", "last", "node")
+"""Which micro-batches reduce gradients: all of them; the last one; or, of a unit that is sharded in the node, all of
+them inside of nodes and the last one between them (``set_requires_all_reduce``)."""
 
 ACTIVATION_CHOICES = ("keep", "recompute", "offload", "recompute_offload")
 """What becomes of the tensors that a block saves for backward: they are kept; dropped, and made again by running the
@@ -94,7 +96,7 @@ def modes_of(names: Collection[str] = tuple(MODES), sync: Collection[str] = SYNC
         for each in SYNC_CHOICES
         if each in sync
         for mode in NAMED_MODES.values()
-        if mode.name in names
+        if mode.name in names and (each != "node" or mode.sharded_over == "node")
     )
 
 

@@ -42,9 +42,8 @@ def communication_s(
     if in_node:
         total_s += in_node * gather_s(unit, cluster, engine, over="node")
     total_s += num_reduces * reduce_s(unit, cluster, engine, over=mode.sharded_over)
-    if mode.sharded_over == "node":
-        total_s += num_reduces * all_reduce_s(unit, cluster, engine)
-    return total_s
+    num_all_reduces = engine.num_all_reduces(mode, num_micro_batches=num_micro_batches)
+    return total_s + (num_all_reduces * all_reduce_s(unit, cluster, engine) if num_all_reduces else 0.0)
 
 
 def gather_s(unit: UnitProfile, cluster: Cluster, engine: FSDP2 = DEFAULT, *, over: str = "all") -> float:

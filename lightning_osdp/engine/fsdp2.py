@@ -164,6 +164,12 @@ class FSDP2:
         """Reduce-scatters per optimizer step of a unit in this mode."""
         return 1 if mode.sync == "last" else num_micro_batches
 
+    def num_all_reduces(self, mode: ShardingMode, *, num_micro_batches: int = 1) -> int:
+        """All-reduces between nodes per optimizer step of a unit in this mode."""
+        if mode.sharded_over == "all":
+            return 0
+        return num_micro_batches if mode.sync == "every" else 1
+
     def all_gather_bytes(self, unit: UnitProfile, num_shards: int) -> float:
         """Bytes of the whole tensor that an all-gather of the unit, sharded over so many ranks, makes."""
         return gathered_bytes(unit, num_shards)
@@ -231,6 +237,7 @@ class FSDP2:
         rerun: Mapping[str, Rerun],
         leaves_shard: Collection[int] = (),
         in_node: Collection[int] = (),
+        all_reduced_last: Collection[int] = (),
         merges_calls: bool = False,
     ) -> list[list[Event]]:
         """Events of forward, loss and backward in the first, a steady and the last micro-batch, as many as there are.
@@ -247,6 +254,7 @@ class FSDP2:
             rerun=rerun,
             leaves_shard=leaves_shard,
             in_node=in_node,
+            all_reduced_last=all_reduced_last,
             merges_calls=merges_calls,
             backward_prefetch=self.backward_prefetch,
             forward_prefetch=self.forward_prefetch is True,
@@ -270,6 +278,7 @@ class FSDP2:
             rerun=step.profile.rerun,
             leaves_shard={unit for unit, mode in enumerate(modes) if mode.leaves_shard},
             in_node={unit for unit, mode in enumerate(modes) if mode.sharded_over == "node"},
+            all_reduced_last={unit for unit, mode in enumerate(modes) if mode.sync == "node"},
         )
 
 

@@ -20,6 +20,8 @@ beside the states between steps:
   paddings. It lives until backward has copied out what is gathered of it; under mixed precision it is copied for that.
 - Where a unit is sharded in the node, each rank keeps what it has all-reduced between nodes until backward is over: of
   its own beside the reduced gradients where these have another dtype, or are added to those of earlier micro-batches.
+  Where the last micro-batch alone all-reduces, what the others have scattered is left in its place, in the dtype of
+  reducing.
 - On one rank there are no buffers, but shards are copied all the same.
 - Gradients that are not reduced are left as backward makes them, and added to in place; or cast to the dtype of
   reducing, where that is another, and those of the next micro-batch are added when a unit has all of them.
@@ -127,6 +129,7 @@ class LiveParts:
         self.passing: dict[int, float] = {}  # by segment, bytes of gradients that its backward adds to others
         self.accumulated: set[int] = set()  # units whose gradients are whole
         self.reduced: set[int] = set()  # units whose gradients this step has reduced
+        self.partial: dict[int, float] = {}  # bytes of units that are reduced in the node alone so far
         self.all_reduced = 0.0  # what backward holds of what it has reduced between nodes
         self.parts = {
             "parameter shards": self.layout.shards,
@@ -283,6 +286,31 @@ class LiveParts:
         self.settled = 0.0
 
     def _reduce(self, unit: int) -> None:
+        size = self.sizes[unit]
+        self._scatter(unit, casts=size.scattered != size.reduced)
+        if unit not in self.reduced:
+            self.reduced.add(unit)
+            self._add("reduced gradients", size.reduced)
+
+    def _reduce_in_node(self, unit: int) -> None:
+        size = self.sizes[unit]
+        stays = size.scattered if unit in self.reduced or size.scattered != size.reduced else 0.0
+        self._reduce(unit)
+        self.all_reduced += stays
+        self._add("reduced gradients", stays)
+
+    def _all_reduce(self, unit: int) -> None:
+        """In place; what micro-batches before have left was added to it."""
+        self._add("accumulated gradients", -self.partial.pop(unit, 0.0))
+
+    def _scatter_in_node(self, unit: int) -> None:
+        """What it returns is left for the last micro-batch, or added to what is."""
+        self._scatter(unit, casts=False)
+        if unit not in self.partial:
+            self.partial[unit] = self.sizes[unit].scattered
+            self._add("accumulated gradients", self.partial[unit])
+
+    def _scatter(self, unit: int, *, casts: bool) -> None:
         size, name, before = self.sizes[unit], self._name(unit), self.sent
         self._send(0.0)
         last = size.last_whole_gradient if unit in self.accumulated else size.last_gradient
@@ -297,24 +325,10 @@ class LiveParts:
         if sent and self.world_size > 1:
             self._observe("reduce-scatter", name, "unsharded gradients", left + sent * self.copies)
         if sent:
-            is_cast = size.scattered != size.reduced
-            self._observe("backward", name, "unsharded gradients", left + size.reduced * is_cast)
-        if unit not in self.reduced:
-            self.reduced.add(unit)
-            self._add("reduced gradients", size.reduced)
+            self._observe("backward", name, "unsharded gradients", left + size.reduced * casts)
         # where others reduce in the last micro-batch only, an earlier one is there for longer
         self._send(max(before, sent) if self.is_bound and self.num_micro_batches > 1 else sent)
         self.settled = 0.0
-
-    def _reduce_in_node(self, unit: int) -> None:
-        size = self.sizes[unit]
-        stays = size.scattered if unit in self.reduced or size.scattered != size.reduced else 0.0
-        self._reduce(unit)
-        self.all_reduced += stays
-        self._add("reduced gradients", stays)
-
-    def _all_reduce(self, unit: int) -> None:
-        """In place."""
 
     def _drop_all_reduced(self) -> None:
         self._add("reduced gradients", -self.all_reduced)

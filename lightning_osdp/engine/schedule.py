@@ -18,7 +18,7 @@ With explicit lists of modules to prefetch, one for each unit:
 - Of a unit that is to be gathered again inside of nodes, forward leaves a shard in each node when it frees it, from
   which the next all-gather is. In backward nothing is left of it.
 - A unit that is sharded in the node is gathered there, and reduced there; what a rank gets is then all-reduced between
-  nodes.
+  nodes, or in the last micro-batch the sum of what all have left.
 - A unit that accumulates does not reduce its gradients until the last micro-batch; where its mode keeps it gathered, it
   stays so to the end of the last backward. It must be called once (`FSDP2.may_wait`).
 
@@ -58,6 +58,7 @@ Kind = Literal[
     "reduce",
     "reduce_in_node",
     "all_reduce",
+    "scatter_in_node",
     "release",
 ]
 """``gather``: an all-gather is issued. ``await``: what follows needs the gathered unit. ``linger``: what awaited it was
@@ -66,8 +67,8 @@ a forward that is run again. ``retain``: forward leaves a shard of a unit in eac
 Lightning drops the gradients of the step before, between the first forward and its backward. ``rerun``: forward again,
 in backward. ``flatten``: a unit's gradients are complete, before it is freed. ``reduce``: they are reduced and
 scattered; ``reduce_in_node``: so they are in each node, and then each rank's are reduced between nodes,
-``all_reduce``. ``accumulate``: they are left whole for the next micro-batch. ``release``: what a segment had saved is
-gone."""
+``all_reduce``; ``scatter_in_node``: the same without that, which the last micro-batch does for all. ``accumulate``:
+they are left whole for the next micro-batch. ``release``: what a segment had saved is gone."""
 
 GatherRule = Literal["frees", "computing", "copies"]
 """``frees``: until units before the latest two that were freed are no longer in use. ``computing``: for all computing
@@ -103,6 +104,8 @@ class Host:
     """Units of which forward leaves a shard in each node."""
     in_node: Collection[int] = ()
     """Units that are sharded over the ranks of a node."""
+    all_reduced_last: Collection[int] = ()
+    """Of these, units that the last micro-batch alone reduces between nodes."""
     merges_calls: bool = False
     """Whether a unit that forward calls again is taken as gathered from its first call to its last."""
     backward_prefetch: str
@@ -308,6 +311,8 @@ class Host:
         self.leave(unit)
         if self.accumulates[unit] and not self.is_last:
             self.note("accumulate", unit)
+        elif unit in self.all_reduced_last and not self.is_last:
+            self.note("scatter_in_node", unit)
         elif unit in self.in_node:
             self.note("reduce_in_node", unit)
             self.note("all_reduce", unit)

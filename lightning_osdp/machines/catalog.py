@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TypeVar
 
+from lightning_osdp.core.text.nearest import nearest
 from lightning_osdp.core.text.stored import read_value
 from lightning_osdp.errors import ConfigurationError, PlanFormatError
 
@@ -130,7 +130,6 @@ def _check_positive(values: Mapping[str, object], where: str) -> None:
 
 def _find(table: Mapping[str, _Entry], name: str, kind: str) -> _Entry:
     if name not in table:
-        near = difflib.get_close_matches(name.lower(), table, n=3, cutoff=0.4)
-        hint = f"The nearest are {', '.join(near)}." if near else f"There are {', '.join(table)}."
+        hint = nearest(name, table, f"There are {', '.join(table)}.")
         raise ConfigurationError(f"Expected the name of a {kind}, got {name!r}. {hint}")
     return table[name]

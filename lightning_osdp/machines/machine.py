@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Any
 
 from lightning_osdp.core.cluster import CUDA_HEADROOM, Cluster, DeviceRates, Link, Links, UnitOverhead
 from lightning_osdp.errors import ConfigurationError
@@ -111,20 +110,7 @@ class Machine:
         every byte once.
         """
         ring, moved_s = self._ring(), 2 / self.rates.bytes_per_s
-        inside = Link(latency_s=self.peers.latency_us * 1e-6, seconds_per_byte=1 / self.peers.bytes_per_s)
-        nodes: dict[str, Any] = {}
-        if self.network is not None:
-            # all pairs of peers send at once, and share the ports
-            share = self.ranks_per_node / self.network.bytes_per_s
-            between = Link(latency_s=self.network.latency_us * 1e-6, seconds_per_byte=share)
-            nodes = {
-                "node_size": self.ranks_per_node,
-                "within_node": Links(all_gather=inside, reduce_scatter=inside, all_reduce=inside),
-                "between_nodes": Links(all_gather=between, reduce_scatter=between, all_reduce=between),
-                "all_reduce": ring,
-            }
-        return Cluster(
-            **nodes,
+        cluster = Cluster(
             world_size=self.world_size,
             all_gather=ring,
             reduce_scatter=ring,
@@ -138,6 +124,19 @@ class Machine:
             reduce_scatter_copies=False,
             host_copy_s_per_byte=1 / self.host.bytes_per_s,
             memory_bytes=self.memory_bytes,
+        )
+        if self.network is None:
+            return cluster
+        inside = Link(latency_s=self.peers.latency_us * 1e-6, seconds_per_byte=1 / self.peers.bytes_per_s)
+        # all pairs of peers send at once, and share the ports
+        share = self.ranks_per_node / self.network.bytes_per_s
+        between = Link(latency_s=self.network.latency_us * 1e-6, seconds_per_byte=share)
+        return replace(
+            cluster,
+            node_size=self.ranks_per_node,
+            within_node=_alike(inside),
+            between_nodes=_alike(between),
+            all_reduce=_both_ways(ring),
         )
 
     def _ring(self) -> Link:
@@ -153,12 +152,22 @@ class Machine:
         return Link(latency_s=latency_s, seconds_per_byte=seconds_per_byte)
 
 
+def _alike(link: Link) -> Links:
+    return Links(all_gather=link, reduce_scatter=link, all_reduce=_both_ways(link))
+
+
+def _both_ways(link: Link) -> Link:
+    return replace(link, latency_s=2 * link.latency_s, seconds_per_byte=2 * link.seconds_per_byte)
+
+
 def _device(name: str) -> tuple[Catalog, Device]:
     if not name.endswith(".toml"):
         catalog = read_catalog()
         return catalog, catalog.device(name)
     catalog, known = read_catalog(name), read_catalog()
-    users = [device for each, device in catalog.devices.items() if known.devices.get(each) != device]
+    users = {each: device for each, device in catalog.devices.items() if known.devices.get(each) != device}
     if len(users) != 1:
-        raise ConfigurationError(f"Expected one device in file {name!r}, got {len(users)}.")
-    return catalog, users[0]
+        got = ", ".join(users) or "none"
+        raise ConfigurationError(f"Expected one device in file {name!r}, got {got}. Give it one table [devices.NAME].")
+    (device,) = users.values()
+    return catalog, device

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from torch.optim import AdamW, Optimizer
 
 from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.core.profile import ModelProfile
+from lightning_osdp.core.text.nearest import nearest
 from lightning_osdp.core.text.progress import Progress, silent
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.profiler.model import TrainingStep, own_step, profile_model
@@ -30,6 +30,11 @@ PRECISIONS: Mapping[str, torch.dtype | None] = {
     "16-mixed": torch.float16,
 }
 """Lightning's names -> dtype that units are gathered, computed and reduced in; parameters at rest are float32."""
+_SETTINGS, _DATA = (
+    "Give what it takes as settings.",
+    "Give as data a function that takes a number of samples and returns a batch of them.",
+)
+"""What to do where the user's code fails."""
 _NUM_SAMPLES = 2
 """That are traced; what grows with samples is affine in them."""
 
@@ -102,24 +107,31 @@ def described(model: str, *, settings: Mapping[str, Any], sequence_length: int, 
     if ":" in model:
         return _lightning_module(model, settings, data)
     if data is not None:
-        raise ConfigurationError(f"Expected data with a LightningModule, got it with the configuration {model!r}.")
+        raise ConfigurationError(
+            f"Expected data with a LightningModule, got {data!r} with the configuration {model!r}. Leave data out: its"
+            " batches are of sequence tokens."
+        )
     return _language_model(model, settings, sequence_length)
 
 
 def _lightning_module(model: str, settings: Mapping[str, Any], data: str | None) -> DescribedModel:
     make = _imported(model)
     with torch.device("meta"):
-        module = _built(f"model {model!r}", make, **settings)
+        module = _built(f"model {model!r}", _SETTINGS, make, **settings)
     if not isinstance(module, nn.Module) or not hasattr(module, "training_step"):
-        raise ConfigurationError(f"Expected {model!r} to make a LightningModule, got {type(module).__name__}.")
+        raise ConfigurationError(
+            f"Expected {model!r} to make a LightningModule, got {type(module).__name__}. Name its class, or a function"
+            " that returns one."
+        )
     if hasattr(module, "configure_model"):
         with torch.device("meta"):
-            _built(f"model {model!r}", module.configure_model)  # type: ignore[arg-type]
+            _built(f"model {model!r}", _SETTINGS, module.configure_model)  # type: ignore[arg-type]
     if data is not None:
-        batch = _built(f"data {data!r}", _imported(data), _NUM_SAMPLES)
+        batch = _built(f"data {data!r}", _DATA, _imported(data), _NUM_SAMPLES)
     else:
         batch = _built(
-            f"data of {model!r} (train_dataloader; else state data)",
+            f"a batch of {model!r}.train_dataloader",
+            _DATA,
             lambda: next(iter(module.train_dataloader())),  # type: ignore[operator]
         )
     return DescribedModel(module=module, batch=batch, run=partial(own_step, module))
@@ -135,7 +147,7 @@ def _language_model(model: str, settings: Mapping[str, Any], sequence_length: in
     config = _configuration(transformers, model, settings)
     config.use_cache = False
     with torch.device("meta"):
-        module = _built(f"configuration {model!r}", transformers.AutoModelForCausalLM.from_config, config)
+        module = _built(f"configuration {model!r}", _SETTINGS, transformers.AutoModelForCausalLM.from_config, config)
     module.train()
 
     def run(batch: Mapping[str, Tensor]) -> Tensor:
@@ -161,15 +173,17 @@ def _configuration(transformers: ModuleType, model: str, settings: Mapping[str, 
                 f"Expected a configuration of transformers at {model!r}, with its model_type, but it cannot be read:"
                 f" {error!r}."
             ) from error
-        entries = {key: value for key, value in entries.items() if key != "model_type"}
-        return _built(f"configuration {model!r}", transformers.AutoConfig.for_model, name, **{**entries, **settings})
+        entries = {**{key: value for key, value in entries.items() if key != "model_type"}, **settings}
+        return _built(f"configuration {model!r}", _SETTINGS, transformers.AutoConfig.for_model, name, **entries)
     kind = getattr(transformers, model, None) if model.endswith("Config") else None
     if kind is None:
         names = [name for name in dir(transformers) if name.endswith("Config")]
-        near = difflib.get_close_matches(model, names, n=3)
-        hint = f"The nearest are {', '.join(near)}." if near else "Or it is package.module:Name, or ends in .json."
-        raise ConfigurationError(f"Expected the name of a configuration of transformers, got {model!r}. {hint}")
-    return _built(f"configuration {model!r}", kind, **settings)
+        hint = nearest(model, names, "Its name ends in Config.")
+        raise ConfigurationError(
+            "Expected the name of a configuration of transformers, the path of its .json, or package.module:Name, got"
+            f" {model!r}. {hint}"
+        )
+    return _built(f"configuration {model!r}", _SETTINGS, kind, **settings)
 
 
 def _imported(path: str) -> Callable[..., Any]:
@@ -177,18 +191,20 @@ def _imported(path: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ConfigurationError(f"Expected {path!r} to be package.module:Name, but {error}.") from error
+        raise ConfigurationError(
+            f"Expected {path!r} to be package.module:Name, but {error}. Modules of the current folder are found by"
+            " `python -m lightning_osdp`."
+        ) from error
     found = getattr(module, name, None)
     if not callable(found):
-        near = difflib.get_close_matches(name, dir(module), n=3)
-        hint = f" The nearest are {', '.join(near)}." if near else ""
-        raise ConfigurationError(f"Expected a class or a function {name!r} in {module_name!r}, got {found!r}.{hint}")
+        hint = nearest(name, dir(module), "Name one that it has.")
+        raise ConfigurationError(f"Expected a class or a function {name!r} in {module_name!r}, got {found!r}. {hint}")
     made: Callable[..., Any] = found
     return made
 
 
-def _built(what: str, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _built(what: str, advice: str, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
         return make(*args, **kwargs)
     except Exception as error:  # it may do anything
-        raise ConfigurationError(f"Expected {what} to be built, but it failed: {error!r}.") from error
+        raise ConfigurationError(f"Expected {what} to be built, but it failed: {error!r}. {advice}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -15,6 +14,7 @@ from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
+from lightning_osdp.core.text.nearest import nearest
 from lightning_osdp.engine import engine_of
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.report.sentences import is_inside, name_treatment
@@ -136,8 +136,7 @@ def _unit_of(plan: Plan, operator: str) -> Unit:
     if operator not in found and len(around) == 1:
         return around[0]
     if operator not in found:
-        near = difflib.get_close_matches(operator, found, n=3, cutoff=0.4)
-        hint = f"The nearest are {', '.join(near)}." if near else "`lightning-osdp show` lists them."
+        hint = nearest(operator, found, "`lightning-osdp show` lists them.")
         raise ConfigurationError(f"Expected an operator of the plan, got {operator!r}. {hint}")
     return found[operator]
 
@@ -151,7 +150,9 @@ def _treatments(plan: Plan, unit: Unit, profile: ModelProfile, cluster: Cluster)
     first, *_ = slice_names(unit.name, unit.num_slices)
     (of,) = (each for each in step.units if each.name == first)
     accumulates = plan.num_micro_batches > 1 and engine_of(plan).may_wait(of)
-    for num_kept, sync in product(range(unit.num_slices + 1), SYNC_CHOICES if accumulates else (unit.sync,)):
+    in_node = unit.sharding_modes[0].sharded_over == "node"
+    syncs = [sync for sync in SYNC_CHOICES if sync != "node" or in_node] if accumulates else [unit.sync]
+    for num_kept, sync in product(range(unit.num_slices + 1), syncs):
         yield replace(unit, modes=_keeping(unit.modes, num_kept), sync=sync)
 
 

@@ -27,6 +27,7 @@ _COLLECTIVES = {
     "gather_in_node": "all-gather in nodes",
     "reduce": "reduce-scatter",
     "reduce_in_node": "reduce-scatter in nodes",
+    "scatter_in_node": "reduce-scatter in nodes",
     "all_reduce": "all-reduce between nodes",
 }
 _OVERHEAD = {"flatten": "gradients complete", "reduce": "before reduce-scatter", "accumulate": "accumulate gradients"}

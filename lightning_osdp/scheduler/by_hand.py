@@ -39,6 +39,8 @@ def made_by_hand(
 ) -> list[HandMade]:
     """``fully_shard`` with a unit for each block, resharded after forward or not, with or without checkpointing.
 
+    All are sharded over all ranks, or over those of each node where there are several.
+
     Gradients are reduced in every micro-batch, or in the last one (``no_sync``), whichever is faster and fits.
 
     Args:
@@ -55,7 +57,7 @@ def made_by_hand(
     found = []
     offered = [mode for mode in _NAMES if cluster.has_nodes or not mode.needs_nodes]
     for mode, blocks in product(offered, ({}, recomputed) if recomputed else ({},)):
-        setting = replace(by_block, modes=modes_of([mode.name])).with_blocks(blocks)
+        setting = replace(by_block, modes=modes_of([mode.name], ("every", "last"))).with_blocks(blocks)
         name = _NAMES[mode] + (", checkpointing" if blocks else "")
         found.append(_best(name, setting, memory_limit_bytes, policy))
     return sorted(found, key=lambda each: (not each.fits, -each.samples_per_s if each.fits else each.peak_bytes))

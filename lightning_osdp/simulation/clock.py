@@ -22,6 +22,9 @@ _TIMELESS = frozenset({"zero", "rerun", "release"})
 _IN_NODE: Mapping[str, tuple[Kind, ...]] = {"gather": ("gather_in_node",), "reduce": ("reduce_in_node", "all_reduce")}
 """Kind of a collective over all ranks -> what takes its place where a unit is in the node."""
 
+_REDUCTIONS = frozenset({"reduce", "reduce in node", "scatter in node", "accumulate"})
+"""Classes of what is done with a unit's gradients: one of these, see `_absent`."""
+
 
 class StepTime(NamedTuple):
     """What was found of one choice of modes."""
@@ -93,14 +96,21 @@ def _absent(mode: ShardingMode, *, is_first: bool, is_last: bool) -> frozenset[s
 
     ``freed``: those of a unit that is freed in forward, alone, and ``again`` its gathers; ``gather``, ``free``,
     ``reduce`` and, in its place, ``accumulate``: those of all units; ``free between`` and ``gather between``: the same
-    between two calls in backward. Gathers and reductions come twice: over all ranks, and ``in node``.
+    between two calls in backward. Gathers and reductions come twice: over all ranks, and ``in node``; ``scatter in
+    node`` are those without an all-reduce between nodes.
     """
     classes = {"freed", "again", "again in node"} if mode.resident else set()
     classes.add("again" if mode.regathers_over == "node" else "again in node")
     elsewhere = "" if mode.sharded_over == "node" else " in node"
-    classes |= {f"{each}{elsewhere}" for each in ("gather", "gather between", "reduce")}
+    classes |= {f"{each}{elsewhere}" for each in ("gather", "gather between")}
     waits = mode.sync == "last" and not is_last
-    classes |= {"reduce", "reduce in node"} if waits else {"accumulate"}
+    if waits:
+        reduces = "accumulate"
+    elif mode.sharded_over == "all":
+        reduces = "reduce"
+    else:
+        reduces = "reduce in node" if mode.sync != "node" or is_last else "scatter in node"
+    classes |= _REDUCTIONS - {reduces}
     if waits and mode.resident:
         classes |= {"free", "free between", "gather between", "gather between in node"}
     if mode.sync == "last" and mode.resident and not is_first:
@@ -157,4 +167,6 @@ def _classed(
                 flattened.add(of)
             if kind == "reduce":
                 classed.append((Event("accumulate", of), "accumulate"))
+                if has_nodes:
+                    classed.append((Event("scatter_in_node", of), "scatter in node"))
     return tuple(classed)

@@ -119,12 +119,15 @@ def durations_of(step: Step, engine: FSDP2) -> Durations:
             "reduce_in_node": [reduce_s(unit, cluster, engine, over="node") for unit in units],
             "all_reduce": [all_reduce_s(unit, cluster, engine) for unit in units],
         }
+        collectives_s["scatter_in_node"] = collectives_s["reduce_in_node"]
     overhead_s = {part: [overhead_part_s(unit, part, cluster) for unit in units] for part in UNIT_PARTS}
     return Durations(
         forward_s=[segment.forward_s.at(micro_batch_size) + s for segment, s in segments],
         backward_s=[segment.backward_s.at(micro_batch_size) + s for segment, s in segments],
         collectives_s=collectives_s,
-        overhead_s=overhead_s | {f"{part}_in_node": overhead_s[part] for part in ("gather", "reduce")},
+        overhead_s=overhead_s
+        | {f"{part}_in_node": overhead_s[part] for part in ("gather", "reduce")}
+        | {"scatter_in_node": overhead_s["reduce"]},
     )
 
 

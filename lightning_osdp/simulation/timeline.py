@@ -27,7 +27,14 @@ from lightning_osdp.engine import Event, GatherRule
 _FREED_IN_FLIGHT = 2
 """``_FreeEventQueue._max_num_inflight_all_gathers`` of torch/distributed/fsdp/_limiter_utils.py."""
 
-_OVER = {"gather": "all", "reduce": "all", "gather_in_node": "node", "reduce_in_node": "node", "all_reduce": "all"}
+_OVER = {
+    "gather": "all",
+    "reduce": "all",
+    "all_reduce": "all",
+    "gather_in_node": "node",
+    "reduce_in_node": "node",
+    "scatter_in_node": "node",
+}
 """Kind of a collective -> on whose links it is: those of ``all`` ranks, or of a ``node``."""
 
 COMPUTE, COMMUNICATION = "compute", "communication"
@@ -111,7 +118,7 @@ class Timeline:
                 self._freed_s.append(self.compute_s)
         elif kind == "accumulate":
             self._compute(event, micro_batch, durations.overhead_s["accumulate"][of])
-        elif kind in {"reduce", "reduce_in_node"}:
+        elif kind in {"reduce", "reduce_in_node", "scatter_in_node"}:
             self._compute(event, micro_batch, durations.overhead_s["reduce"][of])
             self._scattered_s = self._communicate(event, micro_batch, self.compute_s)
         elif kind == "all_reduce":

@@ -4,22 +4,14 @@ import dataclasses
 import itertools
 
 import pytest
+from steps import FAST, SLOW, TWO_NODES
 
 from lightning_osdp.assign import assign_modes, fill_spare
-from lightning_osdp.core.cluster import Cluster, Link, Links
 from lightning_osdp.core.modes import NAMED_MODES, modes_of
 from lightning_osdp.cost import Workload
 from lightning_osdp.engine import FSDP2
 from lightning_osdp.search import SOLVERS
 
-SLOW, FAST = (Link(latency_s=0.0, seconds_per_byte=s_per_byte) for s_per_byte in (1e-3, 1e-6))
-CLUSTER = Cluster(
-    world_size=8,
-    all_gather=SLOW,
-    reduce_scatter=SLOW,
-    node_size=4,
-    within_node=Links(all_gather=FAST, reduce_scatter=FAST, all_reduce=FAST),
-)
 OPERATORS = [
     {"name": f"{index}", "parameter_bytes": num_bytes, "activation_bytes_per_sample": 100, "forward_s_per_sample": 0.1}
     for index, num_bytes in enumerate((800, 800, 1600, 400))
@@ -29,7 +21,7 @@ OPERATORS = [
 def given(setting, operators=OPERATORS, num_micro_batches=1, **cluster):
     return setting(
         operators=operators,
-        cluster=dataclasses.replace(CLUSTER, **cluster),
+        cluster=dataclasses.replace(TWO_NODES, **cluster),
         workload=Workload(micro_batch_size=1, num_micro_batches=num_micro_batches),
         modes=modes_of([*NAMED_MODES]),
         engine=FSDP2(backward_prefetch="none"),
@@ -50,20 +42,25 @@ def every(found):
 
 def test_all_gathers_inside_of_nodes_take_the_time_of_their_links(setting):
     found = given(setting)
-    zdp, hpz, dp = (
+    zdp, hpz, dp, hsdp, hdp = (
         found.costs.step_time_s([NAMED_MODES["DP" if unit.is_root else name] for unit in found.units])
         for name in NAMED_MODES
     )
     gathered = sum(operator["parameter_bytes"] for operator in OPERATORS)
     assert zdp - dp == pytest.approx(SLOW.ring_s(gathered, 8))
     assert hpz - dp == pytest.approx(FAST.ring_s(gathered, 4))
+    assert hsdp - hdp == pytest.approx(FAST.ring_s(gathered, 4))
+    # in place of an all-gather and a reduce-scatter over all ranks
+    between = 2 * SLOW.ring_s(gathered / 4, 2)
+    assert hdp - dp == pytest.approx(2 * FAST.ring_s(gathered, 4) + between - 2 * SLOW.ring_s(gathered, 8))
 
 
 @pytest.mark.parametrize("search", SOLVERS)
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_modes_fit_and_are_about_as_fast_as_any_that_do(setting, search, num_micro_batches, overlaps):
-    found = given(setting, num_micro_batches=num_micro_batches, overlaps=overlaps)
+    operators = OPERATORS[: 4 if num_micro_batches == 1 else 3]
+    found = given(setting, operators, num_micro_batches=num_micro_batches, overlaps=overlaps)
     assignments = every(found)
     least, most = (of(peak for _, peak in assignments) for of in (min, max))
     chosen = set()
@@ -97,5 +94,5 @@ def test_without_nodes_what_would_be_left_in_one_is_sharded(setting):
 def test_a_unit_that_backward_does_not_come_to_leaves_nothing_in_nodes(setting):
     found = given(setting, [{**OPERATORS[0], "frozen": True}, *OPERATORS[1:]])
     offered = {unit.name: set(names(options)) for unit, options in zip(found.units, found.costs.options, strict=True)}
-    assert offered["0"] == {"ZDP", "DP"}
+    assert offered["0"] == {"ZDP", "DP", "HSDP", "HDP"}
     assert offered["1"] == {*NAMED_MODES}

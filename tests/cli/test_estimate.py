@@ -154,3 +154,6 @@ def test_a_configuration_of_transformers_is_a_model_without_weights(towers, answ
     code, _, err = run("estimate", "LlamaConfg", *arguments)
     assert code == 2
     assert "LlamaConfig" in err
+    code, _, err = run("estimate", "LlamaConfig", "--data", "towers:batch", *arguments)
+    assert code == 2
+    assert "towers:batch" in err

@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from steps import FAST, SLOW, TWO_NODES
 
-from lightning_osdp.core.cluster import Cluster, Link, Links
+from lightning_osdp.core.cluster import Cluster, Link
 from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.engine import DEFAULT
 
@@ -59,38 +60,28 @@ def test_a_cluster_is_one_node_of_unknown_memory_unless_told():
     assert (cluster.backend, cluster.memory_bytes) == ("", None)
 
 
-FAST = Link(latency_s=1e-6, seconds_per_byte=1e-11)
-NODES = Cluster(
-    world_size=16,
-    all_gather=LINK,
-    reduce_scatter=LINK,
-    node_size=4,
-    within_node=Links(all_gather=FAST, reduce_scatter=FAST, all_reduce=FAST),
-)
-
-
 def test_inside_of_a_node_links_are_those_of_its_ranks():
-    assert NODES.all_gather_s(1e6) == LINK.ring_s(1e6, 16)
-    assert NODES.all_gather_s(1e6, over="node") == FAST.ring_s(1e6, 4)
-    assert NODES.reduce_scatter_s(1e6) == LINK.ring_s(1e6, 16)
-    assert NODES.reduce_scatter_s(1e6, over="node") == FAST.ring_s(1e6, 4)
-    not_measured = dataclasses.replace(NODES, within_node=None)
-    assert not_measured.all_gather_s(1e6, over="node") == LINK.ring_s(1e6, 4)
+    assert TWO_NODES.all_gather_s(1e6) == SLOW.ring_s(1e6, 8)
+    assert TWO_NODES.all_gather_s(1e6, over="node") == FAST.ring_s(1e6, 4)
+    assert TWO_NODES.reduce_scatter_s(1e6) == SLOW.ring_s(1e6, 8)
+    assert TWO_NODES.reduce_scatter_s(1e6, over="node") == FAST.ring_s(1e6, 4)
+    not_measured = dataclasses.replace(TWO_NODES, within_node=None)
+    assert not_measured.all_gather_s(1e6, over="node") == SLOW.ring_s(1e6, 4)
 
 
 def test_an_all_reduce_between_nodes_goes_there_and_back():
-    assert NODES.all_reduce_between_s(1e6) == 2 * LINK.ring_s(1e6, 4)
-    measured = dataclasses.replace(NODES, between_nodes=NODES.within_node)
-    assert measured.all_reduce_between_s(1e6) == FAST.ring_s(1e6, 4)
+    assert TWO_NODES.all_reduce_between_s(1e6) == 2 * SLOW.ring_s(1e6, 2)
+    measured = dataclasses.replace(TWO_NODES, between_nodes=TWO_NODES.within_node)
+    assert measured.all_reduce_between_s(1e6) == FAST.ring_s(1e6, 2)
 
 
 def test_nodes_matter_where_there_are_several_with_several_ranks():
-    sizes = (None, 1, 2, 3, 4, 16)
-    assert [size for size in sizes if dataclasses.replace(NODES, node_size=size).has_nodes] == [2, 4]
+    sizes = (None, 1, 2, 3, 4, 8)
+    assert [size for size in sizes if dataclasses.replace(TWO_NODES, node_size=size).has_nodes] == [2, 4]
 
 
 def test_links_of_nodes_are_stored_and_a_cluster_without_them_is_as_it_was_written_before():
-    assert Cluster.from_json(NODES.to_json()) == NODES
+    assert Cluster.from_json(TWO_NODES.to_json()) == TWO_NODES
     plain = Cluster(world_size=16, all_gather=LINK, reduce_scatter=LINK)
     assert plain.node_size is None
     assert "node" not in plain.to_json()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_osdp.core.modes import ACTIVATION_CHOICES, MODES, SYNC_CHOICES
+from lightning_osdp.core.modes import ACTIVATION_CHOICES, MODES
 from lightning_osdp.core.plans.plan import (
     COST_MODELS,
     PREFETCH_CHOICES,
@@ -102,7 +102,7 @@ def plans(draw: st.DrawFn) -> Plan:
             operators=tuple(operator for operator, owner in zip(operators, owners, strict=True) if owner == name),
             kind=draw(NAMES),
             modes=tuple(draw(st.lists(st.sampled_from([*MODES]), min_size=1, max_size=4))),
-            sync=draw(st.sampled_from(SYNC_CHOICES)),
+            sync=draw(st.sampled_from(("every", "last"))),
             parameter_bytes=draw(BYTES),
             time_s=draw(TIMES),
             keep_saves_s=draw(st.floats(-1, 1)),
@@ -463,7 +463,7 @@ def test_an_unknown_cost_model_is_refused():
         ({"modes": ["zdp"]}, "mode of unit 'head' of the plan to be one of ('ZDP', 'hpZ', 'DP', 'HSDP', 'HDP'), got 'zdp'."),
         ({"modes": ["DP", "TP"]}, "mode of unit 'head' of the plan to be one of ('ZDP', 'hpZ', 'DP', 'HSDP', 'HDP'), got 'TP'."),
         ({"modes": []}, "unit 'head' of the plan to have at least one mode, got none."),
-        ({"sync": "never"}, "sync of unit 'head' of the plan to be one of ('every', 'last'), got 'never'."),
+        ({"sync": "never"}, "sync of unit 'head' of the plan to be one of ('every', 'last', 'node'), got 'never'."),
         ({"name": ""}, "units and operators of the plan once each, got unit '' of the plan again."),
         ({"operators": ["norm"]}, "units and operators of the plan once each, got unit 'head' of the plan again."),
         ({"operators": ["a", "a"]}, "units and operators of the plan once each, got unit 'head' of the plan again."),
@@ -572,6 +572,17 @@ def test_slices_of_an_operator_are_sharded_over_the_same_ranks():
     assert units != in_nodes().units
     with pytest.raises(PlanFormatError, match=r"all slices of unit .* over the same ranks, got modes \('HSDP', 'ZDP'\)"):
         Plan.from_json(in_nodes(units=units).to_json())
+
+
+@pytest.mark.parametrize("mode", ["ZDP", "hpZ", "DP"])
+def test_what_is_reduced_in_the_node_first_is_sharded_there(mode):
+    def plan(mode):
+        units = (dataclasses.replace(unit, modes=(mode,), sync="node") if unit.name else unit for unit in PLAN.units)
+        return in_nodes(units=tuple(units))
+
+    assert Plan.from_json(plan("HSDP").to_json()) == plan("HSDP")
+    with pytest.raises(PlanFormatError, match=rf"sharded in the node for sync 'node', got modes \('{mode}',\)"):
+        Plan.from_json(plan(mode).to_json())
 
 
 def test_a_plan_with_a_shard_in_each_node_is_for_nodes_of_this_size():

@@ -1,6 +1,7 @@
 """Gathers, frees and reductions of torch's `fully_shard`, in order, against the predicted ones."""
 
 import dataclasses
+import inspect
 from itertools import product
 
 import pytest
@@ -23,6 +24,9 @@ from lightning_osdp.engine import FSDP2, leaving_order
 
 WIDTH = 8
 WORLD_SIZE, NODE_SIZE = 4, 2
+WITH_ALL_REDUCE = ("reduce_in_node", "all_reduce")
+ALL_REDUCES = [*inspect.signature(_fsdp_param_group.foreach_reduce).parameters].index("all_reduce_grads") - 1
+"""Place among the arguments after the parameters."""
 BLOCKS = [f"blocks.{index}" for index in range(3)]
 
 
@@ -113,10 +117,12 @@ def done(model, units, modes, engine, num_micro_batches, monkeypatch, rerun):
         def call(params, *args, **kwargs):
             of = names[id(params[0])]
             in_node = args[0 if kind == "gather" else 1].size() == NODE_SIZE
-            seen.append((f"{kind}_in_node" if in_node else kind, of))
             if kind == "reduce" and in_node:
                 assert [each.size() for each in args if isinstance(each, dist.ProcessGroup)] == [NODE_SIZE] * 2
-                seen.append(("all_reduce", of))
+                is_whole = args[ALL_REDUCES]
+                seen.extend((each, of) for each in (WITH_ALL_REDUCE if is_whole else ("scatter_in_node",)))
+            else:
+                seen.append((f"{kind}_in_node" if in_node else kind, of))
             return original(params, *args, **kwargs)
 
         return call
@@ -151,6 +157,8 @@ def done(model, units, modes, engine, num_micro_batches, monkeypatch, rerun):
                 for module, mode in zip(modules, modes, strict=True):
                     waits = mode.sync == "last" and not is_last
                     module.set_requires_gradient_sync(not waits, recurse=False)
+                    if mode.sync == "node":
+                        module.set_requires_all_reduce(is_last, recurse=False)
                     module.set_reshard_after_backward(not (waits and mode.resident), recurse=False)
                 model(torch.randn(4, WIDTH)).backward()
                 found.append(list(seen))
@@ -166,7 +174,7 @@ def predicted(profile, units, modes, engine, num_micro_batches):
     for events in engine.events_of(step, modes):
         effective = []
         for kind, of in events:
-            gathers, reduces = {"gather", "gather_in_node"}, {"reduce", "reduce_in_node", "all_reduce"}
+            gathers, reduces = {"gather", "gather_in_node"}, {"reduce", "scatter_in_node", *WITH_ALL_REDUCE}
             unit = units[of] if kind in gathers | reduces | {"free", "retain"} else None
             if unit is None or not unit.gathered_bytes or (kind in reduces and not unit.gradient_bytes):
                 continue

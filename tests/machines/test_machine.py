@@ -109,7 +109,8 @@ def test_links_of_nodes_are_those_of_peers_and_a_share_of_the_ports(own):
     assert (cluster.node_size, cluster.has_nodes) == (4, True)
     assert cluster.within_node.all_gather.seconds_per_byte == pytest.approx(1 / 5e9)
     network = read_catalog().link("network")
-    assert cluster.between_nodes.all_reduce.seconds_per_byte == pytest.approx(4 / (8e9 / 8 * network.reached))
+    assert cluster.between_nodes.all_gather.seconds_per_byte == pytest.approx(4 / (8e9 / 8 * network.reached))
+    assert cluster.between_nodes.all_reduce.seconds_per_byte == pytest.approx(8 / (8e9 / 8 * network.reached))
 
 
 @pytest.mark.parametrize(
@@ -137,4 +138,7 @@ def test_a_file_has_one_device_and_links_that_there_are(own):
         Machine.parse(f"4 {own}")
     own.write_text("")
     with pytest.raises(ConfigurationError, match="one device"):
+        Machine.parse(f"4 {own}")
+    own.write_text(OWN + OWN.partition("[links")[0].replace("[devices.mine]", "[devices.other]"))
+    with pytest.raises(ConfigurationError, match="mine, other"):
         Machine.parse(f"4 {own}")

@@ -15,6 +15,7 @@ from lightning_osdp.report.sentences import (
     name_treatment,
     summarise,
     tell_blocks,
+    tell_kept,
 )
 
 MIB = 2**20
@@ -288,6 +289,15 @@ def test_the_gain_is_over_plain_fsdp(plan, sentence):
 def test_the_papers_peak_is_in_no_operator():
     plan = dataclasses.replace(PLAN, peak_phase="all phases", peak_parts={"activations": 3 * MIB})
     assert summary(plan)["peak is in"] == "all phases: activations 3.00 MiB"
+
+
+def test_shards_that_are_left_in_nodes_are_counted_beside_what_stays_whole():
+    in_node = named(LINEAR, "h.0", modes=("hpZ",))
+    units = (ROOT, LINEAR, in_node, named(LINEAR, "h.1", modes=("hpZ",)), named(KEPT, "head"))
+    assert tell_kept(dataclasses.replace(PLAN, units=units)) == "1 of 4 units unsharded, a shard of 2 in each node"
+    assert tell_kept(PLAN) == "1 of 2 units unsharded"
+    sliced = dataclasses.replace(PLAN, units=(*units, named(HALF, "split")))
+    assert tell_kept(sliced) == "3 of 8 slices of 5 units unsharded, a shard of 2 in each node"
 
 
 def test_the_batch_is_spelled_out():

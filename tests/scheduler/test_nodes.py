@@ -3,17 +3,9 @@
 import dataclasses
 
 import pytest
+from steps import TWO_NODES
 
-from lightning_osdp import FSDP2, Cluster, Link, Links, Plan, SearchSpace, make_plan, simulate
-
-SLOW, FAST = (Link(latency_s=0.0, seconds_per_byte=s_per_byte) for s_per_byte in (1e-3, 1e-6))
-CLUSTER = Cluster(
-    world_size=8,
-    all_gather=SLOW,
-    reduce_scatter=SLOW,
-    node_size=4,
-    within_node=Links(all_gather=FAST, reduce_scatter=FAST, all_reduce=FAST),
-)
+from lightning_osdp import FSDP2, Plan, SearchSpace, make_plan, simulate
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +34,12 @@ def plans(profile, cluster, **space):
 
 
 def test_plans_for_several_nodes_are_simulated_as_they_were_planned(profile):
-    found = plans(profile, CLUSTER)
+    found = plans(profile, TWO_NODES)
     assert any(plan.needs_nodes for plan in found)
     for plan in found:
         assert plan.node_size == 4
         assert Plan.from_json(plan.to_json()) == plan
-        estimate = simulate(plan, profile, CLUSTER)
+        estimate = simulate(plan, profile, TWO_NODES)
         assert estimate.time_s == pytest.approx(plan.step_time_s)
         assert estimate.peak.peak_bytes == plan.peak_bytes <= plan.memory_limit_bytes
     times_s = [plan.step_time_s for plan in found]
@@ -55,7 +47,7 @@ def test_plans_for_several_nodes_are_simulated_as_they_were_planned(profile):
 
 
 def test_nodes_make_plans_faster_and_no_plan_slower(profile):
-    with_nodes, without = plans(profile, CLUSTER), plans(profile, CLUSTER, modes=("ZDP", "DP"))
+    with_nodes, without = plans(profile, TWO_NODES), plans(profile, TWO_NODES, modes=("ZDP", "DP"))
     pairs = [(one.step_time_s, other.step_time_s) for one, other in zip(with_nodes, without, strict=True)]
     assert all(one <= other * (1 + 1e-9) for one, other in pairs)
     assert any(one < 0.9 * other for one, other in pairs)
@@ -63,7 +55,7 @@ def test_nodes_make_plans_faster_and_no_plan_slower(profile):
 
 @pytest.mark.parametrize("node_size", [None, 8])
 def test_on_one_node_plans_are_what_they_are_without_such_modes(profile, node_size):
-    cluster = dataclasses.replace(CLUSTER, node_size=node_size)
+    cluster = dataclasses.replace(TWO_NODES, node_size=node_size)
     found = plans(profile, cluster)
     without = plans(profile, cluster, modes=("ZDP", "DP"))
     every = SearchSpace(min_unit_bytes=0, share_units=False)

@@ -163,11 +163,11 @@ def test_collectives_of_a_step_are_those_of_its_modes(model, operator, tree, aro
             numbers = found.engine.num_all_gathers, found.engine.num_gathers_in_node
             every, in_nodes = (number(mode, unit, num_micro_batches=min(3, repeats)) for number in numbers)
             assert counts == [every - in_nodes, in_nodes]
-        kinds = ("reduce_in_node", "all_reduce") if mode.sharded_over == "node" else ("reduce",)
-        for kind in kinds:
-            assert events.count((kind, index)) == found.engine.num_reduce_scatters(
-                mode, num_micro_batches=min(3, repeats)
-            )
+        reduces = sum(events.count((kind, index)) for kind in ("reduce", "reduce_in_node", "scatter_in_node"))
+        assert reduces == found.engine.num_reduce_scatters(mode, num_micro_batches=min(3, repeats))
+        assert (events.count(("reduce", index)) == 0) == (mode.sharded_over == "node")
+        number = found.engine.num_all_reduces(mode, num_micro_batches=min(3, repeats))
+        assert events.count(("all_reduce", index)) == number
 
 
 def test_computing_stalls_before_units_that_are_gathered_late(model, operator, cluster):

@@ -19,7 +19,7 @@ from benchmarks.testbed.groups import fake_group
 from benchmarks.testbed.memory import StepBytes, count_step
 from lightning_osdp import OSDPStrategy, Plan, TrainingStep, profile_model
 from lightning_osdp.core.cluster import Cluster, DeviceRates, Link
-from lightning_osdp.core.modes import DP, HDP, NAMED_MODES, SYNC_CHOICES, ZDP, ShardingMode
+from lightning_osdp.core.modes import DP, HDP, NAMED_MODES, ZDP, ShardingMode
 from lightning_osdp.core.plans.plan import Block, Unit
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile, partition
@@ -232,10 +232,12 @@ def _modes(case: Case, units: Sequence[UnitProfile]) -> list[ShardingMode]:
     choices = {"zdp": (ZDP,), "dp": (DP,), "mix": (ZDP, DP), "nodes": (*NAMED_MODES.values(),)}[case.modes]
     roots = (DP, HDP) if case.modes == "nodes" else (DP,)
     modes = [draw.choice(roots) if unit.is_root else draw.choice(choices) for unit in units]
-    syncs = SYNC_CHOICES if case.sync == "mix" else (case.sync,)
+    syncs = ["every", "last"] if case.sync == "mix" else [case.sync]
     can_wait = case.num_micro_batches > 1 and case.world_size > 1
     return [
-        replace(mode, sync=draw.choice(syncs)) if can_wait and not unit.is_root else mode
+        replace(mode, sync=draw.choice([*syncs, "node"] if mode.sharded_over == "node" else syncs))
+        if can_wait and not unit.is_root
+        else mode
         for unit, mode in zip(units, modes, strict=True)
     ]
 

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_osdp.core.batch_policy import BatchPolicy
+from lightning_osdp.core.batch_policy import BatchPolicy, samples_of_rank
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.strategy.batching.division import Windows, possible_sizes, why_not_divided
 from lightning_osdp.strategy.batching.loaders import samples_per_rank, why_kept
@@ -93,18 +93,14 @@ def samples_per_step(trainer: pl.Trainer, options: Options, current: int) -> int
     number, wanted = trainer.accumulate_grad_batches, options.global_batch_size
     if wanted is None:
         return current * number
-    if wanted % trainer.world_size:
-        raise ConfigurationError(
-            f"Expected a global_batch_size that {trainer.world_size} ranks can share, got {wanted}. Use a multiple of"
-            f" {trainer.world_size}."
-        )
+    num_samples = samples_of_rank(wanted, trainer.world_size, name="global_batch_size")
     found = current * number * trainer.world_size
     if number > 1 and found != wanted:
         raise ConfigurationError(
             f"Expected global_batch_size={wanted}, but batches of {current} with accumulate_grad_batches={number} on"
             f" {trainer.world_size} ranks are {found} samples. Leave out one of the two."
         )
-    return wanted // trainer.world_size
+    return num_samples
 
 
 def _check_divides(size: int, num_samples: int, world_size: int, reason: str | None) -> None:

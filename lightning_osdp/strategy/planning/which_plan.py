@@ -124,11 +124,11 @@ def given_division(trainer: pl.Trainer, plan: Plan, options: Options) -> Divisio
 
 def _check_accumulates_in_fp32(plan: Plan, options: Options, precision: str) -> None:
     """Returns if the plan adds up gradients in float32 where that was asked for."""
-    whole = next((unit.name for unit in plan.units if unit.sync == "last"), None)
-    if options.accumulate_in_fp32 and "mixed" in precision and whole is not None:
+    found = next((unit for unit in plan.units if unit.sync != "every"), None)
+    if options.accumulate_in_fp32 and "mixed" in precision and found is not None:
         raise ConfigurationError(
-            f"Expected a plan with sync='every' for accumulate_in_fp32=True in {precision}, got sync='last' for unit"
-            f" {whole!r}, whose gradients would add up in low precision. Leave accumulate_in_fp32 out, or plan anew by"
+            f"Expected a plan with sync='every' for accumulate_in_fp32=True in {precision}, got sync={found.sync!r} for"
+            f" unit {found.name!r}, whose gradients would add up in low precision. Leave accumulate_in_fp32 out, or plan anew by"
             " leaving out plan."
         )
 
