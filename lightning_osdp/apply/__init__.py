@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from lightning_osdp.apply.activations.blocks import is_inside, with_recomputed
 from lightning_osdp.apply.agreement import reaches_hosts
-from lightning_osdp.apply.internals import local, refuse_copy
+from lightning_osdp.apply.internals import local, num_copies, refuse_copy
 from lightning_osdp.apply.load import check_number
 from lightning_osdp.apply.materialize import check_initializable
+from lightning_osdp.apply.meshes import NODE_GROUPS
 from lightning_osdp.apply.plan import apply_plan, change_plan, fully_shard_arguments
 from lightning_osdp.apply.sharded import ShardedModel
 from lightning_osdp.apply.units import called_children
 
 __all__ = [
+    "NODE_GROUPS",
     "ShardedModel",
     "apply_plan",
     "called_children",
@@ -21,6 +23,7 @@ __all__ = [
     "fully_shard_arguments",
     "is_inside",
     "local",
+    "num_copies",
     "reaches_hosts",
     "refuse_copy",
     "with_recomputed",

@@ -47,22 +47,26 @@ class Agreement:
         self._order = 0  # a hash of the units in the order in which they were gathered and reduced
         self._is_paused = False
         self._gathered: set[int] | None = None  # units in this step of an evaluation
-        self._parameters: list[tuple[nn.Parameter, Any]] = []
+        self._groups = tuple(groups)
+        parameters: list[nn.Parameter] = []
         self._starts: list[int] = []
         for index, group in enumerate(groups):
-            self._starts.append(len(self._parameters))
-            self._parameters += internals.parameters_of(group)
+            self._starts.append(len(parameters))
+            parameters += [parameter for parameter, _ in internals.parameters_of(group)]
             internals.on_collectives(group, partial(self._note_collective, index))
         internals.BackwardWatch(root, groups, self._note_gradients)
         # by identity, for a tensor's own hash is slow
-        self._places = {id(parameter): place for place, (parameter, _) in enumerate(self._parameters)}
+        self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._has_gradient = [False] * len(self._places)
 
     def begin_backward(self) -> None:
         """Gradients that were dropped since the last backward do not count."""
-        for place, (parameter, owner) in enumerate(self._parameters):
-            if parameter.grad is None and not internals.has_whole_gradient(owner):
-                self._has_gradient[place] = False
+        for start, group in zip(self._starts, self._groups, strict=True):
+            if internals.has_partial_gradients(group):
+                continue
+            for place, (parameter, owner) in enumerate(internals.parameters_of(group), start):
+                if parameter.grad is None and not internals.has_whole_gradient(owner):
+                    self._has_gradient[place] = False
 
     def settle(self, optimizer: Optimizer) -> None:
         """Before a step of an optimizer: drops gradients of what no rank has used. Call it on all ranks.

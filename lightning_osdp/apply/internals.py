@@ -6,7 +6,9 @@ Seen in torch 2.13; `check_torch` and `check_units` say clearly what a torch of 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterator, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -74,6 +76,7 @@ _ATTRIBUTES = {
         "_reduce_scatter_comm",
         "_module_to_pre_load_state_dict_hook_handle",
         "_module_to_pre_save_state_dict_hook_handle",
+        "_partial_reduce_output",
         "_post_forward_indices",
         "_training_state",
         "fsdp_params",
@@ -93,6 +96,8 @@ _ATTRIBUTES = {
 """What it uses of the objects that make a unit; `_unsharded_param` of a parameter comes with its first all-gather."""
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 """Attributes that it gives to all modules inside a unit."""
+_PROCESS_GROUPS = ("shard_process_group", "replicate_process_group")
+"""Attributes of a unit's mesh, of which the second is there where several ranks have the same shard."""
 
 
 def check_torch() -> None:
@@ -134,8 +139,64 @@ def read_whole_values() -> None:
         (tensor,) = args
         return operation(tensor.full_tensor())
 
-    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
-    handlers.setdefault(torch.ops.aten._local_scalar_dense.default, whole_value)
+    _handlers().setdefault(torch.ops.aten._local_scalar_dense.default, whole_value)
+
+
+def mix_meshes() -> None:
+    """Has norms of gradients that are on several meshes be added, stacked and used by all ranks, who must all do so.
+
+    ``clip_grad_norm_`` and ``get_total_norm`` of torch do that; DTensors refuse it. The results are plain tensors. What
+    is on one mesh is left to torch.
+    """
+
+    def added(operation: Any, args: Any, kwargs: Any) -> Any:
+        return operation(*(each.full_tensor() for each in args), **kwargs)
+
+    def stacked(operation: Any, args: Any, kwargs: Any) -> Any:
+        (tensors, *others), places = args, defaultdict(list)
+        for place, tensor in enumerate(tensors):
+            places[tensor.device_mesh].append(place)
+        values: dict[int, Tensor] = {}
+        for same in places.values():
+            values.update(zip(same, torch.stack([tensors[place] for place in same]).full_tensor(), strict=True))
+        return operation([values[place] for place in range(len(tensors))], *others, **kwargs)
+
+    def scaled(operation: Any, args: Any, _: Any) -> None:
+        tensors, factor = args
+        operation([local(tensor) for tensor in tensors], factor)
+
+    aten = torch.ops.aten
+    _handle_meshes(aten.add.Tensor, lambda args: args if all(_is_number(each) for each in args) else (), added)
+    _handle_meshes(aten.stack.default, lambda args: args[0], stacked)
+    _handle_meshes(aten._foreach_mul_.Tensor, lambda args: args[0], scaled)
+
+
+def _handle_meshes(
+    operation: Any, tensors_of: Callable[[Any], Sequence[Any]], handle: Callable[[Any, Any, Any], Any]
+) -> None:
+    """Has an operation be this where those of its arguments are DTensors, and not all on one mesh."""
+
+    def handled(operation: Any, args: Any, kwargs: Any) -> Any:
+        meshes = [each.device_mesh if isinstance(each, DTensor) else None for each in tensors_of(args)]
+        if None not in meshes and any(mesh != meshes[0] for mesh in meshes):
+            return handle(operation, args, kwargs)
+        own = _handlers().pop(operation)  # so that torch does as it ever does
+        try:
+            return operation(*args, **kwargs)
+        finally:
+            _handlers()[operation] = own
+
+    _handlers().setdefault(operation, handled)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0
+
+
+def _handlers() -> dict[Any, Any]:
+    """What DTensors do in place of operations."""
+    found: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    return found
 
 
 def state_of(module: nn.Module) -> Any:
@@ -492,10 +553,17 @@ def has_whole_gradient(parameter: Any) -> bool:
     return whole is not None and whole.grad is not None
 
 
-def has_whole_gradients(module: nn.Module) -> bool:
-    """Whether a unit has gradients that are not reduced yet."""
+def has_waiting_gradients(module: nn.Module) -> bool:
+    """Whether a unit has gradients that are not reduced yet, or not between nodes."""
     group = group_of(module)
-    return group is not None and any(has_whole_gradient(parameter) for parameter in group.fsdp_params)
+    return group is not None and (
+        has_partial_gradients(group) or any(has_whole_gradient(parameter) for parameter in group.fsdp_params)
+    )
+
+
+def has_partial_gradients(group: Any) -> bool:
+    """Whether a unit has gradients that are reduced inside of nodes alone; they are those of all its parameters."""
+    return group._partial_reduce_output is not None
 
 
 def parameters_of(group: Any) -> list[tuple[nn.Parameter, Any]]:
@@ -511,6 +579,24 @@ def sharded_zeros(group: Any) -> Iterator[tuple[nn.Parameter, DTensor]]:
                 parameter.sharded_param,
                 parameter.to_sharded_dtensor(torch.zeros_like(parameter._sharded_local_tensor)),
             )
+
+
+def copy_from_first_node(module: nn.Module) -> None:
+    """Has each node have the shards of the first one, of a unit that each node has all of: ranks may begin unlike."""
+    group = group_of(module)
+    if group is None or not isinstance(group.mesh_info, HSDPMeshInfo):
+        return
+    for parameter in group.fsdp_params:
+        if not parameter.sharded_param.is_meta:
+            dist.broadcast(parameter._sharded_local_tensor, group=group.mesh_info.replicate_process_group, group_src=0)
+
+
+def num_copies(tensor: Tensor) -> int:
+    """How many ranks hold what this one holds of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    copied = [dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
+    return math.prod(tensor.device_mesh.size(dim) for dim in copied)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -549,18 +635,21 @@ def whole_storages(module: nn.Module) -> Iterator[Tensor]:
             yield from parameter.all_gather_outputs
 
 
-def use_group(group: Any, process_group: dist.ProcessGroup, in_node: dist.ProcessGroup | None = None) -> None:
-    """Runs the collectives of a unit on another process group, and those inside of its node on a third one."""
-    after_forward = group.post_forward_mesh_info
-    group.mesh_info.shard_process_group = process_group
-    if in_node is not None and after_forward is not None and after_forward is not group.mesh_info:
-        after_forward.shard_process_group = in_node
-
-
-def process_group_of(group: Any) -> dist.ProcessGroup:
-    """What it runs them on."""
-    process_group: dist.ProcessGroup = group.mesh_info.shard_process_group
-    return process_group
+@contextmanager
+def on_process_groups(groups: Sequence[Any], others: Mapping[dist.ProcessGroup, dist.ProcessGroup]) -> Iterator[None]:
+    """Within it, units run their collectives on other process groups, given by those that they run them on."""
+    kept = []
+    for group in groups:
+        for info in {id(info): info for info in (group.mesh_info, group.post_forward_mesh_info)}.values():
+            found = {name: getattr(info, name) for name in _PROCESS_GROUPS if hasattr(info, name)}
+            kept += [(info, name, own) for name, own in found.items()]
+    try:
+        for info, name, own in kept:
+            setattr(info, name, others[own])
+        yield
+    finally:
+        for info, name, own in kept:
+            setattr(info, name, own)
 
 
 def phase_of(module: nn.Module) -> str:

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_osdp.apply.internals import of_rows
 from lightning_osdp.apply.state import names_by_group, whole_parameters
 from lightning_osdp.errors import PlanMismatchError
-from lightning_osdp.splitting import JoinedShards, cut_states, cuts_of, join_names
+from lightning_osdp.splitting import JoinedShards, cut_states, cuts_of, group_of_rows, join_names
 
 
 def takes_whole(module: nn.Module) -> list[RemovableHandle]:
@@ -116,8 +116,9 @@ def _rows(whole: Tensor, like: DTensor) -> DTensor:
     """The rows of a whole tensor that this rank has of another one, as a view; a DTensor as it is."""
     if isinstance(whole, DTensor):
         return whole
-    mesh = like.device_mesh
-    first = min(mesh.get_local_rank() * -(-len(like) // mesh.size()), len(like))  # as torch.chunk cuts
+    group = group_of_rows(like)
+    assert group is not None
+    first = min(group.rank() * -(-len(like) // group.size()), len(like))  # as torch.chunk cuts
     return of_rows(whole.detach().narrow(0, first, len(like.to_local())), like)
 
 

@@ -23,8 +23,8 @@ _TOLERANCE = 0.05
 def try_optimizer(optimizer: Optimizer) -> None:
     """Returns if copies of the optimizer take the same steps on small parameters, whole and cut like the real ones.
 
-    Their rows are uneven, and one is tried for each number of dimensions in each group. Neither the optimizer nor a
-    hook of it is called, and random numbers go on as if nothing had been. Call it on all ranks.
+    Their rows are uneven, and in each group one is tried for each number of dimensions on each mesh. Neither the
+    optimizer nor a hook of it is called, and random numbers go on as if nothing had been. Call it on all ranks.
 
     Raises:
         ConfigurationError: it cannot step on shards, or takes the shards for the whole of a vector, as L-BFGS does.
@@ -84,17 +84,18 @@ def _stepped(optimizer: Optimizer, *, is_cut: bool) -> list[Tensor]:
     tried: list[list[nn.Parameter]] = []
     starts: list[tuple[Tensor, nn.Parameter]] = []
     for group in optimizer.param_groups:
-        by_dims: dict[int, nn.Parameter] = {}
+        by_kind: dict[Any, nn.Parameter] = {}
         for parameter in group["params"]:
             memo[id(parameter)] = parameter
             if isinstance(parameter, DTensor) and parameter.requires_grad:
-                if parameter.dim() not in by_dims:
+                kind = (parameter.dim(), parameter.device_mesh, parameter.placements)
+                if kind not in by_kind:
                     start, gradient = _small(parameter)
-                    by_dims[parameter.dim()] = small = nn.Parameter(made(start.clone(), parameter))
+                    by_kind[kind] = small = nn.Parameter(made(start.clone(), parameter))
                     small.grad = made(gradient, parameter)
                     starts.append((start, small))
-                memo[id(parameter)] = by_dims[parameter.dim()]
-        tried.append(list(by_dims.values()))
+                memo[id(parameter)] = by_kind[kind]
+        tried.append(list(by_kind.values()))
     trial.__dict__ = copy.deepcopy(attributes, memo)
     for group, parameters in zip(trial.param_groups, tried, strict=True):
         group["params"] = parameters

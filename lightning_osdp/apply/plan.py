@@ -33,7 +33,8 @@ def apply_plan(module: nn.Module, plan: Plan, *, device: torch.device, **fsdp_kw
 
     Args:
         module: the model that the plan was made for, not sharded yet.
-        plan: what to shard how. The root unit stays gathered from forward to the end of backward whatever its mode.
+        plan: what to shard how. The root unit stays gathered from forward to the end of backward whatever its
+            mode, which says over which ranks it is sharded.
         device: where the parameters go.
         **fsdp_kwargs: ``mixed_precision``, ``param_init_fn`` and ``sync_module_states``, as of Lightning's
             ``FSDPStrategy``.
@@ -50,10 +51,10 @@ def apply_plan(module: nn.Module, plan: Plan, *, device: torch.device, **fsdp_kw
 def change_plan(module: nn.Module, plan: Plan) -> None:
     """Has a module go on under another plan, between two optimizer steps. Call it on all ranks.
 
-    What may differ is how units are sharded (``modes``), when they reduce gradients (``sync``), what blocks do with
-    what they save (``blocks``), prefetching and ``asynchronous_unshard``. Nothing else changes: parameters, names,
-    states and random numbers are what they are under one plan alone, and so are the weights that come of it, but for
-    the order in which ``sync`` has gradients added up.
+    What may differ is how units are sharded (``modes``, but not over which ranks between steps), when they reduce
+    gradients (``sync``), what blocks do with what they save (``blocks``), prefetching and ``asynchronous_unshard``.
+    Nothing else changes: parameters, names, states and random numbers are what they are under one plan alone, and so
+    are the weights that come of it, but for the order in which ``sync`` has gradients added up.
 
     A Trainer's ``strategy.plan`` and checkpoints follow; its table and plan file are those that fit began with. On an
     error nothing has changed, and it is raised on all ranks.
@@ -64,7 +65,8 @@ def change_plan(module: nn.Module, plan: Plan) -> None:
 
     Raises:
         PlanMismatchError: the plan differs in what cannot change - its model, the number of ranks, units,
-            slices, or micro-batches -, it names a block that is not there, or ranks have different plans.
+            slices, over which ranks a unit is sharded, or micro-batches -, it names a block that is not there, or
+            ranks have different plans.
         PlanFormatError: it has a value that no plan can have.
         ConfigurationError: the module is not sharded by a plan, or a step is going on: this is forward
             or backward, backward has not been called yet, or gradients are not reduced yet.

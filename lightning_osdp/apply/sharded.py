@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecision
 from torch.optim import Optimizer
 
@@ -21,11 +20,12 @@ from lightning_osdp.apply.activations.blocks import BlockForwards, check_blocks,
 from lightning_osdp.apply.agreement import Agreement
 from lightning_osdp.apply.local_step import stepping_on_rows
 from lightning_osdp.apply.materialize import unit_initializer
+from lightning_osdp.apply.meshes import Meshes
 from lightning_osdp.apply.optimizers import try_optimizer
 from lightning_osdp.apply.prepare import call_layers_in_evaluation, check_shardable, modules_of, prepared, slices_of
 from lightning_osdp.apply.units import ShardedUnit, children_and_blocks, set_prefetch, shard, without_views
 from lightning_osdp.core.blocks import RERUN
-from lightning_osdp.core.modes import DP, ShardingMode
+from lightning_osdp.core.modes import DP, HDP, ShardingMode
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
@@ -37,7 +37,9 @@ T = TypeVar("T")
 
 
 class ShardedModel:
-    """A module whose parameters are sharded over all ranks. Methods are called on all ranks unless they say otherwise.
+    """A module whose parameters are sharded, over all ranks or in each node.
+
+    Methods are called on all ranks unless they say otherwise.
 
     Args:
         module: the user's, not sharded yet.
@@ -65,14 +67,13 @@ class ShardedModel:
         self.module, self.plan, self.units = module, plan, tuple(units)
         self.recomputed: Sequence[str] = ()
         self.check_options: Callable[[Plan], None] = internals.do_nothing
-        self._forwards, self._device = BlockForwards(module, device), device
+        self._forwards = BlockForwards(module, device)
         if plan is not None:
             self._forwards.choose(plan.blocks, units=[unit.name for unit in units])
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        if device.type != "cpu":
-            warm_up(mesh.get_group(), device)
-        shard(self.units, mesh, mixed_precision, initialize)
-        self._nodes: DeviceMesh | None = None
+        self._meshes = Meshes(device)
+        if plan is not None:
+            self._meshes.add_nodes(plan)
+        shard(self.units, self._meshes, mixed_precision, initialize)
         self._reshard_after_forward()
         internals.begin(module)
         internals.check_units(module)
@@ -150,7 +151,7 @@ class ShardedModel:
     @property
     def shares_world(self) -> bool:
         """Whether it is sharded over the process group that there is now."""
-        return internals.process_group_of(self._groups[0]) is dist.group.WORLD
+        return self._meshes.share_world
 
     @cached_property
     def _groups(self) -> tuple[Any, ...]:
@@ -209,8 +210,11 @@ class ShardedModel:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Within it, units that the plan reduces in the last micro-batch only leave their gradients whole."""
-        waiting = [unit for unit in self.units if unit.mode.sync == "last"]
+        """Within it, gradients that the plan reduces in the last micro-batch only are left as they are.
+
+        They are whole, or, where each micro-batch reduces them inside of nodes, as those have left them.
+        """
+        waiting = [unit for unit in self.units if unit.mode.sync != "every"]
         _set_reducing(waiting, False)
         try:
             yield
@@ -240,22 +244,16 @@ class ShardedModel:
         modes = {name: mode for unit in plan.units for name, mode in _modes(unit)}
         self.units = tuple(dataclasses.replace(unit, mode=modes[unit.name]) for unit in self.units)
         self.plan = plan
+        self._meshes.add_nodes(plan)
         self._reshard_after_forward()
         internals.set_asynchronous(self.module, is_asynchronous=plan.asynchronous_unshard)
         self._set_prefetch()
 
     def _reshard_after_forward(self) -> None:
         """Has forward free units, keep them, or leave a shard in each node, as their modes say."""
-        if self._nodes is None and self.plan is not None and self.plan.needs_nodes:
-            size = self.plan.node_size
-            assert size is not None
-            shape = (dist.get_world_size() // size, size)
-            self._nodes = init_device_mesh(self._device.type, shape, mesh_dim_names=("nodes", "node"))
-            if self._device.type != "cpu":
-                warm_up(self._nodes.get_group("node"), self._device)
         for unit in self.units:
             if unit.name:
-                nodes = self._nodes if unit.mode.needs_nodes else None
+                nodes = self._meshes.nodes if unit.mode.leaves_shard else None
                 internals.reshard_after_forward(unit.handle, is_kept=unit.mode.resident, nodes=nodes)
 
     def _check_use(self, plan: Plan, *, may_divide: bool) -> None:
@@ -269,7 +267,7 @@ class ShardedModel:
         check_blocks(self.module, self._blocks_of(plan))
         self.check_options(plan)
         place = self.place_in_step()
-        whole = [unit.name for unit in self.units if internals.has_whole_gradients(unit.handle)]
+        whole = [unit.name for unit in self.units if internals.has_waiting_gradients(unit.handle)]
         if place:
             where = f"is in {place}"
         elif whole:
@@ -306,30 +304,16 @@ class ShardedModel:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Within it, no collective reaches another rank; afterwards all is as before, errors or not."""
-        from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers the backend "fake"
-
         self.reshard()
-        group, real = dist.new_group(backend="fake"), dist.group.WORLD
-        assert real is not None
-        own: list[dist.ProcessGroup] = [] if self._nodes is None else [self._nodes.get_group("node")]
-        fakes: list[dist.ProcessGroup] = [dist.new_subgroups(each.size(), backend="fake")[0] for each in own]
         gradients = [(parameter, parameter.grad) for parameter in self.module.parameters()]
-        for each in self._groups:
-            internals.use_group(each, group, *fakes)
-        dist.group.WORLD = group
-        try:
-            with self._agreement.paused():
+        with self._meshes.faked(self._groups), self._agreement.paused():
+            try:
                 yield
-        finally:
-            dist.group.WORLD = real
-            internals.forget_step(self.module, self._groups)
-            self._waiting.forget()
-            for each in self._groups:
-                internals.use_group(each, real, *own)
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-            for fake in (group, *fakes):
-                dist.destroy_process_group(fake)
+            finally:
+                internals.forget_step(self.module, self._groups)
+                self._waiting.forget()
+                for parameter, gradient in gradients:
+                    parameter.grad = gradient
 
     @contextmanager
     def kept_shards(self) -> Iterator[None]:
@@ -436,17 +420,6 @@ class ShardedModel:
             load.load_sharded(path, self.module, optimizers, strict=strict)
 
 
-def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Has a group of ranks take the memory that it keeps: NCCL's does with its first collective of each kind.
-
-    Else it would be taken in the first step, of what a dry run on each rank alone has seen to be free.
-    """
-    whole, shard = torch.zeros(group.size(), device=device), torch.zeros(1, device=device)
-    dist.all_gather_single(whole, shard, group=group)
-    dist.reduce_scatter_single(shard, whole, group=group)
-    dist.all_reduce(shard, group=group)
-
-
 def _begin(
     module: nn.Module,
     device: torch.device,
@@ -479,8 +452,11 @@ def _initialize(param_init_fn: Callable[[nn.Module], None], unit: nn.Module) -> 
 
 
 def _set_reducing(units: Sequence[ShardedUnit], reduces: bool) -> None:
-    """Whether backward reduces these units' gradients; where it does not, kept ones stay gathered, too."""
+    """Whether backward reduces these units' gradients, or does so between nodes; else kept ones stay gathered, too."""
     for unit in units:
+        if unit.mode.sync == "node":
+            unit.handle.set_requires_all_reduce(reduces, recurse=False)
+            continue
         unit.handle.set_requires_gradient_sync(reduces, recurse=False)
         if unit.mode.resident:
             unit.handle.set_reshard_after_backward(reduces, recurse=False)
@@ -488,7 +464,9 @@ def _set_reducing(units: Sequence[ShardedUnit], reduces: bool) -> None:
 
 def _modes(unit: Unit) -> Iterator[tuple[str, ShardingMode]]:
     """Modes of a plan's unit, by the name that each of its slices has as a unit; the root is kept whatever it says."""
-    modes = unit.sharding_modes if unit.name else (DP,)
+    modes = unit.sharding_modes
+    if not unit.name:
+        modes = (HDP if modes[0].sharded_over == "node" else DP,)
     return zip(slice_names(unit.name, unit.num_slices), modes, strict=True)
 
 

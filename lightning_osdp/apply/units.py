@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from lightning_osdp.apply import internals
 from lightning_osdp.apply.activations.blocks import is_inside
+from lightning_osdp.apply.meshes import Meshes
 from lightning_osdp.core.modes import DP, ZDP, ShardingMode
 from lightning_osdp.engine import FSDP2
 from lightning_osdp.splitting import compiled_whole
@@ -95,7 +95,7 @@ def _blocks_in(module: nn.Module, num_holders: Mapping[nn.Parameter, int], min_u
 
 def shard(
     units: Sequence[ShardedUnit],
-    mesh: DeviceMesh,
+    meshes: Meshes,
     precision: MixedPrecision | None,
     initialize: Callable[[nn.Module], None],
 ) -> None:
@@ -106,7 +106,7 @@ def shard(
 
     Args:
         units: root first, then in forward order.
-        mesh: of all ranks, on their devices.
+        meshes: on the devices of all ranks.
         precision: what to compute and reduce in; None: in the parameters' own dtype.
         initialize: gives the tensors of a unit's module storage and values, right before they are sharded.
     """
@@ -122,11 +122,12 @@ def shard(
                 module.register_forward_hook(_without_views)
         fully_shard(
             list(unit.modules) if len(unit.modules) > 1 else unit.modules[0],
-            mesh=mesh,
+            mesh=meshes.of(unit.mode),
             reshard_after_forward=not unit.mode.resident,
             mp_policy=_policy(unit, precision),
         )
         internals.keep_identities(unit.handle)
+        internals.copy_from_first_node(unit.handle)
         for child, name, attributes in kept:
             sharded: Any = child._parameters[name]
             vars(sharded).update(attributes)

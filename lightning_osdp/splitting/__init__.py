@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_osdp.splitting.module import SplitModule
-from lightning_osdp.splitting.sharded import JoinedShards, gathered
+from lightning_osdp.splitting.sharded import JoinedShards, gathered, group_of_rows
 from lightning_osdp.splitting.splitters import compiled_whole, cut_dims, split, splittable
 from lightning_osdp.splitting.states import cut_states, cuts_of, join_names, join_states
 
@@ -15,6 +15,7 @@ __all__ = [
     "cut_states",
     "cuts_of",
     "gathered",
+    "group_of_rows",
     "join_names",
     "join_states",
     "split",

@@ -71,7 +71,7 @@ class JoinedShards(ShardedParameter):
     and reads each rank's shards where they lie, without a copy and without communication, for any other sharding.
 
     Args:
-        pieces: DTensors of one dtype and mesh, with equal shapes but for ``dim``.
+        pieces: DTensors of one dtype, with equal shapes but for ``dim``.
         dim: along which they are joined.
         name: of the parameter, for the error where values are needed.
     """
@@ -153,14 +153,27 @@ def gathered(shards: Any) -> Tensor:
     Rows are gathered into one buffer, of which the result may be a view; ``full_tensor`` holds up to three such.
     """
     whole: Tensor
-    if shards.placements != (Shard(0),):
+    group = group_of_rows(shards)
+    if group is None:
         whole = shards.full_tensor().clone()  # which may have been a view of the rank's own
         return whole
-    mesh, local = shards.device_mesh, shards.to_local()
-    num_rows = -(-len(shards) // mesh.size())
-    buffer = local.new_empty(num_rows * mesh.size(), *local.shape[1:])
-    own = buffer.narrow(0, mesh.get_local_rank() * num_rows, num_rows)
+    local = shards.to_local()
+    num_rows = -(-len(shards) // group.size())
+    buffer = local.new_empty(num_rows * group.size(), *local.shape[1:])
+    own = buffer.narrow(0, group.rank() * num_rows, num_rows)
     own[: len(local)].copy_(local)
-    dist.all_gather_single(buffer, own, group=mesh.get_group())
+    dist.all_gather_single(buffer, own, group=group)
     whole = buffer[: len(shards)]
     return whole
+
+
+def group_of_rows(shards: Any) -> dist.ProcessGroup | None:
+    """Ranks among which the rows of a DTensor are cut, this one included; None where it is cut in another way.
+
+    Other ranks may have the same rows, as those of other nodes do.
+    """
+    cut = [dim for dim, placement in enumerate(shards.placements) if not placement.is_replicate()]
+    if [shards.placements[dim] for dim in cut] != [Shard(0)]:
+        return None
+    group: dist.ProcessGroup = shards.device_mesh.get_group(cut[0])
+    return group

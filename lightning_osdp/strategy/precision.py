@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.types import Optimizable
 from lightning.pytorch.plugins.precision import FSDPPrecision
+from torch import Tensor
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_osdp.apply import local
+from lightning_osdp.apply import local, num_copies
 
 
 class OSDPPrecision(FSDPPrecision):
@@ -56,13 +57,14 @@ class OSDPPrecision(FSDPPrecision):
     def clip_grad_by_norm(self, optimizer: Optimizable, clip_val: int | float, *_: Any, **__: Any) -> None:
         """Scales gradients so that their norm over all ranks is at most ``clip_val``.
 
-        Each rank holds a shard of every gradient, and shards are disjoint, so the squares of all ranks add up. As
-        ``torch.nn.utils.clip_grad_norm_``.
+        Each rank holds a shard of every gradient, and the squares of all ranks add up; those of shards that several
+        nodes have count once. As ``torch.nn.utils.clip_grad_norm_``.
         """
         if clip_val <= 0:
             return
         assert isinstance(optimizer, Optimizer)
-        gradients = [local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        found = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [local(gradient) for gradient in found]
         if gradients:
             device = gradients[0].device
             accumulate = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
@@ -70,8 +72,11 @@ class OSDPPrecision(FSDPPrecision):
             device, accumulate = torch.device("cuda", torch.cuda.current_device()), torch.float32
         else:
             device, accumulate = torch.device("cpu"), torch.float32
-        norms = [torch.linalg.vector_norm(g, dtype=accumulate) for g in gradients]
-        total = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=accumulate, device=device)
+        norms: dict[int, list[Tensor]] = {}  # by how many ranks have the same
+        for gradient, rows in zip(found, gradients, strict=True):
+            norms.setdefault(num_copies(gradient), []).append(torch.linalg.vector_norm(rows, dtype=accumulate))
+        shares = [torch.stack(each).square().sum() / number for number, each in norms.items()]
+        total = sum(shares, torch.zeros((), dtype=accumulate, device=device))
         if dist.is_initialized() and dist.get_world_size() > 1:
             # A rank without any gradient of this optimizer (fewer elements than ranks) must take part all the same.
             squares = total.to(torch.float64)

@@ -173,12 +173,17 @@ def test_an_all_gather_that_nobody_waited_for_is_dropped(net, groups):
 
 
 def test_collectives_run_on_the_process_group_of_the_unit(net, groups):
-    other, world = dist.new_group([0]), internals.process_group_of(groups[0])
-    assert world is dist.group.WORLD
-    internals.use_group(groups[0], other)
-    assert internals.process_group_of(groups[0]) is other
-    assert groups[0]._all_gather_process_group is other
-    assert groups[0]._reduce_scatter_process_group is other
+    world, other = dist.group.WORLD, dist.new_group([0])
+
+    def used():
+        return {
+            each for group in groups for each in (group._all_gather_process_group, group._reduce_scatter_process_group)
+        }
+
+    assert used() == {world}
+    with internals.on_process_groups(groups, {world: other}):
+        assert used() == {other}
+    assert used() == {world}
     dist.destroy_process_group(other)
 
 

@@ -26,9 +26,12 @@ from torch.utils.data import DataLoader
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp import OSDPPrecision, OSDPStrategy
 from lightning_osdp.apply import internals
+from lightning_osdp.core.modes import NAMED_MODES
 
 UNITS = ("first", "twice", "partly", "frozen", "last")
 KINDS = [(mode, sync) for mode in ("ZDP", "DP") for sync in ("every", "last")]
+IN_NODES = [(mode, sync) for mode in ("HSDP", "HDP") for sync in ("every", "last", "node")]
+MIXED = [*KINDS, ("hpZ", "every"), *IN_NODES]
 
 
 class Knotted(Base):
@@ -75,13 +78,16 @@ def plan_with(kinds, num_micro_batches, dtype="float64", of=Knotted):
     )
     syncs = {unit: sync for unit, (_, sync) in zip(UNITS, kinds, strict=True)}
     units = tuple(dataclasses.replace(unit, sync=syncs.get(unit.name, "every")) for unit in plan.units)
+    if any(NAMED_MODES[mode].needs_nodes for mode, _ in kinds):
+        units = tuple(unit if unit.name else dataclasses.replace(unit, modes=("HDP",)) for unit in units)
+        plan = dataclasses.replace(plan, node_size=2)
     return dataclasses.replace(plan, units=units)
 
 
-def mixes(seed, number):
+def mixes(seed, number, of=KINDS):
     """So many random choices of kinds."""
     chosen = random.Random(seed)
-    return [[chosen.choice(KINDS) for _ in UNITS] for _ in range(number)]
+    return [[chosen.choice(of) for _ in UNITS] for _ in range(number)]
 
 
 def fitted(strategy, *, kind=Knotted, optimizer="adamw", dtype="float64", callbacks=(), ckpt_path=None, **options):
@@ -112,14 +118,15 @@ def equals_ddp(cases, *, num_micro_batches, **options):
         options["accumulate_grad_batches"] = num_micro_batches
     expected, _ = by_ddp(**options)
     return [
-        difference(fitted(OSDPStrategy(plan=plan), **options)[0], expected)
+        difference(fitted(OSDPStrategy(plan=plan, node_size=plan.node_size), **options)[0], expected)
         for plan in (plan_with(kinds, num_micro_batches or 1, options.get("dtype", "float64")) for kinds in cases)
     ]
 
 
-def combinations(num_micro_batches, num_mixes):
+def combinations(num_micro_batches, num_mixes, in_nodes=False):
     """Differences from DDP of each kind alone and of mixes: in epochs of 7 batches, so with a shorter last window."""
-    cases = [[kind] * len(UNITS) for kind in KINDS] + mixes(num_micro_batches, num_mixes)
+    alone, mixed = (IN_NODES, MIXED) if in_nodes else (KINDS, KINDS)
+    cases = [[kind] * len(UNITS) for kind in alone] + mixes(num_micro_batches, num_mixes, mixed)
     return equals_ddp(cases, num_micro_batches=num_micro_batches, limit_train_batches=7)
 
 
@@ -133,9 +140,11 @@ class Schedule(GradientAccumulationScheduler):
         super().__init__({0: 1, 1: 3, 2: 2})
 
 
-def within_lightning():
+def within_lightning(in_nodes=False):
     """Differences from DDP where Lightning does something inside or between windows."""
     kinds = [*mixes(5, 1), [("DP", "last")] * len(UNITS)]
+    if in_nodes:
+        kinds = [*mixes(5, 1, MIXED), [("HDP", "node")] * len(UNITS)]
     inside = {"num_micro_batches": 3, "limit_train_batches": 7}
     return {
         "validation": equals_ddp(kinds, **inside, val_check_interval=2, limit_val_batches=1),

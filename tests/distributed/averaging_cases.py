@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from cases import largest_difference, plan_for, trainer
 from models import GPT, WideMLP
+from node_cases import in_nodes
 from strategy_cases import SPACE, failure, fitted, shared_folder
 from torch.utils.data import DataLoader
 
@@ -77,21 +78,22 @@ def ddp():
     return DDPStrategy(process_group_backend="gloo")
 
 
-def averages():
+def averages(modes):
     """Differences from DDP of each average: trained, resumed from a checkpoint, and fitted again."""
     plan = plan_for(Model(), "mixed", world_size=dist.get_world_size())
+    plan = plan if modes == "mixed" else in_nodes(plan, modes)
     found = {}
     for name, averaging in {
         "all alike": WeightAveraging,
         "exponential": lambda: EMAWeightAveraging(decay=0.5, use_buffers=False),
     }.items():
-        ours = epochs(lambda: OSDPStrategy(plan=plan), averaging, 1)
+        ours = epochs(lambda: OSDPStrategy(plan=plan, node_size=plan.node_size), averaging, 1)
         ddps = epochs(ddp, averaging, 1)
         found[name] = compared(ours, ddps)
         found[f"{name}, apart"] = largest_difference(ours[2]["state_dict"], ours[2]["current_model_state"])
-        resumed = epochs(lambda: OSDPStrategy(plan=plan), averaging, 2, ckpt_path=ours[3])
+        resumed = epochs(lambda: OSDPStrategy(plan=plan, node_size=plan.node_size), averaging, 2, ckpt_path=ours[3])
         found[f"{name}, resumed"] = compared(resumed, epochs(ddp, averaging, 2, ckpt_path=ddps[3]))
-    again = epochs(lambda: OSDPStrategy(plan=plan), WeightAveraging, 1, again=True)
+    again = epochs(lambda: OSDPStrategy(plan=plan, node_size=plan.node_size), WeightAveraging, 1, again=True)
     found["again"] = compared(again, epochs(ddp, WeightAveraging, 1, again=True))
     return found
 

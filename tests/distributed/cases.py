@@ -1,6 +1,7 @@
 """What the ranks run: each function is called on all ranks at once, and returns what can be pickled."""
 
 import dataclasses
+import itertools
 import sys
 import tempfile
 from pathlib import Path
@@ -227,13 +228,16 @@ class Steps(L.Callback):
         pl_module.steps.append((moved, trainer.precision_plugin.scaler.get_scale()))
 
 
-def overflows(clip=None):
+def overflows(clip=None, in_nodes=False):
     """Of each step in float16: whether it has changed weights, and the scale after it."""
     module = Overflows("sgd")
     module.steps = []
     plan = plan_for(module, "mixed", world_size=dist.get_world_size())
-    fit = trainer(
-        OSDPStrategy(plan=plan), precision="16-mixed", max_steps=4, gradient_clip_val=clip, callbacks=[Steps()]
-    )
+    if in_nodes:
+        turns = zip(plan.units, itertools.cycle(["HDP", "ZDP", "HSDP"]), strict=False)
+        units = tuple(dataclasses.replace(unit, modes=(mode,)) for unit, mode in turns)
+        plan = dataclasses.replace(plan, units=units, node_size=2)
+    strategy = OSDPStrategy(plan=plan, node_size=plan.node_size)
+    fit = trainer(strategy, precision="16-mixed", max_steps=4, gradient_clip_val=clip, callbacks=[Steps()])
     fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size()))
     return module.steps

@@ -4,9 +4,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_osdp.apply import agreement
-from lightning_osdp.apply.sharded import warm_up
+from lightning_osdp.apply.meshes import warm_up
 from lightning_osdp.errors import OSDPError
 from lightning_osdp.strategy.runtime import all_ranks
 from lightning_osdp.strategy.runtime.ranks import collectives_entered
@@ -25,6 +26,10 @@ def counted():
         found[name] = collectives_entered(world_size) - before
     warm_up(beside, CPU)
     found["warm-up"] = collectives_entered(world_size) - before
+    mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("nodes", "node"))
+    for name in mesh.mesh_dim_names:
+        dist.all_reduce(torch.zeros(1), group=mesh.get_group(name))
+    found["nodes"] = collectives_entered(world_size) - before
     for group in (beside, alone):
         dist.destroy_process_group(group)
     return found

@@ -116,18 +116,18 @@ def largest_from_plain(of, plain):
     return found
 
 
-def equals_dtensors(names=tuple(CLASSES)):
+def equals_dtensors(names=tuple(CLASSES), in_nodes=False):
     """Per case, what differs from steps on DTensors, and how much from those of one process."""
-    found = {}
+    found, make = {}, cut_in_nodes if in_nodes else cut
     for name in names:
         for how in (False, True, *["fused"] * (name in FUSED)):
             for index, options in enumerate(CLASSES[name]):
                 given = {k: 0.05 if how == "fused" and k == "lr" else v for k, v in options.items()}
-                rows = stepped(cut, name, how, given, stepping_on_rows)
+                rows = stepped(make, name, how, given, stepping_on_rows)
                 plain = stepped(lambda whole: whole, name, how, given, lambda _: nullcontext())
                 other = None
                 if (name, how) not in NOT_ON_DTENSORS:
-                    other = differences(rows, stepped(cut, name, how, given, lambda _: nullcontext()))
+                    other = differences(rows, stepped(make, name, how, given, lambda _: nullcontext()))
                 found[name, how, index] = other, largest_from_plain(rows, plain)
     return found
 
@@ -161,6 +161,14 @@ def kinds_in(optimizer):
 def cut(whole):
     """Into rows, of all ranks."""
     return distribute_tensor(whole, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
+
+
+def cut_in_nodes(whole):
+    """Into rows of two ranks, those of an odd number of elements, and of all ranks."""
+    if whole.numel() % 2 == 0:
+        return cut(whole)
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("nodes", "node"))
+    return distribute_tensor(whole, mesh, [Replicate(), Shard(0)])
 
 
 def cut_parameters():

@@ -17,6 +17,7 @@ from wrapped_units import plan, units_of
 
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.apply import ShardedModel
+from lightning_osdp.core.modes import NAMED_MODES
 from lightning_osdp.errors import OSDPError
 from lightning_osdp.profiler import LiveBytes
 
@@ -30,7 +31,8 @@ def plan_of(module, *, modes=("ZDP", "DP"), blocks=True):
     for index in range(LAYERS if blocks else 0):
         name = f"blocks.{index}"
         units[name] = ([o for o in owners if o.startswith(f"{name}.")], modes[index % len(modes)])
-    return plan(units, dist.get_world_size())
+    node_size = 2 if any(NAMED_MODES[mode].needs_nodes for mode in modes) else None
+    return plan(units, dist.get_world_size(), node_size=node_size)
 
 
 def made(start, *, seed=0):
@@ -73,11 +75,11 @@ def memory_while_wrapping(start):
     }
 
 
-def starts(start):
+def starts(start, modes=("ZDP", "DP")):
     """What a model starts with: its values, whether they are those of rank 0 and of other units, ties, attributes."""
     module = made(start)
     expected = {name: value.clone() for name, value in module.state_dict().items()} if start == "rank 0" else {}
-    sharded = planned(module, plan_of(module))
+    sharded = planned(module, plan_of(module, modes=modes))
     after = torch.get_rng_state()
     found = values(sharded)
     from_zero = [found]
@@ -100,10 +102,10 @@ def starts(start):
     }
 
 
-def trains(start, steps=4):
+def trains(start, steps=4, modes=("ZDP", "DP")):
     """Largest difference from the unwrapped model after some steps of AdamW in float64, all starting alike."""
     module = made(start).double()
-    sharded = planned(module, plan_of(module))
+    sharded = planned(module, plan_of(module, modes=modes))
     plain = made("real").double()
     before = values(sharded)
     plain.load_state_dict(before, strict=False)

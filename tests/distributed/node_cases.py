@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 sys.path.insert(0, str(Path(__file__).parent))
 
 import change_cases
+import models
 from cases import (
     largest_difference,
     plan_for,
@@ -23,32 +24,75 @@ from cases import (
     trained,
     trainer,
 )
-from models import build
+from models import GPT, build
 from strategy_cases import failure
+from torch.distributed.tensor import DTensor
 
-from lightning_osdp import OSDPStrategy, SearchSpace, measure_cluster, simulate
+from lightning_osdp import OSDPStrategy, SearchSpace, change_plan, measure_cluster, simulate
+from lightning_osdp.apply import ShardedModel, local
 from lightning_osdp.callbacks import PlanMonitor
+from lightning_osdp.profiler import untouched
 
+CPU = torch.device("cpu")
 NODE_SIZE = 2
 NUM_BATCHES = 10
 """Of an epoch, on four ranks: as many micro-batches as there may be in all steps."""
-MODES = {"hpz": ["hpZ"], "mixed": ["hpZ", "DP", "ZDP"]}
+MODES = {
+    "hpz": ["hpZ"],
+    "mixed": ["hpZ", "DP", "ZDP"],
+    "hsdp": ["HSDP"],
+    "hdp": ["HDP"],
+    "all": ["hpZ", "HSDP", "DP", "HDP", "ZDP"],
+}
+ROOTS = {"hdp": "HDP", "all": "HDP"}
+"""Modes of the root, where it is not DP."""
+OVER_ALL, IN_NODES = ["ZDP", "hpZ", "DP"], ["HSDP", "HDP"]
+PREDICTED = ("hpz", "mixed")
+
+
+class HalfFrozen(GPT):
+    """With units that are frozen, or in part."""
+
+    def __init__(self, optimizer="adamw"):
+        super().__init__(optimizer)
+        self.tokens.requires_grad_(False)
+        self.blocks[0].fc.weight.requires_grad_(False)
+        self.blocks[1].out.bias.requires_grad_(False)
+
+
+models.MODELS |= {"half_frozen": HalfFrozen}
+
+
+def staying(mode):
+    """Modes that a unit in this one may change to: those that shard it over the same ranks."""
+    return IN_NODES if mode in IN_NODES else OVER_ALL
 
 
 def cluster_of_nodes():
     return dataclasses.replace(stated_cluster(dist.get_world_size()), node_size=NODE_SIZE)
 
 
-def in_nodes(plan, modes, sync="every"):
-    """The plan with these modes in turn, and with gradients reduced in these micro-batches."""
-    units = [
-        dataclasses.replace(unit, modes=(mode,), sync=sync) if unit.name else unit
-        for unit, mode in zip(plan.units, itertools.cycle(MODES[modes]), strict=False)
-    ]
+def in_nodes(plan, modes, sync="every", sliced=()):
+    """The plan with these modes in turn, and with gradients reduced in these micro-batches.
+
+    Args:
+        plan: of units with one slice.
+        modes: one of `MODES`.
+        sync: of all units but the root; "last" in place of "node", where there is no such choice.
+        sliced: ends of the names of units that get two slices.
+    """
+    units = []
+    for unit, mode in zip(plan.units, itertools.cycle(MODES[modes]), strict=False):
+        if unit.name:
+            chosen = staying(mode)[:2] if unit.name.endswith(tuple(sliced)) else [mode]
+            reduces = "last" if sync == "node" and mode not in IN_NODES else sync
+            units.append(dataclasses.replace(unit, modes=tuple(chosen), sync=reduces))
+        else:
+            units.append(dataclasses.replace(unit, modes=(ROOTS.get(modes, "DP"),)))
     return dataclasses.replace(plan, units=tuple(units), node_size=NODE_SIZE)
 
 
-def equivalence(name, optimizer, dtype, num_micro_batches=1, clip=None, sync="every", dry_run=False):
+def equivalence(name, optimizer, dtype, num_micro_batches=1, clip=None, sync="every", dry_run=False, sliced=()):
     """By modes: differences of weights after five steps from DDP's and from one process's (rank 0)."""
     world_size, found = dist.get_world_size(), {}
     options = {"accumulate_grad_batches": num_micro_batches, "gradient_clip_val": clip}
@@ -58,11 +102,116 @@ def equivalence(name, optimizer, dtype, num_micro_batches=1, clip=None, sync="ev
         plain = reference(name, optimizer, dtype, world_size=world_size, num_micro_batches=num_micro_batches, clip=clip)
     for modes in MODES:
         base = plan_for(start, "zdp", world_size=world_size, num_micro_batches=num_micro_batches)
-        strategy = OSDPStrategy(plan=in_nodes(base, modes, sync), node_size=NODE_SIZE, dry_run=dry_run)
-        weights, _, _ = trained(strategy, name, optimizer, dtype, **options)
+        strategy = OSDPStrategy(plan=in_nodes(base, modes, sync, sliced), node_size=NODE_SIZE, dry_run=dry_run)
+        weights, _, fit = trained(strategy, name, optimizer, dtype, **options)
+        apart = nodes_apart(fit.lightning_module)
         if dist.get_rank() == 0:
-            found[modes] = (largest_difference(weights, ddp), largest_difference(weights, plain))
+            found[modes] = (largest_difference(weights, ddp), largest_difference(weights, plain), apart)
     return found
+
+
+def nodes_apart(module):
+    """Largest difference between what two nodes hold of a parameter, over all ranks; of nothing where none does."""
+    found = []
+    for parameter in module.parameters():
+        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 2:
+            rows = local(parameter.detach()).contiguous()
+            others = [torch.empty_like(rows) for _ in range(parameter.device_mesh.size(0))]
+            dist.all_gather(others, rows, group=parameter.device_mesh.get_group(0))
+            found += [float((rows - other).abs().max()) for other in others if rows.numel()]
+    told = [None] * dist.get_world_size()
+    dist.all_gather_object(told, max(found, default=0.0))
+    return max(told)
+
+
+def low_precision(name, optimizer):
+    """Losses in bf16-mixed under a plan that shards all units over all ranks, and by modes."""
+    module, found = build(name, optimizer), {}
+    for modes in ("zdp", *MODES):
+        plan = plan_for(module, "zdp", world_size=dist.get_world_size())
+        plan = plan if modes == "zdp" else in_nodes(plan, modes)
+        strategy = OSDPStrategy(plan=plan, node_size=plan.node_size)
+        _, found[modes], fit = trained(strategy, name, optimizer, "float32", precision="bf16-mixed")
+        assert nodes_apart(fit.lightning_module) == 0.0
+    return found
+
+
+def plan_in_nodes(modes, units="operators"):
+    """Of the module that `change_cases` trains."""
+    plan = change_cases.base_plan(units)
+    whole = [dataclasses.replace(unit, modes=("ZDP",)) for unit in plan.units]
+    return in_nodes(dataclasses.replace(plan, units=tuple(whole)), modes)
+
+
+def begins_unlike(is_synchronized):
+    """How far apart nodes begin, and from rank 0's values if those are to count, where each rank has made its own."""
+    found, rank = {}, dist.get_rank()
+    for modes in MODES:
+        plan = in_nodes(plan_for(build("gpt"), "zdp", world_size=dist.get_world_size()), modes)
+        module = build("gpt")
+        own = {name: value + rank for name, value in module.state_dict().items()}
+        module.load_state_dict(own)
+        model = ShardedModel.planned(module, plan, device=CPU, sync_module_states=is_synchronized)
+        whole = model.whole_state(on_all_ranks=True)
+        told = [own if is_synchronized else whole]
+        dist.broadcast_object_list(told)
+        found[modes] = nodes_apart(module), largest_difference(whole, told[0])
+    return found
+
+
+def writes_back(modes):
+    """How far weights are from those that all ranks have written while they were whole, and nodes from each other."""
+    run = change_cases.Run(plan_in_nodes(modes))
+    run.step(change_cases.batches_by_step()[0])
+    with run.model.gathered(run.module, writes=True), torch.no_grad():
+        for parameter in run.module.parameters():
+            parameter.mul_(2).add_(torch.arange(parameter.numel()).view_as(parameter))
+        written = {name: parameter.clone() for name, parameter in run.module.named_parameters()}
+    whole = run.model.whole_state(on_all_ranks=True)
+    apart = max(float((whole[name] - value).abs().max()) for name, value in written.items())
+    return apart, nodes_apart(run.module)
+
+
+def refused_moves():
+    """What is said of plans under which units would be sharded over other ranks; and how training goes on."""
+    plans = {modes: plan_in_nodes(modes) for modes in MODES}
+    found = {}
+    for of, to in (("hpz", "hsdp"), ("hdp", "hpz"), ("all", "hsdp")):
+        run, same = change_cases.Run(plans[of]), change_cases.Run(plans[of])
+        given = change_cases.batches_by_step()
+        for each in (run, same):
+            torch.manual_seed(7)
+            each.step(given[0])
+        told = failure(lambda run=run, to=to: change_plan(run.module, plans[to]))
+        results = []
+        for each in (run, same):
+            torch.manual_seed(7)
+            results.append(each.found(each.step(given[1])))
+        found[of, to] = told, change_cases.apart(*results)
+    return found
+
+
+def runs_alone(modes):
+    """Steps of each rank alone, as many as no other one takes; how training goes on, and what is left of them."""
+    plan, results = plan_in_nodes(modes, "both"), []
+    plan = change_cases.with_sync(plan, "last")
+    first, second, *_ = change_cases.batches_by_step()
+    for is_alone in (True, False):
+        run = change_cases.Run(plan)
+        torch.manual_seed(7)
+        run.step(first)
+        if is_alone:
+            with run.model.alone(), untouched(run.module, left_out=run.model.shards):
+                run.model.shard_gradients()
+                for batch in second * (dist.get_rank() + 1):
+                    run.module(batch).backward()
+                with run.model.accumulating():
+                    run.module(second[0]).backward()
+            groups = [group for unit in run.model.units for group in [unit_group(unit)] if group is not None]
+            assert all(group._partial_reduce_output is None for group in groups)
+            assert all(group._all_reduce_state is None for group in groups)
+        results.append(run.found(run.step(second)))
+    return change_cases.apart(*results)
 
 
 def peaks(name, modes, num_micro_batches, prefetch, asynchronous):
@@ -79,20 +228,20 @@ def peaks(name, modes, num_micro_batches, prefetch, asynchronous):
     return predicted.peak_bytes, check.measured.peak_bytes
 
 
-def changes(seed):
+def changes(seed, modes):
     """Of a module whose units are freed, kept or left in nodes in turn: from one that keeps its plan, and from DDP."""
     draw = random.Random(seed)
 
     def drawn(plan):
         units = [
-            dataclasses.replace(unit, modes=tuple(draw.choice(["ZDP", "hpZ", "DP"]) for _ in unit.modes))
+            dataclasses.replace(unit, modes=tuple(draw.choice(staying(mode)) for mode in unit.modes))
             if unit.name
             else unit
             for unit in plan.units
         ]
         return dataclasses.replace(plan, units=tuple(units))
 
-    plan = dataclasses.replace(change_cases.base_plan("both"), node_size=NODE_SIZE)
+    plan = plan_in_nodes(modes, "both")
     with mock.patch.object(change_cases, "STEPS", NUM_BATCHES // change_cases.MICRO_BATCHES):
         plans = [drawn(plan) for _ in range(change_cases.STEPS - 1)]
         expected, _ = change_cases.trained(plan)

@@ -12,7 +12,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 
 from cases import largest_difference, trainer
-from split_models import KINDS, SplitNet, split_plan
+from split_models import KINDS, SplitNet, in_nodes, split_plan
 
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp import OSDPPrecision, OSDPStrategy
@@ -113,12 +113,13 @@ def unequal(found, expected):
 
 
 def _fit(kind, call, *, optimizer="adamw", max_steps=4, **options):
-    """On three ranks with other modes than on two and four, and with units that reduce in the last micro-batch."""
+    """On three ranks with other modes, and with units that reduce in the last micro-batch; on four also in nodes."""
     module, world_size = SplitNet(optimizer, num_blocks=1), dist.get_world_size()
     is_odd = world_size == 3
     plan = split_plan(kind, module, world_size, num_micro_batches=1 + is_odd, is_shifted=is_odd)
+    plan = in_nodes(plan) if world_size == 4 else plan
     fit = trainer(
-        OSDPStrategy(plan=plan, batch_size="keep"),
+        OSDPStrategy(plan=plan, batch_size="keep", node_size=plan.node_size),
         callbacks=[AtStart(call)],
         max_steps=max_steps,
         accumulate_grad_batches=1 + is_odd,

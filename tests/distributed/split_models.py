@@ -79,3 +79,13 @@ def split_plan(kind, module, world_size, num_micro_batches=1, *, is_shifted=Fals
         for index, unit in enumerate(plan.units)
     )
     return dataclasses.replace(plan, units=tuple(units))
+
+
+def in_nodes(plan):
+    """The same plan in nodes of two ranks, in each of which the root and every other unit are sharded."""
+    in_each = {"ZDP": "HSDP", "DP": "HDP"}
+    units = [
+        dataclasses.replace(unit, modes=tuple(map(in_each.get, unit.modes))) if index % 2 == 0 else unit
+        for index, unit in enumerate(plan.units)
+    ]
+    return dataclasses.replace(plan, units=tuple(units), node_size=2)

@@ -1,5 +1,6 @@
 """State of modules under ``fully_shard``, against a plain module's, as the ranks run it."""
 
+import itertools
 import shutil
 import sys
 import time
@@ -72,22 +73,28 @@ class Everything(Varied):
         return kind(groups, lr=0.02, **options)
 
 
-def sharded(module, num_slices, *, kept=()):
-    """Under ``fully_shard``, split operators in as many units as slices; the named units stay gathered."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def sharded(module, num_slices, *, kept=(), in_nodes=False):
+    """Under ``fully_shard``, split operators in as many units as slices; the named units stay gathered.
+
+    In nodes of two ranks, every second unit and the root are sharded in each node.
+    """
+    world_size = dist.get_world_size()
+    meshes = [mesh := init_device_mesh("cpu", (world_size,))]
+    if in_nodes:
+        meshes.append(mesh := init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("nodes", "node")))
     names = ["up", "frozen"]
     for name, count in num_slices.items():
         split(module.get_submodule(name), count)
         names += [f"{name}.slices.{index}" for index in range(count)]
-    for name in names:
-        fully_shard(module.get_submodule(name), mesh=mesh, reshard_after_forward=name not in kept)
+    for name, of in zip(names, itertools.cycle(meshes), strict=False):
+        fully_shard(module.get_submodule(name), mesh=of, reshard_after_forward=name not in kept)
     fully_shard(module, mesh=mesh)
     load.takes_whole(module)
     register_fsdp_forward_method(module, "loss")
     return module
 
 
-SLICES = {2: {"down": 2, "mix": 3}, 3: {"down": 3, "mix": 2}, 0: {}}
+SLICES = {2: {"down": 2, "mix": 3}, 3: {"down": 3, "mix": 2}, 0: {}, "nodes": {"down": 2, "mix": 3}}
 
 
 def train(module, optimizer, num_steps):
@@ -131,7 +138,7 @@ def differing(module, optimizer, expected):
 
 
 def loaded(name, dtype, expected, slices):
-    module = sharded(Everything(name).to(dtype), SLICES[slices])
+    module = sharded(Everything(name).to(dtype), SLICES[slices], in_nodes=slices == "nodes")
     optimizer = module.configure_optimizers()
     module.load_state_dict(expected["state_dict"], strict=True)
     load.load_optimizer(module, optimizer, expected["optimizer_states"][0])
@@ -178,7 +185,7 @@ def read_again(names, dtype, slices, folder, saved):
     wrong = {}
     for name in names:
         expected = torch.load(Path(folder) / f"{name}-0.pt", weights_only=True)
-        module = sharded(Everything(name).to(getattr(torch, dtype)), SLICES[slices])
+        module = sharded(Everything(name).to(getattr(torch, dtype)), SLICES[slices], in_nodes=slices == "nodes")
         optimizer = module.configure_optimizers()
         load.load_sharded(Path(folder) / f"{name}-{saved}", module, [optimizer], strict=True)
         wrong[name] = differing(module, optimizer, expected)

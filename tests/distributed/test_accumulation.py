@@ -13,6 +13,13 @@ def test_each_kind_of_unit_and_mixes_equal_ddp(ranks, world_size, num_micro_batc
     assert max(found) < 1e-9
 
 
+@pytest.mark.parametrize("num_micro_batches", [2, 3])
+def test_each_kind_of_unit_in_nodes_and_mixes_equal_ddp(ranks, num_micro_batches):
+    found = ranks(4).run(cases.combinations, num_micro_batches=num_micro_batches, num_mixes=2, in_nodes=True)[0]
+    assert len(found) == 6 + 2
+    assert max(found) < 1e-9
+
+
 @pytest.mark.parametrize(("world_size", "numbers"), [(2, (1, 4)), (4, (1, 2, 3))])
 def test_mixes_equal_ddp_with_any_number_of_micro_batches(ranks, world_size, numbers):
     found = ranks(world_size).run(cases.several_mixes, numbers=numbers)[0]
@@ -20,8 +27,9 @@ def test_mixes_equal_ddp_with_any_number_of_micro_batches(ranks, world_size, num
     assert max(found) < 1e-9
 
 
-def test_what_lightning_does_in_and_between_windows_equals_ddp(ranks):
-    found = ranks(2).run(cases.within_lightning)[0]
+@pytest.mark.parametrize(("world_size", "in_nodes"), [(2, False), (4, True)])
+def test_what_lightning_does_in_and_between_windows_equals_ddp(ranks, world_size, in_nodes):
+    found = ranks(world_size).run(cases.within_lightning, in_nodes=in_nodes)[0]
     tolerances = {
         "validation": 1e-9,
         "norm": 1e-7,

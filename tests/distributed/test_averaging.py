@@ -6,8 +6,9 @@ import pytest
 pytestmark = pytest.mark.distributed
 
 
-def test_averages_are_those_under_ddp_also_resumed_and_fitted_again(ranks):
-    for found in ranks(2).run(cases.averages):
+@pytest.mark.parametrize(("world_size", "modes"), [(2, "mixed"), (4, "all")])
+def test_averages_are_those_under_ddp_also_resumed_and_fitted_again(ranks, world_size, modes):
+    for found in ranks(world_size).run(cases.averages, modes=modes):
         for name in ("all alike", "exponential"):
             assert found.pop(f"{name}, apart") > 1e-4
         assert max(found.values()) < 1e-6, found

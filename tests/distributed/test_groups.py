@@ -8,7 +8,7 @@ pytestmark = pytest.mark.distributed
 
 def test_collectives_are_counted_in_all_groups_of_all_ranks(ranks):
     for found in ranks(2).run(cases.counted):
-        assert found == {"default": 1, "beside": 3, "some ranks": 3, "warm-up": 6}
+        assert found == {"default": 1, "beside": 3, "some ranks": 3, "warm-up": 6, "nodes": 8}
 
 
 def test_ranks_tell_each_other_by_their_hosts_where_devices_may_have_failed(ranks):

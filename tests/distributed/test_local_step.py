@@ -7,10 +7,18 @@ pytestmark = pytest.mark.distributed
 ROUNDING = 1e-6
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_steps_on_rows_equal_those_on_dtensors(ranks, world_size):
-    for found in ranks(world_size).run(cases.equals_dtensors):
-        assert len(found) == sum(len(options) * (2 + (name in cases.FUSED)) for name, options in cases.CLASSES.items())
+@pytest.mark.parametrize(
+    ("world_size", "names", "in_nodes"),
+    [
+        (2, tuple(cases.CLASSES), False),
+        (4, ("SGD", "AdamW", "NAdam"), True),
+        pytest.param(4, tuple(cases.CLASSES), False, marks=pytest.mark.slow),
+    ],
+    ids=["two", "nodes", "four"],
+)
+def test_steps_on_rows_equal_those_on_dtensors(ranks, world_size, names, in_nodes):
+    for found in ranks(world_size).run(cases.equals_dtensors, names=names, in_nodes=in_nodes):
+        assert len(found) == sum(len(cases.CLASSES[name]) * (2 + (name in cases.FUSED)) for name in names)
         for (name, how, index), (different, from_plain) in found.items():
             if (name, how) in cases.NOT_ON_DTENSORS:
                 assert different is None

@@ -13,6 +13,9 @@ from meta_cases import (
 
 pytestmark = pytest.mark.distributed
 
+MIXED, IN_NODES = ("ZDP", "DP"), ("HSDP", "ZDP", "HDP")
+KINDS = [(2, MIXED), (4, IN_NODES), pytest.param(4, MIXED, marks=pytest.mark.slow)]
+
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("start", ["meta", "rank 0"])
@@ -31,10 +34,10 @@ def test_rank_zero_gives_its_values_away_as_it_goes(ranks):
     assert found["end"] < 0.6 * found["whole"]
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("world_size", "modes"), KINDS)
 @pytest.mark.parametrize("start", ["meta", "rank 0"])
-def test_all_ranks_start_with_the_values_of_rank_zero_whatever_the_units(ranks, start, world_size):
-    for found in ranks(world_size).run(starts, start=start):
+def test_all_ranks_start_with_the_values_of_rank_zero_whatever_the_units(ranks, start, world_size, modes):
+    for found in ranks(world_size).run(starts, start=start, modes=modes):
         assert found["equal"]
         assert found["rank 0's"]
         assert found["any units"]
@@ -49,10 +52,10 @@ def test_random_numbers_of_every_rank_advance_by_one_draw(ranks):
     assert all(found["one draw"] for found in ranks(2).run(starts, start="meta"))
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("world_size", "modes"), KINDS)
 @pytest.mark.parametrize("start", ["meta", "rank 0"])
-def test_training_equals_the_unwrapped_model_from_the_same_weights(ranks, start, world_size):
-    for difference, moved in ranks(world_size).run(trains, start=start):
+def test_training_equals_the_unwrapped_model_from_the_same_weights(ranks, start, world_size, modes):
+    for difference, moved in ranks(world_size).run(trains, start=start, modes=modes):
         assert difference < 1e-10
         assert moved > 1e-2
 

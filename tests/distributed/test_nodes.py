@@ -13,20 +13,50 @@ pytestmark = pytest.mark.distributed
         {"name": "odd_mlp", "optimizer": "sgd", "dtype": "float64", "clip": 0.05},
         {"name": "tied_gpt", "optimizer": "adamw", "dtype": "float64", "num_micro_batches": 2, "sync": "last"},
         {"name": "gpt", "optimizer": "adamw", "dtype": "float64", "num_micro_batches": 2, "dry_run": True},
+        {"name": "half_frozen", "optimizer": "sgd", "dtype": "float64", "num_micro_batches": 2, "sync": "last"},
+        {"name": "tied_gpt", "optimizer": "adamw", "dtype": "float64", "num_micro_batches": 2, "sync": "node"},
+        {"name": "gpt", "optimizer": "adamw", "dtype": "float64", "clip": 0.05, "sliced": ("fc", "out", "head")},
     ],
-    ids=lambda options: options["name"],
+    ids=["adamw", "clipped sgd", "tied, last", "dry run", "frozen, last", "tied, node", "sliced"],
 )
 def test_five_steps_equal_ddp_and_one_process(ranks, options):
     found = ranks(4).run(cases.equivalence, **options)[0]
     assert set(found) == set(cases.MODES)
-    for from_ddp, from_one in found.values():
+    for from_ddp, from_one, nodes_apart in found.values():
         assert from_ddp < 1e-7
         assert from_one < 1e-7
+        assert nodes_apart == 0.0
+
+
+def test_in_low_precision_units_in_nodes_train_like_those_over_all_ranks(ranks):
+    found = ranks(4).run(cases.low_precision, name="gpt", optimizer="adamw")[0]
+    expected = found.pop("zdp")
+    assert set(found) == set(cases.MODES)
+    assert expected[-1] < expected[0]
+    for losses in found.values():
+        assert losses == pytest.approx(expected, rel=2e-2)
+
+
+@pytest.mark.parametrize("is_synchronized", [False, True])
+def test_nodes_begin_with_the_same_values_though_ranks_have_made_others(ranks, is_synchronized):
+    for found in ranks(4).run(cases.begins_unlike, is_synchronized=is_synchronized):
+        assert set(found) == set(cases.MODES)
+        assert all(apart == (0.0, 0.0) for apart in found.values()), found
+
+
+@pytest.mark.parametrize("modes", ["mixed", "hdp", "all"])
+def test_steps_that_ranks_take_alone_reach_no_other_and_leave_nothing(ranks, modes):
+    assert ranks(4).run(cases.runs_alone, modes=modes) == [0.0] * 4
+
+
+@pytest.mark.parametrize("modes", ["hsdp", "all"])
+def test_what_is_written_to_whole_parameters_stays_in_each_node(ranks, modes):
+    assert ranks(4).run(cases.writes_back, modes=modes) == [(0.0, 0.0)] * 4
 
 
 @pytest.mark.parametrize(("num_micro_batches", "prefetch"), [(1, "pre"), (2, "none")])
 @pytest.mark.parametrize("asynchronous", [True, False])
-@pytest.mark.parametrize("modes", cases.MODES)
+@pytest.mark.parametrize("modes", cases.PREDICTED)
 def test_peak_of_a_step_is_what_was_predicted(ranks, modes, num_micro_batches, prefetch, asynchronous):
     predicted, counted = ranks(4).run(
         cases.peaks,
@@ -39,10 +69,21 @@ def test_peak_of_a_step_is_what_was_predicted(ranks, modes, num_micro_batches, p
     assert predicted == pytest.approx(counted, rel=2e-3)
 
 
-def test_units_change_between_all_ranks_nodes_and_being_kept_while_they_train(ranks):
-    for from_one_plan, from_ddp in ranks(4).run(cases.changes, seed=3):
+@pytest.mark.parametrize("modes", ["mixed", "all"])
+def test_units_change_between_being_freed_kept_and_left_in_nodes_while_they_train(ranks, modes):
+    for from_one_plan, from_ddp in ranks(4).run(cases.changes, seed=3, modes=modes):
         assert from_one_plan == 0.0
         assert from_ddp < 1e-12
+
+
+def test_a_plan_that_shards_a_unit_over_other_ranks_is_refused_while_training_goes_on(ranks):
+    for found in ranks(4).run(cases.refused_moves):
+        assert [apart for _, apart in found.values()] == [0.0] * 3
+        assert {kind for (kind, _), _ in found.values()} == {"PlanMismatchError"}
+        texts = [text for (_, text), _ in found.values()]
+        sharded_in = "['node'] in use and ['all'] in the plan"
+        assert "what unit 'first' is sharded over is ['all'] in use and ['node'] in the plan" in texts[0]
+        assert f"what unit '' is sharded over is {sharded_in}" in texts[1]
 
 
 def test_an_evaluation_leaves_a_shard_in_each_node_until_weights_change(ranks):

@@ -9,7 +9,18 @@ pytestmark = pytest.mark.distributed
 
 @pytest.mark.parametrize(
     ("world_size", "dtype", "slices", "then"),
-    [(2, "float32", 2, (4, 3)), (4, "float32", 3, (2, 0)), (1, "float32", 2, (2, 2)), (2, "bfloat16", 0, (1, 3))],
+    [
+        (2, "float32", 2, (4, 3)),
+        (4, "float32", 3, (2, 0)),
+        (1, "float32", 2, (2, 2)),
+        (2, "bfloat16", 0, (1, 3)),
+        (4, "float32", "nodes", (2, 3)),
+        (4, "float32", "nodes", (4, 0)),
+        (4, "float32", "nodes", (1, 2)),
+        (2, "float32", 3, (4, "nodes")),
+        (1, "float32", 0, (4, "nodes")),
+        (4, "bfloat16", 2, (4, "nodes")),
+    ],
 )
 def test_state_goes_into_shards_and_out_again(ranks, tmp_path, world_size, dtype, slices, then):
     names = list(cases.OPTIMIZERS) if (world_size, slices) == (2, 2) else ["adamw", "momentum"]

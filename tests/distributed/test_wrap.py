@@ -10,13 +10,19 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "profiler"))
 from entangled_models import MODELS
 from evaluation_cases import encoder_in_evaluation, padded_encoder_validates
 from wrap_cases import gradients_differ_by, nested_units
-from wrapped_units import NESTED, NESTED_PARAMETERS
+from wrapped_units import NESTED, NESTED_IN_NODES, NESTED_PARAMETERS
 
 pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.parametrize(
-    ("modes", "world_size"), [(("ZDP",), 2), (("DP", "ZDP"), 2), pytest.param(("DP", "ZDP"), 4, marks=pytest.mark.slow)]
+    ("modes", "world_size"),
+    [
+        (("ZDP",), 2),
+        (("DP", "ZDP"), 2),
+        (("HSDP", "HDP", "hpZ", "ZDP", "DP"), 4),
+        pytest.param(("DP", "ZDP"), 4, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_equal_the_unwrapped_models(ranks, name, modes, world_size):
@@ -25,10 +31,14 @@ def test_gradients_equal_the_unwrapped_models(ranks, name, modes, world_size):
         assert units[0] == ""
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_units_and_modes_are_exactly_the_plans(ranks, world_size):
-    for units, frozen_without_gradient in ranks(world_size).run(nested_units):
-        assert units == {name: (NESTED_PARAMETERS[name], mode) for name, (_, mode) in NESTED.items()}
+@pytest.mark.parametrize(
+    ("world_size", "node_size", "nested"),
+    [(2, None, NESTED), (4, 2, NESTED_IN_NODES), pytest.param(4, None, NESTED, marks=pytest.mark.slow)],
+    ids=["two", "nodes", "four"],
+)
+def test_units_and_modes_are_exactly_the_plans(ranks, world_size, node_size, nested):
+    for units, frozen_without_gradient in ranks(world_size).run(nested_units, units=nested, node_size=node_size):
+        assert units == {name: (NESTED_PARAMETERS[name], mode) for name, (_, mode) in nested.items()}
         assert frozen_without_gradient
 
 

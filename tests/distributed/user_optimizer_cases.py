@@ -126,6 +126,43 @@ class OwnSGD(torch.optim.SGD):
     """Whose step is torch's, which nothing knows."""
 
 
+class ByForeach(torch.optim.Optimizer):
+    """Momentum and decay in operations on lists, of all parameters of a group at once."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = closure()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            for p in params:
+                self.state[p].setdefault("average", torch.zeros_like(p))
+            averages = [self.state[p]["average"] for p in params]
+            torch._foreach_lerp_(averages, [p.grad for p in params], 0.2)
+            steps = torch._foreach_div(averages, torch._foreach_add(torch._foreach_abs(averages), 1e-3))
+            torch._foreach_mul_(params, 1 - 0.1 * group["lr"])
+            torch._foreach_add_(params, steps, alpha=-group["lr"])
+        return loss
+
+
+OPTIMIZERS["ByForeach"] = ByForeach
+
+
+class ByOneNorm(ByForeach):
+    """Which takes all gradients of a group by their norm, as torch refuses where they are on several meshes."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for group in self.param_groups:
+            norms = [p.grad.norm() for p in group["params"] if p.grad is not None]
+            for p in group["params"]:
+                p.grad.mul_(1 / (1 + sum(norm.square() for norm in norms)))
+        return loss
+
+
 REFUSED = {
     "Adafactor": torch.optim.Adafactor,
     "LBFGS": torch.optim.LBFGS,
@@ -238,8 +275,32 @@ def lightnings_norms():
 class ClippingItself(Chain):
     """Clips as a user without Lightning would."""
 
+    def __init__(self, clip):
+        super().__init__()
+        self.clip = clip
+
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
-        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+        self.clip(list(self.parameters()))
+
+
+def clip_in_two(parameters):
+    """By torch's two functions, one of which has returned the norm."""
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters], error_if_nonfinite=True)
+    assert float(norm) > 0
+    torch.nn.utils.clip_grads_with_norm_(parameters, 0.01, norm)
+
+
+NORM, VALUE = torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_
+CLIPS = {
+    "norm": lambda parameters: NORM(parameters, 0.01),
+    "norm, loop": lambda parameters: NORM(parameters, 0.01, foreach=False),
+    "norm, foreach": lambda parameters: NORM(parameters, 0.01, foreach=True, error_if_nonfinite=True),
+    "largest": lambda parameters: NORM(parameters, 0.001, norm_type=float("inf")),
+    "in two": clip_in_two,
+    "value": lambda parameters: VALUE(parameters, 0.001),
+    "value, loop": lambda parameters: VALUE(parameters, 0.001, foreach=False),
+    "value, foreach": lambda parameters: VALUE(parameters, 0.001, foreach=True),
+}
 
 
 def gradients(kinds):
@@ -247,7 +308,7 @@ def gradients(kinds):
     clipped = {"gradient_clip_val": 0.01}
     return {
         "norms": differences(Logging, kinds, **clipped),
-        "norm": differences(lambda: Chain("sgd"), **clipped),
-        "value": differences(lambda: Chain("sgd"), **clipped, gradient_clip_algorithm="value"),
-        "own": differences(ClippingItself),
+        "norm": differences(lambda: Chain("sgd"), kinds[:1], **clipped),
+        "value": differences(lambda: Chain("sgd"), kinds[:1], **clipped, gradient_clip_algorithm="value"),
+        **{f"own {name}": differences(partial(ClippingItself, clip), kinds[:1]) for name, clip in CLIPS.items()},
     }

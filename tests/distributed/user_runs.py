@@ -21,7 +21,14 @@ from lightning_osdp import OSDPPrecision, OSDPStrategy
 from lightning_osdp.errors import OSDPError
 
 WIDTH = 6
-KINDS = {"zdp": ["ZDP"], "dp": ["DP"], "mixed": ["ZDP", "DP"]}
+KINDS = {
+    "zdp": ["ZDP"],
+    "dp": ["DP"],
+    "mixed": ["ZDP", "DP"],
+    "node": ["HSDP", "HDP"],
+    "nodes": ["ZDP", "HSDP", "hpZ", "HDP", "DP"],
+}
+"""The last two with nodes of two ranks, and a root that is sharded in each."""
 
 
 class Chain(Base):
@@ -58,6 +65,9 @@ def plan_with(make, kind, *, sync="every", dtype="float64", **options):
     given = {"world_size": dist.get_world_size(), "micro_batch_size": BATCH_SIZE, "forward_prefetch": True, **options}
     plan = plan_of(module, chosen, **given)
     units = [dataclasses.replace(unit, sync=sync if unit.name else "every") for unit in plan.units]
+    if kind in ("node", "nodes"):
+        units = [unit if unit.name else dataclasses.replace(unit, modes=("HDP",)) for unit in units]
+        plan = dataclasses.replace(plan, node_size=2)
     return dataclasses.replace(plan, units=tuple(units))
 
 
@@ -102,7 +112,7 @@ def differences(make, kinds=("mixed",), *, expected=None, sync="every", plan_opt
     found = {"moved": largest_difference({name: value.double() for name, value in state.items()}, start)}
     for kind in kinds:
         plan = plan_with(make, kind, sync=sync, dtype=options.get("dtype", "float64"), **(plan_options or {}))
-        found[kind] = difference(fitted(OSDPStrategy(plan=plan), make(), **options), by_ddp)
+        found[kind] = difference(fitted(OSDPStrategy(plan=plan, node_size=plan.node_size), make(), **options), by_ddp)
     return found
 
 

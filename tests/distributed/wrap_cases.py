@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "profiler"))
 
 from wrapped import compare
-from wrapped_units import NESTED, Nested, plan, units_of
+from wrapped_units import Nested, plan, units_of
 
 from lightning_osdp.apply import apply_plan
 from lightning_osdp.profiler import measure_cluster
@@ -25,9 +25,9 @@ def gradients_differ_by(name, modes):
     return compare(name, world_size=dist.get_world_size(), modes=modes)
 
 
-def nested_units():
-    """Units, their parameters and modes, after applying `NESTED`; gradients of what is frozen and what is not."""
-    root = apply_plan(Nested(), plan(NESTED, dist.get_world_size()), device=CPU)
+def nested_units(units, node_size=None):
+    """Units, their parameters and modes, after applying these of `Nested`; gradients of what is frozen and is not."""
+    root = apply_plan(Nested(), plan(units, dist.get_world_size(), node_size), device=CPU)
     root(torch.ones(4, 4)).sum().backward()
     frozen = [p.grad is None for name, p in root.named_parameters() if "frozen" in name]
     return units_of(root), all(frozen)

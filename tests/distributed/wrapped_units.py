@@ -24,8 +24,8 @@ class Nested(nn.Module):
         return self.head(self.frozen(self.block(x)) * self.gain)
 
 
-def plan(units, world_size=1):
-    """A plan from {unit: (operators, mode)}; the root's mode is DP."""
+def plan(units, world_size=1, node_size=None):
+    """A plan from {unit: (operators, mode)}; the root's mode is DP or HDP."""
     return Plan(
         fingerprint={},
         world_size=world_size,
@@ -40,6 +40,7 @@ def plan(units, world_size=1):
         step_time_s=0.0,
         samples_per_s=0.0,
         gap=0.0,
+        node_size=node_size,
     )
 
 
@@ -49,6 +50,10 @@ NESTED = {
     "block.1": (["block.1.0", "block.1.1"], "DP"),
     "frozen": (["frozen"], "ZDP"),
     "head": (["head"], "DP"),
+}
+NESTED_IN_NODES = {
+    name: (operators, mode)
+    for (name, (operators, _)), mode in zip(NESTED.items(), ["HDP", "HSDP", "hpZ", "ZDP", "DP"], strict=True)
 }
 NESTED_PARAMETERS = {
     "": ["gain"],
@@ -66,8 +71,21 @@ def units_of(root):
         if isinstance(module, FSDPModule) and internals.state_of(module)._modules[0] is module:
             group = internals.group_of(module)
             held = [] if group is None else [names[p] for p, _ in internals.parameters_of(group)]
-            found[path] = (held, "DP" if group is None or group.post_forward_mesh_info is None else "ZDP")
+            found[path] = (held, mode_of(group))
     return found
+
+
+def mode_of(group):
+    """The mode that these parameters of a unit are in; a unit without any counts as DP."""
+    if group is None:
+        return "DP"
+    is_in_nodes, after = group.mesh_info.mesh.ndim == 2, group.post_forward_mesh_info
+    if after is None:
+        return "HDP" if is_in_nodes else "DP"
+    if is_in_nodes:
+        assert after is group.mesh_info
+        return "HSDP"
+    return "ZDP" if after is group.mesh_info else "hpZ"
 
 
 def block_forwards(root):

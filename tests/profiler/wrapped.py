@@ -6,6 +6,7 @@ import torch
 from entangled_models import MODELS
 
 from lightning_osdp.apply import ShardedModel
+from lightning_osdp.core.modes import NAMED_MODES
 from lightning_osdp.core.plans.plan import Plan, Unit
 from lightning_osdp.core.units import partition
 from lightning_osdp.profiler import fingerprint, profile_model
@@ -33,6 +34,7 @@ def plan_of(profile, world_size, modes=("ZDP",), min_unit_bytes=0):
         step_time_s=0.0,
         samples_per_s=0.0,
         gap=0.0,
+        node_size=2 if any(NAMED_MODES[mode].needs_nodes for mode in modes) else None,
     )
 
 

@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.constants import default_pg_timeout
 
+from lightning_osdp.apply import NODE_GROUPS
 from lightning_osdp.strategy.runtime import failure
 from lightning_osdp.strategy.runtime.all_ranks import first_rank, host_group
 from lightning_osdp.strategy.runtime.error_texts import explain_echo, print_one_line
@@ -106,8 +107,12 @@ class RanksTogether:
 
 
 def collectives_entered(world_size: int) -> int:
-    """How many collectives this rank has entered, in all groups that every rank is in; of gloo and NCCL, who count."""
-    groups: list[Any] = [group for group in list(dist.distributed_c10d._world.pg_map) if group.size() == world_size]
+    """How many collectives this rank has entered with all ranks, or those of nodes; of gloo and NCCL, who count.
+
+    All ranks are in as many groups of these.
+    """
+    found: list[Any] = list(dist.distributed_c10d._world.pg_map)
+    groups = [group for group in found if group.size() == world_size or group.group_desc in NODE_GROUPS]
     backends = {group._get_backend(device) for group in groups for device in group._device_types}
     return sum(each._get_sequence_number_for_group() for each in backends if each.name() in {"gloo", "nccl"})
 
