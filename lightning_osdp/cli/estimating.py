@@ -110,7 +110,7 @@ def _policy(batch: int | None, global_batch: int | None, accumulate: int, world_
 
 
 def _entries(settings: str) -> Mapping[str, Any]:
-    expected = 'Expected settings as a JSON object, as in --settings \'{"num_hidden_layers": 16}\''
+    expected = "Expected settings as a JSON object, as in --settings '{\"num_hidden_layers\": 16}'"
     try:
         found = json.loads(settings)
     except ValueError as error:

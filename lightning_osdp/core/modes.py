@@ -42,7 +42,6 @@ class ShardingMode:
         """Whether forward leaves a shard of it in each node."""
         return self.regathers_over == "node" and self.sharded_over == "all" and not self.resident
 
-
     @property
     def over_all(self) -> ShardingMode:
         """What takes its place where there are no nodes: `DP` or `ZDP`, with what else was chosen."""

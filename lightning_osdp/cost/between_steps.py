@@ -62,9 +62,7 @@ def saving_peak(step: Step, modes: Sequence[ShardingMode], *, is_sharded: bool, 
         for unit, number in zip(units, shards, strict=True)
     )
     # state dicts gather units in the dtype at rest
-    gathered = [
-        size.shard * number if number > 1 else 0.0 for size, number in zip(layout.units, shards, strict=True)
-    ]
+    gathered = [size.shard * number if number > 1 else 0.0 for size, number in zip(layout.units, shards, strict=True)]
     left = sum(
         num_bytes for unit, mode, num_bytes in zip(units, modes, gathered, strict=True) if unit.is_root or mode.resident
     )

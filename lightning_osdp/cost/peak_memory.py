@@ -153,7 +153,7 @@ class StepMemory:
         kept = self.kept_bytes(modes)
         k = max(self.moments, key=lambda k: self.moments[k].num_bytes + kept[k])
         states = sum(self.more_states_bytes(unit, mode) for unit, mode in enumerate(modes))
-        replicated = {"replicated in nodes": states}
+        replicated = {"parameter shards": states}  # with what belongs to them
         if self.update is not None and self.update.num_bytes + states >= self.moments[k].num_bytes + kept[k]:
             return PeakMemory.of(self.update, besides=replicated)
         chosen = [modes[unit] for unit in self.order]

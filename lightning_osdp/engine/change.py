@@ -61,8 +61,8 @@ def _compared(current: Plan, plan: Plan) -> Iterator[tuple[str, str, Any, Any]]:
         for used, planned in zip(current.units, plan.units, strict=True):
             for field in _OF_UNIT:
                 yield field, f"{field!r} of unit {used.name!r}", getattr(used, field), getattr(planned, field)
-            over = ([mode.sharded_over for mode in each.sharding_modes] for each in (used, planned))
-            yield "sharded_over", f"what unit {used.name!r} is sharded over", *over
+            used_over, planned_over = (each.sharding_modes[0].sharded_over for each in (used, planned))
+            yield "sharded_over", f"the ranks that unit {used.name!r} is sharded over", used_over, planned_over
     used_of, planned_of = ({block.name: block.activations for block in each.blocks} for each in (current, plan))
     for name in dict.fromkeys([*used_of, *planned_of]):
         what = f"'activations' of block {name!r}"

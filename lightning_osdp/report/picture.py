@@ -41,7 +41,7 @@ KINDS = {
 """Colour and words of units."""
 HATCHES = {"recompute": ("////", "blocks in it recompute"), "offload": ("\\\\\\\\", "blocks in it offload")}
 """Lines across units, and words; both lines where blocks recompute and offload their inputs."""
-STATES = ("parameter shards", "optimizer state", "replicated in nodes", "buffers", "workspaces of libraries", "batch")
+STATES = ("parameter shards", "optimizer state", "buffers", "workspaces of libraries", "batch")
 GRADIENTS = ("reduced gradients", "accumulated gradients", "unsharded gradients")
 BANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "shards, optimizer state, buffers, batch": ("#999999", STATES),

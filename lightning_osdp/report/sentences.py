@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 
 from lightning_osdp.core.modes import DP, NAMED_MODES, ZDP
 from lightning_osdp.core.plans.plan import Block, Plan, Unit

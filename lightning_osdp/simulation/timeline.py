@@ -1,9 +1,9 @@
 """When each event of a step happens: computing and the communicators, each first in, first out.
 
-There is a communicator of all ranks, and one of the ranks of a node, whose links are others; what is all-reduced between
-nodes goes over the links of the first, one after the other with what all ranks do. The host issues events ahead of the
-device. A backend that blocks (gloo) has one resource for everything: time is the
-sum. Where communication overlaps computing, a gather begins as soon as the communicator is free and
+There is a communicator of all ranks, and one of the ranks of a node, whose links are others; what is all-reduced
+between nodes goes over the links of the first, one after the other with what all ranks do. The host issues events ahead
+of the device. A backend that blocks (gloo) has one resource for everything: time is the sum. Where communication
+overlaps computing, a gather begins as soon as the communicator is free and
 
 - the engine lets it (`FSDP2.gathers_wait_for`): a gather waits while the memory of two freed units may still be in
   use; or for all computing that was issued before it; or until units before it are copied out, in forward all but the

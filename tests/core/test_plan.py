@@ -460,8 +460,14 @@ def test_an_unknown_cost_model_is_refused():
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"modes": ["zdp"]}, "mode of unit 'head' of the plan to be one of ('ZDP', 'hpZ', 'DP', 'HSDP', 'HDP'), got 'zdp'."),
-        ({"modes": ["DP", "TP"]}, "mode of unit 'head' of the plan to be one of ('ZDP', 'hpZ', 'DP', 'HSDP', 'HDP'), got 'TP'."),
+        (
+            {"modes": ["zdp"]},
+            "mode of unit 'head' of the plan to be one of ('ZDP', 'hpZ', 'DP', 'HSDP', 'HDP'), got 'zdp'.",
+        ),
+        (
+            {"modes": ["DP", "TP"]},
+            "mode of unit 'head' of the plan to be one of ('ZDP', 'hpZ', 'DP', 'HSDP', 'HDP'), got 'TP'.",
+        ),
         ({"modes": []}, "unit 'head' of the plan to have at least one mode, got none."),
         ({"sync": "never"}, "sync of unit 'head' of the plan to be one of ('every', 'last', 'node'), got 'never'."),
         ({"name": ""}, "units and operators of the plan once each, got unit '' of the plan again."),
@@ -566,19 +572,17 @@ def in_nodes(**fields):
 
 
 def test_slices_of_an_operator_are_sharded_over_the_same_ranks():
-    units = tuple(
-        dataclasses.replace(unit, modes=("HSDP", "ZDP")) if unit.num_slices > 1 else unit for unit in in_nodes().units
-    )
-    assert units != in_nodes().units
-    with pytest.raises(PlanFormatError, match=r"all slices of unit .* over the same ranks, got modes \('HSDP', 'ZDP'\)"):
-        Plan.from_json(in_nodes(units=units).to_json())
+    units = (ROOT, dataclasses.replace(HEAD, modes=("HSDP", "ZDP")))
+    message = r"all slices of unit 'head' of the plan over the same ranks, got modes \('HSDP', 'ZDP'\)"
+    with pytest.raises(PlanFormatError, match=message):
+        Plan.from_json(dataclasses.replace(in_nodes(), units=units).to_json())
 
 
 @pytest.mark.parametrize("mode", ["ZDP", "hpZ", "DP"])
 def test_what_is_reduced_in_the_node_first_is_sharded_there(mode):
     def plan(mode):
         units = (dataclasses.replace(unit, modes=(mode,), sync="node") if unit.name else unit for unit in PLAN.units)
-        return in_nodes(units=tuple(units))
+        return dataclasses.replace(in_nodes(), units=tuple(units))
 
     assert Plan.from_json(plan("HSDP").to_json()) == plan("HSDP")
     with pytest.raises(PlanFormatError, match=rf"sharded in the node for sync 'node', got modes \('{mode}',\)"):

@@ -19,11 +19,16 @@ def test_limits_are_kept():
 def test_modes_that_do_not_exist_and_none_at_all_are_refused(modes):
     with pytest.raises(ConfigurationError) as caught:
         SearchSpace(modes=modes)
-    assert str(caught.value) == f"SearchSpace(modes=...) must name at least one of ('ZDP', 'hpZ', 'DP', 'HSDP', 'HDP'), got {modes!r}."
+    assert (
+        str(caught.value)
+        == f"SearchSpace(modes=...) must name at least one of ('ZDP', 'hpZ', 'DP', 'HSDP', 'HDP'), got {modes!r}."
+    )
 
 
 def test_a_text_is_no_list_of_modes():
-    with pytest.raises(ConfigurationError, match=r"must name at least one of \('ZDP', 'hpZ', 'DP', 'HSDP', 'HDP'\), got 'ZDP'"):
+    with pytest.raises(
+        ConfigurationError, match=r"must name at least one of \('ZDP', 'hpZ', 'DP', 'HSDP', 'HDP'\), got 'ZDP'"
+    ):
         SearchSpace(modes="ZDP")
 
 

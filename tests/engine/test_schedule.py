@@ -87,9 +87,7 @@ def sharded(model, units, modes, engine, rerun):
     comes_back = [any(last >= unit.trained_from for _, last in unit.calls) for unit in units]
     for index, (module, mode) in enumerate(zip(modules, modes, strict=True)):
         if index:
-            internals.reshard_after_forward(
-                module, is_kept=mode.resident, nodes=nodes if mode.leaves_shard else None
-            )
+            internals.reshard_after_forward(module, is_kept=mode.resident, nodes=nodes if mode.leaves_shard else None)
         module._set_unshard_async_op(engine.asynchronous_unshard)
         place = places.get(index, len(order))
         before = order[place - 1] if place else index

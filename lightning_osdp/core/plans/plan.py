@@ -37,7 +37,7 @@ class Unit:
     """Modules that are grouped in this unit, where that is not just the module of its name: it stays gathered from the
     first of their calls to the last."""
     sync: str = "every"
-    """Which micro-batches reduce gradients: ``every`` or ``last``; or every one in the ``node``, the last one between."""
+    """Which micro-batches reduce gradients: one of ``core.modes.SYNC_CHOICES``."""
     parameter_bytes: int = 0
     """Gathered parameters of all slices."""
     time_s: float = 0.0
@@ -325,7 +325,9 @@ def _check_units(units: tuple[Unit, ...], source: str) -> None:
             raise PlanFormatError(f"Expected all slices of {where} over the same ranks, got modes {unit.modes}.")
         _check_choice("sync", unit.sync, SYNC_CHOICES, where)
         if unit.sync == "node" and any(NAMED_MODES[mode].sharded_over != "node" for mode in unit.modes):
-            raise PlanFormatError(f"Expected {where} to be sharded in the node for sync 'node', got modes {unit.modes}.")
+            raise PlanFormatError(
+                f"Expected {where} to be sharded in the node for sync 'node', got modes {unit.modes}."
+            )
         _check_least(unit, where, 0, "parameter_bytes", "time_s", "keep_costs_bytes", "accumulate_costs_bytes")
         repeated = seen_operators.intersection(unit.operators) | ({unit.name} & seen_units)
         if repeated or len(set(unit.operators)) < len(unit.operators):

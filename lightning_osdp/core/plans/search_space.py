@@ -20,8 +20,8 @@ class SearchSpace:
 
     modes: tuple[str, ...] = tuple(NAMED_MODES)
     """Sharding modes that a unit may take: ``("ZDP",)`` frees every one after forward, ``("DP",)`` keeps all parameters
-    gathered; ``("hpZ",)`` leaves a shard in each node, and ``("HSDP", "HDP")`` shards in the node and replicates across.
-    On one node these are ZDP and DP."""
+    gathered; ``("hpZ",)`` leaves a shard in each node; ``("HSDP", "HDP")`` shards in the node and replicates across. On
+    one node these are ZDP and DP."""
     sync: tuple[str, ...] = SYNC_CHOICES
     """Which micro-batches may reduce a unit's gradients: ``("every",)`` keeps none whole between micro-batches;
     ``"node"`` reduces those of HSDP and HDP inside of nodes in every one, and between nodes in the last."""

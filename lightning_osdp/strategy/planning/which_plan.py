@@ -128,8 +128,8 @@ def _check_accumulates_in_fp32(plan: Plan, options: Options, precision: str) -> 
     if options.accumulate_in_fp32 and "mixed" in precision and found is not None:
         raise ConfigurationError(
             f"Expected a plan with sync='every' for accumulate_in_fp32=True in {precision}, got sync={found.sync!r} for"
-            f" unit {found.name!r}, whose gradients would add up in low precision. Leave accumulate_in_fp32 out, or plan anew by"
-            " leaving out plan."
+            f" unit {found.name!r}, whose gradients would add up in low precision. Leave accumulate_in_fp32 out, or"
+            " plan anew by leaving out plan."
         )
 
 
