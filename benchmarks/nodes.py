@@ -21,13 +21,14 @@ from jsonargparse import auto_cli
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measures.beside_fsdp import contest, nodes
-from benchmarks.measures.beside_fsdp.headline import Sizes
+from benchmarks.measures.beside_fsdp.baselines import BASE
+from benchmarks.measures.beside_fsdp.headline import DDP, Sizes
 from benchmarks.measures.section import PICTURES, Results, kept_in, measured
 
 Name = Literal["links", "bytes", "global", "one"]
 
 SIZES = Sizes(ways=nodes.WAYS, node_size=nodes.NODE_SIZE)
-_FEW_WAYS = tuple(way for way in nodes.WAYS if not way.recomputes)
+_FEW_WAYS = (BASE, nodes.HYBRID, nodes.HPZ, DDP)
 QUICK = Sizes(models=("tiny",), ways=_FEW_WAYS, node_size=nodes.NODE_SIZE, rates_mbit=(None,), samples_per_step=2)
 
 

@@ -35,6 +35,8 @@ OVER_ALL = "OSDP, sharded over all ranks"
 SPACES: contest.Spaces = {OVER_ALL: {"modes": [*MODES, HPZ.sharding]}, "OSDP": {}}
 SENT = 0.05
 """How far the bytes that a node sends may be from the closed forms, headers included."""
+_LEAST_SENT = 2**20
+"""Of fewer bytes, headers and what ranks agree on before collectives are a good part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +134,7 @@ def links_targets(rows: Sequence[Row]) -> list[Target]:
 
 
 def bytes_section(sizes: Sizes, known: Mapping[str, Sequence[Baseline]]) -> Section:
-    """What a node sends in a step of everybody, with one micro-batch and with several."""
+    """What a node sends in a step of everybody, with several micro-batches."""
     (first, *_) = sizes.models
     cases = [
         contest.Case(
@@ -143,10 +145,9 @@ def bytes_section(sizes: Sizes, known: Mapping[str, Sequence[Baseline]]) -> Sect
             division="held",
             limits=(None,),
             micro_batch_size=1,
-            num_micro_batches=number,
+            num_micro_batches=sizes.samples_per_step,
             num_rounds=1,
         )
-        for number in (1, sizes.samples_per_step)
     ]
     section = contest.section("bytes", cases, known, spaces={}, targets=sent_targets)
     return replace(section, table=bytes_table)
