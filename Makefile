@@ -16,7 +16,7 @@ TORCH ?= torch==2.13.0
 DEMO_CONFIG ?= examples/mingpt/configs/osdp_cpu.yaml
 PYTEST_ARGS ?= --numprocesses=2 --dist=worksteal
 MINUTES ?= 60
-QUICK_BENCHMARKS := accumulation activations cluster engines headline published splitting
+QUICK_BENCHMARKS := accumulation activations cluster engines headline nodes published splitting
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -62,10 +62,14 @@ def main(
     sizes = QUICK if quick else Sizes()
     with kept_in(output, "accumulation", quick=quick) as results:
         samples_per_step = sizes.micro_batch_size * sizes.num_micro_batches
-        ways = [baselines.BASE, baselines.KEPT, baselines.FULL_SHARD, baselines.SHARD_GRAD_OP]
-        counted = baselines.section(sizes.model, sizes.num_ranks, ways=ways, samples_per_step=samples_per_step)
-        measured(counted, results, is_fresh=fresh)
-        known = {sizes.model: baselines.baselines_of(results.stored(counted.name))}
+        known = baselines.known(
+            [sizes.model],
+            results,
+            is_fresh=fresh,
+            num_ranks=sizes.num_ranks,
+            ways=[baselines.BASE, baselines.KEPT, baselines.FULL_SHARD, baselines.SHARD_GRAD_OP],
+            samples_per_step=samples_per_step,
+        )
         for name in sections:
             cases = [
                 contest.Case(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -24,27 +23,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measures.beside_fsdp import baselines, contest, headline
 from benchmarks.measures.section import PICTURES, Results, Section, kept_in, measured
-from benchmarks.testbed.beside_fsdp.contest import Division
-from benchmarks.testbed.beside_fsdp.lightning_fsdp import Baseline, Way
+from benchmarks.testbed.beside_fsdp.lightning_fsdp import Baseline
 
 Name = Literal["one", "global", "loose"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """What is trained, and where."""
-
-    models: tuple[str, ...] = tuple(headline.MODELS)
-    ways: tuple[Way, ...] = headline.WAYS
-    num_ranks: int = 4
-    rates_mbit: tuple[float | None, ...] = (200.0, 1000.0)
-    """10^6 bit/s; None: not shaped."""
-    samples_per_step: int = 4
-    """Of a rank, where the global batch is fixed."""
-
-
 _FEW_WAYS = (baselines.BASE, headline.CHECKPOINTING, baselines.FULL_SHARD, headline.DDP)
-QUICK = Sizes(models=("tiny",), ways=_FEW_WAYS, num_ranks=2, rates_mbit=(None,), samples_per_step=2)
+QUICK = headline.Sizes(models=("tiny",), ways=_FEW_WAYS, num_ranks=2, rates_mbit=(None,), samples_per_step=2)
 
 
 def main(
@@ -69,19 +54,9 @@ def main(
         quick: Whether to go through all of it with a tiny model on two ranks whose links are not shaped.
         fresh: Whether to measure again what the file has.
     """
-    sizes = QUICK if quick else Sizes()
+    sizes = QUICK if quick else headline.Sizes()
     with kept_in(output, "headline", quick=quick) as results:
-        known = {}
-        for model in sizes.models:
-            counted = baselines.section(
-                model,
-                sizes.num_ranks,
-                ways=sizes.ways,
-                limits=(*headline.LIMITS, *headline.LOOSE_LIMITS),
-                samples_per_step=sizes.samples_per_step,
-            )
-            measured(counted, results, is_fresh=fresh)
-            known[model] = baselines.baselines_of(results.stored(counted.name))
+        known = sizes.known(results, limits=(*headline.LIMITS, *headline.LOOSE_LIMITS), is_fresh=fresh)
         for name in sections:
             measured(_contest(name, sizes, known, num_rounds), results, is_fresh=fresh)
         if pictures is not None and not quick:
@@ -98,27 +73,16 @@ def _draw(results: Results, folder: Path) -> None:
             draw_plans(rows, folder / f"headline_{name}_plans.svg")
 
 
-def _contest(name: Name, sizes: Sizes, known: Mapping[str, Sequence[Baseline]], num_rounds: int) -> Section:
+def _contest(name: Name, sizes: headline.Sizes, known: Mapping[str, Sequence[Baseline]], num_rounds: int) -> Section:
     is_global = name == "global"
-    division: Division = "auto" if is_global else "scale"
-    cases = [
-        contest.Case(
-            model=model,
-            num_ranks=sizes.num_ranks,
-            rate_mbit=rate_mbit,
-            division=division,
-            limits=headline.LOOSE_LIMITS if name == "loose" else headline.LIMITS,
-            micro_batch_size=1,
-            num_micro_batches=sizes.samples_per_step if is_global else 1,
-            num_rounds=num_rounds,
-            is_limited=name == "one" and rate_mbit == headline.AT_MBIT,
-        )
-        for rate_mbit in sizes.rates_mbit
-        for model in sizes.models
-    ]
     return contest.section(
         name,
-        cases,
+        sizes.cases(
+            is_global=is_global,
+            limits=headline.LOOSE_LIMITS if name == "loose" else headline.LIMITS,
+            num_rounds=num_rounds,
+            limited_at_mbit=headline.AT_MBIT if name == "one" else None,
+        ),
         known,
         spaces=headline.GLOBAL_SPACES if is_global else headline.ONE_SPACES,
         targets=headline.targets_of_global if is_global else headline.targets_of_one,

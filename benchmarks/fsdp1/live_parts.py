@@ -45,6 +45,10 @@ class FSDP1LiveParts(LiveParts):
             self._observe_gather(unit, size.cast_shard)
 
     @override
+    def _gather_in_node(self, unit: int) -> None:
+        self._gather(unit)
+
+    @override
     def _await(self, unit: int) -> None:
         """What was gathered is used as it is."""
 
@@ -89,6 +93,11 @@ class FSDP1LiveParts(LiveParts):
             self.reduced.add(unit)
             self._add("reduced gradients", size.reduced)
         self.settled = 0.0
+
+    @override
+    def _reduce_in_node(self, unit: int) -> None:
+        """What is all-reduced then is the shard that is kept."""
+        self._reduce(unit)
 
     @override
     def _adds_in_place(self, unit: int) -> bool:

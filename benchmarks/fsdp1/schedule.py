@@ -14,6 +14,8 @@ Memory (`live_parts`) and time (`simulation`) are two readings of the same event
   inside, unless the block saves something after it.
 - A unit that accumulates is in ``no_sync`` until the last micro-batch: its gradients stay whole and are not reduced,
   and where its mode keeps it gathered it stays so to the end of the last backward.
+- Under hybrid strategies all of this is among the ranks of a node, and each rank's part of a reduced gradient is
+  all-reduced between nodes at once.
 
 References:
     torch/distributed/fsdp/_runtime_utils.py (``_pre_forward_unshard``, ``_post_forward_reshard``,
@@ -84,7 +86,11 @@ class FSDP1Host(Host):
         self.leave(unit)
         if prefetches:
             self.gather_before(self.place[unit])
-        self.note("accumulate" if accumulates else "reduce", unit)
+        if not accumulates and unit in self.in_node:
+            self.note("reduce_in_node", unit)
+            self.note("all_reduce", unit)
+        else:
+            self.note("accumulate" if accumulates else "reduce", unit)
 
 
 def completed(units: Sequence[UnitProfile], num_segments: int, *, is_ahead: bool) -> list[list[int]]:

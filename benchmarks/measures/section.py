@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -80,7 +80,7 @@ class Results:
         rows: list[Row] = []
         for index, case in enumerate(section.cases):
             fields = json.loads(json.dumps(asdict(case)))  # as a file has them
-            found = next((row for row in known if row["case"] == fields), None)
+            found = next((row for row in known if _given(row["case"]) == _given(fields)), None)
             if found is None:
                 progress(f"{section.name} {index + 1} of {len(section.cases)}: {case}")
                 found = {"case": fields, **section.measure(case)}
@@ -121,6 +121,11 @@ def measured(section: Section, results: Results, *, is_fresh: bool) -> None:
 def wide_console() -> Console:
     """The terminal, or a file or pipe with room for wide tables."""
     return Console() if sys.stdout.isatty() else Console(width=200)
+
+
+def _given(case: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what is None: a file may be older than such a field."""
+    return {name: value for name, value in case.items() if value is not None}
 
 
 def _as_text(sections: dict[str, Any]) -> str:

@@ -1,8 +1,9 @@
 """Hosts that do not exist: network namespaces on one bridge, joined by links of a chosen rate. Needs root on Linux.
 
-Waiting on these links is real: packets are sent, queued and delayed by the kernel. Each host runs one rank, in its own
-process: ``python -m benchmarks.testbed.namespaces package.module:function FOLDER``, where the folder holds
-``arguments.json`` and gets the result as ``RANK.json``.
+Waiting on these links is real: packets are sent, queued and delayed by the kernel. Each host runs one rank, or several
+where it stands for a node: what they send each other never leaves the host. Each rank is a process:
+``python -m benchmarks.testbed.namespaces package.module:function FOLDER``, where the folder holds ``arguments.json``
+and gets the result as ``RANK.json``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import torch
 import torch.distributed as dist
 
 _PREFIX = "osdp-bed"
+_DEVICE = "eth0"
+"""What joins a host to the bridge."""
 _BURST = "32kb"
 """What a host may send at once beyond its rate: with a larger bucket small messages would cost next to nothing."""
 _QUEUE = "200ms"
@@ -55,15 +58,16 @@ class Hosts:
     """Network namespaces with a link each to a common bridge; the context manager makes and removes them.
 
     Args:
-        num_hosts: one rank runs in each.
+        num_hosts: each with its link.
         rate_mbit: 10^6 bit/s that each host may send, or None for as fast as the kernel copies.
+        ranks_per_host: ranks in each, which follow each other.
 
     Raises:
         OSError: the kernel or its tools refuse; `why_unavailable` tells beforehand.
     """
 
-    def __init__(self, num_hosts: int, *, rate_mbit: float | None = None) -> None:
-        self.num_hosts, self._rate_mbit = num_hosts, rate_mbit
+    def __init__(self, num_hosts: int, *, rate_mbit: float | None = None, ranks_per_host: int = 1) -> None:
+        self.num_ranks, self._ranks_per_host, self._rate_mbit = num_hosts * ranks_per_host, ranks_per_host, rate_mbit
         prefix = f"{_PREFIX}{os.getpid()}-{next(_SERIAL)}"
         self._bridge, self._hosts = f"{prefix}-bridge", [f"{prefix}-{index}" for index in range(num_hosts)]
 
@@ -84,13 +88,13 @@ class Hosts:
         """Changes what each host may send: 10^6 bit/s, or None for as fast as the kernel copies."""
         for host in self._hosts:
             if rate_mbit is None:
-                _run("ip", "netns", "exec", host, "tc", "qdisc", "replace", "dev", "eth0", "root", "pfifo_fast")
+                _run("ip", "netns", "exec", host, "tc", "qdisc", "replace", "dev", _DEVICE, "root", "pfifo_fast")
             else:
                 shape = ("tbf", "rate", f"{rate_mbit}mbit", "burst", _BURST, "latency", _QUEUE)
-                _run("ip", "netns", "exec", host, "tc", "qdisc", "replace", "dev", "eth0", "root", *shape)
+                _run("ip", "netns", "exec", host, "tc", "qdisc", "replace", "dev", _DEVICE, "root", *shape)
 
     def run(self, target: str, arguments: Mapping[str, Any] | None = None, *, timeout_s: float = 600.0) -> list[Any]:
-        """Calls one function on all ranks, each in its host and process, with gloo between them.
+        """Calls one function on all ranks, each in its process, with gloo between them.
 
         Args:
             target: ``"package.module:function"``.
@@ -109,7 +113,7 @@ class Hosts:
             (folder / "arguments.json").write_text(json.dumps(dict(arguments or {})))
             processes: list[subprocess.Popen[bytes]] = []
             try:
-                for rank in range(self.num_hosts):
+                for rank in range(self.num_ranks):
                     with (folder / f"{rank}.log").open("wb") as log:
                         processes.append(self._start(target, folder, rank, log))
                 self._wait(processes, folder, time.monotonic() + timeout_s)
@@ -117,23 +121,23 @@ class Hosts:
                 for process in processes:
                     process.kill()
                     process.wait()
-            return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(self.num_hosts)]
+            return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(self.num_ranks)]
 
     def _start(self, target: str, folder: Path, rank: int, log: IO[bytes]) -> subprocess.Popen[bytes]:
         environment = {
             **os.environ,
             "RANK": str(rank),
-            "WORLD_SIZE": str(self.num_hosts),
+            "WORLD_SIZE": str(self.num_ranks),
             "MASTER_ADDR": _address(0),
             "MASTER_PORT": "29500",  # the namespace is ours alone
-            "GLOO_SOCKET_IFNAME": "eth0",
+            "GLOO_SOCKET_IFNAME": _DEVICE,
             "OMP_NUM_THREADS": "1",
             "MALLOC_ARENA_MAX": "1",  # Trainers that take turns have a thread each: what one frees, the next one takes
             "PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
         command = [sys.executable, "-m", "benchmarks.testbed.namespaces", target, str(folder)]
         return subprocess.Popen(
-            ["ip", "netns", "exec", self._hosts[rank], *command],
+            ["ip", "netns", "exec", self._hosts[rank // self._ranks_per_host], *command],
             env=environment,
             cwd=_ROOT,  # which Python looks into before all other folders
             stdout=log,
@@ -146,7 +150,7 @@ class Hosts:
             for rank, code in enumerate(codes):
                 if code not in (None, 0):
                     written = (folder / f"{rank}.log").read_text(errors="replace")[-4000:]
-                    raise RuntimeError(f"Rank {rank} of {self.num_hosts} ended with {code}:\n{written}")
+                    raise RuntimeError(f"Rank {rank} of {self.num_ranks} ended with {code}:\n{written}")
             if None not in codes:
                 return
             if time.monotonic() > deadline_s:
@@ -162,13 +166,13 @@ class Hosts:
             port = f"port{index}"
             _run("ip", "netns", "add", host)
             peer = ("type", "veth", "peer", "name", port, "netns", self._bridge)
-            _run("ip", "link", "add", "eth0", "netns", host, *peer)
-            _run("ip", "-n", host, "link", "set", "eth0", "gso_max_size", str(_LARGEST_SEGMENT))
-            _run("ip", "-n", host, "address", "add", f"{_address(index)}/16", "dev", "eth0")
-            _run("ip", "-n", host, "link", "set", "eth0", "up")
+            _run("ip", "link", "add", _DEVICE, "netns", host, *peer)
+            _run("ip", "-n", host, "link", "set", _DEVICE, "gso_max_size", str(_LARGEST_SEGMENT))
+            _run("ip", "-n", host, "address", "add", f"{_address(index)}/16", "dev", _DEVICE)
+            _run("ip", "-n", host, "link", "set", _DEVICE, "up")
             _run("ip", "-n", host, "link", "set", "lo", "up")
             # bbr, where it is the default, paces by its own guess of the rate
-            route = ("10.77.0.0/16", "dev", "eth0", "proto", "kernel", "scope", "link", "src", _address(index))
+            route = ("10.77.0.0/16", "dev", _DEVICE, "proto", "kernel", "scope", "link", "src", _address(index))
             _run("ip", "-n", host, "route", "change", *route, "congctl", "cubic")
             _run("ip", "-n", self._bridge, "link", "set", port, "master", "bridge", "up")
 
@@ -181,6 +185,15 @@ class Hosts:
 
 def _address(index: int) -> str:
     return f"10.77.{(index + 1) // 256}.{(index + 1) % 256}"
+
+
+def sent_bytes() -> int | None:
+    """What the host of this rank has sent to others so far, with headers; None where it is not one of `Hosts`."""
+    if os.environ.get("MASTER_ADDR") != _address(0):
+        return None
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    (counts,) = (line.partition(":")[2].split() for line in lines if line.strip().startswith(f"{_DEVICE}:"))
+    return int(counts[8])  # after eight of what was received
 
 
 def _run(*command: str) -> str:

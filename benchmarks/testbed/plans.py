@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_osdp import Cluster, ModelProfile
 from lightning_osdp.core.batch_policy import largest_fitting
+from lightning_osdp.core.modes import DP
 from lightning_osdp.core.plans.plan import Plan, Unit
 from lightning_osdp.engine import FSDP2, engine_of
 from lightning_osdp.profiler import fingerprint
@@ -22,6 +23,7 @@ def plan_of(
     world_size: int,
     micro_batch_size: int,
     num_micro_batches: int = 1,
+    node_size: int | None = None,
     backward_prefetch: str = "pre",
     forward_prefetch: bool = False,
     asynchronous_unshard: bool = True,
@@ -30,11 +32,12 @@ def plan_of(
 
     Args:
         module: the unwrapped model.
-        modes: qualified name of a module -> ``"ZDP"`` or ``"DP"``, or the modes of its slices, in forward order; the
-            root needs no entry.
+        modes: qualified name of a module -> its mode, or the modes of its slices, in forward order; without an entry
+            the root is ``"DP"``.
         world_size: N.
         micro_batch_size: samples per rank and micro-batch.
         num_micro_batches: per optimizer step.
+        node_size: ranks of a node; None: all are in one.
         backward_prefetch: ``"pre"`` or ``"none"``.
         forward_prefetch: whether forward gathers the next unit before one runs.
         asynchronous_unshard: whether computing may go on during all-gathers.
@@ -57,6 +60,7 @@ def plan_of(
         peak_bytes=0,
         micro_batch_size=micro_batch_size,
         num_micro_batches=num_micro_batches,
+        node_size=node_size,
         step_time_s=0.0,
         samples_per_s=0.0,
         gap=0.0,
@@ -69,6 +73,36 @@ def plan_of(
 def simulated(plan: Plan, profile: ModelProfile, cluster: Cluster, *, engine: FSDP2 | None = None) -> StepEstimate:
     """As `lightning_osdp.simulate`, also of what is not `fully_shard`; None: that, with the settings of the plan."""
     return simulate_step(*planned_step(plan, profile, cluster), engine=engine or engine_of(plan))
+
+
+def sent_bytes(plan: Plan) -> float:
+    """Bytes that a node sends to others in an optimizer step, with rings; where there are no nodes, a rank.
+
+    On N ranks in nodes of m, where a collective over all ranks goes round the ring, one rank of a node has its next one
+    elsewhere: the node sends (N-1)/N of a unit's S bytes, as each rank does. In an all-reduce of S/m between nodes each
+    of its m ranks sends: 2 (1 - m/N) S together. Of S, with gradients reduced in the last of K micro-batches,
+
+        ZDP   2 K + 1 over all ranks
+        hpZ     K + 1
+        DP          2
+        HSDP, HDP   1 all-reduce between nodes
+
+    What is left out is as in `lightning_osdp.report.sentences.wire_bytes`.
+    """
+    engine, number, sent = engine_of(plan), plan.num_micro_batches, 0.0
+    for unit in plan.units:
+        for mode in unit.sharding_modes:
+            kept = mode if unit.name or mode.resident else DP  # the root is never freed
+            reduces = engine.num_reduce_scatters(kept, num_micro_batches=number)
+            if kept.sharded_over == "node":
+                assert plan.node_size is not None
+                times = 2 * reduces * (1 - plan.node_size / plan.world_size)
+            else:
+                in_nodes = engine.num_gathers_in_node(kept, num_micro_batches=number)
+                gathers = engine.num_all_gathers(kept, num_micro_batches=number) - in_nodes
+                times = (gathers + reduces) * (1 - 1 / plan.world_size)
+            sent += times * unit.parameter_bytes / unit.num_slices
+    return sent
 
 
 def largest_that_fits(

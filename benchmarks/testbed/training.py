@@ -43,7 +43,7 @@ def train(
     num_batches = num_steps * plan.num_micro_batches
     with tempfile.TemporaryDirectory() as folder:
         trainer = pl.Trainer(
-            strategy=strategy or OSDPStrategy(plan=plan, batch_size="keep"),
+            strategy=strategy or OSDPStrategy(plan=plan, batch_size="keep", node_size=plan.node_size),
             accelerator="cpu",
             devices=dist.get_world_size(),
             plugins=[StartedRanks()],

@@ -14,7 +14,7 @@ from steps import step_of
 
 from benchmarks.fsdp1 import FSDP1
 from lightning_osdp.core.affine import Affine
-from lightning_osdp.core.modes import DP, ZDP
+from lightning_osdp.core.modes import DP, HDP, HSDP, ZDP
 from lightning_osdp.core.profile import ParameterProfile, Rerun
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import step_memory
@@ -115,6 +115,27 @@ def test_a_partly_frozen_unit_reduces_the_gradient_of_its_whole_flat_parameter(m
     partly = operator("m", 400, trainable_bytes=100, gradient_bytes=100)
     (_, unit, frozen) = partition(model(partly, operator("f", 400, frozen=True)), min_unit_bytes=0)
     assert [FSDP1().reduce_scatter_bytes(each, 4) for each in (unit, frozen)] == [400, 0]
+
+
+HYBRID = {"H": HSDP, "h": replace(HSDP, sync="last"), "K": HDP, "k": replace(HDP, sync="last")}
+
+
+def on_nodes(profile, letters, **options):
+    """On two nodes of two ranks, with all units sharded in the node."""
+    judged = step_of(profile, world_size=4, micro_batch_size=2, **options)
+    root = replace(HDP, sync="last" if letters.islower() else "every")
+    return replace(judged, cluster=replace(judged.cluster, node_size=2)), [root, *(HYBRID[each] for each in letters)]
+
+
+def test_hybrid_strategies_reduce_in_the_node_and_then_between_nodes(three):
+    (found,) = FSDP1(backward_prefetch="none").events_of(*on_nodes(three(), "HHH"))
+    collectives = [f"{kind}{of}" for kind, of in found if "gather" in kind or "reduce" in kind]
+    forward = [f"gather_in_node{unit}" for unit in (0, 1, 2, 3)]
+    backward = [f"{kind}{unit}" for unit in (3, 2, 1) for kind in ("gather_in_node", "reduce_in_node", "all_reduce")]
+    assert collectives == [*forward, *backward, "reduce_in_node0", "all_reduce0"]
+    first, _, last = FSDP1().events_of(*on_nodes(three(), "kkk", num_micro_batches=3))
+    assert not [kind for kind, _ in first if "reduce" in kind]
+    assert [kind for kind, _ in last if "gather" in kind] == []  # kept since the first
 
 
 # ---- bytes
@@ -226,6 +247,15 @@ def test_the_largest_moment_is_the_peak_of_the_closed_form(three, modes, world_s
     assert largest == pytest.approx(bound.peak_bytes)
     where = [(m.phase, m.operator) for _, m in found.moments if m.num_bytes == largest]
     assert (bound.phase, bound.operator) in where
+
+
+# sharded over two ranks in either case; what is all-reduced between nodes is the shard that is kept
+@pytest.mark.parametrize(("hybrid", "letters"), [("HHH", "ZZZ"), ("KKK", "DDD"), ("hhh", "zzz"), ("kkk", "ddd")])
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_hybrid_strategies_take_what_they_take_on_one_node(three, hybrid, letters, num_micro_batches):
+    found = simulate_step(*on_nodes(three(), hybrid, num_micro_batches=num_micro_batches), engine=FSDP1())
+    alone, _ = step(three(), letters, num_micro_batches=num_micro_batches)
+    assert found.peak.peak_bytes == alone.peak.peak_bytes
 
 
 # ---- seconds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -11,7 +11,7 @@ from rich.table import Table
 
 from benchmarks.families import build
 from benchmarks.measures.accuracy.memory import FREE
-from benchmarks.measures.section import Row, Section
+from benchmarks.measures.section import Results, Row, Section, measured
 from benchmarks.testbed.beside_fsdp.lightning_fsdp import Baseline, Way
 from benchmarks.testbed.groups import fake_group, simulated_group
 from benchmarks.testbed.memory import count_step
@@ -40,16 +40,44 @@ class Case:
     fit each."""
     samples_per_step: int
     """All divisions of so many are counted."""
+    node_size: int | None = None
+    """Ranks of a node; None: all are in one."""
+
+
+def known(models: Iterable[str], results: Results, *, is_fresh: bool, **asked: Any) -> dict[str, list[Baseline]]:
+    """Of each model what takes part, with its peaks; counts and prints what the results do not have, or all if fresh.
+
+    Other arguments are those of `section`.
+    """
+    found = {}
+    for model in models:
+        counted = section(model, **asked)
+        measured(counted, results, is_fresh=is_fresh)
+        found[model] = baselines_of(results.stored(counted.name))
+    return found
 
 
 def section(
-    model: str, num_ranks: int, *, ways: Sequence[Way], limits: Sequence[float] = (), samples_per_step: int
+    model: str,
+    num_ranks: int,
+    *,
+    ways: Sequence[Way],
+    limits: Sequence[float] = (),
+    samples_per_step: int,
+    node_size: int | None = None,
 ) -> Section:
     """One case for each way."""
     return Section(
         name=f"baselines, {model}",
         cases=[
-            Case(model=model, num_ranks=num_ranks, way=way, limits=tuple(limits), samples_per_step=samples_per_step)
+            Case(
+                model=model,
+                num_ranks=num_ranks,
+                way=way,
+                limits=tuple(limits),
+                samples_per_step=samples_per_step,
+                node_size=node_size,
+            )
             for way in ways
         ],
         measure=measure,
@@ -63,14 +91,16 @@ def measure(case: Case) -> dict[str, Any]:
     sizes = [(size, of_all // size) for size in range(1, of_all + 1) if of_all % size == 0]
     for limit in case.limits:
         sizes.append((1, 1))
-        limit_bytes = limit * counted_bytes(case.model, case.num_ranks, BASE, 1, 1)
+        limit_bytes = limit * counted_bytes(case.model, case.num_ranks, BASE, 1, 1, node_size=case.node_size)
         sizes += [(most, 1) for most in [_most_samples(case, limit_bytes)] if most]
     return {
         "peaks": [
             {
                 "micro_batch_size": size,
                 "num_micro_batches": number,
-                "counted_bytes": counted_bytes(case.model, case.num_ranks, case.way, size, number),
+                "counted_bytes": counted_bytes(
+                    case.model, case.num_ranks, case.way, size, number, node_size=case.node_size
+                ),
             }
             for size, number in dict.fromkeys(sizes)
         ]
@@ -81,7 +111,7 @@ def _most_samples(case: Case, limit_bytes: float) -> int:
     """Of one micro-batch under a limit, counted; 0 where none fits."""
 
     def fits(size: int) -> bool:
-        return counted_bytes(case.model, case.num_ranks, case.way, size, 1) <= limit_bytes
+        return counted_bytes(case.model, case.num_ranks, case.way, size, 1, node_size=case.node_size) <= limit_bytes
 
     is_predicted = case.way.sharding != "DDP"
     size = _predicted(case, limit_bytes) if is_predicted else 1
@@ -95,8 +125,8 @@ def _most_samples(case: Case, limit_bytes: float) -> int:
 
 
 def _predicted(case: Case, limit_bytes: float) -> int:
-    cluster = Cluster(world_size=case.num_ranks, all_gather=FREE, reduce_scatter=FREE)
-    plan = case.way.plan(build(case.model), world_size=case.num_ranks, micro_batch_size=1)
+    cluster = Cluster(world_size=case.num_ranks, node_size=case.node_size, all_gather=FREE, reduce_scatter=FREE)
+    plan = case.way.plan(build(case.model), world_size=case.num_ranks, node_size=case.node_size, micro_batch_size=1)
     found = largest_that_fits(plan, _profile(case.model), cluster, limit_bytes=int(limit_bytes), engine=case.way.engine)
     return 0 if found is None else found.micro_batch_size
 
@@ -107,13 +137,21 @@ def _profile(model: str) -> ModelProfile:
 
 
 @cache
-def counted_bytes(model: str, num_ranks: int, way: Way, micro_batch_size: int, num_micro_batches: int) -> int:
+def counted_bytes(
+    model: str, num_ranks: int, way: Way, micro_batch_size: int, num_micro_batches: int, *, node_size: int | None
+) -> int:
     """Peak of one step of Lightning's Trainer."""
-    sizes = {"world_size": num_ranks, "micro_batch_size": micro_batch_size, "num_micro_batches": num_micro_batches}
     # a gradient bucket that is reduced needs a result, which the fake backend does not give
     with simulated_group(num_ranks) if way.sharding == "DDP" else fake_group(num_ranks):
         module = build(model)
-        return count_step(module, way.plan(module, **sizes), strategy=way.strategy(module)).peak_bytes
+        plan = way.plan(
+            module,
+            world_size=num_ranks,
+            micro_batch_size=micro_batch_size,
+            num_micro_batches=num_micro_batches,
+            node_size=node_size,
+        )
+        return count_step(module, plan, strategy=way.strategy(module, node_size=node_size)).peak_bytes
 
 
 def table(rows: Sequence[Row]) -> Table:

@@ -44,6 +44,8 @@ class Case:
     micro_batch_size: int
     num_micro_batches: int
     num_rounds: int
+    node_size: int | None = None
+    """Ranks of a node, which share a link; None: each has its own."""
     is_limited: bool = False
     """Whether OSDP's plan for the first limit has to live in a process that cannot take more."""
 
@@ -87,6 +89,8 @@ def measure(case: Case, *, baselines: Mapping[str, Sequence[Baseline]], spaces: 
         num_micro_batches=case.num_micro_batches,
         division=case.division,
         num_rounds=case.num_rounds,
+        node_size=case.node_size,
+        ranks_per_host=case.node_size or 1,
     )
     entrants = [Entrant(**fields) for fields in found]
     row: Row = {
@@ -133,6 +137,7 @@ def _summary(model: str, entrant: Entrant) -> Row:
         "name": entrant.name,
         "limit": entrant.limit,
         "plan": ", ".join(parts),
+        "parameter_bytes": sum(unit.parameter_bytes for unit in plan.units),
         "strip": strip(plan),
         "micro_batch_size": plan.micro_batch_size,
         "num_micro_batches": plan.num_micro_batches,
@@ -142,6 +147,7 @@ def _summary(model: str, entrant: Entrant) -> Row:
         "measured_s": entrant.measured_s,
         "compute_s": entrant.compute_s,
         "wire_bytes": entrant.wire_bytes,
+        "sent_bytes": entrant.sent_bytes,
     }
 
 
@@ -171,7 +177,17 @@ def counted_bytes(model: str, plan: str) -> int:
 def table(rows: Sequence[Row]) -> Table:
     """One line for each that took part."""
     drawn = Table("model", "links", "limit", "who", "b x K", "units", title=f"Samples/s over {BASE.name}")
-    for column in ("peak counted", "predicted", "step", "predicted", "ratio", "predicted", "bound"):
+    for column in (
+        "peak counted",
+        "predicted",
+        "step",
+        "predicted",
+        "ratio",
+        "predicted",
+        "bound",
+        "sent",
+        "predicted",
+    ):
         drawn.add_column(column, justify="right")
     for row in rows:
         for entrant in row["entrants"]:
@@ -188,6 +204,8 @@ def table(rows: Sequence[Row]) -> Table:
                 "" if entrant["predicted_s"] is None else f"{entrant['predicted_s']:.2f} s",
                 *(_times(ratio(row, entrant, of)) for of in ("measured_s", "predicted_s")),
                 _times(bound(row, entrant)),
+                format_bytes(entrant["sent_bytes"]) if entrant.get("sent_bytes") else "",
+                _percent(entrant["wire_bytes"], entrant["sent_bytes"]) if entrant.get("sent_bytes") else "",
             )
     return drawn
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import mean
 
 from benchmarks.measures.beside_fsdp import baselines
-from benchmarks.measures.beside_fsdp.contest import BEYOND_LIMIT, Spaces, named, of_best_other, over_limit, ratio
+from benchmarks.measures.beside_fsdp.contest import BEYOND_LIMIT, Case, Spaces, named, of_best_other, over_limit, ratio
 from benchmarks.measures.links import rate_of
-from benchmarks.measures.section import Row, Target
-from benchmarks.testbed.beside_fsdp.lightning_fsdp import Way
+from benchmarks.measures.section import Results, Row, Target
+from benchmarks.testbed.beside_fsdp.lightning_fsdp import Baseline, Way
 
 MODELS = {"24 x 128": "narrow and deep", "2 x 768": "wide and shallow", "128 to 512": "of changing width"}
 """The paper's three families, in 1/256 of its parameters where it says how many."""
@@ -35,6 +36,63 @@ WAYS = (
     DDP,
 )
 """Whom OSDP is compared with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What is trained, and where."""
+
+    models: tuple[str, ...] = tuple(MODELS)
+    ways: tuple[Way, ...] = WAYS
+    num_ranks: int = 4
+    node_size: int | None = None
+    """Ranks of a node, which share a link; None: each has its own."""
+    rates_mbit: tuple[float | None, ...] = (200.0, 1000.0)
+    """10^6 bit/s; None: not shaped."""
+    samples_per_step: int = 4
+    """Of a rank, where the global batch is fixed."""
+
+    def known(self, results: Results, *, limits: Sequence[float], is_fresh: bool) -> dict[str, list[Baseline]]:
+        """See `baselines.known`."""
+        return baselines.known(
+            self.models,
+            results,
+            is_fresh=is_fresh,
+            num_ranks=self.num_ranks,
+            node_size=self.node_size,
+            ways=self.ways,
+            limits=limits,
+            samples_per_step=self.samples_per_step,
+        )
+
+    def cases(
+        self, *, is_global: bool, limits: tuple[float, ...], num_rounds: int, limited_at_mbit: float | None = None
+    ) -> list[Case]:
+        """Each model at each rate, with a global batch that is fixed, or with one micro-batch a step of any size.
+
+        Args:
+            is_global: which of the two.
+            limits: factors of the counted peak of `baselines.BASE` with micro-batches of one sample.
+            num_rounds: timed steps of each that takes part.
+            limited_at_mbit: at which rate OSDP's plan for the first limit also has to live under a hard one.
+        """
+        return [
+            Case(
+                model=model,
+                num_ranks=self.num_ranks,
+                node_size=self.node_size,
+                rate_mbit=rate_mbit,
+                division="auto" if is_global else "scale",
+                limits=limits,
+                micro_batch_size=1,
+                num_micro_batches=self.samples_per_step if is_global else 1,
+                num_rounds=num_rounds,
+                is_limited=rate_mbit is not None and rate_mbit == limited_at_mbit,
+            )
+            for rate_mbit in self.rates_mbit
+            for model in self.models
+        ]
+
 
 _MODES_ONLY = {"slices": [1], "sync": ["every"], "activations": ["keep"]}
 SPLIT = "OSDP, modes + splitting"
@@ -70,7 +128,7 @@ def targets_of_one(rows: Sequence[Row]) -> list[Target]:
                 Target(name=f"{what}: mean", limit=least_mean, measured=mean(ratios), is_least=True),
                 Target(name=f"{what}: best", limit=least_best, measured=max(ratios), is_least=True),
             ]
-    return found + _of_each(rows)
+    return found + of_each(rows)
 
 
 def targets_of_global(rows: Sequence[Row]) -> list[Target]:
@@ -81,7 +139,7 @@ def targets_of_global(rows: Sequence[Row]) -> list[Target]:
         found.append(
             Target(name="over fully_shard FULL_SHARD: mean", limit=GLOBAL_MEAN, measured=mean(ratios), is_least=True)
         )
-    return found + _of_each(rows)
+    return found + of_each(rows)
 
 
 def _ratios(rows: Sequence[Row], name: str, over: str) -> list[float]:
@@ -95,7 +153,7 @@ def _ratios(rows: Sequence[Row], name: str, over: str) -> list[float]:
     return [each for each in found if each is not None]
 
 
-def _of_each(rows: Sequence[Row]) -> list[Target]:
+def of_each(rows: Sequence[Row]) -> list[Target]:
     """What holds in every cell: memory, the best of the others, and the prediction."""
     found = []
     for row in rows:

@@ -18,14 +18,13 @@ import torch.distributed as dist
 
 from benchmarks.families import Family, build
 from benchmarks.testbed.beside_fsdp.lightning_fsdp import Baseline, Way
-from benchmarks.testbed.beside_fsdp.turns import Turns, fastest_of_slowest, fits_in_turns
-from benchmarks.testbed.plans import simulated
+from benchmarks.testbed.beside_fsdp.turns import Turns, fastest_of_slowest, fits_in_turns, seconds_of
+from benchmarks.testbed.plans import sent_bytes, simulated
 from benchmarks.testbed.ring import ring_reduce_scatters
 from benchmarks.testbed.training import quiet, train
 from lightning_osdp import Cluster, ModelProfile, SearchSpace, make_plan, measure_cluster, profile_model
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.plan import Plan
-from lightning_osdp.report.sentences import wire_bytes
 from lightning_osdp.simulation.plan import planned_step
 from lightning_osdp.simulation.step import StepEstimate
 from lightning_osdp.strategy.runtime.all_ranks import in_step
@@ -59,9 +58,11 @@ class Entrant:
     compute_s: float
     """Predicted."""
     wire_bytes: float
-    """That a rank sends in a step."""
+    """That a node sends to others in a step, or a rank where there are no nodes; predicted."""
     measured_s: float = 0.0
     """Fastest step of the slowest rank."""
+    sent_bytes: int = 0
+    """As many as `wire_bytes`, counted with headers; 0 where links are not shaped."""
 
     @property
     def _key(self) -> str:
@@ -81,6 +82,7 @@ def on_one_rank(
     num_micro_batches: int,
     division: Division,
     num_rounds: int,
+    node_size: int | None,
 ) -> list[dict[str, Any]]:
     """What every rank runs: profiles, measures the links, plans for every limit, and takes steps in turns.
 
@@ -94,12 +96,13 @@ def on_one_rank(
         num_micro_batches: in an optimizer step.
         division: what may be chosen of them.
         num_rounds: timed steps.
+        node_size: ranks of a node; None: all are in one.
 
     Returns:
         Fields of an `Entrant` for each limit and competitor.
     """
     with ring_reduce_scatters(), quiet(), no_steps_counted():
-        cluster = measure_cluster(torch.device("cpu"))
+        cluster = measure_cluster(torch.device("cpu"), node_size=node_size)
         samples = _profiled(division, micro_batch_size, num_micro_batches)
         profiles = [
             profile_model(build(model), build(model).batch(size), activations=("keep", "recompute"), together=in_step)
@@ -156,8 +159,14 @@ class _Plans:
         """Those that take part under a limit."""
         best: dict[str, tuple[float, _Entry]] = {}
         for baseline in fitting:
-            sizes = {"micro_batch_size": baseline.micro_batch_size, "num_micro_batches": baseline.num_micro_batches}
-            plan = self._with_bytes(baseline.plan(self._module, world_size=self._cluster.world_size, **sizes))
+            plan = baseline.plan(
+                self._module,
+                world_size=self._cluster.world_size,
+                micro_batch_size=baseline.micro_batch_size,
+                num_micro_batches=baseline.num_micro_batches,
+                node_size=self._cluster.node_size,
+            )
+            plan = self._with_bytes(plan)
             rate = _num_samples(plan) / self._simulated(plan, baseline).time_s
             if baseline.name not in best or rate > best[baseline.name][0]:
                 best[baseline.name] = (rate, (baseline.name, limit, plan, baseline))
@@ -179,7 +188,7 @@ class _Plans:
             predicted_bytes=estimate.peak.peak_bytes if is_planned else None,
             predicted_s=estimate.time_s if is_planned else None,
             compute_s=estimate.compute_s,
-            wire_bytes=wire_bytes(plan),
+            wire_bytes=sent_bytes(plan),
         )
 
     def _searched(self, space: SearchSpace, limit_bytes: int) -> Plan:
@@ -221,14 +230,18 @@ def _timed(model: str, entrants: Sequence[Entrant], num_rounds: int) -> list[Ent
     dist.broadcast_object_list(shared, src=0)
     entrants = shared[0]
     fits = {each._key: partial(_fit, model, each, num_steps=1 + num_rounds) for each in entrants}
-    fastest = fastest_of_slowest(fits_in_turns(fits, num_rounds=num_rounds))
-    return [replace(entrant, measured_s=fastest[entrant._key]) for entrant in entrants]
+    steps = fits_in_turns(fits, num_rounds=num_rounds)
+    fastest = fastest_of_slowest(seconds_of(steps))
+    return [
+        replace(each, measured_s=fastest[each._key], sent_bytes=min(step.sent_bytes for step in steps[each._key]))
+        for each in entrants
+    ]
 
 
 def _fit(model: str, entrant: Entrant, turns: Turns, *, num_steps: int) -> None:
     module = build(model)
-    strategy = None if entrant.way is None else entrant.way.strategy(module)
     plan = Plan.from_json(entrant.plan)
+    strategy = None if entrant.way is None else entrant.way.strategy(module, node_size=plan.node_size)
     train(module, plan, num_steps=num_steps, callbacks=[turns], strategy=strategy)
 
 

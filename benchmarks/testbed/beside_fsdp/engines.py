@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.families import Family, build
 from benchmarks.testbed.beside_fsdp.contest import no_steps_counted
 from benchmarks.testbed.beside_fsdp.lightning_fsdp import Sharding, Way
-from benchmarks.testbed.beside_fsdp.turns import Turns, fits_in_turns, slowest_ranks
+from benchmarks.testbed.beside_fsdp.turns import Turns, fits_in_turns, seconds_of, slowest_ranks
 from benchmarks.testbed.memory import WARM_UP_STEPS, count_step
 from benchmarks.testbed.ring import ring_reduce_scatters, use_ring
 from benchmarks.testbed.training import quiet, train
@@ -79,7 +79,7 @@ def times(*, model: str, mode: str, contestants: Sequence[str], num_rounds: int)
     """Seconds of every step of each, one sample, on the rank that is slowest in it. Call it on all ranks."""
     fits = {name: partial(_fit, name, model, mode, num_steps=1 + num_rounds) for name in contestants}
     with ring_reduce_scatters(), quiet(), no_steps_counted():
-        return slowest_ranks(fits_in_turns(fits, num_rounds=num_rounds))
+        return slowest_ranks(seconds_of(fits_in_turns(fits, num_rounds=num_rounds)))
 
 
 def peaks(*, model: str, mode: str, contestants: Sequence[str]) -> dict[str, int]:

@@ -18,12 +18,19 @@ from benchmarks.families import Family
 from benchmarks.fsdp1 import FSDP1
 from benchmarks.testbed.plans import plan_of
 from examples.mingpt.model import Block
+from lightning_osdp.core.modes import DP, HDP, HPZ, HSDP, ZDP, ShardingMode
 from lightning_osdp.core.plans import plan as plans
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.engine import FSDP2
 
-Sharding: TypeAlias = Literal["FULL_SHARD", "SHARD_GRAD_OP", "DDP"]
-_MODES = {"FULL_SHARD": "ZDP", "SHARD_GRAD_OP": "DP"}
+Sharding: TypeAlias = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "hpZ", "DDP"]
+_MODES = {
+    "FULL_SHARD": ZDP,
+    "SHARD_GRAD_OP": DP,
+    "HYBRID_SHARD": HSDP,
+    "HYBRID_SHARD_ZERO2": HDP,
+    "hpZ": HPZ,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +38,8 @@ class Way:
     """One way to train without OSDP."""
 
     sharding: Sharding
-    """DDP: none at all, and then none of the others."""
+    """DDP: none at all, and then none of the others. hpZ: an OSDP plan by hand, as Lightning has no strategy for it.
+    The two hybrid ones shard over the ranks of a node; torch calls the second ``_HYBRID_SHARD_ZERO2``."""
     is_fully_shard: bool = False
     """Whether ``fully_shard`` shards, as users of ``ModelParallelStrategy`` call it, or ``FSDPStrategy``."""
     by_operator: bool = False
@@ -50,34 +58,53 @@ class Way:
     @property
     def engine(self) -> FSDP2:
         """What predicts a step; not of DDP."""
-        return FSDP2(asynchronous_unshard=False) if self.is_fully_shard else FSDP1()
+        return FSDP2(asynchronous_unshard=False) if self.is_fully_shard or self.sharding == "hpZ" else FSDP1()
 
-    def strategy(self, module: Family) -> ParallelStrategy:
-        """For a Trainer of this module."""
+    def strategy(self, module: Family, *, node_size: int | None = None) -> ParallelStrategy | None:
+        """For a Trainer of this module, on nodes of so many ranks; None: OSDP's own, with `plan`."""
         if self.sharding == "DDP":
             return DDPStrategy()
+        if self.sharding == "hpZ":
+            return None
+        nodes = node_size if self._mode.sharded_over == "node" else None
         if self.is_fully_shard:
             # on the instance, where Lightning finds it as if the class had it
-            module.configure_model = partial(self._fully_shard, module)  # type: ignore[method-assign]
+            module.configure_model = partial(self._fully_shard, module, _mesh(nodes))  # type: ignore[method-assign]
             return ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1)
         policy = {Block} if self.recomputes else None
-        return LightningFSDP(self.sharding, auto_wrap_policy={self._kind}, activation_checkpointing_policy=policy)
+        return LightningFSDP(
+            "_HYBRID_SHARD_ZERO2" if self.sharding == "HYBRID_SHARD_ZERO2" else self.sharding,
+            auto_wrap_policy={self._kind},
+            activation_checkpointing_policy=policy,
+            device_mesh=None if nodes is None else _mesh(nodes),  # of a tuple Lightning makes one for CUDA
+        )
 
-    def plan(self, module: Family, *, world_size: int, micro_batch_size: int, num_micro_batches: int = 1) -> Plan:
+    def plan(
+        self,
+        module: Family,
+        *,
+        world_size: int,
+        micro_batch_size: int,
+        num_micro_batches: int = 1,
+        node_size: int | None = None,
+    ) -> Plan:
         """What the strategy does, as a plan, so that it can be predicted.
 
         ``FSDPStrategy`` reduces all gradients once, at the end, and ``ModelParallelStrategy`` in every micro-batch.
         (The root of FULL_SHARD is gathered in every micro-batch, the plan's only in the first one. DDP has no plan like
         it: of that for SHARD_GRAD_OP, only the micro-batches are its own.)
         """
-        kind = self._kind
-        mode = _MODES.get(self.sharding, "DP")
+        kind, mode = self._kind, self._mode
+        modes = {name: mode.name for name, child in module.named_modules() if isinstance(child, kind)}
+        if mode.sharded_over == "node":
+            modes[""] = HDP.name
         plan = plan_of(
             module,
-            {name: mode for name, child in module.named_modules() if isinstance(child, kind)},
+            modes,
             world_size=world_size,
             micro_batch_size=micro_batch_size,
             num_micro_batches=num_micro_batches,
+            node_size=node_size,
             asynchronous_unshard=False,
         )
         blocks = [name for name, child in module.named_modules() if isinstance(child, Block) and self.recomputes]
@@ -92,20 +119,28 @@ class Way:
     def _kind(self) -> type[nn.Module]:
         return nn.Linear if self.by_operator else Block
 
-    def _fully_shard(self, module: Family) -> None:
+    @property
+    def _mode(self) -> ShardingMode:
+        return _MODES.get(self.sharding, DP)
+
+    def _fully_shard(self, module: Family, mesh: DeviceMesh) -> None:
         """Once, in ``configure_model``; checkpointing is inside of the units."""
         if isinstance(module, FSDPModule):
             return
         if self.recomputes:
             apply_activation_checkpointing(module, check_fn=lambda child: isinstance(child, Block))
         for child in [child for child in module.modules() if isinstance(child, self._kind)]:
-            fully_shard(child, mesh=self._mesh(), reshard_after_forward=self.sharding == "FULL_SHARD")
-        fully_shard(module, mesh=self._mesh())
+            fully_shard(child, mesh=mesh, reshard_after_forward=not self._mode.resident)
+        fully_shard(module, mesh=mesh)
         register_fsdp_forward_method(module, "training_step")
 
-    @staticmethod
-    def _mesh() -> DeviceMesh:
-        return init_device_mesh("cpu", (dist.get_world_size(),))
+
+def _mesh(node_size: int | None) -> DeviceMesh:
+    """All ranks in a row, or nodes and the ranks of each."""
+    world_size = dist.get_world_size()
+    if node_size is None:
+        return init_device_mesh("cpu", (world_size,))
+    return init_device_mesh("cpu", (world_size // node_size, node_size), mesh_dim_names=("nodes", "node"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,16 +5,26 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from benchmarks.testbed.namespaces import sent_bytes
 
-def fits_in_turns(fits: Mapping[str, Callable[[Turns], None]], *, num_rounds: int) -> dict[str, list[float]]:
-    """Seconds of the optimizer steps of each fit, taken A B C B C A. Call it on all ranks of the default process group.
+
+class TakenStep(NamedTuple):
+    """One optimizer step, on one rank."""
+
+    seconds: float
+    sent_bytes: int
+    """That this rank's host has sent to others; 0 where ranks are not on hosts of their own."""
+
+
+def fits_in_turns(fits: Mapping[str, Callable[[Turns], None]], *, num_rounds: int) -> dict[str, list[TakenStep]]:
+    """Optimizer steps of each fit, taken A B C B C A. Call it on all ranks of the default process group.
 
     Each fit runs in a thread of its own, of which one runs at a time. Ranks begin every step together. What counts
     is the step of the Trainer's loop, from its batch to its end: without loading, and without what comes before a fit
@@ -30,7 +40,7 @@ def fits_in_turns(fits: Mapping[str, Callable[[Turns], None]], *, num_rounds: in
         for each in order:
             each.take()
         order.append(order.pop(0))  # nobody always comes after the same one
-    return {name: each.seconds[1:] for name, each in turns.items()}
+    return {name: each.steps[1:] for name, each in turns.items()}
 
 
 class Turns(pl.Callback):
@@ -39,10 +49,11 @@ class Turns(pl.Callback):
     reads_parameters = False
 
     def __init__(self, fit: Callable[[Turns], None]) -> None:
-        self.seconds: list[float] = []
+        self.steps: list[TakenStep] = []
         self._may_go, self._waits = threading.Semaphore(0), threading.Semaphore(0)
         self._error: BaseException | None = None
         self._start_s: float | None = None
+        self._sent_before = 0
         threading.Thread(target=self._run, args=(fit,), daemon=True).start()
 
     def take(self) -> None:
@@ -70,13 +81,15 @@ class Turns(pl.Callback):
         self._waits.release()
         self._may_go.acquire()
         dist.barrier()
+        self._sent_before = sent_bytes() or 0
         self._start_s = time.perf_counter()
 
     def end(self) -> None:
         """An optimizer step has ended."""
         assert self._start_s is not None
-        self.seconds.append(time.perf_counter() - self._start_s)
-        self._start_s = None
+        seconds, self._start_s = time.perf_counter() - self._start_s, None
+        dist.barrier()  # others of this host may still send
+        self.steps.append(TakenStep(seconds, (sent_bytes() or 0) - self._sent_before))
 
     @override
     def on_train_batch_start(
@@ -89,8 +102,13 @@ class Turns(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.global_step > len(self.seconds):  # or gradients accumulate
+        if trainer.global_step > len(self.steps):  # or gradients accumulate
             self.end()
+
+
+def seconds_of(steps: Mapping[str, list[TakenStep]]) -> dict[str, list[float]]:
+    """Of each, those of every step on this rank."""
+    return {name: [step.seconds for step in taken] for name, taken in steps.items()}
 
 
 def slowest_ranks(seconds: Mapping[str, list[float]]) -> dict[str, list[float]]:
