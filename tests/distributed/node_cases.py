@@ -47,7 +47,6 @@ MODES = {
 ROOTS = {"hdp": "HDP", "all": "HDP"}
 """Modes of the root, where it is not DP."""
 OVER_ALL, IN_NODES = ["ZDP", "hpZ", "DP"], ["HSDP", "HDP"]
-PREDICTED = ("hpz", "mixed")
 
 
 class HalfFrozen(GPT):
@@ -238,12 +237,14 @@ def runs_alone(modes):
     return change_cases.apart(*results)
 
 
-def peaks(name, modes, num_micro_batches, prefetch, asynchronous):
+def peaks(name, modes, num_micro_batches, prefetch, asynchronous, sync):
     """Bytes that a step was predicted to take, and was counted to take."""
     world_size, space = dist.get_world_size(), SearchSpace(min_unit_bytes=1024, share_units=False)
     module = build(name, "adamw")
     plan = plan_for(module, "zdp", world_size=world_size, num_micro_batches=num_micro_batches, space=space)
-    plan = dataclasses.replace(in_nodes(plan, modes), backward_prefetch=prefetch, asynchronous_unshard=asynchronous)
+    plan = dataclasses.replace(
+        in_nodes(plan, modes, sync), backward_prefetch=prefetch, asynchronous_unshard=asynchronous
+    )
     predicted = simulate(plan, profile_of(module), cluster_of_nodes()).peak
     fit = trainer(OSDPStrategy(plan=plan, node_size=NODE_SIZE), accumulate_grad_batches=num_micro_batches)
     module = build(name, "adamw")

@@ -54,10 +54,12 @@ def test_what_is_written_to_whole_parameters_stays_in_each_node(ranks, modes):
     assert ranks(4).run(cases.writes_back, modes=modes) == [(0.0, 0.0)] * 4
 
 
-@pytest.mark.parametrize(("num_micro_batches", "prefetch"), [(1, "pre"), (2, "none")])
+@pytest.mark.parametrize(
+    ("num_micro_batches", "prefetch", "sync"), [(1, "pre", "every"), (2, "none", "every"), (2, "pre", "node")]
+)
 @pytest.mark.parametrize("asynchronous", [True, False])
-@pytest.mark.parametrize("modes", cases.PREDICTED)
-def test_peak_of_a_step_is_what_was_predicted(ranks, modes, num_micro_batches, prefetch, asynchronous):
+@pytest.mark.parametrize("modes", cases.MODES)
+def test_peak_of_a_step_is_what_was_predicted(ranks, modes, num_micro_batches, prefetch, sync, asynchronous):
     predicted, counted = ranks(4).run(
         cases.peaks,
         name="wide_mlp",
@@ -65,6 +67,7 @@ def test_peak_of_a_step_is_what_was_predicted(ranks, modes, num_micro_batches, p
         num_micro_batches=num_micro_batches,
         prefetch=prefetch,
         asynchronous=asynchronous,
+        sync=sync,
     )[0]
     assert predicted == pytest.approx(counted, rel=2e-3)
 
