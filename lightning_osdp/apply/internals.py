@@ -158,7 +158,8 @@ def mix_meshes() -> None:
             places[tensor.device_mesh].append(place)
         values: dict[int, Tensor] = {}
         for same in places.values():
-            values.update(zip(same, torch.stack([tensors[place] for place in same]).full_tensor(), strict=True))
+            alike: Any = torch.stack([tensors[place] for place in same])
+            values.update(zip(same, alike.full_tensor(), strict=True))
         return operation([values[place] for place in range(len(tensors))], *others, **kwargs)
 
     def scaled(operation: Any, args: Any, _: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -42,12 +43,12 @@ class Meshes:
 
     def add_nodes(self, plan: Plan) -> None:
         """Makes the mesh of nodes, if the plan needs it and it is not there; node by node ranks follow each other."""
+        world = dist.group.WORLD
         if self.nodes is not None or not plan.needs_nodes:
             return
-        size = plan.node_size
-        assert size is not None
-        shape = (dist.get_world_size() // size, size)
-        self.nodes = init_device_mesh(self._device.type, shape, mesh_dim_names=_NAMES)
+        assert world is not None
+        assert plan.node_size is not None
+        self.nodes = _mesh_of_nodes(world, self._device.type, plan.node_size)
         self._warm_up(self.nodes.get_group("node"))
         if any(_is_in_nodes(mode) for unit in plan.units for mode in unit.sharding_modes):
             internals.mix_meshes()
@@ -84,6 +85,12 @@ class Meshes:
     def _warm_up(self, group: dist.ProcessGroup) -> None:
         if self._device.type != "cpu":
             warm_up(group, self._device)
+
+
+@lru_cache
+def _mesh_of_nodes(world: dist.ProcessGroup, device_type: str, size: int) -> DeviceMesh:
+    """One for all models, for each of its process groups has its threads, or memory of a device."""
+    return init_device_mesh(device_type, (world.size() // size, size), mesh_dim_names=_NAMES)
 
 
 def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -191,6 +191,21 @@ class Costs:
         choices.sort(key=lambda choice: saved_bytes(unit, choice, workload.micro_batch_size))
         return tuple(replace(mode, activations=choice) for choice in choices for mode in modes)
 
+    def alike(self) -> Iterator[Modes]:
+        """Each of the modes that are offered for all units alike, as far as they may be; so people choose by hand."""
+
+        def of(unit: UnitProfile, options: Modes, mode: ShardingMode) -> ShardingMode:
+            if unit.is_root:
+                return replace(freed_and_kept(mode)[1], sync="every")
+            return next((each for each in (mode, replace(mode, sync="every")) if each in options), options[0])
+
+        offered = dict.fromkeys(
+            mode for options in self.options[1:] or self.options for mode in options if mode.activations == "keep"
+        )
+        units = self._setting.units
+        made = (tuple(of(*each, mode) for each in zip(units, self.options, strict=True)) for mode in offered)
+        yield from dict.fromkeys(made)
+
     @property
     def least_memory_modes(self) -> Modes:
         """The first option of every unit."""

@@ -79,12 +79,7 @@ class BatchPolicy:
 
 
 def samples_of_rank(global_batch: int, world_size: int, *, name: str) -> int:
-    """Samples of one rank in an optimizer step, of those of all ranks.
-
-    Args:
-        global_batch: samples of all ranks.
-        world_size: ranks that share them.
-        name: of the option, for the error.
+    """Samples of one rank in an optimizer step of `global_batch` samples of all, as the option `name` asks for.
 
     Raises:
         ConfigurationError: not all ranks would have as many, or none would have any.

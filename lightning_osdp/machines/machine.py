@@ -127,15 +127,11 @@ class Machine:
         )
         if self.network is None:
             return cluster
-        inside = Link(latency_s=self.peers.latency_us * 1e-6, seconds_per_byte=1 / self.peers.bytes_per_s)
-        # all pairs of peers send at once, and share the ports
-        share = self.ranks_per_node / self.network.bytes_per_s
-        between = Link(latency_s=self.network.latency_us * 1e-6, seconds_per_byte=share)
         return replace(
             cluster,
             node_size=self.ranks_per_node,
-            within_node=_alike(inside),
-            between_nodes=_alike(between),
+            within_node=_alike(self.peers),
+            between_nodes=_alike(self.network, sharing=self.ranks_per_node),  # all pairs of peers send at once
             all_reduce=_both_ways(ring),
         )
 
@@ -152,7 +148,10 @@ class Machine:
         return Link(latency_s=latency_s, seconds_per_byte=seconds_per_byte)
 
 
-def _alike(link: Link) -> Links:
+def _alike(interconnect: Interconnect, *, sharing: int = 1) -> Links:
+    """All collectives, each as fast as its share of what so many send over."""
+    seconds_per_byte = sharing / interconnect.bytes_per_s
+    link = Link(latency_s=interconnect.latency_us * 1e-6, seconds_per_byte=seconds_per_byte)
     return Links(all_gather=link, reduce_scatter=link, all_reduce=_both_ways(link))
 
 

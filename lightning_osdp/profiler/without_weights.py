@@ -30,11 +30,8 @@ PRECISIONS: Mapping[str, torch.dtype | None] = {
     "16-mixed": torch.float16,
 }
 """Lightning's names -> dtype that units are gathered, computed and reduced in; parameters at rest are float32."""
-_SETTINGS, _DATA = (
-    "Give what it takes as settings.",
-    "Give as data a function that takes a number of samples and returns a batch of them.",
-)
-"""What to do where the user's code fails."""
+_SETTINGS = "Give what it takes as settings."
+_DATA = "Give as data a function that takes a number of samples and returns a batch of them."
 _NUM_SAMPLES = 2
 """That are traced; what grows with samples is affine in them."""
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from lightning_osdp.assign import Modes, Setting, block_units
+from lightning_osdp.assign import Setting, block_units
 from lightning_osdp.core.batch_policy import MOST_SAMPLES, BatchPolicy, largest_fitting
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.modes import DP, HDP, HSDP, ZDP, modes_of
@@ -83,8 +83,8 @@ def _best(name: str, setting: Setting, memory_limit_bytes: int, policy: BatchPol
         return replace(setting, workload=policy.workload(size))
 
     def fits(size: int) -> bool:
-        every = at(size)
-        return every.costs.exact_peak(_modes(every, 0)).peak_bytes <= memory_limit_bytes
+        costs = at(size).costs
+        return any(costs.exact_peak(modes).peak_bytes <= memory_limit_bytes for modes in costs.alike())
 
     most = policy.max_micro_batch_size or MOST_SAMPLES
     sizes = policy.micro_batch_sizes or (max(1, largest_fitting(fits, most)),)
@@ -97,7 +97,7 @@ def _best(name: str, setting: Setting, memory_limit_bytes: int, policy: BatchPol
 
 def _with_and_without_no_sync(name: str, setting: Setting, memory_limit_bytes: int) -> Iterator[HandMade]:
     costs, workload = setting.costs, setting.workload
-    for modes in dict.fromkeys((_modes(setting, 0), _modes(setting, -1))):
+    for modes in costs.alike():
         step_time_s = costs.step_time_s(modes)
         peak_bytes = costs.exact_peak(modes).peak_bytes
         yield HandMade(
@@ -109,12 +109,3 @@ def _with_and_without_no_sync(name: str, setting: Setting, memory_limit_bytes: i
             peak_bytes=peak_bytes,
             fits=peak_bytes <= memory_limit_bytes,
         )
-
-
-def _modes(setting: Setting, option: int) -> Modes:
-    """The first (0) or last (-1) option of every unit, and the root sharded over the same ranks as all others."""
-    in_node = setting.modes[0].sharded_over == "node"
-    return tuple(
-        HDP if unit.is_root and in_node else options[option]
-        for unit, options in zip(setting.units, setting.costs.options, strict=True)
-    )

@@ -74,15 +74,36 @@ class Competition:
         """
         # ZDP whether it was offered or not
         setting = replace(setting, modes=modes_of([ZDP.name], {mode.sync for mode in setting.modes}))
-        settings = [setting]
-        recomputing = {block.name: "recompute" for block in setting.profile.blocks if "recompute" in block.segments}
-        if "recompute" in self.space.activations and recomputing and not setting.is_paper:
-            settings.append(setting.with_blocks(recomputing))
-        for each in settings:
+        for each in self._keeping_and_recomputing(setting):
             yield each, each.all_zdp_modes
             last = tuple(options[-1] for options in each.costs.options)
             if last != each.all_zdp_modes:
                 yield each, last
+
+    def alike(self, settings: Sequence[Setting]) -> Iterator[tuple[Setting, Modes]]:
+        """What people choose by hand: all units in one mode, in units of an operator or of a block."""
+        for setting in (*settings, *self._by_block(settings)):
+            for each in self._keeping_and_recomputing(setting):
+                yield from ((each, modes) for modes in each.costs.alike())
+
+    def assigned_alike(self, settings: Sequence[Setting], worth_s: float) -> Assignment | None:
+        """The fastest of these that fits, where it takes less than ``worth_s``."""
+        best: Assignment | None = None
+        for setting, modes in self.alike(settings):
+            if setting.costs.step_time_s(modes) >= worth_s * (1 - NO_GAIN):
+                continue
+            chosen = as_far_as_fits(setting, modes, memory_limit_bytes=self.memory_limit_bytes)
+            if chosen is not None and chosen.costs.step_time_s(modes) < worth_s * (1 - NO_GAIN):
+                best = assigned_as(chosen, modes, bound_s=None)
+                worth_s = best.step_time_s
+        return best
+
+    def _keeping_and_recomputing(self, setting: Setting) -> Iterator[Setting]:
+        """With blocks that keep what they save, and where they may with such as recompute all of it."""
+        yield setting
+        recomputing = {block.name: "recompute" for block in setting.profile.blocks if "recompute" in block.segments}
+        if "recompute" in self.space.activations and recomputing and not setting.is_paper:
+            yield setting.with_blocks(recomputing)
 
     def shared(self, setting: Setting, modes: Modes) -> tuple[Setting, Modes]:
         """The same with units shared, where they may be."""

@@ -17,7 +17,10 @@ _MOST_MICRO_BATCHES = 2**16
 def why_infeasible(sweep: Sweep, micro_batch_size: int) -> str:
     """The text of `InfeasibleError`: the limit, the least bytes of any plan, the largest contributors, a remedy."""
     setting, memory_limit_bytes = sweep.smallest(micro_batch_size), sweep.competition.memory_limit_bytes
-    peak = setting.costs.peak(setting.costs.least_memory_modes)
+    least = setting.costs.least_memory_modes
+    exact = setting.costs.exact_peak(least)
+    # where operators are split, nothing is looked for beyond the closed form
+    peak = exact if exact.peak_bytes > memory_limit_bytes else setting.costs.peak(least)
     ranks = setting.cluster.world_size
     sizes = {
         unit.name or "the root unit": unit.gathered_bytes

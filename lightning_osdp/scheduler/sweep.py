@@ -23,6 +23,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import attrgetter
 
 from lightning_osdp.assign import Assignment, Modes, Setting, bound_later_s, fill_spare
 from lightning_osdp.core.batch_policy import MOST_SAMPLES, BatchPolicy, largest_fitting
@@ -35,6 +36,8 @@ TOLERANCE = 1e-3
 
 WORTH_CHANGING = 0.01
 """Fraction of samples/s for which another size takes the place of the one that is there."""
+
+_step_time_s = attrgetter("step_time_s")
 
 MAX_SIZES = 64
 """Sizes that a sweep assigns modes for; past them the best of those is chosen."""
@@ -97,19 +100,29 @@ class Sweep:
 
     def fits(self, micro_batch_size: int, num_micro_batches: int | None = None) -> bool:
         """Whether any assignment does; in as many micro-batches as the policy has it if their number is not given."""
-        smallest = self.smallest(micro_batch_size, num_micro_batches)
-        return smallest.costs.least_bytes <= self.competition.memory_limit_bytes
+        limit_bytes = self.competition.memory_limit_bytes
+        if self.smallest(micro_batch_size, num_micro_batches).costs.least_bytes <= limit_bytes:
+            return True
+        alike = self.competition.alike(self._of_size(micro_batch_size, num_micro_batches))
+        return any(each.ideal.costs.exact_peak(modes).peak_bytes <= limit_bytes for each, modes in alike)
 
     def candidate(self, micro_batch_size: int) -> Candidate | None:
         """Best assignment at this size; None if none fits."""
         best = f", best {three_digits(self._best().samples_per_s)} samples/s so far" if self._candidates else ""
         self._progress("searching", f"micro-batch {micro_batch_size}{best}")
-        found = self.competition.assigned(self._of_size(micro_batch_size))
-        if not found:
+        limit_bytes, settings = self.competition.memory_limit_bytes, self._of_size(micro_batch_size)
+        found = self.competition.assigned(settings)
+        filled = [fill_spare(min(found, key=_step_time_s), memory_limit_bytes=limit_bytes)] if found else []
+        # of several micro-batches the closed form may take what all units do alike for too much
+        alike = self.competition.assigned_alike(settings, min(map(_step_time_s, filled), default=math.inf))
+        if alike is not None:
+            filled.append(fill_spare(alike, memory_limit_bytes=limit_bytes))
+            found = found or [alike]
+        if not filled:
             return None
-        fastest = min(found, key=lambda assignment: assignment.step_time_s)
+        assigned = min(filled, key=_step_time_s)
         self._candidates[micro_batch_size] = Candidate(
-            assignment=fill_spare(fastest, memory_limit_bytes=self.competition.memory_limit_bytes),
+            assignment=assigned,
             bounds=tuple((assignment.setting.all_ahead, assignment.bound_s) for assignment in found),
         )
         return self._candidates[micro_batch_size]

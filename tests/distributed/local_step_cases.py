@@ -2,7 +2,7 @@
 
 import copy
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -163,12 +163,16 @@ def cut(whole):
     return distribute_tensor(whole, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
 
 
+@cache
+def mesh_of_nodes():
+    return init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("nodes", "node"))
+
+
 def cut_in_nodes(whole):
     """Into rows of two ranks, those of an odd number of elements, and of all ranks."""
     if whole.numel() % 2 == 0:
         return cut(whole)
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("nodes", "node"))
-    return distribute_tensor(whole, mesh, [Replicate(), Shard(0)])
+    return distribute_tensor(whole, mesh_of_nodes(), [Replicate(), Shard(0)])
 
 
 def cut_parameters():

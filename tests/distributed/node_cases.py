@@ -47,7 +47,6 @@ MODES = {
 ROOTS = {"hdp": "HDP", "all": "HDP"}
 """Modes of the root, where it is not DP."""
 OVER_ALL, IN_NODES = ["ZDP", "hpZ", "DP"], ["HSDP", "HDP"]
-PREDICTED = ("hpz", "mixed")
 
 
 class HalfFrozen(GPT):
@@ -159,10 +158,19 @@ def begins_unlike(is_synchronized):
     return found
 
 
+few_steps = mock.patch.object(change_cases, "STEPS", NUM_BATCHES // change_cases.MICRO_BATCHES)
+
+
+def batches():
+    """Of each of a few steps."""
+    with few_steps:
+        return change_cases.batches_by_step()
+
+
 def writes_back(modes):
     """How far weights are from those that all ranks have written while they were whole, and nodes from each other."""
     run = change_cases.Run(plan_in_nodes(modes))
-    run.step(change_cases.batches_by_step()[0])
+    run.step(batches()[0])
     with run.model.gathered(run.module, writes=True), torch.no_grad():
         for parameter in run.module.parameters():
             parameter.mul_(2).add_(torch.arange(parameter.numel()).view_as(parameter))
@@ -178,7 +186,7 @@ def refused_moves():
     found = {}
     for of, to in (("hpz", "hsdp"), ("hdp", "hpz"), ("all", "hsdp")):
         run, same = change_cases.Run(plans[of]), change_cases.Run(plans[of])
-        given = change_cases.batches_by_step()
+        given = batches()
         for each in (run, same):
             torch.manual_seed(7)
             each.step(given[0])
@@ -191,11 +199,26 @@ def refused_moves():
     return found
 
 
+def refused_inside_a_step():
+    """What is said of a change of the plan while gradients are reduced inside of nodes alone; whether it goes after."""
+    plan = plan_in_nodes("hsdp")
+    root, *units = plan.units
+    units = [root, *(dataclasses.replace(unit, sync="node") for unit in units)]
+    waiting = dataclasses.replace(plan, units=tuple(units))
+    run, (first, *_) = change_cases.Run(waiting), batches()
+    with run.model.accumulating():
+        run.module(first[0]).backward()
+    told = failure(lambda: change_plan(run.module, plan))
+    run.module(first[1]).backward()
+    change_plan(run.module, plan)
+    return told, run.model.plan is plan
+
+
 def runs_alone(modes):
     """Steps of each rank alone, as many as no other one takes; how training goes on, and what is left of them."""
     plan, results = plan_in_nodes(modes, "both"), []
     plan = change_cases.with_sync(plan, "last")
-    first, second, *_ = change_cases.batches_by_step()
+    first, second, *_ = batches()
     for is_alone in (True, False):
         run = change_cases.Run(plan)
         torch.manual_seed(7)
@@ -214,12 +237,14 @@ def runs_alone(modes):
     return change_cases.apart(*results)
 
 
-def peaks(name, modes, num_micro_batches, prefetch, asynchronous):
+def peaks(name, modes, num_micro_batches, prefetch, asynchronous, sync):
     """Bytes that a step was predicted to take, and was counted to take."""
     world_size, space = dist.get_world_size(), SearchSpace(min_unit_bytes=1024, share_units=False)
     module = build(name, "adamw")
     plan = plan_for(module, "zdp", world_size=world_size, num_micro_batches=num_micro_batches, space=space)
-    plan = dataclasses.replace(in_nodes(plan, modes), backward_prefetch=prefetch, asynchronous_unshard=asynchronous)
+    plan = dataclasses.replace(
+        in_nodes(plan, modes, sync), backward_prefetch=prefetch, asynchronous_unshard=asynchronous
+    )
     predicted = simulate(plan, profile_of(module), cluster_of_nodes()).peak
     fit = trainer(OSDPStrategy(plan=plan, node_size=NODE_SIZE), accumulate_grad_batches=num_micro_batches)
     module = build(name, "adamw")
@@ -242,7 +267,7 @@ def changes(seed, modes):
         return dataclasses.replace(plan, units=tuple(units))
 
     plan = plan_in_nodes(modes, "both")
-    with mock.patch.object(change_cases, "STEPS", NUM_BATCHES // change_cases.MICRO_BATCHES):
+    with few_steps:
         plans = [drawn(plan) for _ in range(change_cases.STEPS - 1)]
         expected, _ = change_cases.trained(plan)
         found, _ = change_cases.trained(plan, plans)

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import fixture_cases
 from fixture_cases import Varied
+from local_step_cases import mesh_of_nodes
 from saved_cases import consolidate
 from split_cases import unequal
 from torch import nn
@@ -78,10 +79,9 @@ def sharded(module, num_slices, *, kept=(), in_nodes=False):
 
     In nodes of two ranks, every second unit and the root are sharded in each node.
     """
-    world_size = dist.get_world_size()
-    meshes = [mesh := init_device_mesh("cpu", (world_size,))]
+    meshes = [mesh := init_device_mesh("cpu", (dist.get_world_size(),))]
     if in_nodes:
-        meshes.append(mesh := init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("nodes", "node")))
+        meshes.append(mesh := mesh_of_nodes())
     names = ["up", "frozen"]
     for name, count in num_slices.items():
         split(module.get_submodule(name), count)

@@ -54,10 +54,12 @@ def test_what_is_written_to_whole_parameters_stays_in_each_node(ranks, modes):
     assert ranks(4).run(cases.writes_back, modes=modes) == [(0.0, 0.0)] * 4
 
 
-@pytest.mark.parametrize(("num_micro_batches", "prefetch"), [(1, "pre"), (2, "none")])
+@pytest.mark.parametrize(
+    ("num_micro_batches", "prefetch", "sync"), [(1, "pre", "every"), (2, "none", "every"), (2, "pre", "node")]
+)
 @pytest.mark.parametrize("asynchronous", [True, False])
-@pytest.mark.parametrize("modes", cases.PREDICTED)
-def test_peak_of_a_step_is_what_was_predicted(ranks, modes, num_micro_batches, prefetch, asynchronous):
+@pytest.mark.parametrize("modes", cases.MODES)
+def test_peak_of_a_step_is_what_was_predicted(ranks, modes, num_micro_batches, prefetch, sync, asynchronous):
     predicted, counted = ranks(4).run(
         cases.peaks,
         name="wide_mlp",
@@ -65,6 +67,7 @@ def test_peak_of_a_step_is_what_was_predicted(ranks, modes, num_micro_batches, p
         num_micro_batches=num_micro_batches,
         prefetch=prefetch,
         asynchronous=asynchronous,
+        sync=sync,
     )[0]
     assert predicted == pytest.approx(counted, rel=2e-3)
 
@@ -81,9 +84,15 @@ def test_a_plan_that_shards_a_unit_over_other_ranks_is_refused_while_training_go
         assert [apart for _, apart in found.values()] == [0.0] * 3
         assert {kind for (kind, _), _ in found.values()} == {"PlanMismatchError"}
         texts = [text for (_, text), _ in found.values()]
-        sharded_in = "['node'] in use and ['all'] in the plan"
-        assert "what unit 'first' is sharded over is ['all'] in use and ['node'] in the plan" in texts[0]
-        assert f"what unit '' is sharded over is {sharded_in}" in texts[1]
+        assert "the ranks that unit 'first' is sharded over is 'all' in use and 'node' in the plan" in texts[0]
+        assert "the ranks that unit '' is sharded over is 'node' in use and 'all' in the plan" in texts[1]
+
+
+def test_a_change_waits_for_gradients_that_are_reduced_inside_of_nodes_alone(ranks):
+    for (kind, text), is_changed in ranks(4).run(cases.refused_inside_a_step):
+        assert kind == "ConfigurationError"
+        assert "holds gradients of 'first' that are not reduced yet" in text
+        assert is_changed
 
 
 def test_an_evaluation_leaves_a_shard_in_each_node_until_weights_change(ranks):

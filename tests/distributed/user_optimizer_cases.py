@@ -42,6 +42,28 @@ class Lamb(torch.optim.Optimizer):
         return loss
 
 
+class ByForeach(torch.optim.Optimizer):
+    """Momentum and decay in operations on lists, of all parameters of a group at once."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = closure()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            for p in params:
+                self.state[p].setdefault("average", torch.zeros_like(p))
+            averages = [self.state[p]["average"] for p in params]
+            torch._foreach_lerp_(averages, [p.grad for p in params], 0.2)
+            steps = torch._foreach_div(averages, torch._foreach_add(torch._foreach_abs(averages), 1e-3))
+            torch._foreach_mul_(params, 1 - 0.1 * group["lr"])
+            torch._foreach_add_(params, steps, alpha=-group["lr"])
+        return loss
+
+
 def decaying(parameters, **options):
     """AdamW that decays matrices alone."""
     parameters = list(parameters)
@@ -73,6 +95,7 @@ OPTIMIZERS = {
     "Adagrad, fused": partial(torch.optim.Adagrad, lr=0.05, fused=True),
     "Rprop": partial(torch.optim.Rprop, lr=1e-2),
     "Lamb": Lamb,
+    "ByForeach": ByForeach,
 }
 
 
@@ -126,41 +149,15 @@ class OwnSGD(torch.optim.SGD):
     """Whose step is torch's, which nothing knows."""
 
 
-class ByForeach(torch.optim.Optimizer):
-    """Momentum and decay in operations on lists, of all parameters of a group at once."""
-
-    def __init__(self, params, lr=1e-2):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        with torch.enable_grad():
-            loss = closure()
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            for p in params:
-                self.state[p].setdefault("average", torch.zeros_like(p))
-            averages = [self.state[p]["average"] for p in params]
-            torch._foreach_lerp_(averages, [p.grad for p in params], 0.2)
-            steps = torch._foreach_div(averages, torch._foreach_add(torch._foreach_abs(averages), 1e-3))
-            torch._foreach_mul_(params, 1 - 0.1 * group["lr"])
-            torch._foreach_add_(params, steps, alpha=-group["lr"])
-        return loss
-
-
-OPTIMIZERS["ByForeach"] = ByForeach
-
-
-class ByOneNorm(ByForeach):
-    """Which takes all gradients of a group by their norm, as torch refuses where they are on several meshes."""
+class ByOneVector(ByForeach):
+    """Which makes one vector of all gradients of a group, as can be made of what is on one mesh."""
 
     def step(self, closure=None):
-        loss = super().step(closure)
         for group in self.param_groups:
-            norms = [p.grad.norm() for p in group["params"] if p.grad is not None]
-            for p in group["params"]:
-                p.grad.mul_(1 / (1 + sum(norm.square() for norm in norms)))
-        return loss
+            gradients = [p.grad.flatten() for p in group["params"] if p.grad is not None]
+            if gradients:
+                torch.cat(gradients)
+        return super().step(closure)
 
 
 REFUSED = {
@@ -179,13 +176,14 @@ class Noted(Optimized):
         self.has_begun = True
 
 
-def refused():
+def refused(kind):
     """What each of these optimizers is refused with before training."""
     found = {}
-    for name, make in REFUSED.items():
+    for name, make in REFUSED.items() if kind == "mixed" else [("ByOneVector", ByOneVector)]:
         module = Noted(make)
-        plan = plan_with(lambda make=make: Noted(make), "mixed")
-        found[name] = refusal(lambda plan=plan, module=module: fitted(OSDPStrategy(plan=plan), module, max_steps=2))
+        plan = plan_with(lambda make=make: Noted(make), kind)
+        strategy = OSDPStrategy(plan=plan, node_size=plan.node_size)
+        found[name] = refusal(lambda strategy=strategy, module=module: fitted(strategy, module, max_steps=2))
         found[name] = (found[name], hasattr(module, "has_begun"))
     return found
 
@@ -295,7 +293,7 @@ CLIPS = {
     "norm": lambda parameters: NORM(parameters, 0.01),
     "norm, loop": lambda parameters: NORM(parameters, 0.01, foreach=False),
     "norm, foreach": lambda parameters: NORM(parameters, 0.01, foreach=True, error_if_nonfinite=True),
-    "largest": lambda parameters: NORM(parameters, 0.001, norm_type=float("inf")),
+    "norm of order one": lambda parameters: NORM(parameters, 0.01, norm_type=1),
     "in two": clip_in_two,
     "value": lambda parameters: VALUE(parameters, 0.001),
     "value, loop": lambda parameters: VALUE(parameters, 0.001, foreach=False),

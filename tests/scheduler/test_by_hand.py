@@ -6,6 +6,7 @@ import pytest
 
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.batch_policy import BatchPolicy
+from lightning_osdp.core.cluster import Links
 from lightning_osdp.core.profile import BlockProfile
 from lightning_osdp.scheduler import made_by_hand, make_plan
 
@@ -94,10 +95,36 @@ def test_what_does_not_fit_comes_last_at_its_smallest(blocks, cluster):
     assert found[-1].micro_batch_size == 1
 
 
-def test_no_plan_is_slower_than_what_is_made_by_hand(blocks, cluster):
+def in_nodes(ranks):
+    """The ranks in nodes of two, inside of which links are ten times as fast."""
+    inside = Links(**{name: ranks.all_gather.at_rate(10) for name in ("all_gather", "reduce_scatter", "all_reduce")})
+    return dataclasses.replace(ranks, node_size=2, within_node=inside)
+
+
+def test_on_several_nodes_all_may_be_sharded_in_each(blocks, cluster):
     ranks = cluster(4, seconds_per_byte=1e-9)
-    ample = made_by_hand(blocks, ranks, memory_limit_bytes=2**40, policy=BatchPolicy.fixed(2))
+    one, several = (found_in(blocks, each, 2**40, BatchPolicy.fixed(4)) for each in (ranks, in_nodes(ranks)))
+    assert {*several} - {*one} == {
+        "HYBRID_SHARD", "HYBRID_SHARD, checkpointing", "HYBRID_SHARD_ZERO2", "HYBRID_SHARD_ZERO2, checkpointing"
+    }  # fmt: skip
+    assert {name: several[name] for name in one} == one
+    # of the root's 2 MiB and three blocks' 8 an all-gather and a reduce-scatter in the node, where (m-1)/m passes a
+    # link, and half of each all-reduced between two nodes, there and back
+    moved = 2 * 1 / 2 * 1e-10 + 1 / 2 * 2 * 1 / 2 * 1e-9
+    over_all = 2 * 3 / 4 * 1e-9
+    saved_s = several["SHARD_GRAD_OP"].step_time_s - several["HYBRID_SHARD_ZERO2"].step_time_s
+    assert saved_s == pytest.approx((over_all - moved) * 26 * MIB)
+    assert several["HYBRID_SHARD"].peak_bytes > several["FULL_SHARD"].peak_bytes
+
+
+@pytest.mark.parametrize("has_nodes", [False, True])
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_no_plan_is_slower_than_what_is_made_by_hand(blocks, cluster, has_nodes, number, overlaps):
+    ranks = dataclasses.replace(cluster(4, seconds_per_byte=1e-9), overlaps=overlaps)
+    ranks, policy = in_nodes(ranks) if has_nodes else ranks, BatchPolicy.fixed(2, number)
+    ample = made_by_hand(blocks, ranks, memory_limit_bytes=2**40, policy=policy)
     for limit_bytes in (each.peak_bytes for each in ample):
-        by_hand = made_by_hand(blocks, ranks, memory_limit_bytes=limit_bytes, policy=BatchPolicy.fixed(2))
-        plan = make_plan(blocks, ranks, memory_limit_bytes=limit_bytes, micro_batch_size=2)
+        by_hand = made_by_hand(blocks, ranks, memory_limit_bytes=limit_bytes, policy=policy)
+        plan = make_plan(blocks, ranks, memory_limit_bytes=limit_bytes, micro_batch_size=policy)
         assert plan.step_time_s <= min(each.step_time_s for each in by_hand if each.fits) * (1 + 1e-9)

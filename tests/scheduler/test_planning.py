@@ -315,16 +315,22 @@ def test_where_there_is_room_gradients_are_reduced_once_a_step(uneven, cluster):
         assert unit.accumulate_saves_s == pytest.approx(2 * 2 * 0.01 / 2 * unit.parameter_bytes)
 
 
-def test_with_less_room_some_units_accumulate(uneven, cluster):
-    ring = cluster(2, seconds_per_byte=0.01)
-    limits = range(560, 750, 10)
-    found = [
-        plan(uneven, ring, micro_batch_size=BatchPolicy.fixed(1, 3), memory_limit_bytes=limit_bytes)
-        for limit_bytes in limits
-    ]
-    assert all(each.peak_bytes <= limit_bytes for each, limit_bytes in zip(found, limits, strict=True))
-    assert len({tuple((unit.modes, unit.sync) for unit in each.units) for each in found}) > 2
-    assert found[-1].step_time_s < found[0].step_time_s
+def test_with_less_room_some_units_accumulate(model, operator, cluster):
+    even, ring = model(*(operator(f"{index}", 100) for index in range(8))), cluster(2, seconds_per_byte=0.01)
+
+    def found(limit_bytes, **space):
+        policy = BatchPolicy.fixed(1, 3)
+        space = SearchSpace(min_unit_bytes=0, share_units=False, **space)
+        return plan(even, ring, micro_batch_size=policy, memory_limit_bytes=limit_bytes, search_space=space)
+
+    least = found(10**4, modes=("ZDP",), sync=("every",)).peak_bytes
+    most = found(10**4).peak_bytes
+    limits = range(least, most + 1, (most - least) // 16)
+    plans = [found(limit_bytes) for limit_bytes in limits]
+    assert all(each.peak_bytes <= limit_bytes for each, limit_bytes in zip(plans, limits, strict=True))
+    assert len({tuple((unit.modes, unit.sync) for unit in each.units) for each in plans}) > 2
+    assert any({unit.sync for unit in each.units if unit.name} == {"every", "last"} for each in plans)
+    assert plans[-1].step_time_s < plans[0].step_time_s
 
 
 def test_samples_of_a_step_are_divided_as_is_fastest(uneven, cluster):
