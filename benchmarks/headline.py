@@ -22,7 +22,7 @@ from jsonargparse import auto_cli
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measures.beside_fsdp import baselines, contest, headline
-from benchmarks.measures.section import PICTURES, Results, Section, kept_in, measured
+from benchmarks.measures.section import PICTURES, Section, kept_in, measured
 from benchmarks.testbed.beside_fsdp.lightning_fsdp import Baseline
 
 Name = Literal["one", "global", "loose"]
@@ -60,17 +60,10 @@ def main(
         for name in sections:
             measured(_contest(name, sizes, known, num_rounds), results, is_fresh=fresh)
         if pictures is not None and not quick:
-            _draw(results, pictures)
+            from benchmarks.pictures.headline import draw  # matplotlib is not needed for measuring
 
-
-def _draw(results: Results, folder: Path) -> None:
-    from benchmarks.pictures.headline import draw_plans, draw_ratios  # matplotlib is not needed for measuring
-
-    for name in ("one", "global"):
-        rows = results.stored(name)
-        if rows:
-            draw_ratios(rows, folder / f"headline_{name}.svg")
-            draw_plans(rows, folder / f"headline_{name}_plans.svg")
+            for each in ("one", "global"):
+                draw(results.stored(each), pictures, f"headline_{each}")
 
 
 def _contest(name: Name, sizes: headline.Sizes, known: Mapping[str, Sequence[Baseline]], num_rounds: int) -> Section:

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.measures.beside_fsdp import contest, nodes
 from benchmarks.measures.beside_fsdp.baselines import BASE
 from benchmarks.measures.beside_fsdp.headline import DDP, Sizes
-from benchmarks.measures.section import PICTURES, Results, kept_in, measured
+from benchmarks.measures.section import PICTURES, kept_in, measured
 
 Name = Literal["links", "bytes", "global", "one"]
 
@@ -66,18 +66,11 @@ def main(
                 section = contest.section(name, cases, known, spaces=nodes.SPACES, targets=nodes.targets)
                 measured(section, results, is_fresh=fresh)
         if pictures is not None and not quick:
-            _draw(results, pictures)
+            from benchmarks.pictures.headline import draw  # matplotlib is not needed for measuring
+            from benchmarks.pictures.nodes import COLOURS
 
-
-def _draw(results: Results, folder: Path) -> None:
-    from benchmarks.pictures.headline import draw_plans, draw_ratios  # matplotlib is not needed for measuring
-    from benchmarks.pictures.nodes import COLOURS
-
-    for name in ("global", "one"):
-        rows = results.stored(name)
-        if rows:
-            draw_ratios(rows, folder / f"nodes_{name}.svg", COLOURS)
-            draw_plans(rows, folder / f"nodes_{name}_plans.svg")
+            for name in ("global", "one"):
+                draw(results.stored(name), pictures, f"nodes_{name}", COLOURS)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,14 @@ _MODES = {
 _PARTLY = ("#7FA9CE", "modes by slice")
 
 
-def draw_ratios(rows: Sequence[Row], path: Path, colours: Mapping[str, str] = COLOURS) -> None:
+def draw(rows: Sequence[Row], folder: Path, name: str, colours: Mapping[str, str] = COLOURS) -> None:
+    """``NAME.svg`` of all in these colours, and ``NAME_plans.svg``; nothing where nothing was measured."""
+    if rows:
+        draw_ratios(rows, folder / f"{name}.svg", colours)
+        draw_plans(rows, folder / f"{name}_plans.svg")
+
+
+def draw_ratios(rows: Sequence[Row], path: Path, colours: Mapping[str, str]) -> None:
     """Samples/s over fully_shard at its best, by model and limit, with bounds; and the memory that each used."""
     figure = Figure(figsize=(11, 3.2 * 2), layout="constrained")
     speed, memory = figure.subplots(2, 1, sharex=True)

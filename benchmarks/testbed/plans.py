@@ -93,11 +93,12 @@ def sent_bytes(plan: Plan) -> float:
     for unit in plan.units:
         for mode in unit.sharding_modes:
             kept = mode if unit.name or mode.resident else DP  # the root is never freed
-            reduces = engine.num_reduce_scatters(kept, num_micro_batches=number)
             if kept.sharded_over == "node":
                 assert plan.node_size is not None
+                reduces = engine.num_all_reduces(kept, num_micro_batches=number)
                 times = 2 * reduces * (1 - plan.node_size / plan.world_size)
             else:
+                reduces = engine.num_reduce_scatters(kept, num_micro_batches=number)
                 in_nodes = engine.num_gathers_in_node(kept, num_micro_batches=number)
                 gathers = engine.num_all_gathers(kept, num_micro_batches=number) - in_nodes
                 times = (gathers + reduces) * (1 - 1 / plan.world_size)

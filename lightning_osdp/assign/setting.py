@@ -186,6 +186,8 @@ class Costs:
         modes = tuple(dict.fromkeys(modes))
         if not (accumulates and setting.engine.may_wait(unit)):
             modes = tuple(dict.fromkeys(replace(mode, sync="every") for mode in modes))
+        elif any(mode.sync == "node" for mode in modes):  # which takes no more time or memory than every
+            modes = tuple(mode for mode in modes if mode.sharded_over == "all" or mode.sync != "every")
         profiled = () if unit.block is None else unit.block.segments
         choices = [choice for choice in setting.activations if choice == "keep" or choice in profiled]
         choices.sort(key=lambda choice: saved_bytes(unit, choice, workload.micro_batch_size))

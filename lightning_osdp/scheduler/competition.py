@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 from lightning_osdp.assign import (
     NO_GAIN,
@@ -88,9 +88,12 @@ class Competition:
 
     def assigned_alike(self, settings: Sequence[Setting], worth_s: float) -> Assignment | None:
         """The fastest of these that fits, where it takes less than ``worth_s``."""
+        timed = [(setting.costs.step_time_s(modes), setting, modes) for setting, modes in self.alike(settings)]
         best: Assignment | None = None
-        for setting, modes in self.alike(settings):
-            if setting.costs.step_time_s(modes) >= worth_s * (1 - NO_GAIN):
+        for time_s, setting, modes in sorted(timed, key=itemgetter(0)):
+            if time_s >= worth_s * (1 - NO_GAIN):
+                break
+            if setting.ideal.costs.exact_peak(modes).peak_bytes > self.memory_limit_bytes:
                 continue
             chosen = as_far_as_fits(setting, modes, memory_limit_bytes=self.memory_limit_bytes)
             if chosen is not None and chosen.costs.step_time_s(modes) < worth_s * (1 - NO_GAIN):

@@ -8,7 +8,7 @@ import pytest
 from benchmarks import nodes
 from benchmarks.families import build
 from benchmarks.measures.beside_fsdp.contest import named, ratio
-from benchmarks.measures.beside_fsdp.nodes import LIMITS, SPACES, WAYS, links_targets, targets
+from benchmarks.measures.beside_fsdp.nodes import HYBRID, LIMITS, SPACES, WAYS, links_targets, targets
 from benchmarks.testbed.namespaces import why_unavailable
 from benchmarks.testbed.plans import sent_bytes
 
@@ -36,6 +36,14 @@ def test_bytes_that_a_node_sends_have_closed_forms(name, expected, num_micro_bat
     units = [replace(unit, parameter_bytes=100 * bool(unit.name)) for unit in plan.units]
     whole = sum(unit.parameter_bytes for unit in units)
     assert sent_bytes(replace(plan, units=tuple(units))) == pytest.approx(expected(num_micro_batches) * whole)
+
+
+def test_units_that_accumulate_in_the_node_are_all_reduced_once():
+    plan = HYBRID.plan(build("tiny"), world_size=4, node_size=2, micro_batch_size=1, num_micro_batches=4)
+    units = [replace(unit, parameter_bytes=100, sync="node") for unit in plan.units]
+    assert sent_bytes(replace(plan, units=tuple(units))) == pytest.approx(100 * len(units))
+    every = [replace(unit, sync="every") for unit in units]
+    assert sent_bytes(replace(plan, units=tuple(every))) == pytest.approx(400 * len(units))
 
 
 @pytest.mark.distributed

@@ -12,9 +12,9 @@ from lightning_osdp.strategy.planning.plan_fit import _search_space
     [
         ("bf16-mixed", True, ("every",)),
         ("16-mixed", True, ("every",)),
-        ("bf16-mixed", False, ("every", "last")),
-        ("32-true", True, ("every", "last")),
-        ("bf16-true", True, ("every", "last")),
+        ("bf16-mixed", False, ("every", "last", "node")),
+        ("32-true", True, ("every", "last", "node")),
+        ("bf16-true", True, ("every", "last", "node")),
     ],
 )
 def test_sums_in_float32_are_reduced_in_every_micro_batch_of_mixed_precision(precision, accumulate_in_fp32, sync):

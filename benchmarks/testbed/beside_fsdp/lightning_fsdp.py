@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, TypeAlias
 
 import torch.distributed as dist
@@ -66,17 +66,19 @@ class Way:
             return DDPStrategy()
         if self.sharding == "hpZ":
             return None
+        world = dist.group.WORLD
+        assert world is not None
         nodes = node_size if self._mode.sharded_over == "node" else None
         if self.is_fully_shard:
             # on the instance, where Lightning finds it as if the class had it
-            module.configure_model = partial(self._fully_shard, module, _mesh(nodes))  # type: ignore[method-assign]
+            module.configure_model = partial(self._fully_shard, module, _mesh(world, nodes))  # type: ignore[method-assign]
             return ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1)
         policy = {Block} if self.recomputes else None
         return LightningFSDP(
             "_HYBRID_SHARD_ZERO2" if self.sharding == "HYBRID_SHARD_ZERO2" else self.sharding,
             auto_wrap_policy={self._kind},
             activation_checkpointing_policy=policy,
-            device_mesh=None if nodes is None else _mesh(nodes),  # of a tuple Lightning makes one for CUDA
+            device_mesh=None if nodes is None else _mesh(world, nodes),  # of a tuple Lightning makes one for CUDA
         )
 
     def plan(
@@ -135,9 +137,10 @@ class Way:
         register_fsdp_forward_method(module, "training_step")
 
 
-def _mesh(node_size: int | None) -> DeviceMesh:
-    """All ranks in a row, or nodes and the ranks of each."""
-    world_size = dist.get_world_size()
+@lru_cache
+def _mesh(world: dist.ProcessGroup, node_size: int | None) -> DeviceMesh:
+    """All ranks in a row, or nodes and the ranks of each; one for all models, for process groups have threads."""
+    world_size = world.size()
     if node_size is None:
         return init_device_mesh("cpu", (world_size,))
     return init_device_mesh("cpu", (world_size // node_size, node_size), mesh_dim_names=("nodes", "node"))
