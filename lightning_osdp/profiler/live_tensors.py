@@ -168,7 +168,8 @@ class Census:
         """What is alive, but for the tensors in which torch notes who the ranks of a mesh are."""
         # the type itself: what stands in for another object may say that it is a tensor
         objects = [each for each in gc.get_objects() if issubclass(type(each), (Tensor, DeviceMesh))]
-        meshes = _storages((each.mesh for each in objects if isinstance(each, DeviceMesh)), self._device_type)
+        # `mesh` is a view of it that asks for this rank, whose process group may be gone
+        meshes = _storages((each._rank_map for each in objects if isinstance(each, DeviceMesh)), self._device_type)
         found = _storages((each for each in objects if isinstance(each, Tensor)), self._device_type)
         return {key: each for key, each in found.items() if key not in meshes}
 

@@ -75,6 +75,15 @@ def test_shards_count_as_what_this_rank_holds():
         del other
 
 
+def test_a_part_of_a_mesh_may_outlive_its_ranks():
+    with fake_group(4):
+        node = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "node"))["node"]
+    with pytest.raises(ValueError, match="process group has not been initialized"):
+        print(node.mesh)
+    census = Census("cpu")
+    assert census.newer() == []
+
+
 def test_what_takes_no_memory_of_its_own_does_not_count():
     array = np.zeros(100, dtype=np.float32)
     whole = torch.from_numpy(array)
