@@ -25,7 +25,7 @@ from lightning_osdp.apply.optimizers import try_optimizer
 from lightning_osdp.apply.prepare import call_layers_in_evaluation, check_shardable, modules_of, prepared, slices_of
 from lightning_osdp.apply.units import ShardedUnit, children_and_blocks, set_prefetch, shard, without_views
 from lightning_osdp.core.blocks import RERUN
-from lightning_osdp.core.modes import DP, HDP, ShardingMode
+from lightning_osdp.core.modes import ShardingMode, freed_and_kept
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
@@ -466,7 +466,7 @@ def _modes(unit: Unit) -> Iterator[tuple[str, ShardingMode]]:
     """Modes of a plan's unit, by the name that each of its slices has as a unit; the root is kept whatever it says."""
     modes = unit.sharding_modes
     if not unit.name:
-        modes = (HDP if modes[0].sharded_over == "node" else DP,)
+        modes = (freed_and_kept(modes[0])[1],)
     return zip(slice_names(unit.name, unit.num_slices), modes, strict=True)
 
 

@@ -139,15 +139,14 @@ class Cluster(Stored):
 
         Where links inside of nodes were not measured, they are as those over all ranks.
         """
-        is_within = over == "node" and self.within_node is not None
-        link = self.within_node.all_gather if is_within and self.within_node else self.all_gather
-        return link.ring_s(num_bytes, self.num_ranks(over))
+        return self._links(over).all_gather.ring_s(num_bytes, self.num_ranks(over))
 
     def reduce_scatter_s(self, num_bytes: float, *, over: str = "all") -> float:
         """Seconds of one reduce-scatter, likewise."""
-        is_within = over == "node" and self.within_node is not None
-        link = self.within_node.reduce_scatter if is_within and self.within_node else self.reduce_scatter
-        return link.ring_s(num_bytes, self.num_ranks(over))
+        return self._links(over).reduce_scatter.ring_s(num_bytes, self.num_ranks(over))
+
+    def _links(self, over: str) -> Links | Cluster:
+        return self if over == "all" or self.within_node is None else self.within_node
 
     def all_reduce_between_s(self, num_bytes: float) -> float:
         """Seconds of one all-reduce of so many bytes over the ranks that have the same place in their nodes.

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from lightning_osdp.core.modes import DP, NAMED_MODES, ZDP
+from lightning_osdp.core.modes import NAMED_MODES, ZDP, freed_and_kept
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds, three_digits
@@ -277,7 +277,7 @@ def wire_bytes(plan: Plan) -> float:
     for unit in plan.units:
         modes = unit.sharding_modes
         if not unit.name:  # the root is never freed
-            modes = (modes[0] if modes[0].resident else DP,)
+            modes = (freed_and_kept(modes[0])[1],)
         gathers = sum(engine.num_all_gathers(mode, num_micro_batches=number) for mode in modes) / len(modes)
         in_nodes = sum(engine.num_gathers_in_node(mode, num_micro_batches=number) for mode in modes) / len(modes)
         reduces = engine.num_reduce_scatters(modes[0], num_micro_batches=number)

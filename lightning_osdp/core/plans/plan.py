@@ -322,11 +322,15 @@ def _check_units(units: tuple[Unit, ...], source: str) -> None:
         for mode in unit.modes:
             _check_choice("mode", mode, tuple(NAMED_MODES), where)
         if len({NAMED_MODES[mode].sharded_over for mode in unit.modes}) > 1:
-            raise PlanFormatError(f"Expected all slices of {where} over the same ranks, got modes {unit.modes}.")
+            raise PlanFormatError(
+                f"Expected all slices of {where} over the same ranks, got modes {unit.modes}. Give them modes of nodes"
+                " (HSDP, HDP), or none of these."
+            )
         _check_choice("sync", unit.sync, SYNC_CHOICES, where)
         if unit.sync == "node" and any(NAMED_MODES[mode].sharded_over != "node" for mode in unit.modes):
             raise PlanFormatError(
-                f"Expected {where} to be sharded in the node for sync 'node', got modes {unit.modes}."
+                f"Expected {where} to be sharded in the node for sync 'node', got modes {unit.modes}. Use HSDP or HDP,"
+                " or another sync."
             )
         _check_least(unit, where, 0, "parameter_bytes", "time_s", "keep_costs_bytes", "accumulate_costs_bytes")
         repeated = seen_operators.intersection(unit.operators) | ({unit.name} & seen_units)
