@@ -23,7 +23,7 @@ ALLOWED = {
     ("apply/materialize.py", "_with_storage"): IN_SETUP,
     ("apply/materialize.py", "check_initializable"): IN_SETUP,
     ("apply/meshes.py", "faked"): "in a dry run; ranks of a mesh are on the host",
-    ("apply/optimizers.py", "_is_same"): IN_SETUP,
+    ("apply/updates/optimizers.py", "_is_same"): IN_SETUP,
     ("apply/sharded.py", "kept_shards"): "in a dry run",
     ("apply/sharded.py", "_begin"): IN_SETUP,
     ("apply/state.py", "_whole"): CHECKPOINT,

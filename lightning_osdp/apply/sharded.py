@@ -18,12 +18,11 @@ from torch.optim import Optimizer
 from lightning_osdp.apply import internals, load, state
 from lightning_osdp.apply.activations.blocks import BlockForwards, check_blocks, with_recomputed
 from lightning_osdp.apply.agreement import Agreement
-from lightning_osdp.apply.local_step import stepping_on_rows
 from lightning_osdp.apply.materialize import unit_initializer
 from lightning_osdp.apply.meshes import Meshes
-from lightning_osdp.apply.optimizers import try_optimizer
 from lightning_osdp.apply.prepare import call_layers_in_evaluation, check_shardable, modules_of, prepared, slices_of
 from lightning_osdp.apply.units import ShardedUnit, children_and_blocks, set_prefetch, shard, without_views
+from lightning_osdp.apply.updates import stepping_on_rows, try_optimizer
 from lightning_osdp.core.blocks import RERUN
 from lightning_osdp.core.modes import ShardingMode, freed_and_kept
 from lightning_osdp.core.plans.plan import Block, Plan, Unit

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_osdp.apply.local_step import on_rows
+from lightning_osdp.apply.updates.local_step import on_rows
 from lightning_osdp.errors import ConfigurationError
 
 _NUM_STEPS = 2
