@@ -188,6 +188,7 @@ class Costs:
             modes = tuple(dict.fromkeys(replace(mode, sync="every") for mode in modes))
         elif any(mode.sync == "node" for mode in modes):  # which takes no more time or memory than every
             modes = tuple(mode for mode in modes if mode.sharded_over == "all" or mode.sync != "every")
+            modes = tuple(sorted(modes, key=lambda mode: mode.sync == "last"))  # which holds most
         profiled = () if unit.block is None else unit.block.segments
         choices = [choice for choice in setting.activations if choice == "keep" or choice in profiled]
         choices.sort(key=lambda choice: saved_bytes(unit, choice, workload.micro_batch_size))

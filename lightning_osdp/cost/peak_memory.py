@@ -115,9 +115,9 @@ class StepMemory:
         if mode.leaves_shard:
             saved += self.gathered_bytes[place] / self.node_size
         states = self.more_states_bytes(self.order[place], mode)
-        if mode.sync == "every":
-            return Held(gathered + saved, states)
-        return Held(saved, states + gathered + self.whole_bytes[place])
+        if mode.sync == "last":
+            return Held(saved, states + gathered + self.whole_bytes[place])
+        return Held(gathered + saved, states)
 
     def held_at(self, num_freed: int, unit: int, mode: ShardingMode) -> float:
         """Bytes of one unit when the first ``num_freed`` are freed."""
@@ -224,15 +224,19 @@ def step_memory(step: Step, *, activations: Sequence[str] = ("keep",), engine: F
 
 
 def _more_states(step: Step, engine: FSDP2) -> tuple[float, ...]:
-    """Of each unit, what `StepMemory.states_bytes` says."""
+    """Of each unit, what `StepMemory.states_bytes` says.
+
+    What micro-batches have scattered in the node alone takes the place of the reduced gradient, and may be wider.
+    """
     optimizer, cluster = step.profile.optimizer, step.cluster
 
-    def states(unit: UnitProfile, num_shards: int) -> float:
-        layout = engine.layout([unit], optimizer, num_shards)
-        return layout.shards + layout.optimizer_state + layout.units[0].reduced
+    def states(unit: UnitProfile, over: str) -> float:
+        layout = engine.layout([unit], optimizer, cluster.num_ranks(over))
+        (size,) = layout.units
+        gradient = max(size.reduced, size.scattered) if over == "node" else size.reduced
+        return layout.shards + layout.optimizer_state + gradient
 
-    over = cluster.num_ranks("node"), cluster.world_size
-    return tuple(max(0.0, states(unit, over[0]) - states(unit, over[1])) for unit in step.units)
+    return tuple(max(0.0, states(unit, "node") - states(unit, "all")) for unit in step.units)
 
 
 def saved_bytes(unit: UnitProfile, choice: str, micro_batch_size: int) -> float:

@@ -72,8 +72,8 @@ class Competition:
 
         With several micro-batches, gradients are reduced in each or, where that is offered, in the last one.
         """
-        # ZDP whether it was offered or not
-        setting = replace(setting, modes=modes_of([ZDP.name], {mode.sync for mode in setting.modes}))
+        # ZDP in every micro-batch, whether it was offered or not
+        setting = replace(setting, modes=modes_of([ZDP.name], {"every", *(mode.sync for mode in setting.modes)}))
         for each in self._keeping_and_recomputing(setting):
             yield each, each.all_zdp_modes
             last = tuple(options[-1] for options in each.costs.options)
