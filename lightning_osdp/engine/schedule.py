@@ -37,6 +37,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from lightning_osdp.core.profile import Rerun
@@ -84,6 +85,10 @@ class Event(NamedTuple):
     kind: Kind
     of: int
     """The segment that is run (``forward``, ``rerun``, ``backward``, ``release``), else the unit."""
+
+
+_event = lru_cache(maxsize=2**16)(Event)
+"""One object for each event: a search goes through the same ones again and again."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -188,7 +193,7 @@ class Host:
 
     def note(self, kind: Kind, of: int) -> None:
         """One more event."""
-        self.events.append(Event(kind, of))
+        self.events.append(_event(kind, of))
 
     def gather(self, unit: int) -> None:
         """Unless it is there."""
@@ -259,6 +264,8 @@ class Host:
 
     def come_to(self, segment: int) -> None:
         """Backward comes to what this segment has made: to the units that end with it, and to what is run again."""
+        if not self.ends[segment] and segment not in self.blocks:
+            return
         first, inside, is_early = self.blocks.get(segment, (segment + 1, frozenset[int](), False))
         num_calls = Counter(self.ends[segment])
         ends = sorted(num_calls, key=self.place.__getitem__, reverse=True)

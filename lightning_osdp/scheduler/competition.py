@@ -81,8 +81,8 @@ class Competition:
                 yield each, last
 
     def alike(self, settings: Sequence[Setting]) -> Iterator[tuple[Setting, Modes]]:
-        """What people choose by hand: all units in one mode, in units of an operator or of a block."""
-        for setting in (*settings, *self._by_block(settings)):
+        """What people choose by hand: all units in one mode, each a block where there are any, else an operator."""
+        for setting in self._by_block(settings) or settings:
             for each in self._keeping_and_recomputing(setting):
                 yield from ((each, modes) for modes in each.costs.alike())
 

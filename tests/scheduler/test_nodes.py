@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 from steps import TWO_NODES
 
-from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp import FSDP2, Plan, SearchSpace, make_plan, simulate
+from lightning_osdp.core.batch_policy import BatchPolicy
 
 
 @pytest.fixture(scope="module")
