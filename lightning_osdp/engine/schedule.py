@@ -138,9 +138,7 @@ class Host:
         """Units that forward is through with, by segment."""
         if self.merges_calls:
             self.leaves = [[unit for unit in ends if units[unit].last == i] for i, ends in enumerate(self.ends)]
-        self.blocks = {
-            last: (first, _inside(units, block), is_early) for block, ((first, last), is_early) in self.rerun.items()
-        }
+        self.blocks = _blocks(tuple(units), tuple(self.rerun.items()))
         """Last segment of a block that recomputes -> its first one, the units inside it, and whether it is early."""
         self.ahead: list[list[int]] = [[] for _ in range(self.num_segments)]
         if self.forward_prefetch:
@@ -352,5 +350,13 @@ def gathered_ahead(units: Sequence[UnitProfile], num_segments: int) -> list[list
     return ahead[::-1]
 
 
-def _inside(units: Sequence[UnitProfile], block: str) -> frozenset[int]:
-    return frozenset(index for index, unit in enumerate(units) if unit.name.startswith(f"{block}."))
+@lru_cache(maxsize=128)
+def _blocks(
+    units: tuple[UnitProfile, ...], rerun: tuple[tuple[str, Rerun], ...]
+) -> dict[int, tuple[int, frozenset[int], bool]]:
+    """What `Host.blocks` has."""
+
+    def inside(block: str) -> frozenset[int]:
+        return frozenset(index for index, unit in enumerate(units) if unit.name.startswith(f"{block}."))
+
+    return {last: (first, inside(block), is_early) for block, ((first, last), is_early) in rerun}
