@@ -1,4 +1,4 @@
-"""OSDP against FSDP on machines that are not here, simulated: the paper's sizes on its GPUs, and today's on today's.
+"""OSDP against FSDP on machines that are not here, simulated: the paper's models on its GPUs, and Llamas on nodes.
 
 .. code-block:: bash
 
@@ -6,14 +6,16 @@
     python benchmarks/cluster.py --quick true
 
 Nothing is trained. Models are profiled on the meta device by the rates of the GPUs, plans are searched as in training,
-and every contestant takes the micro-batch with the most samples/s under the limit, one in each step. Beside it stands
-how far the simulator was off where steps were measured. Every case is written as soon as it is there.
+and every contestant takes its best micro-batch under the limit: one of any size in each step, as the paper does
+(``papers``), or as many as make up a global batch (``nodes``). Beside it stands how far the simulator was off where
+steps were measured. Every case is written as soon as it is there.
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Literal
 
 from jsonargparse import auto_cli
 
@@ -21,9 +23,9 @@ from jsonargparse import auto_cli
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measures.section import PICTURES, RESULTS, kept_in, measured, wide_console
-from benchmarks.measures.simulated import predictions
+from benchmarks.measures.simulated import nodes, predictions
 from benchmarks.measures.simulated.cluster import Case, section
-from benchmarks.measures.simulated.machines import NODE, NODES, TITANS, Model
+from benchmarks.measures.simulated.machines import TITANS, Model
 from benchmarks.measures.simulated.tables import CHANGING, NARROW, WIDE, beside_papers, ratios
 
 MEASURED = tuple(RESULTS / f"{name}.json" for name in ("headline", "activations", "accumulation"))
@@ -39,20 +41,15 @@ PAPERS = (
     (CHANGING, "4 x 1024 + 4 x 2048 + 12 x 4096 + 2 x 6144"),
 )
 PAPERS_LIMITS_GIB = (8.0, 16.0)
-TODAYS = (
-    (NODE, ("24 x 2048", "32 x 4096", "40 x 5120")),
-    (NODES, ("32 x 4096", "40 x 5120", "80 x 8192")),
-)
-TODAYS_LIMIT_GIB = 72.0
-"""Of 80 GB: the rest is for the context, the communicator's buffers, and fragments."""
+Name = Literal["papers", "nodes"]
 
 
 def cases() -> list[Case]:
-    """The paper's sizes in samples of 512 tokens out of 256, today's in samples of 2048 tokens out of 32000.
+    """The paper's sizes in samples of 512 tokens out of 256.
 
     The paper's program draws 96 sequences of 6 tokens out of 10 where it counts a sample.
     """
-    papers = [
+    return [
         Case(
             machine=TITANS,
             model=Model(family=family, layers=layers, sequence_length=512, vocabulary_size=256),
@@ -61,16 +58,6 @@ def cases() -> list[Case]:
         for family, layers in PAPERS
         for limit_gib in PAPERS_LIMITS_GIB
     ]
-    todays = [
-        Case(
-            machine=machine,
-            model=Model(family="usual", layers=layers, sequence_length=2048, vocabulary_size=32000),
-            limit_gib=TODAYS_LIMIT_GIB,
-        )
-        for machine, all_layers in TODAYS
-        for layers in all_layers
-    ]
-    return [*papers, *todays]
 
 
 def quick_cases() -> list[Case]:
@@ -80,32 +67,37 @@ def quick_cases() -> list[Case]:
 
 
 def main(
+    sections: list[Name] = ["papers", "nodes"],  # noqa: B006 -- a list shows its default
     output: Path | None = None,
-    picture: Path | None = PICTURES / "cluster.svg",
+    pictures: Path | None = PICTURES,
     quick: bool = False,
     fresh: bool = False,
 ) -> None:
     """Simulates every case, prints tables, and writes JSON.
 
     Args:
+        sections: What to simulate: the paper's models on its GPUs, or Llama-like ones on nodes of today's.
         output: JSON file; cases that it has already are not simulated again. null: the one beside this program, or none
             if quick.
-        picture: SVG to draw, unless quick, which needs matplotlib; null for none.
-        quick: Whether to go through all of it with a tiny model.
+        pictures: Folder of the pictures, which need matplotlib; null for none. None are drawn if quick.
+        quick: Whether to go through all of it with tiny models.
         fresh: Whether to simulate again what the file has.
     """
-    with kept_in(output, "cluster", quick=quick) as results:
-        asked = section(quick_cases() if quick else cases())
-        measured(asked, results, is_fresh=fresh)
-        rows = results.stored(asked.name)
     console = wide_console()
-    console.print(ratios(rows))
-    console.print(beside_papers([row for row in rows if row["case"]["machine"]["name"] == TITANS.name]))
-    console.print(predictions.table(MEASURED))
-    if picture is not None and not quick:
-        from benchmarks.pictures.cluster import draw
+    with kept_in(output, "cluster", quick=quick) as results:
+        if "papers" in sections:
+            measured(section(quick_cases() if quick else cases()), results, is_fresh=fresh)
+            rows = results.stored("papers")
+            console.print(ratios(rows))
+            console.print(beside_papers(rows))
+        if "nodes" in sections:
+            measured(nodes.section(nodes.quick_cases() if quick else nodes.cases()), results, is_fresh=fresh)
+        console.print(predictions.table(MEASURED))
+        if pictures is not None and not quick:
+            from benchmarks.pictures.cluster import draw, draw_nodes
 
-        draw(rows, picture)
+            draw(results.stored("papers"), pictures / "cluster.svg")
+            draw_nodes(results.stored("nodes"), pictures / "cluster_nodes.svg")
 
 
 if __name__ == "__main__":

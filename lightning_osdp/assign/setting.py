@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from lightning_osdp.assign.additive import Additive, Modes, sum_s
@@ -173,24 +173,36 @@ class Costs:
     @cached_property
     def options(self) -> tuple[Modes, ...]:
         """Modes that each unit may take, the one with the least memory first; the root stays gathered in any mode."""
-        return tuple((DP,) if unit.is_root else self._options(unit) for unit in self._setting.units)
+        options = cache(self._options)
+        return tuple(
+            (DP,) if unit.is_root else options(self._choices(unit), *self._lasts(unit)) for unit in self._setting.units
+        )
 
-    def _options(self, unit: UnitProfile) -> Modes:
-        setting, workload = self._setting, self._setting.workload
-        accumulates = workload.num_micro_batches > 1 and setting.cluster.world_size > 1
-        modes = setting.modes
+    def _choices(self, unit: UnitProfile) -> tuple[str, ...]:
+        """What it may do with what it saves, the least first."""
+        profiled = () if unit.block is None else unit.block.segments
+        choices = (choice for choice in self._setting.activations if choice == "keep" or choice in profiled)
+        samples = self._setting.workload.micro_batch_size
+        return tuple(sorted(choices, key=lambda choice: saved_bytes(unit, choice, samples)))
+
+    def _lasts(self, unit: UnitProfile) -> tuple[bool, bool]:
+        """Whether backward comes to it, and whether its gradients may wait for the last micro-batch."""
+        setting = self._setting
+        accumulates = setting.workload.num_micro_batches > 1 and setting.cluster.world_size > 1
+        return unit.last >= unit.trained_from, accumulates and setting.engine.may_wait(unit)
+
+    def _options(self, choices: tuple[str, ...], comes_back: bool, may_wait: bool) -> Modes:
+        setting, modes = self._setting, self._setting.modes
         if setting.is_paper or not setting.cluster.has_nodes:
             modes = tuple(mode.over_all for mode in modes)
-        elif unit.last < unit.trained_from:  # backward, which would gather what is left in nodes, does not come to it
+        elif not comes_back:  # backward, which would gather what is left in nodes
             modes = tuple(mode.over_all if mode.leaves_shard else mode for mode in modes)
         modes = tuple(dict.fromkeys(modes))
-        if not (accumulates and setting.engine.may_wait(unit)):
+        if not may_wait:
             modes = tuple(dict.fromkeys(replace(mode, sync="every") for mode in modes))
         elif any(mode.sync == "node" for mode in modes):  # which takes no more time or memory than every
             modes = tuple(mode for mode in modes if mode.sharded_over == "all" or mode.sync != "every")
-        profiled = () if unit.block is None else unit.block.segments
-        choices = [choice for choice in setting.activations if choice == "keep" or choice in profiled]
-        choices.sort(key=lambda choice: saved_bytes(unit, choice, workload.micro_batch_size))
+            modes = tuple(sorted(modes, key=lambda mode: mode.sync == "last"))  # which holds most
         return tuple(replace(mode, activations=choice) for choice in choices for mode in modes)
 
     def alike(self) -> Iterator[Modes]:
@@ -218,11 +230,16 @@ class Costs:
         """Seconds of each unit in every mode that there is, offered or not, if nothing overlaps."""
         terms = tuple(PAPER_TERMS if self._setting.is_paper else TERMS)
         named = NAMED_MODES if self._setting.cluster.has_nodes else MODES
-        times_s = []
-        for unit, options in zip(self._setting.units, self.options, strict=True):
-            modes = (*named.values(), *(replace(mode, sync="every") for mode in options), *options)
-            times_s.append({mode: self.unit_s(unit, mode, *terms) for mode in dict.fromkeys(modes)})
-        return tuple(times_s)
+
+        @cache
+        def asked(options: Modes) -> list[ShardingMode]:
+            every = (replace(mode, sync="every") for mode in options)
+            return list(dict.fromkeys((*options, *named.values(), *every)))
+
+        return tuple(
+            {mode: self.unit_s(unit, mode, *terms) for mode in asked(options)}
+            for unit, options in zip(self._setting.units, self.options, strict=True)
+        )
 
     def unit_s(self, unit: UnitProfile, mode: ShardingMode, *terms: str) -> float:
         """Seconds of a step that a unit takes by these `cost.TERMS`; of its update, what is beyond ZDP's."""

@@ -32,6 +32,9 @@ class ShardingMode:
     """Over which ranks it is sharded between steps: ``all``, or those of a ``node``. Each node then has all of it;
     gradients are reduced and scattered in the node, and what a rank gets of them is all-reduced between nodes."""
 
+    def __hash__(self) -> int:  # searches look modes up all the time, and these fields tell them apart
+        return hash((self.name, self.sync, self.activations))
+
     @property
     def needs_nodes(self) -> bool:
         """Whether it is of use on several nodes with several ranks each only."""

@@ -32,12 +32,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
 from lightning_osdp.core.blocks import stays_bytes, with_activations
 from lightning_osdp.core.modes import DP, ShardingMode
+from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.cost.moments import largest_moments
@@ -108,16 +109,28 @@ class StepMemory:
         """Unit -> its place in `order`."""
         return {unit: place for place, unit in enumerate(self.order)}
 
+    @cached_property
+    def _held(self) -> list[dict[ShardingMode, Held]]:
+        """By place, what was asked for before."""
+        return [{} for _ in self.order]
+
     def held(self, place: int, mode: ShardingMode) -> Held:
         """What the unit at this place of `order` holds in a mode."""
+        known = self._held[place]
+        found = known.get(mode)
+        if found is None:
+            found = known[mode] = self._holds(place, mode)
+        return found
+
+    def _holds(self, place: int, mode: ShardingMode) -> Held:
         gathered = self.gathered_bytes[place] if mode.resident else 0.0
         saved = self.saved_bytes[place].get(mode.activations, 0.0)
         if mode.leaves_shard:
             saved += self.gathered_bytes[place] / self.node_size
         states = self.more_states_bytes(self.order[place], mode)
-        if mode.sync == "every":
-            return Held(gathered + saved, states)
-        return Held(saved, states + gathered + self.whole_bytes[place])
+        if mode.sync == "last":
+            return Held(saved, states + gathered + self.whole_bytes[place])
+        return Held(gathered + saved, states)
 
     def held_at(self, num_freed: int, unit: int, mode: ShardingMode) -> float:
         """Bytes of one unit when the first ``num_freed`` are freed."""
@@ -219,20 +232,33 @@ def step_memory(step: Step, *, activations: Sequence[str] = ("keep",), engine: F
         saved_bytes=tuple(saved),
         moments=moments,
         update=update,
-        states_bytes=_more_states(step, engine) if step.cluster.has_nodes else (),
+        states_bytes=_more_states(
+            units, profile.optimizer, (step.cluster.num_ranks("node"), step.cluster.world_size), engine
+        )
+        if step.cluster.has_nodes
+        else (),
     )
 
 
-def _more_states(step: Step, engine: FSDP2) -> tuple[float, ...]:
-    """Of each unit, what `StepMemory.states_bytes` says."""
-    optimizer, cluster = step.profile.optimizer, step.cluster
+@lru_cache(maxsize=64)
+def _more_states(
+    units: tuple[UnitProfile, ...], optimizer: OptimizerProfile, over: tuple[int, int], engine: FSDP2
+) -> tuple[float, ...]:
+    """Of each unit, what `StepMemory.states_bytes` says, with the ranks of a node and all ranks.
 
-    def states(unit: UnitProfile, num_shards: int) -> float:
+    What micro-batches have scattered in the node alone takes the place of the reduced gradient, and may be wider.
+    """
+
+    def states(unit: UnitProfile, num_shards: int, *, scatters: bool) -> float:
         layout = engine.layout([unit], optimizer, num_shards)
-        return layout.shards + layout.optimizer_state + layout.units[0].reduced
+        (size,) = layout.units
+        gradient = max(size.reduced, size.scattered) if scatters else size.reduced
+        return layout.shards + layout.optimizer_state + gradient
 
-    over = cluster.num_ranks("node"), cluster.world_size
-    return tuple(max(0.0, states(unit, over[0]) - states(unit, over[1])) for unit in step.units)
+    in_node, in_all = over
+    return tuple(
+        max(0.0, states(unit, in_node, scatters=True) - states(unit, in_all, scatters=False)) for unit in units
+    )
 
 
 def saved_bytes(unit: UnitProfile, choice: str, micro_batch_size: int) -> float:

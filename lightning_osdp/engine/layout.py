@@ -24,6 +24,9 @@ from itertools import pairwise
 from lightning_osdp.core.profile import OptimizerProfile, ParameterProfile
 from lightning_osdp.core.units import UnitProfile
 
+_MOST_KNOWN = 2**14
+"""Units whose bytes are remembered: a search asks for the same ones in many settings."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class UnitBytes:
@@ -98,6 +101,7 @@ def owned_elements(parameter: ParameterProfile, world_size: int, rank: int) -> i
     return max(0, min(chunk, parameter.num_elements - rank * chunk))
 
 
+@lru_cache(maxsize=_MOST_KNOWN)
 def gathered_bytes(unit: UnitProfile, world_size: int) -> float:
     """w: of all parameters, in the dtype of computing, paddings included."""
     if not unit.parameters:
@@ -107,6 +111,7 @@ def gathered_bytes(unit: UnitProfile, world_size: int) -> float:
     )
 
 
+@lru_cache(maxsize=_MOST_KNOWN)
 def sent_bytes(unit: UnitProfile, world_size: int) -> float:
     """r: of the gradients of all trainable parameters, in the dtype of reducing, paddings included."""
     if not unit.parameters:
@@ -174,6 +179,7 @@ def _trained(unit: UnitProfile) -> Sequence[ParameterProfile]:
     return [parameter for parameter in unit.parameters if parameter.is_trainable]
 
 
+@lru_cache(maxsize=_MOST_KNOWN)
 def _unit_bytes(unit: UnitProfile, world_size: int) -> UnitBytes:
     gathered, sent, trained = gathered_bytes(unit, world_size), sent_bytes(unit, world_size), _trained(unit)
     if unit.parameters:

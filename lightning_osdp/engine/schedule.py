@@ -37,6 +37,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from lightning_osdp.core.profile import Rerun
@@ -86,6 +87,10 @@ class Event(NamedTuple):
     """The segment that is run (``forward``, ``rerun``, ``backward``, ``release``), else the unit."""
 
 
+_event = lru_cache(maxsize=2**16)(Event)
+"""One object for each event: a search goes through the same ones again and again."""
+
+
 @dataclass(kw_only=True, eq=False)
 class Host:
     """The host as it goes through a step: which units it has gathered, and the events so far."""
@@ -133,9 +138,7 @@ class Host:
         """Units that forward is through with, by segment."""
         if self.merges_calls:
             self.leaves = [[unit for unit in ends if units[unit].last == i] for i, ends in enumerate(self.ends)]
-        self.blocks = {
-            last: (first, _inside(units, block), is_early) for block, ((first, last), is_early) in self.rerun.items()
-        }
+        self.blocks = _blocks(tuple(units), tuple(self.rerun.items()))
         """Last segment of a block that recomputes -> its first one, the units inside it, and whether it is early."""
         self.ahead: list[list[int]] = [[] for _ in range(self.num_segments)]
         if self.forward_prefetch:
@@ -188,7 +191,7 @@ class Host:
 
     def note(self, kind: Kind, of: int) -> None:
         """One more event."""
-        self.events.append(Event(kind, of))
+        self.events.append(_event(kind, of))
 
     def gather(self, unit: int) -> None:
         """Unless it is there."""
@@ -259,6 +262,8 @@ class Host:
 
     def come_to(self, segment: int) -> None:
         """Backward comes to what this segment has made: to the units that end with it, and to what is run again."""
+        if not self.ends[segment] and segment not in self.blocks:
+            return
         first, inside, is_early = self.blocks.get(segment, (segment + 1, frozenset[int](), False))
         num_calls = Counter(self.ends[segment])
         ends = sorted(num_calls, key=self.place.__getitem__, reverse=True)
@@ -345,5 +350,13 @@ def gathered_ahead(units: Sequence[UnitProfile], num_segments: int) -> list[list
     return ahead[::-1]
 
 
-def _inside(units: Sequence[UnitProfile], block: str) -> frozenset[int]:
-    return frozenset(index for index, unit in enumerate(units) if unit.name.startswith(f"{block}."))
+@lru_cache(maxsize=128)
+def _blocks(
+    units: tuple[UnitProfile, ...], rerun: tuple[tuple[str, Rerun], ...]
+) -> dict[int, tuple[int, frozenset[int], bool]]:
+    """What `Host.blocks` has."""
+
+    def inside(block: str) -> frozenset[int]:
+        return frozenset(index for index, unit in enumerate(units) if unit.name.startswith(f"{block}."))
+
+    return {last: (first, inside(block), is_early) for block, ((first, last), is_early) in rerun}

@@ -72,8 +72,8 @@ class Competition:
 
         With several micro-batches, gradients are reduced in each or, where that is offered, in the last one.
         """
-        # ZDP whether it was offered or not
-        setting = replace(setting, modes=modes_of([ZDP.name], {mode.sync for mode in setting.modes}))
+        # ZDP in every micro-batch, whether it was offered or not
+        setting = replace(setting, modes=modes_of([ZDP.name], {"every", *(mode.sync for mode in setting.modes)}))
         for each in self._keeping_and_recomputing(setting):
             yield each, each.all_zdp_modes
             last = tuple(options[-1] for options in each.costs.options)
@@ -81,8 +81,8 @@ class Competition:
                 yield each, last
 
     def alike(self, settings: Sequence[Setting]) -> Iterator[tuple[Setting, Modes]]:
-        """What people choose by hand: all units in one mode, in units of an operator or of a block."""
-        for setting in (*settings, *self._by_block(settings)):
+        """What people choose by hand: all units in one mode, each a block where there are any, else an operator."""
+        for setting in self._by_block(settings) or settings:
             for each in self._keeping_and_recomputing(setting):
                 yield from ((each, modes) for modes in each.costs.alike())
 

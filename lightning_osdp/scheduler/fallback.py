@@ -72,10 +72,11 @@ def _moves(plan: Plan) -> Iterator[_Move]:
             # parameters that are held between micro-batches are there within them all the same
             freed_bytes = max(0.0, unit.accumulate_costs_bytes - kept * unit.keep_costs_bytes)
             yield _Move(reduced, freed_bytes, unit.accumulate_saves_s)
-        if kept:
-            lost_s = kept * unit.keep_saves_s
+        left = sum(mode.leaves_shard for mode in unit.sharding_modes) / unit.num_slices
+        if kept or left:
+            lost_s = (kept + left) * unit.keep_saves_s  # a shard in each node saves less than all of it
             sharded = replace(unit, modes=(freed.name,) * unit.num_slices, time_s=max(0.0, unit.time_s + lost_s))
-            yield _Move(sharded, kept * unit.keep_costs_bytes, lost_s)
+            yield _Move(sharded, (kept + left / (plan.node_size or 1)) * unit.keep_costs_bytes, lost_s)
     yield from (_Move(block, block.frees_bytes, block.costs_s) for block in plan.recomputable)
 
 

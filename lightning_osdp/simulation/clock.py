@@ -57,6 +57,16 @@ class StepClock:
             has_nodes=step.cluster.has_nodes,
         )
         """Events of a micro-batch in which every unit is freed, each with its class: see `_absent`."""
+        self._joined, self._places = _joined(self.events, len(step.profile.segments))
+        self._joined_s = self._joined_durations(self.durations.forward_s, self.durations.backward_s)
+
+    def _joined_durations(self, forward_s: Sequence[float], backward_s: Sequence[float]) -> Durations:
+        """Seconds of segments where they are run."""
+        joined_s = {"forward": [0.0] * len(forward_s), "backward": [0.0] * len(backward_s)}
+        for kind, seconds in (("forward", forward_s), ("backward", backward_s)):
+            for place, each_s in zip(self._places[kind], seconds, strict=True):
+                joined_s[kind][place] += each_s
+        return self.durations._replace(forward_s=joined_s["forward"], backward_s=joined_s["backward"])
 
     def step(self, modes: Sequence[ShardingMode]) -> StepTime:
         """One optimizer step with these modes, one per unit."""
@@ -68,7 +78,7 @@ class StepClock:
         num_simulated = min(MOST_SIMULATED, self.num_micro_batches)
         for index in range(num_simulated):
             absent = [_absent(mode, is_first=index == 0, is_last=index == num_simulated - 1) for mode in modes]
-            timeline.read_all(event for event, kind in self.events if kind is None or kind not in absent[event.of])
+            timeline.read_all(event for event, kind in self._joined if kind is None or kind not in absent[event.of])
         update_s = self.optimizer_s + sum(
             more_optimizer_s(self.profile, self.cluster, unit, mode)
             for unit, mode in zip(self.units, modes, strict=True)
@@ -78,16 +88,15 @@ class StepClock:
 
     def _with_activations(self, modes: Sequence[ShardingMode]) -> Durations:
         """Seconds of every event where blocks do with what they save as the modes say."""
-        durations = self.durations
         if all(mode.activations == "keep" for mode in modes):
-            return durations
-        forward_s, backward_s = list(durations.forward_s), list(durations.backward_s)
+            return self._joined_s
+        forward_s, backward_s = list(self._joined_s.forward_s), list(self._joined_s.backward_s)
         for unit, mode in zip(self.units, modes, strict=True):
             around = (unit.block, mode.activations, self.cluster, self.micro_batch_size)
             of_forward_s = copied_s(*around)
-            forward_s[unit.last] += of_forward_s
-            backward_s[unit.last] += block_s(*around) - of_forward_s
-        return durations._replace(forward_s=forward_s, backward_s=backward_s)
+            forward_s[self._places["forward"][unit.last]] += of_forward_s
+            backward_s[self._places["backward"][unit.last]] += block_s(*around) - of_forward_s
+        return self._joined_s._replace(forward_s=forward_s, backward_s=backward_s)
 
 
 @cache
@@ -170,3 +179,21 @@ def _classed(
                 if has_nodes:
                     classed.append((Event("scatter_in_node", of), "scatter in node"))
     return tuple(classed)
+
+
+def _joined(
+    events: Sequence[tuple[Event, str | None]], num_segments: int
+) -> tuple[list[tuple[Event, str | None]], Mapping[str, Sequence[int]]]:
+    """Events in which segments that are run one after the other are one, and the segment that each is then part of.
+
+    Nothing can begin between them: of a unit that is a whole block, most events are such segments.
+    """
+    places = {kind: [*range(num_segments)] for kind in ("forward", "backward")}
+    joined: list[tuple[Event, str | None]] = []
+    for event, own in events:
+        before = joined[-1][0] if joined else None
+        if before is not None and event.kind == before.kind and event.kind in places:
+            places[event.kind][event.of] = before.of
+        else:
+            joined.append((event, own))
+    return joined, places

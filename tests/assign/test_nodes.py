@@ -83,6 +83,19 @@ def test_modes_fit_and_are_about_as_fast_as_any_that_do(setting, search, num_mic
     assert chosen == {*NAMED_MODES}
 
 
+@pytest.mark.parametrize("reduced", ["HSDP", "HDP"])
+def test_what_is_reduced_in_the_node_holds_no_whole_gradients_between_micro_batches(setting, reduced):
+    found = given(setting, num_micro_batches=3)
+    memory, states = found.costs.memory, found.costs.memory.states_bytes
+    for place, unit in enumerate(memory.order):
+        mode = dataclasses.replace(NAMED_MODES[reduced], sync="node")
+        assert mode in found.costs.options[unit]
+        kept = memory.gathered_bytes[place] if mode.resident else 0.0
+        assert memory.held(place, mode) == (kept, states[unit])
+    only = dataclasses.replace(found, modes=modes_of(["HSDP", "HDP"]))
+    assert [options[0].sync for options in only.costs.options[1:]] == ["node"] * len(OPERATORS)
+
+
 def test_without_nodes_what_would_be_left_in_one_is_sharded(setting):
     for cluster in ({"node_size": None}, {"node_size": 8}, {"node_size": 1}):
         found = given(setting, **cluster)

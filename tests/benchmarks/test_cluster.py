@@ -6,8 +6,9 @@ import json
 import pytest
 
 from benchmarks import cluster
+from benchmarks.measures.simulated import nodes
 from benchmarks.measures.simulated.cluster import profiled, targets
-from benchmarks.measures.simulated.machines import NODE, TITANS, Model
+from benchmarks.measures.simulated.machines import TITANS, Model, Place
 from benchmarks.measures.simulated.tables import FSDP, OSDP
 from benchmarks.testbed.beside_fsdp.lightning_fsdp import Way
 from benchmarks.testbed.plans import largest_that_fits
@@ -19,7 +20,8 @@ MODEL = Model(family="usual", layers="2 x 32 + 1 x 64", sequence_length=16, voca
 def test_everybody_takes_part_within_the_limit(tmp_path, capsys):
     output = tmp_path / "results.json"
     cluster.main(output=output, quick=True)
-    (row,) = json.loads(output.read_text())["cluster"]["rows"]
+    written = json.loads(output.read_text())
+    (row,) = written["papers"]["rows"]
     (case,) = cluster.quick_cases()
     assert {each["name"] for each in row["entrants"]} == {*FSDP, *OSDP}
     for each in row["entrants"]:
@@ -27,9 +29,24 @@ def test_everybody_takes_part_within_the_limit(tmp_path, capsys):
         assert parts == pytest.approx(each["predicted_s"])
         assert each["predicted_bytes"] <= case.limit_gib * 2**30
     assert all(target.is_met for target in targets([row]))
+    (row,) = written["nodes"]["rows"]
+    assert {each["name"].partition(",")[0] for each in row["by_hand"]} == {
+        "FULL_SHARD",
+        "SHARD_GRAD_OP",
+        "HYBRID_SHARD",
+        "HYBRID_SHARD_ZERO2",
+    }
+    assert {*row["plans"]} == {*nodes.SPACES}
+    for each in (*row["by_hand"], *row["plans"].values()):
+        assert each["micro_batch_size"] * each["num_micro_batches"] * 4 == row["case"]["global_batch"]
+        assert each["peak_bytes"] <= row["limit_bytes"]
+    assert all(target.is_met for target in nodes.targets([row]))
     printed = capsys.readouterr().out
     assert "paper, measured" in printed
     assert "activations.json" in printed
+
+
+NODE = Place(name="8 H100, NVLink", spec="8 h100-sxm", precision="bf16-mixed")
 
 
 @pytest.mark.parametrize("place", [TITANS, NODE], ids=["float32", "bf16-mixed"])

@@ -57,3 +57,10 @@ def test_values_of_another_type_are_refused(name, value):
         SearchSpace(**{name: value})
     assert str(caught.value).startswith(f"SearchSpace({name}=...) must")
     assert str(caught.value).endswith(f", got {value!r}.")
+
+
+@pytest.mark.parametrize("modes", [("ZDP", "DP"), ("hpZ",)])
+def test_only_what_is_sharded_in_the_node_synchronises_there(modes):
+    with pytest.raises(ConfigurationError, match="HSDP and HDP"):
+        SearchSpace(modes=modes, sync=("node",))
+    assert SearchSpace(modes=(*modes, "HDP"), sync=("node",)).sync == ("node",)

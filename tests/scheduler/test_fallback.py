@@ -54,6 +54,17 @@ def test_a_unit_that_holds_parameters_and_gradients_between_micro_batches_frees_
     assert lower.peak_bytes == 850
 
 
+def test_shards_that_forward_leaves_in_nodes_are_freed_too():
+    left = unit("left", "hpZ", keep_saves_s=0.4, keep_costs_bytes=400)
+    plan = dataclasses.replace(PLAN, world_size=8, node_size=4, units=(PLAN.units[0], left))
+    assert freeable_bytes(plan) == 400 / 4
+    lower = with_less_memory(plan, 50)
+    assert kept(lower)["left"] == ("ZDP", "every")
+    assert lower.peak_bytes == 900
+    assert lower.step_time_s == pytest.approx(10.4)
+    assert freeable_bytes(lower) == 0
+
+
 def test_where_blocks_recompute_less_than_plain_fsdp_may_be_enough():
     plan = dataclasses.replace(PLAN, all_zdp_peak_bytes=1500)
     assert with_less_memory(plan, 350).peak_bytes == 650

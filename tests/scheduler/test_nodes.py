@@ -6,6 +6,7 @@ import pytest
 from steps import TWO_NODES
 
 from lightning_osdp import FSDP2, Plan, SearchSpace, make_plan, simulate
+from lightning_osdp.core.batch_policy import BatchPolicy
 
 
 @pytest.fixture(scope="module")
@@ -61,3 +62,17 @@ def test_on_one_node_plans_are_what_they_are_without_such_modes(profile, node_si
     every = SearchSpace(min_unit_bytes=0, share_units=False)
     assert [dataclasses.replace(plan, search_space=every) for plan in without] == found
     assert {plan.node_size for plan in found} == {None}
+
+
+@pytest.mark.parametrize("node_size", [None, 4])
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_gradients_may_be_reduced_inside_of_nodes_alone(profile, node_size, num_micro_batches):
+    plan = make_plan(
+        profile,
+        dataclasses.replace(TWO_NODES, node_size=node_size),
+        memory_limit_bytes=2**40,
+        micro_batch_size=BatchPolicy.fixed(1, num_micro_batches),
+        search_space=SearchSpace(sync=("node",)),
+    )
+    syncs = {unit.sync for unit in plan.units if unit.name}
+    assert syncs == ({"node"} if node_size and num_micro_batches > 1 else {"every"})

@@ -91,7 +91,7 @@ class Entrant:
 def section(cases: Sequence[Case]) -> Section:
     """All cases."""
     return Section(
-        name="cluster",
+        name="papers",
         cases=cases,
         measure=measure,
         table=tables.details,

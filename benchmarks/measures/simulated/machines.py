@@ -50,6 +50,3 @@ class Model:
 
 TITANS = Place(name="8 TITAN RTX, PCIe 3.0", spec="8 titan-rtx", precision="32-true")
 """The paper's. These cards reach each other through the host's memory."""
-
-NODE = Place(name="8 H100, NVLink", spec="8 h100-sxm", precision="bf16-mixed")
-NODES = Place(name="4 x 8 H100, 100 Gbit/s", spec="4x8 h100-sxm, 100gbit", precision="bf16-mixed")

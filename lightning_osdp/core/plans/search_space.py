@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from lightning_osdp.core.modes import ACTIVATION_CHOICES, NAMED_MODES, SYNC_CHOICES
+from lightning_osdp.core.modes import ACTIVATION_CHOICES, NAMED_MODES, SYNC_CHOICES, modes_of
 from lightning_osdp.errors import ConfigurationError
 
 
@@ -44,6 +44,11 @@ class SearchSpace:
             members = _members(given)
             if not members or any(each not in choices for each in members):
                 raise ConfigurationError(f"SearchSpace({name}=...) must name at least one of {choices}, got {given!r}.")
+        if not modes_of(self.modes, self.sync):
+            raise ConfigurationError(
+                "SearchSpace(sync=('node',)) is for HSDP and HDP: expected one of them among modes, or another sync,"
+                f" got modes={self.modes!r}."
+            )
         if "keep" not in self.activations:
             raise ConfigurationError(
                 f"SearchSpace(activations=...) must have 'keep' among them, got {self.activations!r}. To have blocks"
