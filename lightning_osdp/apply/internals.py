@@ -17,6 +17,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _get_module_state, _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
@@ -638,7 +639,7 @@ def whole_storages(module: nn.Module) -> Iterator[Tensor]:
 
 @contextmanager
 def on_process_groups(groups: Sequence[Any], others: Mapping[dist.ProcessGroup, dist.ProcessGroup]) -> Iterator[None]:
-    """Within it, units run their collectives on other process groups, given by those that they run them on."""
+    """Within it, units and DTensors run their collectives on other process groups, given by those that they run on."""
     kept = []
     for group in groups:
         for info in {id(info): info for info in (group.mesh_info, group.post_forward_mesh_info)}.values():
@@ -647,10 +648,20 @@ def on_process_groups(groups: Sequence[Any], others: Mapping[dist.ProcessGroup, 
     try:
         for info, name, own in kept:
             setattr(info, name, others[own])
+        for own, other in others.items():
+            _name_group(own, other)
         yield
     finally:
         for info, name, own in kept:
             setattr(info, name, own)
+        for own in others:
+            _name_group(own, own)
+
+
+def _name_group(named: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
+    """Has a group be found by the name of one: so do DTensors, whose meshes may be those of any model before."""
+    _unregister_process_group(named.group_name)
+    _register_process_group(named.group_name, group)
 
 
 def phase_of(module: nn.Module) -> str:
