@@ -17,6 +17,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _get_module_state, _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,7 +27,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, Train
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup, RegisterPostBackwardFunction
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -143,14 +144,22 @@ def read_whole_values() -> None:
 
 
 def mix_meshes() -> None:
-    """Has norms of gradients that are on several meshes be added, stacked and used by all ranks, who must all do so.
+    """Has tensors that are on several meshes be added, stacked, averaged and used by all ranks, who must all do so.
 
-    ``clip_grad_norm_`` and ``get_total_norm`` of torch do that; DTensors refuse it. The results are plain tensors. What
-    is on one mesh is left to torch.
+    ``clip_grad_norm_`` and ``get_total_norm`` of torch do that with norms of gradients, and people with weights
+    that they average; DTensors refuse it. Sums and stacks of norms are plain tensors. Of other operands those are
+    gathered, one at a time, that are not on the mesh of the first one with most dimensions, which is what an operation
+    in place changes. What is on one mesh is left to torch, and so is what autograd is to go back through.
     """
 
     def added(operation: Any, args: Any, kwargs: Any) -> Any:
-        return operation(*(each.full_tensor() for each in args), **kwargs)
+        if _are_numbers(args):
+            return operation(*(each.full_tensor() for each in args), **kwargs)
+        return moved(operation, args, kwargs)
+
+    def moved(operation: Any, args: Any, kwargs: Any) -> Any:
+        mesh = max(_tensors(args), key=Tensor.dim).device_mesh
+        return operation(*(_on_mesh(each, mesh) for each in args), **kwargs)
 
     def stacked(operation: Any, args: Any, kwargs: Any) -> Any:
         (tensors, *others), places = args, defaultdict(list)
@@ -166,10 +175,24 @@ def mix_meshes() -> None:
         tensors, factor = args
         operation([local(tensor) for tensor in tensors], factor)
 
+    def one_by_one(operation: Any, _: Any, args: Any, kwargs: Any) -> None:
+        tensors, others, *rest = args
+        for tensor, other in zip(tensors, others, strict=True):
+            operation(tensor, other, *rest, **kwargs)
+
     aten = torch.ops.aten
-    _handle_meshes(aten.add.Tensor, lambda args: args if all(_is_number(each) for each in args) else (), added)
+    _handle_meshes(aten.add.Tensor, lambda args: args if _are_numbers(args) else _untaped(args), added)
     _handle_meshes(aten.stack.default, lambda args: args[0], stacked)
     _handle_meshes(aten._foreach_mul_.Tensor, lambda args: args[0], scaled)
+    for name in ("add_", "sub", "sub_", "mul", "mul_", "div", "div_"):
+        _handle_meshes(getattr(aten, name).Tensor, _untaped, moved)
+    for operation in (aten.lerp.Scalar, aten.lerp_.Scalar, aten.copy_.default):
+        _handle_meshes(operation, _untaped, moved)
+    for listed, single in (
+        (aten._foreach_add_.List, aten.add_.Tensor),
+        (aten._foreach_lerp_.Scalar, aten.lerp_.Scalar),
+    ):
+        _handle_meshes(listed, _pair_apart, partial(one_by_one, single))
 
 
 def _handle_meshes(
@@ -190,8 +213,31 @@ def _handle_meshes(
     _handlers().setdefault(operation, handled)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 0
+def _tensors(args: Any) -> list[Any]:
+    return [each for each in args if isinstance(each, Tensor)]
+
+
+def _are_numbers(args: Any) -> bool:
+    return all(isinstance(each, Tensor) and each.dim() == 0 for each in args)
+
+
+def _untaped(args: Any) -> list[Any]:
+    """Tensors among arguments; none where autograd needs them, whose gradients would be on one mesh."""
+    found = _tensors(args)
+    return [] if torch.is_grad_enabled() and any(each.requires_grad for each in found) else found
+
+
+def _pair_apart(args: Any) -> Sequence[Any]:
+    """The first two of two lists that are not on the same mesh."""
+    pairs = (pair for pair in zip(*args[:2], strict=True) if all(isinstance(each, DTensor) for each in pair))
+    return next((pair for pair in pairs if pair[0].device_mesh != pair[1].device_mesh), ())
+
+
+def _on_mesh(value: Any, mesh: DeviceMesh) -> Any:
+    """A DTensor, whole on each rank where it is on another mesh; anything else as it is."""
+    if not isinstance(value, DTensor) or value.device_mesh == mesh:
+        return value
+    return DTensor.from_local(value.full_tensor(), mesh, [Replicate()] * mesh.ndim)
 
 
 def _handlers() -> dict[Any, Any]:
@@ -638,7 +684,7 @@ def whole_storages(module: nn.Module) -> Iterator[Tensor]:
 
 @contextmanager
 def on_process_groups(groups: Sequence[Any], others: Mapping[dist.ProcessGroup, dist.ProcessGroup]) -> Iterator[None]:
-    """Within it, units run their collectives on other process groups, given by those that they run them on."""
+    """Within it, units and DTensors run their collectives on other process groups, given by those that they run on."""
     kept = []
     for group in groups:
         for info in {id(info): info for info in (group.mesh_info, group.post_forward_mesh_info)}.values():
@@ -647,10 +693,20 @@ def on_process_groups(groups: Sequence[Any], others: Mapping[dist.ProcessGroup, 
     try:
         for info, name, own in kept:
             setattr(info, name, others[own])
+        for own, other in others.items():
+            _name_group(own, other)
         yield
     finally:
         for info, name, own in kept:
             setattr(info, name, own)
+        for own in others:
+            _name_group(own, own)
+
+
+def _name_group(named: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
+    """Has a group be found by the name of one: so do DTensors, whose meshes may be those of any model before."""
+    _unregister_process_group(named.group_name)
+    _register_process_group(named.group_name, group)
 
 
 def phase_of(module: nn.Module) -> str:

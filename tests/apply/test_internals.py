@@ -176,9 +176,8 @@ def test_collectives_run_on_the_process_group_of_the_unit(net, groups):
     world, other = dist.group.WORLD, dist.new_group([0])
 
     def used():
-        return {
-            each for group in groups for each in (group._all_gather_process_group, group._reduce_scatter_process_group)
-        }
+        own = [(group._all_gather_process_group, group._reduce_scatter_process_group) for group in groups]
+        return {*sum(own, ())} | {parameter.device_mesh.get_group() for parameter in net.parameters()}
 
     assert used() == {world}
     with internals.on_process_groups(groups, {world: other}):

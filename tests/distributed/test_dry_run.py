@@ -69,3 +69,24 @@ def test_blocks_recompute_where_units_keep_nothing_and_training_is_the_same(rank
         assert f"so {len(found['blocks'])} blocks recompute, " in found["notes"][0]
         assert found["fits"]
         assert found["differs"] == []
+
+
+@pytest.mark.parametrize(("world_size", "node_size"), [(2, None), (4, 2)])
+@pytest.mark.parametrize("columns", [7, 64])  # of the first weight, and of one after it
+def test_an_optimizer_that_takes_norms_over_all_ranks_waits_for_none_that_lacks_memory(
+    ranks, world_size, node_size, columns
+):
+    pool = ranks(world_size)
+    pool.timeout_s = 60
+    for notes, differs in pool.run(cases.short_in_the_optimizer, columns=columns, times=1, node_size=node_size):
+        assert len(notes) == 1
+        assert notes[0].startswith("dry run: rank 1 ran out of memory in the optimizer step, so ")
+        assert differs == []
+
+
+def test_all_ranks_fail_together_where_an_optimizer_never_has_the_memory(ranks):
+    pool = ranks(2)
+    pool.timeout_s = 60
+    for kind, text in pool.run(cases.short_in_the_optimizer, columns=7, times=100):
+        assert kind == "InfeasibleError"
+        assert "in the dry run rank 1 ran out of memory in the optimizer step" in text

@@ -1,7 +1,7 @@
 """Links and memory as ranks see them."""
 
 import pytest
-from wrap_cases import measured_cluster
+from wrap_cases import measured_cluster, memory_beside_groups
 
 from lightning_osdp.core.cluster import UNIT_PARTS
 
@@ -21,3 +21,9 @@ def test_all_ranks_see_the_same_cluster_and_its_links_take_time(ranks, available
         assert link.latency_s >= 0
         assert link.seconds_per_byte > 0
         assert link.ring_s(1000, world_size) > 0
+
+
+@pytest.mark.parametrize(("node_size", "num_groups"), [(2, 2), (None, 0)])
+def test_memory_is_measured_while_the_groups_of_nodes_have_theirs(ranks, node_size, num_groups):
+    for memory_bytes, num_others in ranks(4).run(memory_beside_groups, node_size=node_size):
+        assert memory_bytes == 100 - num_others - num_groups

@@ -40,3 +40,11 @@ def test_optimizers_are_made_of_shards_whatever_ran_before(ranks):
     found = ranks(2).run(cases.stages)[0]
     assert len(found) == 3
     assert max(found.values()) < TOLERANCE, found
+
+
+def test_teachers_may_be_sharded_over_other_ranks_than_their_students(ranks):
+    for found, refused in ranks(4).run(cases.averages_in_nodes):
+        check({"mean teacher": found})
+        assert len(refused) == 2
+        for told in refused:
+            assert 'OSDPStrategy(search_space=SearchSpace(modes=("ZDP", "hpZ", "DP")))' in told

@@ -34,6 +34,7 @@ def test_optimizers_that_cannot_are_refused_before_training(ranks, world_size, k
             assert told.startswith("ConfigurationError: Expected an optimizer that"), told
             assert name.split(",")[0] in told
             assert not has_begun, name
+            assert ('SearchSpace(modes=("ZDP", "hpZ", "DP"))' in told) is (kind == "nodes"), told
 
 
 def test_the_trial_of_an_optimizer_leaves_no_trace(ranks):

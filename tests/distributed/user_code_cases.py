@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 sys.path.insert(0, str(Path(__file__).parent))
 
 from cases import trainer
-from user_runs import Chain, ddp, differences, plan_with
+from user_runs import Chain, ddp, differences, fitted, plan_with
 
 from lightning_osdp import OSDPPrecision, OSDPStrategy
 
@@ -148,6 +148,60 @@ class Teaching(Chain):
             for teacher, student in zip(self.teacher, layers, strict=True):
                 teacher.weight.lerp_(student.weight, 0.1)
                 teacher.bias.mul_(0.9).add_(student.bias, alpha=0.1)
+
+
+AVERAGES = {
+    "lerp": lambda teacher, student: teacher.lerp_(student, 0.1),
+    "add": lambda teacher, student: teacher.mul_(0.9).add_(student, alpha=0.1),
+    "sub": lambda teacher, student: teacher.sub_(0.1 * (teacher - student)),
+    "mul": lambda teacher, student: teacher.mul_(1 + 0.1 * student).mul_(0.9 * student.norm()),
+    "copy": lambda teacher, student: teacher.copy_(torch.lerp(teacher, student, 0.1) * 0.9),
+    "new value": lambda teacher, student: teacher.copy_(0.9 * teacher + 0.1 * student),
+    "foreach lerp": lambda teacher, student: torch._foreach_lerp_([teacher], [student], 0.1),
+    "foreach add": lambda teacher, student: torch._foreach_add_([teacher], [student], alpha=0.1),
+}
+"""What weights of a teacher are made of, and of those of its student."""
+
+
+class TeachingAcross(Teaching):
+    """Its layers are sharded over other ranks than what learns from them, and learn in another way in each step."""
+
+    units = ("teacher.0", "teacher.1", "teacher.2", "first", "second", "third", "norm", "last")
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        average = [*AVERAGES.values()][batch_idx]
+        layers = (self.first, self.second, self.third)
+        with torch.no_grad():
+            for teacher, student in zip(self.teacher, layers, strict=True):
+                average(teacher.weight, student.weight)
+                average(teacher.bias, student.bias)
+
+
+class Joining(Chain):
+    """Makes one vector of all biases, as can be made of those of one mesh."""
+
+    def on_train_batch_start(self, *_):
+        torch.cat([parameter.detach() for parameter in self.parameters() if parameter.ndim == 1])
+
+
+class Comparing(TeachingAcross):
+    """Has a term of the loss over weights of two meshes."""
+
+    def loss(self, batch):
+        return super().loss(batch) + (self.third.weight - self.teacher[1].weight).square().sum()
+
+
+def averages_in_nodes():
+    """Differences from DDP of teachers that are sharded over other ranks than their students; what is refused."""
+    found = differences(TeachingAcross, ("nodes", "node"), max_steps=len(AVERAGES), limit_train_batches=len(AVERAGES))
+    refused = []
+    for make in (Joining, Comparing):
+        plan = plan_with(make, "nodes")
+        try:
+            fitted(OSDPStrategy(plan=plan, node_size=plan.node_size), make(), max_steps=1)
+        except Exception as error:
+            refused.append(str(error))
+    return found, refused
 
 
 def plain(name):

@@ -150,11 +150,11 @@ class OwnSGD(torch.optim.SGD):
 
 
 class ByOneVector(ByForeach):
-    """Which makes one vector of all gradients of a group, as can be made of what is on one mesh."""
+    """Which makes one vector of gradients that are vectors, as can be made of what is on one mesh."""
 
     def step(self, closure=None):
         for group in self.param_groups:
-            gradients = [p.grad.flatten() for p in group["params"] if p.grad is not None]
+            gradients = [p.grad for p in group["params"] if p.grad is not None and p.grad.ndim == 1]
             if gradients:
                 torch.cat(gradients)
         return super().step(closure)
@@ -240,9 +240,12 @@ class Logging(Chain):
     def on_before_optimizer_step(self, optimizer):
         norms = {f"grad_{name}": p.grad.norm() for name, p in self.named_parameters()}
         squares = sum(parameter.grad.norm() ** 2 for parameter in self.parameters())
+        in_place = 0.0
+        for parameter in self.parameters():
+            in_place += parameter.grad.norm() ** 2
         total = torch.nn.utils.get_total_norm([parameter.grad for parameter in self.parameters()])
         self.log_dict(norms)
-        for value in (*norms.values(), squares, total):
+        for value in (*norms.values(), squares, in_place, total):
             self.norms += [float(value), value.item()]
 
     @property
@@ -288,6 +291,15 @@ def clip_in_two(parameters):
     torch.nn.utils.clip_grads_with_norm_(parameters, 0.01, norm)
 
 
+def clip_by_hand(parameters):
+    """By the norm of all gradients, which is summed in place."""
+    total = 0.0
+    for parameter in parameters:
+        total += parameter.grad.norm() ** 2
+    for parameter in parameters:
+        parameter.grad.mul_(0.01 / total.sqrt())
+
+
 NORM, VALUE = torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_
 CLIPS = {
     "norm": lambda parameters: NORM(parameters, 0.01),
@@ -295,6 +307,7 @@ CLIPS = {
     "norm, foreach": lambda parameters: NORM(parameters, 0.01, foreach=True, error_if_nonfinite=True),
     "norm of order one": lambda parameters: NORM(parameters, 0.01, norm_type=1),
     "in two": clip_in_two,
+    "by hand": clip_by_hand,
     "value": lambda parameters: VALUE(parameters, 0.001),
     "value, loop": lambda parameters: VALUE(parameters, 0.001, foreach=False),
     "value, foreach": lambda parameters: VALUE(parameters, 0.001, foreach=True),

@@ -37,3 +37,15 @@ def measured_cluster(available_bytes):
     """measure_cluster where this rank may use its entry of ``available_bytes``."""
     with mock.patch.object(cluster, "default_memory_limit_bytes", return_value=available_bytes[dist.get_rank()]):
         return measure_cluster(CPU, local_ranks=dist.get_world_size())
+
+
+def memory_beside_groups(node_size):
+    """Limit of `measure_cluster` on a device of 100 bytes, of which each process group takes one; groups afterwards."""
+    live = dist.distributed_c10d._world.pg_map
+
+    def free_bytes(*_, **__):
+        return 100 - len(live)
+
+    with mock.patch.object(cluster, "default_memory_limit_bytes", new=free_bytes):
+        found = measure_cluster(CPU, local_ranks=dist.get_world_size(), node_size=node_size)
+    return found.memory_bytes, len(live)

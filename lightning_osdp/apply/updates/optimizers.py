@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from lightning_osdp.apply.meshes import ONE_MESH
 from lightning_osdp.apply.updates.local_step import on_rows
 from lightning_osdp.errors import ConfigurationError
 
@@ -49,9 +50,13 @@ def try_optimizer(optimizer: Optimizer) -> None:
             stacklevel=2,
         )
     elif sharded_failure is not None:
+        remedy = next(
+            (text for said, text in ONE_MESH.items() if said in str(sharded_failure)),
+            "Use another one or another of its implementations (foreach=True, fused=False).",
+        )
         raise ConfigurationError(
             f"Expected an optimizer that can update parameters that are cut over ranks, but {name} cannot:"
-            f" {_told(sharded_failure)}. Use another one or another of its implementations (foreach=True, fused=False)."
+            f" {_told(sharded_failure)}. {remedy}"
         ) from sharded_failure
     elif _is_same(expected, again) and not _is_close(expected, found):
         raise ConfigurationError(

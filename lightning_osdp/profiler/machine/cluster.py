@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -63,7 +63,7 @@ def measure_cluster(
             library_workspace_bytes=workspace_bytes,
             memory_bytes=limit_bytes(),
         )
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with ExitStack() as groups, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         cluster = Cluster(
             world_size=dist.get_world_size(),
             all_gather=_measure_link(device, _all_gather),
@@ -75,16 +75,16 @@ def measure_cluster(
         )
         unit_overhead = measure_unit_overhead(cluster, device)
         if cluster.has_nodes:
-            cluster = _with_links_of_nodes(cluster, device)
-    return dataclasses.replace(
-        cluster,
-        unit_overhead=unit_overhead,
-        host_copy_s_per_byte=_over_ranks(_host_copy_s_per_byte(device), dist.ReduceOp.MAX, device),
-        host_copies_overlap=device.type == "cuda",
-        library_workspace_bytes=int(_over_ranks(workspace_bytes, dist.ReduceOp.MAX, device)),
-        # Last, when the communicator has the buffers that it keeps.
-        memory_bytes=int(_over_ranks(limit_bytes(), dist.ReduceOp.MIN, device)),
-    )
+            cluster = _with_links_of_nodes(cluster, device, groups)
+        return dataclasses.replace(
+            cluster,
+            unit_overhead=unit_overhead,
+            host_copy_s_per_byte=_over_ranks(_host_copy_s_per_byte(device), dist.ReduceOp.MAX, device),
+            host_copies_overlap=device.type == "cuda",
+            library_workspace_bytes=int(_over_ranks(workspace_bytes, dist.ReduceOp.MAX, device)),
+            # Last, when all communicators, those of nodes too, have the buffers that they keep.
+            memory_bytes=int(_over_ranks(limit_bytes(), dist.ReduceOp.MIN, device)),
+        )
 
 
 def _over_ranks(value: float, operation: dist.ReduceOp.RedOpType, device: torch.device) -> float:
@@ -109,19 +109,25 @@ def _all_reduce(whole: torch.Tensor, _: torch.Tensor, group: _Group = None) -> N
     dist.all_reduce(whole, group=group)
 
 
-def _with_links_of_nodes(cluster: Cluster, device: torch.device) -> Cluster:
-    """The cluster with what is timed only where there are several nodes: inside of them, between them, all-reduces."""
+def _with_links_of_nodes(cluster: Cluster, device: torch.device, groups: ExitStack) -> Cluster:
+    """The cluster with what is timed only where there are several nodes: inside of them, between them, all-reduces.
+
+    Args:
+        cluster: of nodes.
+        device: where the ranks compute.
+        groups: gets the process groups of nodes, which live as long as it is open.
+    """
     assert cluster.node_size is not None
     ranks = range(cluster.world_size)
     nodes = [list(ranks[first : first + cluster.node_size]) for first in ranks[:: cluster.node_size]]
     peers = [list(ranks[place :: cluster.node_size]) for place in range(cluster.node_size)]
-    with _own_of(nodes) as node, _own_of(peers) as other_nodes:
-        return dataclasses.replace(
-            cluster,
-            within_node=_measure_links(device, node),
-            between_nodes=_measure_links(device, other_nodes),
-            all_reduce=_measure_link(device, _all_reduce),
-        )
+    node, other_nodes = (groups.enter_context(_own_of(parts)) for parts in (nodes, peers))
+    return dataclasses.replace(
+        cluster,
+        within_node=_measure_links(device, node),
+        between_nodes=_measure_links(device, other_nodes),
+        all_reduce=_measure_link(device, _all_reduce),
+    )
 
 
 @contextmanager

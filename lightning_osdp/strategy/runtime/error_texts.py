@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy
 
-from lightning_osdp.apply import ShardedModel
+from lightning_osdp.apply import ONE_MESH, ShardedModel
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.profiler import is_out_of_memory
 from lightning_osdp.strategy.runtime.failure import is_echo
@@ -34,6 +34,7 @@ _OF_DTENSORS = {
         " whatever training_step reads gathered; to look at whole weights elsewhere: `with trainer.strategy.gathered():"
         " ...`.",
     ),
+    **{said: f"OSDP: {told}" for said, told in ONE_MESH.items()},
 }
 """What helps where torch cannot compute with sharded tensors as a user's code wants to, by what torch says."""
 
