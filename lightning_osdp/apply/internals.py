@@ -385,13 +385,7 @@ def do_nothing(*_: object, **__: object) -> None:
 
 
 def reshard_after_forward(module: Any, *, is_kept: bool, nodes: DeviceMesh | None) -> None:
-    """Says what forward leaves of a unit, between two steps.
-
-    Args:
-        module: of the unit.
-        is_kept: whether it is left as it is.
-        nodes: where it is not, the mesh (nodes, ranks of a node) in each of whose rows a shard is left; None: none is.
-    """
+    """Says what forward leaves of a unit: all, a shard in each row of the mesh (nodes, ranks of a node), or nothing."""
     module.set_reshard_after_forward(not is_kept, recurse=False)
     group = group_of(module)
     if nodes is None or is_kept or group is None:

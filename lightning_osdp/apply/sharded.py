@@ -356,12 +356,7 @@ class ShardedModel:
 
     @contextmanager
     def gathered(self, module: nn.Module, *, writes: bool) -> Iterator[None]:
-        """Within it, a module of the model has whole parameters, and runs and is saved like any other.
-
-        Args:
-            module: the model, or any inside it.
-            writes: whether what the parameters are at the end is kept.
-        """
+        """Within it, a module of the model has whole parameters, as any other; ``writes`` keeps what they become."""
         with self._opened(), internals.plain(module, self._groups, writes=writes):
             yield
 

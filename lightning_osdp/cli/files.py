@@ -43,12 +43,7 @@ def read_cluster(path: str | Path) -> Cluster:
 
 
 def read_all(plan: str, profile: str | None, cluster: str | None) -> tuple[Plan, ModelProfile, Cluster]:
-    """A plan, and what it was made of.
-
-    Args:
-        plan: path of the plan.
-        profile: path; None: where a fit writes it, beside the plan.
-        cluster: path; None: likewise.
+    """A plan, and what it was made of: by default what a fit has written beside the plan.
 
     Raises:
         PlanFormatError: one of them cannot be read.

@@ -65,9 +65,6 @@ class FSDP2:
         Synchronous all-gathers begin by themselves while forward computes, a unit earlier, and hold one more buffer:
         neither is better for all models. To gather ahead explicitly besides makes those no earlier.
         Where nothing overlaps, all prefetches take the same time, and none takes the least memory.
-
-        Args:
-            overlaps: whether collectives run beside computing.
         """
         backward = self.backward_prefetch
         if backward == AUTO:
@@ -131,12 +128,8 @@ class FSDP2:
         """All-gathers per optimizer step of a unit in this mode.
 
         One at each call in forward, and one for each that backward comes to: less those that find the unit there. A
-        unit that is kept is there at all calls in forward, and at the first that backward comes to.
-
-        Args:
-            mode: of the unit.
-            unit: None: one that forward calls once.
-            num_micro_batches: of an optimizer step.
+        unit that is kept is there at all calls in forward, and at the first that backward comes to. Where no unit is
+        given, it is one that forward calls once.
         """
         num_calls = 1 if unit is None else len(unit.calls)
         num_reached = 1 if unit is None else sum(last >= unit.trained_from for _, last in unit.calls)

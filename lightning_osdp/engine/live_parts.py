@@ -78,12 +78,7 @@ backward the one that comes next, whose copies begin."""
 
 
 def in_flight_bytes(cluster: Cluster, copied: Iterable[float]) -> float:
-    """Most that is on the device because of `BLOCKS_IN_FLIGHT`; nothing where copies hold up computing.
-
-    Args:
-        cluster: whether they do.
-        copied: bytes of each block that offloads.
-    """
+    """Most that is on the device because of `BLOCKS_IN_FLIGHT`; nothing where copies hold up computing."""
     return sum(sorted(copied)[-BLOCKS_IN_FLIGHT:]) if cluster.host_copies_overlap else 0.0
 
 

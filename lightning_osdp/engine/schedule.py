@@ -284,13 +284,7 @@ class Host:
             self.need(unit)
 
     def run_again(self, first: int, last: int, inside: frozenset[int]) -> None:
-        """Forward of a block that recomputes, if one ends with this segment.
-
-        Args:
-            first: its first segment; behind the last one where there is none.
-            last: the segment.
-            inside: the units inside.
-        """
+        """Forward of a block that recomputes, with these units inside; none where ``first`` is behind ``last``."""
         for segment in range(first, last + 1):
             for unit in sorted(inside.intersection(self.starts[segment])):
                 self.need(unit)
@@ -327,12 +321,7 @@ def leaving_order(units: Sequence[UnitProfile]) -> tuple[int, ...]:
 
 
 def gathered_ahead(units: Sequence[UnitProfile], num_segments: int) -> list[list[int]]:
-    """For each segment, the unit that ``forward_prefetch`` has gathered by then: the next one of forward.
-
-    Args:
-        units: root first, if any, then in forward order.
-        num_segments: of the model.
-    """
+    """For each segment, the unit that ``forward_prefetch`` has gathered by then: the next one of forward."""
     first_at: dict[int, int] = {}  # segment -> the outermost unit that begins with it
     for index in range(len(units) - 1, -1, -1):
         if not units[index].is_root:

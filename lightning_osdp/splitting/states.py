@@ -44,10 +44,6 @@ def join_names(names: Sequence[str], cuts: Iterable[Cut]) -> list[str]:
 def join_states(state: Mapping[str, Any], cuts: Sequence[Cut]) -> dict[str, Any]:
     """State of an optimizer by names of parameters, as if no operator was split.
 
-    Args:
-        state: with ``state`` and ``param_groups``.
-        cuts: of the model.
-
     Raises:
         ConfigurationError: the slices of an operator are in several parameter groups.
     """

@@ -41,11 +41,7 @@ class HostMemory:
 
     @contextmanager
     def saves_for(self, block: nn.Module) -> Iterator[None]:
-        """Within it, what autograd saves goes to the host, each storage once; parameters and buffers stay.
-
-        Args:
-            block: whose forward runs in it, with its own parameters gathered.
-        """
+        """Within it, what the block saves goes to the host, each storage once; parameters and buffers stay."""
         staying = frozenset(tensor.untyped_storage()._cdata for tensor in _owned(block))
         call = _Call(self, before=self._latest)
         self._latest = weakref.ref(call)

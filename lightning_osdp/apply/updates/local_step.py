@@ -41,9 +41,6 @@ def stepping_on_rows(optimizer: Optimizer) -> Iterator[None]:
 
     Only the arithmetic sees rows: neither the closure nor hooks of the step do. An optimizer that is not exactly one of
     torch's, or has anything that is not cut as its parameter is, computes with DTensors.
-
-    Args:
-        optimizer: of parameters some of which may be DTensors, cut into rows.
     """
     if not _is_elementwise(optimizer):
         yield

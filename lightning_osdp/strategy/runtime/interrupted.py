@@ -20,11 +20,7 @@ class SavingTogether(pl.Callback):
     """The first to hear of an exception: keeps others from saving where ranks would wait for each other.
 
     What a callback raises while it saves would replace the user's exception, and a collective that the other ranks are
-    not in would be taken for another one's, or wait.
-
-    Args:
-        watch: of this rank's failures; None where it is alone.
-        has_states: whether there is a model to save.
+    not in would be taken for another one's, or wait. ``watch`` is None where this rank is alone.
     """
 
     def __init__(self, watch: FailureWatch | None, has_states: Callable[[], bool]) -> None:

@@ -31,11 +31,7 @@ def reshard_before_hooks(trainer: pl.Trainer, sharded: ShardedModel) -> None:
     """Has a Trainer reshard before each hook that its module or one of its callbacks implements.
 
     In forward, in an evaluation and between micro-batches units may stay gathered. What a hook changed of them would be
-    lost, and what it read would be of the wrong shape.
-
-    Args:
-        trainer: whose callbacks are all there.
-        sharded: its model.
+    lost, and what it read would be of the wrong shape. Call it when all callbacks are there.
     """
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     others = [callback for callback in callbacks if not isinstance(callback, Resharding)]
@@ -45,11 +41,7 @@ def reshard_before_hooks(trainer: pl.Trainer, sharded: ShardedModel) -> None:
 
 
 class Resharding(pl.Callback):
-    """Reshards before hooks; before all callbacks that look at parameters.
-
-    Args:
-        sharded: the model.
-    """
+    """Reshards before hooks; before all callbacks that look at parameters."""
 
     def __init__(self, sharded: ShardedModel) -> None:
         self._sharded = sharded

@@ -30,11 +30,6 @@ class ReusableModel:
 
     Its ``state_dict()`` and those of modules inside it raise wherever they would give this rank's shards; its own
     ``load_state_dict()`` takes whole tensors, on all ranks.
-
-    Args:
-        sharded: the module, its units and their plan.
-        settings: what else the units were made with, as text.
-        summaries: see `whole_summaries`.
     """
 
     def __init__(
