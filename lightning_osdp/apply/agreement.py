@@ -90,9 +90,7 @@ class Agreement:
     def check_plan(self, plan: Plan, check: Callable[[], None]) -> None:
         """Returns if this can be the plan of all ranks from now on. Call it on all of them.
 
-        Args:
-            plan: of this rank.
-            check: what this rank has to say; it raises what is raised on all ranks.
+        ``check`` raises what this rank has against it, which is then raised on all.
 
         Raises:
             OSDPError: the first rank's that has one.

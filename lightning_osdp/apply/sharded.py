@@ -38,15 +38,7 @@ T = TypeVar("T")
 class ShardedModel:
     """A module whose parameters are sharded, over all ranks or in each node.
 
-    Methods are called on all ranks unless they say otherwise.
-
-    Args:
-        module: the user's, not sharded yet.
-        units: root first, then in forward order.
-        plan: of the units; None where there is none.
-        device: where the parameters go.
-        mixed_precision: what to compute and reduce in; None: in the parameters' own dtype.
-        initialize: gives the tensors of a unit's module storage and values.
+    Methods are called on all ranks unless they say otherwise. Units are given root first, then in forward order.
 
     Attributes:
         recomputed: names of modules that recompute whatever the plan says.

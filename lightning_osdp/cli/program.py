@@ -35,9 +35,6 @@ COMMANDS: Mapping[str, Callable[..., Answer]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and writes its answer to standard output.
 
-    Args:
-        arguments: of the command line; None: those of this process.
-
     Returns:
         The exit code.
     """

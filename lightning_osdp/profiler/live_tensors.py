@@ -143,11 +143,7 @@ class Census:
         self._known = {key: weakref.ref(storage) for key, (_, storage) in self._found().items()}
 
     def newer(self, *, besides: Iterable[Tensor] = ()) -> list[Tensor]:
-        """One tensor of each storage that is alive now, was not then, and is none of those of other tensors.
-
-        Args:
-            besides: tensors that are counted elsewhere, as are their gradients.
-        """
+        """One tensor of each storage that has come alive since; not those of ``besides`` and their gradients."""
         found = self._found()
         old = {key: known for key, reference in self._known.items() if (known := reference()) is not None}
         left_out = old.keys() | _storages(besides, self._device_type).keys()

@@ -237,9 +237,7 @@ def tell_blocks(plan: Plan) -> Iterator[str]:
 def tell_accumulation(plan: Plan, without: Plan) -> str:
     """``b 4 -> 8, K 8 -> 4, +1.10 GiB gradients kept whole, 2.3x fewer bytes on the wire``; empty if all is equal.
 
-    Args:
-        plan: the plan in use.
-        without: the user's own micro-batches, in each of which all units reduce.
+    The plan ``without`` has the user's own micro-batches, in each of which all units reduce.
     """
     changes = []
     for name, before, after in (

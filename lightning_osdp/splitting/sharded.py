@@ -18,13 +18,7 @@ from lightning_osdp.errors import ShardedParameterError
 
 
 class ShardedParameter(Tensor):
-    """Has the shape, dtype and device of the whole parameter, and raises wherever its values are needed.
-
-    Args:
-        shape: of the whole parameter.
-        piece: any part of it.
-        name: of the parameter in its module, for the error.
-    """
+    """Has the shape, dtype and device of the whole parameter, and raises wherever its values are needed."""
 
     remedy: ClassVar[str] = (
         "Read it from trainer.strategy.whole_state_dict(); give an optimizer the module's parameters() instead."

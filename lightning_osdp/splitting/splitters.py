@@ -38,10 +38,6 @@ def cut_dims(module: nn.Module) -> Mapping[str, int]:
 def split(module: nn.Module, num_slices: int) -> SplitModule:
     """Splits an operator in place, and returns it.
 
-    Args:
-        module: an operator, on any device.
-        num_slices: from 1 to the number that `splittable` gives.
-
     Raises:
         ConfigurationError: the operator cannot be split, or has fewer features.
     """

@@ -89,14 +89,9 @@ def _run_s(
     """Seconds of a run, and those that the host took to issue it.
 
     In a step the host is ahead: what it takes to launch kernels and run hooks hides behind the device's computing. So
-    on CUDA the device first waits until the host has issued the run, if that takes no longer than before; ranks then
+    on CUDA the device first waits until the host has issued the run, if that takes about as long as the last one,
+    ``behind_s``; ranks that begin together then
     meet in a collective, and not at a barrier, where hosts would wait.
-
-    Args:
-        run: what is timed.
-        device: waited for, before and after.
-        behind_s: what the host took to issue the last run.
-        is_together: whether all ranks begin the run together.
     """
     if device.type == "cuda":
         synchronize(device)

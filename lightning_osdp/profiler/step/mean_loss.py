@@ -30,12 +30,6 @@ def why_not_mean(module: nn.Module, run: Callable[[Any], Any], batch: Any, *, ba
     """Why the loss of this batch is not, or may not be, the mean of the losses of its halves; None if it is.
 
     Runs the step without gradients and leaves the module as it was. Dropout is off, and batch statistics are not.
-
-    Args:
-        module: not sharded, with values.
-        run: takes a batch, returns the loss or a mapping with it.
-        batch: on the module's device.
-        batch_size: its samples.
     """
     with as_eager(module):
         return next(_obstacles(module, run, batch, batch_size), None)

@@ -202,13 +202,7 @@ def trace_activations(
 ) -> list[Activations]:
     """Saved and workspace bytes of each segment, from one forward and backward.
 
-    Args:
-        module: the whole model, on the device that it trains on, without gradients.
-        batch: that it runs on.
-        calls: what its forward does.
-        run: runs forward; what it returns stays alive until backward is over.
-        blocks: modules with their segments, see `find_blocks`.
-        choice: what these do with what they save: ``keep`` or what `saving_less` can.
+    What ``run`` returns stays alive until backward is over. Blocks do as ``choice`` says, see `saving_less`.
     """
     static = _static(module, batch)
     with LiveBytes(static[0].device.type) as live, ExitStack() as cleanup:

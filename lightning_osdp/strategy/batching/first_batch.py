@@ -97,11 +97,7 @@ def first_batch(
 ) -> tuple[Any, list[Peeked]]:
     """A batch of the combined loader as training would see it, and the sources that can only be read once.
 
-    Neither the loaders nor any random numbers are different afterwards.
-
-    Args:
-        loaders: for training.
-        choose: takes their batches and returns one, by default the first.
+    Neither the loaders nor any random numbers are different afterwards. ``choose`` takes the batches and returns one.
 
     Raises:
         ProfileError: there is none.
