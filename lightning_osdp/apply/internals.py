@@ -381,7 +381,7 @@ def _without(handle: Any) -> Iterator[None]:
 
 
 def do_nothing(*_: object, **__: object) -> None:
-    """In place of a hook."""
+    """In place of a hook, or of a method that is not to run."""
 
 
 def reshard_after_forward(module: Any, *, is_kept: bool, nodes: DeviceMesh | None) -> None:

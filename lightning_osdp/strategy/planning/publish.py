@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.text import Text
 
 from lightning_osdp.callbacks import PlanMonitor
-from lightning_osdp.callbacks.peak import callbacks_of
+from lightning_osdp.callbacks.peak import all_callbacks, callbacks_of
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.profile import ModelProfile
@@ -92,8 +92,9 @@ def publish(
     if trainer.state.fn == TrainerFn.FITTING:
         monitors = callbacks_of(trainer, PlanMonitor) or [PlanMonitor()]
         # First, so that its clock stops before other callbacks validate, log or save.
-        others = [callback for callback in callbacks_of(trainer, pl.Callback) if not isinstance(callback, PlanMonitor)]
-        trainer.callbacks[:] = [*monitors, *others]  # type: ignore[attr-defined]  # set by a connector
+        callbacks = all_callbacks(trainer)
+        others = [callback for callback in callbacks if not isinstance(callback, PlanMonitor)]
+        callbacks[:] = [*monitors, *others]
 
 
 def store_inputs(trainer: pl.Trainer, profile: ModelProfile, cluster: Cluster) -> None:

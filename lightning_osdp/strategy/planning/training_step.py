@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_osdp.apply import called_children
+from lightning_osdp.apply import called_children, do_nothing
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.errors import ConfigurationError, ProfileError
 from lightning_osdp.strategy.batching.loaders import forget_loaders
@@ -65,9 +65,9 @@ def summed_step(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[An
             module,
             manual_backward=lambda loss, *_, **__: losses.append(loss),
             **_given(lambda: stand_ins),
-            toggle_optimizer=_nothing,
-            untoggle_optimizer=_nothing,
-            clip_gradients=_nothing,
+            toggle_optimizer=do_nothing,
+            untoggle_optimizer=do_nothing,
+            clip_gradients=do_nothing,
         ):
             module.training_step(*step_arguments(module, batch))
         if not losses:
@@ -99,7 +99,7 @@ def muted(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
     loggers = trainer.loggers
     trainer.loggers = [DummyLogger()] if loggers else []
     try:
-        with _replaced(module, log=_nothing, log_dict=_nothing, print=_nothing):
+        with _replaced(module, log=do_nothing, log_dict=do_nothing, print=do_nothing):
             yield
     finally:
         trainer.loggers = loggers
@@ -205,7 +205,3 @@ def _replaced(module: pl.LightningModule, **methods: Callable[..., Any]) -> Iter
     finally:
         for name in methods:
             del vars(module)[name]
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
