@@ -22,7 +22,8 @@ from lightning_osdp.apply.materialize import unit_initializer
 from lightning_osdp.apply.meshes import Meshes
 from lightning_osdp.apply.prepare import call_layers_in_evaluation, check_shardable, modules_of, prepared, slices_of
 from lightning_osdp.apply.units import ShardedUnit, children_and_blocks, set_prefetch, shard, without_views
-from lightning_osdp.apply.updates import stepping_on_rows, try_optimizer
+from lightning_osdp.apply.updates.local_step import stepping_on_rows
+from lightning_osdp.apply.updates.optimizers import try_optimizer
 from lightning_osdp.core.blocks import RERUN
 from lightning_osdp.core.modes import ShardingMode, freed_and_kept
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
@@ -194,10 +195,6 @@ class ShardedModel:
     def stepping(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """To call ``step()`` of an optimizer in, with or without a closure."""
         return stepping_on_rows(optimizer)
-
-    def after_optimizer_step(self) -> None:
-        """Weights have changed."""
-        self.reshard()  # of a child that ran without a backward, the next forward would see what was gathered before
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:

@@ -323,7 +323,7 @@ class OSDPStrategy(FSDPStrategy):
             self._sharded.reshard()
         with self._sharded.stepping(optimizer):
             result = super().optimizer_step(optimizer, closure, *args, **kwargs)
-        self._sharded.after_optimizer_step()
+        self._sharded.reshard()  # of a child without a backward the next forward would see old weights
         return result
 
     # weights and states

@@ -125,7 +125,7 @@ class Run:
             losses.append(loss.detach())
         self.model.before_optimizer_step(self.optimizer)
         self.optimizer.step()
-        self.model.after_optimizer_step()
+        self.model.reshard()
         self.optimizer.zero_grad()
         return losses
 
@@ -322,7 +322,7 @@ def refusals():
                 refused("gradients that are not reduced", other)
         run.model.before_optimizer_step(run.optimizer)
         run.optimizer.step()
-        run.model.after_optimizer_step()
+        run.model.reshard()
 
     for run in runs:
         step(run, asks=run is asked)

@@ -291,7 +291,7 @@ class Sharded:
         OSDPPrecision("64-true").clip_grad_by_norm(self.optimizer, clip)
         with self.model.stepping(self.optimizer):
             self.optimizer.step()
-        self.model.after_optimizer_step()
+        self.model.reshard()
 
     def change(self):
         self.model.reshard()  # as before every hook
