@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from typing_extensions import Self
 
 from lightning_osdp.core.modes import ShardingMode
-from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.plans.plan import PREFETCH_CHOICES, Plan
 from lightning_osdp.core.profile import OptimizerProfile, Rerun
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
@@ -46,7 +46,7 @@ class FSDP2:
     late_backward: tuple[str, ...] = ()
     """The same of backward."""
 
-    prefetches: ClassVar[tuple[str, ...]] = ("pre", "none")
+    prefetches: ClassVar[tuple[str, ...]] = PREFETCH_CHOICES
     """Settings of backward prefetch, the one first that is preferred where they are equally fast."""
     host: ClassVar[type[Host]] = Host
     """What goes through a step."""
