@@ -123,13 +123,10 @@ def _counted_resize(storage: torch.UntypedStorage, size: int) -> Any:
 
 
 class Census:
-    """Storages on one kind of device that are alive now; `newer` tells what has come since then.
+    """Storages on the CPU, or on CUDA devices, that are alive now; `newer` tells what has come since then.
 
     Python's objects are looked through for tensors, and these for gradients. Not found is what nothing but a graph of
     autograd holds, and what is sparse. A million objects take less than a second.
-
-    Args:
-        device_type: ``"cpu"`` or ``"cuda"``; tensors elsewhere do not count.
 
     Example:
         >>> census = Census("cpu")

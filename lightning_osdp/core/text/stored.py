@@ -105,12 +105,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def read_value(hint: Any, value: Any, where: str) -> Any:
-    """A value of this type, from what JSON or TOML has of it.
-
-    Args:
-        hint: a dataclass, or the type of one of its fields.
-        value: what was parsed.
-        where: what to call its place in errors.
+    """A value of this type, a dataclass or that of a field, from what JSON or TOML has of it; errors say where.
 
     Raises:
         PlanFormatError: an entry is missing, unknown or of another type.

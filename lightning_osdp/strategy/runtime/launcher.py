@@ -70,10 +70,6 @@ class GatheringLauncher(_MultiProcessingLauncher):
     When fit ends, the main process gets the whole weights into its LightningModule, and the plan into its strategy.
     Lightning's launcher would send back ``lightning_module.state_dict()``, which are shards here.
 
-    Args:
-        strategy: the `OSDPStrategy` that the workers run.
-        start_method: how to start them.
-
     Attributes:
         plan: in the main process, the one that the ranks trained under.
         whole_state: in a worker, weights as they were when fit ended: whole on each node's first rank at least.
