@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from typing_extensions import Self
 
 from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.plans.plan import PREFETCH_CHOICES, Plan
-from lightning_osdp.core.profile import OptimizerProfile, Rerun
+from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.engine.layout import Layout, gathered_bytes, layout, sent_bytes
@@ -226,16 +226,11 @@ class FSDP2:
         accumulates: Sequence[bool],
         *,
         num_micro_batches: int = 1,
-        num_segments: int,
-        rerun: Mapping[str, Rerun],
-        leaves_shard: Collection[int] = (),
-        in_node: Collection[int] = (),
-        all_reduced_last: Collection[int] = (),
-        merges_calls: bool = False,
+        **of_host: Any,
     ) -> list[list[Event]]:
         """Events of forward, loss and backward in the first, a steady and the last micro-batch, as many as there are.
 
-        Arguments are those of `Host`.
+        Arguments are those of `Host`, but for settings of prefetching.
         """
         if AUTO in {self.backward_prefetch, self.forward_prefetch}:
             raise ValueError("A prefetch that is 'auto' runs nothing: ask for alternatives().")
@@ -243,16 +238,11 @@ class FSDP2:
             units=units,
             is_kept=is_kept,
             accumulates=accumulates,
-            num_segments=num_segments,
-            rerun=rerun,
-            leaves_shard=leaves_shard,
-            in_node=in_node,
-            all_reduced_last=all_reduced_last,
-            merges_calls=merges_calls,
             backward_prefetch=self.backward_prefetch,
             forward_prefetch=self.forward_prefetch is True,
             late_forward=self.late_forward,
             late_backward=self.late_backward,
+            **of_host,
         )
         num_simulated = min(MOST_SIMULATED, num_micro_batches)
         return [
