@@ -276,7 +276,7 @@ def plain(module: nn.Module, groups: Sequence[Any], *, writes: bool) -> Iterator
     Args:
         module: any inside the root.
         groups: of all units of the root, nothing of which is unsharded.
-        writes: whether this rank's rows of what the parameters are at the end become those of the shards; after an
+        writes: whether the shards take over this rank's rows of the parameters as they are at the end; after an
             error they do not.
     """
     inside = set(module.modules())

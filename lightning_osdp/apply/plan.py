@@ -61,7 +61,7 @@ def change_plan(module: nn.Module, plan: Plan) -> None:
 
     Args:
         module: sharded by `apply_plan` or a Trainer.
-        plan: what to go on with, the same on all ranks. For its predictions and notes nobody asks.
+        plan: the new plan, the same on all ranks; its predictions and notes do not matter.
 
     Raises:
         PlanMismatchError: the plan differs in what cannot change - its model, the number of ranks, units,

@@ -153,7 +153,7 @@ class ShardedModel:
 
     @property
     def is_opened(self) -> bool:
-        """Whether ``state_dict()`` of the module would give whole tensors now, or what somebody wants to be shards."""
+        """Whether ``state_dict()`` of the module may be called now: it gives whole tensors, or shards are wanted."""
         return self._is_opened or dist.get_world_size() == 1
 
     def undo(self) -> None:
@@ -163,7 +163,7 @@ class ShardedModel:
         internals.make_plain(self.module)
 
     def carry_hooks(self) -> None:
-        """Has gradients seen by the hooks that have been registered on parameters, before or after sharding."""
+        """Has hooks that were registered on parameters, before or after sharding, run on their gradients."""
         internals.carry_hooks(self._groups)
 
     def run(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -217,8 +217,8 @@ class ShardedModel:
         """Goes on under another plan, between two steps; on an error, under the one before, on all ranks.
 
         Args:
-            plan: the same on all ranks; it differs from the one in use in nothing but `FLIPS`.
-            may_divide: whether its optimizer steps may have other micro-batches: those are whoever's who drives steps.
+            plan: the new plan, the same on all ranks; it may differ from the one in use in `FLIPS` only.
+            may_divide: whether micro-batches may differ, too; the caller changes those.
 
         Raises:
             PlanMismatchError: it differs in something else, names a block that is not there, or is not the same on all

@@ -186,7 +186,7 @@ class BlockProfile:
     copied_bytes: Mapping[str, Affine] = field(default_factory=dict)
     """By choice, what goes to host memory in forward, and comes back in backward."""
     borrowed_bytes: Affine = ZERO
-    """What it needs to be saved where it keeps what it saves, but others before it do, if they keep theirs."""
+    """Tensors that it needs if it keeps what it saves, but that blocks before it save if these keep theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)

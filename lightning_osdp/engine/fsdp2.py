@@ -76,7 +76,7 @@ class FSDP2:
         return (replace(ahead, forward_prefetch=True), implicit) if self.asynchronous_unshard else (implicit,)
 
     def without_prefetch(self, chosen: Self) -> Self:
-        """One of the `alternatives` with what is the least that it may gather ahead; itself where that is all.
+        """One of the `alternatives`, gathering ahead as little as these settings allow.
 
         Between the two are settings in which some units are gathered ahead.
         """
@@ -118,7 +118,7 @@ class FSDP2:
     def may_wait(self, unit: UnitProfile) -> bool:
         """Whether the unit may reduce its gradients in the last micro-batch only.
 
-        Not if forward calls it more than once: what the micro-batches before have left is reduced by itself then.
+        Not if forward calls it more than once: gradients of earlier micro-batches would then be reduced separately.
         """
         return len(unit.calls) == 1
 

@@ -22,7 +22,7 @@ With explicit lists of modules to prefetch, one for each unit:
 - A unit that accumulates does not reduce its gradients until the last micro-batch; where its mode keeps it gathered, it
   stays so to the end of the last backward. It must be called once (`FSDP2.may_wait`).
 
-Lists hold at every call, so two kinds of unit must not have them, or they would gather what nobody needs any more: one
+Lists hold at every call, so two kinds of unit must not have them, or they would gather what is not needed any more: one
 that forward calls more than once has none; and in forward one inside of a block that recomputes has none that leads out
 of the block.
 

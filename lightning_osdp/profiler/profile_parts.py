@@ -260,7 +260,7 @@ def profile_crossings(trace: Trace) -> tuple[Crossing, ...]:
 
 
 def _borrowed(crossings: Sequence[Crossing], span: Span) -> Affine:
-    """What a block saves where it keeps what it saves, and one before it is counted for."""
+    """Bytes that a block saves if it keeps what it saves, but that a block before it is counted for."""
     first, last = span
     kept = ((each.num_bytes, each.savers.get("keep", ())) for each in crossings)
     return sum((num for num, of in kept if of and of[0] < first and any(first <= i <= last for i in of)), ZERO)

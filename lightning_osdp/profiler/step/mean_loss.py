@@ -77,13 +77,13 @@ def _loss(module: nn.Module, run: Callable[[Any], Any], batch: Any, *, seed: int
 
 
 def _may_drop(module: nn.Module) -> bool:
-    """Whether it has no tensors, or a number for it."""
+    """Whether it may be a dropout: a module without tensors, or with a number whose name has "drop" in it."""
     has_tensors = any(True for _ in chain(module.parameters(), module.buffers()))
     return not has_tensors or any("drop" in name and isinstance(value, float) for name, value in vars(module).items())
 
 
 class _NothingDropped(TorchFunctionMode):
-    """Dropout gives what it is given, in attention, too, which is called with a probability."""
+    """Switches dropout off, also inside of attention, which takes a probability."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -37,7 +37,7 @@ class Activations:
 
     saved_bytes: int = 0
     crossings: tuple[Saved, ...] = ()
-    """What it saves of tensors that blocks get or return, whoever is counted for it."""
+    """What it saves of tensors that blocks get or return, even if another segment is counted for them."""
     forward_workspace_bytes: int = 0
     """Most live bytes beside parameters, batch and everything saved so far, this segment included."""
     handed_bytes: int = 0

@@ -64,7 +64,7 @@ class Peeked(IterableDataset[Any]):
 
 
 def read_once_source(loader: object) -> object | None:
-    """What of this loader would lose the items that are read ahead of training: itself, its dataset, or nothing.
+    """What would lose items that are read ahead of training: the loader itself, its dataset, or nothing.
 
     Generators and Python's own iterators never start again. A class with an ``__iter__`` of its own that returns itself
     may; that is taken for granted, with a warning. Workers read copies of a dataset, so it loses nothing to them.
