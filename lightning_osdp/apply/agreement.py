@@ -36,7 +36,7 @@ class Agreement:
       reduces zeros for it, so that a rank on which it was used finds the others in the same reduce-scatter.
     - Ranks that gathered or reduced different units at a time have computed with one another's weights, added up one
       another's gradients, or would wait for each other for ever. In the first steps each rank tells what it is about
-      to do before it does it, for a rank that waits tells nothing. So it does in an evaluation, before it gathers a unit
+      to do before it does it, for it cannot while it waits. So it does in an evaluation, before it gathers a unit
       for the second time in one step: text that is generated may be longer on one rank than on another.
     """
 

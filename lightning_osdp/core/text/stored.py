@@ -13,7 +13,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from lightning_osdp.core.plans.document import shown, write_whole
+from lightning_osdp.core.plans.document import fields_of, shown, write_whole
 from lightning_osdp.errors import PlanFormatError
 
 PLAN_FILENAME, PROFILE_FILENAME, CLUSTER_FILENAME = "osdp_plan.json", "osdp_profile.json", "osdp_cluster.json"
@@ -139,14 +139,7 @@ def read_value(hint: Any, value: Any, where: str) -> Any:
 
 def _read_fields(kind: type, value: Any, where: str) -> Any:
     _check(isinstance(value, dict), "an object", value, where)
-    fields = {f.name: f for f in dataclasses.fields(kind)}
-    missing = {name for name, f in fields.items() if _default(f) is dataclasses.MISSING} - value.keys()
-    unknown = value.keys() - fields.keys()
-    if missing or unknown:
-        raise PlanFormatError(
-            f"Expected {where} to have the entries of a {kind.__name__}; missing: {sorted(missing)}, unknown:"
-            f" {sorted(unknown)}."
-        )
+    fields_of(kind, value, where, f"a {kind.__name__}")
     return kind(**{name: read_value(_hints(kind)[name], of, f"{where}.{name}") for name, of in value.items()})
 
 
