@@ -18,7 +18,8 @@ from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.profiler import measure_cluster
-from lightning_osdp.report import Advice, advise, tell_accumulation
+from lightning_osdp.report.advice import Advice, advise
+from lightning_osdp.report.sentences import tell_accumulation
 from lightning_osdp.scheduler import PlanMethod, make_plan
 from lightning_osdp.simulation import StepEstimate, simulate
 from lightning_osdp.strategy.batching.division import Division, Windows
