@@ -251,7 +251,7 @@ def keep_identities(module: nn.Module) -> None:
 
 
 def carry_hooks(groups: Sequence[Any]) -> None:
-    """Has hooks of ``register_hook()`` on shards be those of the whole parameters, which are what gets gradients.
+    """Gives the hooks of ``register_hook()`` on shards to the whole parameters, which get the gradients.
 
     They are the same hooks: what is registered or removed later counts, too.
     """
@@ -411,7 +411,7 @@ def run_as_forward(root: nn.Module, step: Callable[..., Any], args: Any, kwargs:
 
 
 def reshard(root: nn.Module, groups: Sequence[Any]) -> None:
-    """Frees what is unsharded, and what an all-gather has left that nobody waited for; gradients stay.
+    """Frees unsharded parameters, and results of all-gathers that nobody waited for; gradients stay.
 
     A pending all-gather would be copied out by the next forward, with the values of its time.
     """

@@ -135,7 +135,7 @@ def shard(
 
 
 def set_prefetch(units: Sequence[ShardedUnit], engine: FSDP2, *, rerun: Collection[str]) -> None:
-    """Says explicitly what each unit gathers ahead, for torch's own order is that of the forward before.
+    """Tells each unit which unit it gathers ahead: by itself torch takes the order of the last forward.
 
     That one may have been an evaluation, and it has units that no backward comes to. Blocks of ``rerun`` run
     again in backward, where what comes after them is not needed.

@@ -39,7 +39,7 @@ class Measured:
     peak_bytes: int | None = None
     """On CPU of what the plan predicts."""
     other_bytes: int | None = None
-    """What lived beside that in the counted steps; None on CUDA, whose peak has it in it."""
+    """Other tensors that were alive in the counted steps; None on CUDA, whose peak includes them."""
     allocator: AllocatorPeaks | None = None
     """What else the allocator says on CUDA; None on CPU."""
 

@@ -29,7 +29,7 @@ COMMANDS: Mapping[str, Callable[..., Answer]] = {
     "plan": planning.plan,
     "what-if": planning.what_if_table,
 }
-"""Name -> what it does, whose parameters are its arguments and whose docstring is its help."""
+"""Name -> function, whose parameters are the arguments and whose docstring is the help."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -83,7 +83,7 @@ def in_flight_bytes(cluster: Cluster, copied: Iterable[float]) -> float:
 
 
 class LiveParts:
-    """What is alive, by what it is, while one step goes on.
+    """Live bytes by kind while one step goes on.
 
     Parameters and gradients are tensors of their own, and are copied to and from what collectives use.
 
@@ -299,7 +299,7 @@ class LiveParts:
         self._add("accumulated gradients", -self.partial.pop(unit, 0.0))
 
     def _scatter_in_node(self, unit: int) -> None:
-        """What it returns is left for the last micro-batch, or added to what is."""
+        """Its result is kept for the last micro-batch, or added to that of earlier ones."""
         self._scatter(unit, casts=False)
         if unit not in self.partial:
             self.partial[unit] = self.sizes[unit].scattered

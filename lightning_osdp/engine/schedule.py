@@ -258,7 +258,7 @@ class Host:
                 self.gather(unit)
 
     def come_to(self, segment: int) -> None:
-        """Backward comes to what this segment has made: to the units that end with it, and to what is run again."""
+        """Backward reaches the outputs of this segment: units whose calls end with it, and blocks to run again."""
         first, inside, is_early = self.blocks.get(segment, (segment + 1, frozenset[int](), False))
         num_calls = Counter(self.ends[segment])
         ends = sorted(num_calls, key=self.place.__getitem__, reverse=True)

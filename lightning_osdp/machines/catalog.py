@@ -86,7 +86,7 @@ class Catalog:
 
 
 def read_catalog(path: str | Path | None = None) -> Catalog:
-    """What the package knows, and what a file of the user's has besides or instead.
+    """The package's own catalog, with entries of a user's file added or in place of equal names.
 
     Args:
         path: a TOML file with tables ``[devices.NAME]`` and ``[links.NAME]`` of the fields above.

@@ -148,10 +148,10 @@ def _affine(values: Mapping[int, float]) -> Affine:
 
 
 def _segment_bytes(at: Mapping[int, Activations], saved_before: Mapping[int, int]) -> dict[str, Any]:
-    """The fields of a `Segment` that are bytes, from what was traced of it and what those before it have saved."""
+    """Those fields of a `Segment` that are bytes, from its trace and the bytes saved by segments before it."""
 
     def alive(name: str) -> Affine | None:
-        """With what this segment and those before it have saved."""
+        """With the bytes saved by this segment and those before it."""
         beside = {size: getattr(part, name) for size, part in at.items()}
         if None in beside.values():
             return None

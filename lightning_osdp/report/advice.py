@@ -157,7 +157,7 @@ def _loss_in_chunks(case: _Case) -> Iterator[Advice]:
 
 
 def in_chunks(profile: ModelProfile) -> ModelProfile:
-    """With what the loss takes, and what the last operator hands to it, there for one chunk at a time."""
+    """As if the loss, and the output of the last operator, were computed in chunks, one alive at a time."""
     if len(profile.segments) < 2:
         return profile
     *before, last, loss = profile.segments

@@ -26,7 +26,7 @@ _WAYS = {
     "offload": "offloaded to host memory",
     "recompute_offload": "recomputed in backward, inputs offloaded to host memory",
 }
-"""What a block does that does not keep what it saves for backward."""
+"""Words for what a block does with activations that it does not keep."""
 
 
 def is_predicted(plan: Plan) -> bool:

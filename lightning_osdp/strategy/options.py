@@ -155,7 +155,7 @@ def _percent(memory_limit: int | str | None) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What the strategy knows besides once its ranks are there: where they are, and in what precision they train."""
+    """Known once the ranks are there: where they are, and in what precision they train."""
 
     device: torch.device
     """Of this rank."""

@@ -204,7 +204,7 @@ class _HostCopy:
         return None if self._back is None else torch.UntypedStorage._new_with_weak_ptr(self._back.cdata)
 
     def _arrived(self) -> Tensor | None:
-        """What was on its way, for what computing does next."""
+        """The copy that was on its way to the device, once computing may use it."""
         if self._coming is None:
             return None
         (flat, mark), self._coming = self._coming, None

@@ -159,7 +159,7 @@ def _with_gradients(optimizer: Optimizer) -> list[tuple[DTensor, DTensor]] | Non
 
 
 def _take_new(fields: dict[str, Any], local_fields: dict[str, Any], parameter: DTensor) -> None:
-    """Puts into a DTensor's state what the step has made; what it has changed in place is there already."""
+    """Puts new entries that a step has made into a DTensor's state; those changed in place are there already."""
     for name, value in local_fields.items():
         if name in fields and value is internals.local(fields[name]):
             continue

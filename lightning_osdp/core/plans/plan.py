@@ -115,7 +115,7 @@ class Plan:
     blocks: tuple[Block, ...] = ()
     """Modules that recompute or offload what they save for backward, in forward order; all others keep it."""
     recomputable: tuple[Block, ...] = ()
-    """Of those that keep it, modules that might recompute, with what that would free and take, in forward order."""
+    """Modules that keep it and might recompute, with the bytes and seconds of that, in forward order."""
     search_space: SearchSpace = field(default_factory=SearchSpace)
     """What it was chosen from; everything where a plan does not say."""
     solver: str = ""

@@ -17,7 +17,7 @@ from lightning_osdp.core.plans.document import fields_of, shown, write_whole
 from lightning_osdp.errors import PlanFormatError
 
 PLAN_FILENAME, PROFILE_FILENAME, CLUSTER_FILENAME = "osdp_plan.json", "osdp_profile.json", "osdp_cluster.json"
-"""What a fit writes: its plan, and what that was made of."""
+"""Files that a fit writes: its plan, and the profile and cluster that it was made of."""
 SCHEMA_VERSION = 1
 _MOST = 2.0**63
 
@@ -95,7 +95,7 @@ def _plain(value: Any) -> Any:
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    """What a field has where it is left out; what no value equals, where it may not be."""
+    """A field's default; MISSING, which no value equals, if it has none."""
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 

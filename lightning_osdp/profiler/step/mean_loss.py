@@ -36,7 +36,7 @@ def why_not_mean(module: nn.Module, run: Callable[[Any], Any], batch: Any, *, ba
 
 
 def _obstacles(module: nn.Module, run: Callable[[Any], Any], batch: Any, batch_size: int) -> Iterator[str]:
-    """What speaks against it; each only holds where those before it were not found."""
+    """Reasons against it; each holds only if none before it does."""
     if batch_size < 2:
         yield "batches of one sample do not show whether the loss of more is their mean"
     if any(parameter.is_meta for parameter in module.parameters()):

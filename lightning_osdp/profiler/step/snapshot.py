@@ -1,4 +1,4 @@
-"""What a training step may change of a module and what that holds, and putting all of it back."""
+"""Restores whatever a training step has changed in a module and in the objects that it holds."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Logged(NamedTuple):
     what: tuple[Any, ...]
     """Function, numbers, and of tensors all but which ones they are."""
     tokens: tuple[Token, ...]
-    """Which ones: of those that it takes and then of those that it returns."""
+    """Which tensors: first those that it takes, then those that it returns."""
 
 
 class Mark(NamedTuple):

@@ -192,7 +192,7 @@ class _Follower:
         return sum(p.nbytes for p, made_in in self.gradients.items() if made_in >= now and p not in without)
 
     def _unsaved_bytes(self) -> int:
-        """What lives in backward beside gradients, less what this segment and those before it have saved."""
+        """Live bytes in backward without gradients and without those saved by this segment and segments before it."""
         saved = sum(part.saved_bytes for part in self.parts[: self.position.now + 1])
         return self.live.current_bytes - self.static_bytes - saved - self._gradient_bytes(self.dropped)
 
@@ -240,7 +240,7 @@ def trace_activations(
 def trace_evaluation(
     module: nn.Module, batch: Any, calls: Calls, run: Callable[[], Any], parts: Sequence[Activations]
 ) -> None:
-    """Adds what a forward without gradients takes to the segments' bytes; the arguments are those of above."""
+    """Adds to the segments the bytes of a forward without gradients; arguments as of `trace_activations`."""
     static = _static(module, batch)
     with LiveBytes(static[0].device.type) as live, torch.no_grad():
         static_bytes = live.track(static)
