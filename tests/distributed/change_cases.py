@@ -24,8 +24,8 @@ from wrapped_units import block_forwards
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp import OSDPPrecision, OSDPStrategy, change_plan, profile_model
 from lightning_osdp.apply import ShardedModel, internals
-from lightning_osdp.callbacks.plan_monitor import PlanMonitor
 from lightning_osdp.callbacks.peak import living_tensors
+from lightning_osdp.callbacks.plan_monitor import PlanMonitor
 from lightning_osdp.core.modes import ACTIVATION_CHOICES
 from lightning_osdp.core.plans.plan import Block
 from lightning_osdp.engine import engine_of

@@ -28,8 +28,7 @@ class Nested(nn.Module):
 def plan(units, world_size=1, node_size=None):
     """A plan from {unit: (operators, mode)}; the root's mode is DP or HDP."""
     made = [
-        Unit(name=name, operators=tuple(operators), kind="", modes=(mode,))
-        for name, (operators, mode) in units.items()
+        Unit(name=name, operators=tuple(operators), kind="", modes=(mode,)) for name, (operators, mode) in units.items()
     ]
     return bare_plan(made, world_size=world_size, node_size=node_size)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from plans import bare_plan
 
-from lightning_osdp import Plan, PlanFormatError
+from lightning_osdp import PlanFormatError
 from lightning_osdp.core.plans.plan import Unit
 from lightning_osdp.strategy.checkpointing import stored_plan
 

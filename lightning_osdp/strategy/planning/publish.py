@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from lightning_osdp.callbacks.plan_monitor import PlanMonitor
 from lightning_osdp.callbacks.peak import all_callbacks, callbacks_of
+from lightning_osdp.callbacks.plan_monitor import PlanMonitor
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.profile import ModelProfile
