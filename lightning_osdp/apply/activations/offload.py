@@ -46,13 +46,8 @@ class CopyStream:
 class HostMemory:
     """What the blocks of one model have on the host; on CPU that is a copy in memory, counted here and nowhere else.
 
-    Args:
-        device: what is copied from; tensors on other kinds of devices stay where they are.
-        stream: of copies beside computing; None: that of the device, where it has one, as CUDA's have.
-
-    Attributes:
-        current_bytes: now on the host.
-        peak_bytes: most that ever were.
+    Tensors on other kinds of devices stay where they are. Copies go on beside computing in a stream: on CUDA one is
+    made if none is given.
     """
 
     def __init__(self, device: torch.device, stream: CopyStream | None = None) -> None:
