@@ -346,11 +346,7 @@ def refuse_copies(module: nn.Module) -> None:
 
 
 def refuse_copy(*_: object) -> NoReturn:
-    """In place of a copy of shards.
-
-    Raises:
-        ConfigurationError: always.
-    """
+    """Raises a `ConfigurationError`, in place of a copy of shards."""
     raise ConfigurationError(
         "Expected whole parameters to copy, but each rank has only its shards of a model that is sharded. Copy it on"
         " all ranks within `with trainer.strategy.gathered(): ...`, and read its parameters there; for an average of"

@@ -156,11 +156,7 @@ def _by_name(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> Mappi
 
 
 def check_number(num_stored: int, num_optimizers: int) -> None:
-    """Refuses a checkpoint with another number of optimizers.
-
-    Raises:
-        RuntimeError: the numbers differ.
-    """
+    """Raises a `RuntimeError` if a checkpoint has another number of optimizers."""
     if num_stored != num_optimizers:
         raise RuntimeError(
             f"Expected a checkpoint with the state of {num_optimizers} optimizers, as configured, got {num_stored}."

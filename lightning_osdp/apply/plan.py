@@ -81,11 +81,7 @@ def change_plan(module: nn.Module, plan: Plan) -> None:
 
 
 def fully_shard_arguments(fsdp_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that ``fully_shard`` has a counterpart of.
-
-    Raises:
-        ConfigurationError: it has none of one that is given.
-    """
+    """Those that ``fully_shard`` has a counterpart of; raises a `ConfigurationError` of one that it has none of."""
     found = {name: value for name, value in fsdp_kwargs.items() if name in _TAKEN}
     for name, value in fsdp_kwargs.items():
         if name not in _TAKEN and value is not None and value != _DEFAULTS.get(name):

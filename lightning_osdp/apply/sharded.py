@@ -172,11 +172,7 @@ class ShardedModel:
         return result
 
     def evaluate(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """The same for a step of an evaluation.
-
-        Raises:
-            RanksApartError: some ranks have run units more often than others.
-        """
+        """The same for a step of an evaluation; raises `RanksApartError` if some ranks run units more often."""
         with self._agreement.evaluating():
             return self.run(step, *args, **kwargs)
 
@@ -185,11 +181,7 @@ class ShardedModel:
         self._agreement.begin_backward()
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """The gradients of an optimizer step are complete.
-
-        Raises:
-            RanksApartError: ranks have not run the same units.
-        """
+        """A step's gradients are complete; raises `RanksApartError` if ranks have run different units."""
         self._agreement.settle(optimizer)
 
     def stepping(self, optimizer: Optimizer) -> AbstractContextManager[None]:
@@ -335,11 +327,7 @@ class ShardedModel:
         return [join_names(names, cuts) for names in state.names_by_group(self.module, optimizer)]
 
     def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Returns if these can update the shards.
-
-        Raises:
-            ConfigurationError: one cannot.
-        """
+        """Raises a `ConfigurationError` if one of these cannot update the shards."""
         for optimizer in optimizers:
             try_optimizer(optimizer)
 
@@ -389,11 +377,7 @@ class ShardedModel:
             self.module.load_state_dict(state_dict, strict=strict)
 
     def load_optimizer(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-        """Loads a whole state by name or by number.
-
-        Raises:
-            PlanMismatchError: its parameter groups are not the optimizer's.
-        """
+        """Loads a whole state by name or number; raises `PlanMismatchError` if it has other parameter groups."""
         with self._reading():
             load.load_optimizer(self.module, optimizer, state_dict)
 

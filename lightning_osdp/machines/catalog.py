@@ -69,19 +69,11 @@ class Catalog:
     links: Mapping[str, Interconnect] = field(default_factory=dict)
 
     def device(self, name: str) -> Device:
-        """The device of this name.
-
-        Raises:
-            ConfigurationError: there is none; the text has the nearest names.
-        """
+        """The device of this name, or a `ConfigurationError` with the nearest names."""
         return _find(self.devices, name, "device")
 
     def link(self, name: str) -> Interconnect:
-        """The link of this name.
-
-        Raises:
-            ConfigurationError: there is none; the text has the nearest names.
-        """
+        """The link of this name, or a `ConfigurationError` with the nearest names."""
         return _find(self.links, name, "link")
 
 

@@ -46,11 +46,7 @@ class ShardedParameter(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
-        """Raises: there are no values here.
-
-        Raises:
-            ShardedParameterError: always.
-        """
+        """Raises a `ShardedParameterError`: there are no values here."""
         name = next((arg._name for arg in args if isinstance(arg, cls)), "weight")
         raise ShardedParameterError(
             f"Expected the whole {name!r} of a split operator for {func}, but it is cut into slices that are sharded"

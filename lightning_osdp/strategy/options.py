@@ -64,11 +64,7 @@ class Options:
     """Modules that recompute what they save whatever a plan would choose; known once there is a model."""
 
     def checked(self) -> Options:
-        """The same, with the path of a plan as a `Path`.
-
-        Raises:
-            ConfigurationError: one of them cannot be used.
-        """
+        """The same, with the path of a plan as a `Path`; raises a `ConfigurationError` of what cannot be used."""
         for name, is_fine, expected in (
             ("search", self.search in tuple(SOLVERS), f"one of {tuple(SOLVERS)}"),
             ("cost_model", self.cost_model in COST_MODELS, f"one of {COST_MODELS}"),

@@ -28,11 +28,7 @@ from lightning_osdp.strategy.planning.parameter_groups import Group, groups_of, 
 
 
 def training_step(module: pl.LightningModule) -> Callable[[Any], Any]:
-    """``module.training_step`` as a function of the batch alone.
-
-    Raises:
-        ConfigurationError: it takes the loader's iterator itself.
-    """
+    """``module.training_step`` as a function of the batch; raises a `ConfigurationError` if it takes an iterator."""
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ConfigurationError(
             "Expected training_step to take a batch, got one that takes dataloader_iter, which cannot be profiled."

@@ -41,21 +41,13 @@ REGISTERED: dict[str, StartMethod] = {
 
 
 def check_start_method(start_method: str) -> None:
-    """Returns if ranks can be started so.
-
-    Raises:
-        ConfigurationError: they cannot.
-    """
+    """Raises a `ConfigurationError` if ranks cannot be started so."""
     if start_method not in get_args(StartMethod):
         raise ConfigurationError(f"start_method must be one of {get_args(StartMethod)}, got {start_method!r}.")
 
 
 def check_interactive(launcher: _Launcher | None, start_method: StartMethod) -> None:
-    """Returns if this session can start ranks so.
-
-    Raises:
-        ConfigurationError: it is a notebook or interactive session, and the start method cannot be used in one.
-    """
+    """Raises a `ConfigurationError` in a notebook or interactive session that cannot start ranks so."""
     if _IS_INTERACTIVE and launcher is not None and not launcher.is_interactive_compatible:
         raise ConfigurationError(
             f"Expected start_method='fork' in a notebook or interactive session, got {start_method!r}, which would run"

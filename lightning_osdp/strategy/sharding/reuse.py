@@ -84,11 +84,7 @@ class ReusableModel:
             )
 
     def check_wishes(self, options: Options) -> None:
-        """Returns if a fit with these options may use the plan as it is; all ranks must call it.
-
-        Raises:
-            ConfigurationError: they name another plan or limit.
-        """
+        """Raises a `ConfigurationError`, on all ranks, if these options name another plan or limit."""
         plan, given, memory_limit_bytes = self.sharded.plan, options.plan, options.memory_limit_bytes
         assert plan is not None
         if isinstance(given, Path):
