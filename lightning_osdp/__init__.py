@@ -7,8 +7,8 @@ from importlib.metadata import version
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_osdp.apply import apply_plan, change_plan
-from lightning_osdp.callbacks import Measured, PlanMonitor
 from lightning_osdp.callbacks.allocator import AllocatorPeaks
+from lightning_osdp.callbacks.plan_monitor import Measured, PlanMonitor
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Cluster, DeviceRates, Link, Links, UnitOverhead
@@ -40,23 +40,13 @@ from lightning_osdp.errors import (
 )
 from lightning_osdp.machines import Device, Interconnect, Machine
 from lightning_osdp.profiler import ComputePrecision, Together, TrainingStep, measure_cluster, profile_model
-from lightning_osdp.report import (
-    Advice,
-    Alternative,
-    Alternatives,
-    Case,
-    Decided,
-    Difference,
-    Price,
-    advise,
-    chrome_trace,
-    compare_plans,
-    draw_plan,
-    find_alternatives,
-    memory_price,
-    render_plan,
-    what_if,
-)
+from lightning_osdp.report.advice import Advice, advise
+from lightning_osdp.report.alternatives import Alternative, Alternatives, find_alternatives
+from lightning_osdp.report.cases import Case, Price, memory_price, what_if
+from lightning_osdp.report.difference import Decided, Difference, compare_plans
+from lightning_osdp.report.picture import draw_plan
+from lightning_osdp.report.tables import render_plan
+from lightning_osdp.report.trace import chrome_trace
 from lightning_osdp.scheduler import HandMade, PlanMethod, made_by_hand, make_plan
 from lightning_osdp.simulation import Interval, StepEstimate, simulate
 from lightning_osdp.strategy import OSDPPrecision, OSDPStrategy

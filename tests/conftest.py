@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 # Before torch is imported, and for processes that tests start: threads on small tensors only wait for each other, and
@@ -13,6 +14,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
+import torch.distributed as dist
 from hypothesis import settings
 
 from lightning_osdp.assign import Setting
@@ -26,6 +28,15 @@ from lightning_osdp.core.units import partition
 settings.register_profile("same", deadline=None, derandomize=True)
 settings.register_profile("random", deadline=None)
 settings.load_profile("same")
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    """A process group of this process alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{folder}/store")
+        yield
+        dist.destroy_process_group()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,8 @@ from lightning_osdp import (
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Cluster, Link, UnitOverhead
 from lightning_osdp.profiler import fingerprint
-from lightning_osdp.report import plan_table, render, save_picture
+from lightning_osdp.report.picture import save_picture
+from lightning_osdp.report.tables import plan_table, render
 from lightning_osdp.simulation import simulate
 
 fuzzed = settings(

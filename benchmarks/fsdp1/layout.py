@@ -92,12 +92,13 @@ def _unit_bytes(unit: UnitProfile, world_size: int) -> UnitBytes:
         at_rest, gathered = unit.parameter_bytes, float(unit.gathered_bytes)
     is_cast = any(parameter.itemsize != parameter.gathered_itemsize for parameter in parameters)
     shard, has_gradient = at_rest / world_size, bool(unit.gradient_bytes)
+    frozen_bytes = sum(operator.frozen_bytes for operator in unit.operators)
     return UnitBytes(
         shard=shard,
         gathered=gathered if world_size > 1 or is_cast else 0.0,  # on one rank nothing is gathered, but perhaps cast
         cast_shard=gathered / world_size if is_cast and world_size > 1 else 0.0,
         # of frozen parameters, too, unless all are frozen: they are views of a flat parameter that requires one
-        gradients=float(unit.gradient_bytes + unit.frozen_bytes) if has_gradient else 0.0,
+        gradients=float(unit.gradient_bytes + frozen_bytes) if has_gradient else 0.0,
         flat_gradient=gathered if has_gradient else 0.0,
         whole_gradient=gathered if has_gradient else 0.0,
         scattered=gathered / world_size if has_gradient else 0.0,

@@ -52,7 +52,7 @@ class Step:
         self.sharded.before_optimizer_step(self.optimizer)
         with self.sharded.stepping(self.optimizer):
             self.optimizer.step()
-        self.sharded.after_optimizer_step()
+        self.sharded.reshard()
 
     def _backward(self, index: int) -> None:
         loss = self._forward(index) / self._num_micro_batches

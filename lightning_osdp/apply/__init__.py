@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_osdp.apply.activations.blocks import is_inside, with_recomputed
 from lightning_osdp.apply.agreement import reaches_hosts
-from lightning_osdp.apply.internals import local, num_copies, refuse_copy
+from lightning_osdp.apply.internals import do_nothing, local, num_copies, refuse_copy
 from lightning_osdp.apply.load import check_number
 from lightning_osdp.apply.materialize import check_initializable
 from lightning_osdp.apply.meshes import NODE_GROUPS, ONE_MESH
@@ -21,6 +21,7 @@ __all__ = [
     "change_plan",
     "check_initializable",
     "check_number",
+    "do_nothing",
     "fully_shard_arguments",
     "is_inside",
     "local",

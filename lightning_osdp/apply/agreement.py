@@ -36,7 +36,7 @@ class Agreement:
       reduces zeros for it, so that a rank on which it was used finds the others in the same reduce-scatter.
     - Ranks that gathered or reduced different units at a time have computed with one another's weights, added up one
       another's gradients, or would wait for each other for ever. In the first steps each rank tells what it is about
-      to do before it does it, for whoever waits tells nothing. So it does in an evaluation, before it gathers a unit
+      to do before it does it, for it cannot while it waits. So it does in an evaluation, before it gathers a unit
       for the second time in one step: text that is generated may be longer on one rank than on another.
     """
 
@@ -90,9 +90,7 @@ class Agreement:
     def check_plan(self, plan: Plan, check: Callable[[], None]) -> None:
         """Returns if this can be the plan of all ranks from now on. Call it on all of them.
 
-        Args:
-            plan: of this rank.
-            check: what this rank has to say; it raises what is raised on all ranks.
+        ``check`` raises what this rank has against it, which is then raised on all.
 
         Raises:
             OSDPError: the first rank's that has one.

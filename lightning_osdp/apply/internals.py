@@ -297,7 +297,7 @@ def keep_identities(module: nn.Module) -> None:
 
 
 def carry_hooks(groups: Sequence[Any]) -> None:
-    """Has hooks of ``register_hook()`` on shards be those of the whole parameters, which are what gets gradients.
+    """Gives the hooks of ``register_hook()`` on shards to the whole parameters, which get the gradients.
 
     They are the same hooks: what is registered or removed later counts, too.
     """
@@ -322,7 +322,7 @@ def plain(module: nn.Module, groups: Sequence[Any], *, writes: bool) -> Iterator
     Args:
         module: any inside the root.
         groups: of all units of the root, nothing of which is unsharded.
-        writes: whether this rank's rows of what the parameters are at the end become those of the shards; after an
+        writes: whether the shards take over this rank's rows of the parameters as they are at the end; after an
             error they do not.
     """
     inside = set(module.modules())
@@ -392,11 +392,7 @@ def refuse_copies(module: nn.Module) -> None:
 
 
 def refuse_copy(*_: object) -> NoReturn:
-    """In place of a copy of shards.
-
-    Raises:
-        ConfigurationError: always.
-    """
+    """Raises a `ConfigurationError`, in place of a copy of shards."""
     raise ConfigurationError(
         "Expected whole parameters to copy, but each rank has only its shards of a model that is sharded. Copy it on"
         " all ranks within `with trainer.strategy.gathered(): ...`, and read its parameters there; for an average of"
@@ -427,17 +423,11 @@ def _without(handle: Any) -> Iterator[None]:
 
 
 def do_nothing(*_: object, **__: object) -> None:
-    """In place of a hook."""
+    """In place of a hook, or of a method that is not to run."""
 
 
 def reshard_after_forward(module: Any, *, is_kept: bool, nodes: DeviceMesh | None) -> None:
-    """Says what forward leaves of a unit, between two steps.
-
-    Args:
-        module: of the unit.
-        is_kept: whether it is left as it is.
-        nodes: where it is not, the mesh (nodes, ranks of a node) in each of whose rows a shard is left; None: none is.
-    """
+    """Says what forward leaves of a unit: all, a shard in each row of the mesh (nodes, ranks of a node), or nothing."""
     module.set_reshard_after_forward(not is_kept, recurse=False)
     group = group_of(module)
     if nodes is None or is_kept or group is None:
@@ -463,7 +453,7 @@ def run_as_forward(root: nn.Module, step: Callable[..., Any], args: Any, kwargs:
 
 
 def reshard(root: nn.Module, groups: Sequence[Any]) -> None:
-    """Frees what is unsharded, and what an all-gather has left that nobody waited for; gradients stay.
+    """Frees unsharded parameters, and results of all-gathers that nobody waited for; gradients stay.
 
     A pending all-gather would be copied out by the next forward, with the values of its time.
     """

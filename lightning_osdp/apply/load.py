@@ -39,10 +39,7 @@ def takes_whole(module: nn.Module) -> list[RemovableHandle]:
 def load_optimizer(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Loads state of one optimizer of the module's sharded parameters; all ranks must call it.
 
-    Args:
-        module: the module that it trains.
-        optimizer: to load.
-        state: by name, or by index as a plain optimizer's, for whole operators; whole or in shards.
+    The state is by name, or by index as a plain optimizer's, for whole operators; whole or in shards.
 
     Raises:
         ConfigurationError: the optimizer is not one of this module's parameters.
@@ -77,13 +74,7 @@ def load_sharded(path: Path, module: nn.Module, optimizers: Sequence[Optimizer],
     ``torch.distributed.checkpoint``, with the entries ``model``, ``optimizer_0``, ``optimizer_1``, ...; of optimizers
     without state none is stored.
 
-    All ranks must call it. Weights are read into the module's shards in place.
-
-    Args:
-        path: of the folder.
-        module: a module whose parameters are DTensors, rows of each on every rank.
-        optimizers: those to load; empty to leave optimizer state alone.
-        strict: whether all of the module must be in the checkpoint.
+    All ranks must call it. Weights are read into the shards in place; without optimizers their states are left alone.
 
     Raises:
         CheckpointException: something of the module is not in the checkpoint, or has another shape there.
@@ -165,11 +156,7 @@ def _by_name(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> Mappi
 
 
 def check_number(num_stored: int, num_optimizers: int) -> None:
-    """Refuses a checkpoint with another number of optimizers.
-
-    Raises:
-        RuntimeError: the numbers differ.
-    """
+    """Raises a `RuntimeError` if a checkpoint has another number of optimizers."""
     if num_stored != num_optimizers:
         raise RuntimeError(
             f"Expected a checkpoint with the state of {num_optimizers} optimizers, as configured, got {num_stored}."

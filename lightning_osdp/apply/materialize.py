@@ -24,10 +24,6 @@ def unit_initializer(module: nn.Module, device: torch.device) -> UnitInitializer
     them makes there. Values that a rank has leave the module at once and come back with their unit.
     Ties stay ties. What is initialised depends on rank 0's random state alone: neither on the units nor on the ranks.
 
-    Args:
-        module: the model, neither split nor sharded yet.
-        device: where the storage is.
-
     Raises:
         ProfileError: a module that owns meta tensors has no ``reset_parameters`` to initialise them with.
     """
@@ -37,10 +33,6 @@ def unit_initializer(module: nn.Module, device: torch.device) -> UnitInitializer
 
 def check_initializable(module: nn.Module, device: torch.device) -> set[str] | None:
     """Names of the tensors that have no values on rank 0; None where no rank has meta tensors. Call it on all ranks.
-
-    Args:
-        module: the model, not sharded yet.
-        device: where the ranks compute.
 
     Raises:
         ProfileError: a module that owns such tensors has no ``reset_parameters`` to initialise them with.

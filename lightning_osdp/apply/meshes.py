@@ -30,9 +30,6 @@ ONE_MESH = dict.fromkeys(
 class Meshes:
     """Those of one model, one of each kind for all of its units. Methods are called on all ranks.
 
-    Args:
-        device: where the ranks compute.
-
     Attributes:
         nodes: the mesh (nodes, ranks of a node), where a plan has needed it.
     """

@@ -61,7 +61,7 @@ def change_plan(module: nn.Module, plan: Plan) -> None:
 
     Args:
         module: sharded by `apply_plan` or a Trainer.
-        plan: what to go on with, the same on all ranks. For its predictions and notes nobody asks.
+        plan: the new plan, the same on all ranks; its predictions and notes do not matter.
 
     Raises:
         PlanMismatchError: the plan differs in what cannot change - its model, the number of ranks, units,
@@ -81,11 +81,7 @@ def change_plan(module: nn.Module, plan: Plan) -> None:
 
 
 def fully_shard_arguments(fsdp_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that ``fully_shard`` has a counterpart of.
-
-    Raises:
-        ConfigurationError: it has none of one that is given.
-    """
+    """Those that ``fully_shard`` has a counterpart of; raises a `ConfigurationError` of one that it has none of."""
     found = {name: value for name, value in fsdp_kwargs.items() if name in _TAKEN}
     for name, value in fsdp_kwargs.items():
         if name not in _TAKEN and value is not None and value != _DEFAULTS.get(name):

@@ -51,10 +51,6 @@ def check_shardable(module: nn.Module) -> None:
 def prepared(module: nn.Module, plan: Plan) -> dict[str, nn.Module]:
     """The module's own modules by name, if the plan is for it.
 
-    Args:
-        module: the model that the plan was made for, not sharded yet.
-        plan: what to shard how.
-
     Raises:
         PlanMismatchError: the module of a unit or block is not there or cannot be one, operators' parameters would end
             up in another unit, or the model has parameters that the plan does not know.

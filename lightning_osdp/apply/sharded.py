@@ -22,7 +22,8 @@ from lightning_osdp.apply.materialize import unit_initializer
 from lightning_osdp.apply.meshes import Meshes
 from lightning_osdp.apply.prepare import call_layers_in_evaluation, check_shardable, modules_of, prepared, slices_of
 from lightning_osdp.apply.units import ShardedUnit, children_and_blocks, set_prefetch, shard, without_views
-from lightning_osdp.apply.updates import stepping_on_rows, try_optimizer
+from lightning_osdp.apply.updates.local_step import stepping_on_rows
+from lightning_osdp.apply.updates.optimizers import try_optimizer
 from lightning_osdp.core.blocks import RERUN
 from lightning_osdp.core.modes import ShardingMode, freed_and_kept
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
@@ -38,15 +39,7 @@ T = TypeVar("T")
 class ShardedModel:
     """A module whose parameters are sharded, over all ranks or in each node.
 
-    Methods are called on all ranks unless they say otherwise.
-
-    Args:
-        module: the user's, not sharded yet.
-        units: root first, then in forward order.
-        plan: of the units; None where there is none.
-        device: where the parameters go.
-        mixed_precision: what to compute and reduce in; None: in the parameters' own dtype.
-        initialize: gives the tensors of a unit's module storage and values.
+    Methods are called on all ranks unless they say otherwise. Units are given root first, then in forward order.
 
     Attributes:
         recomputed: names of modules that recompute whatever the plan says.
@@ -160,7 +153,7 @@ class ShardedModel:
 
     @property
     def is_opened(self) -> bool:
-        """Whether ``state_dict()`` of the module would give whole tensors now, or what somebody wants to be shards."""
+        """Whether ``state_dict()`` of the module may be called now: it gives whole tensors, or shards are wanted."""
         return self._is_opened or dist.get_world_size() == 1
 
     def undo(self) -> None:
@@ -170,7 +163,7 @@ class ShardedModel:
         internals.make_plain(self.module)
 
     def carry_hooks(self) -> None:
-        """Has gradients seen by the hooks that have been registered on parameters, before or after sharding."""
+        """Has hooks that were registered on parameters, before or after sharding, run on their gradients."""
         internals.carry_hooks(self._groups)
 
     def run(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -179,11 +172,7 @@ class ShardedModel:
         return result
 
     def evaluate(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """The same for a step of an evaluation.
-
-        Raises:
-            RanksApartError: some ranks have run units more often than others.
-        """
+        """The same for a step of an evaluation; raises `RanksApartError` if some ranks run units more often."""
         with self._agreement.evaluating():
             return self.run(step, *args, **kwargs)
 
@@ -192,20 +181,12 @@ class ShardedModel:
         self._agreement.begin_backward()
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """The gradients of an optimizer step are complete.
-
-        Raises:
-            RanksApartError: ranks have not run the same units.
-        """
+        """A step's gradients are complete; raises `RanksApartError` if ranks have run different units."""
         self._agreement.settle(optimizer)
 
     def stepping(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """To call ``step()`` of an optimizer in, with or without a closure."""
         return stepping_on_rows(optimizer)
-
-    def after_optimizer_step(self) -> None:
-        """Weights have changed."""
-        self.reshard()  # of a child that ran without a backward, the next forward would see what was gathered before
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -228,8 +209,8 @@ class ShardedModel:
         """Goes on under another plan, between two steps; on an error, under the one before, on all ranks.
 
         Args:
-            plan: the same on all ranks; it differs from the one in use in nothing but `FLIPS`.
-            may_divide: whether its optimizer steps may have other micro-batches: those are whoever's who drives steps.
+            plan: the new plan, the same on all ranks; it may differ from the one in use in `FLIPS` only.
+            may_divide: whether micro-batches may differ, too; the caller changes those.
 
         Raises:
             PlanMismatchError: it differs in something else, names a block that is not there, or is not the same on all
@@ -346,22 +327,13 @@ class ShardedModel:
         return [join_names(names, cuts) for names in state.names_by_group(self.module, optimizer)]
 
     def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Returns if these can update the shards.
-
-        Raises:
-            ConfigurationError: one cannot.
-        """
+        """Raises a `ConfigurationError` if one of these cannot update the shards."""
         for optimizer in optimizers:
             try_optimizer(optimizer)
 
     @contextmanager
     def gathered(self, module: nn.Module, *, writes: bool) -> Iterator[None]:
-        """Within it, a module of the model has whole parameters, and runs and is saved like any other.
-
-        Args:
-            module: the model, or any inside it.
-            writes: whether what the parameters are at the end is kept.
-        """
+        """Within it, a module of the model has whole parameters, as any other; ``writes`` keeps what they become."""
         with self._opened(), internals.plain(module, self._groups, writes=writes):
             yield
 
@@ -405,11 +377,7 @@ class ShardedModel:
             self.module.load_state_dict(state_dict, strict=strict)
 
     def load_optimizer(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-        """Loads a whole state by name or by number.
-
-        Raises:
-            PlanMismatchError: its parameter groups are not the optimizer's.
-        """
+        """Loads a whole state by name or number; raises `PlanMismatchError` if it has other parameter groups."""
         with self._reading():
             load.load_optimizer(self.module, optimizer, state_dict)
 

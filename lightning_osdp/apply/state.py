@@ -22,10 +22,6 @@ def whole_state(module: nn.Module, *, on_all_ranks: bool) -> dict[str, Any] | No
     """Whole state dict in memory of its own on CPU, on rank 0 or on all ranks; None on the others.
 
     All ranks must call it. What the module's ``state_dict`` hooks see and return are DTensors.
-
-    Args:
-        module: a module whose parameters are DTensors, rows of each on every rank.
-        on_all_ranks: whether every rank keeps the whole state.
     """
     keeps = on_all_ranks or dist.get_rank() == 0
     state: dict[str, Any] = module.state_dict()

@@ -102,13 +102,7 @@ def shard(
     """Calls ``fully_shard`` for all units, those inside others first and the root last.
 
     Otherwise in the order of the modules, in which they are initialised where they are one unit: a buffer that several
-    units have is initialised by the first of its owners.
-
-    Args:
-        units: root first, then in forward order.
-        meshes: on the devices of all ranks.
-        precision: what to compute and reduce in; None: in the parameters' own dtype.
-        initialize: gives the tensors of a unit's module storage and values, right before they are sharded.
+    units have is initialised by the first of its owners. Units are given root first, then in forward order.
     """
     (root,) = (unit.handle for unit in units if not unit.name)
     places = {module: place for place, module in enumerate(_children_first(root, set()))}
@@ -141,14 +135,10 @@ def shard(
 
 
 def set_prefetch(units: Sequence[ShardedUnit], engine: FSDP2, *, rerun: Collection[str]) -> None:
-    """Says explicitly what each unit gathers ahead, for torch's own order is that of the forward before.
+    """Tells each unit which unit it gathers ahead: by itself torch takes the order of the last forward.
 
-    That one may have been an evaluation, and it has units that no backward comes to.
-
-    Args:
-        units: root first, then in forward order.
-        engine: whose settings they are.
-        rerun: names of blocks that run again in backward, where what comes after them is not needed.
+    That one may have been an evaluation, and it has units that no backward comes to. Blocks of ``rerun`` run
+    again in backward, where what comes after them is not needed.
     """
     (root,) = (unit for unit in units if not unit.name)
     order = leaving_order(units)

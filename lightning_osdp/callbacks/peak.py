@@ -134,10 +134,15 @@ def other_tensors(trainer: pl.Trainer, *, besides: Iterable[Tensor] = ()) -> lis
     return census.newer(besides=[*planned_tensors(trainer), *besides])
 
 
+def all_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
+    """The list that a Trainer goes through."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    return callbacks
+
+
 def callbacks_of(trainer: pl.Trainer, kind: type[T]) -> list[T]:
     """Those of this kind that a Trainer has."""
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    return [callback for callback in callbacks if isinstance(callback, kind)]
+    return [callback for callback in all_callbacks(trainer) if isinstance(callback, kind)]
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:

@@ -22,7 +22,7 @@ from lightning_osdp.callbacks.step_clock import StepClock
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.report import comparison_table, show
+from lightning_osdp.report.tables import comparison_table, show
 
 _KEPT_STEPS = 1000
 """Latest steps that the medians of the final table are taken over."""
@@ -39,7 +39,7 @@ class Measured:
     peak_bytes: int | None = None
     """On CPU of what the plan predicts."""
     other_bytes: int | None = None
-    """What lived beside that in the counted steps; None on CUDA, whose peak has it in it."""
+    """Other tensors that were alive in the counted steps; None on CUDA, whose peak includes them."""
     allocator: AllocatorPeaks | None = None
     """What else the allocator says on CUDA; None on CPU."""
 

@@ -45,8 +45,7 @@ class StepClock:
     def finished(self, *, wait: bool = False) -> Iterator[tuple[float, int]]:
         """Seconds and samples of each step that was not told yet, oldest first, as far as the device has come.
 
-        Args:
-            wait: wait until it has come to the end, which training itself must never do.
+        With ``wait`` it comes to the end, for which training itself must never wait.
         """
         if wait:
             synchronize(self._device)

@@ -13,11 +13,7 @@ from lightning_osdp.errors import PlanFormatError
 
 
 def read_profile(path: str | Path) -> ModelProfile:
-    """The profile in a file.
-
-    Raises:
-        PlanFormatError: there is none, or its parts do not belong together.
-    """
+    """The profile in a file; raises `PlanFormatError` if there is none, or its parts do not belong together."""
     profile = ModelProfile.load(path)
     wrong = next(_wrong(profile), None)
     if wrong is not None:
@@ -26,11 +22,7 @@ def read_profile(path: str | Path) -> ModelProfile:
 
 
 def read_cluster(path: str | Path) -> Cluster:
-    """The cluster in a file.
-
-    Raises:
-        PlanFormatError: there is none, or it has no ranks.
-    """
+    """The cluster in a file; raises `PlanFormatError` if there is none, or it has no ranks."""
     cluster = Cluster.load(path)
     if cluster.world_size < 1:
         raise PlanFormatError(f"Expected at least one rank in cluster {str(path)!r}, got {cluster.world_size}.")
@@ -43,12 +35,7 @@ def read_cluster(path: str | Path) -> Cluster:
 
 
 def read_all(plan: str, profile: str | None, cluster: str | None) -> tuple[Plan, ModelProfile, Cluster]:
-    """A plan, and what it was made of.
-
-    Args:
-        plan: path of the plan.
-        profile: path; None: where a fit writes it, beside the plan.
-        cluster: path; None: likewise.
+    """A plan, and what it was made of: by default what a fit has written beside the plan.
 
     Raises:
         PlanFormatError: one of them cannot be read.

@@ -29,14 +29,11 @@ COMMANDS: Mapping[str, Callable[..., Answer]] = {
     "plan": planning.plan,
     "what-if": planning.what_if_table,
 }
-"""Name -> what it does, whose parameters are its arguments and whose docstring is its help."""
+"""Name -> function, whose parameters are the arguments and whose docstring is the help."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and writes its answer to standard output.
-
-    Args:
-        arguments: of the command line; None: those of this process.
 
     Returns:
         The exit code.

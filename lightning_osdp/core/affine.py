@@ -24,6 +24,10 @@ class Affine:
         """Without the other."""
         return Affine(self.fixed - other.fixed, self.per_sample - other.per_sample)
 
+    def less(self, other: Affine) -> Affine:
+        """Without the other, and neither part below 0."""
+        return Affine(max(0.0, self.fixed - other.fixed), max(0.0, self.per_sample - other.per_sample))
+
     def __mul__(self, factor: float) -> Affine:
         """So many times the quantity."""
         return Affine(self.fixed * factor, self.per_sample * factor)

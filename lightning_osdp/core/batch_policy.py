@@ -93,12 +93,7 @@ def samples_of_rank(global_batch: int, world_size: int, *, name: str) -> int:
 
 
 def largest_fitting(fits: Callable[[int], bool], most: int = MOST_SAMPLES) -> int:
-    """Largest size that fits, 0 if not even one sample does: doubling to the first that does not, then halving.
-
-    Args:
-        fits: whether a size does; where one does not, no larger one does.
-        most: the largest that may be.
-    """
+    """Largest size that fits, or 0, by doubling and halving: where a size does not fit, no larger one does."""
     fitting, fails = 0, 1
     while fails <= most and fits(fails):
         fitting, fails = fails, fails * 2

@@ -19,9 +19,9 @@ RERUN = ("recompute", "recompute_offload")
 
 
 def with_activations(profile: ModelProfile, activations: Mapping[str, str]) -> ModelProfile:
-    """The profile, in which all blocks keep what they save, with some doing what they are named with instead.
+    """The profile with these choices for these blocks, in place of keeping what they save.
 
-    Nothing is left to choose of that then.
+    It has no blocks any more, for which there would be something to choose.
 
     Raises:
         ConfigurationError: there is no such block, or this choice was not profiled for it.

@@ -24,7 +24,7 @@ class ShardingMode:
     """Which micro-batches reduce gradients: one of `SYNC_CHOICES`. Where only the last one does, the unsharded gradient
     lives from the first one on, and so does the gathered parameter of a resident unit."""
     activations: str = "keep"
-    """What becomes of what the unit's block saves for backward: one of `ACTIVATION_CHOICES`."""
+    """How the unit's block treats tensors that it saves for backward: one of `ACTIVATION_CHOICES`."""
     regathers_over: str = "all"
     """Over which ranks it is gathered again once forward has freed it: ``all``, or those of a ``node``. In each node
     forward then leaves a shard, unless it is sharded there anyway."""
@@ -47,7 +47,7 @@ class ShardingMode:
 
     @property
     def over_all(self) -> ShardingMode:
-        """What takes its place where there are no nodes: `DP` or `ZDP`, with what else was chosen."""
+        """The mode in its place where there are no nodes: `DP` or `ZDP` with the same ``sync`` and ``activations``."""
         plain, sync = DP if self.resident else ZDP, "every" if self.sync == "node" else self.sync
         return replace(plain, sync=sync, activations=self.activations) if self.needs_nodes else self
 
@@ -78,7 +78,7 @@ MODES = {name: mode for name, mode in NAMED_MODES.items() if not mode.needs_node
 
 
 def freed_and_kept(mode: ShardingMode) -> tuple[ShardingMode, ShardingMode]:
-    """Over the ranks that a unit is sharded over in a mode: what frees it after forward, and what keeps it."""
+    """Two modes that shard over the same ranks: one that frees a unit after forward, and one that keeps it."""
     return (HSDP, HDP) if mode.sharded_over == "node" else (ZDP, DP)
 
 

@@ -107,7 +107,7 @@ class OperatorProfile:
     optimizer_bytes: int
     """State that the user's optimizer keeps for the trainable parameters."""
     parameters: tuple[ParameterProfile, ...] = ()
-    """What the bytes are made of. Where they are left out, nothing is known of paddings and of what one rank gets."""
+    """Parameters that make up the bytes. Without them paddings and the bytes of a single rank are not known."""
     dtype: str = "float32"
     """Of the parameters at rest: a unit holds one dtype only. Several are separated by commas."""
     signature: str = ""
@@ -168,7 +168,7 @@ class Crossing(NamedTuple):
 
     num_bytes: Affine
     savers: Mapping[str, tuple[int, ...]]
-    """Segments that save it, ascending, by what all blocks do with what they save."""
+    """Segments that save it, ascending, if all blocks make this choice of activations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +186,7 @@ class BlockProfile:
     copied_bytes: Mapping[str, Affine] = field(default_factory=dict)
     """By choice, what goes to host memory in forward, and comes back in backward."""
     borrowed_bytes: Affine = ZERO
-    """What it needs to be saved where it keeps what it saves, but others before it do, if they keep theirs."""
+    """Tensors that it needs if it keeps what it saves, but that blocks before it save if these keep theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)

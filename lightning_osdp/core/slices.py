@@ -162,9 +162,9 @@ def _segments(segment: Segment, cut: Cut, num_slices: int, handed: Affine) -> It
                 segment,
                 operator=name,
                 forward_workspace_bytes=_most(
-                    segment.forward_workspace_bytes, _less(besides + products, segment.saved_bytes)
+                    segment.forward_workspace_bytes, (besides + products).less(segment.saved_bytes)
                 ),
-                settled_bytes=None if settled is None else _less(settled + x_again + y + part, gradient),
+                settled_bytes=None if settled is None else (settled + x_again + y + part).less(gradient),
                 passed_bytes=between,
                 evaluation_bytes=_most(segment.evaluation_bytes, x + products),
                 **timed,
@@ -181,10 +181,6 @@ def _segments(segment: Segment, cut: Cut, num_slices: int, handed: Affine) -> It
                 evaluation_bytes=_least(segment.evaluation_bytes, x + products),
                 **timed,
             )
-
-
-def _less(quantity: Affine, other: Affine) -> Affine:
-    return Affine(max(0.0, quantity.fixed - other.fixed), max(0.0, quantity.per_sample - other.per_sample))
 
 
 def _most(quantity: Affine, other: Affine) -> Affine:

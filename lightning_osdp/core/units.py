@@ -81,11 +81,6 @@ class UnitProfile:
         return sum(operator.gradient_bytes for operator in self.operators)
 
     @cached_property
-    def frozen_bytes(self) -> int:
-        """Frozen parameters as gathered."""
-        return sum(operator.frozen_bytes for operator in self.operators)
-
-    @cached_property
     def optimizer_bytes(self) -> int:
         """Optimizer state, unsharded."""
         return sum(operator.optimizer_bytes for operator in self.operators)

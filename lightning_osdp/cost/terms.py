@@ -130,7 +130,7 @@ def overhead_part_s(unit: UnitProfile, part: str, cluster: Cluster) -> float:
 def activations_s(
     unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
 ) -> float:
-    """What the unit's block takes beyond keeping what it saves: running again, and copies to host memory and back."""
+    """Seconds that the unit's block takes for running again, and for copies to host memory and back."""
     del engine
     return workload.num_micro_batches * block_s(unit.block, mode.activations, cluster, workload.micro_batch_size)
 

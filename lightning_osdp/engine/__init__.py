@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from lightning_osdp.engine.change import FLIPS, check_change
 from lightning_osdp.engine.fsdp2 import AUTO, DEFAULT, FSDP2, engine_of, num_shards
-from lightning_osdp.engine.layout import UnitBytes
 from lightning_osdp.engine.live_parts import BLOCKS_IN_FLIGHT, Moment, in_flight_bytes
 from lightning_osdp.engine.schedule import MOST_SIMULATED, Event, GatherRule, leaving_order
 
@@ -18,7 +17,6 @@ __all__ = [
     "Event",
     "GatherRule",
     "Moment",
-    "UnitBytes",
     "check_change",
     "engine_of",
     "in_flight_bytes",

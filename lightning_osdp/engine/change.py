@@ -23,11 +23,6 @@ _OF_UNIT = ("operators", "modules", "num_slices", "modes", "sync")
 def check_change(current: Plan, plan: Plan, *, may_divide: bool = False) -> None:
     """Returns if a module that is sharded by one plan can go on under another.
 
-    Args:
-        current: the plan in use.
-        plan: the one to go on with.
-        may_divide: whether optimizer steps may have other micro-batches.
-
     Raises:
         PlanMismatchError: they differ in something that is not in `FLIPS`; the text has the first difference.
     """

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from typing_extensions import Self
 
 from lightning_osdp.core.modes import ShardingMode
-from lightning_osdp.core.plans.plan import Plan
-from lightning_osdp.core.profile import OptimizerProfile, Rerun
+from lightning_osdp.core.plans.plan import PREFETCH_CHOICES, Plan
+from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.engine.layout import Layout, gathered_bytes, layout, sent_bytes
@@ -46,7 +46,7 @@ class FSDP2:
     late_backward: tuple[str, ...] = ()
     """The same of backward."""
 
-    prefetches: ClassVar[tuple[str, ...]] = ("pre", "none")
+    prefetches: ClassVar[tuple[str, ...]] = PREFETCH_CHOICES
     """Settings of backward prefetch, the one first that is preferred where they are equally fast."""
     host: ClassVar[type[Host]] = Host
     """What goes through a step."""
@@ -65,9 +65,6 @@ class FSDP2:
         Synchronous all-gathers begin by themselves while forward computes, a unit earlier, and hold one more buffer:
         neither is better for all models. To gather ahead explicitly besides makes those no earlier.
         Where nothing overlaps, all prefetches take the same time, and none takes the least memory.
-
-        Args:
-            overlaps: whether collectives run beside computing.
         """
         backward = self.backward_prefetch
         if backward == AUTO:
@@ -79,7 +76,7 @@ class FSDP2:
         return (replace(ahead, forward_prefetch=True), implicit) if self.asynchronous_unshard else (implicit,)
 
     def without_prefetch(self, chosen: Self) -> Self:
-        """One of the `alternatives` with what is the least that it may gather ahead; itself where that is all.
+        """One of the `alternatives`, gathering ahead as little as these settings allow.
 
         Between the two are settings in which some units are gathered ahead.
         """
@@ -121,7 +118,7 @@ class FSDP2:
     def may_wait(self, unit: UnitProfile) -> bool:
         """Whether the unit may reduce its gradients in the last micro-batch only.
 
-        Not if forward calls it more than once: what the micro-batches before have left is reduced by itself then.
+        Not if forward calls it more than once: gradients of earlier micro-batches would then be reduced separately.
         """
         return len(unit.calls) == 1
 
@@ -131,12 +128,8 @@ class FSDP2:
         """All-gathers per optimizer step of a unit in this mode.
 
         One at each call in forward, and one for each that backward comes to: less those that find the unit there. A
-        unit that is kept is there at all calls in forward, and at the first that backward comes to.
-
-        Args:
-            mode: of the unit.
-            unit: None: one that forward calls once.
-            num_micro_batches: of an optimizer step.
+        unit that is kept is there at all calls in forward, and at the first that backward comes to. Where no unit is
+        given, it is one that forward calls once.
         """
         num_calls = 1 if unit is None else len(unit.calls)
         num_reached = 1 if unit is None else sum(last >= unit.trained_from for _, last in unit.calls)
@@ -233,16 +226,11 @@ class FSDP2:
         accumulates: Sequence[bool],
         *,
         num_micro_batches: int = 1,
-        num_segments: int,
-        rerun: Mapping[str, Rerun],
-        leaves_shard: Collection[int] = (),
-        in_node: Collection[int] = (),
-        all_reduced_last: Collection[int] = (),
-        merges_calls: bool = False,
+        **of_host: Any,
     ) -> list[list[Event]]:
         """Events of forward, loss and backward in the first, a steady and the last micro-batch, as many as there are.
 
-        Arguments are those of `Host`.
+        Arguments are those of `Host`, but for settings of prefetching.
         """
         if AUTO in {self.backward_prefetch, self.forward_prefetch}:
             raise ValueError("A prefetch that is 'auto' runs nothing: ask for alternatives().")
@@ -250,16 +238,11 @@ class FSDP2:
             units=units,
             is_kept=is_kept,
             accumulates=accumulates,
-            num_segments=num_segments,
-            rerun=rerun,
-            leaves_shard=leaves_shard,
-            in_node=in_node,
-            all_reduced_last=all_reduced_last,
-            merges_calls=merges_calls,
             backward_prefetch=self.backward_prefetch,
             forward_prefetch=self.forward_prefetch is True,
             late_forward=self.late_forward,
             late_backward=self.late_backward,
+            **of_host,
         )
         num_simulated = min(MOST_SIMULATED, num_micro_batches)
         return [

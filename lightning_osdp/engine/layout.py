@@ -142,14 +142,7 @@ def optimizer_bytes(
     optimizer: OptimizerProfile,
     shards: Sequence[int],
 ) -> tuple[float, float]:
-    """State of one rank, and temporaries of its step.
-
-    Args:
-        units: of the model.
-        held: by unit, the elements of each of its parameters that the rank holds.
-        optimizer: its step.
-        shards: by unit, the number of ranks that it is sharded over.
-    """
+    """State of a rank that holds so many elements of each parameter of each unit, and temporaries of its step."""
     state = 0.0
     updated: list[tuple[int, int, float]] = []
     for unit, held_elements, number in zip(units, held, shards, strict=True):

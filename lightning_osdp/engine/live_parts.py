@@ -78,17 +78,12 @@ backward the one that comes next, whose copies begin."""
 
 
 def in_flight_bytes(cluster: Cluster, copied: Iterable[float]) -> float:
-    """Most that is on the device because of `BLOCKS_IN_FLIGHT`; nothing where copies hold up computing.
-
-    Args:
-        cluster: whether they do.
-        copied: bytes of each block that offloads.
-    """
+    """Most that is on the device because of `BLOCKS_IN_FLIGHT`; nothing where copies hold up computing."""
     return sum(sorted(copied)[-BLOCKS_IN_FLIGHT:]) if cluster.host_copies_overlap else 0.0
 
 
 class LiveParts:
-    """What is alive, by what it is, while one step goes on.
+    """Live bytes by kind while one step goes on.
 
     Parameters and gradients are tensors of their own, and are copied to and from what collectives use.
 
@@ -304,7 +299,7 @@ class LiveParts:
         self._add("accumulated gradients", -self.partial.pop(unit, 0.0))
 
     def _scatter_in_node(self, unit: int) -> None:
-        """What it returns is left for the last micro-batch, or added to what is."""
+        """Its result is kept for the last micro-batch, or added to that of earlier ones."""
         self._scatter(unit, casts=False)
         if unit not in self.partial:
             self.partial[unit] = self.sizes[unit].scattered

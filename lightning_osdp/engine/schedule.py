@@ -22,7 +22,7 @@ With explicit lists of modules to prefetch, one for each unit:
 - A unit that accumulates does not reduce its gradients until the last micro-batch; where its mode keeps it gathered, it
   stays so to the end of the last backward. It must be called once (`FSDP2.may_wait`).
 
-Lists hold at every call, so two kinds of unit must not have them, or they would gather what nobody needs any more: one
+Lists hold at every call, so two kinds of unit must not have them, or they would gather what is not needed any more: one
 that forward calls more than once has none; and in forward one inside of a block that recomputes has none that leads out
 of the block.
 
@@ -261,7 +261,7 @@ class Host:
                 self.gather(unit)
 
     def come_to(self, segment: int) -> None:
-        """Backward comes to what this segment has made: to the units that end with it, and to what is run again."""
+        """Backward reaches the outputs of this segment: units whose calls end with it, and blocks to run again."""
         if not self.ends[segment] and segment not in self.blocks:
             return
         first, inside, is_early = self.blocks.get(segment, (segment + 1, frozenset[int](), False))
@@ -289,13 +289,7 @@ class Host:
             self.need(unit)
 
     def run_again(self, first: int, last: int, inside: frozenset[int]) -> None:
-        """Forward of a block that recomputes, if one ends with this segment.
-
-        Args:
-            first: its first segment; behind the last one where there is none.
-            last: the segment.
-            inside: the units inside.
-        """
+        """Forward of a block that recomputes, with these units inside; none where ``first`` is behind ``last``."""
         for segment in range(first, last + 1):
             for unit in sorted(inside.intersection(self.starts[segment])):
                 self.need(unit)
@@ -332,12 +326,7 @@ def leaving_order(units: Sequence[UnitProfile]) -> tuple[int, ...]:
 
 
 def gathered_ahead(units: Sequence[UnitProfile], num_segments: int) -> list[list[int]]:
-    """For each segment, the unit that ``forward_prefetch`` has gathered by then: the next one of forward.
-
-    Args:
-        units: root first, if any, then in forward order.
-        num_segments: of the model.
-    """
+    """For each segment, the unit that ``forward_prefetch`` has gathered by then: the next one of forward."""
     first_at: dict[int, int] = {}  # segment -> the outermost unit that begins with it
     for index in range(len(units) - 1, -1, -1):
         if not units[index].is_root:

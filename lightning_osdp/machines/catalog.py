@@ -69,24 +69,16 @@ class Catalog:
     links: Mapping[str, Interconnect] = field(default_factory=dict)
 
     def device(self, name: str) -> Device:
-        """The device of this name.
-
-        Raises:
-            ConfigurationError: there is none; the text has the nearest names.
-        """
+        """The device of this name, or a `ConfigurationError` with the nearest names."""
         return _find(self.devices, name, "device")
 
     def link(self, name: str) -> Interconnect:
-        """The link of this name.
-
-        Raises:
-            ConfigurationError: there is none; the text has the nearest names.
-        """
+        """The link of this name, or a `ConfigurationError` with the nearest names."""
         return _find(self.links, name, "link")
 
 
 def read_catalog(path: str | Path | None = None) -> Catalog:
-    """What the package knows, and what a file of the user's has besides or instead.
+    """The package's own catalog, with entries of a user's file added or in place of equal names.
 
     Args:
         path: a TOML file with tables ``[devices.NAME]`` and ``[links.NAME]`` of the fields above.

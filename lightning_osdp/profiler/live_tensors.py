@@ -123,34 +123,26 @@ def _counted_resize(storage: torch.UntypedStorage, size: int) -> Any:
 
 
 class Census:
-    """Storages on one kind of device that are alive now; `newer` tells what has come since then.
+    """Storages in the memory of the CPU that are alive now; `newer` tells what has come since then.
 
     Python's objects are looked through for tensors, and these for gradients. Not found is what nothing but a graph of
     autograd holds, and what is sparse. A million objects take less than a second.
 
-    Args:
-        device_type: ``"cpu"`` or ``"cuda"``; tensors elsewhere do not count.
-
     Example:
-        >>> census = Census("cpu")
+        >>> census = Census()
         >>> kept = torch.zeros(2, 3)
         >>> [tensor.shape for tensor in census.newer()]
         [torch.Size([2, 3])]
     """
 
-    def __init__(self, device_type: str) -> None:
-        self._device_type = device_type
+    def __init__(self) -> None:
         self._known = {key: weakref.ref(storage) for key, (_, storage) in self._found().items()}
 
     def newer(self, *, besides: Iterable[Tensor] = ()) -> list[Tensor]:
-        """One tensor of each storage that is alive now, was not then, and is none of those of other tensors.
-
-        Args:
-            besides: tensors that are counted elsewhere, as are their gradients.
-        """
+        """One tensor of each storage that has come alive since; not those of ``besides`` and their gradients."""
         found = self._found()
         old = {key: known for key, reference in self._known.items() if (known := reference()) is not None}
-        left_out = old.keys() | _storages(besides, self._device_type).keys()
+        left_out = old.keys() | _storages(besides).keys()
         addresses = {storage.data_ptr() for storage in old.values()}  # what numpy allocated may have several storages
         newer = []
         for key, (tensor, storage) in found.items():
@@ -161,7 +153,7 @@ class Census:
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
         """Takes these for what was alive before."""
-        found = _storages(tensors, self._device_type)
+        found = _storages(tensors)
         self._known |= {key: weakref.ref(storage) for key, (_, storage) in found.items()}
 
     def _found(self) -> dict[int, tuple[Tensor, torch.UntypedStorage]]:
@@ -169,18 +161,18 @@ class Census:
         # the type itself: what stands in for another object may say that it is a tensor
         objects = [each for each in gc.get_objects() if issubclass(type(each), (Tensor, DeviceMesh))]
         # `mesh` is a view of it that asks for this rank, whose process group may be gone
-        meshes = _storages((each._rank_map for each in objects if isinstance(each, DeviceMesh)), self._device_type)
-        found = _storages((each for each in objects if isinstance(each, Tensor)), self._device_type)
+        meshes = _storages(each._rank_map for each in objects if isinstance(each, DeviceMesh))
+        found = _storages(each for each in objects if isinstance(each, Tensor))
         return {key: each for key, each in found.items() if key not in meshes}
 
 
-def _storages(tensors: Iterable[Tensor], device_type: str) -> dict[int, tuple[Tensor, torch.UntypedStorage]]:
-    """Storages that have memory on such a device, each with a tensor, by what tells them apart while they are alive."""
+def _storages(tensors: Iterable[Tensor]) -> dict[int, tuple[Tensor, torch.UntypedStorage]]:
+    """Storages in the memory of the CPU, each with a tensor, by what tells them apart while they are alive."""
     found = {}
     with torch._C.DisableTorchFunctionSubclass():
         for tensor in chain.from_iterable(map(_with_gradient, tensors)):
             storage = tensor.untyped_storage()
-            if storage.device.type == device_type and storage.nbytes() > 0:  # a fake tensor's is elsewhere
+            if storage.device.type == "cpu" and storage.nbytes() > 0:  # a fake tensor's is elsewhere
                 found[storage._cdata] = tensor, storage
     return found
 

@@ -138,9 +138,6 @@ class OperationRecorder(TorchDispatchMode):
 
     To be entered inside `faked`.
 
-    Args:
-        segment: the number of the segment that runs.
-
     Example:
         >>> from torch._subclasses.fake_tensor import FakeTensorMode
         >>> with FakeTensorMode(), OperationRecorder() as recorder:

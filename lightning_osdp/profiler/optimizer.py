@@ -62,11 +62,8 @@ def profile_optimizers(
 ) -> tuple[OptimizerProfile, Mapping[nn.Parameter, OptimizedParameter]]:
     """The step of the optimizers that ``configure`` makes, and what they make of each parameter.
 
-    Args:
-        module: the model; it is not touched: ``configure`` sees a copy whose parameters are on the meta device.
-        configure: returns the optimizers of the module that it is given.
-        device: where the step is run.
-        rates: of another device, on which its operations are then timed by their bytes; None: the step is timed.
+    The module is not touched: ``configure`` sees a copy whose parameters are on the meta device. The step is timed, or,
+    by the rates of another device, its operations by their bytes.
 
     Raises:
         ProfileError: the module cannot be copied, or an optimizer cannot be run.

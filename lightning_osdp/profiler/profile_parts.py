@@ -148,10 +148,10 @@ def _affine(values: Mapping[int, float]) -> Affine:
 
 
 def _segment_bytes(at: Mapping[int, Activations], saved_before: Mapping[int, int]) -> dict[str, Any]:
-    """The fields of a `Segment` that are bytes, from what was traced of it and what those before it have saved."""
+    """Those fields of a `Segment` that are bytes, from its trace and the bytes saved by segments before it."""
 
     def alive(name: str) -> Affine | None:
-        """With what this segment and those before it have saved."""
+        """With the bytes saved by this segment and those before it."""
         beside = {size: getattr(part, name) for size, part in at.items()}
         if None in beside.values():
             return None
@@ -260,7 +260,7 @@ def profile_crossings(trace: Trace) -> tuple[Crossing, ...]:
 
 
 def _borrowed(crossings: Sequence[Crossing], span: Span) -> Affine:
-    """What a block saves where it keeps what it saves, and one before it is counted for."""
+    """Bytes that a block saves if it keeps what it saves, but that a block before it is counted for."""
     first, last = span
     kept = ((each.num_bytes, each.savers.get("keep", ())) for each in crossings)
     return sum((num for num, of in kept if of and of[0] < first and any(first <= i <= last for i in of)), ZERO)

@@ -70,15 +70,6 @@ def time_step(
     the same time, as they do when they train: those that share cores, a bus or a power limit slow each other down. The
     total is that of the fastest run without hooks on the slowest rank; segments share it as in `shared_out`.
 
-    Args:
-        module: the model, on the device.
-        calls: what its forward does.
-        device: waited for.
-        loss_of: runs forward and returns the loss.
-        stage: of ``progress``, which is called with each run as it begins.
-        together: how ranks run at the same time.
-        progress: see ``stage``.
-
     Returns:
         None on every rank where the device of one has too little memory.
 

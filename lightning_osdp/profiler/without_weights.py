@@ -59,11 +59,6 @@ class DescribedModel:
 
         Operations are those that torch runs on CPU: kernels of CUDA, such as those of attention, save other bytes.
 
-        Args:
-            rates: of the device.
-            precision: one of `PRECISIONS`.
-            progress: called with each stage as it begins.
-
         Raises:
             ConfigurationError: no such precision, or the device has no rate for it.
             ProfileError: the training step does not run without values.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
-from lightning_osdp.core.affine import ZERO, Affine
+from lightning_osdp.core.affine import ZERO
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.modes import freed_and_kept
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
@@ -157,21 +157,21 @@ def _loss_in_chunks(case: _Case) -> Iterator[Advice]:
 
 
 def in_chunks(profile: ModelProfile) -> ModelProfile:
-    """With what the loss takes, and what the last operator hands to it, there for one chunk at a time."""
+    """As if the loss, and the output of the last operator, were computed in chunks, one alive at a time."""
     if len(profile.segments) < 2:
         return profile
     *before, last, loss = profile.segments
     logits = last.handed_bytes * (1 - 1 / CHUNKS)
     settled, passed = last.settled_bytes, loss.passed_bytes
     if settled is not None:
-        settled = _less(settled, logits)
+        settled = settled.less(logits)
     if passed is not None:  # with all that was saved before
         saved = sum((segment.saved_bytes for segment in (*before, last)), ZERO)
         passed = saved + (passed - saved) * (1 / CHUNKS)
     last = replace(
         last,
-        forward_workspace_bytes=_less(last.forward_workspace_bytes, logits),
-        backward_workspace_bytes=_less(last.backward_workspace_bytes, logits),
+        forward_workspace_bytes=last.forward_workspace_bytes.less(logits),
+        backward_workspace_bytes=last.backward_workspace_bytes.less(logits),
         handed_bytes=last.handed_bytes - logits,
         settled_bytes=settled,
     )
@@ -183,10 +183,6 @@ def in_chunks(profile: ModelProfile) -> ModelProfile:
         passed_bytes=passed,
     )
     return replace(profile, segments=(*before, last, loss))
-
-
-def _less(of: Affine, gone: Affine) -> Affine:
-    return Affine(max(0.0, of.fixed - gone.fixed), max(0.0, of.per_sample - gone.per_sample))
 
 
 def _given_blocks(case: _Case) -> Iterator[Advice]:

@@ -26,7 +26,7 @@ _WAYS = {
     "offload": "offloaded to host memory",
     "recompute_offload": "recomputed in backward, inputs offloaded to host memory",
 }
-"""What a block does that does not keep what it saves for backward."""
+"""Words for what a block does with activations that it does not keep."""
 
 
 def is_predicted(plan: Plan) -> bool:
@@ -237,9 +237,7 @@ def tell_blocks(plan: Plan) -> Iterator[str]:
 def tell_accumulation(plan: Plan, without: Plan) -> str:
     """``b 4 -> 8, K 8 -> 4, +1.10 GiB gradients kept whole, 2.3x fewer bytes on the wire``; empty if all is equal.
 
-    Args:
-        plan: the plan in use.
-        without: the user's own micro-batches, in each of which all units reduce.
+    The plan ``without`` has the user's own micro-batches, in each of which all units reduce.
     """
     changes = []
     for name, before, after in (

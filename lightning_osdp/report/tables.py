@@ -96,15 +96,8 @@ def comparison_table(
 ) -> RenderableType:
     """Table of what the plan predicted beside what was measured, and their ratio.
 
-    Args:
-        plan: the prediction.
-        step_time_s: measured seconds of one optimizer step, or None.
-        samples_per_s: measured samples per second, all ranks together, or None.
-        peak_bytes: measured peak of live bytes on one rank, or None.
-        peak_steps: numbers of the steps that this peak is of.
-        other_bytes: measured bytes beside that peak, of tensors that are in no plan.
-        why_not: why numbers that are None were not measured.
-        more: what else was measured, by title, of which no plan speaks.
+    Numbers that are None were not measured, for ``why_not``. The peak is of the steps ``peak_steps``, and
+    ``other_bytes`` are of tensors beside it that are in no plan; ``more`` has further measurements by title.
     """
     lines: list[tuple[str, float, float | None, Callable[[float], str]]] = [
         ("step time", plan.step_time_s, step_time_s, format_seconds),

@@ -47,11 +47,7 @@ def _cut_features(x: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
     """Views ``x[..., start : start + size]``, each made when it is asked for.
 
     In backward they fill one gradient of x. With ``narrow`` each would make one as large as x, zeros around its own
-    features; with ``split`` all of them would be alive until they are put together.
-
-    Args:
-        x: of any leading dimensions.
-        sizes: of the views, together as many as x has features. All of them must be used.
+    features; with ``split`` all of them would be alive until they are put together. All of the views must be used.
 
     Raises:
         RuntimeError: x has another number of features.

@@ -56,7 +56,7 @@ class Cut:
 class SplitModule(nn.Module):
     """An operator whose parameters are cut along its features, in ``slices.0``, ``slices.1`` and so on.
 
-    The module that is split becomes one by changing its class: whoever holds it goes on holding it. Parameters that
+    The module that is split becomes one by changing its class, so that references to it stay valid. Parameters that
     are not cut live in the last slice, so that ``named_parameters`` keeps its order. State dicts are those of the whole
     operator; ``module.weight`` gives the whole parameter, or where it is sharded something that has its shape and dtype
     and raises where values are needed.

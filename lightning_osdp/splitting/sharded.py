@@ -18,13 +18,7 @@ from lightning_osdp.errors import ShardedParameterError
 
 
 class ShardedParameter(Tensor):
-    """Has the shape, dtype and device of the whole parameter, and raises wherever its values are needed.
-
-    Args:
-        shape: of the whole parameter.
-        piece: any part of it.
-        name: of the parameter in its module, for the error.
-    """
+    """Has the shape, dtype and device of the whole parameter, and raises wherever its values are needed."""
 
     remedy: ClassVar[str] = (
         "Read it from trainer.strategy.whole_state_dict(); give an optimizer the module's parameters() instead."
@@ -52,11 +46,7 @@ class ShardedParameter(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
-        """Raises: there are no values here.
-
-        Raises:
-            ShardedParameterError: always.
-        """
+        """Raises a `ShardedParameterError`: there are no values here."""
         name = next((arg._name for arg in args if isinstance(arg, cls)), "weight")
         raise ShardedParameterError(
             f"Expected the whole {name!r} of a split operator for {func}, but it is cut into slices that are sharded"

@@ -36,15 +36,7 @@ def cut_dims(module: nn.Module) -> Mapping[str, int]:
 
 
 def split(module: nn.Module, num_slices: int) -> SplitModule:
-    """Splits an operator in place, and returns it.
-
-    Args:
-        module: an operator, on any device.
-        num_slices: from 1 to the number that `splittable` gives.
-
-    Raises:
-        ConfigurationError: the operator cannot be split, or has fewer features.
-    """
+    """Splits an operator in place and returns it, or raises a `ConfigurationError` if that cannot be."""
     return _checked(module).of(module, num_slices)
 
 

@@ -23,7 +23,7 @@ def cuts_of(root: nn.Module) -> list[Cut]:
 
 
 def join_names(names: Sequence[str], cuts: Iterable[Cut]) -> list[str]:
-    """Names of parameters with those of slices replaced by those of the whole ones, at the place of the first.
+    """Names of parameters, with the whole operator's name in place of its slices', where the first of them is.
 
     Raises:
         ConfigurationError: some slices of an operator are among them and others are not.
@@ -43,10 +43,6 @@ def join_names(names: Sequence[str], cuts: Iterable[Cut]) -> list[str]:
 
 def join_states(state: Mapping[str, Any], cuts: Sequence[Cut]) -> dict[str, Any]:
     """State of an optimizer by names of parameters, as if no operator was split.
-
-    Args:
-        state: with ``state`` and ``param_groups``.
-        cuts: of the model.
 
     Raises:
         ConfigurationError: the slices of an operator are in several parameter groups.

@@ -64,11 +64,7 @@ class Options:
     """Modules that recompute what they save whatever a plan would choose; known once there is a model."""
 
     def checked(self) -> Options:
-        """The same, with the path of a plan as a `Path`.
-
-        Raises:
-            ConfigurationError: one of them cannot be used.
-        """
+        """The same, with the path of a plan as a `Path`; raises a `ConfigurationError` of what cannot be used."""
         for name, is_fine, expected in (
             ("search", self.search in tuple(SOLVERS), f"one of {tuple(SOLVERS)}"),
             ("cost_model", self.cost_model in COST_MODELS, f"one of {COST_MODELS}"),
@@ -155,7 +151,7 @@ def _percent(memory_limit: int | str | None) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What the strategy knows besides once its ranks are there: where they are, and in what precision they train."""
+    """Known once the ranks are there: where they are, and in what precision they train."""
 
     device: torch.device
     """Of this rank."""

@@ -207,7 +207,7 @@ class OSDPStrategy(FSDPStrategy):
         module = self.lightning_module
         assert module is not None
         is_fitting = module.trainer.state.fn == TrainerFn.FITTING
-        self.census = Census("cpu") if is_fitting and self.root_device.type == "cpu" else None
+        self.census = Census() if is_fitting and self.root_device.type == "cpu" else None
         super().setup_environment()
         self._ranks.begin(has_states=lambda: self._units.model is not None)
         if is_fitting:
@@ -323,7 +323,7 @@ class OSDPStrategy(FSDPStrategy):
             self._sharded.reshard()
         with self._sharded.stepping(optimizer):
             result = super().optimizer_step(optimizer, closure, *args, **kwargs)
-        self._sharded.after_optimizer_step()
+        self._sharded.reshard()  # of a child without a backward the next forward would see old weights
         return result
 
     # weights and states

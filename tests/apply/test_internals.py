@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import tempfile
 
 import pytest
 import torch
@@ -32,12 +31,7 @@ class Net(nn.Module):
         return self.second(self.none(self.first(x)) * self.gain)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{folder}/store")
-        yield
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture

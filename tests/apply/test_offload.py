@@ -11,8 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_osdp.apply.activations.blocks import BlockForwards
-from lightning_osdp.apply.activations.copies import CopyStream
-from lightning_osdp.apply.activations.offload import HostMemory
+from lightning_osdp.apply.activations.offload import CopyStream, HostMemory
 from lightning_osdp.core.plans.plan import Block
 from lightning_osdp.profiler import LiveBytes
 

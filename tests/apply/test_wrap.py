@@ -1,9 +1,7 @@
 import dataclasses
-import tempfile
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from wrapped_units import NESTED, NESTED_PARAMETERS, Nested, plan, units_of
@@ -14,12 +12,7 @@ from lightning_osdp.errors import ConfigurationError, PlanMismatchError
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{folder}/store")
-        yield
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def test_units_hold_exactly_what_the_plan_says():

@@ -13,7 +13,8 @@ import pytest
 import lightning_osdp
 from lightning_osdp.cli.program import COMMANDS
 from lightning_osdp.core.plans.plan import SCHEMA_VERSION
-from lightning_osdp.report import advise, render_plan
+from lightning_osdp.report.advice import advise
+from lightning_osdp.report.tables import render_plan
 
 
 def shown(run, *arguments):

@@ -22,7 +22,7 @@ from strategy_cases import SPACE, failure, fitted, shared_folder
 from torch.utils.data import DataLoader
 
 from lightning_osdp import OSDPStrategy
-from lightning_osdp.callbacks import PlanMonitor
+from lightning_osdp.callbacks.plan_monitor import PlanMonitor
 
 EPOCHS = {"max_steps": -1, "limit_train_batches": 3, "limit_val_batches": 2, "num_sanity_val_steps": 1}
 

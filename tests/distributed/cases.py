@@ -27,7 +27,7 @@ from lightning_osdp import (
     profile_model,
 )
 from lightning_osdp.apply import local
-from lightning_osdp.callbacks import PlanMonitor
+from lightning_osdp.callbacks.plan_monitor import PlanMonitor
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Link
 from lightning_osdp.errors import UntraceableError

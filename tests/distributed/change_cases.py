@@ -24,8 +24,8 @@ from wrapped_units import block_forwards
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp import OSDPPrecision, OSDPStrategy, change_plan, profile_model
 from lightning_osdp.apply import ShardedModel, internals
-from lightning_osdp.callbacks import PlanMonitor
 from lightning_osdp.callbacks.peak import living_tensors
+from lightning_osdp.callbacks.plan_monitor import PlanMonitor
 from lightning_osdp.core.modes import ACTIVATION_CHOICES
 from lightning_osdp.core.plans.plan import Block
 from lightning_osdp.engine import engine_of
@@ -125,7 +125,7 @@ class Run:
             losses.append(loss.detach())
         self.model.before_optimizer_step(self.optimizer)
         self.optimizer.step()
-        self.model.after_optimizer_step()
+        self.model.reshard()
         self.optimizer.zero_grad()
         return losses
 
@@ -322,7 +322,7 @@ def refusals():
                 refused("gradients that are not reduced", other)
         run.model.before_optimizer_step(run.optimizer)
         run.optimizer.step()
-        run.model.after_optimizer_step()
+        run.model.reshard()
 
     for run in runs:
         step(run, asks=run is asked)

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.callbacks.peak import COUNTED_STEPS, WARM_UP_STEPS, other_tensors
 from lightning_osdp.errors import OSDPError
-from lightning_osdp.report import render
+from lightning_osdp.report.tables import render
 
 KEPT_BYTES = 2**20
 PATIENCE = 50

@@ -15,12 +15,13 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 
 from cases import trainer
+from plans import bare_plan
 from torch.utils.data import DataLoader
 
 from lightning_osdp import OSDPPrecision, OSDPStrategy, change_plan
 from lightning_osdp.apply import ShardedModel
 from lightning_osdp.apply.state import whole_parameters
-from lightning_osdp.core.plans.plan import Block, Plan, Unit
+from lightning_osdp.core.plans.plan import Block, Unit
 from lightning_osdp.profiler import fingerprint
 
 CPU = torch.device("cpu")
@@ -178,18 +179,10 @@ class Net(L.LightningModule):
 
 def plan_of(case, world_size):
     """From plain data."""
-    return Plan(
-        fingerprint={},
+    return bare_plan(
+        (Unit(kind="", **unit) for unit in case["units"]),
         world_size=world_size,
-        units=tuple(Unit(kind="", **unit) for unit in case["units"]),
         blocks=tuple(Block(name=name, activations=activations) for name, activations in case["blocks"]),
-        memory_limit_bytes=2**30,
-        peak_bytes=0,
-        micro_batch_size=1,
-        num_micro_batches=1,
-        step_time_s=0.0,
-        samples_per_s=0.0,
-        gap=0.0,
         **case["options"],
     )
 
@@ -291,7 +284,7 @@ class Sharded:
         OSDPPrecision("64-true").clip_grad_by_norm(self.optimizer, clip)
         with self.model.stepping(self.optimizer):
             self.optimizer.step()
-        self.model.after_optimizer_step()
+        self.model.reshard()
 
     def change(self):
         self.model.reshard()  # as before every hook

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_osdp import OSDPStrategy, SearchSpace, change_plan, measure_cluster, simulate
 from lightning_osdp.apply import ShardedModel, local
-from lightning_osdp.callbacks import PlanMonitor
+from lightning_osdp.callbacks.plan_monitor import PlanMonitor
 from lightning_osdp.profiler import untouched
 
 CPU = torch.device("cpu")

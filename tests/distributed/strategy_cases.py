@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_osdp import OSDPStrategy, SearchSpace, simulate
-from lightning_osdp.callbacks import PlanMonitor
+from lightning_osdp.callbacks.plan_monitor import PlanMonitor
 from lightning_osdp.errors import OSDPError
 from lightning_osdp.strategy.planning import profile_fit
 

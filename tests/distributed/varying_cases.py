@@ -20,7 +20,7 @@ from user_model_cases import Adapter
 from user_runs import Chain, ddp, difference, fitted
 
 from lightning_osdp import OSDPStrategy, PlanMonitor
-from lightning_osdp.report import render
+from lightning_osdp.report.tables import render
 from lightning_osdp.strategy.planning import profile_fit
 
 WIDTH = 16

@@ -1,12 +1,13 @@
 """What ``fully_shard`` made of a module, read back from the states of its units, and what its blocks do."""
 
 import torch
+from plans import bare_plan
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_osdp.apply import internals
 from lightning_osdp.apply.activations.blocks import BlockForward
-from lightning_osdp.core.plans.plan import Plan, Unit
+from lightning_osdp.core.plans.plan import Unit
 
 
 class Nested(nn.Module):
@@ -26,22 +27,10 @@ class Nested(nn.Module):
 
 def plan(units, world_size=1, node_size=None):
     """A plan from {unit: (operators, mode)}; the root's mode is DP or HDP."""
-    return Plan(
-        fingerprint={},
-        world_size=world_size,
-        units=tuple(
-            Unit(name=name, operators=tuple(operators), kind="", modes=(mode,))
-            for name, (operators, mode) in units.items()
-        ),
-        memory_limit_bytes=2**30,
-        peak_bytes=0,
-        micro_batch_size=1,
-        num_micro_batches=1,
-        step_time_s=0.0,
-        samples_per_s=0.0,
-        gap=0.0,
-        node_size=node_size,
-    )
+    made = [
+        Unit(name=name, operators=tuple(operators), kind="", modes=(mode,)) for name, (operators, mode) in units.items()
+    ]
+    return bare_plan(made, world_size=world_size, node_size=node_size)
 
 
 NESTED = {

@@ -3,8 +3,9 @@
 import dataclasses
 
 import pytest
+from plans import bare_plan
 
-from lightning_osdp.core.plans.plan import Block, Plan, Unit
+from lightning_osdp.core.plans.plan import Block, Unit
 from lightning_osdp.engine import FLIPS, check_change
 from lightning_osdp.errors import PlanMismatchError
 
@@ -13,18 +14,13 @@ def unit(name, modes=("ZDP",), **fields):
     return Unit(name=name, operators=(name,), kind="Linear", modes=modes, **fields)
 
 
-PLAN = Plan(
+PLAN = bare_plan(
+    (unit("", ("DP",)), unit("a"), unit("b", ("DP", "ZDP"))),
     fingerprint={"a.weight": "(2, 2) float32", "b.weight": "(2, 2) float32"},
     world_size=2,
-    units=(unit("", ("DP",)), unit("a"), unit("b", ("DP", "ZDP"))),
     blocks=(Block(name="a", activations="recompute"),),
-    memory_limit_bytes=1000,
-    peak_bytes=0,
     micro_batch_size=4,
     num_micro_batches=2,
-    step_time_s=0.0,
-    samples_per_s=0.0,
-    gap=0.0,
 )
 
 

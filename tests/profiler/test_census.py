@@ -30,7 +30,7 @@ def _tidy():
 
 def test_only_what_came_later_is_newer_and_each_storage_once():
     before = torch.zeros(5)
-    census = Census("cpu")
+    census = Census()
     kept = [torch.zeros(2, 3)]
     views = [kept[0][0], kept[0].T, before[2:]]
     assert len(census.newer()) == 1
@@ -44,7 +44,7 @@ def test_only_what_came_later_is_newer_and_each_storage_once():
 def test_memory_that_is_used_again_is_new():
     memory = bytearray(4000)
     first = torch.frombuffer(memory, dtype=torch.float32)
-    census, address = Census("cpu"), first.data_ptr()
+    census, address = Census(), first.data_ptr()
     assert census.newer() == []
     del first
     again = torch.frombuffer(memory, dtype=torch.float32)
@@ -54,7 +54,7 @@ def test_memory_that_is_used_again_is_new():
 
 def test_gradients_are_followed():
     weight, middle = nn.Parameter(torch.ones(4)), []
-    census = Census("cpu")
+    census = Census()
     middle.append(weight * torch.full((3, 4), 2.0))
     middle[0].retain_grad()
     middle[0].sum().backward()
@@ -64,7 +64,7 @@ def test_gradients_are_followed():
 def test_shards_count_as_what_this_rank_holds():
     with fake_group(4):
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        census = Census("cpu")
+        census = Census()
         other = init_device_mesh("cpu", (2, 2))  # who the ranks are is no tensor of anybody
         shard = nn.Parameter(DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)]))
         shard.grad = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)])
@@ -80,14 +80,14 @@ def test_a_part_of_a_mesh_may_outlive_its_ranks():
         node = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "node"))["node"]
     with pytest.raises(ValueError, match="process group has not been initialized"):
         assert node.mesh
-    census = Census("cpu")
+    census = Census()
     assert census.newer() == []
 
 
 def test_what_takes_no_memory_of_its_own_does_not_count():
     array = np.zeros(100, dtype=np.float32)
     whole = torch.from_numpy(array)
-    census = Census("cpu")
+    census = Census()
     with FakeTensorMode():
         fake = torch.zeros(10)
     held = [fake, torch.zeros(10, device="meta"), torch.zeros(0), torch.from_numpy(array), nn.UninitializedParameter()]
@@ -96,7 +96,7 @@ def test_what_takes_no_memory_of_its_own_does_not_count():
 
 
 def test_what_is_ignored_is_not_newer():
-    census, kept = Census("cpu"), [torch.zeros(3), torch.zeros(4)]
+    census, kept = Census(), [torch.zeros(3), torch.zeros(4)]
     census.ignore(kept[:1])
     assert shapes(census.newer()) == [(4,)]
 
@@ -105,7 +105,7 @@ def test_cycles_that_nobody_has_collected_are_alive():
     class Node:
         pass
 
-    census, node = Census("cpu"), Node()
+    census, node = Census(), Node()
     node.itself, node.tensor = node, torch.zeros(3)
     del node
     assert shapes(census.newer()) == [(3,)]

@@ -1,23 +1,13 @@
 """The profiler on models as people write them: it understands them, and leaves them as they were."""
 
 import random
-import tempfile
 
 import pytest
 import torch
-import torch.distributed as dist
 from entangled_models import MODELS
 from wrapped import compare, gradients
 
 from lightning_osdp.profiler import profile_model
-
-
-@pytest.fixture(scope="module")
-def one_rank():
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{folder}/store")
-        yield
-        dist.destroy_process_group()
 
 
 def measured(profile):

@@ -4,10 +4,11 @@ import random
 
 import torch
 from entangled_models import MODELS
+from plans import bare_plan
 
 from lightning_osdp.apply import ShardedModel
 from lightning_osdp.core.modes import NAMED_MODES
-from lightning_osdp.core.plans.plan import Plan, Unit
+from lightning_osdp.core.plans.plan import Unit
 from lightning_osdp.core.units import partition
 from lightning_osdp.profiler import fingerprint, profile_model
 
@@ -15,10 +16,8 @@ from lightning_osdp.profiler import fingerprint, profile_model
 def plan_of(profile, world_size, modes=("ZDP",), min_unit_bytes=0):
     """A plan with every operator in a unit of its own where that is possible, and these modes in turn."""
     units = partition(profile, min_unit_bytes=min_unit_bytes)
-    return Plan(
-        fingerprint=profile.fingerprint,
-        world_size=world_size,
-        units=tuple(
+    return bare_plan(
+        (
             Unit(
                 name=unit.name,
                 operators=tuple(operator.name for operator in unit.operators),
@@ -27,13 +26,10 @@ def plan_of(profile, world_size, modes=("ZDP",), min_unit_bytes=0):
             )
             for index, unit in enumerate(units)
         ),
+        fingerprint=profile.fingerprint,
+        world_size=world_size,
         memory_limit_bytes=2**40,
-        peak_bytes=0,
         micro_batch_size=4,
-        num_micro_batches=1,
-        step_time_s=0.0,
-        samples_per_s=0.0,
-        gap=0.0,
         node_size=2 if any(NAMED_MODES[mode].needs_nodes for mode in modes) else None,
     )
 

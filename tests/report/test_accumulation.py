@@ -3,8 +3,9 @@
 import dataclasses
 
 import pytest
+from plans import bare_plan
 
-from lightning_osdp.core.plans.plan import Plan, Unit
+from lightning_osdp.core.plans.plan import Unit
 from lightning_osdp.report.sentences import tell_accumulation, whole_gradient_bytes, wire_bytes
 
 MIB = 2**20
@@ -16,18 +17,7 @@ def plan(*units, size=4, number=8, world_size=4):
     for index, (modes, sync) in enumerate(units):
         each = (modes,) if isinstance(modes, str) else modes
         made.append(Unit(name=f"{index}", operators=(), kind="", modes=each, sync=sync, parameter_bytes=MIB))
-    return Plan(
-        fingerprint={},
-        world_size=world_size,
-        units=tuple(made),
-        memory_limit_bytes=MIB,
-        peak_bytes=0,
-        micro_batch_size=size,
-        num_micro_batches=number,
-        step_time_s=0.0,
-        samples_per_s=0.0,
-        gap=0.0,
-    )
+    return bare_plan(made, world_size=world_size, micro_batch_size=size, num_micro_batches=number)
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from lightning_osdp.core.plans.plan import Block
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import BlockProfile, Segment
 from lightning_osdp.profiler import LiveBytes, TrainingStep, profile_model
-from lightning_osdp.report import advise, render_plan
-from lightning_osdp.report.advice import CHUNKS, in_chunks
+from lightning_osdp.report.advice import CHUNKS, advise, in_chunks
+from lightning_osdp.report.tables import render_plan
 from lightning_osdp.scheduler import make_plan
 from lightning_osdp.simulation import simulate
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from lightning_osdp.core.plans.plan import Plan, Unit
-from lightning_osdp.report import comparison_table, plan_table, render, render_plan
+from lightning_osdp.report.tables import comparison_table, plan_table, render, render_plan
 
 MIB = 2**20
 

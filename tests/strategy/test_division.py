@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from plans import bare_plan
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
-from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.strategy.batching.division import Division, Windows, possible_sizes, why_not_divided
 
 
@@ -102,18 +102,7 @@ def test_the_trainer_counts_in_the_new_micro_batches():
 
 
 def plan_of(size, number):
-    return Plan(
-        fingerprint={},
-        world_size=1,
-        units=(),
-        memory_limit_bytes=2**20,
-        peak_bytes=0,
-        micro_batch_size=size,
-        num_micro_batches=number,
-        step_time_s=0.0,
-        samples_per_s=0.0,
-        gap=0.0,
-    )
+    return bare_plan(micro_batch_size=size, num_micro_batches=number)
 
 
 def test_a_fit_goes_on_in_the_micro_batches_of_its_plan_or_of_its_checkpoint():

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from plans import bare_plan
 
-from lightning_osdp import Cluster, Link, ModelProfile, Plan
+from lightning_osdp import Cluster, Link, ModelProfile
 from lightning_osdp.core.plans.plan import Unit
 from lightning_osdp.core.profile import Segment
 from lightning_osdp.strategy.options import Setup
@@ -55,18 +56,8 @@ def test_nothing_is_said_where_it_fits_or_goes_to_the_host_or_nothing_is_saved(t
     assert told(**given) == []
 
 
-PLAN = Plan(
-    fingerprint={},
-    world_size=1,
-    units=(Unit(name="", operators=("net",), kind="Linear", modes=("DP",), parameter_bytes=4, time_s=0.0),),
-    memory_limit_bytes=2**20,
-    peak_bytes=0,
-    micro_batch_size=1,
-    num_micro_batches=1,
-    step_time_s=0.0,
-    samples_per_s=0.0,
-    gap=0.0,
-)
+ROOT = Unit(name="", operators=("net",), kind="Linear", modes=("DP",), parameter_bytes=4, time_s=0.0)
+PLAN = bare_plan([ROOT], memory_limit_bytes=2**20)
 
 
 def published(monkeypatch, folder):

@@ -7,22 +7,18 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from plans import bare_plan
 
-from lightning_osdp import Plan, PlanFormatError
+from lightning_osdp import PlanFormatError
 from lightning_osdp.core.plans.plan import Unit
 from lightning_osdp.strategy.checkpointing import stored_plan
 
-PLAN = Plan(
+PLAN = bare_plan(
+    [Unit(name="", operators=("",), kind="Linear", modes=("DP",))],
     fingerprint={"weight": "float32[3]"},
     world_size=2,
-    units=(Unit(name="", operators=("",), kind="Linear", modes=("DP",)),),
-    memory_limit_bytes=2**30,
     peak_bytes=100,
     micro_batch_size=4,
-    num_micro_batches=1,
-    step_time_s=0.0,
-    samples_per_s=0.0,
-    gap=0.0,
 )
 
 

@@ -11,8 +11,8 @@ import torch
 from rich.table import Table
 
 from benchmarks.families.dense import TwoLayers
+from benchmarks.measures.accuracy import peaks
 from benchmarks.measures.accuracy.memory import ANY_RATES, FREE, phases
-from benchmarks.measures.accuracy.peaks import TOO_HIGH, TOO_LOW, compared
 from benchmarks.measures.section import Row, Section, Target
 from benchmarks.testbed.groups import fake_group
 from benchmarks.testbed.memory import count_step
@@ -63,7 +63,7 @@ def measure(case: Case) -> dict[str, Any]:
     estimate = simulate(plan, profile, cluster)
     with fake_group(WORLD_SIZE):
         counted = count_step(module, plan)
-    return compared(phases(estimate), counted.phases)
+    return peaks.compared(phases(estimate), counted.phases)
 
 
 def plan_for(module: TwoLayers, mode: str, num_slices: int, *, world_size: int, num_samples: int) -> Plan:
@@ -108,12 +108,7 @@ def targets(rows: Sequence[Row]) -> list[Target]:
         if of_size:
             name = f"2 x {hidden_size}: peak with {best(of_size)['case']['num_slices']} slices over that of one"
             found.append(Target(name=name, limit=limit, measured=peak(best(of_size)) / peak(of_size[0])))
-    errors = [row["error"] for row in rows]
-    return [
-        *found,
-        Target(name="peaks: predicted too high by", limit=TOO_HIGH, measured=max(0.0, *errors)),
-        Target(name="peaks: predicted too low by", limit=TOO_LOW, measured=max(0.0, *(-error for error in errors))),
-    ]
+    return [*found, *peaks.targets(rows, "peaks")]
 
 
 def peak(row: Row) -> int:

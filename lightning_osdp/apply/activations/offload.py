@@ -14,21 +14,40 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
-from lightning_osdp.apply.activations.copies import CopyStream
 from lightning_osdp.apply.internals import local, whole_storages
 from lightning_osdp.engine import BLOCKS_IN_FLIGHT
+
+
+class CopyStream:
+    """A stream of its own on a CUDA device for copies to and from the host, which go on beside computing, in turn.
+
+    Memory that is copied to or from must live until computing has waited for the copy: the caller holds it. (That is
+    not left to ``record_stream``: Python runs ahead of the device, and what it frees could not be given to others
+    before the device had come there.)
+
+    [Unvalidated on CUDA: tested with a stream in its place that copies as late as it may.]
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def copy(self, to: Tensor, of: Tensor) -> Any:
+        """Begins a copy once computing has come here; returns what marks its end, for `wait`."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            to.copy_(of, non_blocking=True)
+            return self._stream.record_event()
+
+    def wait(self, mark: Any) -> None:
+        """Has what computing does next wait for the end of a copy; the host does not."""
+        torch.cuda.current_stream(self._device).wait_event(mark)
 
 
 class HostMemory:
     """What the blocks of one model have on the host; on CPU that is a copy in memory, counted here and nowhere else.
 
-    Args:
-        device: what is copied from; tensors on other kinds of devices stay where they are.
-        stream: of copies beside computing; None: that of the device, where it has one, as CUDA's have.
-
-    Attributes:
-        current_bytes: now on the host.
-        peak_bytes: most that ever were.
+    Tensors on other kinds of devices stay where they are. Copies go on beside computing in a stream: on CUDA one is
+    made if none is given.
     """
 
     def __init__(self, device: torch.device, stream: CopyStream | None = None) -> None:
@@ -41,11 +60,7 @@ class HostMemory:
 
     @contextmanager
     def saves_for(self, block: nn.Module) -> Iterator[None]:
-        """Within it, what autograd saves goes to the host, each storage once; parameters and buffers stay.
-
-        Args:
-            block: whose forward runs in it, with its own parameters gathered.
-        """
+        """Within it, what the block saves goes to the host, each storage once; parameters and buffers stay."""
         staying = frozenset(tensor.untyped_storage()._cdata for tensor in _owned(block))
         call = _Call(self, before=self._latest)
         self._latest = weakref.ref(call)
@@ -184,7 +199,7 @@ class _HostCopy:
         return None if self._back is None else torch.UntypedStorage._new_with_weak_ptr(self._back.cdata)
 
     def _arrived(self) -> Tensor | None:
-        """What was on its way, for what computing does next."""
+        """The copy that was on its way to the device, once computing may use it."""
         if self._coming is None:
             return None
         (flat, mark), self._coming = self._coming, None

@@ -13,20 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import (
-    ASGD,
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
-)
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 from torch.utils.hooks import RemovableHandle
 
 from lightning_osdp.apply import internals
@@ -41,9 +28,6 @@ def stepping_on_rows(optimizer: Optimizer) -> Iterator[None]:
 
     Only the arithmetic sees rows: neither the closure nor hooks of the step do. An optimizer that is not exactly one of
     torch's, or has anything that is not cut as its parameter is, computes with DTensors.
-
-    Args:
-        optimizer: of parameters some of which may be DTensors, cut into rows.
     """
     if not _is_elementwise(optimizer):
         yield
@@ -162,7 +146,7 @@ def _with_gradients(optimizer: Optimizer) -> list[tuple[DTensor, DTensor]] | Non
 
 
 def _take_new(fields: dict[str, Any], local_fields: dict[str, Any], parameter: DTensor) -> None:
-    """Puts into a DTensor's state what the step has made; what it has changed in place is there already."""
+    """Puts new entries that a step has made into a DTensor's state; those changed in place are there already."""
     for name, value in local_fields.items():
         if name in fields and value is internals.local(fields[name]):
             continue

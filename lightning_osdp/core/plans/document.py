@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -69,6 +69,23 @@ def write_whole(text: str, path: str | Path) -> None:
     partial.replace(path)
 
 
+def fields_of(kind: Any, entries: Mapping[str, object], where: str, what: str) -> dict[str, dataclasses.Field[Any]]:
+    """Fields of a dataclass by name, after checking that the entries of ``where`` are such fields.
+
+    Raises:
+        PlanFormatError: an entry is missing whose field has no default, or is unknown.
+    """
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    without_default = (dataclasses.MISSING, dataclasses.MISSING)
+    required = {name for name, f in fields.items() if (f.default, f.default_factory) == without_default}
+    missing, unknown = required - entries.keys(), entries.keys() - fields.keys()
+    if missing or unknown:
+        raise PlanFormatError(
+            f"Expected {where} to have the entries of {what}; missing: {sorted(missing)}, unknown: {sorted(unknown)}."
+        )
+    return fields
+
+
 def read_dataclass(kind: type[T], entries: object, where: str) -> T:
     """Builds a dataclass from a JSON object, called ``where`` in errors, after checking names and types of its entries.
 
@@ -79,17 +96,7 @@ def read_dataclass(kind: type[T], entries: object, where: str) -> T:
     """
     if not isinstance(entries, dict):
         raise PlanFormatError(f"Expected {where} to be a JSON object, got {shown(entries)}.")
-    fields = {f.name: f for f in dataclasses.fields(cast("Any", kind))}
-    required = {
-        name
-        for name, f in fields.items()
-        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    }
-    missing, unknown = required - entries.keys(), entries.keys() - fields.keys()
-    if missing or unknown:
-        raise PlanFormatError(
-            f"Expected {where} to have the entries of a plan; missing: {sorted(missing)}, unknown: {sorted(unknown)}."
-        )
+    fields = fields_of(kind, entries, where, "a plan")
     for name, value in entries.items():
         expected, is_kind = _KINDS[cast("str", fields[name].type)]
         if not is_kind(value):

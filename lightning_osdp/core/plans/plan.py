@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lightning_osdp.core.modes import ACTIVATION_CHOICES, NAMED_MODES, SYNC_CHOICES, ShardingMode
 from lightning_osdp.core.plans.document import read_dataclass, shown, write_whole
 from lightning_osdp.core.plans.search_space import SearchSpace
-from lightning_osdp.core.plans.summary import summary
 from lightning_osdp.core.slices import slice_names
+from lightning_osdp.core.text.byte_size import format_bytes
+from lightning_osdp.core.text.duration import format_seconds, three_digits
 from lightning_osdp.errors import ConfigurationError, PlanFormatError, PlanMismatchError
 
 SCHEMA_VERSION = 3
@@ -113,7 +115,7 @@ class Plan:
     blocks: tuple[Block, ...] = ()
     """Modules that recompute or offload what they save for backward, in forward order; all others keep it."""
     recomputable: tuple[Block, ...] = ()
-    """Of those that keep it, modules that might recompute, with what that would free and take, in forward order."""
+    """Modules that keep it and might recompute, with the bytes and seconds of that, in forward order."""
     search_space: SearchSpace = field(default_factory=SearchSpace)
     """What it was chosen from; everything where a plan does not say."""
     solver: str = ""
@@ -148,7 +150,7 @@ class Plan:
     schema_version: int = field(default=SCHEMA_VERSION)
 
     def __str__(self) -> str:
-        return summary(self)
+        return _summary(self)
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -249,6 +251,41 @@ class Plan:
                 f"Expected a plan for this model and this number of ranks, but: {listed}."
                 " Plan anew by leaving out `plan=`, or use the model and the number of ranks that it was made for."
             )
+
+
+def _summary(plan: Plan) -> str:
+    """In ten lines what it is for, decides and predicts; `lightning-osdp show` prints its units, too."""
+    limit = format_bytes(plan.memory_limit_bytes)
+    samples = plan.micro_batch_size * plan.num_micro_batches * plan.world_size
+    if plan.step_time_s > 0:
+        share = plan.peak_bytes / plan.memory_limit_bytes
+        memory = f"{format_bytes(plan.peak_bytes)} of {limit} ({share:.1%}) predicted per rank"
+        step = f"{format_seconds(plan.step_time_s)} predicted, {three_digits(plan.samples_per_s)} samples/s"
+        gap = f"{plan.gap:.2%} at most to the fastest plan in the search space"
+    else:
+        memory, step, gap = f"not predicted; the limit is {limit}", "not predicted", "not predicted"
+    gain = (
+        f"{plan.predicted_gain:.3f} times the samples/s of plain FSDP" if plan.all_zdp_step_time_s else "not predicted"
+    )
+    lines = {
+        "units": _counted(" + ".join(dict.fromkeys(unit.modes)) for unit in plan.units if unit.name),
+        "blocks": _counted(block.activations for block in plan.blocks) if plan.blocks else "all keep what they save",
+        "prefetch": f"backward {plan.backward_prefetch}, forward {'next' if plan.forward_prefetch else 'none'}",
+        "batch": f"{plan.micro_batch_size} x {plan.num_micro_batches} x {plan.world_size} = {samples} samples a step",
+        "memory": memory,
+        "peak": f"{plan.peak_phase} {plan.peak_operator}".strip() or "not known",
+        "step": step,
+        "gain": gain,
+        "gap": gap,
+    }
+    ranks = "one rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
+    if plan.node_size is not None:
+        ranks += f" in nodes of {plan.node_size}"
+    return "\n".join([f"OSDP plan for {ranks}", *(f"{name:9}{text}" for name, text in lines.items())])
+
+
+def _counted(names: Iterable[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(Counter(names).items())) or "the root alone"
 
 
 def _read(document: object, source: str) -> Plan:

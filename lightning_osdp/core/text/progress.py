@@ -1,4 +1,4 @@
-"""What a long computation is doing, told to whoever shows it to people."""
+"""How far a long computation has come, for whoever shows it."""
 
 from __future__ import annotations
 

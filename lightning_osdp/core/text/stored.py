@@ -13,11 +13,11 @@ from typing import Any
 
 from typing_extensions import Self
 
-from lightning_osdp.core.plans.document import shown, write_whole
+from lightning_osdp.core.plans.document import fields_of, shown, write_whole
 from lightning_osdp.errors import PlanFormatError
 
 PLAN_FILENAME, PROFILE_FILENAME, CLUSTER_FILENAME = "osdp_plan.json", "osdp_profile.json", "osdp_cluster.json"
-"""What a fit writes: its plan, and what that was made of."""
+"""Files that a fit writes: its plan, and the profile and cluster that it was made of."""
 SCHEMA_VERSION = 1
 _MOST = 2.0**63
 
@@ -95,7 +95,7 @@ def _plain(value: Any) -> Any:
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    """What a field has where it is left out; what no value equals, where it may not be."""
+    """A field's default; MISSING, which no value equals, if it has none."""
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
@@ -105,12 +105,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def read_value(hint: Any, value: Any, where: str) -> Any:
-    """A value of this type, from what JSON or TOML has of it.
-
-    Args:
-        hint: a dataclass, or the type of one of its fields.
-        value: what was parsed.
-        where: what to call its place in errors.
+    """A value of this type, a dataclass or that of a field, from what JSON or TOML has of it; errors say where.
 
     Raises:
         PlanFormatError: an entry is missing, unknown or of another type.
@@ -144,14 +139,7 @@ def read_value(hint: Any, value: Any, where: str) -> Any:
 
 def _read_fields(kind: type, value: Any, where: str) -> Any:
     _check(isinstance(value, dict), "an object", value, where)
-    fields = {f.name: f for f in dataclasses.fields(kind)}
-    missing = {name for name, f in fields.items() if _default(f) is dataclasses.MISSING} - value.keys()
-    unknown = value.keys() - fields.keys()
-    if missing or unknown:
-        raise PlanFormatError(
-            f"Expected {where} to have the entries of a {kind.__name__}; missing: {sorted(missing)}, unknown:"
-            f" {sorted(unknown)}."
-        )
+    fields_of(kind, value, where, f"a {kind.__name__}")
     return kind(**{name: read_value(_hints(kind)[name], of, f"{where}.{name}") for name, of in value.items()})
 
 

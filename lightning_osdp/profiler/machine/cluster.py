@@ -192,7 +192,7 @@ def _whole_and_shard(num_bytes: int, device: torch.device, group: _Group = None)
 
 
 def link_through(points: Sequence[tuple[int, float]], world_size: int) -> Link:
-    """The link whose collectives take what was measured; what took longer than more bytes did, no longer than these.
+    """The link that was measured; a size that took longer than a larger one counts as taking no longer than that.
 
     Args:
         points: bytes of the whole tensor and seconds, at least two, by size.

@@ -31,10 +31,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def default_memory_limit_bytes(device: torch.device, *, local_ranks: int, planned_bytes: int = 0) -> int:
     """Bytes that one rank may use: what is free on the GPU less a headroom; its share of the machine's memory on CPU.
 
-    Args:
-        device: where the rank trains.
-        local_ranks: ranks on this machine.
-        planned_bytes: of what is on the GPU already and that plans count, such as a model that was created there.
+    Planned bytes are those on the GPU already that plans count, such as of a model that was created there.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

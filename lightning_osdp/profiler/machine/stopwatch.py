@@ -49,14 +49,8 @@ def fastest_s(
 ) -> float:
     """Seconds of one call: of the fastest of a few runs, after one call to warm up.
 
-    On CUDA they are the device's, see `_run_s`.
-
-    Args:
-        call: what is timed.
-        device: waited for, at the end of each run.
-        repeats: runs.
-        num_calls: in a run.
-        budget_s: once all together have taken longer than this, there are no more runs.
+    On CUDA they are the device's, see `_run_s`. Each run has so many calls; there are no more runs once all together
+    have taken longer than ``budget_s``.
     """
 
     def run() -> None:
@@ -79,10 +73,6 @@ def fastest_together_s(run: Callable[[], object], device: torch.device) -> float
 
     Ranks begin each run together, and it ends when the last of them is through. On CUDA seconds are the device's, see
     `_run_s`. Call it on all ranks of the default process group; all get the same.
-
-    Args:
-        run: what each rank does.
-        device: waited for.
     """
     runs_s, issued_s = list[float](), 0.0
     for _ in range(REPEATS_TOGETHER + 1):
@@ -99,14 +89,9 @@ def _run_s(
     """Seconds of a run, and those that the host took to issue it.
 
     In a step the host is ahead: what it takes to launch kernels and run hooks hides behind the device's computing. So
-    on CUDA the device first waits until the host has issued the run, if that takes no longer than before; ranks then
+    on CUDA the device first waits until the host has issued the run, if that takes about as long as the last one,
+    ``behind_s``; ranks that begin together then
     meet in a collective, and not at a barrier, where hosts would wait.
-
-    Args:
-        run: what is timed.
-        device: waited for, before and after.
-        behind_s: what the host took to issue the last run.
-        is_together: whether all ranks begin the run together.
     """
     if device.type == "cuda":
         synchronize(device)

@@ -75,11 +75,7 @@ def fitted(
 ) -> UnitOverhead:
     """What explains the seconds of three kinds of units, given as (bytes, seconds); no part of it is less than nothing.
 
-    Args:
-        small: a small unit of one parameter.
-        large: a large one.
-        several: a unit of several small parameters.
-        num_tensors: how many.
+    Units of one parameter are small and large; several small parameters are in the third kind.
 
     Example:
         >>> fitted((10, 2.6), (110, 3.6), (30, 6.8), num_tensors=3)

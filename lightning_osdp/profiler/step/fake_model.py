@@ -183,9 +183,6 @@ class _AsAllocated(TorchDispatchMode):
     To be entered inside a ``FakeTensorMode``. Each rule was found by comparing fake with real results, with torch 2.13
     on CPU.
 
-    Args:
-        assumes_ones: whether a value that is read (``.item()``) is one, where it else cannot be.
-
     Attributes:
         written: storages that operations have written to, by address.
     """

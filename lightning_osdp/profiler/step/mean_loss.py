@@ -30,19 +30,13 @@ def why_not_mean(module: nn.Module, run: Callable[[Any], Any], batch: Any, *, ba
     """Why the loss of this batch is not, or may not be, the mean of the losses of its halves; None if it is.
 
     Runs the step without gradients and leaves the module as it was. Dropout is off, and batch statistics are not.
-
-    Args:
-        module: not sharded, with values.
-        run: takes a batch, returns the loss or a mapping with it.
-        batch: on the module's device.
-        batch_size: its samples.
     """
     with as_eager(module):
         return next(_obstacles(module, run, batch, batch_size), None)
 
 
 def _obstacles(module: nn.Module, run: Callable[[Any], Any], batch: Any, batch_size: int) -> Iterator[str]:
-    """What speaks against it; each only holds where those before it were not found."""
+    """Reasons against it; each holds only if none before it does."""
     if batch_size < 2:
         yield "batches of one sample do not show whether the loss of more is their mean"
     if any(parameter.is_meta for parameter in module.parameters()):
@@ -83,13 +77,13 @@ def _loss(module: nn.Module, run: Callable[[Any], Any], batch: Any, *, seed: int
 
 
 def _may_drop(module: nn.Module) -> bool:
-    """Whether it has no tensors, or a number for it."""
+    """Whether it may be a dropout: a module without tensors, or with a number whose name has "drop" in it."""
     has_tensors = any(True for _ in chain(module.parameters(), module.buffers()))
     return not has_tensors or any("drop" in name and isinstance(value, float) for name, value in vars(module).items())
 
 
 class _NothingDropped(TorchFunctionMode):
-    """Dropout gives what it is given, in attention, too, which is called with a probability."""
+    """Switches dropout off, also inside of attention, which takes a probability."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

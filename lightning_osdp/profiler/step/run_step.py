@@ -113,11 +113,7 @@ def loss_in(returned: Any) -> Tensor:
 
 
 def check_loss(returned: Any) -> None:
-    """Returns if there is a loss that can be trained on; its value is not looked at.
-
-    Raises:
-        ProfileError: there is none.
-    """
+    """Raises a `ProfileError` if there is no loss that can be trained on; its value is not looked at."""
     advice = "Return the loss, a scalar tensor, or a dict with it under 'loss', from training_step."
     if isinstance(returned, Mapping) and "loss" not in returned:
         raise ProfileError(f"Expected training_step to return a dict with 'loss', got the keys {[*returned]}. {advice}")
@@ -132,11 +128,7 @@ def check_loss(returned: Any) -> None:
 
 
 def check_finite(loss: Tensor) -> None:
-    """Returns if the loss is a number.
-
-    Raises:
-        ProfileError: it is infinite or not a number.
-    """
+    """Raises a `ProfileError` if the loss is infinite or not a number."""
     if not torch.isfinite(loss).all():
         raise ProfileError(
             f"Expected a finite loss on the profiling batch, got {loss.item()!r}."

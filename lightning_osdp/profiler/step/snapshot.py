@@ -1,4 +1,4 @@
-"""What a training step may change of a module and what that holds, and putting all of it back."""
+"""Restores whatever a training step has changed in a module and in the objects that it holds."""
 
 from __future__ import annotations
 
@@ -63,11 +63,7 @@ def untouched(
     tensors, NumPy arrays, generators of random numbers, lists, tuples, dicts, sets, deques, and attributes of other
     objects (counters, meters, metric states, collected losses). Not looked into are objects of torch, Lightning and
     the standard library, classes, functions and what they close over; nothing brings back what an iterator has given.
-
-    Args:
-        module: what is run. Its parameters are left alone, but for those that forward itself changes.
-        left_out: further tensors that are left alone.
-        changed: parameters that the step is known to change, such as an average of others.
+    Parameters are left alone, but for those that forward itself changes and ``changed``; so is what is ``left_out``.
     """
     restores = _restores(map(vars, module.modules()), left_out=(*module.parameters(), *left_out))
     # embeddings with max_norm change their own weight in forward

@@ -57,13 +57,8 @@ def saving_less(
 ) -> Iterator[set[int]]:
     """Has blocks recompute or offload what they save, for as long as the step is only followed, not computed.
 
-    Args:
-        module: the model.
-        blocks: by name, with their segments.
-        choice: ``keep``, which changes nothing; ``recompute``; or ``offload``, for which tensors must be fake: what has
-            been moved away comes back as another tensor of the same shape.
-        position: told when a block begins, with its inputs.
-        kept: storages that are not moved.
+    To ``offload``, tensors must be fake: what is moved away comes back as another tensor of the same shape. Storages
+    that are ``kept`` are not moved.
 
     Yields:
         The last segments of blocks that have been run again early, before backward has reached what they returned.

@@ -25,7 +25,7 @@ class Logged(NamedTuple):
     what: tuple[Any, ...]
     """Function, numbers, and of tensors all but which ones they are."""
     tokens: tuple[Token, ...]
-    """Which ones: of those that it takes and then of those that it returns."""
+    """Which tensors: first those that it takes, then those that it returns."""
 
 
 class Mark(NamedTuple):
@@ -46,12 +46,7 @@ class NeedsSavedError(Exception):
 
 @contextmanager
 def logged_forward(module: nn.Module, batch: Any, blocks: Mapping[str, nn.Module]) -> Iterator[ForwardLog]:
-    """Logs a forward; what autograd saves is dropped, so that what stays alive is what the model keeps.
-
-    Args:
-        module: the model, of fake tensors.
-        batch: what it will run on.
-        blocks: modules whose beginnings are marked, by their names.
+    """Logs a forward on fake tensors; what autograd saves is dropped, so that only what the model keeps stays alive.
 
     Raises:
         NeedsSavedError: inside, where a tensor is asked for that was dropped.

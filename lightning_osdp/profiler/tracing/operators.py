@@ -60,11 +60,7 @@ def fingerprint(module: nn.Module) -> dict[str, str]:
 
 
 def check_parameters(module: nn.Module) -> None:
-    """Returns if ``fully_shard`` can shard the module.
-
-    Raises:
-        ProfileError: it has no parameters, or one that cannot be sharded.
-    """
+    """Raises a `ProfileError` if a module has no parameters, or one that ``fully_shard`` cannot shard."""
     parameters = dict(module.named_parameters())
     if not parameters:
         raise ProfileError(

@@ -37,7 +37,7 @@ class Activations:
 
     saved_bytes: int = 0
     crossings: tuple[Saved, ...] = ()
-    """What it saves of tensors that blocks get or return, whoever is counted for it."""
+    """What it saves of tensors that blocks get or return, even if another segment is counted for them."""
     forward_workspace_bytes: int = 0
     """Most live bytes beside parameters, batch and everything saved so far, this segment included."""
     handed_bytes: int = 0
@@ -192,7 +192,7 @@ class _Follower:
         return sum(p.nbytes for p, made_in in self.gradients.items() if made_in >= now and p not in without)
 
     def _unsaved_bytes(self) -> int:
-        """What lives in backward beside gradients, less what this segment and those before it have saved."""
+        """Live bytes in backward without gradients and without those saved by this segment and segments before it."""
         saved = sum(part.saved_bytes for part in self.parts[: self.position.now + 1])
         return self.live.current_bytes - self.static_bytes - saved - self._gradient_bytes(self.dropped)
 
@@ -202,13 +202,7 @@ def trace_activations(
 ) -> list[Activations]:
     """Saved and workspace bytes of each segment, from one forward and backward.
 
-    Args:
-        module: the whole model, on the device that it trains on, without gradients.
-        batch: that it runs on.
-        calls: what its forward does.
-        run: runs forward; what it returns stays alive until backward is over.
-        blocks: modules with their segments, see `find_blocks`.
-        choice: what these do with what they save: ``keep`` or what `saving_less` can.
+    What ``run`` returns stays alive until backward is over. Blocks do as ``choice`` says, see `saving_less`.
     """
     static = _static(module, batch)
     with LiveBytes(static[0].device.type) as live, ExitStack() as cleanup:
@@ -246,7 +240,7 @@ def trace_activations(
 def trace_evaluation(
     module: nn.Module, batch: Any, calls: Calls, run: Callable[[], Any], parts: Sequence[Activations]
 ) -> None:
-    """Adds what a forward without gradients takes to the segments' bytes; the arguments are those of above."""
+    """Adds to the segments the bytes of a forward without gradients; arguments as of `trace_activations`."""
     static = _static(module, batch)
     with LiveBytes(static[0].device.type) as live, torch.no_grad():
         static_bytes = live.track(static)

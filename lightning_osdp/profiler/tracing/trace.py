@@ -44,10 +44,6 @@ class Trace:
 def trace_step(step: StepRunner, choices: Collection[str] = ()) -> Trace:
     """Follows a step, with the profiled number of samples and with another.
 
-    Args:
-        step: to follow.
-        choices: what blocks may do with what they save, beside keeping it.
-
     Raises:
         ProfileError: there is no loss; or parameters are on the meta device and the step needs their values.
     """

@@ -44,7 +44,7 @@ _KEY = "osdp_division"
 
 @dataclass(frozen=True)
 class Windows:
-    """What the user has: b samples, K times, and what the Trainer was told to count in micro-batches."""
+    """The user's own division: b samples, K times, and the Trainer's options that count micro-batches."""
 
     micro_batch_size: int
     """What loaders give."""
@@ -173,7 +173,7 @@ def why_not_divided(trainer: pl.Trainer, loaders: CombinedLoader, windows: Windo
 
 
 def _obstacles(trainer: pl.Trainer, loaders: CombinedLoader, windows: Windows) -> Iterator[str]:
-    """What speaks against it; each only holds where those before it were not found."""
+    """Reasons against it; each holds only if none before it does."""
     if callbacks_of(trainer, GradientAccumulationScheduler):
         yield "a GradientAccumulationScheduler changes the number of micro-batches"
     if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector

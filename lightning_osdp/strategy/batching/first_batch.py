@@ -64,7 +64,7 @@ class Peeked(IterableDataset[Any]):
 
 
 def read_once_source(loader: object) -> object | None:
-    """What of this loader would lose the items that are read ahead of training: itself, its dataset, or nothing.
+    """What would lose items that are read ahead of training: the loader itself, its dataset, or nothing.
 
     Generators and Python's own iterators never start again. A class with an ``__iter__`` of its own that returns itself
     may; that is taken for granted, with a warning. Workers read copies of a dataset, so it loses nothing to them.
@@ -97,11 +97,7 @@ def first_batch(
 ) -> tuple[Any, list[Peeked]]:
     """A batch of the combined loader as training would see it, and the sources that can only be read once.
 
-    Neither the loaders nor any random numbers are different afterwards.
-
-    Args:
-        loaders: for training.
-        choose: takes their batches and returns one, by default the first.
+    Neither the loaders nor any random numbers are different afterwards. ``choose`` takes the batches and returns one.
 
     Raises:
         ProfileError: there is none.

@@ -182,7 +182,7 @@ def _resized(batch_sampler: Any, batch_size: int) -> Any:
 
 
 def _arguments(batch_sampler: Any, batch_size: int) -> dict[str, Any]:
-    """What to construct a batch sampler with: what Lightning saw it be given, or else what its attributes say."""
+    """Arguments to construct a batch sampler with: those that Lightning noted, or else its attributes."""
     parameters = inspect.signature(type(batch_sampler)).parameters
     if "batch_size" not in parameters:
         raise TypeError("its constructor has no argument 'batch_size'")

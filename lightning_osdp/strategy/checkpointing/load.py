@@ -85,14 +85,8 @@ def load(
 ) -> dict[str, Any]:
     """Loads model and optimizers from a full or sharded checkpoint; returns the rest of it.
 
-    Args:
-        path: a file (full) or a folder (sharded).
-        sharded: the model.
-        optimizers: those to load; empty to leave optimizer state alone.
-        strict: whether every parameter must be in the checkpoint.
-        weights_only: passed to ``torch.load``.
-        keeps_weights: whether to return the whole weights of a full checkpoint, too.
-        trainer: whose callbacks may have added groups of parameters to the optimizers.
+    Without optimizers their states are left alone; the trainer's callbacks may have added groups of parameters to them.
+    ``keeps_weights`` returns the whole weights of a full checkpoint, too.
 
     Raises:
         ConfigurationError: the path is neither, or the checkpoint cannot be read, or is of another model.
@@ -141,12 +135,7 @@ def _restore_groups(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
 
 
 def read_saved(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
-    """What was saved in this file; its tensors are read when they are used, on CPU.
-
-    Args:
-        path: of a full checkpoint, or of what is beside the shards of one.
-        weights_only: of ``torch.load``; None: its default, True unless the environment says otherwise.
-    """
+    """What was saved in this file; its tensors are read when they are used, on CPU."""
     try:
         saved = torch.load(str(path), map_location="cpu", mmap=True, weights_only=weights_only)
     except pickle.UnpicklingError as error:

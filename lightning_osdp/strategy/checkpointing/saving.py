@@ -65,12 +65,8 @@ def save(
 ) -> None:
     """Writes a checkpoint; all ranks must call it with the same path, and all raise if one cannot write.
 
-    Args:
-        checkpoint: of Lightning; loses the states of model and optimizers where they are sharded.
-        path: of the one file that rank 0 writes, or of a folder.
-        state_dict_type: ``"full"`` or ``"sharded"``, accordingly.
-        checkpoint_io: writes the file.
-        storage_options: for it.
+    A full one is one file, which rank 0 writes; a sharded one is a folder, and states of model and optimizers are taken
+    out of the given dict.
 
     Raises:
         ConfigurationError: there are storage options for shards, which have no use for them.

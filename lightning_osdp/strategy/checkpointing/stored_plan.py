@@ -29,11 +29,7 @@ def store(plan: Plan | None, checkpoint: dict[str, Any]) -> None:
 
 
 def read_plan(path: Path) -> Plan:
-    """Plan of a plan file, or of a full or sharded checkpoint; nothing in either is executed.
-
-    Raises:
-        PlanFormatError: there is no plan at this path.
-    """
+    """Plan of a plan file or a checkpoint, of which nothing is executed; raises `PlanFormatError` if there is none."""
     try:
         is_checkpoint = path.is_dir() or (path.is_file() and is_zipfile(path))
     except (OSError, ValueError, BadZipFile):  # no file can have such a path, or it is damaged: reading it will say so

@@ -30,10 +30,6 @@ smaller micro-batches."""
 def plan_that_fits(trainer: pl.Trainer, units: Units) -> None:
     """Takes a dry run on all ranks, and changes to plans with less memory until a step fits on each of them.
 
-    Args:
-        trainer: about to take its first step.
-        units: of its model, made by a plan.
-
     Raises:
         InfeasibleError: none is left to try; the text says which rank ran out of memory, where, and what would help.
     """

@@ -40,11 +40,7 @@ def run_dry(trainer: pl.Trainer, sharded: ShardedModel) -> DryRun:
     optimizer steps on gradients of zero, and weights are put back from a copy on the host. On CPU tensors are counted,
     those that no plan predicts too, and more than the memory limit of the plan counts as out of memory.
 
-    An error of another kind says nothing of memory, as what units gather is wrong.
-
-    Args:
-        trainer: about to take its first step; call it on all of its ranks.
-        sharded: its model, under a plan.
+    An error of another kind says nothing of memory, as what units gather is wrong. Call it on all ranks.
     """
     strategy, module = trainer.strategy, trainer.lightning_module
     assert isinstance(strategy, FSDPStrategy)

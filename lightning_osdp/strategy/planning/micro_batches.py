@@ -26,14 +26,8 @@ def allowed_micro_batches(
 ) -> tuple[BatchPolicy, Windows | None]:
     """What may be chosen, the user's own size first; and what the user has, if the Trainer's number may change, too.
 
-    The same on all ranks. Says why where it is less than was asked for.
-
-    Args:
-        trainer: about to fit.
-        options: of the strategy.
-        loaders: for training.
-        current: samples that they give at once.
-        why_not_mean: why the loss of a micro-batch is not its samples' mean, if so; called on all ranks or none.
+    The same on all ranks. Says why where it is less than was asked for. ``why_not_mean`` tells why the loss of a
+    micro-batch is not the mean over its samples, and is called on all ranks or none.
 
     Raises:
         ConfigurationError: ``batch_size`` or ``global_batch_size`` cannot be had.

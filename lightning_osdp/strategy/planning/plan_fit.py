@@ -18,7 +18,8 @@ from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.profiler import measure_cluster
-from lightning_osdp.report import Advice, advise, tell_accumulation
+from lightning_osdp.report.advice import Advice, advise
+from lightning_osdp.report.sentences import tell_accumulation
 from lightning_osdp.scheduler import PlanMethod, make_plan
 from lightning_osdp.simulation import StepEstimate, simulate
 from lightning_osdp.strategy.batching.division import Division, Windows
@@ -60,7 +61,8 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
     """
     with shown_progress(is_global_zero=trainer.is_global_zero) as progress:
         progress("measuring links and the overhead of a unit", "")
-        model_bytes = _bytes_on(setup.device, module)
+        tensors = (*module.parameters(), *module.buffers())
+        model_bytes = sum(tensor.nbytes for tensor in tensors if tensor.device == setup.device)  # of configure_model
         cluster = measure_cluster(
             setup.device, local_ranks=setup.local_ranks, model_bytes=model_bytes, node_size=setup.node_size
         )
@@ -135,11 +137,6 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
         profile=measured,
         cluster=cluster,
     )
-
-
-def _bytes_on(device: torch.device, module: pl.LightningModule) -> int:
-    """Of a module, what is on the device already, as where configure_model makes it."""
-    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()) if tensor.device == device)
 
 
 def _compared(plan: Plan, windows: Windows | None) -> str:

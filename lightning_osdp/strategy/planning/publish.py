@@ -15,15 +15,17 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from lightning_osdp.callbacks import PlanMonitor
-from lightning_osdp.callbacks.peak import callbacks_of
+from lightning_osdp.callbacks.peak import all_callbacks, callbacks_of
+from lightning_osdp.callbacks.plan_monitor import PlanMonitor
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.progress import Progress, silent
 from lightning_osdp.core.text.stored import CLUSTER_FILENAME, PLAN_FILENAME, PROFILE_FILENAME
-from lightning_osdp.report import Advice, plan_table, save_picture, show
+from lightning_osdp.report.advice import Advice
+from lightning_osdp.report.picture import save_picture
+from lightning_osdp.report.tables import plan_table, show
 from lightning_osdp.simulation import StepEstimate
 from lightning_osdp.strategy.options import Setup
 from lightning_osdp.strategy.runtime.all_ranks import on_rank_zero
@@ -92,8 +94,9 @@ def publish(
     if trainer.state.fn == TrainerFn.FITTING:
         monitors = callbacks_of(trainer, PlanMonitor) or [PlanMonitor()]
         # First, so that its clock stops before other callbacks validate, log or save.
-        others = [callback for callback in callbacks_of(trainer, pl.Callback) if not isinstance(callback, PlanMonitor)]
-        trainer.callbacks[:] = [*monitors, *others]  # type: ignore[attr-defined]  # set by a connector
+        callbacks = all_callbacks(trainer)
+        others = [callback for callback in callbacks if not isinstance(callback, PlanMonitor)]
+        callbacks[:] = [*monitors, *others]
 
 
 def store_inputs(trainer: pl.Trainer, profile: ModelProfile, cluster: Cluster) -> None:

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_osdp.apply import called_children
+from lightning_osdp.apply import called_children, do_nothing
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.errors import ConfigurationError, ProfileError
 from lightning_osdp.strategy.batching.loaders import forget_loaders
@@ -28,11 +28,7 @@ from lightning_osdp.strategy.planning.parameter_groups import Group, groups_of, 
 
 
 def training_step(module: pl.LightningModule) -> Callable[[Any], Any]:
-    """``module.training_step`` as a function of the batch alone.
-
-    Raises:
-        ConfigurationError: it takes the loader's iterator itself.
-    """
+    """``module.training_step`` as a function of the batch; raises a `ConfigurationError` if it takes an iterator."""
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ConfigurationError(
             "Expected training_step to take a batch, got one that takes dataloader_iter, which cannot be profiled."
@@ -65,9 +61,9 @@ def summed_step(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[An
             module,
             manual_backward=lambda loss, *_, **__: losses.append(loss),
             **_given(lambda: stand_ins),
-            toggle_optimizer=_nothing,
-            untoggle_optimizer=_nothing,
-            clip_gradients=_nothing,
+            toggle_optimizer=do_nothing,
+            untoggle_optimizer=do_nothing,
+            clip_gradients=do_nothing,
         ):
             module.training_step(*step_arguments(module, batch))
         if not losses:
@@ -99,7 +95,7 @@ def muted(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
     loggers = trainer.loggers
     trainer.loggers = [DummyLogger()] if loggers else []
     try:
-        with _replaced(module, log=_nothing, log_dict=_nothing, print=_nothing):
+        with _replaced(module, log=do_nothing, log_dict=do_nothing, print=do_nothing):
             yield
     finally:
         trainer.loggers = loggers
@@ -205,7 +201,3 @@ def _replaced(module: pl.LightningModule, **methods: Callable[..., Any]) -> Iter
     finally:
         for name in methods:
             del vars(module)[name]
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    return None

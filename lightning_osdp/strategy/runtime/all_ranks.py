@@ -90,7 +90,7 @@ def from_all_ranks(value: T) -> list[T]:
 
 
 def from_rank(value: T, rank: int) -> T:
-    """What one rank gives, on every rank; those of the others are left alone."""
+    """One rank's value, on every rank; values of the others are ignored."""
     values = [value]
     if dist.is_initialized():
         dist.broadcast_object_list(values, src=rank, group=host_group())

@@ -1,4 +1,4 @@
-"""What is said of errors whose cause is known here: memory, DTensors, or another rank's failure."""
+"""Texts for errors whose cause is known here: memory, DTensors, or another rank's failure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OF_DTENSORS = {
     ),
     **{said: f"OSDP: {told}" for said, told in ONE_MESH.items()},
 }
-"""What helps where torch cannot compute with sharded tensors as a user's code wants to, by what torch says."""
+"""By torch's words: what to do where torch cannot compute with sharded tensors as a user's code does."""
 
 
 @dataclass(frozen=True)

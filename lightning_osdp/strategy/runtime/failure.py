@@ -60,15 +60,9 @@ class Heartbeat(NamedTuple):
 class FailureWatch:
     """Tells the other ranks when this one fails, and ends this one when another did.
 
-    Args:
-        store: the process group's key-value store.
-        run: a name that all ranks share and no other watch has.
-        rank: of this process.
-        world_size: number of ranks.
-        num_collectives: how many this rank has entered.
-        stall_s: seconds that a rank may wait in a collective for one that does not come.
-        is_terminated: whether this process has received SIGTERM since the last call.
-        grace_s: seconds that this rank has to end by itself after another failed.
+    All ranks give it the same ``run``, a name that no other watch has in the store. ``num_collectives`` tells how many
+    this rank has entered, and ``is_terminated`` whether it has received SIGTERM since the last call. For ``stall_s`` a
+    rank may wait in a collective for another; in ``grace_s`` this one is to end by itself after another failed.
     """
 
     def __init__(

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 from typing_extensions import override
 
+from lightning_osdp.callbacks.peak import all_callbacks
 from lightning_osdp.strategy.runtime.failure import FailureWatch
 
 log = logging.getLogger(__name__)
@@ -20,11 +21,7 @@ class SavingTogether(pl.Callback):
     """The first to hear of an exception: keeps others from saving where ranks would wait for each other.
 
     What a callback raises while it saves would replace the user's exception, and a collective that the other ranks are
-    not in would be taken for another one's, or wait.
-
-    Args:
-        watch: of this rank's failures; None where it is alone.
-        has_states: whether there is a model to save.
+    not in would be taken for another one's, or wait. ``watch`` is None where this rank is alone.
     """
 
     def __init__(self, watch: FailureWatch | None, has_states: Callable[[], bool]) -> None:
@@ -43,18 +40,18 @@ class SavingTogether(pl.Callback):
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Listens from now on."""
-        _callbacks(trainer).insert(0, self)
+        all_callbacks(trainer).insert(0, self)
 
     def end(self, trainer: pl.Trainer) -> None:
         """Undoes it."""
-        callbacks = _callbacks(trainer)
+        callbacks = all_callbacks(trainer)
         callbacks[:] = [*(callback for callback in callbacks if callback is not self), *self._left_out]
         self._left_out = []
         vars(trainer).pop("save_checkpoint", None)
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        callbacks, save = _callbacks(trainer), trainer.save_checkpoint
+        callbacks, save = all_callbacks(trainer), trainer.save_checkpoint
 
         def save_if_possible(*args: Any, **kwargs: Any) -> None:
             if self._can_save:
@@ -72,8 +69,3 @@ def _saves(callback: pl.Callback) -> bool:
     """Whether it saves on an exception: ``ModelCheckpoint`` if it was asked to, others whenever they have the hook."""
     is_written = type(callback).on_exception is not pl.Callback.on_exception
     return isinstance(callback, Checkpoint) and is_written and getattr(callback, "save_on_exception", True)
-
-
-def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
-    found: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    return found

@@ -41,21 +41,13 @@ REGISTERED: dict[str, StartMethod] = {
 
 
 def check_start_method(start_method: str) -> None:
-    """Returns if ranks can be started so.
-
-    Raises:
-        ConfigurationError: they cannot.
-    """
+    """Raises a `ConfigurationError` if ranks cannot be started so."""
     if start_method not in get_args(StartMethod):
         raise ConfigurationError(f"start_method must be one of {get_args(StartMethod)}, got {start_method!r}.")
 
 
 def check_interactive(launcher: _Launcher | None, start_method: StartMethod) -> None:
-    """Returns if this session can start ranks so.
-
-    Raises:
-        ConfigurationError: it is a notebook or interactive session, and the start method cannot be used in one.
-    """
+    """Raises a `ConfigurationError` in a notebook or interactive session that cannot start ranks so."""
     if _IS_INTERACTIVE and launcher is not None and not launcher.is_interactive_compatible:
         raise ConfigurationError(
             f"Expected start_method='fork' in a notebook or interactive session, got {start_method!r}, which would run"
@@ -69,10 +61,6 @@ class GatheringLauncher(_MultiProcessingLauncher):
 
     When fit ends, the main process gets the whole weights into its LightningModule, and the plan into its strategy.
     Lightning's launcher would send back ``lightning_module.state_dict()``, which are shards here.
-
-    Args:
-        strategy: the `OSDPStrategy` that the workers run.
-        start_method: how to start them.
 
     Attributes:
         plan: in the main process, the one that the ranks trained under.

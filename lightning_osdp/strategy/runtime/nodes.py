@@ -15,11 +15,8 @@ def ranks_of_node(strategy: FSDPStrategy, wanted: int | None) -> int | None:
     """How many ranks each node has, all of which follow each other; None where all are on one. Call it on all ranks.
 
     Where nodes have different numbers of ranks, or ranks go round them in turn, there are no nodes to plan for: that is
-    said, and all ranks count as one node.
-
-    Args:
-        strategy: whose ranks they are, started as ``LOCAL_WORLD_SIZE`` says, or else the Trainer's ``devices``.
-        wanted: what the user says instead; None: nothing.
+    said, and all ranks count as one node. Ranks of this node are as many as ``LOCAL_WORLD_SIZE`` says, else as the
+    Trainer's ``devices``, unless the user has ``wanted`` another number.
 
     Raises:
         ConfigurationError: the ranks cannot be divided into nodes of so many.

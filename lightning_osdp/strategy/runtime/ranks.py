@@ -34,11 +34,7 @@ SETTLE_S = 0.3
 
 
 class RanksTogether:
-    """Ends all ranks when one fails or receives SIGTERM, and lets them save only together.
-
-    Args:
-        strategy: of this rank.
-    """
+    """Ends all ranks when one fails or receives SIGTERM, and lets them save only together."""
 
     def __init__(self, strategy: FSDPStrategy) -> None:
         self._strategy = strategy
@@ -47,11 +43,7 @@ class RanksTogether:
         self._saving: SavingTogether | None = None
 
     def begin(self, has_states: Callable[[], bool]) -> None:
-        """Watches from now on; the process group is there, and all ranks call it.
-
-        Args:
-            has_states: whether there is a model to save.
-        """
+        """Watches from now on; the process group is there, and all ranks call it."""
         strategy, module = self._strategy, self._strategy.lightning_module
         assert module is not None
         if dist.get_backend() == "gloo":

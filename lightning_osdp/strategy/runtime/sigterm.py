@@ -56,10 +56,6 @@ def end_together(trainer: pl.Trainer, is_told: Callable[[], bool]) -> None:
 
     Lightning's handler broadcasts from within, beside the collectives of the step that it interrupts: ranks that wait
     in those wait forever. Nothing is left to do there.
-
-    Args:
-        trainer: about to run.
-        is_told: whether this rank is to end; asked on rank 0.
     """
 
     def raise_together() -> None:

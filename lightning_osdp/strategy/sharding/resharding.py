@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_osdp.apply import ShardedModel
-from lightning_osdp.callbacks import PlanMonitor
+from lightning_osdp.callbacks.peak import all_callbacks
+from lightning_osdp.callbacks.plan_monitor import PlanMonitor
 from lightning_osdp.strategy.runtime.interrupted import SavingTogether
 
 _HOOKS = tuple(
@@ -31,13 +32,9 @@ def reshard_before_hooks(trainer: pl.Trainer, sharded: ShardedModel) -> None:
     """Has a Trainer reshard before each hook that its module or one of its callbacks implements.
 
     In forward, in an evaluation and between micro-batches units may stay gathered. What a hook changed of them would be
-    lost, and what it read would be of the wrong shape.
-
-    Args:
-        trainer: whose callbacks are all there.
-        sharded: its model.
+    lost, and what it read would be of the wrong shape. Call it when all callbacks are there.
     """
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    callbacks = all_callbacks(trainer)
     others = [callback for callback in callbacks if not isinstance(callback, Resharding)]
     first = [callback for callback in others if isinstance(callback, (SavingTogether, PlanMonitor))]  # for their clocks
     rest = [callback for callback in others if callback not in first]
@@ -45,11 +42,7 @@ def reshard_before_hooks(trainer: pl.Trainer, sharded: ShardedModel) -> None:
 
 
 class Resharding(pl.Callback):
-    """Reshards before hooks; before all callbacks that look at parameters.
-
-    Args:
-        sharded: the model.
-    """
+    """Reshards before hooks; before all callbacks that look at parameters."""
 
     def __init__(self, sharded: ShardedModel) -> None:
         self._sharded = sharded
@@ -72,8 +65,7 @@ class Resharding(pl.Callback):
 
 def _is_written(hook: str, trainer: pl.Trainer) -> bool:
     """Whether a user's code runs in this hook."""
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    for holder in (*callbacks, trainer.lightning_module):
+    for holder in (*all_callbacks(trainer), trainer.lightning_module):
         if not getattr(holder, "reads_parameters", True):
             continue  # as its author says, who knows that it does not change them either
         if hook in vars(holder):  # such as a LambdaCallback's

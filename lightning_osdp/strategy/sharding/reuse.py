@@ -13,7 +13,8 @@ from lightning.pytorch.callbacks import ModelSummary
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_osdp.apply import ShardedModel, refuse_copy
+from lightning_osdp.apply import ShardedModel, do_nothing, refuse_copy
+from lightning_osdp.callbacks.peak import callbacks_of
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.errors import ConfigurationError
@@ -30,11 +31,6 @@ class ReusableModel:
 
     Its ``state_dict()`` and those of modules inside it raise wherever they would give this rank's shards; its own
     ``load_state_dict()`` takes whole tensors, on all ranks.
-
-    Args:
-        sharded: the module, its units and their plan.
-        settings: what else the units were made with, as text.
-        summaries: see `whole_summaries`.
     """
 
     def __init__(
@@ -88,11 +84,7 @@ class ReusableModel:
             )
 
     def check_wishes(self, options: Options) -> None:
-        """Returns if a fit with these options may use the plan as it is; all ranks must call it.
-
-        Raises:
-            ConfigurationError: they name another plan or limit.
-        """
+        """Raises a `ConfigurationError`, on all ranks, if these options name another plan or limit."""
         plan, given, memory_limit_bytes = self.sharded.plan, options.plan, options.memory_limit_bytes
         assert plan is not None
         if isinstance(given, Path):
@@ -127,7 +119,7 @@ class ReusableModel:
         """
         if not self.sharded.is_opened:
             refuse_copy()
-        return _nothing
+        return do_nothing
 
 
 def found_in(module: nn.Module) -> ReusableModel | None:
@@ -148,8 +140,7 @@ def whole_summaries(trainer: pl.Trainer, module: pl.LightningModule) -> dict[int
 
 
 def _summaries_of(trainer: pl.Trainer) -> list[ModelSummary]:
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    return [callback for callback in callbacks if isinstance(callback, ModelSummary) and callback._max_depth]
+    return [callback for callback in callbacks_of(trainer, ModelSummary) if callback._max_depth]
 
 
 def _take(model: object, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
@@ -157,10 +148,6 @@ def _take(model: object, state_dict: dict[str, Any], prefix: str, *_: object) ->
     del state_dict
     if isinstance(model, ReusableModel) and not prefix:
         model.sharded.reshard()
-
-
-def _nothing(*_: object) -> None:
-    """In place of a hook."""
 
 
 def _disagree(expected: str, got: str) -> ConfigurationError:

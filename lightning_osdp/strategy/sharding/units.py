@@ -40,10 +40,6 @@ from lightning_osdp.strategy.sharding.reuse import ReusableModel, found_in, whol
 class Units:
     """The units of a strategy's model, through all stages of all Trainers that have it, and the steps planned for them.
 
-    Args:
-        strategy: of this rank.
-        options: what the plan may be.
-
     Attributes:
         options: as given.
         model: what is sharded, which has the plan; None before setup.
@@ -95,9 +91,7 @@ class Units:
     def set_up(self, module: pl.LightningModule, *, known: Plan | None) -> nn.Module:
         """Has the module be in units, for what its Trainer is about to do; returns it.
 
-        Args:
-            module: checked, see `check`.
-            known: the plan of the model that the strategy had before.
+        ``known`` is the plan of the model that the strategy had before.
 
         Raises:
             OSDPError: no plan fits, the given one does not, or the module cannot be sharded.
