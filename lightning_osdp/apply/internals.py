@@ -445,9 +445,15 @@ def _drop_retained(group: Any) -> None:
 
 
 def forget_step(root: nn.Module, groups: Sequence[Any]) -> None:
-    """Gives up whatever a step was in the middle of, whole gradients included."""
+    """Gives up whatever a step was in the middle of, gradients that wait included."""
     state_of(root)._reset_iter_state()
+    forget_gradients(groups)
+
+
+def forget_gradients(groups: Sequence[Any]) -> None:
+    """Drops gradients that are not reduced yet, or not between nodes; those of shards stay."""
     for group in groups:
+        group._partial_reduce_output = None
         for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):

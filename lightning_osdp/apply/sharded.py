@@ -187,6 +187,10 @@ class ShardedModel:
         with self._agreement.evaluating():
             return self.run(step, *args, **kwargs)
 
+    def forget_gradients(self) -> None:
+        """Drops gradients that wait to be reduced, which no ``zero_grad()`` finds; those of shards stay."""
+        internals.forget_gradients(self._groups)
+
     def before_backward(self) -> None:
         """Forward is over, and backward comes."""
         self._agreement.begin_backward()
