@@ -173,6 +173,10 @@ class ShardedModel:
         """Has gradients seen by the hooks that have been registered on parameters, before or after sharding."""
         internals.carry_hooks(self._groups)
 
+    def begin_fit(self) -> None:
+        """Training is about to begin: of a step that an error or the end of a fit broke off, nothing is left."""
+        self._forget_step()
+
     def run(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Runs one of the user's steps, with what the root unit holds unsharded."""
         result: T = internals.run_as_forward(self.module, step, args, kwargs, without_views)
@@ -313,10 +317,13 @@ class ShardedModel:
             try:
                 yield
             finally:
-                internals.forget_step(self.module, self._groups)
-                self._waiting.forget()
+                self._forget_step()
                 for parameter, gradient in gradients:
                     parameter.grad = gradient
+
+    def _forget_step(self) -> None:
+        internals.forget_step(self.module, self._groups)
+        self._waiting.forget()
 
     @contextmanager
     def kept_shards(self) -> Iterator[None]:
