@@ -86,6 +86,7 @@ _ATTRIBUTES = {
     "parameter": (
         "_module_info",
         "_orig_size",
+        "_param_fqn",
         "_post_load_hook_handle",
         "all_gather_outputs",
         "post_forward_mesh_info",
@@ -596,6 +597,19 @@ def copy_from_first_node(module: nn.Module) -> None:
     for parameter in group.fsdp_params:
         if not parameter.sharded_param.is_meta:
             dist.broadcast(parameter._sharded_local_tensor, group=group.mesh_info.replicate_process_group, group_src=0)
+
+
+def name_of(parameter: Any) -> str:
+    """The name in the root of one of `parameters_of`."""
+    name: str = parameter._param_fqn
+    return name
+
+
+def hash_of_rows(parameter: Any) -> int:
+    """A number below 2^31 - 1 that ranks with the same bits of one of `parameters_of` have, and others hardly ever."""
+    rows = parameter._sharded_local_tensor.detach().flatten()
+    bits = rows.view(torch.int16 if rows.itemsize > 1 else torch.int8)
+    return int(sum(piece.sum() for piece in bits.split(2**18))) % (2**31 - 1)
 
 
 def num_copies(tensor: Tensor) -> int:

@@ -174,8 +174,13 @@ class ShardedModel:
         internals.carry_hooks(self._groups)
 
     def begin_fit(self) -> None:
-        """Training is about to begin: of a step that an error or the end of a fit broke off, nothing is left."""
+        """Training is about to begin: of a step that an error or the end of a fit broke off, nothing is left.
+
+        Nodes begin with the same weights, whatever their ranks have done to shards since they were made.
+        """
         self._forget_step()
+        for unit in self.units:
+            internals.copy_from_first_node(unit.handle)
 
     def run(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Runs one of the user's steps, with what the root unit holds unsharded."""
@@ -203,7 +208,7 @@ class ShardedModel:
         """The gradients of an optimizer step are complete.
 
         Raises:
-            RanksApartError: ranks have not run the same units.
+            RanksApartError: ranks have not run the same units, or nodes have drifted apart.
         """
         self._agreement.settle(optimizer)
 

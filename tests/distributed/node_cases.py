@@ -135,6 +135,41 @@ def low_precision(name, optimizer):
     return found
 
 
+class Noisy(GPT):
+    """Adds noise to its gradients."""
+
+    def on_after_backward(self):
+        for parameter in self.parameters():
+            parameter.grad.add_(torch.randn_like(parameter.grad), alpha=1e-3)
+
+
+class Reinitialized(GPT):
+    """Draws its weights when it has been sharded."""
+
+    def on_fit_start(self):
+        for parameter in self.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+
+
+models.MODELS |= {"noisy": Noisy, "reinitialized": Reinitialized}
+
+
+def draws(name, modes, is_alike):
+    """What is said of a fit in which each rank draws numbers for its shards, and how far apart nodes end.
+
+    Args:
+        name: of a model that does so.
+        modes: one of `MODES`.
+        is_alike: whether ranks draw the same numbers.
+    """
+    plan = in_nodes(plan_for(build("gpt"), "zdp", world_size=dist.get_world_size()), modes)
+    module = build(name)
+    torch.manual_seed(0 if is_alike else dist.get_rank())
+    fit = trainer(OSDPStrategy(plan=plan, node_size=NODE_SIZE))
+    told = failure(lambda: fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size())))
+    return told, fit.global_step, nodes_apart(module)
+
+
 def plan_in_nodes(modes, units="operators"):
     """Of the module that `change_cases` trains."""
     plan = change_cases.base_plan(units)
