@@ -47,7 +47,7 @@ _METHODS = {
         "_reset_iter_state",
         "_root_post_backward_final_callback",
     ),
-    FSDPParamGroup: ("_register_post_backward_hook", "_to_sharded", "post_backward"),
+    FSDPParamGroup: ("_register_post_backward_hook", "_to_sharded", "post_backward", "wait_for_unshard"),
     FSDPParam: (
         "_init_sharded_post_forward_param_metadata",
         "_setattr_on_modules",
@@ -249,6 +249,24 @@ def keep_identities(module: nn.Module) -> None:
         return replace_grad_tensors((args, kwargs), (made[tensor] for tensor in given))
 
     group._register_post_backward_hook = register_once
+
+
+def gather_for_training(groups: Sequence[Any]) -> None:
+    """Has units that are first gathered in inference mode be gathered for training later, too.
+
+    What torch allocates at the first all-gather is what all others fill, and inference tensors are filled in that mode
+    alone.
+    """
+    for group in groups:
+        group.wait_for_unshard = partial(_outside_inference_mode, group.wait_for_unshard)
+
+
+def _outside_inference_mode(call: Callable[[], None]) -> None:
+    if not torch.is_inference_mode_enabled():
+        call()
+        return
+    with torch.inference_mode(mode=False), torch.no_grad():
+        call()
 
 
 def carry_hooks(groups: Sequence[Any]) -> None:

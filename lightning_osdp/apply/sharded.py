@@ -81,6 +81,7 @@ class ShardedModel:
                 child.set_reduce_scatter_unused_params(True, recurse=False)
         self._set_prefetch()
         internals.set_asynchronous(module, is_asynchronous=plan is not None and plan.asynchronous_unshard)
+        internals.gather_for_training(self._groups)
         self._agreement = Agreement(module, self._groups)
         self._waiting = internals.WaitingForwards(module)
         internals.set_owner(module, self)

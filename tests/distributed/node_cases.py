@@ -27,6 +27,7 @@ from cases import (
 from models import GPT, build
 from strategy_cases import failure
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
 from lightning_osdp import OSDPStrategy, SearchSpace, change_plan, measure_cluster, simulate
 from lightning_osdp.apply import ShardedModel, local
@@ -168,6 +169,24 @@ def draws(name, modes, is_alike):
     fit = trainer(OSDPStrategy(plan=plan, node_size=NODE_SIZE))
     told = failure(lambda: fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size())))
     return told, fit.global_step, nodes_apart(module)
+
+
+def evaluates_in_inference_mode(modes):
+    """Validation losses before, between and after two fits, in the caller's inference mode and not; and under DDP."""
+    found, plan = [], in_nodes(plan_for(build("gpt"), "zdp", world_size=dist.get_world_size()), modes)
+    for is_ours in (True, False):
+        module, losses = build("gpt"), []
+        data, loader = DataLoader(module.dataset(), batch_size=8), module.loader(dist.get_rank(), dist.get_world_size())
+        for num_fits in range(3):
+            ours, ddp = OSDPStrategy(plan=plan, node_size=NODE_SIZE), DDPStrategy(process_group_backend="gloo")
+            fit = trainer(ours if is_ours else ddp, limit_val_batches=2)
+            if num_fits:
+                fit.fit(module, loader)
+            for is_inference in (True, False):
+                with torch.inference_mode(is_inference):
+                    losses.append(fit.validate(module, data, verbose=False)[0]["val_loss"])
+        found.append(losses)
+    return found
 
 
 def plan_in_nodes(modes, units="operators"):

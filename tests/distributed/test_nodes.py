@@ -62,6 +62,12 @@ def test_nodes_begin_to_train_alike_though_ranks_have_drawn_other_weights(ranks,
     assert ranks(4).run(cases.draws, name="reinitialized", modes=modes, is_alike=False) == [(None, 5, 0.0)] * 4
 
 
+@pytest.mark.parametrize("modes", ["hpz", "all"])
+def test_evaluation_in_inference_mode_is_evaluation(ranks, modes):
+    for found, expected in ranks(4).run(cases.evaluates_in_inference_mode, modes=modes):
+        assert found == pytest.approx(expected, abs=1e-6)
+
+
 @pytest.mark.parametrize("modes", ["mixed", "hdp", "all"])
 def test_steps_that_ranks_take_alone_reach_no_other_and_leave_nothing(ranks, modes):
     assert ranks(4).run(cases.runs_alone, modes=modes) == [0.0] * 4
