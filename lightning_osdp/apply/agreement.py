@@ -34,6 +34,7 @@ class Agreement:
 
     - A parameter that no rank used has no gradient, as under DDP with ``find_unused_parameters``: ``fully_shard``
       reduces zeros for it, so that a rank on which it was used finds the others in the same reduce-scatter.
+    - Nodes that each have all of a unit have the same values of it. In the first steps hashes of them are compared.
     - Ranks that gathered or reduced different units at a time have computed with one another's weights, added up one
       another's gradients, or would wait for each other for ever. In the first steps each rank tells what it is about
       to do before it does it, for it cannot while it waits. So it does in an evaluation, before it gathers a unit
@@ -58,6 +59,8 @@ class Agreement:
         # by identity, for a tensor's own hash is slow
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._has_gradient = [False] * len(self._places)
+        owners = (owner for group in groups for owner in internals.parameters_of(group))
+        self._in_nodes = [owner for parameter, owner in owners if internals.num_copies(parameter) > 1]
 
     def begin_backward(self) -> None:
         """Gradients that were dropped since the last backward do not count."""
@@ -71,12 +74,14 @@ class Agreement:
     def settle(self, optimizer: Optimizer) -> None:
         """Before a step of an optimizer: drops gradients of what no rank has used. Call it on all ranks.
 
-        It raises where ranks have gathered or reduced different units since the last step.
+        It raises where ranks have gathered or reduced different units since the last step, or where nodes have
+        different values of the same parameter.
         """
         used: Sequence[int] = self._has_gradient
         if self._group is not None:
             if self._num_checked < _NUM_CHECKED:
                 self._check(_STEP)
+                self._check_nodes()
                 self._num_checked += 1
             most, least, *used = self._largest([self._order, -self._order, *self._has_gradient])
             self._order = 0
@@ -151,6 +156,28 @@ class Agreement:
         """Returns if all ranks tell the same."""
         if self._group is not None:
             _check_same(*self._largest([told, -told]))
+
+    def _check_nodes(self) -> None:
+        """Returns if all nodes have the same values of what each of them has all of; exact, and once for all of it."""
+        hashes = [internals.hash_of_rows(parameter) for parameter in self._in_nodes]
+        if not hashes:
+            return
+        mesh = self._in_nodes[0].sharded_param.device_mesh
+        own = [value for each in hashes for value in (each, -each)]
+        told = [-_PRIME] * (mesh.size(1) * len(own))  # by the rank in the node
+        start = mesh.get_local_rank(1) * len(own)
+        told[start : start + len(own)] = own
+        largest = self._largest(told)
+        for place, (most, negated_least) in enumerate(zip(largest[::2], largest[1::2], strict=True)):
+            if most + negated_least > 0:
+                name = internals.name_of(self._in_nodes[place % len(hashes)])
+                raise RanksApartError(
+                    f"Expected every node to have the same values of each parameter, but those of {name!r} differ. Each"
+                    " node has all of it (modes HSDP and HDP), so what changes weights or gradients of shards must do"
+                    " the same in all nodes: draw their random numbers from a generator of their own, seeded by the"
+                    " rank in the node, parameter.device_mesh.get_local_rank('node'), or leave these modes out by"
+                    " SearchSpace(modes=('ZDP', 'hpZ', 'DP'))."
+                )
 
     def _largest(self, values: Sequence[int]) -> list[int]:
         """Of each value, the largest over all ranks."""

@@ -48,7 +48,7 @@ _METHODS = {
         "_reset_iter_state",
         "_root_post_backward_final_callback",
     ),
-    FSDPParamGroup: ("_register_post_backward_hook", "_to_sharded", "post_backward"),
+    FSDPParamGroup: ("_register_post_backward_hook", "_to_sharded", "post_backward", "wait_for_unshard"),
     FSDPParam: (
         "_init_sharded_post_forward_param_metadata",
         "_setattr_on_modules",
@@ -87,6 +87,7 @@ _ATTRIBUTES = {
     "parameter": (
         "_module_info",
         "_orig_size",
+        "_param_fqn",
         "_post_load_hook_handle",
         "all_gather_outputs",
         "post_forward_mesh_info",
@@ -296,6 +297,24 @@ def keep_identities(module: nn.Module) -> None:
     group._register_post_backward_hook = register_once
 
 
+def gather_for_training(groups: Sequence[Any]) -> None:
+    """Has units that are first gathered in inference mode be gathered for training later, too.
+
+    What torch allocates at the first all-gather is what all others fill, and inference tensors are filled in that mode
+    alone.
+    """
+    for group in groups:
+        group.wait_for_unshard = partial(_outside_inference_mode, group.wait_for_unshard)
+
+
+def _outside_inference_mode(call: Callable[[], None]) -> None:
+    if not torch.is_inference_mode_enabled():
+        call()
+        return
+    with torch.inference_mode(mode=False), torch.no_grad():
+        call()
+
+
 def carry_hooks(groups: Sequence[Any]) -> None:
     """Gives the hooks of ``register_hook()`` on shards to the whole parameters, which get the gradients.
 
@@ -481,9 +500,15 @@ def _drop_retained(group: Any) -> None:
 
 
 def forget_step(root: nn.Module, groups: Sequence[Any]) -> None:
-    """Gives up whatever a step was in the middle of, whole gradients included."""
+    """Gives up whatever a step was in the middle of, gradients that wait included."""
     state_of(root)._reset_iter_state()
+    forget_gradients(groups)
+
+
+def forget_gradients(groups: Sequence[Any]) -> None:
+    """Drops gradients that are not reduced yet, or not between nodes; those of shards stay."""
     for group in groups:
+        group._partial_reduce_output = None
         for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
@@ -626,6 +651,19 @@ def copy_from_first_node(module: nn.Module) -> None:
     for parameter in group.fsdp_params:
         if not parameter.sharded_param.is_meta:
             dist.broadcast(parameter._sharded_local_tensor, group=group.mesh_info.replicate_process_group, group_src=0)
+
+
+def name_of(parameter: Any) -> str:
+    """The name in the root of one of `parameters_of`."""
+    name: str = parameter._param_fqn
+    return name
+
+
+def hash_of_rows(parameter: Any) -> int:
+    """A number below 2^31 - 1 that ranks with the same bits of one of `parameters_of` have, and others hardly ever."""
+    rows = parameter._sharded_local_tensor.detach().flatten()
+    bits = rows.view(torch.int16 if rows.itemsize > 1 else torch.int8)
+    return int(sum(piece.sum() for piece in bits.split(2**18))) % (2**31 - 1)
 
 
 def num_copies(tensor: Tensor) -> int:

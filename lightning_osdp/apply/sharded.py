@@ -74,6 +74,7 @@ class ShardedModel:
                 child.set_reduce_scatter_unused_params(True, recurse=False)
         self._set_prefetch()
         internals.set_asynchronous(module, is_asynchronous=plan is not None and plan.asynchronous_unshard)
+        internals.gather_for_training(self._groups)
         self._agreement = Agreement(module, self._groups)
         self._waiting = internals.WaitingForwards(module)
         internals.set_owner(module, self)
@@ -166,6 +167,15 @@ class ShardedModel:
         """Has hooks that were registered on parameters, before or after sharding, run on their gradients."""
         internals.carry_hooks(self._groups)
 
+    def begin_fit(self) -> None:
+        """Training is about to begin: of a step that an error or the end of a fit broke off, nothing is left.
+
+        Nodes begin with the same weights, whatever their ranks have done to shards since they were made.
+        """
+        self._forget_step()
+        for unit in self.units:
+            internals.copy_from_first_node(unit.handle)
+
     def run(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Runs one of the user's steps, with what the root unit holds unsharded."""
         result: T = internals.run_as_forward(self.module, step, args, kwargs, without_views)
@@ -176,12 +186,20 @@ class ShardedModel:
         with self._agreement.evaluating():
             return self.run(step, *args, **kwargs)
 
+    def forget_gradients(self) -> None:
+        """Drops gradients that wait to be reduced, which no ``zero_grad()`` finds; those of shards stay."""
+        internals.forget_gradients(self._groups)
+
     def before_backward(self) -> None:
         """Forward is over, and backward comes."""
         self._agreement.begin_backward()
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """A step's gradients are complete; raises `RanksApartError` if ranks have run different units."""
+        """The gradients of an optimizer step are complete.
+
+        Raises:
+            RanksApartError: ranks have not run the same units, or nodes have drifted apart.
+        """
         self._agreement.settle(optimizer)
 
     def stepping(self, optimizer: Optimizer) -> AbstractContextManager[None]:
@@ -290,10 +308,13 @@ class ShardedModel:
             try:
                 yield
             finally:
-                internals.forget_step(self.module, self._groups)
-                self._waiting.forget()
+                self._forget_step()
                 for parameter, gradient in gradients:
                     parameter.grad = gradient
+
+    def _forget_step(self) -> None:
+        internals.forget_step(self.module, self._groups)
+        self._waiting.forget()
 
     @contextmanager
     def kept_shards(self) -> Iterator[None]:

@@ -278,6 +278,7 @@ class OSDPStrategy(FSDPStrategy):
     def on_train_start(self) -> None:
         module = self.lightning_module
         assert module is not None
+        self._sharded.begin_fit()
         runs_dry = self.root_device.type != "cpu" if self._dry_run == "auto" else self._dry_run
         # in manual optimization training_step updates weights and states itself: a dry run would train
         if runs_dry and self.plan is not None and module.automatic_optimization:

@@ -27,6 +27,7 @@ from cases import (
 from models import GPT, build
 from strategy_cases import failure
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
 from lightning_osdp import OSDPStrategy, SearchSpace, change_plan, measure_cluster, simulate
 from lightning_osdp.apply import ShardedModel, local
@@ -132,6 +133,59 @@ def low_precision(name, optimizer):
         strategy = OSDPStrategy(plan=plan, node_size=plan.node_size)
         _, found[modes], fit = trained(strategy, name, optimizer, "float32", precision="bf16-mixed")
         assert nodes_apart(fit.lightning_module) == 0.0
+    return found
+
+
+class Noisy(GPT):
+    """Adds noise to its gradients."""
+
+    def on_after_backward(self):
+        for parameter in self.parameters():
+            parameter.grad.add_(torch.randn_like(parameter.grad), alpha=1e-3)
+
+
+class Reinitialized(GPT):
+    """Draws its weights when it has been sharded."""
+
+    def on_fit_start(self):
+        for parameter in self.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+
+
+models.MODELS |= {"noisy": Noisy, "reinitialized": Reinitialized}
+
+
+def draws(name, modes, is_alike):
+    """What is said of a fit in which each rank draws numbers for its shards, and how far apart nodes end.
+
+    Args:
+        name: of a model that does so.
+        modes: one of `MODES`.
+        is_alike: whether ranks draw the same numbers.
+    """
+    plan = in_nodes(plan_for(build("gpt"), "zdp", world_size=dist.get_world_size()), modes)
+    module = build(name)
+    torch.manual_seed(0 if is_alike else dist.get_rank())
+    fit = trainer(OSDPStrategy(plan=plan, node_size=NODE_SIZE))
+    told = failure(lambda: fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size())))
+    return told, fit.global_step, nodes_apart(module)
+
+
+def evaluates_in_inference_mode(modes):
+    """Validation losses before, between and after two fits, in the caller's inference mode and not; and under DDP."""
+    found, plan = [], in_nodes(plan_for(build("gpt"), "zdp", world_size=dist.get_world_size()), modes)
+    for is_ours in (True, False):
+        module, losses = build("gpt"), []
+        data, loader = DataLoader(module.dataset(), batch_size=8), module.loader(dist.get_rank(), dist.get_world_size())
+        for num_fits in range(3):
+            ours, ddp = OSDPStrategy(plan=plan, node_size=NODE_SIZE), DDPStrategy(process_group_backend="gloo")
+            fit = trainer(ours if is_ours else ddp, limit_val_batches=2)
+            if num_fits:
+                fit.fit(module, loader)
+            for is_inference in (True, False):
+                with torch.inference_mode(is_inference):
+                    losses.append(fit.validate(module, data, verbose=False)[0]["val_loss"])
+        found.append(losses)
     return found
 
 

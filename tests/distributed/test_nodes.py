@@ -44,6 +44,30 @@ def test_nodes_begin_with_the_same_values_though_ranks_have_made_others(ranks, i
         assert all(apart == (0.0, 0.0) for apart in found.values()), found
 
 
+@pytest.mark.parametrize(("modes", "name"), [("hsdp", "tokens.weight"), ("all", "positions")])
+def test_nodes_that_drift_apart_are_told_which_weights_do(ranks, modes, name):
+    for (kind, text), num_steps, _ in ranks(4).run(cases.draws, name="noisy", modes=modes, is_alike=False):
+        assert kind == "RanksApartError"
+        assert f"Expected every node to have the same values of each parameter, but those of {name!r} differ" in text
+        assert num_steps == 1
+
+
+@pytest.mark.parametrize(("modes", "is_alike"), [("hdp", True), ("hpz", False)])
+def test_ranks_may_draw_numbers_that_are_alike_and_any_where_no_node_has_all_of_a_unit(ranks, modes, is_alike):
+    assert ranks(4).run(cases.draws, name="noisy", modes=modes, is_alike=is_alike) == [(None, 5, 0.0)] * 4
+
+
+@pytest.mark.parametrize("modes", ["hdp", "all"])
+def test_nodes_begin_to_train_alike_though_ranks_have_drawn_other_weights(ranks, modes):
+    assert ranks(4).run(cases.draws, name="reinitialized", modes=modes, is_alike=False) == [(None, 5, 0.0)] * 4
+
+
+@pytest.mark.parametrize("modes", ["hpz", "all"])
+def test_evaluation_in_inference_mode_is_evaluation(ranks, modes):
+    for found, expected in ranks(4).run(cases.evaluates_in_inference_mode, modes=modes):
+        assert found == pytest.approx(expected, abs=1e-6)
+
+
 @pytest.mark.parametrize("modes", ["mixed", "hdp", "all"])
 def test_steps_that_ranks_take_alone_reach_no_other_and_leave_nothing(ranks, modes):
     assert ranks(4).run(cases.runs_alone, modes=modes) == [0.0] * 4

@@ -55,6 +55,12 @@ class Resharding(pl.Callback):
         self._sharded.before_optimizer_step(optimizer)
         self._before("on_before_optimizer_step", trainer)
 
+    @override
+    def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
+        # where a window of micro-batches begins, in automatic optimization: the one before may have had no step
+        self._sharded.forget_gradients()
+        self._before("on_before_zero_grad", trainer)
+
     def _before(self, hook: str, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         if hook not in self._is_written:
             names = (hook, _RIGHT_AFTER.get(hook, hook))
