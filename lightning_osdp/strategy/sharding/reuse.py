@@ -98,11 +98,7 @@ class ReusableModel:
             )
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Runs before ``state_dict()`` of the module or one inside it.
-
-        Raises:
-            ConfigurationError: it would give shards.
-        """
+        """Before ``state_dict()`` of the module or one inside: raises a `ConfigurationError` if it gives shards."""
         del module, prefix, keep_vars
         if not self.sharded.is_opened:
             raise ConfigurationError(
@@ -112,11 +108,7 @@ class ReusableModel:
             )
 
     def __deepcopy__(self, _: object) -> Callable[..., None]:
-        """Of a module that is copied while its parameters are whole, nothing is sharded.
-
-        Raises:
-            ConfigurationError: they are shards.
-        """
+        """In a copy of whole parameters nothing is sharded; raises a `ConfigurationError` if they are shards."""
         if not self.sharded.is_opened:
             refuse_copy()
         return do_nothing

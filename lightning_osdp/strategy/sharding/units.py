@@ -61,11 +61,7 @@ class Units:
 
     @property
     def sharded(self) -> ShardedModel:
-        """The model's.
-
-        Raises:
-            ConfigurationError: there is none yet.
-        """
+        """The sharded model, or a `ConfigurationError` if there is none yet."""
         if self.model is None:
             raise ConfigurationError(
                 "Expected a sharded model, but setup has not been yet, or has failed. Ask for weights, save them, and"
@@ -173,11 +169,7 @@ class Units:
         }
 
     def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Returns if these can update the shards, in the groups in which they would update the whole model.
-
-        Raises:
-            ConfigurationError: they cannot.
-        """
+        """Raises a `ConfigurationError` if these cannot update the shards, in the groups of the whole model."""
         whole, self._groups = self._groups, None
         if whole is not None:
             check_same_groups(whole, groups_of(optimizers, self.sharded.names_by_group))
