@@ -6,21 +6,24 @@ import pytest
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize(("world_size", "num_micro_batches", "num_mixes"), [(2, 2, 2), (2, 3, 2), (4, 4, 1)])
+@pytest.mark.parametrize(
+    ("world_size", "num_micro_batches", "num_mixes"),
+    [(2, 3, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 2, 2), (4, 4, 1)))],
+)
 def test_each_kind_of_unit_and_mixes_equal_ddp(ranks, world_size, num_micro_batches, num_mixes):
     found = ranks(world_size).run(cases.combinations, num_micro_batches=num_micro_batches, num_mixes=num_mixes)[0]
     assert len(found) == 4 + num_mixes
     assert max(found) < 1e-9
 
 
-@pytest.mark.parametrize("num_micro_batches", [2, 3])
+@pytest.mark.parametrize("num_micro_batches", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_each_kind_of_unit_in_nodes_and_mixes_equal_ddp(ranks, num_micro_batches):
     found = ranks(4).run(cases.combinations, num_micro_batches=num_micro_batches, num_mixes=2, in_nodes=True)[0]
     assert len(found) == 6 + 2
     assert max(found) < 1e-9
 
 
-@pytest.mark.parametrize(("world_size", "numbers"), [(2, (1, 4)), (4, (1, 2, 3))])
+@pytest.mark.parametrize(("world_size", "numbers"), [(2, (1, 4)), pytest.param(4, (1, 2, 3), marks=pytest.mark.slow)])
 def test_mixes_equal_ddp_with_any_number_of_micro_batches(ranks, world_size, numbers):
     found = ranks(world_size).run(cases.several_mixes, numbers=numbers)[0]
     assert len(found) == len(numbers)

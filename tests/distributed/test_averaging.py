@@ -6,7 +6,7 @@ import pytest
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize(("world_size", "modes"), [(2, "mixed"), (4, "all")])
+@pytest.mark.parametrize(("world_size", "modes"), [(2, "mixed"), pytest.param(4, "all", marks=pytest.mark.slow)])
 def test_averages_are_those_under_ddp_also_resumed_and_fitted_again(ranks, world_size, modes):
     for found in ranks(world_size).run(cases.averages, modes=modes):
         for name in ("all alike", "exponential"):

@@ -9,8 +9,18 @@ OVER_ALL = [("ZDP", "last"), ("DP", "last"), ("ZDP", "every")]
 IN_NODES = [("HSDP", "node"), ("HDP", "node"), ("HDP", "last")]
 
 
-@pytest.mark.parametrize(("world_size", "kinds"), [(2, OVER_ALL), (4, IN_NODES)])
-@pytest.mark.parametrize("case", [cases.ended_epochs, cases.stopped_fits, cases.errors_in_backward])
+@pytest.mark.parametrize(
+    ("case", "world_size", "kinds"),
+    [
+        *((case, 2, OVER_ALL) for case in (cases.ended_epochs, cases.errors_in_backward)),
+        (cases.ended_epochs, 4, IN_NODES),
+        *(
+            pytest.param(case, 4, IN_NODES, marks=pytest.mark.slow)
+            for case in (cases.stopped_fits, cases.errors_in_backward)
+        ),
+        pytest.param(cases.stopped_fits, 2, OVER_ALL, marks=pytest.mark.slow),
+    ],
+)
 def test_training_goes_on_as_under_ddp(ranks, case, world_size, kinds):
     found = ranks(world_size).run(case, kinds=kinds)[0]
     assert len(found) == len(kinds)

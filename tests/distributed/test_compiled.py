@@ -20,7 +20,13 @@ def test_compiled_modules_train_under_plans(ranks, how, backend):
     "backend",
     [
         "eager",
-        pytest.param("inductor", marks=pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")),
+        pytest.param(
+            "inductor",
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler"),
+            ],
+        ),
     ],
 )
 def test_blocks_that_are_compiled_whole_are_units(ranks, backend):

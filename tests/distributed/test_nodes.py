@@ -9,9 +9,12 @@ pytestmark = pytest.mark.distributed
 @pytest.mark.parametrize(
     "options",
     [
-        {"name": "gpt", "optimizer": "adamw", "dtype": "float64"},
+        pytest.param({"name": "gpt", "optimizer": "adamw", "dtype": "float64"}, marks=pytest.mark.slow),
         {"name": "odd_mlp", "optimizer": "sgd", "dtype": "float64", "clip": 0.05},
-        {"name": "tied_gpt", "optimizer": "adamw", "dtype": "float64", "num_micro_batches": 2, "sync": "last"},
+        pytest.param(
+            {"name": "tied_gpt", "optimizer": "adamw", "dtype": "float64", "num_micro_batches": 2, "sync": "last"},
+            marks=pytest.mark.slow,
+        ),
         {"name": "gpt", "optimizer": "adamw", "dtype": "float64", "num_micro_batches": 2, "dry_run": True},
         {"name": "half_frozen", "optimizer": "sgd", "dtype": "float64", "num_micro_batches": 2, "sync": "last"},
         {"name": "tied_gpt", "optimizer": "adamw", "dtype": "float64", "num_micro_batches": 2, "sync": "node"},
@@ -44,7 +47,9 @@ def test_nodes_begin_with_the_same_values_though_ranks_have_made_others(ranks, i
         assert all(apart == (0.0, 0.0) for apart in found.values()), found
 
 
-@pytest.mark.parametrize(("modes", "name"), [("hsdp", "tokens.weight"), ("all", "positions")])
+@pytest.mark.parametrize(
+    ("modes", "name"), [("hsdp", "tokens.weight"), pytest.param("all", "positions", marks=pytest.mark.slow)]
+)
 def test_nodes_that_drift_apart_are_told_which_weights_do(ranks, modes, name):
     for (kind, text), num_steps, _ in ranks(4).run(cases.draws, name="noisy", modes=modes, is_alike=False):
         assert kind == "RanksApartError"
@@ -57,12 +62,12 @@ def test_ranks_may_draw_numbers_that_are_alike_and_any_where_no_node_has_all_of_
     assert ranks(4).run(cases.draws, name="noisy", modes=modes, is_alike=is_alike) == [(None, 5, 0.0)] * 4
 
 
-@pytest.mark.parametrize("modes", ["hdp", "all"])
+@pytest.mark.parametrize("modes", ["hdp", pytest.param("all", marks=pytest.mark.slow)])
 def test_nodes_begin_to_train_alike_though_ranks_have_drawn_other_weights(ranks, modes):
     assert ranks(4).run(cases.draws, name="reinitialized", modes=modes, is_alike=False) == [(None, 5, 0.0)] * 4
 
 
-@pytest.mark.parametrize("modes", ["hpz", "all"])
+@pytest.mark.parametrize("modes", ["hpz", pytest.param("all", marks=pytest.mark.slow)])
 def test_evaluation_in_inference_mode_is_evaluation(ranks, modes):
     for found, expected in ranks(4).run(cases.evaluates_in_inference_mode, modes=modes):
         assert found == pytest.approx(expected, abs=1e-6)
@@ -73,7 +78,7 @@ def test_steps_that_ranks_take_alone_reach_no_other_and_leave_nothing(ranks, mod
     assert ranks(4).run(cases.runs_alone, modes=modes) == [0.0] * 4
 
 
-@pytest.mark.parametrize("modes", ["hsdp", "all"])
+@pytest.mark.parametrize("modes", ["hsdp", pytest.param("all", marks=pytest.mark.slow)])
 def test_what_is_written_to_whole_parameters_stays_in_each_node(ranks, modes):
     assert ranks(4).run(cases.writes_back, modes=modes) == [(0.0, 0.0)] * 4
 

@@ -26,7 +26,9 @@ TIED = {
     [(2, {"given": ["zdp", "mixed"]}), pytest.param(4, MIXED, marks=pytest.mark.slow)],
     ids=["2", "4"],
 )
-@pytest.mark.parametrize("name", ["GPT2", "Llama", "T5", "Swin"])
+@pytest.mark.parametrize(
+    "name", ["GPT2", "Llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("T5", "Swin"))]
+)
 def test_every_plan_equals_ddp_and_one_process(ranks, name, world_size, options):
     found = ranks(world_size).run(hf_family, name=name, optimizer="adamw", dtype="float64", **options)[0]
     # Llama and T5 normalise in float32 whatever their parameters are.
