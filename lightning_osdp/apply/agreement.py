@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_osdp.apply import internals
+from lightning_osdp.apply.meshes import OVER_ALL
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.errors import OSDPError, PlanMismatchError, RanksApartError
 
@@ -175,8 +176,8 @@ class Agreement:
                     f"Expected every node to have the same values of each parameter, but those of {name!r} differ. Each"
                     " node has all of it (modes HSDP and HDP), so what changes weights or gradients of shards must do"
                     " the same in all nodes: draw their random numbers from a generator of their own, seeded by the"
-                    " rank in the node, parameter.device_mesh.get_local_rank('node'), or leave these modes out by"
-                    " SearchSpace(modes=('ZDP', 'hpZ', 'DP'))."
+                    " rank in the node, parameter.device_mesh.get_local_rank('node'), or leave these modes out:"
+                    f" OSDPStrategy(search_space={OVER_ALL})."
                 )
 
     def _largest(self, values: Sequence[int]) -> list[int]:

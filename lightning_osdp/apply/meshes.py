@@ -18,11 +18,13 @@ from lightning_osdp.core.plans.plan import Plan
 _NAMES = ("nodes", "node")
 NODE_GROUPS = tuple(f"mesh_{name}" for name in _NAMES)
 """What torch calls the process groups of a mesh of nodes."""
+OVER_ALL = 'SearchSpace(modes=("ZDP", "hpZ", "DP"))'
+"""What leaves the modes out that shard in the node."""
 ONE_MESH = dict.fromkeys(
     ("with different meshes", "cross-mesh operation", "must have the same mesh", "cross mesh concatenation"),
     "Units that are sharded in each node (HSDP, HDP) are on another mesh than those that are sharded over all ranks, as"
     " torch does not allow here. Have the plan shard all of them over all ranks:"
-    ' OSDPStrategy(search_space=SearchSpace(modes=("ZDP", "hpZ", "DP"))).',
+    f" OSDPStrategy(search_space={OVER_ALL}).",
 )
 """What helps where code cannot compute with units on two meshes, by what torch says."""
 

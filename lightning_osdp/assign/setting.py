@@ -175,7 +175,8 @@ class Costs:
         """Modes that each unit may take, the one with the least memory first; the root stays gathered in any mode."""
         options = cache(self._options)
         return tuple(
-            (DP,) if unit.is_root else options(self._choices(unit), *self._lasts(unit)) for unit in self._setting.units
+            (DP,) if unit.is_root else options(self._choices(unit), *self._in_backward(unit))
+            for unit in self._setting.units
         )
 
     def _choices(self, unit: UnitProfile) -> tuple[str, ...]:
@@ -185,7 +186,7 @@ class Costs:
         samples = self._setting.workload.micro_batch_size
         return tuple(sorted(choices, key=lambda choice: saved_bytes(unit, choice, samples)))
 
-    def _lasts(self, unit: UnitProfile) -> tuple[bool, bool]:
+    def _in_backward(self, unit: UnitProfile) -> tuple[bool, bool]:
         """Whether backward comes to it, and whether its gradients may wait for the last micro-batch."""
         setting = self._setting
         accumulates = setting.workload.num_micro_batches > 1 and setting.cluster.world_size > 1

@@ -58,15 +58,10 @@ class StepClock:
         )
         """Events of a micro-batch in which every unit is freed, each with its class: see `_absent`."""
         self._joined, self._places = _joined(self.events, len(step.profile.segments))
-        self._joined_s = self._joined_durations(self.durations.forward_s, self.durations.backward_s)
-
-    def _joined_durations(self, forward_s: Sequence[float], backward_s: Sequence[float]) -> Durations:
-        """Seconds of segments where they are run."""
-        joined_s = {"forward": [0.0] * len(forward_s), "backward": [0.0] * len(backward_s)}
-        for kind, seconds in (("forward", forward_s), ("backward", backward_s)):
-            for place, each_s in zip(self._places[kind], seconds, strict=True):
-                joined_s[kind][place] += each_s
-        return self.durations._replace(forward_s=joined_s["forward"], backward_s=joined_s["backward"])
+        self._joined_s = self.durations._replace(
+            forward_s=_added(self.durations.forward_s, self._places["forward"]),
+            backward_s=_added(self.durations.backward_s, self._places["backward"]),
+        )
 
     def step(self, modes: Sequence[ShardingMode]) -> StepTime:
         """One optimizer step with these modes, one per unit."""
@@ -197,3 +192,11 @@ def _joined(
         else:
             joined.append((event, own))
     return joined, places
+
+
+def _added(seconds: Sequence[float], places: Sequence[int]) -> list[float]:
+    """Seconds of segments, each added to those of the segment that it is part of."""
+    added_s = [0.0] * len(seconds)
+    for place, each_s in zip(places, seconds, strict=True):
+        added_s[place] += each_s
+    return added_s
