@@ -126,6 +126,7 @@ def test_the_plan_that_is_changed_can_be_used(two_ranks, profile, written, tmp_p
     assert used(written, profile, tmp_path)(torch.ones(2, 4)).shape == (2, 3)
 
 
+@pytest.mark.slow
 @fuzzed
 @given(changes=st.lists(edits(), min_size=1, max_size=3))
 def test_an_edited_plan_works_or_is_refused(two_ranks, profile, written, tmp_path, changes):

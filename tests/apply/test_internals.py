@@ -88,6 +88,7 @@ def test_an_object_that_lacks_one_is_named(net, path, name):
         internals.check_units(net)
 
 
+@pytest.mark.slow
 def test_the_package_is_imported_where_fully_shard_has_no_all_gathers_of_its_own():
     code = (
         "import torch.distributed.fsdp._fully_shard._fsdp_param_group\n"

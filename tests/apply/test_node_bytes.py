@@ -3,11 +3,12 @@
 from dataclasses import replace
 
 import pytest
+from tiers import slow
 
 from benchmarks.measures.accuracy.memory import draw_cases, measure
 
 
-@pytest.mark.parametrize(("world_size", "node_size"), [(4, 2), (8, 4), (128, 8)])
+@pytest.mark.parametrize(("world_size", "node_size"), [slow(4, 2), (8, 4), slow(128, 8)])
 @pytest.mark.parametrize("family", ["odd_mlp", "tied"])
 def test_peaks_are_what_was_predicted(family, world_size, node_size):
     errors = {}

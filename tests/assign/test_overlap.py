@@ -40,6 +40,7 @@ def test_modes_fit_and_no_modes_that_fit_are_faster_than_the_bound(model, operat
     assert assign_modes(found, memory_limit_bytes=limit_bytes) == assigned
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(case=overlapped())
 def test_every_path_is_a_bound_on_all_modes_and_the_least_one_too(model, operator, case):

@@ -49,6 +49,7 @@ def fitting(family, limit_bytes):
                 yield found.costs.step_time_s(modes)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(
     case=overlapped(most=4),

@@ -17,6 +17,7 @@ from lightning_osdp import simulate
 MODEL = Model(family="usual", layers="2 x 32 + 1 x 64", sequence_length=16, vocabulary_size=32)
 
 
+@pytest.mark.slow
 def test_everybody_takes_part_within_the_limit(tmp_path, capsys):
     output = tmp_path / "results.json"
     cluster.main(output=output, quick=True)
@@ -49,6 +50,7 @@ def test_everybody_takes_part_within_the_limit(tmp_path, capsys):
 NODE = Place(name="8 H100, NVLink", spec="8 h100-sxm", precision="bf16-mixed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [TITANS, NODE], ids=["float32", "bf16-mixed"])
 def test_the_largest_micro_batch_that_fits_is_the_best(place):
     module = MODEL.on_meta()

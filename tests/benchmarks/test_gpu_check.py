@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from tiers import slow
 
 from benchmarks import gpu_check
 from benchmarks.measures.gpu import emulated, one_device, two_devices
@@ -34,10 +35,7 @@ def test_traces_on_an_accelerator_are_those_on_cpu():
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name in {"environment", "stopwatch"} else pytest.param(name, marks=pytest.mark.slow)
-        for name in one_device.ON_ANY_DEVICE
-    ],
+    [name if name in {"environment", "stopwatch"} else slow(name) for name in one_device.ON_ANY_DEVICE],
 )
 def test_checks_of_one_device_hold_on_cpu(name):
     assert holds(one_device.ON_ANY_DEVICE[name])

@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from benchmarks import search
 
 
+@pytest.mark.slow
 def test_every_row_has_a_certified_gap(tmp_path, capsys):
     output = tmp_path / "results" / "search.json"
     search.main(output=output, sizes=[10], shares=[0.5], seeds=[0], num_runs=1, blocks=[2], num_small=3)

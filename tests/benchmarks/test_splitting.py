@@ -19,6 +19,7 @@ W_BYTES = 4 * 1024 * 1024 // 4
 """Of a quarter of a layer."""
 
 
+@pytest.mark.slow
 def test_peaks_are_predicted_and_fall_with_slices(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(splitting, "QUICK", (1024,))
     monkeypatch.setattr(split_peaks, "NUM_SLICES", (1, 4))
@@ -36,6 +37,7 @@ def test_peaks_are_predicted_and_fall_with_slices(tmp_path, monkeypatch, capsys)
     assert split_peaks.peak(split) / W_BYTES == pytest.approx(6.875, abs=5 / 16)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_steps_in_slices_are_timed_beside_whole_ones():
     case = step_time.Case(hidden_size=HIDDEN_SIZE, is_measured=True, num_rounds=1)

@@ -70,6 +70,7 @@ def test_what_fits_is_told_beside_what_people_choose(towers, run, answer):
     assert found["plan"]["samples_per_s"] >= best * (1 - 1e-9)
 
 
+@pytest.mark.slow
 def test_a_slower_device_takes_longer_and_float32_longer_than_bfloat16(towers, answer):
     def step_s(machine, *more):
         return answer(*ARGUMENTS[:-1], machine, "--batch", "4096", *more)["step"]["compute_s"]

@@ -106,6 +106,7 @@ def test_of_the_root_and_of_one_rank_there_is_nothing_to_choose(planned, profile
     assert "one rank" in find_alternatives(plan, profile, alone, "wte").why()
 
 
+@pytest.mark.slow
 def test_the_price_of_memory_is_of_two_plans(planned, profile, ranks):
     plan = planned(number=2)
     price = memory_price(plan, profile, ranks, more_bytes=2**22)

@@ -48,6 +48,7 @@ def test_without_a_limit_and_a_cluster_that_knows_none_one_is_asked_for(folder, 
     assert "--memory 8GiB" in err
 
 
+@pytest.mark.slow
 def test_every_row_is_a_plan(folder, answer, profile, ranks):
     rows = answer(
         "what-if", "--ranks", "2,8", "--rate", "0.5,4", "--memory", "40MiB,70MiB", "--batch", "1", "--accumulate", "2"

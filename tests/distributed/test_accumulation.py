@@ -2,13 +2,14 @@
 
 import accumulation_cases as cases
 import pytest
+from tiers import slow
 
 pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.parametrize(
     ("world_size", "num_micro_batches", "num_mixes"),
-    [(2, 3, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 2, 2), (4, 4, 1)))],
+    [(2, 3, 2), slow(2, 2, 2), slow(4, 4, 1)],
 )
 def test_each_kind_of_unit_and_mixes_equal_ddp(ranks, world_size, num_micro_batches, num_mixes):
     found = ranks(world_size).run(cases.combinations, num_micro_batches=num_micro_batches, num_mixes=num_mixes)[0]
@@ -16,21 +17,22 @@ def test_each_kind_of_unit_and_mixes_equal_ddp(ranks, world_size, num_micro_batc
     assert max(found) < 1e-9
 
 
-@pytest.mark.parametrize("num_micro_batches", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_micro_batches", [slow(2), 3])
 def test_each_kind_of_unit_in_nodes_and_mixes_equal_ddp(ranks, num_micro_batches):
     found = ranks(4).run(cases.combinations, num_micro_batches=num_micro_batches, num_mixes=2, in_nodes=True)[0]
     assert len(found) == 6 + 2
     assert max(found) < 1e-9
 
 
-@pytest.mark.parametrize(("world_size", "numbers"), [(2, (1, 4)), pytest.param(4, (1, 2, 3), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("world_size", "numbers"), [(2, (1, 4)), slow(4, (1, 2, 3))])
 def test_mixes_equal_ddp_with_any_number_of_micro_batches(ranks, world_size, numbers):
     found = ranks(world_size).run(cases.several_mixes, numbers=numbers)[0]
     assert len(found) == len(numbers)
     assert max(found) < 1e-9
 
 
-@pytest.mark.parametrize(("world_size", "in_nodes"), [(2, False), (4, True)])
+@pytest.mark.parametrize(("world_size", "in_nodes"), [(2, False), slow(4, True)])
 def test_what_lightning_does_in_and_between_windows_equals_ddp(ranks, world_size, in_nodes):
     found = ranks(world_size).run(cases.within_lightning, in_nodes=in_nodes)[0]
     tolerances = {
@@ -47,6 +49,7 @@ def test_what_lightning_does_in_and_between_windows_equals_ddp(ranks, world_size
     ), found
 
 
+@pytest.mark.slow
 def test_collectives_of_a_step_are_those_of_the_table(ranks):
     for steps, expected in ranks(2).run(cases.collectives)[0]:
         assert len(steps) == 5

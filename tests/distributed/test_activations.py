@@ -5,6 +5,7 @@ from importlib.util import find_spec
 import activation_cases as cases
 import activation_fits as fits
 import pytest
+from tiers import slow
 
 pytestmark = pytest.mark.distributed
 
@@ -18,7 +19,7 @@ ONE, TWO = [(1, "every")], [(1, "every"), (2, "last"), (2, "every")]
     [
         *((2, activations, TWO) for activations in cases.POLICIES),
         (4, "mixed", ONE),
-        *(pytest.param(4, each, ONE, marks=pytest.mark.slow) for each in ("recompute", "offload", "recompute_offload")),
+        *(slow(4, each, ONE) for each in ("recompute", "offload", "recompute_offload")),
     ],
 )
 def test_every_plan_trains_as_one_process_in_which_blocks_keep_everything(ranks, world_size, activations, workloads):
@@ -29,12 +30,14 @@ def test_every_plan_trains_as_one_process_in_which_blocks_keep_everything(ranks,
         assert {name: difference for name, difference in found.items() if not difference < 1e-12} == {}
 
 
+@pytest.mark.slow
 def test_fits_in_bf16_mixed_are_those_of_blocks_that_keep_everything(ranks):
     for found in ranks(2).run(fits.in_precision, precision="bf16-mixed"):
         assert len(found) == 3
         assert max(found.values()) < 1e-6, found
 
 
+@pytest.mark.slow
 def test_what_lightnings_policy_names_recomputes_and_is_planned_so(ranks):
     found = ranks(2).run(fits.by_policy)[0]
     blocks = {"blocks.0": "recompute", "blocks.1": "recompute"}
@@ -47,6 +50,7 @@ def test_what_lightnings_policy_names_recomputes_and_is_planned_so(ranks):
     assert max(difference for *_, difference in found.values()) < 1e-6
 
 
+@pytest.mark.slow
 def test_a_model_whose_activations_exceed_the_limit_trains_where_they_may_be_offloaded(ranks):
     """One sample is all that a micro-batch has; on CPU what is offloaded is counted apart from the peak."""
     limit_bytes = 560 * 2**10
@@ -68,6 +72,7 @@ def test_a_model_whose_activations_exceed_the_limit_trains_where_they_may_be_off
         assert difference < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     find_spec("transformers") is None, reason="needs transformers: python -m pip install --group models"
 )

@@ -2,11 +2,12 @@
 
 import averaging_cases as cases
 import pytest
+from tiers import slow
 
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize(("world_size", "modes"), [(2, "mixed"), pytest.param(4, "all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("world_size", "modes"), [(2, "mixed"), slow(4, "all")])
 def test_averages_are_those_under_ddp_also_resumed_and_fitted_again(ranks, world_size, modes):
     for found in ranks(world_size).run(cases.averages, modes=modes):
         for name in ("all alike", "exponential"):
@@ -14,6 +15,7 @@ def test_averages_are_those_under_ddp_also_resumed_and_fitted_again(ranks, world
         assert max(found.values()) < 1e-6, found
 
 
+@pytest.mark.slow
 def test_an_average_is_planned_for_and_others_are_refused(ranks):
     for found in ranks(2).run(cases.planned):
         (predicted, counted), (without, _) = found["peaks"]["with"], found["peaks"]["without"]

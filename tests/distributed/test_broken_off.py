@@ -2,6 +2,7 @@
 
 import broken_off_cases as cases
 import pytest
+from tiers import slow
 
 pytestmark = pytest.mark.distributed
 
@@ -12,13 +13,10 @@ IN_NODES = [("HSDP", "node"), ("HDP", "node"), ("HDP", "last")]
 @pytest.mark.parametrize(
     ("case", "world_size", "kinds"),
     [
-        *((case, 2, OVER_ALL) for case in (cases.ended_epochs, cases.errors_in_backward)),
+        (cases.ended_epochs, 2, OVER_ALL),
         (cases.ended_epochs, 4, IN_NODES),
-        *(
-            pytest.param(case, 4, IN_NODES, marks=pytest.mark.slow)
-            for case in (cases.stopped_fits, cases.errors_in_backward)
-        ),
-        pytest.param(cases.stopped_fits, 2, OVER_ALL, marks=pytest.mark.slow),
+        *(slow(case, 2, OVER_ALL) for case in (cases.stopped_fits, cases.errors_in_backward)),
+        *(slow(case, 4, IN_NODES) for case in (cases.stopped_fits, cases.errors_in_backward)),
     ],
 )
 def test_training_goes_on_as_under_ddp(ranks, case, world_size, kinds):

@@ -14,6 +14,7 @@ def test_a_model_is_called_in_hooks(ranks):
     check(ranks(2).run(cases.calls_in_hooks)[0])
 
 
+@pytest.mark.slow
 def test_weights_are_loaded_and_copied_in_hooks(ranks):
     check(ranks(2).run(cases.loads_and_copies)[0])
 
@@ -28,12 +29,14 @@ def test_wrap_of_torch_leaves_it_to_the_plan_what_a_unit_is(ranks):
     check(ranks(2).run(cases.wraps)[0])
 
 
+@pytest.mark.slow
 def test_profilers_of_lightning_write_their_traces(ranks):
     found = ranks(2).run(cases.profiles)[0]
     assert [".trace", ".json"] not in found["simple"] + found["advanced"]
     assert [".trace", ".json"] in [suffixes[-2:] for suffixes in found["pytorch"]]
 
 
+@pytest.mark.slow
 def test_what_is_generated_in_validation(ranks):
     check(ranks(2).run(cases.generates)[0])
 
@@ -45,6 +48,7 @@ def test_ranks_that_generate_for_different_lengths_end_with_what_to_do(ranks, ki
         assert "trainer.strategy.gathered()" in told
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs the optional dependency transformers")
 def test_transformers_generate_on_all_ranks_and_on_one(ranks):
     check(ranks(2).run(cases.transformers_generate)[0], tolerance=1e-5)

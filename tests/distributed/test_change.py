@@ -4,6 +4,7 @@ from collections import Counter
 
 import change_cases as cases
 import pytest
+from tiers import slow
 
 pytestmark = pytest.mark.distributed
 
@@ -13,11 +14,11 @@ SAME_SUMS = [kind for kind in cases.KINDS if kind != "sync"]
 @pytest.mark.parametrize(
     ("kinds", "options"),
     [
-        *(([kind], {"units": "both", "sync": "last"}) for kind in SAME_SUMS),
+        *(slow([kind], {"units": "both", "sync": "last"}) for kind in SAME_SUMS),
         (SAME_SUMS, {"units": "block"}),
-        (SAME_SUMS, {"units": "both", "slices": True}),
-        (SAME_SUMS, {"units": "two blocks", "sync": "last"}),
-        (SAME_SUMS, {"units": "operators"}),
+        slow(SAME_SUMS, {"units": "both", "slices": True}),
+        slow(SAME_SUMS, {"units": "two blocks", "sync": "last"}),
+        slow(SAME_SUMS, {"units": "operators"}),
     ],
 )
 def test_training_is_bit_equal_to_that_under_one_plan(ranks, kinds, options):
@@ -29,6 +30,7 @@ def test_training_is_bit_equal_to_that_under_one_plan(ranks, kinds, options):
             assert are_names_kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("units", ["block", "operators"])
 def test_where_gradients_are_reduced_at_other_times_training_is_equal_within_rounding(ranks, units):
     given = {"seed": 0, "units": units}
@@ -39,9 +41,8 @@ def test_where_gradients_are_reduced_at_other_times_training_is_equal_within_rou
             assert are_names_kept
 
 
-@pytest.mark.parametrize(
-    "units", [pytest.param("block", marks=pytest.mark.slow), pytest.param("both", marks=pytest.mark.slow), "operators"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("units", [slow("block"), slow("both"), "operators"])
 def test_a_module_that_came_to_a_plan_runs_and_holds_what_one_does_that_was_made_with_it(ranks, units):
     for found in ranks(2).run(cases.runs_as_made_so, units=units, seeds=range(4)):
         for (came, made, predicted), (came_bytes, made_bytes) in found:
@@ -83,6 +84,7 @@ def test_a_plan_changes_whatever_was_run_before_if_no_backward_is_to_come(ranks)
     assert ranks(2).run(cases.forgets) == [(True, 2, True)] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state_dict_type", ["full", "sharded"])
 def test_a_fit_trains_on_saves_and_resumes_as_if_its_plan_had_not_changed(ranks, state_dict_type):
     for found in ranks(2).run(cases.fits, state_dict_type=state_dict_type):

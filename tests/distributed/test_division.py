@@ -2,6 +2,7 @@
 
 import division_cases as cases
 import pytest
+from tiers import slow
 
 pytestmark = pytest.mark.distributed
 
@@ -25,9 +26,10 @@ def check(found):
         assert one["difference"] < 1e-7  # clipping by norm differs by 1e-6 of it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "chosen"),
-    [(2, CASES), pytest.param(4, [({"accumulate_grad_batches": 4}, (2, 8))], marks=pytest.mark.slow)],
+    [(2, CASES), slow(4, [({"accumulate_grad_batches": 4}, (2, 8))])],
 )
 def test_the_same_steps_in_other_micro_batches(ranks, world_size, chosen):
     found = ranks(world_size).run(cases.plans_equal_ddp, cases=chosen)[0]
@@ -37,6 +39,7 @@ def test_the_same_steps_in_other_micro_batches(ranks, world_size, chosen):
         assert one["number"][0] == one["number"][1]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_counts_as_its_checkpoint_does(ranks):
     found, steps = ranks(2).run(cases.resumes_in_mid_epoch)[0]
     assert [(sizes, number) for _, sizes, number, _ in found] == [({8}, 2), ({8}, 2), ({4}, 4)]
@@ -44,6 +47,7 @@ def test_a_resumed_run_counts_as_its_checkpoint_does(ranks):
     assert max(difference for difference, *_ in found) < 1e-9
 
 
+@pytest.mark.slow
 def test_a_trainer_that_trains_a_second_model_begins_with_the_users_own_micro_batches(ranks):
     found = ranks(2).run(cases.a_second_model_is_divided_from_the_users_own)[0]
     for fits in found.values():
@@ -60,7 +64,7 @@ def test_a_given_plan_divides_after_validation_too(ranks):
         assert callbacks[0] == "PlanMonitor"
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, slow(4)])
 def test_the_strategy_divides_the_users_own_and_a_stated_global_batch(ranks, world_size):
     found = ranks(world_size).run(cases.chooses_for_itself)[0]
     check(found)
@@ -73,6 +77,7 @@ def test_the_strategy_divides_the_users_own_and_a_stated_global_batch(ranks, wor
         assert one["said"][0].startswith(f"OSDP: b 4 -> {size}, K 4 -> {number}, ")
 
 
+@pytest.mark.slow
 def test_micro_batches_stay_where_others_would_train_differently(ranks):
     found = ranks(2).run(cases.keeps_what_is_there)[0]
     assert {name: (sizes, number) for name, (sizes, number, _) in found.items()} == {
@@ -90,7 +95,7 @@ def test_micro_batches_stay_where_others_would_train_differently(ranks):
     }
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, slow(4)])
 def test_global_batches_that_cannot_be_had_are_refused(ranks, world_size):
     uneven, both, kept, coarse = ranks(world_size).run(cases.refused)[0]
     n = world_size

@@ -2,6 +2,7 @@
 
 import dry_run_cases as cases
 import pytest
+from tiers import slow
 
 pytestmark = pytest.mark.distributed
 
@@ -10,7 +11,12 @@ KINDS = ("DP", "every"), ("DP", "last"), ("ZDP", "every")
 
 @pytest.mark.parametrize(
     ("world_size", "modes", "options"),
-    [(1, "dp", {}), (2, "mixed", {"precision": "bf16-mixed"}), (2, "dp", {"limit_val_batches": 1}), (4, "mixed", {})],
+    [
+        (1, "dp", {}),
+        (2, "mixed", {"precision": "bf16-mixed"}),
+        slow(2, "dp", {"limit_val_batches": 1}),
+        slow(4, "mixed", {}),
+    ],
 )
 def test_a_dry_run_changes_nothing(ranks, world_size, modes, options):
     # evaluation leaves units gathered
@@ -57,10 +63,12 @@ def test_micro_batches_get_smaller_where_nothing_is_left_to_shard(ranks):
         ]
 
 
+@pytest.mark.slow
 def test_what_says_nothing_of_memory_does_not_keep_from_training(ranks):
     assert ranks(2).run(cases.cannot_tell) == [[(4, True), (3, True), (4, True)]] * 2
 
 
+@pytest.mark.slow
 def test_blocks_recompute_where_units_keep_nothing_and_training_is_the_same(ranks):
     for found in ranks(2).run(cases.recomputes):
         assert found["could"] == [f"layers.{index}" for index in range(4)]

@@ -2,6 +2,7 @@
 
 import pytest
 from cases import equivalence
+from tiers import slow
 
 pytestmark = pytest.mark.distributed
 
@@ -9,11 +10,11 @@ both_sizes = pytest.mark.parametrize("world_size", [2, 4])
 
 MODES = {"zdp": ["ZDP"], "dp": ["DP"], "mixed": ["DP", "ZDP"]}
 # A parameter whose true gradient is zero, such as attention's key bias, drifts by rounding under AdamW in float32.
-TOLERANCES = [("adamw", "float64", 1e-9), ("sgd", "float32", 1e-6), ("adamw", "float32", 1e-4)]
+TOLERANCES = [("adamw", "float64", 1e-9), ("sgd", "float32", 1e-6), slow("adamw", "float32", 1e-4)]
 
 
 @pytest.mark.parametrize(("optimizer", "dtype", "tolerance"), TOLERANCES)
-@pytest.mark.parametrize("name", ["gpt", "odd_mlp", "tied_gpt"])
+@pytest.mark.parametrize("name", ["gpt", "odd_mlp", slow("tied_gpt")])
 def test_five_steps_equal_ddp_and_one_process(ranks, name, optimizer, dtype, tolerance):
     differences = ranks(2).run(equivalence, name=name, optimizer=optimizer, dtype=dtype, modes=[*MODES])[0]
     assert {each: found["modes"] for each, found in differences.items()} == MODES
@@ -28,14 +29,14 @@ def mixed(ranks, world_size, **options):
     return ranks(world_size).run(equivalence, modes=["mixed"], **options)[0]["mixed"]
 
 
-@pytest.mark.parametrize("name", ["gpt", "odd_mlp", "tied_gpt"])
+@pytest.mark.parametrize("name", [slow("gpt"), "odd_mlp", slow("tied_gpt")])
 def test_five_steps_equal_on_four_ranks(ranks, name):
     found = mixed(ranks, 4, name=name, optimizer="adamw", dtype="float64")
     assert found["ddp"] < 1e-9
     assert found["plain"] < 1e-9
 
 
-@pytest.mark.parametrize(("world_size", "num_micro_batches"), [(2, 3), (4, 2)])
+@pytest.mark.parametrize(("world_size", "num_micro_batches"), [(2, 3), slow(4, 2)])
 def test_accumulated_micro_batches_equal_ddp_and_one_process(ranks, world_size, num_micro_batches):
     options = {"name": "gpt", "optimizer": "adamw", "dtype": "float64", "num_micro_batches": num_micro_batches}
     found = mixed(ranks, world_size, **options)
@@ -44,7 +45,7 @@ def test_accumulated_micro_batches_equal_ddp_and_one_process(ranks, world_size, 
 
 
 @both_sizes
-@pytest.mark.parametrize("name", ["gpt", "odd_mlp"])
+@pytest.mark.parametrize("name", [slow("gpt"), "odd_mlp"])
 def test_gradients_clipped_by_norm_equal_one_process(ranks, name, world_size):
     found = mixed(ranks, world_size, name=name, optimizer="sgd", dtype="float64", clip=0.05)
     assert found["plain"] < 1e-7  # clip_grad_norm_ adds 1e-6 to the norm, as torch does

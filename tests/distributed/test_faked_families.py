@@ -8,6 +8,7 @@ from pathlib import Path
 import family_models
 import pytest
 import torch
+from tiers import but_slow
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "profiler"))
 
@@ -44,7 +45,7 @@ def test_a_step_on_fakes_takes_the_same_bytes(name, precision):
         assert fake == pytest.approx(real, rel=ROUNDING)
 
 
-@pytest.mark.parametrize("name", DEEP)
+@pytest.mark.parametrize("name", but_slow(DEEP, slow=["EncoderDecoder", "hierarchical_vit"]))
 def test_a_deep_model_is_traced_by_fewer_blocks_to_the_same_end(name):
     of_benchmarks = name in BENCHMARKED
     model = deepened(build(name) if of_benchmarks else family_models.MODELS[name]())

@@ -2,6 +2,7 @@
 
 import fixture_cases as cases
 import pytest
+from tiers import slow
 
 from lightning_osdp.errors import PlanFormatError
 from lightning_osdp.strategy.checkpointing.stored_plan import read_plan
@@ -16,7 +17,7 @@ OTHER_SCHEMA = (
 )
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, slow(4)])
 def test_checkpoints_of_an_earlier_version_load(ranks, world_size):
     found, told = ranks(world_size).run(cases.goes_on, checkpoints=CHECKPOINTS)[0]
     assert list(found) == CHECKPOINTS

@@ -238,12 +238,14 @@ def check(ranks, world_size, case, played=differences):
     assert found == [{}] * world_size
 
 
+@pytest.mark.slow
 @fuzzed(0.6)
 @given(case=cases())
 def test_two_ranks_train_as_one_process_does(ranks, case):
     check(ranks, 2, case)
 
 
+@pytest.mark.slow
 @fuzzed(0.08)
 @given(case=cases())
 def test_four_ranks_train_as_one_process_does(ranks, case):

@@ -2,11 +2,12 @@
 
 import pytest
 from joined_cases import trains
+from tiers import slow
 
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize("prefetch", ["pre", "none"])
+@pytest.mark.parametrize("prefetch", ["pre", slow("none")])
 @pytest.mark.parametrize("name", ["deep_gpt", "odd_mlp"])
 def test_units_that_the_planner_joined_train_as_ddp_with_the_collectives_as_predicted(ranks, name, prefetch):
     for found in ranks(2).run(trains, name=name, prefetch=prefetch):
@@ -16,6 +17,7 @@ def test_units_that_the_planner_joined_train_as_ddp_with_the_collectives_as_pred
         assert found["num_seen"] == 5 * len(found["expected"])
 
 
+@pytest.mark.slow
 def test_units_that_are_gathered_late_train_as_ddp_with_the_collectives_as_predicted(ranks):
     for found in ranks(2).run(trains, name="gpt", prefetch="pre", late=1):
         assert found["difference"] < 1e-9

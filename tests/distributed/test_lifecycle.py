@@ -9,6 +9,7 @@ NOT_WITH_SHARDS = {"StochasticWeightAveraging": "ConfigurationError: Expected av
 """What raises, and how it begins."""
 
 
+@pytest.mark.slow
 def test_features_of_the_trainer_give_what_they_give_under_ddp(ranks):
     for found in ranks(2).run(cases.outcomes):
         assert {feature: wrong for feature, wrong in found.items() if wrong}.keys() == NOT_WITH_SHARDS.keys()

@@ -122,6 +122,7 @@ def test_full_states_go_to_ddp_and_back_bit_for_bit(ranks, min_unit_bytes, num_u
     assert ranks(2).run(cases.states, min_unit_bytes=min_unit_bytes) == [([], num_units, 4)] * 2
 
 
+@pytest.mark.slow
 def test_shards_load_everywhere_and_so_do_full_checkpoints(ranks):
     for files, beside, num_callbacks, wrong in ranks(2).run(cases.sharded_checkpoints):
         assert files == [".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"]
@@ -158,6 +159,7 @@ def test_what_cannot_be_loaded_is_refused(ranks):
         assert found["loads"] == [True]  # from a map of the file: a rank does not read all of it
 
 
+@pytest.mark.slow
 def test_modules_are_made_by_the_user_and_sharded_by_the_plan(ranks):
     for found in ranks(2).run(cases.configured_modules):
         assert found["made"] == ("cpu", "torch.float32")
@@ -180,6 +182,7 @@ def test_modules_are_made_in_the_trainers_precision_also_on_the_meta_device(rank
     assert ranks(2).run(cases.made_in_precision, precision=precision) == [expected] * 2
 
 
+@pytest.mark.slow
 def test_gradients_that_half_precision_cannot_hold_are_scaled(ranks):
     for found, scales in ranks(2).run(cases.faint_gradients):
         assert found["bf16-mixed"] > 1e-3
@@ -187,6 +190,7 @@ def test_gradients_that_half_precision_cannot_hold_are_scaled(ranks):
         assert len(scales) == 1
 
 
+@pytest.mark.slow
 def test_what_recomputes_or_is_compiled_trains_the_same_and_mixed_precision_does_not(ranks):
     for found in ranks(2).run(cases.same_training):
         assert found["set"] == (True, ["layers.0", "layers.2"])

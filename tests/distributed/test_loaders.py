@@ -2,6 +2,7 @@
 
 import loader_cases as cases
 import pytest
+from tiers import slow
 
 pytestmark = pytest.mark.distributed
 
@@ -22,12 +23,14 @@ def test_loaders_asked_of_the_module_are_left_as_they_are(ranks, kind):
 
 
 REBUILT = set(cases.LOADERS) - {"uneven", "generator", "seeded"}
+SLOW = ["iterable", "list", "max_size"]
 ON_FOUR = ["batch_sampler", "counted", "max_size", "shuffled", "workers"]
 """One for each way to divide samples among ranks: Lightning's sampler, alone and inside of others, and one's own."""
 
 
 @pytest.mark.parametrize(
-    ("world_size", "kind"), [*((2, kind) for kind in sorted(REBUILT)), *((4, kind) for kind in ON_FOUR)]
+    ("world_size", "kind"),
+    [*(slow(2, kind) if kind in SLOW else (2, kind) for kind in sorted(REBUILT)), *((4, kind) for kind in ON_FOUR)],
 )
 def test_loaders_rebuilt_with_another_size_equal_ddp_at_that_size(ranks, kind, world_size):
     found = ranks(world_size).run(cases.equals_ddp, kind=kind, asked=6)
@@ -101,6 +104,7 @@ def test_what_lightning_cannot_give_its_sampler_fails_as_under_ddp(ranks, kind):
     assert ours == ddps
 
 
+@pytest.mark.slow
 def test_a_given_plan_sets_the_size_of_one_loader_but_not_of_different_ones(ranks):
     planned, uneven, said, other, kept = ranks(2).run(cases.one_plan_for_different_loaders)[0]
     assert planned == 4

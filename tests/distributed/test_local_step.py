@@ -2,6 +2,7 @@
 
 import local_step_cases as cases
 import pytest
+from tiers import slow
 
 pytestmark = pytest.mark.distributed
 ROUNDING = 1e-6
@@ -12,7 +13,7 @@ ROUNDING = 1e-6
     [
         (2, tuple(cases.CLASSES), False),
         (4, ("SGD", "AdamW", "NAdam"), True),
-        pytest.param(4, tuple(cases.CLASSES), False, marks=pytest.mark.slow),
+        slow(4, tuple(cases.CLASSES), False),
     ],
     ids=["two", "nodes", "four"],
 )

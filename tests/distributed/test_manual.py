@@ -6,6 +6,7 @@ import pytest
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.slow
 def test_manual_optimization_with_one_and_two_optimizers_equals_ddp_and_resumes(ranks):
     for found in ranks(2).run(cases.manual_training):
         assert found["GAN moved"] > 1e-3

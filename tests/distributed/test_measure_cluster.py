@@ -23,6 +23,7 @@ def test_all_ranks_see_the_same_cluster_and_its_links_take_time(ranks, available
         assert link.ring_s(1000, world_size) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("node_size", "num_groups"), [(2, 2), (None, 0)])
 def test_memory_is_measured_while_the_groups_of_nodes_have_theirs(ranks, node_size, num_groups):
     for memory_bytes, num_others in ranks(4).run(memory_beside_groups, node_size=node_size):

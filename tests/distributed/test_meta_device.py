@@ -10,14 +10,15 @@ from meta_cases import (
     torch_modules,
     trains,
 )
+from tiers import slow
 
 pytestmark = pytest.mark.distributed
 
 MIXED, IN_NODES = ("ZDP", "DP"), ("HSDP", "ZDP", "HDP")
-KINDS = [(2, MIXED), (4, IN_NODES), pytest.param(4, MIXED, marks=pytest.mark.slow)]
+KINDS = [(2, MIXED), (4, IN_NODES), slow(4, MIXED)]
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, slow(4)])
 @pytest.mark.parametrize("start", ["meta", "rank 0"])
 def test_wrapping_takes_the_shards_and_two_copies_of_one_unit(ranks, start, world_size):
     found = ranks(world_size).run(memory_while_wrapping, start=start)

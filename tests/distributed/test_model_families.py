@@ -3,6 +3,7 @@
 import pytest
 from family_cases import family
 from models import build
+from tiers import but_slow
 
 from lightning_osdp import TrainingStep, profile_model
 from lightning_osdp.core.units import partition
@@ -13,6 +14,7 @@ FAMILIES = [
     "ConvBatchNorm", "Adapters", "FrozenBias", "CalledTwice", "Tiny", "Containers", "EncoderDecoder", "CrossAttention",
     "Recurrent", "ReturnsItsLoss",
 ]  # fmt: skip
+SLOW = ["FrozenBias", "Containers", "EncoderDecoder", "CrossAttention", "Recurrent"]
 
 
 def check(found, tolerance):
@@ -26,7 +28,7 @@ def check(found, tolerance):
     assert mixed["modes"] == {"DP", "ZDP"} or len(mixed["units"]) == 2  # the root and one more
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", but_slow(FAMILIES, slow=SLOW))
 def test_every_plan_equals_ddp_and_one_process(ranks, name):
     found = ranks(2).run(family, name=name, optimizer="adamw", dtype="float64")[0]
     assert list(found["plans"]) == ["zdp", "dp", "mixed", "own", "own, little memory"]

@@ -2,6 +2,7 @@
 
 import node_cases as cases
 import pytest
+from tiers import slow
 
 pytestmark = pytest.mark.distributed
 
@@ -9,16 +10,13 @@ pytestmark = pytest.mark.distributed
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"name": "gpt", "optimizer": "adamw", "dtype": "float64"}, marks=pytest.mark.slow),
+        slow({"name": "gpt", "optimizer": "adamw", "dtype": "float64"}),
         {"name": "odd_mlp", "optimizer": "sgd", "dtype": "float64", "clip": 0.05},
-        pytest.param(
-            {"name": "tied_gpt", "optimizer": "adamw", "dtype": "float64", "num_micro_batches": 2, "sync": "last"},
-            marks=pytest.mark.slow,
-        ),
-        {"name": "gpt", "optimizer": "adamw", "dtype": "float64", "num_micro_batches": 2, "dry_run": True},
-        {"name": "half_frozen", "optimizer": "sgd", "dtype": "float64", "num_micro_batches": 2, "sync": "last"},
+        slow({"name": "tied_gpt", "optimizer": "adamw", "dtype": "float64", "num_micro_batches": 2, "sync": "last"}),
+        slow({"name": "gpt", "optimizer": "adamw", "dtype": "float64", "num_micro_batches": 2, "dry_run": True}),
+        slow({"name": "half_frozen", "optimizer": "sgd", "dtype": "float64", "num_micro_batches": 2, "sync": "last"}),
         {"name": "tied_gpt", "optimizer": "adamw", "dtype": "float64", "num_micro_batches": 2, "sync": "node"},
-        {"name": "gpt", "optimizer": "adamw", "dtype": "float64", "clip": 0.05, "sliced": ("fc", "out", "head")},
+        slow({"name": "gpt", "optimizer": "adamw", "dtype": "float64", "clip": 0.05, "sliced": ("fc", "out", "head")}),
     ],
     ids=["adamw", "clipped sgd", "tied, last", "dry run", "frozen, last", "tied, node", "sliced"],
 )
@@ -31,6 +29,7 @@ def test_five_steps_equal_ddp_and_one_process(ranks, options):
         assert nodes_apart == 0.0
 
 
+@pytest.mark.slow
 def test_in_low_precision_units_in_nodes_train_like_those_over_all_ranks(ranks):
     found = ranks(4).run(cases.low_precision, name="gpt", optimizer="adamw")[0]
     expected = found.pop("zdp")
@@ -47,9 +46,7 @@ def test_nodes_begin_with_the_same_values_though_ranks_have_made_others(ranks, i
         assert all(apart == (0.0, 0.0) for apart in found.values()), found
 
 
-@pytest.mark.parametrize(
-    ("modes", "name"), [("hsdp", "tokens.weight"), pytest.param("all", "positions", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("modes", "name"), [("hsdp", "tokens.weight"), slow("all", "positions")])
 def test_nodes_that_drift_apart_are_told_which_weights_do(ranks, modes, name):
     for (kind, text), num_steps, _ in ranks(4).run(cases.draws, name="noisy", modes=modes, is_alike=False):
         assert kind == "RanksApartError"
@@ -62,12 +59,12 @@ def test_ranks_may_draw_numbers_that_are_alike_and_any_where_no_node_has_all_of_
     assert ranks(4).run(cases.draws, name="noisy", modes=modes, is_alike=is_alike) == [(None, 5, 0.0)] * 4
 
 
-@pytest.mark.parametrize("modes", ["hdp", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("modes", ["hdp", slow("all")])
 def test_nodes_begin_to_train_alike_though_ranks_have_drawn_other_weights(ranks, modes):
     assert ranks(4).run(cases.draws, name="reinitialized", modes=modes, is_alike=False) == [(None, 5, 0.0)] * 4
 
 
-@pytest.mark.parametrize("modes", ["hpz", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("modes", ["hpz", slow("all")])
 def test_evaluation_in_inference_mode_is_evaluation(ranks, modes):
     for found, expected in ranks(4).run(cases.evaluates_in_inference_mode, modes=modes):
         assert found == pytest.approx(expected, abs=1e-6)
@@ -78,7 +75,7 @@ def test_steps_that_ranks_take_alone_reach_no_other_and_leave_nothing(ranks, mod
     assert ranks(4).run(cases.runs_alone, modes=modes) == [0.0] * 4
 
 
-@pytest.mark.parametrize("modes", ["hsdp", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("modes", ["hsdp", slow("all")])
 def test_what_is_written_to_whole_parameters_stays_in_each_node(ranks, modes):
     assert ranks(4).run(cases.writes_back, modes=modes) == [(0.0, 0.0)] * 4
 
@@ -108,6 +105,7 @@ def test_units_change_between_being_freed_kept_and_left_in_nodes_while_they_trai
         assert from_ddp < 1e-12
 
 
+@pytest.mark.slow
 def test_a_plan_that_shards_a_unit_over_other_ranks_is_refused_while_training_goes_on(ranks):
     for found in ranks(4).run(cases.refused_moves):
         assert [apart for _, apart in found.values()] == [0.0] * 3
@@ -131,6 +129,7 @@ def test_an_evaluation_leaves_a_shard_in_each_node_until_weights_change(ranks):
         assert resharded == (0, 0)
 
 
+@pytest.mark.slow
 def test_links_inside_of_nodes_and_between_them_are_measured(ranks):
     first, *others = ranks(4).run(cases.measured)
     assert others == [first] * 3

@@ -3,13 +3,14 @@
 import pytest
 from cases import overflows, trains_in
 from models import WideMLP
+from tiers import slow
 
 pytestmark = pytest.mark.distributed
 
 NUM_ELEMENTS = sum(p.numel() for p in WideMLP().parameters())
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, slow(4)])
 @pytest.mark.parametrize(
     ("precision", "bytes_per_element", "kept"),
     [("32-true", 4, "float32"), ("bf16-mixed", 2, "float32"), ("bf16-true", 2, "bfloat16"), ("16-mixed", 2, "float32")],

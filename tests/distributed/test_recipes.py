@@ -32,6 +32,7 @@ def test_two_forwards_and_a_loss_over_pairs_equal_ddp(ranks):
         assert batch == [BATCH_SIZE, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     find_spec("transformers") is None, reason="needs transformers: python -m pip install --group models"
 )

@@ -2,6 +2,7 @@
 
 import pytest
 import resume_cases as cases
+from tiers import slow
 
 pytestmark = pytest.mark.distributed
 
@@ -12,7 +13,7 @@ pytestmark = pytest.mark.distributed
         ({"schedule": "step", "val_check_interval": 0.5}, ["steps/3.ckpt", "best/4.ckpt", "epochs/4.ckpt"]),
         ({"schedule": "epoch", "num_workers": 1, "kind": "sharded"}, ["epochs/4.ckpt"]),
         # What workers draw in mid-epoch is the loader's to restore.
-        ({"schedule": "epoch", "num_workers": 1, "noise": 0.0, "dry_run": True}, ["steps/3.ckpt"]),
+        slow({"schedule": "epoch", "num_workers": 1, "noise": 0.0, "dry_run": True}, ["steps/3.ckpt"]),
     ],
 )
 def test_a_resumed_run_equals_the_uninterrupted_one(ranks, options, resumed_from):

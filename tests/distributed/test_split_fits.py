@@ -32,6 +32,7 @@ def make_plan_of_whole_operators(world_size, limit_bytes):
     )
 
 
+@pytest.mark.slow
 def test_a_model_that_fits_in_slices_only_trains_under_a_hard_limit(monkeypatch):
     world_size, limit_bytes = 2, 20 * MiB
     with pytest.raises(InfeasibleError, match="No plan fits"):

@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 import split_cases as cases
+from tiers import slow
 
 pytestmark = pytest.mark.distributed
 
@@ -15,9 +16,7 @@ DDP_CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "chosen"), [(2, DDP_CASES), pytest.param(4, DDP_CASES[1:3], marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("world_size", "chosen"), [(2, DDP_CASES), slow(4, DDP_CASES[1:3])])
 def test_training_in_slices_equals_ddp(ranks, world_size, chosen):
     found = ranks(world_size).run(cases.differences, cases=[case for case, _ in chosen])[0]
     for (difference, moved), (case, tolerance) in zip(found, chosen, strict=True):
@@ -31,6 +30,7 @@ def test_in_bf16_slices_train_like_the_whole_operators(ranks):
     assert split != whole
 
 
+@pytest.mark.slow
 def test_checkpoints_of_any_slices_load_into_any_others(ranks, tmp_path):
     ranks(1).run(cases.save_plain, folder=str(tmp_path))
     sizes, kinds = (1, 2, 4, 3), list(cases.KINDS)
@@ -48,6 +48,7 @@ def test_checkpoints_of_any_slices_load_into_any_others(ranks, tmp_path):
         assert found == {f"{name} as {kind}": [] for kind, names in sources.items() for name in names}
 
 
+@pytest.mark.slow
 def test_an_optimizer_without_state_is_saved_and_loaded(ranks, tmp_path):
     for rates, refused in ranks(2).run(cases.without_state, folder=str(tmp_path)):
         assert rates == [0.25, 0.25]

@@ -2,10 +2,11 @@
 
 import pytest
 import strategy_cases as cases
+from tiers import slow
 
 pytestmark = pytest.mark.distributed
 
-both_sizes = pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+both_sizes = pytest.mark.parametrize("world_size", [2, slow(4)])
 
 
 @both_sizes
@@ -42,7 +43,7 @@ def test_profiling_leaves_no_trace_in_training(ranks, world_size):
 
 @pytest.mark.parametrize(
     ("batch_size", "world_size", "expected"),
-    [("auto", 2, 4), ("keep", 2, 4), (10, 2, 10), ("scale", 2, 80), (10, 4, 10), ("scale", 4, 40)],
+    [("auto", 2, 4), ("keep", 2, 4), (10, 2, 10), ("scale", 2, 80), slow(10, 4, 10), slow("scale", 4, 40)],
 )
 def test_batch_size_rebuilds_the_training_loader_only(ranks, batch_size, world_size, expected):
     found = ranks(world_size).run(cases.batch_sizes, batch_size=batch_size)[0]
@@ -86,6 +87,7 @@ def test_a_rank_that_lacks_memory_for_timing_has_all_ranks_time_operations(ranks
     assert found == [found[0]] * world_size
 
 
+@pytest.mark.slow
 def test_a_micro_batch_that_is_far_from_the_profiled_one_is_profiled_itself(ranks):
     found = ranks(2).run(cases.profiled_sizes)
     assert found[0] == {8: [4], 16: [4, 16], "without memory": [4]}
@@ -120,7 +122,7 @@ def test_given_plans_are_used_or_refused(ranks, world_size):
     assert found["accumulated"] == 2
 
 
-@pytest.mark.parametrize(("state_dict_type", "world_size"), [("full", 4), ("sharded", 2)])
+@pytest.mark.parametrize(("state_dict_type", "world_size"), [slow("full", 4), ("sharded", 2)])
 def test_training_resumed_under_another_plan_equals_the_uninterrupted_run(ranks, state_dict_type, world_size):
     found = ranks(world_size).run(cases.checkpoints, state_dict_type=state_dict_type)[0]
     assert found["global_steps"] == [6, 6, 6]
@@ -165,6 +167,7 @@ def test_a_model_on_the_meta_device_starts_equal_on_all_ranks_and_trains(ranks, 
     assert found[0]["losses"][-1] < found[0]["losses"][0]
 
 
+@pytest.mark.slow
 def test_a_model_that_was_evaluated_before_fit_is_planned_and_trains_as_one_that_was_not(ranks):
     found = ranks(2).run(cases.fits_after_evaluating)[0]
     assert found["plan_before"] is None

@@ -14,6 +14,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 def test_a_later_strategy_uses_the_units_of_the_first_unless_it_asks_for_others(ranks):
     for found in ranks(2).run(cases.later_wishes):
         for name, text in REFUSED.items():

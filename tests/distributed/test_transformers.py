@@ -5,6 +5,7 @@ import importlib.util
 import pytest
 from family_cases import hf_exported, hf_family
 from test_model_families import check
+from tiers import slow
 
 pytestmark = [
     pytest.mark.distributed,
@@ -23,12 +24,10 @@ TIED = {
 
 @pytest.mark.parametrize(
     ("world_size", "options"),
-    [(2, {"given": ["zdp", "mixed"]}), pytest.param(4, MIXED, marks=pytest.mark.slow)],
+    [(2, {"given": ["zdp", "mixed"]}), slow(4, MIXED)],
     ids=["2", "4"],
 )
-@pytest.mark.parametrize(
-    "name", ["GPT2", "Llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("T5", "Swin"))]
-)
+@pytest.mark.parametrize("name", ["GPT2", "Llama", *(slow(name) for name in ("T5", "Swin"))])
 def test_every_plan_equals_ddp_and_one_process(ranks, name, world_size, options):
     found = ranks(world_size).run(hf_family, name=name, optimizer="adamw", dtype="float64", **options)[0]
     # Llama and T5 normalise in float32 whatever their parameters are.
@@ -37,6 +36,7 @@ def test_every_plan_equals_ddp_and_one_process(ranks, name, world_size, options)
     assert not TIED.get(name, set()) & set(found["plans"]["mixed"]["units"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft: python -m pip install --group models")
 def test_what_is_gathered_can_be_saved_by_transformers_and_peft_themselves(ranks):
     for whole, adapters in ranks(2).run(hf_exported):

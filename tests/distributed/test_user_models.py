@@ -4,10 +4,12 @@ import pytest
 import user_model_cases as cases
 from ranks import RankPool
 from test_user_code import check
+from tiers import slow
 
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.slow
 def test_models_equal_ddp(ranks):
     check(ranks(2).run(cases.modelled)[0])
 
@@ -17,18 +19,18 @@ def test_models_equal_ddp_on_four_ranks(ranks):
     check(ranks(4).run(cases.modelled, names=["LoRA", "siamese", "in place"], kinds=["mixed"])[0])
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, slow(4)])
 def test_parameters_that_some_ranks_use_equal_ddp(ranks, world_size):
     check(ranks(world_size).run(cases.partly_used)[0])
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, slow(4)])
 def test_frozen_parameters_are_not_reduced(ranks, world_size):
     for found, expected in ranks(world_size).run(cases.reduced_elements):
         assert found == expected > 0
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, slow(4)])
 def test_units_that_only_some_ranks_call_are_an_error_on_all_ranks(world_size):
     for name, kind in cases.APART:
         pool = RankPool(world_size)  # of its own: collectives that found no partner are left
@@ -42,6 +44,7 @@ def test_units_that_only_some_ranks_call_are_an_error_on_all_ranks(world_size):
             pool.close()
 
 
+@pytest.mark.slow
 def test_bf16_mixed_is_ddps_and_buffers_stay_float32(ranks):
     found = ranks(2).run(cases.mixed_precision)[0]
     expected, dtypes = found.pop(None)

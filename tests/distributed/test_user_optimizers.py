@@ -3,10 +3,12 @@
 import pytest
 import user_optimizer_cases as cases
 from test_user_code import check
+from tiers import slow
 
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.slow
 def test_optimizers_that_can_update_shards_equal_ddp(ranks):
     found = ranks(2).run(cases.optimized)[0]
     assert len(found) == 24
@@ -17,6 +19,7 @@ def test_optimizers_equal_ddp_on_four_ranks(ranks):
     check(ranks(4).run(cases.optimized, names=["AdamW, default", "Lamb"])[0])
 
 
+@pytest.mark.slow
 def test_optimizers_equal_ddp_where_units_are_sharded_in_nodes_and_over_all_ranks(ranks):
     names = [name for name in cases.OPTIMIZERS if name.startswith(("AdamW", "SGD", "ByForeach", "Lamb"))]
     check(ranks(4).run(cases.optimized, names=names, kinds=["nodes"])[0])
@@ -47,7 +50,7 @@ def test_the_trial_of_an_optimizer_leaves_no_trace(ranks):
 
 @pytest.mark.parametrize(
     ("world_size", "kinds"),
-    [(2, ["mixed", "zdp", "dp"]), (4, ["nodes", "node"]), pytest.param(4, ["mixed"], marks=pytest.mark.slow)],
+    [slow(2, ["mixed", "zdp", "dp"]), (4, ["nodes", "node"]), slow(4, ["mixed"])],
 )
 def test_norms_of_gradients_and_clipping_equal_ddp(ranks, world_size, kinds):
     check(ranks(world_size).run(cases.gradients, kinds=kinds)[0])

@@ -3,6 +3,7 @@
 import pytest
 import user_weight_cases as cases
 from test_user_code import check
+from tiers import slow
 
 pytestmark = pytest.mark.distributed
 
@@ -13,6 +14,7 @@ def test_hooks_of_gradients_see_what_they_see_under_ddp(ranks):
     assert refused.startswith("ConfigurationError: Expected no register_post_accumulate_grad_hook")
 
 
+@pytest.mark.slow
 def test_losses_over_parameters_equal_ddp_or_are_refused(ranks):
     found, notes = ranks(2).run(cases.penalised)[0]
     assert max(found.values()) < 1e-10, found
@@ -25,6 +27,7 @@ def test_losses_over_parameters_equal_ddp_or_are_refused(ranks):
             assert outcome < 1e-10, name
 
 
+@pytest.mark.slow
 def test_backbones_are_unfrozen_and_resumed(ranks):
     for found, sizes in ranks(2).run(cases.unfrozen):
         assert max(found["dp"], found["zdp"]) < 1e-10, found
@@ -33,7 +36,8 @@ def test_backbones_are_unfrozen_and_resumed(ranks):
         assert len(sizes[0]) == 2
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, slow(4)])
 def test_whole_weights_can_be_run_copied_and_changed(ranks, world_size):
     for rank, (found, refused, same, alone) in enumerate(ranks(world_size).run(cases.exported)):
         if rank == 0:

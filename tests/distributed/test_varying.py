@@ -6,6 +6,7 @@ import varying_cases as cases
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.slow
 def test_the_longest_batch_can_be_planned_for_and_what_is_passed_is_told(ranks):
     for rank, found in enumerate(ranks(2).run(cases.varying)):
         (predicted, measured, table, told), longest = found["first"], found["longest"]

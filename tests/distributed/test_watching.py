@@ -2,6 +2,7 @@
 
 import pytest
 import watch_cases as cases
+from tiers import slow
 
 pytestmark = pytest.mark.distributed
 
@@ -10,7 +11,7 @@ RATIOS = {"osdp/step_time_ratio", "osdp/peak_ratio"}
 
 
 WATCHED = {"2": (2, 1), "4, two micro-batches": (4, 2)}
-both_sizes = pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+both_sizes = pytest.mark.parametrize("world_size", [2, slow(4)])
 
 
 @pytest.fixture(scope="module", params=WATCHED.values(), ids=WATCHED)

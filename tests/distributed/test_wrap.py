@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiers import slow
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "profiler"))
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.distributed
         (("ZDP",), 2),
         (("DP", "ZDP"), 2),
         (("HSDP", "HDP", "hpZ", "ZDP", "DP"), 4),
-        pytest.param(("DP", "ZDP"), 4, marks=pytest.mark.slow),
+        slow(("DP", "ZDP"), 4),
     ],
 )
 @pytest.mark.parametrize("name", MODELS)
@@ -33,7 +34,7 @@ def test_gradients_equal_the_unwrapped_models(ranks, name, modes, world_size):
 
 @pytest.mark.parametrize(
     ("world_size", "node_size", "nested"),
-    [(2, None, NESTED), (4, 2, NESTED_IN_NODES), pytest.param(4, None, NESTED, marks=pytest.mark.slow)],
+    [(2, None, NESTED), (4, 2, NESTED_IN_NODES), slow(4, None, NESTED)],
     ids=["two", "nodes", "four"],
 )
 def test_units_and_modes_are_exactly_the_plans(ranks, world_size, node_size, nested):
@@ -42,7 +43,7 @@ def test_units_and_modes_are_exactly_the_plans(ranks, world_size, node_size, nes
         assert frozen_without_gradient
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, slow(4)])
 def test_encoder_layers_whose_linears_are_units_evaluate_like_the_unwrapped_model(ranks, world_size):
     for difference, units in ranks(world_size).run(encoder_in_evaluation):
         assert "encoder.layers.0.linear1" in units

@@ -163,6 +163,7 @@ def test_a_stack_of_blocks_is_never_one_unit(model, operator, cluster, overlaps)
     assert len(numbers) > 2
 
 
+@pytest.mark.slow
 def test_gradients_that_only_the_last_micro_batch_may_reduce_are_planned_with_blocks_that_recompute(deep, cluster):
     space = SearchSpace(sync=("last",), activations=("keep", "recompute"))
     options = {"micro_batch_size": BatchPolicy.fixed(1, 2), "search_space": space}

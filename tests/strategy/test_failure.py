@@ -127,6 +127,7 @@ def ended(script):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
 
 
+@pytest.mark.slow
 def test_a_failed_rank_tears_down_in_bounded_time():
     found = ended(
         """
@@ -142,6 +143,7 @@ def test_a_failed_rank_tears_down_in_bounded_time():
     assert "in teardown" in found.stderr
 
 
+@pytest.mark.slow
 def test_output_that_is_blocked_holds_up_no_end():
     found = ended(
         """
@@ -158,6 +160,7 @@ def test_output_that_is_blocked_holds_up_no_end():
     assert (found.returncode, found.stdout) == (1, "blocked")
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_torn_down_goes_on():
     found = ended(
         """

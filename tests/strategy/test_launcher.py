@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
+from tiers import slow
 
 from lightning_osdp import ConfigurationError, OSDPStrategy, Plan
 from lightning_osdp.strategy.runtime import launcher
@@ -76,6 +77,7 @@ def check_trained(folder, stdout, *, world_size, num_trainers=1):
     assert list(folder.rglob("*.ckpt"))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_script_trains_on_the_ranks_of_torchrun(tmp_path):
     code, stdout, stderr = run(*torchrun("--standalone", "--nproc-per-node", 2), SCRIPT, tmp_path, "--devices", 2)
@@ -101,12 +103,13 @@ def test_two_nodes_train_under_one_plan(tmp_path):
     assert "OSDP plan" in stdout
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("how", "world_size"),
     [
-        pytest.param(("--strategy", "osdp_spawn"), 2, marks=pytest.mark.slow),
-        pytest.param(("--strategy", "osdp_notebook"), 4, marks=pytest.mark.slow),
+        slow(("--strategy", "osdp_spawn"), 2),
+        slow(("--strategy", "osdp_notebook"), 4),
         (("--start-method", "forkserver"), 2),
     ],
     ids=lambda value: value[1] if isinstance(value, tuple) else None,
@@ -121,9 +124,7 @@ def test_workers_give_the_whole_trained_weights_and_the_plan_back(tmp_path, how,
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("strategy", "rank", "world_size"), [("osdp", 0, 2), pytest.param("osdp_notebook", 3, 4, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("strategy", "rank", "world_size"), [("osdp", 0, 2), slow("osdp_notebook", 3, 4)])
 def test_an_error_on_one_rank_ends_all_with_its_text(tmp_path, strategy, rank, world_size):
     code, stdout, stderr = run(
         *(SCRIPT, tmp_path, "--devices", world_size, "--strategy", strategy, "--fail-rank", rank)

@@ -70,6 +70,7 @@ def test_buffers_that_are_gathered_synchronously_outlive_the_next_copy(asynchron
     assert layers(found) == [forward, 9.0, 8.5, 7.5]
 
 
+@pytest.mark.slow
 def test_all_steps_after_the_first_are_alike():
     found = []
     for num_steps in (1, 3):

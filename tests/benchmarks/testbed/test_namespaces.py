@@ -25,6 +25,7 @@ def names():
     return {line.split()[0] for line in listed.stdout.splitlines()}
 
 
+@pytest.mark.slow
 def test_no_message_is_faster_than_its_link(hosts):
     # of two ranks each sends its half of the gathered tensor
     seconds = hosts.run("benchmarks.measures.links:time_all_gather", {"sizes_bytes": [SIZE_BYTES], "num_runs": 2})
@@ -32,6 +33,7 @@ def test_no_message_is_faster_than_its_link(hosts):
     assert max(found for [found] in seconds) > (SIZE_BYTES / 2 - BURST_BYTES) * 8 / (MBIT * 1e6)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_host_reach_each_other_without_its_link():
     sizes = {"node_size": 2, "num_bytes": SIZE_BYTES, "num_runs": 1}
     with Hosts(2, rate_mbit=MBIT, ranks_per_host=2) as made:
@@ -43,6 +45,7 @@ def test_ranks_of_a_host_reach_each_other_without_its_link():
         assert each["between"]["seconds"] > (2 * SIZE_BYTES - BURST_BYTES) * 8 / (MBIT * 1e6)
 
 
+@pytest.mark.slow
 def test_a_failing_rank_ends_the_others_and_says_why(hosts):
     with pytest.raises(RuntimeError, match=r"Rank [01] of 2 ended with 1(.|\n)*no attribute 'nothing'"):
         hosts.run("benchmarks.measures.links:nothing")

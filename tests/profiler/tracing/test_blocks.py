@@ -202,6 +202,7 @@ def test_a_model_that_cannot_be_run_again_keeps_what_it_saves(monkeypatch, caplo
     assert note.endswith("set model.config.use_cache = False)")
 
 
+@pytest.mark.slow
 def test_of_many_equal_blocks_a_few_are_traced():
     deep = profiled(Model(num_blocks=12), ("keep", "recompute"))
     assert len(deep.blocks) == 24

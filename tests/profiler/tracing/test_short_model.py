@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
+from tiers import but_slow
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from traced import both
@@ -140,7 +141,7 @@ FOLDED = {
 }
 
 
-@pytest.mark.parametrize("name", FOLDED)
+@pytest.mark.parametrize("name", but_slow(FOLDED, slow=["pairs", "two runs", "deep"]))
 def test_left_out_blocks_are_as_those_that_stay(name):
     is_short, short, whole = found(FOLDED[name]())
     assert is_short
@@ -313,6 +314,10 @@ def its_own_gradient(model, x):
     return y + slope
 
 
+SLOW = [
+    "features", "around_again", "reading_ahead", "under_autocast", "averaged", "at_random", "backwards", "each_scaled",
+    "by_number", "looked_at_later", "skips",
+]  # fmt: skip
 NOT_FOLDED = {
     "dropout": differs("dropout.p", 0.5),
     "eps": differs("norm.eps", 1e-3),
@@ -335,7 +340,7 @@ NOT_FOLDED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NOT_FOLDED)
+@pytest.mark.parametrize("name", but_slow(NOT_FOLDED, slow=SLOW))
 def test_all_blocks_stay_where_they_may_differ(name):
     is_short, short, whole = found(NOT_FOLDED[name]())
     assert not is_short
