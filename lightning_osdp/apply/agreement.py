@@ -25,6 +25,8 @@ _EVALUATED = -2
 """The same at the end of a step of an evaluation."""
 _NUM_CHECKED = 2
 """Optimizer steps, with the evaluation before them, in which each collective is told before."""
+_STEPS_BETWEEN = 100
+"""Between two comparisons of nodes, after the first steps: each reads all shards once."""
 
 
 class Agreement:
@@ -35,7 +37,8 @@ class Agreement:
 
     - A parameter that no rank used has no gradient, as under DDP with ``find_unused_parameters``: ``fully_shard``
       reduces zeros for it, so that a rank on which it was used finds the others in the same reduce-scatter.
-    - Nodes that each have all of a unit have the same values of it. In the first steps hashes of them are compared.
+    - Nodes that each have all of a unit have the same values of it. Hashes of them are compared in the first
+      steps, and from then on in every `_STEPS_BETWEEN`-th.
     - Ranks that gathered or reduced different units at a time have computed with one another's weights, added up one
       another's gradients, or would wait for each other for ever. In the first steps each rank tells what it is about
       to do before it does it, for it cannot while it waits. So it does in an evaluation, before it gathers a unit
@@ -45,7 +48,7 @@ class Agreement:
     def __init__(self, root: nn.Module, groups: Sequence[Any]) -> None:
         world = dist.group.WORLD
         self._group = _own_group(world) if world is not None and world.size() > 1 else None
-        self._num_checked = 0
+        self._num_steps = 0
         self._order = 0  # a hash of the units in the order in which they were gathered and reduced
         self._is_paused = False
         self._gathered: set[int] | None = None  # units in this step of an evaluation
@@ -80,10 +83,12 @@ class Agreement:
         """
         used: Sequence[int] = self._has_gradient
         if self._group is not None:
-            if self._num_checked < _NUM_CHECKED:
+            is_early = self._num_steps < _NUM_CHECKED
+            if is_early:
                 self._check(_STEP)
+            if is_early or self._num_steps % _STEPS_BETWEEN == 0:
                 self._check_nodes()
-                self._num_checked += 1
+            self._num_steps += 1
             most, least, *used = self._largest([self._order, -self._order, *self._has_gradient])
             self._order = 0
             _check_same(most, least)
@@ -150,7 +155,7 @@ class Agreement:
         is_again = self._gathered is not None and told in self._gathered
         if self._gathered is not None:
             self._gathered.add(told)
-        if is_again or self._num_checked < _NUM_CHECKED:
+        if is_again or self._num_steps < _NUM_CHECKED:
             self._check(told)
 
     def _check(self, told: int) -> None:

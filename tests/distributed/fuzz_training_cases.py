@@ -26,6 +26,8 @@ from lightning_osdp.profiler import fingerprint
 
 CPU = torch.device("cpu")
 OUTPUTS = 3
+IN_NODE = {"ZDP": "HSDP", "hpZ": "HSDP", "DP": "HDP"}
+"""A mode over all ranks -> one that shards a unit in the node instead."""
 
 
 # ---- models: every layer takes and returns (samples, width)
@@ -182,6 +184,7 @@ def plan_of(case, world_size):
     return bare_plan(
         (Unit(kind="", **unit) for unit in case["units"]),
         world_size=world_size,
+        node_size=case["node_size"],
         blocks=tuple(Block(name=name, activations=activations) for name, activations in case["blocks"]),
         **case["options"],
     )
@@ -313,11 +316,15 @@ class Sharded:
 
     def use(self, modes, sync, options, blocks):
         self._loss = None  # of a forward that no backward comes to
-        units = [
-            dataclasses.replace(unit, modes=tuple(modes[(i + j) % len(modes)] for j in range(unit.num_slices)), sync=s)
-            for i, unit in enumerate(self.model.plan.units)
-            for s in [sync[i % len(sync)] if unit.name else "every"]
-        ]
+        units = []
+        for index, unit in enumerate(self.model.plan.units):
+            chosen = [modes[(index + place) % len(modes)] for place in range(unit.num_slices)]
+            reduces = sync[index % len(sync)] if unit.name else "every"
+            if unit.modes[0] in IN_NODE.values():  # where it is sharded stays
+                chosen = [IN_NODE[mode] for mode in chosen]
+            elif reduces == "node":
+                reduces = "last"
+            units.append(dataclasses.replace(unit, modes=tuple(chosen), sync=reduces))
         blocks = tuple(Block(name=name, activations=activations) for name, activations in blocks)
         change_plan(self.module, dataclasses.replace(self.model.plan, units=tuple(units), blocks=blocks, **options))
 

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_osdp import OSDPStrategy, SearchSpace, change_plan, measure_cluster, simulate
-from lightning_osdp.apply import ShardedModel, local
+from lightning_osdp.apply import ShardedModel, agreement, local
 from lightning_osdp.callbacks.plan_monitor import PlanMonitor
 from lightning_osdp.profiler import untouched
 
@@ -144,6 +144,14 @@ class Noisy(GPT):
             parameter.grad.add_(torch.randn_like(parameter.grad), alpha=1e-3)
 
 
+class NoisyLater(Noisy):
+    """Adds noise from the third step on."""
+
+    def on_after_backward(self):
+        if self.trainer.global_step >= 2:
+            super().on_after_backward()
+
+
 class Reinitialized(GPT):
     """Draws its weights when it has been sharded."""
 
@@ -152,7 +160,7 @@ class Reinitialized(GPT):
             torch.nn.init.normal_(parameter, std=0.02)
 
 
-models.MODELS |= {"noisy": Noisy, "reinitialized": Reinitialized}
+models.MODELS |= {"noisy": Noisy, "noisy later": NoisyLater, "reinitialized": Reinitialized}
 
 
 def draws(name, modes, is_alike):
@@ -167,7 +175,8 @@ def draws(name, modes, is_alike):
     module = build(name)
     torch.manual_seed(0 if is_alike else dist.get_rank())
     fit = trainer(OSDPStrategy(plan=plan, node_size=NODE_SIZE))
-    told = failure(lambda: fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size())))
+    with mock.patch.object(agreement, "_STEPS_BETWEEN", 3):
+        told = failure(lambda: fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size())))
     return told, fit.global_step, nodes_apart(module)
 
 

@@ -72,6 +72,12 @@ def models(draw):
 
 # ---- plans
 
+IN_NODE, SYNCS = ["HSDP", "HDP"], ["every", "last", "node"]
+
+
+def modes_over_all(node_size):
+    return ["ZDP", "DP"] if node_size is None else ["ZDP", "DP", "hpZ"]
+
 
 def neighbours(module):
     """Pairs of modules that are called one right after the other."""
@@ -126,8 +132,8 @@ def blocks(draw, called):
 
 
 @st.composite
-def plans(draw, model):
-    """Units, blocks and options of a plan for a model."""
+def plans(draw, model, node_size=None):
+    """Units, blocks and options of a plan for a model, on nodes of so many ranks."""
     module = Net(**model)
     called = called_in(module)
     units = {name: (name,) for name in called if draw(st.booleans())}
@@ -145,25 +151,32 @@ def plans(draw, model):
     for name in order:
         own = tuple(each for each in operators if holder(each, units) == name)
         most = min(3, features.get(name, 1)) if name and own == units[name] == (name,) else 1
+        in_node = node_size is not None and draw(st.booleans())
+        modes = IN_NODE if in_node else modes_over_all(node_size)
         described.append(
             {
                 "name": name,
                 "operators": own,
                 "modules": units[name] if name and len(units[name]) > 1 else (),
-                "modes": tuple(draw(st.lists(st.sampled_from(["ZDP", "DP"]), min_size=1, max_size=most))),
-                "sync": draw(st.sampled_from(["every", "last"])) if name else "every",
+                "modes": tuple(draw(st.lists(st.sampled_from(modes), min_size=1, max_size=most))),
+                "sync": draw(st.sampled_from(SYNCS if in_node else SYNCS[:2])) if name else "every",
             }
         )
-    return {"units": described, "blocks": draw(blocks(called)), "options": draw(options(described))}
+    return {
+        "node_size": node_size,
+        "units": described,
+        "blocks": draw(blocks(called)),
+        "options": draw(options(described)),
+    }
 
 
 # ---- what happens
 
 
 @st.composite
-def cases(draw):
+def cases(draw, node_size=None):
     model = draw(models())
-    plan = draw(plans(model))
+    plan = draw(plans(model, node_size))
     called = called_in(Net(**model))
     together = [unit["modules"] for unit in plan["units"] if unit["modules"]]
 
@@ -180,8 +193,8 @@ def cases(draw):
         if name in ("evaluate", "forward"):
             return name, skip(st.booleans())
         if name == "use":
-            modes = draw(st.lists(st.sampled_from(["ZDP", "DP"]), min_size=1, max_size=5))
-            sync = draw(st.lists(st.sampled_from(["every", "last"]), min_size=1, max_size=5))
+            modes = draw(st.lists(st.sampled_from(modes_over_all(node_size)), min_size=1, max_size=5))
+            sync = draw(st.lists(st.sampled_from(SYNCS if node_size else SYNCS[:2]), min_size=1, max_size=5))
             return name, modes, sync, draw(options(plan["units"])), draw(blocks(called))
         return (name, draw(st.integers(0, 3))) if name == "freeze" else (name,)
 
@@ -249,6 +262,12 @@ def test_two_ranks_train_as_one_process_does(ranks, case):
 @fuzzed(0.08)
 @given(case=cases())
 def test_four_ranks_train_as_one_process_does(ranks, case):
+    check(ranks, 4, case)
+
+
+@fuzzed(0.08)
+@given(case=cases(node_size=2))
+def test_two_nodes_of_two_ranks_train_as_one_process_does(ranks, case):
     check(ranks, 4, case)
 
 
