@@ -184,7 +184,7 @@ def plan_of(case, world_size):
     return bare_plan(
         (Unit(kind="", **unit) for unit in case["units"]),
         world_size=world_size,
-        node_size=case["node_size"],
+        node_size=case.get("node_size"),
         blocks=tuple(Block(name=name, activations=activations) for name, activations in case["blocks"]),
         **case["options"],
     )

@@ -1,5 +1,6 @@
 """Ranks that start once and run many cases; what costs seconds to import is imported once for all of them."""
 
+import fcntl
 import gc
 import importlib.util
 import inspect
@@ -8,6 +9,7 @@ import socket
 import sys
 import time
 import traceback
+from contextlib import contextmanager
 from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection, wait
 
@@ -22,10 +24,12 @@ class RankPool:
     Args:
         world_size: how many.
         start_method: "forkserver", or "spawn" for ranks that have no memory and no environment of earlier ones.
+        lock: a file that pools share of which only one is to run at a time; None: this one waits for no other.
     """
 
-    def __init__(self, world_size, *, start_method="forkserver"):
+    def __init__(self, world_size, *, start_method="forkserver", lock=None):
         self.world_size = world_size
+        self._lock = lock
         self.timeout_s = TIMEOUT_S
         context = get_context(start_method)
         context.set_forkserver_preload(_IMPORTED)
@@ -56,6 +60,10 @@ class RankPool:
 
     def outcomes(self, case, **kwargs):
         """Per rank, (True, result) or (False, the traceback's text)."""
+        with _held(self._lock):
+            return self._outcomes(case, kwargs)
+
+    def _outcomes(self, case, kwargs):
         path = inspect.unwrap(case).__code__.co_filename
         for connection in self._connections:
             connection.send((path, case.__name__, kwargs))
@@ -85,6 +93,17 @@ class RankPool:
         for process in self._processes:
             process.kill()
             process.join()
+
+
+@contextmanager
+def _held(lock):
+    """Holds a file, if any: ranks of two tests on two cores have taken four times as long as one after the other."""
+    if lock is None:
+        yield
+        return
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _serve(connection: Connection, rank, world_size, port):
