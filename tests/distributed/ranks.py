@@ -1,5 +1,6 @@
 """Ranks that start once and run many cases; what costs seconds to import is imported once for all of them."""
 
+import faulthandler
 import fcntl
 import gc
 import importlib.util
@@ -7,6 +8,7 @@ import inspect
 import os
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from contextlib import contextmanager
@@ -36,14 +38,16 @@ class RankPool:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self._connections, self._processes = [], []
+        self._connections, self._processes, self._faults = [], [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, world_size, port), daemon=True)
+            faults = tempfile.NamedTemporaryFile("r", prefix=f"rank{rank}-")
+            process = context.Process(target=_serve, args=(theirs, rank, world_size, port, faults.name), daemon=True)
             process.start()
             theirs.close()
             self._connections.append(ours)
             self._processes.append(process)
+            self._faults.append(faults)
 
     def run(self, case, **kwargs):
         """Runs ``case(**kwargs)`` on all ranks; returns their results by rank, raises if any raised or hung.
@@ -81,8 +85,10 @@ class RankPool:
                 try:
                     outcomes[rank] = connection.recv()
                 except EOFError:
+                    self._processes[rank].join(10)
+                    died = f"Rank {rank} died, exit code {self._processes[rank].exitcode}; the others: {outcomes}"
                     self.close()
-                    raise AssertionError(f"Rank {rank} is dead; the others: {outcomes}") from None
+                    raise AssertionError(f"{died}\n{self._faults[rank].read()}") from None
         return outcomes
 
     @property
@@ -106,7 +112,8 @@ def _held(lock):
         yield
 
 
-def _serve(connection: Connection, rank, world_size, port):
+def _serve(connection: Connection, rank, world_size, port, faults):
+    faulthandler.enable(open(faults, "w"))  # noqa: SIM115: open as long as the process lives
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -131,6 +138,8 @@ def _serve(connection: Connection, rank, world_size, port):
         except BaseException:
             outcome = (False, traceback.format_exc())
         connection.send(outcome)
+        gc.collect()
+        gc.freeze()  # what this case has imported: a fit looks through all objects for tensors
 
 
 def _load(path):
