@@ -9,7 +9,7 @@ from benchmarks.measures.accuracy.memory import draw_cases, measure
 
 
 @pytest.mark.parametrize(("world_size", "node_size"), [slow(4, 2), (8, 4), slow(128, 8)])
-@pytest.mark.parametrize("family", ["odd_mlp", "tied"])
+@pytest.mark.parametrize("family", ["odd_mlp", slow("tied")])
 def test_peaks_are_what_was_predicted(family, world_size, node_size):
     errors = {}
     for case in draw_cases(family, 6, seed=25):

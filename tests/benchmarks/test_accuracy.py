@@ -23,7 +23,7 @@ def cheap_cases(family, count):
 
 @pytest.mark.parametrize(
     "family",
-    [each if each in ("mingpt", "convolutional") else slow(each) for each in FAMILIES],
+    [each if each == "convolutional" else slow(each) for each in FAMILIES],
 )
 def test_predicted_peaks_are_those_counted(family):
     cases = cheap_cases(family, 2)

@@ -14,6 +14,7 @@ import traceback
 from contextlib import contextmanager
 from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 
 TIMEOUT_S = 240
 _IMPORTED = ["lightning_osdp", "torch._dynamo", "torch.distributed.checkpoint"]
@@ -41,7 +42,7 @@ class RankPool:
         self._connections, self._processes, self._faults = [], [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            faults = tempfile.NamedTemporaryFile("r", prefix=f"rank{rank}-")
+            faults = tempfile.NamedTemporaryFile("r", prefix=f"rank{rank}-")  # noqa: SIM115
             process = context.Process(target=_serve, args=(theirs, rank, world_size, port, faults.name), daemon=True)
             process.start()
             theirs.close()
@@ -113,7 +114,7 @@ def _held(lock):
 
 
 def _serve(connection: Connection, rank, world_size, port, faults):
-    faulthandler.enable(open(faults, "w"))  # noqa: SIM115: open as long as the process lives
+    faulthandler.enable(Path(faults).open("w"))  # noqa: SIM115 - open as long as the process lives
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

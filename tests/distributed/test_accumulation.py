@@ -73,7 +73,7 @@ def test_evaluation_after_fit_sees_the_trained_weights(ranks):
     assert found == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", slow("16-mixed")])
 def test_in_mixed_precision_what_is_kept_whole_differs_by_rounding(ranks, precision):
     differences, moved = ranks(2).run(cases.in_mixed_precision, precision=precision)[0]
     assert max(differences) < 0.1 * moved

@@ -14,7 +14,7 @@ IN_NODES = [("HSDP", "node"), ("HDP", "node"), ("HDP", "last")]
     ("case", "world_size", "kinds"),
     [
         (cases.ended_epochs, 2, OVER_ALL),
-        (cases.ended_epochs, 4, IN_NODES),
+        slow(cases.ended_epochs, 4, IN_NODES),
         *(slow(case, 2, OVER_ALL) for case in (cases.stopped_fits, cases.errors_in_backward)),
         *(slow(case, 4, IN_NODES) for case in (cases.stopped_fits, cases.errors_in_backward)),
     ],
@@ -25,5 +25,6 @@ def test_training_goes_on_as_under_ddp(ranks, case, world_size, kinds):
     assert max(found) < 1e-9, found
 
 
+@pytest.mark.slow
 def test_manual_optimization_goes_on_after_an_error_as_under_ddp(ranks):
     assert max(ranks(2).run(cases.errors_by_hand)) < 1e-6

@@ -5,12 +5,13 @@ import shutil
 import compiled_cases as cases
 import pytest
 from test_user_code import TOLERANCE, check
+from tiers import slow
 
 pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.parametrize(
-    ("how", "backend"), [("first", "aot_eager"), ("first in place", "eager"), ("all in place", "eager")]
+    ("how", "backend"), [slow("first", "aot_eager"), slow("first in place", "eager"), ("all in place", "eager")]
 )
 def test_compiled_modules_train_under_plans(ranks, how, backend):
     check(ranks(2).run(cases.given_plans, how=how, backend=backend)[0])
@@ -42,7 +43,7 @@ def test_a_plan_is_made_of_compiled_blocks_and_says_how_they_were_timed(ranks):
     assert note.startswith("'blocks.0', 'blocks.1': profiled as eager code")
 
 
-@pytest.mark.parametrize("how", ["both", "both in place"])
+@pytest.mark.parametrize("how", [slow("both"), "both in place"])
 def test_a_block_that_is_compiled_whole_is_one_unit(ranks, how):
     apart, units, _ = ranks(2).run(cases.planned, how=how, fullgraph=True)[0]
     assert apart < TOLERANCE

@@ -2,6 +2,7 @@
 
 import counted_cases as cases
 import pytest
+from tiers import slow
 
 LOGGED_BYTES = 256
 """A number or two for each value that Lightning logs, whose times differ."""
@@ -12,7 +13,7 @@ pytestmark = pytest.mark.distributed
 @pytest.mark.parametrize(
     "options",
     [
-        {"plans": True, "dry_run": False, "averages": False},
+        slow({"plans": True, "dry_run": False, "averages": False}),
         {"plans": False, "dry_run": True, "averages": False},
         {"plans": False, "dry_run": False, "averages": True},
     ],

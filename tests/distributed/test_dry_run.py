@@ -12,7 +12,7 @@ KINDS = ("DP", "every"), ("DP", "last"), ("ZDP", "every")
 @pytest.mark.parametrize(
     ("world_size", "modes", "options"),
     [
-        (1, "dp", {}),
+        slow(1, "dp", {}),
         (2, "mixed", {"precision": "bf16-mixed"}),
         slow(2, "dp", {"limit_val_batches": 1}),
         slow(4, "mixed", {}),
@@ -26,7 +26,7 @@ def test_a_dry_run_changes_nothing(ranks, world_size, modes, options):
 
 
 @pytest.mark.parametrize(
-    ("phase", "place"), [("forward", "forward of the root unit"), ("backward", "backward of 'last'")]
+    ("phase", "place"), [slow("forward", "forward of the root unit"), ("backward", "backward of 'last'")]
 )
 def test_what_one_rank_lacks_all_save_and_train_as_if_planned_so(ranks, phase, place):
     for found in ranks(2).run(cases.runs_short, phase=phase, most_bytes=22000):
@@ -79,8 +79,8 @@ def test_blocks_recompute_where_units_keep_nothing_and_training_is_the_same(rank
         assert found["differs"] == []
 
 
-@pytest.mark.parametrize(("world_size", "node_size"), [(2, None), (4, 2)])
-@pytest.mark.parametrize("columns", [7, 64])  # of the first weight, and of one after it
+@pytest.mark.parametrize(("world_size", "node_size"), [(2, None), slow(4, 2)])
+@pytest.mark.parametrize("columns", [slow(7), 64])  # of the first weight, and of one after it
 def test_an_optimizer_that_takes_norms_over_all_ranks_waits_for_none_that_lacks_memory(
     ranks, world_size, node_size, columns
 ):

@@ -8,7 +8,7 @@ from pathlib import Path
 import family_models
 import pytest
 import torch
-from tiers import but_slow
+from tiers import but_slow, slow
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "profiler"))
 
@@ -45,7 +45,7 @@ def test_a_step_on_fakes_takes_the_same_bytes(name, precision):
         assert fake == pytest.approx(real, rel=ROUNDING)
 
 
-@pytest.mark.parametrize("name", but_slow(DEEP, slow=["EncoderDecoder", "hierarchical_vit"]))
+@pytest.mark.parametrize("name", but_slow(DEEP, slow=["EncoderDecoder", "hierarchical_vit", "CrossAttention", "gpt"]))
 def test_a_deep_model_is_traced_by_fewer_blocks_to_the_same_end(name):
     of_benchmarks = name in BENCHMARKED
     model = deepened(build(name) if of_benchmarks else family_models.MODELS[name]())
@@ -70,7 +70,7 @@ def test_every_operation_can_be_replayed(name):
     find_spec("transformers") is None, reason="needs transformers: python -m pip install --group models"
 )
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", ["GPT2", "Llama", "T5", "Swin"])
+@pytest.mark.parametrize("name", ["GPT2", *(slow(name) for name in ("Llama", "T5", "Swin"))])
 def test_models_of_transformers_take_the_same_bytes_but_for_masks(name, precision):
     from hf_models import HF_MODELS, LENGTH
 

@@ -265,7 +265,7 @@ def test_four_ranks_train_as_one_process_does(ranks, case):
     check(ranks, 4, case)
 
 
-@fuzzed(0.08)
+@fuzzed(0.03)
 @given(case=cases(node_size=2))
 def test_two_nodes_of_two_ranks_train_as_one_process_does(ranks, case):
     check(ranks, 4, case)

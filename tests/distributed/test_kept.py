@@ -2,6 +2,7 @@
 
 import kept_cases as cases
 import pytest
+from tiers import slow
 
 pytestmark = pytest.mark.distributed
 
@@ -9,10 +10,10 @@ pytestmark = pytest.mark.distributed
 @pytest.mark.parametrize(
     ("options", "kept", "removed", "last"),
     [
-        ({"save_top_k": 0, "save_last": True}, ["last"], [], 3),
+        slow({"save_top_k": 0, "save_last": True}, ["last"], [], 3),
         ({"save_top_k": 1, "save_last": "link"}, ["1", "last"], [("0", ["0", "1", "last"])], 1),
-        ({"save_top_k": 2, "save_last": True}, ["1", "2", "last"], [("0", ["0", "1", "2", "last"])], 2),
-        ({"save_top_k": -1, "save_last": "link"}, ["0", "1", "2", "3", "last"], [], 3),
+        slow({"save_top_k": 2, "save_last": True}, ["1", "2", "last"], [("0", ["0", "1", "2", "last"])], 2),
+        slow({"save_top_k": -1, "save_last": "link"}, ["0", "1", "2", "3", "last"], [], 3),
     ],
     ids=["none", "best", "two", "all"],
 )

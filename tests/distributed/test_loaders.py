@@ -15,7 +15,10 @@ def check(found, *, planned):
         assert one["val_sizes"] == {7}
 
 
-@pytest.mark.parametrize("kind", ["uneven", "generator", "seeded", "positional", "list", "spent", "batch_sampler"])
+@pytest.mark.parametrize(
+    "kind",
+    ["uneven", "generator", *(slow(each) for each in ("seeded", "positional", "list", "spent", "batch_sampler"))],
+)
 def test_loaders_asked_of_the_module_are_left_as_they_are(ranks, kind):
     found = ranks(2).run(cases.equals_ddp, kind=kind)
     check(found, planned=4)
@@ -23,14 +26,14 @@ def test_loaders_asked_of_the_module_are_left_as_they_are(ranks, kind):
 
 
 REBUILT = set(cases.LOADERS) - {"uneven", "generator", "seeded"}
-SLOW = ["iterable", "list", "max_size"]
+SLOW = REBUILT - {"shuffled", "workers", "batch_sampler"}
 ON_FOUR = ["batch_sampler", "counted", "max_size", "shuffled", "workers"]
 """One for each way to divide samples among ranks: Lightning's sampler, alone and inside of others, and one's own."""
 
 
 @pytest.mark.parametrize(
     ("world_size", "kind"),
-    [*(slow(2, kind) if kind in SLOW else (2, kind) for kind in sorted(REBUILT)), *((4, kind) for kind in ON_FOUR)],
+    [*(slow(2, kind) if kind in SLOW else (2, kind) for kind in sorted(REBUILT)), *(slow(4, kind) for kind in ON_FOUR)],
 )
 def test_loaders_rebuilt_with_another_size_equal_ddp_at_that_size(ranks, kind, world_size):
     found = ranks(world_size).run(cases.equals_ddp, kind=kind, asked=6)
@@ -41,13 +44,13 @@ def test_loaders_rebuilt_with_another_size_equal_ddp_at_that_size(ranks, kind, w
 @pytest.mark.parametrize(
     ("world_size", "kind", "asked"),
     [
-        (2, "seeded", None),
+        slow(2, "seeded", None),
         (2, "seeded", 6),
         (2, "generator", None),
-        (2, "spent", 6),
-        (2, "workers", 6),
-        (4, "seeded", 6),
-        (4, "generator", None),
+        slow(2, "spent", 6),
+        slow(2, "workers", 6),
+        slow(4, "seeded", 6),
+        slow(4, "generator", None),
     ],
 )
 def test_loaders_given_to_fit_are_as_profiling_found_them(ranks, kind, asked, world_size):
@@ -60,7 +63,7 @@ def test_loaders_given_to_fit_are_as_profiling_found_them(ranks, kind, asked, wo
     [
         (2, "uneven", "there are 2 with different batch sizes, 4, 5"),
         (2, "generator", "list_iterator is not a torch DataLoader"),
-        (4, "uneven", "there are 2 with different batch sizes, 4, 5"),
+        slow(4, "uneven", "there are 2 with different batch sizes, 4, 5"),
     ],
 )
 def test_loaders_that_cannot_be_rebuilt_are_kept_with_the_reason(ranks, kind, reason, world_size):
@@ -76,12 +79,12 @@ RELOAD = {"reload_dataloaders_every_n_epochs": 1, "limit_train_batches": 2}
 @pytest.mark.parametrize(
     ("world_size", "options", "asked"),
     [
-        (2, RELOAD, None),
+        slow(2, RELOAD, None),
         (2, RELOAD, 6),
-        (2, {"overfit_batches": 2}, 6),
-        (2, {"limit_train_batches": 0.2}, 6),
-        (4, RELOAD, 6),
-        (4, {"limit_train_batches": 0.2}, 6),  # of an epoch that is as long as there are ranks
+        slow(2, {"overfit_batches": 2}, 6),
+        slow(2, {"limit_train_batches": 0.2}, 6),
+        slow(4, RELOAD, 6),
+        slow(4, {"limit_train_batches": 0.2}, 6),  # of an epoch that is as long as there are ranks
     ],
     ids=["reload", "reload and rebuild", "overfit", "limit", "reload and rebuild on four", "limit on four"],
 )

@@ -12,7 +12,7 @@ ROUNDING = 1e-6
     ("world_size", "names", "in_nodes"),
     [
         (2, tuple(cases.CLASSES), False),
-        (4, ("SGD", "AdamW", "NAdam"), True),
+        slow(4, ("SGD", "AdamW", "NAdam"), True),
         slow(4, tuple(cases.CLASSES), False),
     ],
     ids=["two", "nodes", "four"],

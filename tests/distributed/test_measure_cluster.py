@@ -1,6 +1,7 @@
 """Links and memory as ranks see them."""
 
 import pytest
+from tiers import slow
 from wrap_cases import measured_cluster, memory_beside_groups
 
 from lightning_osdp.core.cluster import UNIT_PARTS
@@ -8,7 +9,7 @@ from lightning_osdp.core.cluster import UNIT_PARTS
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize("available_bytes", [[3000, 2000], [3000, 2500, 2000, 4000]], ids=len)
+@pytest.mark.parametrize("available_bytes", [[3000, 2000], slow([3000, 2500, 2000, 4000])], ids=["2", "4"])
 def test_all_ranks_see_the_same_cluster_and_its_links_take_time(ranks, available_bytes):
     world_size = len(available_bytes)
     first, *others = ranks(world_size).run(measured_cluster, available_bytes=available_bytes)

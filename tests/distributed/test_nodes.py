@@ -11,7 +11,7 @@ pytestmark = pytest.mark.distributed
     "options",
     [
         slow({"name": "gpt", "optimizer": "adamw", "dtype": "float64"}),
-        {"name": "odd_mlp", "optimizer": "sgd", "dtype": "float64", "clip": 0.05},
+        slow({"name": "odd_mlp", "optimizer": "sgd", "dtype": "float64", "clip": 0.05}),
         slow({"name": "tied_gpt", "optimizer": "adamw", "dtype": "float64", "num_micro_batches": 2, "sync": "last"}),
         slow({"name": "gpt", "optimizer": "adamw", "dtype": "float64", "num_micro_batches": 2, "dry_run": True}),
         slow({"name": "half_frozen", "optimizer": "sgd", "dtype": "float64", "num_micro_batches": 2, "sync": "last"}),
@@ -80,7 +80,7 @@ def test_evaluation_in_inference_mode_is_evaluation(ranks, modes):
         assert found == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("modes", ["mixed", "hdp", "all"])
+@pytest.mark.parametrize("modes", [slow("mixed"), slow("hdp"), "all"])
 def test_steps_that_ranks_take_alone_reach_no_other_and_leave_nothing(ranks, modes):
     assert ranks(4).run(cases.runs_alone, modes=modes) == [0.0] * 4
 
@@ -91,9 +91,10 @@ def test_what_is_written_to_whole_parameters_stays_in_each_node(ranks, modes):
 
 
 @pytest.mark.parametrize(
-    ("num_micro_batches", "prefetch", "sync"), [(1, "pre", "every"), (2, "none", "every"), (2, "pre", "node")]
+    ("num_micro_batches", "prefetch", "sync"),
+    [slow(1, "pre", "every"), slow(2, "none", "every"), (2, "pre", "node")],
 )
-@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("asynchronous", [True, slow(False)])
 @pytest.mark.parametrize("modes", cases.MODES)
 def test_peak_of_a_step_is_what_was_predicted(ranks, modes, num_micro_batches, prefetch, sync, asynchronous):
     predicted, counted = ranks(4).run(
@@ -108,7 +109,7 @@ def test_peak_of_a_step_is_what_was_predicted(ranks, modes, num_micro_batches, p
     assert predicted == pytest.approx(counted, rel=2e-3)
 
 
-@pytest.mark.parametrize("modes", ["mixed", "all"])
+@pytest.mark.parametrize("modes", [slow("mixed"), "all"])
 def test_units_change_between_being_freed_kept_and_left_in_nodes_while_they_train(ranks, modes):
     for from_one_plan, from_ddp in ranks(4).run(cases.changes, seed=3, modes=modes):
         assert from_one_plan == 0.0

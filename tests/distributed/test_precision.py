@@ -13,7 +13,12 @@ NUM_ELEMENTS = sum(p.numel() for p in WideMLP().parameters())
 @pytest.mark.parametrize("world_size", [2, slow(4)])
 @pytest.mark.parametrize(
     ("precision", "bytes_per_element", "kept"),
-    [("32-true", 4, "float32"), ("bf16-mixed", 2, "float32"), ("bf16-true", 2, "bfloat16"), ("16-mixed", 2, "float32")],
+    [
+        slow("32-true", 4, "float32"),
+        ("bf16-mixed", 2, "float32"),
+        ("bf16-true", 2, "bfloat16"),
+        slow("16-mixed", 2, "float32"),
+    ],
 )
 def test_training_is_planned_and_close_to_full_precision(ranks, precision, bytes_per_element, kept, world_size):
     found = ranks(world_size).run(trains_in, precision=precision)[0]

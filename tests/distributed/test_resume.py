@@ -11,7 +11,7 @@ pytestmark = pytest.mark.distributed
     ("options", "resumed_from"),
     [
         ({"schedule": "step", "val_check_interval": 0.5}, ["steps/3.ckpt", "best/4.ckpt", "epochs/4.ckpt"]),
-        ({"schedule": "epoch", "num_workers": 1, "kind": "sharded"}, ["epochs/4.ckpt"]),
+        slow({"schedule": "epoch", "num_workers": 1, "kind": "sharded"}, ["epochs/4.ckpt"]),
         # What workers draw in mid-epoch is the loader's to restore.
         slow({"schedule": "epoch", "num_workers": 1, "noise": 0.0, "dry_run": True}, ["steps/3.ckpt"]),
     ],

@@ -66,7 +66,7 @@ def test_an_optimizer_without_state_is_saved_and_loaded(ranks, tmp_path):
 @pytest.mark.skipif(
     find_spec("transformers") is None, reason="needs transformers: python -m pip install --group models"
 )
-@pytest.mark.parametrize("name", ["GPT2", "T5"])
+@pytest.mark.parametrize("name", ["GPT2", slow("T5")])
 def test_models_of_transformers_train_and_validate_in_slices(ranks, name):
     """GPT-2's operators are transposed; T5 asks for the dtype and the device of weights that are sharded."""
     kinds, difference, losses = ranks(2).run(cases.transformer_differs_by, name=name)[0]

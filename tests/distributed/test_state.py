@@ -3,6 +3,7 @@
 import fixture_cases
 import pytest
 import state_cases as cases
+from tiers import slow
 
 pytestmark = pytest.mark.distributed
 
@@ -11,14 +12,14 @@ pytestmark = pytest.mark.distributed
     ("world_size", "dtype", "slices", "then"),
     [
         (2, "float32", 2, (4, 3)),
-        (4, "float32", 3, (2, 0)),
+        slow(4, "float32", 3, (2, 0)),
         (1, "float32", 2, (2, 2)),
-        (2, "bfloat16", 0, (1, 3)),
-        (4, "float32", "nodes", (2, 3)),
+        slow(2, "bfloat16", 0, (1, 3)),
+        slow(4, "float32", "nodes", (2, 3)),
         (4, "float32", "nodes", (4, 0)),
-        (4, "float32", "nodes", (1, 2)),
-        (2, "float32", 3, (4, "nodes")),
-        (1, "float32", 0, (4, "nodes")),
+        slow(4, "float32", "nodes", (1, 2)),
+        slow(2, "float32", 3, (4, "nodes")),
+        slow(1, "float32", 0, (4, "nodes")),
         (4, "bfloat16", 2, (4, "nodes")),
     ],
 )

@@ -2,6 +2,7 @@
 
 import pytest
 from testbed_cases import counted, reduced, reduced_in_a_ring, refused_by_the_ring
+from tiers import slow
 
 from benchmarks.testbed.groups import fake_group, simulated_group
 from benchmarks.testbed.simulated import SimulatedLinks
@@ -15,8 +16,10 @@ GPT = {f"model.blocks.{i}": mode for i, mode in enumerate(("DP", "ZDP", "DP"))}
 @pytest.mark.parametrize(
     "case",
     [
-        {"name": "odd_mlp", "optimizer": "adamw", "precision": "32-true", "modes": MLP, "world_size": 3},
-        {"name": "odd_mlp", "optimizer": "sgd_momentum", "modes": MLP, "prefetch": "none", "num_micro_batches": 3},
+        slow({"name": "odd_mlp", "optimizer": "adamw", "precision": "32-true", "modes": MLP, "world_size": 3}),
+        slow(
+            {"name": "odd_mlp", "optimizer": "sgd_momentum", "modes": MLP, "prefetch": "none", "num_micro_batches": 3}
+        ),
         {"name": "tied", "optimizer": "adamw_foreach", "precision": "bf16-mixed", "modes": GPT},
     ],
 )

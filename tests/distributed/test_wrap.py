@@ -52,7 +52,11 @@ def test_encoder_layers_whose_linears_are_units_evaluate_like_the_unwrapped_mode
 
 @pytest.mark.parametrize(
     ("share_units", "unit", "world_size"),
-    [(False, "encoder.layers.0.linear1", 2), (False, "encoder.layers.0.linear1", 4), (True, "encoder.layers.0", 2)],
+    [
+        (False, "encoder.layers.0.linear1", 2),
+        slow(False, "encoder.layers.0.linear1", 4),
+        slow(True, "encoder.layers.0", 2),
+    ],
 )
 def test_encoders_that_pack_padded_sequences_validate_like_the_unwrapped_model(ranks, share_units, unit, world_size):
     found = ranks(world_size).run(padded_encoder_validates, share_units=share_units)[0]

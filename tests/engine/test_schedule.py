@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from steps import step_of
-from tiers import slow
+from tiers import but_slow, slow
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -195,7 +195,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", but_slow(CASES, slow=[case for case in CASES if "frozen" in case]))
 @pytest.mark.parametrize("by_block", [True, slow(False)])
 def test_fully_shard_does_in_this_order_what_is_predicted(case, by_block, monkeypatch):
     profile = profile_model(Model(**CASES[case] | {"recomputes": False}), torch.randn(4, WIDTH))

@@ -80,7 +80,7 @@ def sweeps(draw):
 
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("search", SOLVERS)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(case=sweeps())
 def test_no_size_is_better_than_the_chosen_one_by_more_than_the_tolerance(
     model, operator, cluster, search, overlaps, case

@@ -124,7 +124,7 @@ def test_workers_give_the_whole_trained_weights_and_the_plan_back(tmp_path, how,
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("strategy", "rank", "world_size"), [("osdp", 0, 2), slow("osdp_notebook", 3, 4)])
+@pytest.mark.parametrize(("strategy", "rank", "world_size"), [slow("osdp", 0, 2), slow("osdp_notebook", 3, 4)])
 def test_an_error_on_one_rank_ends_all_with_its_text(tmp_path, strategy, rank, world_size):
     code, stdout, stderr = run(
         *(SCRIPT, tmp_path, "--devices", world_size, "--strategy", strategy, "--fail-rank", rank)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from steps import step_of
+from tiers import slow
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -88,9 +89,9 @@ def model():
     "recomputed",
     [
         (),
-        ("mlps.0",),
-        ("attentions.0", "mlps.0"),
-        ("mlps.3",),
+        slow(("mlps.0",)),
+        slow(("attentions.0", "mlps.0")),
+        slow(("mlps.3",)),
         ("attentions.1", "mlps.2", "attentions.3"),
         tuple(f"{kind}.{index}" for index in range(4) for kind in ("attentions", "mlps")),
     ],
