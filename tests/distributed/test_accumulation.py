@@ -56,7 +56,7 @@ def test_collectives_of_a_step_are_those_of_the_table(ranks):
         assert [dict(step) for step in steps] == [expected] * 5
 
 
-@pytest.mark.parametrize("state_dict_type", ["full", "sharded"])
+@pytest.mark.parametrize("state_dict_type", [slow("full"), "sharded"])
 def test_checkpoints_inside_and_between_windows(ranks, state_dict_type):
     assert ranks(2).run(cases.saves_and_resumes, state_dict_type=state_dict_type)[0] == [0.0, 0.0, 0.0]
 

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.parametrize("prefetch", ["pre", slow("none")])
-@pytest.mark.parametrize("name", ["deep_gpt", "odd_mlp"])
+@pytest.mark.parametrize("name", ["deep_gpt", slow("odd_mlp")])
 def test_units_that_the_planner_joined_train_as_ddp_with_the_collectives_as_predicted(ranks, name, prefetch):
     for found in ranks(2).run(trains, name=name, prefetch=prefetch):
         assert found["lists"]

@@ -121,7 +121,7 @@ def test_all_stages_run_with_what_is_trained_and_with_files_and_others_resume(ra
         assert steps == 4
 
 
-@pytest.mark.parametrize(("min_unit_bytes", "num_units"), [(0, 2), (2048, 1), (10**8, 0)])
+@pytest.mark.parametrize(("min_unit_bytes", "num_units"), [slow(0, 2), (2048, 1), slow(10**8, 0)])
 def test_full_states_go_to_ddp_and_back_bit_for_bit(ranks, min_unit_bytes, num_units):
     assert ranks(2).run(cases.states, min_unit_bytes=min_unit_bytes) == [([], num_units, 4)] * 2
 
@@ -179,7 +179,7 @@ def test_modules_are_made_by_the_user_and_sharded_by_the_plan(ranks):
         assert found["metric"] == ("cpu", 2)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "16-true", "bf16-true"])
+@pytest.mark.parametrize("precision", [slow("32-true"), slow("16-true"), "bf16-true"])
 def test_modules_are_made_in_the_trainers_precision_also_on_the_meta_device(ranks, precision):
     dtype = {"32-true": "torch.float32", "16-true": "torch.float16", "bf16-true": "torch.bfloat16"}[precision]
     expected = [((device, dtype), ("cpu", dtype), True) for device in ("cpu", "meta")]

@@ -47,7 +47,7 @@ def test_closures_and_hooks_see_dtensors(ranks, how):
         assert steps == {2.0}
 
 
-@pytest.mark.parametrize("where", ["closure", "arithmetic"])
+@pytest.mark.parametrize("where", [slow("closure"), "arithmetic"])
 def test_a_step_that_fails_leaves_dtensors(ranks, where):
     for told, kinds, moved, states in ranks(2).run(cases.failing, where=where):
         assert told.startswith("ValueError: of the closure" if where == "closure" else "TypeError"), told

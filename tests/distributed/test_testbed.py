@@ -37,7 +37,9 @@ def test_rank_0_of_n_alone_counts_what_real_ranks_count(ranks, case):
 
 
 @pytest.mark.parametrize("op", ["SUM", "AVG"])
-@pytest.mark.parametrize(("world_size", "group"), [(2, None), (3, None), (3, [2, 1]), (3, [0, 2]), (3, [1])])
+@pytest.mark.parametrize(
+    ("world_size", "group"), [slow(2, None), slow(3, None), (3, [2, 1]), slow(3, [0, 2]), slow(3, [1])]
+)
 def test_the_ring_reduces_as_gloo_does(ranks, world_size, group, op):
     found = ranks(world_size).run(reduced, num_elements=5, op=op, ranks_of_group=group)
     for rank, result in enumerate(found):

@@ -29,7 +29,7 @@ def test_muon_equals_ddp_within_its_own_rounding(ranks):
     check(ranks(2).run(cases.muon)[0], 5e-3)
 
 
-@pytest.mark.parametrize(("world_size", "kind"), [(2, "mixed"), (4, "nodes")])
+@pytest.mark.parametrize(("world_size", "kind"), [(2, "mixed"), slow(4, "nodes")])
 def test_optimizers_that_cannot_are_refused_before_training(ranks, world_size, kind):
     for found in ranks(world_size).run(cases.refused, kind=kind):
         for name, (told, has_begun) in found.items():

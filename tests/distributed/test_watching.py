@@ -60,6 +60,7 @@ def test_watching_changes_neither_weights_nor_losses_nor_random_numbers(ranks, w
         assert found == {"difference": 0.0, "losses": True, "drawn": True, "is_used": True}
 
 
+@pytest.mark.slow
 def test_the_progress_bar_and_the_logger_can_be_left_out(ranks):
     found = ranks(2).run(cases.configured)[0]
     in_bar, logged = found["progress_bar"]

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.distributed
 @pytest.mark.parametrize(
     ("modes", "world_size"),
     [
-        (("ZDP",), 2),
-        (("DP", "ZDP"), 2),
+        slow(("ZDP",), 2),
+        slow(("DP", "ZDP"), 2),
         (("HSDP", "HDP", "hpZ", "ZDP", "DP"), 4),
         slow(("DP", "ZDP"), 4),
     ],

@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger
+from tiers import slow
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -199,18 +200,20 @@ def in_two_groups(module):
     ("kind", "change", "module", "texts"),
     [
         ("full", leave, Net(7), ["size mismatch for body.2.weight", "[3, 8]", "[7, 8]", "Load it into the model"]),
-        ("sharded", leave, Net(7), ["Size mismatch", "[3, 8]", "[7, 8]", "body.2.weight", "Load it into the model"]),
-        ("full", leave, Deeper(), ['Missing key(s) in state_dict: "head.weight", "head.bias"', "Load it into the"]),
+        slow(
+            "sharded", leave, Net(7), ["Size mismatch", "[3, 8]", "[7, 8]", "body.2.weight", "Load it into the model"]
+        ),
+        slow("full", leave, Deeper(), ['Missing key(s) in state_dict: "head.weight", "head.bias"', "Load it into the"]),
         ("sharded", leave, Deeper(), ["Missing key in checkpoint state_dict: model.head.weight", "Load it into the"]),
         ("full", remove, None, ["Expected a checkpoint at ", "Found neither"]),
-        ("sharded", remove, None, ["Expected a checkpoint at ", "Found neither"]),
+        slow("sharded", remove, None, ["Expected a checkpoint at ", "Found neither"]),
         ("full", cut, None, ["Expected a complete checkpoint at ", "its file ends too early", "Delete it"]),
         ("sharded", cut, None, ["Expected a complete checkpoint of this model at ", "rank 0 found: "]),
-        ("full", zero, None, ["Expected tensors and plain values only in checkpoint "]),
-        ("sharded", zero, None, ["Expected a complete checkpoint of this model at ", "rank 0 found: "]),
+        slow("full", zero, None, ["Expected tensors and plain values only in checkpoint "]),
+        slow("sharded", zero, None, ["Expected a complete checkpoint of this model at ", "rank 0 found: "]),
         ("full", without_weights, None, ["with weights under 'state_dict', got one without", "load bare weights"]),
-        ("full", a_list, None, ["Expected a dict in checkpoint ", "got list"]),
-        ("full", leave, with_methods(configure_optimizers=in_two_groups), ["has 2 parameter groups", "got 1"]),
+        slow("full", a_list, None, ["Expected a dict in checkpoint ", "got list"]),
+        slow("full", leave, with_methods(configure_optimizers=in_two_groups), ["has 2 parameter groups", "got 1"]),
         ("sharded", leave, with_methods(configure_optimizers=in_two_groups), ["has 2 parameter groups", "got 1"]),
     ],
 )

@@ -49,7 +49,7 @@ class Entrant:
     way: Way | None
     """Of Lightning's; None: OSDP."""
     plan: str
-    """As JSON; where two are equal, one was run for both."""
+    """As JSON; where two take the same steps, one was run for both."""
     counted_bytes: int | None
     """Peak; None where it is yet to be counted."""
     predicted_bytes: int | None
@@ -66,7 +66,8 @@ class Entrant:
 
     @property
     def _key(self) -> str:
-        return f"{'OSDP' if self.way is None else self.name} {self.plan}"
+        steps = replace(Plan.from_json(self.plan), memory_limit_bytes=UNLIMITED, solver="", gap=0.0, notes=())
+        return f"{'OSDP' if self.way is None else self.name} {steps.to_json()}"
 
 
 _Entry: TypeAlias = tuple[str, float | None, Plan, Baseline | None]

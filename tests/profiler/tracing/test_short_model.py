@@ -141,7 +141,7 @@ FOLDED = {
 }
 
 
-@pytest.mark.parametrize("name", but_slow(FOLDED, slow=["pairs", "two runs", "deep"]))
+@pytest.mark.parametrize("name", but_slow(FOLDED, slow=["pairs", "two runs", "deep", "reentrant", "work between"]))
 def test_left_out_blocks_are_as_those_that_stay(name):
     is_short, short, whole = found(FOLDED[name]())
     assert is_short
@@ -316,7 +316,7 @@ def its_own_gradient(model, x):
 
 SLOW = [
     "features", "around_again", "reading_ahead", "under_autocast", "averaged", "at_random", "backwards", "each_scaled",
-    "by_number", "looked_at_later", "skips",
+    "by_number", "looked_at_later", "skips", "twice_each", "halfway", "two_tied", "one_backward_hook", "eps",
 ]  # fmt: skip
 NOT_FOLDED = {
     "dropout": differs("dropout.p", 0.5),
