@@ -44,6 +44,7 @@ class LiveBytes(TorchDispatchMode):
         self.device_type = device_type
         self._limit_bytes = memory_limit_bytes
         self._sizes: dict[int, int] = {}
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # a tenth of what `weakref.finalize` takes
 
     @property
     def is_active(self) -> bool:
@@ -71,7 +72,7 @@ class LiveBytes(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._sizes:
-            weakref.finalize(storage, self._forget, key).atexit = False
+            self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
         self._set(key, storage.nbytes())
 
     def _set(self, key: int, num_bytes: int) -> None:
@@ -83,7 +84,8 @@ class LiveBytes(TorchDispatchMode):
             raise MemoryError(f"live tensors take {taken}, the limit is {limit}")
 
     def _forget(self, key: int) -> None:
-        self.current_bytes -= self._sizes.pop(key, 0)
+        del self._references[key]
+        self.current_bytes -= self._sizes.pop(key)
 
     def __enter__(self) -> LiveBytes:
         if not _counting:
@@ -104,7 +106,10 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.track(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        if isinstance(result, Tensor):
+            self._count(result)
+        else:
+            self.track(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         return result
 
 
