@@ -11,7 +11,7 @@ from lightning_osdp.callbacks.allocator import AllocatorPeaks
 from lightning_osdp.callbacks.plan_monitor import Measured, PlanMonitor
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.batch_policy import BatchPolicy
-from lightning_osdp.core.cluster import Cluster, DeviceRates, Link, Links, UnitOverhead
+from lightning_osdp.core.cluster import Cluster, Contention, DeviceRates, Link, Links, UnitOverhead
 from lightning_osdp.core.plans.plan import Block, Decision, Plan, Unit
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import (
@@ -77,6 +77,7 @@ __all__ = [
     "Cluster",
     "ComputePrecision",
     "ConfigurationError",
+    "Contention",
     "Crossing",
     "Cut",
     "Decided",

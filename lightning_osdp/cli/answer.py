@@ -43,7 +43,7 @@ def of_plan(plan: Plan, advice: Sequence[Advice]) -> Answer:
 
 def step_seconds(step: StepEstimate) -> dict[str, float]:
     """Seconds of a simulated step by what they go to, `StepEstimate.time_s` among them."""
-    names = ("time_s", "compute_s", "communication_s", "exposed_communication_s", "overhead_s")
+    names = ("time_s", "compute_s", "communication_s", "exposed_communication_s", "overhead_s", "contention_s")
     return {name: getattr(step, name) for name in names}
 
 

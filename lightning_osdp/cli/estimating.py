@@ -154,6 +154,7 @@ def _limits(plan: Plan, step: StepEstimate) -> Iterator[str]:
         "computes": step.compute_s,
         "waits for communication": step.exposed_communication_s,
         "copies and launches": step.overhead_s,
+        "is slowed by communication beside it": step.contention_s,
     }
     told = ", ".join(f"{name} {seconds / step.time_s:.0%}" for name, seconds in shares.items())
     yield f"Of its step OSDP {told}."

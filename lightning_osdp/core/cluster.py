@@ -92,6 +92,24 @@ class UnitOverhead:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Contention:
+    """How computing and a collective that runs beside it slow each other down; 1 on both sides: not at all.
+
+    Raises:
+        ConfigurationError: a factor is below 1.
+    """
+
+    computing: float = 1.0
+    """How many times as long as alone computing takes."""
+    collectives: float = 1.0
+    """How many times as long as alone the collective takes."""
+
+    def __post_init__(self) -> None:
+        if not (self.computing >= 1 and self.collectives >= 1):
+            raise ConfigurationError(f"Expected factors of at least 1 in {self!r}: what runs beside others is slowed.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cluster(Stored):
     """The ranks that train together, as seen from one of them."""
 
@@ -105,6 +123,8 @@ class Cluster(Stored):
     """Name of the process group's backend, for reports."""
     overlaps: bool = False
     """Whether collectives run beside computing; a backend that blocks (gloo) has one thing happen at a time."""
+    contention: Contention = field(default_factory=Contention)
+    """Where they do, how they slow each other down."""
     reduce_scatter_copies: bool = True
     """Whether the backend copies what it reduces and scatters, as gloo does."""
     host_copy_s_per_byte: float = 0.0

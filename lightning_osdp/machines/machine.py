@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from lightning_osdp.core.cluster import CUDA_HEADROOM, Cluster, DeviceRates, Link, Links, UnitOverhead
+from lightning_osdp.core.cluster import CUDA_HEADROOM, Cluster, Contention, DeviceRates, Link, Links, UnitOverhead
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.machines.catalog import Catalog, Device, Interconnect, read_catalog
 
@@ -18,6 +18,9 @@ CONTEXT_MIB = 1536
 """Of a device's memory that is not free for tensors: the context and NCCL's buffers. Assumed."""
 _KERNELS_S = 5e-5
 """Of the small kernels that each unit takes in a micro-batch. Assumed."""
+_CONTENTION = Contention(computing=1.1255, collectives=1.1255)
+"""Published by Galvatron for its GPUs (hardware_configs/overlap_coefficient.json of PKU-DAIR/Hetu-Galvatron), with one
+number for both sides; its documentation calls 1.1 to 1.3 typical."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +124,7 @@ class Machine:
             },
             backend="nccl",
             overlaps=True,
+            contention=_CONTENTION,
             reduce_scatter_copies=False,
             host_copy_s_per_byte=1 / self.host.bytes_per_s,
             memory_bytes=self.memory_bytes,

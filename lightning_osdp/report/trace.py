@@ -72,6 +72,7 @@ def chrome_trace(plan: Plan, profile: ModelProfile, cluster: Cluster) -> dict[st
             "communication_s": estimate.communication_s,
             "exposed_communication_s": estimate.exposed_communication_s,
             "overhead_s": estimate.overhead_s,
+            "contention_s": estimate.contention_s,
             "peak_bytes": estimate.peak.peak_bytes,
             "memory_limit_bytes": plan.memory_limit_bytes,
         },

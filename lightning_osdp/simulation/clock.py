@@ -13,8 +13,8 @@ from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.cost import block_s, copied_s, more_optimizer_s, optimizer_s
 from lightning_osdp.engine import DEFAULT, FSDP2, MOST_SIMULATED, Event
 from lightning_osdp.engine.schedule import Kind
-from lightning_osdp.simulation.step import durations_of
-from lightning_osdp.simulation.timeline import Durations, Timeline
+from lightning_osdp.simulation.step import durations_of, timeline_of
+from lightning_osdp.simulation.timeline import Durations
 
 _TIMELESS = frozenset({"zero", "rerun", "release"})
 """Kinds of events that take no time."""
@@ -65,11 +65,7 @@ class StepClock:
 
     def step(self, modes: Sequence[ShardingMode]) -> StepTime:
         """One optimizer step with these modes, one per unit."""
-        timeline = Timeline(
-            self._with_activations(modes),
-            overlaps=self.cluster.overlaps,
-            gathers_wait_for=self.engine.gathers_wait_for,
-        )
+        timeline = timeline_of(self._with_activations(modes), self.cluster, self.engine)
         num_simulated = min(MOST_SIMULATED, self.num_micro_batches)
         for index in range(num_simulated):
             absent = [_absent(mode, is_first=index == 0, is_last=index == num_simulated - 1) for mode in modes]

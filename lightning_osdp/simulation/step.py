@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_osdp.core.cluster import UNIT_PARTS
+from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, Contention
 from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.step import Step
 from lightning_osdp.cost import (
@@ -21,6 +21,7 @@ from lightning_osdp.cost import (
     saving_peak,
 )
 from lightning_osdp.engine import DEFAULT, FSDP2, Event, Moment
+from lightning_osdp.simulation.contention import ContendedTimeline
 from lightning_osdp.simulation.timeline import Durations, Interval, Timeline
 
 
@@ -35,6 +36,8 @@ class StepEstimate:
     """Collectives, hidden behind computing or not."""
     overhead_s: float
     """What the runtime takes for its units."""
+    contention_s: float = 0.0
+    """What both of these take longer because collectives run beside them, see `Cluster.contention`."""
     peak: PeakMemory
     """The largest moment: bytes, phase, operator, and what the bytes consist of."""
     evaluation_bytes: int = 0
@@ -51,7 +54,7 @@ class StepEstimate:
     @property
     def exposed_communication_s(self) -> float:
         """Seconds in which computing waits for collectives."""
-        return max(0.0, self.time_s - self.compute_s - self.overhead_s)
+        return max(0.0, self.time_s - self.compute_s - self.overhead_s - self.contention_s)
 
 
 def simulate_step(
@@ -66,13 +69,12 @@ def simulate_step(
     num_micro_batches = step.workload.num_micro_batches
     simulated = engine.events_of(step, modes)
     durations = durations_of(step, engine)
-    timeline = Timeline(
-        durations, overlaps=step.cluster.overlaps, gathers_wait_for=engine.gathers_wait_for, keeps_intervals=True
-    )
+    timeline = timeline_of(durations, step.cluster, engine, keeps_intervals=True)
     moments: list[tuple[float, Moment]] = []
 
     def note(_: float, moment: Callable[[], Moment]) -> None:
-        moments.append((timeline.now_s, moment()))
+        last_s = moments[-1][0] if moments else 0.0
+        moments.append((max(timeline.now_s, last_s), moment()))  # rounding may take what is left below nothing
 
     live = engine.live_parts(step, note, modes=modes, rank=rank)
     for index, events in enumerate(simulated):
@@ -90,6 +92,7 @@ def simulate_step(
         compute_s=num_micro_batches * (sum(durations.forward_s) + sum(durations.backward_s)) + update_s,
         communication_s=_total_s(simulated, durations.collectives_s, num_micro_batches),
         overhead_s=_total_s(simulated, durations.overhead_s, num_micro_batches),
+        contention_s=timeline.total_slowed_s(num_micro_batches),
         peak=PeakMemory.of(max((moment for _, moment in moments), key=lambda moment: moment.num_bytes)),
         evaluation_bytes=math.ceil(evaluation_peak(step, modes, engine=engine)),
         saving_bytes={
@@ -97,7 +100,24 @@ def simulate_step(
             for kind in ("full", "sharded")
         },
         moments=tuple(moments),
-        intervals=tuple(timeline.intervals),
+        intervals=tuple(sorted(timeline.intervals, key=lambda each: each.start_s)),
+    )
+
+
+def timeline_of(durations: Durations, cluster: Cluster, engine: FSDP2, *, keeps_intervals: bool = False) -> Timeline:
+    """One that has no events yet, in which computing and collectives slow each other down as on this cluster."""
+    if cluster.overlaps and cluster.contention != Contention():
+        return ContendedTimeline(
+            durations,
+            cluster.contention,
+            gathers_wait_for=engine.gathers_wait_for,
+            keeps_intervals=keeps_intervals,
+        )
+    return Timeline(
+        durations,
+        overlaps=cluster.overlaps,
+        gathers_wait_for=engine.gathers_wait_for,
+        keeps_intervals=keeps_intervals,
     )
 
 

@@ -27,7 +27,7 @@ from lightning_osdp.engine import Event, GatherRule
 _FREED_IN_FLIGHT = 2
 """``_FreeEventQueue._max_num_inflight_all_gathers`` of torch/distributed/fsdp/_limiter_utils.py."""
 
-_OVER = {
+OVER = {
     "gather": "all",
     "reduce": "all",
     "all_reduce": "all",
@@ -70,11 +70,14 @@ class Timeline:
     ) -> None:
         self.durations, self.overlaps, self.gathers_wait_for = durations, overlaps, gathers_wait_for
         self.compute_s = 0.0
-        self.communicators_s = dict.fromkeys(_OVER.values(), 0.0)
+        self.communicators_s = dict.fromkeys(OVER.values(), 0.0)
         self.keeps_intervals = keeps_intervals
         self.intervals: list[Interval] = []
         self.ends_s = [0.0]
         """When the micro-batches so far were done."""
+        self.slowed_s = 0.0
+        """Of computing: what it takes longer for collectives that run beside it."""
+        self._slowed_s = [0.0]
         self.stalls_s: dict[int, float] = {}
         """Unit -> seconds for which computing waited for its latest gather: that of backward, once that is over."""
         self._ready_s: dict[int, float] = {}
@@ -100,7 +103,7 @@ class Timeline:
             self._due_s[of] = self._due_s.get(of, 0.0) + durations.overhead_s["gather"][of]
         elif kind == "await":
             start_s = self.compute_s
-            self.compute_s = max(start_s, self._ready_s.get(of, 0.0))
+            self._wait_for_gather(of)
             self.stalls_s[of] = self.compute_s - start_s
             if of in self._pending:
                 self._pending.remove(of)
@@ -135,11 +138,15 @@ class Timeline:
         self._wait_for_all()
         self._is_in_backward = False
         self.ends_s.append(self.now_s)
+        self._slowed_s.append(self.slowed_s)
 
     def total_s(self, num_micro_batches: int) -> float:
         """Seconds of so many micro-batches, of which at most `MOST_SIMULATED` were simulated."""
-        num_more = num_micro_batches - (len(self.ends_s) - 1)
-        return self.now_s + (num_more * (self.ends_s[-2] - self.ends_s[-3]) if num_more else 0.0)
+        return _continued(self.ends_s, num_micro_batches)
+
+    def total_slowed_s(self, num_micro_batches: int) -> float:
+        """Of these, what computing takes longer for collectives that run beside it."""
+        return _continued(self._slowed_s, num_micro_batches)
 
     def _may_gather_s(self) -> float:
         """When a gather that is issued now may begin."""
@@ -151,14 +158,20 @@ class Timeline:
 
     def _compute(self, event: Event, micro_batch: int, seconds: float) -> None:
         start_s = self.compute_s
-        self.compute_s += seconds
-        if not self.overlaps:
-            self._wait_for_all()
+        self._run(seconds)
         if self.keeps_intervals:
             self._keep(COMPUTE, event, micro_batch, start_s, self.compute_s)
 
+    def _run(self, seconds: float) -> None:
+        self.compute_s += seconds
+        if not self.overlaps:
+            self._wait_for_all()
+
+    def _wait_for_gather(self, of: int) -> None:
+        self.compute_s = max(self.compute_s, self._ready_s.get(of, 0.0))
+
     def _communicate(self, event: Event, micro_batch: int, may_start_s: float) -> float:
-        over = _OVER[event.kind]
+        over = OVER[event.kind]
         start_s = max(self.communicators_s[over], may_start_s)
         end_s = self.communicators_s[over] = start_s + self.durations.collectives_s[event.kind][event.of]
         if not self.overlaps:
@@ -176,3 +189,9 @@ class Timeline:
     def _keep(self, resource: str, event: Event, micro_batch: int, start_s: float, end_s: float) -> None:
         if end_s > start_s:
             self.intervals.append(Interval(resource, event, micro_batch, start_s, end_s))
+
+
+def _continued(sums_s: Sequence[float], num_micro_batches: int) -> float:
+    """The last sum after so many micro-batches, of which those between the first and the last are alike."""
+    num_more = num_micro_batches - (len(sums_s) - 1)
+    return sums_s[-1] + (num_more * (sums_s[-2] - sums_s[-3]) if num_more else 0.0)

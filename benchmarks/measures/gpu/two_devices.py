@@ -72,6 +72,8 @@ def _measured(*, kind: str) -> list[dict[str, Any]]:
                 "step_us": cluster.all_gather.latency_s * 1e6,
                 "unit_us": sum(part.fixed_s for part in cluster.unit_overhead.values()) * 1e6,
                 "overlaps": cluster.overlaps,
+                "computing_x": cluster.contention.computing,
+                "collectives_x": cluster.contention.collectives,
             }
         )
     return found
@@ -86,7 +88,8 @@ def links(device: torch.device) -> Iterator[Finding]:
         yield Finding(f"links: {name[:-3]}", numbers["apart"] <= _MOST_APART or device.type == "cpu", numbers)
     overlaps = {each["overlaps"] for each in found}
     numbers = {"overlaps": sorted(overlaps)} | {
-        name: [round(each[name], 2) for each in found] for name in ("step_us", "unit_us")
+        name: [round(each[name], 2) for each in found]
+        for name in ("step_us", "unit_us", "computing_x", "collectives_x")
     }
     yield Finding("links: overlap", len(overlaps) == 1, numbers)
 

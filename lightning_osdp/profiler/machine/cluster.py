@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 import torch.distributed as dist
 
-from lightning_osdp.core.cluster import Cluster, Link, Links
+from lightning_osdp.core.cluster import Cluster, Contention, Link, Links
 from lightning_osdp.profiler.live_tensors import LiveBytes
 from lightning_osdp.profiler.machine.memory import default_memory_limit_bytes, library_workspace_bytes
 from lightning_osdp.profiler.machine.stopwatch import REPEATS_TOGETHER, fastest_s, fastest_together_s, synchronize
@@ -24,6 +25,8 @@ _MOST_IN_A_ROW, _LEAST_IN_A_ROW, _ROW_S = 10, 3, 0.1
 """Collectives that follow each other, as in a step; fewer where they take longer than this together, but on CUDA."""
 _LEAST_OVERLAP_S, _OVERLAP_REPEATS = 5e-3, 5
 """What computing and all-gathers each take, at least, to tell whether they overlap; and how often that is tried."""
+_MOST_CONTENTION = 0.9
+"""Of what runs beside something longer, the share by which that takes longer; 1 were as if nothing was hidden."""
 _NUM_BYTES = 4 * 1024**2
 """Of those that are looked at otherwise."""
 _WIDTH = 2048
@@ -64,12 +67,14 @@ def measure_cluster(
             memory_bytes=limit_bytes(),
         )
     with ExitStack() as groups, torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        overlaps, contention = _measure_overlap(device)
         cluster = Cluster(
             world_size=dist.get_world_size(),
             all_gather=_measure_link(device, _all_gather),
             reduce_scatter=_measure_link(device, _reduce_scatter),
             backend=dist.get_backend(),
-            overlaps=_overlaps_computing(device),
+            overlaps=overlaps,
+            contention=contention,
             reduce_scatter_copies=_copies_in_reduce_scatter(device),
             node_size=node_size,
         )
@@ -230,13 +235,14 @@ def _copies_in_reduce_scatter(device: torch.device) -> bool:
     return bool(_over_ranks(beside >= whole.nbytes, dist.ReduceOp.MAX, device))
 
 
-def _overlaps_computing(device: torch.device) -> bool:
-    """Whether computing goes on during an all-gather that is issued in a stream of its own. Call it on all ranks.
+def _measure_overlap(device: torch.device) -> tuple[bool, Contention]:
+    """Whether computing goes on during an all-gather in a stream of its own, and how they slow each other down.
 
-    Where a device has no streams, as the CPU, the host waits for each collective: there is nothing to measure.
+    Where a device has no streams, as the CPU, the host waits for each collective: there is nothing to measure. Call it
+    on all ranks.
     """
     if device.type == "cpu":
-        return False
+        return False, Contention()
     whole, shard = _whole_and_shard(_NUM_BYTES, device)
     matrix = torch.randn(_WIDTH, _WIDTH, device=device)
     computing, gathering = torch.cuda.current_stream(device), torch.cuda.Stream(device)
@@ -253,7 +259,8 @@ def _overlaps_computing(device: torch.device) -> bool:
 
         return fastest_together_s(run, device)
 
-    return hidden_share(measured) >= 0.5
+    overlaps = hidden_share(measured) >= 0.5
+    return overlaps, contention_of(measured) if overlaps else Contention()
 
 
 def hidden_share(measured: Callable[[int, int], float]) -> float:
@@ -269,12 +276,48 @@ def hidden_share(measured: Callable[[int, int], float]) -> float:
     """
     num_gathers, gather_s = _long_enough(lambda number: measured(number, 0), _LEAST_OVERLAP_S)
     num_products, _ = _long_enough(lambda number: measured(0, number), max(_LEAST_OVERLAP_S, gather_s))
-    shares = []
+    return statistics.median(
+        1 - more_s / min(gather_s, compute_s)
+        for gather_s, compute_s, more_s in _beside(measured, num_gathers, num_products)
+    )
+
+
+def contention_of(measured: Callable[[int, int], float]) -> Contention:
+    """How all-gathers and matrix products that run beside each other slow each other down.
+
+    Let computing take a times as long beside collectives, and these c times. All-gathers of G seconds that outlast
+    products of P take ``G + a P (1 - 1/c)`` with them, of which ``u = a (1 - 1/c)`` is measured; products that outlast
+    all-gathers give ``v = c (1 - 1/a)``. So ``a / c = (1 - u) / (1 - v)``, ``a = u + a / c`` and ``c = v + c / a``.
+
+    Args:
+        measured: as for `hidden_share`. What is to outlast the other takes twice as long alone.
+
+    Example:
+        >>> contention_of(lambda num_gathers, num_products: 1e-3 * max(num_gathers, num_products))
+        Contention(computing=1.0, collectives=1.0)
+    """
+    num_gathers, gather_s = _long_enough(lambda number: measured(number, 0), _LEAST_OVERLAP_S)
+    num_products, compute_s = _long_enough(lambda number: measured(0, number), _LEAST_OVERLAP_S)
+    more_gathers = max(num_gathers, math.ceil(2 * num_gathers * compute_s / gather_s))
+    more_products = max(num_products, math.ceil(2 * num_products * gather_s / compute_s))
+    of_gathers, of_computing = (
+        min(_MOST_CONTENTION, max(0.0, statistics.median(shares)))
+        for shares in (
+            [more_s / compute_s for _, compute_s, more_s in _beside(measured, more_gathers, num_products)],
+            [more_s / gather_s for gather_s, _, more_s in _beside(measured, num_gathers, more_products)],
+        )
+    )
+    ratio = (1 - of_gathers) / (1 - of_computing)
+    return Contention(computing=max(1.0, of_gathers + ratio), collectives=max(1.0, of_computing + 1 / ratio))
+
+
+def _beside(
+    measured: Callable[[int, int], float], num_gathers: int, num_products: int
+) -> Iterator[tuple[float, float, float]]:
+    """Seconds of all-gathers, of products, and by how much both together outlast the longer of them; several times."""
     for _ in range(_OVERLAP_REPEATS):
         gather_s, compute_s = measured(num_gathers, 0), measured(0, num_products)
-        both_s = measured(num_gathers, num_products)
-        shares.append((gather_s + compute_s - both_s) / min(gather_s, compute_s))
-    return statistics.median(shares)
+        yield gather_s, compute_s, measured(num_gathers, num_products) - max(gather_s, compute_s)
 
 
 def _long_enough(seconds_of: Callable[[int], float], least_s: float) -> tuple[int, float]:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lightning_osdp.core.cluster import Link
 from lightning_osdp.profiler import measure_cluster
-from lightning_osdp.profiler.machine.cluster import hidden_share, link_through, points_by
+from lightning_osdp.profiler.machine.cluster import contention_of, hidden_share, link_through, points_by
 
 SIZES = (16_384, 262_144, 2_097_152, 8_388_608)
 
@@ -129,3 +129,27 @@ def test_one_slow_episode_does_not_decide_whether_collectives_overlap():
         return max(1e-3 * num_gathers, 1e-3 * num_products) * (10 if is_slow else 1)
 
     assert hidden_share(measured) == 1.0
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+@pytest.mark.parametrize(("gather_s", "product_s"), [(40e-6, 300e-6), (20e-3, 300e-6), (1e-3, 9e-3)])
+@pytest.mark.parametrize(("computing", "collectives"), [(1.0, 1.0), (1.13, 1.13), (1.3, 1.05), (1.0, 1.4)])
+def test_contention_is_what_both_take_longer_together(gather_s, product_s, computing, collectives, noise):
+    seeded = random.Random(1)
+
+    def measured(num_gathers, num_products):
+        gathers_s, products_s = num_gathers * gather_s, num_products * product_s
+        if gathers_s * collectives < products_s * computing:
+            seconds = products_s + gathers_s * collectives * (1 - 1 / computing)
+        else:
+            seconds = gathers_s + products_s * computing * (1 - 1 / collectives)
+        return seconds * (1 + noise * seeded.random())
+
+    found = contention_of(measured)
+    assert found.computing == pytest.approx(computing, abs=4 * noise + 1e-9)
+    assert found.collectives == pytest.approx(collectives, abs=4 * noise + 1e-9)
+
+
+def test_contention_of_what_cannot_run_together_is_bounded():
+    found = contention_of(lambda num_gathers, num_products: 1e-3 * (num_gathers + num_products))
+    assert (found.computing, found.collectives) == pytest.approx((1.9, 1.9))

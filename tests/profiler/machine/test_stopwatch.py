@@ -9,6 +9,7 @@ from torch import nn
 
 from benchmarks.testbed.emulated.cuda import FakeCuda
 from benchmarks.testbed.groups import fake_group
+from lightning_osdp.core.cluster import Contention
 from lightning_osdp.profiler import default_memory_limit_bytes
 from lightning_osdp.profiler.machine import cluster, stopwatch
 from lightning_osdp.profiler.machine.stopwatch import fastest_s, fastest_together_s
@@ -95,8 +96,8 @@ def test_overlap_is_told_by_the_device(gpu, monkeypatch, is_hidden):
     monkeypatch.setattr(cluster, "_all_gather", lambda *_: sides.update(gather=sides["gather"] + 70e-6))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(wait_stream=settle))
     with fake_group(2):
-        assert cluster._overlaps_computing(CUDA) is is_hidden
-        assert cluster._overlaps_computing(CPU) is False
+        assert cluster._measure_overlap(CUDA) == (is_hidden, Contention())
+        assert cluster._measure_overlap(CPU) == (False, Contention())
 
 
 def test_replays_and_segments_are_timed_on_the_device(gpu):

@@ -1,0 +1,156 @@
+"""The timeline where computing and collectives slow each other down: they share multiprocessors and memory.
+
+While a collective runs, computing goes on at 1 / `Contention.computing` of its rate, and the collective at
+1 / `Contention.collectives` of its own while the device computes. So what an event takes is known only when all that
+runs beside it is: collectives are kept as work that is left, and are taken as far as computing has come.
+
+References:
+    Galvatron (Miao et al. 2022), section 3.4: what overlaps is slowed on both sides by a constant factor.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from lightning_osdp.core.cluster import Contention
+from lightning_osdp.engine import Event, GatherRule
+from lightning_osdp.simulation.timeline import COMMUNICATION, OVER, Durations, Timeline
+
+
+@dataclass(eq=False, slots=True)
+class _Collective:
+    """One that was issued."""
+
+    event: Event
+    micro_batch: int
+    left_s: float
+    """Of its seconds as if nothing ran beside it."""
+    after: _Collective | None
+    """Another communicator's, which it waits for."""
+    start_s: float | None = None
+    end_s: float | None = None
+    """None: it is not done."""
+
+
+class ContendedTimeline(Timeline):
+    """As `Timeline` where communication overlaps computing, and each slows the other down."""
+
+    def __init__(
+        self,
+        durations: Durations,
+        contention: Contention,
+        *,
+        gathers_wait_for: GatherRule,
+        keeps_intervals: bool = False,
+    ) -> None:
+        super().__init__(durations, overlaps=True, gathers_wait_for=gathers_wait_for, keeps_intervals=keeps_intervals)
+        self._contention = contention
+        self._queues: dict[str, deque[_Collective]] = {over: deque() for over in self.communicators_s}
+        """What each communicator has been asked for and has not done when computing has come to `compute_s`."""
+        self._gathers: dict[int, _Collective] = {}
+        """Unit -> its latest gather."""
+        self._busy_since_s = 0.0
+        """From when to `compute_s` the device computed without a break."""
+
+    @property
+    def now_s(self) -> float:
+        """When everything issued so far is done, if nothing more is computed beside it."""
+        left_s = (sum(each.left_s for each in queue) for queue in self._queues.values())
+        return self.compute_s + max(left_s)
+
+    def _communicate(self, event: Event, micro_batch: int, may_start_s: float) -> float:
+        over = OVER[event.kind]
+        queue = self._queues[over]
+        # an all-reduce between nodes is of what the reduce-scatter issued before it has summed inside of them
+        after = self._queues["node"][-1] if event.kind == "all_reduce" and self._queues["node"] else None
+        issued = _Collective(event, micro_batch, self.durations.collectives_s[event.kind][event.of], after)
+        if event.kind.startswith("gather"):
+            self._gathers[event.of] = issued
+        if not queue and after is None:
+            issued.start_s = max(self.communicators_s[over], may_start_s)
+            self._catch_up(issued)
+        if issued.end_s is None:
+            queue.append(issued)
+        return self.now_s if issued.end_s is None else issued.end_s
+
+    def _catch_up(self, issued: _Collective) -> None:
+        """Takes a collective that could begin before computing came to where it is as far as that.
+
+        Computing that was taken to be alone then has not been: it is done later.
+        """
+        assert issued.start_s is not None
+        begins_s = max(issued.start_s, min(self._busy_since_s, self.compute_s))
+        alone_s, beside_s = begins_s - issued.start_s, self.compute_s - begins_s
+        if issued.left_s <= alone_s:
+            self._end(issued, issued.start_s + issued.left_s)
+            return
+        issued.left_s -= alone_s
+        # what another communicator does has slowed computing already
+        slowdown = 1.0 if any(self._queues.values()) else self._contention.computing
+        needs_s = issued.left_s * self._contention.collectives
+        passed_s = min(needs_s, beside_s * slowdown)
+        later_s = passed_s * (1 - 1 / slowdown)
+        self.compute_s += later_s
+        self.slowed_s += later_s
+        issued.left_s -= passed_s / self._contention.collectives
+        if passed_s == needs_s:
+            self._end(issued, begins_s + needs_s)
+
+    def _run(self, seconds: float) -> None:
+        while seconds > 0:
+            running = self._running()
+            if not running:
+                self.compute_s += seconds
+                return
+            slowdown = self._contention.computing
+            passed_s = min(seconds * slowdown, running[0].left_s * self._contention.collectives)
+            seconds = 0.0 if passed_s == seconds * slowdown else seconds - passed_s / slowdown
+            self._pass(running, passed_s, self._contention.collectives)
+            self.slowed_s += passed_s - passed_s / slowdown
+
+    def _wait_for_gather(self, of: int) -> None:
+        gather = self._gathers.get(of)
+        if gather is not None:
+            self._wait_for(gather)
+
+    def _wait_for_all(self) -> None:
+        for queue in self._queues.values():
+            while queue:
+                self._wait_for(queue[-1])
+        super()._wait_for_all()
+
+    def _wait_for(self, collective: _Collective) -> None:
+        while collective.end_s is None:
+            running = self._running()
+            self._pass(running, running[0].left_s, 1.0)
+            self._busy_since_s = self.compute_s
+
+    def _running(self) -> list[_Collective]:
+        """What each communicator works on, the one that is done first in front."""
+        heads = (queue[0] for queue in self._queues.values() if queue)
+        running = [head for head in heads if head.after is None or head.after.end_s is not None]
+        for each in running:
+            if each.start_s is None:
+                each.start_s = self.compute_s
+        return sorted(running, key=lambda each: each.left_s)
+
+    def _pass(self, running: list[_Collective], seconds: float, slowdown: float) -> None:
+        """So many seconds go by, no more than the first of these takes with this slowdown."""
+        self.compute_s += seconds
+        is_first_done = seconds == running[0].left_s * slowdown
+        for each in running:
+            each.left_s -= seconds / slowdown
+            if each.left_s <= 0 or (is_first_done and each is running[0]):
+                self._end(each, self.compute_s)
+
+    def _end(self, collective: _Collective, end_s: float) -> None:
+        over = OVER[collective.event.kind]
+        collective.end_s, collective.left_s = end_s, 0.0
+        self.communicators_s[over] = end_s
+        queue = self._queues[over]
+        if queue and queue[0] is collective:
+            queue.popleft()
+        if self.keeps_intervals:
+            assert collective.start_s is not None
+            self._keep(COMMUNICATION, collective.event, collective.micro_batch, collective.start_s, end_s)
