@@ -11,7 +11,7 @@ from benchmarks.measures.section import Row
 from benchmarks.measures.simulated.published import calibrated
 from benchmarks.pictures import save
 
-_COLOURS = {"A": "#0072B2", "B": "#D55E00", "E": "#CC79A7", "G7": "#E69F00", "G3": "#56B4E9"}
+_COLOURS = {"A": "#0072B2", "B": "#D55E00", "E": "#CC79A7", "F": "#009E73", "G7": "#E69F00", "G3": "#56B4E9"}
 """By set."""
 
 
@@ -21,16 +21,15 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     speed, memory = figure.subplots(1, 2)
     for name, colour in _COLOURS.items():
         of_set = [row for row in rows if row["case"]["set"] == name]
-        pairs = [
+        of_speed = [
             (row["case"]["tokens_per_s"], calibrated(rows, row))
             for row in of_set
             if row["case"]["tokens_per_s"] and not row["case"]["calibrates"]
         ]
-        speed.scatter(*zip(*pairs, strict=True), color=colour, label=name) if pairs else None
-        # where it is known how blocks were checkpointed
-        known = [row for row in of_set if row["case"]["gib"] and row["case"]["tokens_per_s"]]
-        pairs = [(row["case"]["gib"], row["predicted_gib"]) for row in known]
-        memory.scatter(*zip(*pairs, strict=True), color=colour) if pairs else None
+        of_memory = [(row["case"]["gib"], row["predicted_gib"]) for row in of_set if row["case"]["gib"]]
+        for axes, pairs, label in ((speed, of_speed, name), (memory, of_memory, name if not of_speed else None)):
+            if pairs:
+                axes.scatter(*zip(*pairs, strict=True), color=colour, label=label)
     for axes, unit in ((speed, "tokens/s of one GPU"), (memory, "GiB of one GPU")):
         low, high = min(axes.get_xlim()[0], axes.get_ylim()[0]), max(axes.get_xlim()[1], axes.get_ylim()[1])
         axes.plot((low, high), (low, high), color="#666666", linewidth=0.8)

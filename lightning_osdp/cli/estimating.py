@@ -159,6 +159,7 @@ def _limits(plan: Plan, step: StepEstimate) -> Iterator[str]:
     told = ", ".join(f"{name} {seconds / step.time_s:.0%}" for name, seconds in shares.items())
     yield f"Of its step OSDP {told}."
     yield f"Its peak is in {tell_peak(plan)}."
+    yield f"CUDA's allocator reserves {format_bytes(step.reserved_bytes)} for that, besides what fragments."
     recomputing = f", {len(plan.blocks)} blocks do not keep what they save for backward" if plan.blocks else ""
     yield f"Between forward and backward it keeps {tell_kept(plan)}{recomputing}."
 
@@ -168,5 +169,6 @@ def _document(plan: Plan, step: StepEstimate, others: Sequence[HandMade]) -> dic
         "fits": True,
         "plan": json.loads(plan.to_json()),
         "step": step_seconds(step),
+        "reserved_bytes": step.reserved_bytes,
         "by_hand": [asdict(each) for each in others],
     }

@@ -58,6 +58,8 @@ class Moment:
     """Operator that runs; the empty string in the loss and in the optimizer step."""
     parts: Mapping[str, float]
     """What the bytes consist of."""
+    gather_buffers: float = 0.0
+    """Of the gathered parameters, what all-gathers fill in a stream of their own, where unsharding is synchronous."""
 
     def less(self, part: str, num_bytes: float) -> Moment:
         """The same moment with so many bytes fewer of one part."""
@@ -118,6 +120,7 @@ class LiveParts:
         self.copied: int | None = None  # the unit that was awaited last, if it was copied out then
         self.whole: set[int] = set()  # units that are copied out
         self.retained: set[int] = set()  # units of which there is a shard in each node
+        self.buffers = 0.0  # that all-gathers have filled, with the next one
         self.lingering = 0.0  # the buffer that forward has copied out last
         self.sent = 0.0  # what the latest reduce-scatter took
         self.gradients = self._gradients()
@@ -185,7 +188,7 @@ class LiveParts:
             self._copy_out(unit, size.cast_shard)
             return
         self.pending.add(unit)
-        self._add("gathered parameters", size.buffer)
+        self._add_buffer(size.buffer)
         if cast_shard and self.world_size > 1:
             self._observe_gather(unit, cast_shard)
 
@@ -196,7 +199,7 @@ class LiveParts:
         self.pending.remove(unit)
         size = self.sizes[unit]
         self._copy_out(unit, 0.0 if self.world_size > 1 else size.cast_shard)
-        self._add("gathered parameters", -size.buffer)
+        self._add_buffer(-size.buffer)
         self._drop_retained(unit)
         if not self.is_in_backward:
             self._linger(unit)
@@ -213,8 +216,12 @@ class LiveParts:
             self._leave(max(self.lingering, buffer) if self.is_bound else buffer)
 
     def _leave(self, num_bytes: float) -> None:
-        self._add("gathered parameters", num_bytes - self.lingering)
+        self._add_buffer(num_bytes - self.lingering)
         self.lingering = num_bytes
+
+    def _add_buffer(self, num_bytes: float) -> None:
+        self._add("gathered parameters", num_bytes)
+        self.buffers += num_bytes
 
     def _free(self, unit: int) -> None:
         """At the end of backward that may be one that is not there."""
@@ -347,7 +354,8 @@ class LiveParts:
         def moment() -> Moment:
             parts = {**self.parts, part: self.parts[part] + num_bytes}
             parts["workspace" if self.settled > 0 else "activations"] += self.settled
-            return Moment(num_bytes=total, phase=phase, operator=operator, parts=parts)
+            buffers = self.buffers if self.is_synchronous else 0.0
+            return Moment(num_bytes=total, phase=phase, operator=operator, parts=parts, gather_buffers=buffers)
 
         self.observer(total, moment)
 

@@ -40,6 +40,8 @@ class StepEstimate:
     """What both of these take longer because collectives run beside them, see `Cluster.contention`."""
     peak: PeakMemory
     """The largest moment: bytes, phase, operator, and what the bytes consist of."""
+    reserved_bytes: int = 0
+    """What CUDA's allocator reserves for it at least, see `reserved_by`."""
     evaluation_bytes: int = 0
     """Peak of an evaluation with batches of as many samples."""
     saving_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -94,6 +96,7 @@ def simulate_step(
         overhead_s=_total_s(simulated, durations.overhead_s, num_micro_batches),
         contention_s=timeline.total_slowed_s(num_micro_batches),
         peak=PeakMemory.of(max((moment for _, moment in moments), key=lambda moment: moment.num_bytes)),
+        reserved_bytes=math.ceil(reserved_by([moment for _, moment in moments])),
         evaluation_bytes=math.ceil(evaluation_peak(step, modes, engine=engine)),
         saving_bytes={
             kind: math.ceil(saving_peak(step, modes, is_sharded=kind == "sharded", engine=engine))
@@ -102,6 +105,25 @@ def simulate_step(
         moments=tuple(moments),
         intervals=tuple(sorted(timeline.intervals, key=lambda each: each.start_s)),
     )
+
+
+def reserved_by(moments: Sequence[Moment]) -> float:
+    """Bytes that a caching allocator with a pool for each stream has reserved after these moments.
+
+    What one stream has freed is not given to another before memory runs out, so each stream's largest moment counts.
+    ``fully_shard`` fills the buffers of synchronous all-gathers in one stream, leaves reduced gradients in that of
+    reduce-scatters, and allocates all else in the stream that computes. (The result of a reduce-scatter that is going
+    on is counted there, too.) What is lost to rounding and fragmentation comes on top.
+
+    References:
+        c10/cuda/CUDACachingAllocator.cpp (``BlockPool``); torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py
+        (``foreach_all_gather``, ``foreach_reduce``). [Not run on CUDA.]
+    """
+    reduced = [moment.parts["reduced gradients"] for moment in moments]
+    computing = [
+        moment.num_bytes - moment.gather_buffers - apart for moment, apart in zip(moments, reduced, strict=True)
+    ]
+    return max(computing) + max(moment.gather_buffers for moment in moments) + max(reduced)
 
 
 def timeline_of(durations: Durations, cluster: Cluster, engine: FSDP2, *, keeps_intervals: bool = False) -> Timeline:

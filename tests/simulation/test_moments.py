@@ -99,3 +99,29 @@ def test_the_largest_moment_is_the_peak(model, cluster, modes, world_size, setti
     largest = max(moment.num_bytes for moment in moments)
     assert largest == pytest.approx(peak.peak_bytes)
     assert (peak.phase, peak.operator) in [(m.phase, m.operator) for m in moments if m.num_bytes == largest]
+
+
+@pytest.mark.parametrize(
+    ("settings", "modes", "expected"),
+    [
+        # while m2 reduces: 360, what it sends and the copy of that, its last gradient, and its half of the sum;
+        # buffers of m1 and m2 while m2 is copied out in forward; all reduced gradients
+        ({"asynchronous_unshard": False, "backward_prefetch": "none"}, "ZZZ", (360 + 3 * 120 + 60, 80 + 120, 120)),
+        ({"asynchronous_unshard": True, "backward_prefetch": "none"}, "ZZZ", (360 + 3 * 120 + 60, 0, 120)),
+    ],
+)
+def test_each_stream_has_a_pool_of_its_own(model, cluster, settings, modes, expected):
+    profile = model(40, 80, 120)
+    step = replace(step_of(profile), cluster=cluster(2))
+    chosen = [DP, *({"D": DP, "Z": ZDP}[letter] for letter in modes)]
+    found = simulate_step(step, chosen, engine=FSDP2(**settings))
+    of_streams = [
+        max(
+            moment.num_bytes - moment.gather_buffers - moment.parts["reduced gradients"] for _, moment in found.moments
+        ),
+        max(moment.gather_buffers for _, moment in found.moments),
+        max(moment.parts["reduced gradients"] for _, moment in found.moments),
+    ]
+    assert found.reserved_bytes == sum(of_streams)
+    assert found.reserved_bytes >= found.peak.peak_bytes
+    assert of_streams == [pytest.approx(each) for each in expected]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.demos import Transformer
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -20,7 +21,7 @@ class Sizes:
     """Of a decoder-only transformer."""
 
     kind: str
-    """``llama``, as torchtitan has it, or ``mpt``, as llm-foundry has it."""
+    """``llama``, as torchtitan has it, ``mpt``, as llm-foundry has it, or ``demo``, as Lightning's documentation."""
     layers: int
     hidden: int
     heads: int
@@ -62,6 +63,32 @@ class LanguageModel(nn.Module):
                 hidden = layer(hidden)
         logits = self.head(self.norm(hidden))
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1))
+
+
+class DemoModel(nn.Module):
+    """Lightning's demo Transformer, an encoder and a decoder; forward takes (tokens, labels) and returns the loss."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.model = Transformer(
+            vocab_size=sizes.vocabulary,
+            nlayers=sizes.layers,
+            ninp=sizes.hidden,
+            nhead=sizes.heads,
+            nhid=sizes.ffn,
+        )
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """The mean loss, as the documentation's example has it."""
+        tokens, labels = batch
+        return F.nll_loss(self.model(tokens, labels), labels.flatten())
+
+
+def made(sizes: Sizes, *, sequence: int, by_operation: bool = False) -> nn.Module:
+    """The model of these sizes."""
+    if sizes.kind == "demo":
+        return DemoModel(sizes)
+    return LanguageModel(sizes, sequence=sequence, by_operation=by_operation)
 
 
 class LlamaBlock(nn.Module):
