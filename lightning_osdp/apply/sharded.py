@@ -15,15 +15,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecision
 from torch.optim import Optimizer
 
-from lightning_osdp.apply import internals, load, state
+from lightning_osdp.apply import internals, state
 from lightning_osdp.apply.activations.blocks import BlockForwards, check_blocks, with_recomputed
 from lightning_osdp.apply.agreement import Agreement
 from lightning_osdp.apply.materialize import unit_initializer
 from lightning_osdp.apply.meshes import Meshes
 from lightning_osdp.apply.prepare import call_layers_in_evaluation, check_shardable, modules_of, prepared, slices_of
 from lightning_osdp.apply.units import ShardedUnit, children_and_blocks, set_prefetch, shard, without_views
-from lightning_osdp.apply.updates.local_step import stepping_on_rows
-from lightning_osdp.apply.updates.optimizers import try_optimizer
+from lightning_osdp.apply.updates import stepping_on_rows, try_optimizer
 from lightning_osdp.core.blocks import RERUN
 from lightning_osdp.core.modes import ShardingMode, freed_and_kept
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
@@ -79,7 +78,7 @@ class ShardedModel:
         self._waiting = internals.WaitingForwards(module)
         internals.set_owner(module, self)
         self.carry_hooks()
-        self._taking = load.takes_whole(module)
+        self._taking = state.takes_whole(module)
         self._is_opened, self._may_be_planned = False, True
 
     @classmethod
@@ -400,12 +399,12 @@ class ShardedModel:
     def load_optimizer(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Loads a whole state by name or number; raises `PlanMismatchError` if it has other parameter groups."""
         with self._reading():
-            load.load_optimizer(self.module, optimizer, state_dict)
+            state.load_optimizer(self.module, optimizer, state_dict)
 
     def load_sharded(self, path: Path, optimizers: Sequence[Optimizer], *, strict: bool) -> None:
         """Loads weights, and states of optimizers where there are any, from the folder of a sharded checkpoint."""
         with self._reading():
-            load.load_sharded(path, self.module, optimizers, strict=strict)
+            state.load_sharded(path, self.module, optimizers, strict=strict)
 
 
 def _begin(

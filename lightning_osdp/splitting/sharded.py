@@ -34,9 +34,6 @@ class ShardedParameter(Tensor):
         made._name = name
         return made
 
-    def __init__(self, shape: Sequence[int], piece: Tensor, name: str) -> None:
-        """All is done in ``__new__``."""
-
     @override
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self._name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -81,9 +78,6 @@ class JoinedShards(ShardedParameter):
         made = super().__new__(cls, shape, pieces[0], name)
         made.pieces, made._dim = tuple(pieces), dim
         return made
-
-    def __init__(self, pieces: Sequence[Any], dim: int, name: str) -> None:
-        """All is done in ``__new__``."""
 
     def full_tensor(self) -> Tensor:
         """The whole tensor, on every rank; all must call it."""
