@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_osdp.splitting.module import SplitModule, cut_states, cuts_of, join_names, join_states
+from lightning_osdp.splitting.module import SplitModule, cut_states, cuts_of, join_names, join_states, parameter_like
 from lightning_osdp.splitting.sharded import JoinedShards, gathered, group_of_rows
 from lightning_osdp.splitting.splitters import compiled_whole, cut_dims, split, splittable
 
@@ -17,6 +17,7 @@ __all__ = [
     "group_of_rows",
     "join_names",
     "join_states",
+    "parameter_like",
     "split",
     "splittable",
 ]

@@ -99,7 +99,8 @@ class SplitModule(nn.Module):
             whole = parameters[cut.whole]
             assert whole is not None
             for holder, piece in zip(self._holders(cut.whole), cut.cut(whole.detach()), strict=True):
-                holder._parameters[cut.whole] = _copied(piece, whole)
+                copied = piece.clone(memory_format=torch.contiguous_format)
+                holder._parameters[cut.whole] = parameter_like(copied, whole)
 
     def cuts(self, prefix: str = "") -> Iterator[Cut]:
         """How the parameters lie in the slices, in their order; the prefix is the module's name with a dot behind."""
@@ -170,16 +171,8 @@ class SplitModule(nn.Module):
         return state
 
     @override
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        *_, error_msgs = others
         for cut in self.cuts(prefix):
             whole = state_dict.pop(cut.whole, None)
             if whole is None:
@@ -191,20 +184,17 @@ class SplitModule(nn.Module):
                     f"size mismatch for {cut.whole}: copying a param with shape {tuple(whole.shape)} from checkpoint,"
                     f" the shape in current model is {cut.shape}."
                 )
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     @override
     def extra_repr(self) -> str:
         return f"{self._whole_type.__name__} of {getattr(self, self.features)} features in {len(self.slices)} slices"
 
 
-def _copied(values: Tensor, like: Tensor) -> nn.Parameter:
-    """A parameter with a copy of the values, and all that users have set on another one."""
-    copied = torch.empty(values.shape, dtype=values.dtype, device=values.device).copy_(values)
-    parameter = nn.Parameter(copied, requires_grad=like.requires_grad)
-    parameter.__dict__.update(like.__dict__)
+def parameter_like(values: Tensor, like: Tensor) -> nn.Parameter:
+    """A parameter with these values, and all that users have set on another one."""
+    parameter = nn.Parameter(values, requires_grad=like.requires_grad)
+    vars(parameter).update(vars(like))
     return parameter
 
 

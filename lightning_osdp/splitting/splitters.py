@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from inspect import getclosurevars
@@ -177,18 +178,13 @@ def splittable(root: nn.Module) -> dict[str, int]:
     would not share, such as a parametrization, a hook of a parameter or a forward of its own, those that share a
     parameter with another module, and those whose parent computes with their weights instead of calling them.
     """
-    owners: dict[nn.Parameter, set[nn.Module]] = {}
-    read_directly: set[nn.Module] = set()
-    for module in root.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                owners.setdefault(parameter, set()).add(module)
-        if isinstance(module, _READ_WEIGHTS_OF_CHILDREN):
-            read_directly.update(module.children())
+    num_owners = Counter(parameter for module in root.modules() for parameter in module.parameters(recurse=False))
+    reading = (module for module in root.modules() if isinstance(module, _READ_WEIGHTS_OF_CHILDREN))
+    read_directly = {child for module in reading for child in module.children()}
     found = {}
     for name, module in root.named_modules():
         splitter = _splitter(module)
-        alone = all(len(owners[p]) == 1 for p in module._parameters.values() if p is not None)
+        alone = all(num_owners[parameter] == 1 for parameter in module.parameters(recurse=False))
         if name and splitter is not None and alone and module not in read_directly:
             found[name] = int(getattr(module, splitter.features))
     return found
