@@ -62,16 +62,7 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer, state_dict_type: st
             several of its parameter groups.
     """
     names = [name for group in names_by_group(module, optimizer) for name in group]
-    packed = optimizer.state_dict()
-    state = join_states(
-        {
-            "state": {names[number]: fields for number, fields in packed["state"].items()},
-            "param_groups": [
-                {**group, "params": [names[number] for number in group["params"]]} for group in packed["param_groups"]
-            ],
-        },
-        cuts_of(module),
-    )
+    state = join_states(_renamed(optimizer.state_dict(), dict(enumerate(names))), cuts_of(module))
     for group in state["param_groups"]:
         if "param_names" in group:  # of an optimizer of named_parameters(): slices have no names of their own
             group["param_names"] = list(group["params"])
@@ -88,12 +79,15 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer, state_dict_type: st
 def numbered(state: Mapping[str, Any]) -> dict[str, Any]:
     """State by number, as a plain optimizer's, from state by name."""
     names = [name for group in state["param_groups"] for name in group["params"]]
-    numbers = {name: number for number, name in enumerate(names)}
+    return _renamed(state, {name: number for number, name in enumerate(names)})
+
+
+def _renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
+    """State by other names or numbers, in their order."""
+    groups = [{**group, "params": [names[each] for each in group["params"]]} for group in state["param_groups"]]
     return {
-        "state": {numbers[name]: state["state"][name] for name in names if name in state["state"]},
-        "param_groups": [
-            {**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]
-        ],
+        "state": {new: state["state"][old] for old, new in names.items() if old in state["state"]},
+        "param_groups": groups,
     }
 
 

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
-from torch.utils.hooks import RemovableHandle
 
 from lightning_osdp.apply import internals
-from lightning_osdp.apply.meshes import ONE_MESH
+from lightning_osdp.apply.units import ONE_MESH
 from lightning_osdp.errors import ConfigurationError
 
 _ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
@@ -65,17 +64,13 @@ def stepping_on_rows(optimizer: Optimizer) -> Iterator[None]:
         is_over = True
         rows.close()
 
-    handles: list[RemovableHandle] = [
-        optimizer.register_step_pre_hook(begin),  # the last one, so that it has the closure that others leave
-        optimizer.register_step_post_hook(end),
-    ]
-    internals.call_first(optimizer, handles[1])
-    try:
-        yield
-    finally:
-        end()
-        for handle in handles:
-            handle.remove()
+    # the last hook before the step, so that it has the closure that others leave, and the first one after it
+    with optimizer.register_step_pre_hook(begin), optimizer.register_step_post_hook(end) as after:
+        internals.call_first(optimizer, after)
+        try:
+            yield
+        finally:
+            end()
 
 
 @contextmanager

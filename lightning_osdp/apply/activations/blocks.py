@@ -37,12 +37,9 @@ class BlockForwards:
         self._of: dict[nn.Module, BlockForward] = {}
 
     def choose(self, blocks: Sequence[Block], *, units: Collection[str]) -> None:
-        """Has these blocks do with what they save as the plan says, and all others keep it.
+        """Has these blocks do with what they save as the plan says, and all others keep it; errors as `check_blocks`.
 
         ``units`` are the names of the modules that are units of their own.
-
-        Raises:
-            PlanMismatchError: a block is not a module of the model, or is the root, or lies inside another.
         """
         check_blocks(self._module, blocks)
         chosen = {self._module.get_submodule(block.name): block for block in blocks}
@@ -113,7 +110,7 @@ class BlockForward:
     @contextmanager
     def _again(self, values: dict[Place, Tensor], reentrant: Reentrant | None) -> Iterator[None]:
         if reentrant is not None:
-            reentrant.end_learning()
+            reentrant.is_learning = False
         with self._buffers.as_they_were(values):
             yield
 
@@ -163,6 +160,9 @@ class Reentrant:
     with tensors that need gradients among its arguments themselves, and with outputs that are tensors and not objects
     that have some. Everything else is torch's non-reentrant form, which runs the first steps, too: what they show is
     learned here.
+
+    Attributes:
+        is_learning: until backward has come to the block, so that forward does not call it again.
     """
 
     def __init__(self, block: nn.Module, run: Callable[..., Any], buffers: Buffers) -> None:
@@ -173,21 +173,17 @@ class Reentrant:
         self._wrapped = checkpoint_wrapper(self._body, offload_to_cpu=False)
         self._num_calls = 0
         self._is_plain = True
-        self._is_learning = True
+        self.is_learning = True
 
     def learn_from(self, outputs: Any) -> None:
         """Takes note of a call that was not this one."""
-        if self._is_learning:
+        if self.is_learning:
             self._num_calls += 1
             self._is_plain &= all(isinstance(leaf, _PLAIN) for leaf in tree_leaves(outputs))
 
-    def end_learning(self) -> None:
-        """Backward has come to the block, so forward does not call it again."""
-        self._is_learning = False
-
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether this form is sound for a call with these arguments."""
-        if self._is_learning or self._num_calls > 1 or not self._is_plain:
+        if self.is_learning or self._num_calls > 1 or not self._is_plain:
             return False
         given = [*args, *kwargs.values()]
         needing = [each for each in tree_leaves(given) if isinstance(each, Tensor) and each.requires_grad]
