@@ -182,15 +182,11 @@ def mix_meshes() -> None:
     _handle_meshes(aten.add.Tensor, lambda args: args if _are_numbers(args) else _untaped(args), added)
     _handle_meshes(aten.stack.default, lambda args: args[0], stacked)
     _handle_meshes(aten._foreach_mul_.Tensor, lambda args: args[0], scaled)
-    for name in ("add_", "sub", "sub_", "mul", "mul_", "div", "div_"):
-        _handle_meshes(getattr(aten, name).Tensor, _untaped, moved)
-    for operation in (aten.lerp.Scalar, aten.lerp_.Scalar, aten.copy_.default):
+    _handle_meshes(aten._foreach_add_.List, _pair_apart, partial(one_by_one, aten.add_.Tensor))
+    _handle_meshes(aten._foreach_lerp_.Scalar, _pair_apart, partial(one_by_one, aten.lerp_.Scalar))
+    of_two = [getattr(aten, name).Tensor for name in ("add_", "sub", "sub_", "mul", "mul_", "div", "div_")]
+    for operation in (*of_two, aten.lerp.Scalar, aten.lerp_.Scalar, aten.copy_.default):
         _handle_meshes(operation, _untaped, moved)
-    for listed, single in (
-        (aten._foreach_add_.List, aten.add_.Tensor),
-        (aten._foreach_lerp_.Scalar, aten.lerp_.Scalar),
-    ):
-        _handle_meshes(listed, _pair_apart, partial(one_by_one, single))
 
 
 def _handle_meshes(

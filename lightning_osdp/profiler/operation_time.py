@@ -153,12 +153,11 @@ class OperationRecorder(TorchDispatchMode):
         self.operations: dict[int, Counter[Operation]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, packet = kwargs or {}, func.overloadpacket
         result = func(*args, **kwargs)
         made = _new_tensors(result, (args, kwargs))
         writes = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
-        if (made or writes) and func.overloadpacket not in _ALLOCATES:
-            packet = func.overloadpacket
+        if (made or writes) and packet not in _ALLOCATES:
             formula: Callable[..., int] | None = flop_registry.get(_SAME_FLOPS.get(packet, packet))
             operation = Operation(
                 function=func,
