@@ -83,12 +83,9 @@ def numbered(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
-    """State by other names or numbers, in their order."""
+    """The same by other names or numbers."""
     groups = [{**group, "params": [names[each] for each in group["params"]]} for group in state["param_groups"]]
-    return {
-        "state": {new: state["state"][old] for old, new in names.items() if old in state["state"]},
-        "param_groups": groups,
-    }
+    return {"state": {names[each]: fields for each, fields in state["state"].items()}, "param_groups": groups}
 
 
 def whole_parameters(module: nn.Module) -> dict[str, Tensor]:

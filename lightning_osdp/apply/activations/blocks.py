@@ -22,6 +22,11 @@ from lightning_osdp.apply.activations.offload import HostMemory
 from lightning_osdp.core.plans.plan import Block
 from lightning_osdp.errors import PlanMismatchError
 
+Place = tuple[nn.Module, str]
+"""Of a buffer."""
+_PLAIN = (Tensor, bool, int, float, str, type(None))
+"""Outputs that a reentrant block can hand on, in tuples, lists and dicts."""
+
 
 class BlockForwards:
     """The forwards of a model's blocks, of which each can do something else from one step to the next.
@@ -148,10 +153,6 @@ def check_blocks(module: nn.Module, blocks: Sequence[Block]) -> None:
         )
 
 
-_PLAIN = (Tensor, bool, int, float, str, type(None))
-"""Outputs that can be handed on, in tuples, lists and dicts."""
-
-
 class Reentrant:
     """The forward of a block in fairscale's form: it makes no graph and saves nothing but its inputs.
 
@@ -221,9 +222,6 @@ class _Body(nn.Module):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Those of the block: where any needs a gradient, so do the outputs."""
         return self._block[0].parameters(recurse)
-
-
-Place = tuple[nn.Module, str]
 
 
 class Buffers:

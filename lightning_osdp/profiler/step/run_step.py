@@ -25,6 +25,16 @@ TrialRun: TypeAlias = "AbstractContextManager[tuple[Callable[[], Any], Any]]"
 """Gives what runs forward once, and its batch; on exit everything is as before."""
 
 _MAX_NAMED = 3
+"""Compiled modules that a note names."""
+_DROPOUTS = frozenset(
+    (
+        *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+        *(torch.dropout, torch.dropout_, torch.alpha_dropout, torch.alpha_dropout_),
+        *(torch.feature_dropout, torch.feature_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_),
+    )
+)
+_ROUNDING = 64
+"""Machine epsilons of the loss's dtype by which kernels of different batch sizes may differ."""
 
 
 @dataclass(frozen=True)
@@ -169,17 +179,6 @@ def _compiled(module: nn.Module) -> list[str]:
         for name, child in module.named_modules()
         if isinstance(child, OptimizedModule) or any(getattr(child, mark, None) is not None for mark in marks)
     ]
-
-
-_DROPOUTS = frozenset(
-    (
-        *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
-        *(torch.dropout, torch.dropout_, torch.alpha_dropout, torch.alpha_dropout_),
-        *(torch.feature_dropout, torch.feature_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_),
-    )
-)
-_ROUNDING = 64
-"""Machine epsilons of the loss's dtype by which kernels of different batch sizes may differ."""
 
 
 def why_not_mean(module: nn.Module, run: Callable[[Any], Any], batch: Any, *, batch_size: int) -> str | None:

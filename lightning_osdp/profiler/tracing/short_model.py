@@ -30,6 +30,8 @@ from lightning_osdp.profiler.step.snapshot import storage_key, tensors_in
 from lightning_osdp.profiler.tracing.calls import Calls, recorded_calls
 
 T = TypeVar("T")
+Token = int | str | object
+"""A storage: the number under which it was made, a name where it was there before, or what equals no other."""
 _log = logging.getLogger(__name__)
 
 _NUM_FIRST = 3
@@ -231,10 +233,6 @@ def _outside(items: Sequence[T], cuts: Sequence[tuple[int, int]]) -> list[T]:
     for start, end in reversed(cuts):
         del left[start:end]
     return left
-
-
-Token = int | str | object
-"""A storage: the number under which it was made, a name where it was there before, or what equals no other."""
 
 
 class Logged(NamedTuple):

@@ -27,6 +27,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _CACHE_REMEDY = (
     " (each run adds to its key-value cache, which training does not need: set model.config.use_cache = False)"
 )
+"""For models of transformers that keep keys and values of their forward, as for generating."""
 
 
 @dataclass(frozen=True)
