@@ -15,15 +15,15 @@ IN_SETUP = "before the first step"
 CHECKPOINT = "while a checkpoint is made"
 NO_TENSOR = "no tensor"
 ALLOWED = {
-    ("apply/activations/buffers.py", "updated"): "in the first forward of a block",
+    ("apply/activations/blocks.py", "updated"): "in the first forward of a block",
     ("apply/agreement.py", "_largest"): ON_THE_HOST,
     ("apply/internals.py", "_write_rows"): "at the end of gathered(), from one place on the device to another",
-    ("apply/materialize.py", "_copy_from_rank_zero"): IN_SETUP,
-    ("apply/materialize.py", "_initialize"): IN_SETUP,
-    ("apply/materialize.py", "_with_storage"): IN_SETUP,
-    ("apply/materialize.py", "check_initializable"): IN_SETUP,
-    ("apply/meshes.py", "faked"): "in a dry run; ranks of a mesh are on the host",
-    ("apply/updates/optimizers.py", "_is_same"): IN_SETUP,
+    ("apply/prepare.py", "_copy_from_rank_zero"): IN_SETUP,
+    ("apply/prepare.py", "_initialize"): IN_SETUP,
+    ("apply/prepare.py", "_with_storage"): IN_SETUP,
+    ("apply/prepare.py", "check_initializable"): IN_SETUP,
+    ("apply/units.py", "faked"): "in a dry run; ranks of a mesh are on the host",
+    ("apply/updates.py", "_is_same"): IN_SETUP,
     ("apply/sharded.py", "kept_shards"): "in a dry run",
     ("apply/sharded.py", "_begin"): IN_SETUP,
     ("apply/state.py", "_whole"): CHECKPOINT,

@@ -5,12 +5,11 @@ from __future__ import annotations
 from lightning_osdp.apply.activations.blocks import is_inside, with_recomputed
 from lightning_osdp.apply.agreement import reaches_hosts
 from lightning_osdp.apply.internals import do_nothing, local, num_copies, refuse_copy
-from lightning_osdp.apply.load import check_number
-from lightning_osdp.apply.materialize import check_initializable
-from lightning_osdp.apply.meshes import NODE_GROUPS, ONE_MESH
 from lightning_osdp.apply.plan import apply_plan, change_plan, fully_shard_arguments
+from lightning_osdp.apply.prepare import check_initializable
 from lightning_osdp.apply.sharded import ShardedModel
-from lightning_osdp.apply.units import called_children
+from lightning_osdp.apply.state import check_number
+from lightning_osdp.apply.units import NODE_GROUPS, ONE_MESH, called_children
 
 __all__ = [
     "NODE_GROUPS",

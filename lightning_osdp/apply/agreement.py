@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_osdp.apply import internals
-from lightning_osdp.apply.meshes import OVER_ALL
+from lightning_osdp.apply.units import OVER_ALL
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.errors import OSDPError, PlanMismatchError, RanksApartError
 

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.splitting import parameter_like
 
 _METHODS = {
     FSDPModule: (
@@ -136,12 +137,8 @@ def read_whole_values() -> None:
 
     torch gives this rank's part of it, so that ``float(parameter.grad.norm())`` is the norm of the shard.
     """
-
-    def whole_value(operation: Any, args: Any, _: Any) -> Any:
-        (tensor,) = args
-        return operation(tensor.full_tensor())
-
-    _handlers().setdefault(torch.ops.aten._local_scalar_dense.default, whole_value)
+    item = torch.ops.aten._local_scalar_dense.default
+    _handlers().setdefault(item, lambda operation, args, _: operation(args[0].full_tensor()))
 
 
 def mix_meshes() -> None:
@@ -185,15 +182,11 @@ def mix_meshes() -> None:
     _handle_meshes(aten.add.Tensor, lambda args: args if _are_numbers(args) else _untaped(args), added)
     _handle_meshes(aten.stack.default, lambda args: args[0], stacked)
     _handle_meshes(aten._foreach_mul_.Tensor, lambda args: args[0], scaled)
-    for name in ("add_", "sub", "sub_", "mul", "mul_", "div", "div_"):
-        _handle_meshes(getattr(aten, name).Tensor, _untaped, moved)
-    for operation in (aten.lerp.Scalar, aten.lerp_.Scalar, aten.copy_.default):
+    _handle_meshes(aten._foreach_add_.List, _pair_apart, partial(one_by_one, aten.add_.Tensor))
+    _handle_meshes(aten._foreach_lerp_.Scalar, _pair_apart, partial(one_by_one, aten.lerp_.Scalar))
+    of_two = [getattr(aten, name).Tensor for name in ("add_", "sub", "sub_", "mul", "mul_", "div", "div_")]
+    for operation in (*of_two, aten.lerp.Scalar, aten.lerp_.Scalar, aten.copy_.default):
         _handle_meshes(operation, _untaped, moved)
-    for listed, single in (
-        (aten._foreach_add_.List, aten.add_.Tensor),
-        (aten._foreach_lerp_.Scalar, aten.lerp_.Scalar),
-    ):
-        _handle_meshes(listed, _pair_apart, partial(one_by_one, single))
 
 
 def _handle_meshes(
@@ -241,10 +234,9 @@ def _on_mesh(value: Any, mesh: DeviceMesh) -> Any:
     return DTensor.from_local(value.full_tensor(), mesh, [Replicate()] * mesh.ndim)
 
 
-def _handlers() -> dict[Any, Any]:
-    """What DTensors do in place of operations."""
-    found: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    return found
+def _handlers() -> Any:
+    """By operation, what DTensors do in its place."""
+    return DTensor._op_dispatcher._custom_op_handlers
 
 
 def state_of(module: nn.Module) -> Any:
@@ -377,9 +369,7 @@ def _whole_parameter(sharded: DTensor, *, copies: bool = False) -> nn.Parameter:
     """All of a parameter, with what users have set on it; in memory of its own, if need be by copying."""
     value = sharded.full_tensor().detach()
     is_shard = value.data_ptr() == local(sharded).data_ptr()
-    whole = nn.Parameter(value.clone() if copies or is_shard else value, sharded.requires_grad)
-    vars(whole).update(vars(sharded))
-    return whole
+    return parameter_like(value.clone() if copies or is_shard else value, sharded)
 
 
 @contextmanager
@@ -399,10 +389,9 @@ def _unmarked(module: nn.Module) -> Iterator[None]:
         own.update(kept)
 
 
-def _own_class(module: Any) -> type:
+def _own_class(module: Any) -> Any:
     """The class that a unit's module had before ``fully_shard``."""
-    own: type = type(module).__mro__[type(module)._orig_cls_mro_index]
-    return own
+    return type(module).__mro__[type(module)._orig_cls_mro_index]
 
 
 def refuse_copies(module: nn.Module) -> None:
@@ -553,7 +542,6 @@ class _Output:
         waiting.add(self)
 
     def __call__(self, _: Tensor) -> None:
-        """Backward has come to it."""
         self._waiting.discard(self)
 
 
@@ -637,10 +625,8 @@ def sharded_zeros(group: Any) -> Iterator[tuple[nn.Parameter, DTensor]]:
     """For each trainable parameter, a gradient of zeros such as a reduce-scatter leaves."""
     for parameter in group.fsdp_params:
         if parameter.sharded_param.requires_grad:
-            yield (
-                parameter.sharded_param,
-                parameter.to_sharded_dtensor(torch.zeros_like(parameter._sharded_local_tensor)),
-            )
+            zeros = torch.zeros_like(parameter._sharded_local_tensor)
+            yield parameter.sharded_param, parameter.to_sharded_dtensor(zeros)
 
 
 def copy_from_first_node(module: nn.Module) -> None:
@@ -766,26 +752,22 @@ def keep_attributes(module: nn.Module) -> None:
 
 def make_plain(module: nn.Module) -> None:
     """Undoes ``fully_shard`` for a module and all inside it: whole parameters, no hooks, its own class."""
-    whole = {}
+    whole, handles = {}, list[Any]()
     states = list(dict.fromkeys(state_of(child) for child in module.modules() if isinstance(child, FSDPModule)))
     for state in states:
+        handles += [state._pre_forward_hook_handle, state._post_forward_hook_handle]
         for group in state._fsdp_param_groups:
+            handles += group._module_to_pre_save_state_dict_hook_handle.values()
+            handles += group._module_to_pre_load_state_dict_hook_handle.values()
             group._to_sharded()
             for parameter in group.fsdp_params:
                 whole[parameter] = _whole_parameter(parameter.sharded_param, copies=True)
+                handles.append(parameter._post_load_hook_handle)
     for parameter, value in whole.items():
         parameter._setattr_on_modules(value)
-        parameter._post_load_hook_handle.remove()
+    for handle in handles:
+        handle.remove()
     for state in states:
-        state._pre_forward_hook_handle.remove()
-        state._post_forward_hook_handle.remove()
-        for group in state._fsdp_param_groups:
-            for handles in (
-                group._module_to_pre_save_state_dict_hook_handle,
-                group._module_to_pre_load_state_dict_hook_handle,
-            ):
-                for handle in handles.values():
-                    handle.remove()
         for child in state._modules:
             child.__dict__.pop("_apply", None)
             child.__class__ = _own_class(child)

@@ -15,15 +15,19 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecision
 from torch.optim import Optimizer
 
-from lightning_osdp.apply import internals, load, state
+from lightning_osdp.apply import internals, state
 from lightning_osdp.apply.activations.blocks import BlockForwards, check_blocks, with_recomputed
 from lightning_osdp.apply.agreement import Agreement
-from lightning_osdp.apply.materialize import unit_initializer
-from lightning_osdp.apply.meshes import Meshes
-from lightning_osdp.apply.prepare import call_layers_in_evaluation, check_shardable, modules_of, prepared, slices_of
-from lightning_osdp.apply.units import ShardedUnit, children_and_blocks, set_prefetch, shard, without_views
-from lightning_osdp.apply.updates.local_step import stepping_on_rows
-from lightning_osdp.apply.updates.optimizers import try_optimizer
+from lightning_osdp.apply.prepare import (
+    call_layers_in_evaluation,
+    check_shardable,
+    modules_of,
+    prepared,
+    slices_of,
+    unit_initializer,
+)
+from lightning_osdp.apply.units import Meshes, ShardedUnit, children_and_blocks, set_prefetch, shard, without_views
+from lightning_osdp.apply.updates import stepping_on_rows, try_optimizer
 from lightning_osdp.core.blocks import RERUN
 from lightning_osdp.core.modes import ShardingMode, freed_and_kept
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
@@ -41,6 +45,10 @@ class ShardedModel:
 
     Methods are called on all ranks unless they say otherwise. Units are given root first, then in forward order.
 
+    Args:
+        min_unit_bytes: what a block in a child has at least that is a unit where there is no plan.
+        **kwargs: ``param_init_fn`` and ``sync_module_states``; like the others as of `apply_plan`.
+
     Attributes:
         recomputed: names of modules that recompute whatever the plan says.
         check_options: raises where a plan contradicts what else was asked for.
@@ -49,21 +57,25 @@ class ShardedModel:
     def __init__(
         self,
         module: nn.Module,
-        units: Sequence[ShardedUnit],
         plan: Plan | None,
         *,
         device: torch.device,
-        mixed_precision: MixedPrecision | None,
-        initialize: Callable[[nn.Module], None],
+        min_unit_bytes: int = SMALL_UNIT_BYTES,
+        mixed_precision: MixedPrecision | None = None,
+        **kwargs: Any,
     ) -> None:
+        initialize = _begin(module, device, **kwargs)
+        if plan is None:
+            call_layers_in_evaluation(module)
+            units = [ShardedUnit("", (module,)), *children_and_blocks(module, min_unit_bytes=min_unit_bytes)]
+        else:
+            units = list(_planned_units(module, plan, initialize))
         self.module, self.plan, self.units = module, plan, tuple(units)
         self.recomputed: Sequence[str] = ()
         self.check_options: Callable[[Plan], None] = internals.do_nothing
-        self._forwards = BlockForwards(module, device)
+        self._forwards, self._meshes, self._world = BlockForwards(module, device), Meshes(device), dist.group.WORLD
         if plan is not None:
             self._forwards.choose(plan.blocks, units=[unit.name for unit in units])
-        self._meshes = Meshes(device)
-        if plan is not None:
             self._meshes.add_nodes(plan)
         shard(self.units, self._meshes, mixed_precision, initialize)
         self._reshard_after_forward()
@@ -79,54 +91,24 @@ class ShardedModel:
         self._waiting = internals.WaitingForwards(module)
         internals.set_owner(module, self)
         self.carry_hooks()
-        self._taking = load.takes_whole(module)
+        self._taking = state.takes_whole(module)
         self._is_opened, self._may_be_planned = False, True
 
     @classmethod
-    def planned(
-        cls,
-        module: nn.Module,
-        plan: Plan,
-        *,
-        device: torch.device,
-        mixed_precision: MixedPrecision | None = None,
-        **kwargs: Any,
-    ) -> ShardedModel:
+    def planned(cls, module: nn.Module, plan: Plan, **kwargs: Any) -> ShardedModel:
         """As a plan says; arguments as of `apply_plan`."""
         engine_of(plan)  # which refuses settings that it has not
-        initialize = _begin(module, device, **kwargs)
-        modules = prepared(module, plan)
-        units: list[ShardedUnit] = []
-        for unit in plan.units:
-            if unit.num_slices == 1:
-                found = [tuple(modules[name] for name in modules_of(unit))]
-            else:
-                found = [(each,) for each in slices_of(modules[unit.name], unit.num_slices, initialize)]
-            units += [ShardedUnit(name, each, mode) for (name, mode), each in zip(_modes(unit), found, strict=True)]
-        return cls(module, units, plan, device=device, mixed_precision=mixed_precision, initialize=initialize)
+        return cls(module, plan, **kwargs)
 
     @classmethod
-    def unplanned(
-        cls,
-        module: nn.Module,
-        *,
-        device: torch.device,
-        min_unit_bytes: int = SMALL_UNIT_BYTES,
-        mixed_precision: MixedPrecision | None = None,
-        **kwargs: Any,
-    ) -> ShardedModel:
+    def unplanned(cls, module: nn.Module, **kwargs: Any) -> ShardedModel:
         """Each child by itself, and each block in it, all freed after forward; what is in no child is the root's."""
-        initialize = _begin(module, device, **kwargs)
-        call_layers_in_evaluation(module)
-        units = [ShardedUnit("", (module,)), *children_and_blocks(module, min_unit_bytes=min_unit_bytes)]
-        return cls(module, units, None, device=device, mixed_precision=mixed_precision, initialize=initialize)
+        return cls(module, None, **kwargs)
 
     @classmethod
-    def separated(
-        cls, module: nn.Module, blocks: Sequence[Block], *, min_unit_bytes: int, device: torch.device, **kwargs: Any
-    ) -> ShardedModel:
+    def separated(cls, module: nn.Module, blocks: Sequence[Block], **kwargs: Any) -> ShardedModel:
         """The same, for steps that run backward between the calls of the module's children."""
-        found = cls.unplanned(module, device=device, min_unit_bytes=min_unit_bytes, **kwargs)
+        found = cls(module, None, **kwargs)
         found._forwards.choose(blocks, units=())
         found._may_be_planned = False
         return found
@@ -144,7 +126,7 @@ class ShardedModel:
     @property
     def shares_world(self) -> bool:
         """Whether it is sharded over the process group that there is now."""
-        return self._meshes.share_world
+        return dist.group.WORLD is self._world
 
     @cached_property
     def _groups(self) -> tuple[Any, ...]:
@@ -231,10 +213,7 @@ class ShardedModel:
             may_divide: whether micro-batches may differ, too; the caller changes those.
 
         Raises:
-            PlanMismatchError: it differs in something else, names a block that is not there, or is not the same on all
-                ranks.
-            PlanFormatError: it says something nonsensical.
-            ConfigurationError: there is no plan in use, or a step is going on.
+            OSDPError: it cannot be the plan from now on, see `change_plan`.
         """
         self._agreement.check_plan(plan, partial(self._check_use, plan, may_divide=may_divide))
         self.reshard()
@@ -400,12 +379,12 @@ class ShardedModel:
     def load_optimizer(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Loads a whole state by name or number; raises `PlanMismatchError` if it has other parameter groups."""
         with self._reading():
-            load.load_optimizer(self.module, optimizer, state_dict)
+            state.load_optimizer(self.module, optimizer, state_dict)
 
     def load_sharded(self, path: Path, optimizers: Sequence[Optimizer], *, strict: bool) -> None:
         """Loads weights, and states of optimizers where there are any, from the folder of a sharded checkpoint."""
         with self._reading():
-            load.load_sharded(path, self.module, optimizers, strict=strict)
+            state.load_sharded(path, self.module, optimizers, strict=strict)
 
 
 def _begin(
@@ -430,6 +409,16 @@ def _begin(
                 tensor.data = tensor.data.to(device)
                 dist.broadcast(tensor.data, src=0)
     return initialize
+
+
+def _planned_units(module: nn.Module, plan: Plan, initialize: Callable[[nn.Module], None]) -> Iterator[ShardedUnit]:
+    modules = prepared(module, plan)
+    for unit in plan.units:
+        if unit.num_slices == 1:
+            found = [tuple(modules[name] for name in modules_of(unit))]
+        else:
+            found = [(each,) for each in slices_of(modules[unit.name], unit.num_slices, initialize)]
+        yield from (ShardedUnit(name, each, mode) for (name, mode), each in zip(_modes(unit), found, strict=True))
 
 
 def _initialize(param_init_fn: Callable[[nn.Module], None], unit: nn.Module) -> None:

@@ -1,21 +1,31 @@
-"""State of a module under ``fully_shard`` and of its optimizers, whole or sharded, under the user's own names.
+"""State of a module under ``fully_shard`` and of its optimizers under the user's own names: taken from it, and loaded.
 
 Whole state is gathered one parameter at a time: besides what it keeps, no rank holds more than one of them and what an
-all-gather takes.
+all-gather takes. To load it, each rank takes its rows of what is whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.splitting import JoinedShards, cuts_of, gathered, join_states
+from lightning_osdp.apply.internals import of_rows
+from lightning_osdp.errors import ConfigurationError, PlanMismatchError
+from lightning_osdp.splitting import JoinedShards, cut_states, cuts_of, gathered, group_of_rows, join_names, join_states
 
 
 def whole_state(module: nn.Module, *, on_all_ranks: bool) -> dict[str, Any] | None:
@@ -52,16 +62,7 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer, state_dict_type: st
             several of its parameter groups.
     """
     names = [name for group in names_by_group(module, optimizer) for name in group]
-    packed = optimizer.state_dict()
-    state = join_states(
-        {
-            "state": {names[number]: fields for number, fields in packed["state"].items()},
-            "param_groups": [
-                {**group, "params": [names[number] for number in group["params"]]} for group in packed["param_groups"]
-            ],
-        },
-        cuts_of(module),
-    )
+    state = join_states(_renamed(optimizer.state_dict(), dict(enumerate(names))), cuts_of(module))
     for group in state["param_groups"]:
         if "param_names" in group:  # of an optimizer of named_parameters(): slices have no names of their own
             group["param_names"] = list(group["params"])
@@ -78,13 +79,13 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer, state_dict_type: st
 def numbered(state: Mapping[str, Any]) -> dict[str, Any]:
     """State by number, as a plain optimizer's, from state by name."""
     names = [name for group in state["param_groups"] for name in group["params"]]
-    numbers = {name: number for number, name in enumerate(names)}
-    return {
-        "state": {numbers[name]: state["state"][name] for name in names if name in state["state"]},
-        "param_groups": [
-            {**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]
-        ],
-    }
+    return _renamed(state, {name: number for number, name in enumerate(names)})
+
+
+def _renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
+    """The same by other names or numbers."""
+    groups = [{**group, "params": [names[each] for each in group["params"]]} for group in state["param_groups"]]
+    return {"state": {names[each]: fields for each, fields in state["state"].items()}, "param_groups": groups}
 
 
 def whole_parameters(module: nn.Module) -> dict[str, Tensor]:
@@ -134,3 +135,170 @@ def _whole(value: Any, *, keeps: bool) -> Any:
         return value.detach().to("cpu", copy=True) if keeps else None
     is_part = whole.untyped_storage().nbytes() != whole.nbytes  # of a buffer with padding
     return whole.to("cpu", copy=is_part) if keeps else None
+
+
+def takes_whole(module: nn.Module) -> list[RemovableHandle]:
+    """Has a module's own ``load_state_dict`` take whole tensors; returns what ends that.
+
+    These are the last of each module's hooks: users' own may rename or reshape whole tensors before.
+    """
+    return [
+        part.register_load_state_dict_pre_hook(_take_rows)
+        for part in module.modules()
+        if any(isinstance(parameter, DTensor) for parameter in part._parameters.values())
+    ]
+
+
+def load_optimizer(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Loads state of one optimizer of the module's sharded parameters; all ranks must call it.
+
+    The state is by name, or by index as a plain optimizer's, for whole operators; whole or in shards.
+
+    Raises:
+        ConfigurationError: the optimizer is not one of this module's parameters.
+        PlanMismatchError: the state's parameter groups are others.
+    """
+    cuts, groups = cuts_of(module), names_by_group(module, optimizer)
+    entries = _by_name(state, [join_names(names, cuts) for names in groups])
+    pieces = cut_states(entries, cuts)
+    parameters = dict(module.named_parameters())
+    numbers = {name: number for number, name in enumerate(chain.from_iterable(groups))}
+    optimizer.load_state_dict(
+        {
+            "state": {
+                numbers[name]: {field: _own_rows(value, parameters[name]) for field, value in fields.items()}
+                for name, fields in pieces.items()
+            },
+            "param_groups": [
+                {
+                    **{key: value for key, value in group.items() if key != "param_names"},
+                    "params": [numbers[name] for name in names],
+                }
+                for group, names in zip(state["param_groups"], groups, strict=True)
+            ],
+        }
+    )
+
+
+def load_sharded(path: Path, module: nn.Module, optimizers: Sequence[Optimizer], *, strict: bool) -> None:
+    """Loads model and optimizers from the folder of a sharded checkpoint, of any number of ranks.
+
+    Those that an earlier version wrote with FSDP1 are among them. The folder is one of
+    ``torch.distributed.checkpoint``, with the entries ``model``, ``optimizer_0``, ``optimizer_1``, ...; of optimizers
+    without state none is stored.
+
+    All ranks must call it. Weights are read into the shards in place; without optimizers their states are left alone.
+
+    Raises:
+        CheckpointException: something of the module is not in the checkpoint, or has another shape there.
+        RuntimeError: another number of optimizers is stored.
+        PlanMismatchError: a stored optimizer has other parameter groups.
+    """
+    state = {"model": module.state_dict()}
+    load(state, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=not strict))
+    module.load_state_dict(state["model"], strict=strict)
+    metadata = FileSystemReader(path).read_metadata()
+    stored = {place[0] for place in metadata.planner_data.values()} - {"model"}
+    if not stored or not optimizers:
+        return
+    check_number(len(stored), len(optimizers))
+    parameters = whole_parameters(module)
+    for index, optimizer in enumerate(optimizers):
+        load_optimizer(module, optimizer, _read(path, metadata, f"optimizer_{index}", parameters))
+
+
+def _take_rows(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    """Puts shards in place of a module's own whole parameters, but for those of another shape."""
+    parameters: dict[str, Any] = dict(module._parameters)
+    for name, parameter in parameters.items():
+        whole = state_dict.get(f"{prefix}{name}")
+        if isinstance(parameter, DTensor) and isinstance(whole, Tensor) and whole.shape == parameter.shape:
+            state_dict[f"{prefix}{name}"] = _rows(whole, parameter)
+
+
+def _rows(whole: Tensor, like: DTensor) -> DTensor:
+    """The rows of a whole tensor that this rank has of another one, as a view; a DTensor as it is."""
+    if isinstance(whole, DTensor):
+        return whole
+    group = group_of_rows(like)
+    assert group is not None
+    first = min(group.rank() * -(-len(like) // group.size()), len(like))  # as torch.chunk cuts
+    return of_rows(whole.detach().narrow(0, first, len(like.to_local())), like)
+
+
+def _own_rows(value: Any, parameter: Tensor) -> Any:
+    """A field of an optimizer's state in memory of its own, sharded as its parameter where it has the same shape."""
+    if not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return value
+    if isinstance(parameter, DTensor) and value.shape == parameter.shape:
+        return _rows(value, parameter).clone()
+    return value.clone()
+
+
+def _by_name(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> Mapping[str, Any]:
+    """Entries by name, from a state by name or by number.
+
+    Numbers are those of the optimizer's own groups, as ``Optimizer.state_dict`` counts them: neither the order of the
+    model's parameters nor frozen ones matter. What is stored of an optimizer without state may have no ``state``.
+    ``groups`` are the names of the parameters in each group of the optimizer that it is for.
+    """
+    entries: Mapping[Any, Any] = state.get("state", {})
+    saved = [list(group["params"]) for group in state["param_groups"]]
+    if len(saved) != len(groups):
+        raise PlanMismatchError(
+            f"Expected a checkpoint whose optimizer has {len(groups)} parameter groups, as configured, got"
+            f" {len(saved)}. Configure the groups that were saved, or load the weights alone."
+        )
+    if not all(isinstance(number, int) for group in saved for number in group):
+        for index, (own, names) in enumerate(zip(saved, groups, strict=True)):
+            if set(own) != set(names):
+                raise PlanMismatchError(
+                    f"Expected a checkpoint whose optimizer has in group {index} the parameters that are configured,"
+                    f" but {sorted(set(own).symmetric_difference(names))[:3]} are in one of both only. Configure the"
+                    " groups that were saved, or load the weights alone."
+                )
+        return entries
+    if [len(group) for group in saved] != [len(group) for group in groups]:
+        raise PlanMismatchError(
+            f"Expected a checkpoint whose optimizer has {[len(group) for group in groups]} parameters in its groups, as"
+            f" configured, got {[len(group) for group in saved]}. Configure the groups that were saved, or load the"
+            " weights alone."
+        )
+    names_of = dict(zip(chain.from_iterable(saved), chain.from_iterable(groups), strict=True))
+    return {names_of[number]: fields for number, fields in entries.items()}
+
+
+def check_number(num_stored: int, num_optimizers: int) -> None:
+    """Raises a `RuntimeError` if a checkpoint has another number of optimizers."""
+    if num_stored != num_optimizers:
+        raise RuntimeError(
+            f"Expected a checkpoint with the state of {num_optimizers} optimizers, as configured, got {num_stored}."
+            " Configure as many as were saved, or load the weights alone."
+        )
+
+
+def _read(path: Path, metadata: Metadata, optimizer: str, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+    """State of one optimizer by name; what has the shape of one of these parameters is sharded as that is."""
+    places = metadata.planner_data
+    entries: dict[str, Any] = {}
+    for key, stored in metadata.state_dict_metadata.items():
+        if places[key][0] != optimizer:
+            continue
+        if isinstance(stored, TensorStorageMetadata):
+            entries[key] = _unread(stored, parameters.get(places[key][2]) if len(places[key]) > 2 else None)
+        else:
+            entries[key] = "read in its place"
+    load(entries, checkpoint_id=path)
+    state: dict[str, Any] = unflatten_state_dict(entries, places)[optimizer]
+    return state
+
+
+def _unread(stored: TensorStorageMetadata, parameter: Tensor | None) -> Tensor:
+    """Memory to read an entry into: shards like the parameter's, or all of what has another shape."""
+    dtype = stored.properties.dtype
+    if parameter is not None and parameter.shape == stored.size:
+        if isinstance(parameter, JoinedShards):
+            return parameter.empty_like(dtype)
+        if isinstance(parameter, DTensor):
+            return torch.empty_like(parameter, dtype=dtype)
+    return torch.empty(stored.size, dtype=dtype)

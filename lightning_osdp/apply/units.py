@@ -1,24 +1,118 @@
-"""Which modules are units together, in which modes, and the calls of ``fully_shard`` that make them so."""
+"""Which modules are units together, over which ranks, and the calls of ``fully_shard`` that make them so."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from lightning_osdp.apply import internals
 from lightning_osdp.apply.activations.blocks import is_inside
-from lightning_osdp.apply.meshes import Meshes
 from lightning_osdp.core.modes import DP, ZDP, ShardingMode
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.engine import FSDP2
 from lightning_osdp.splitting import compiled_whole
+
+_NAMES = ("nodes", "node")
+NODE_GROUPS = tuple(f"mesh_{name}" for name in _NAMES)
+"""What torch calls the process groups of a mesh of nodes."""
+OVER_ALL = 'SearchSpace(modes=("ZDP", "hpZ", "DP"))'
+"""What leaves the modes out that shard in the node."""
+ONE_MESH = dict.fromkeys(
+    ("with different meshes", "cross-mesh operation", "must have the same mesh", "cross mesh concatenation"),
+    "Units that are sharded in each node (HSDP, HDP) are on another mesh than those that are sharded over all ranks, as"
+    " torch does not allow here. Have the plan shard all of them over all ranks:"
+    f" OSDPStrategy(search_space={OVER_ALL}).",
+)
+"""What helps where code cannot compute with units on two meshes, by what torch says."""
+
+
+class Meshes:
+    """What the units of one model are sharded over: all ranks, or nodes. Methods are called on all ranks.
+
+    Attributes:
+        nodes: the mesh (nodes, ranks of a node), where a plan has needed it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._all_ranks = init_device_mesh(device.type, (dist.get_world_size(),))
+        self.nodes: DeviceMesh | None = None
+        self._warm_up(self._all_ranks.get_group())
+
+    def add_nodes(self, plan: Plan) -> None:
+        """Makes the mesh of nodes, if the plan needs it and it is not there; node by node ranks follow each other."""
+        world = dist.group.WORLD
+        if self.nodes is not None or not plan.needs_nodes:
+            return
+        assert world is not None
+        assert plan.node_size is not None
+        self.nodes = _mesh_of_nodes(world, self._device.type, plan.node_size)
+        self._warm_up(self.nodes.get_group("node"))
+        if any(mode.sharded_over == "node" for unit in plan.units for mode in unit.sharding_modes):
+            internals.mix_meshes()
+            if self._device.type != "cpu":
+                dist.all_reduce(torch.zeros(1, device=self._device), group=self.nodes.get_group("nodes"))
+
+    def of(self, mode: ShardingMode) -> DeviceMesh:
+        """What a unit in this mode is sharded over between steps."""
+        if mode.sharded_over != "node":
+            return self._all_ranks
+        assert self.nodes is not None
+        return self.nodes
+
+    @contextmanager
+    def faked(self, groups: Sequence[Any]) -> Iterator[None]:
+        """Within it, no collective of these units, or of the default process group, reaches another rank."""
+        from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers the backend "fake"
+
+        world = dist.new_group(backend="fake")
+        fakes = {self._all_ranks.get_group(): world}
+        if self.nodes is not None:
+            for name, ranks in zip(_NAMES, (self.nodes.mesh.T, self.nodes.mesh), strict=True):
+                fake, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), backend="fake")
+                fakes[self.nodes.get_group(name)] = fake
+        real, dist.group.WORLD = dist.group.WORLD, world
+        try:
+            with internals.on_process_groups(groups, fakes):
+                yield
+        finally:
+            dist.group.WORLD = real
+            for fake in fakes.values():
+                dist.destroy_process_group(fake)
+
+    def _warm_up(self, group: dist.ProcessGroup) -> None:
+        if self._device.type != "cpu":
+            warm_up(group, self._device)
+
+
+@lru_cache
+def _mesh_of_nodes(world: dist.ProcessGroup, device_type: str, size: int) -> DeviceMesh:
+    """One for all models, for each of its process groups has its threads, or memory of a device."""
+    return init_device_mesh(device_type, (world.size() // size, size), mesh_dim_names=_NAMES)
+
+
+def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Has a group of ranks take the memory that it keeps: NCCL's does with its first collective of each kind.
+
+    Else it would be taken in the first step, of what a dry run on each rank alone has seen to be free.
+    """
+    whole, shard = torch.zeros(group.size(), device=device), torch.zeros(1, device=device)
+    dist.all_gather_single(whole, shard, group=group)
+    dist.reduce_scatter_single(shard, whole, group=group)
+    dist.all_reduce(shard, group=group)
+
 
 _NOT_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -110,10 +204,9 @@ def shard(
         hooks = {(child, name): parameter._backward_hooks for child, name, parameter in _own_parameters(unit)}
         for module in unit.modules:
             initialize(module)
-        kept = [(child, name, vars(parameter)) for child, name, parameter in _own_parameters(unit)]
-        for module in unit.modules:
             if unit.name:
                 module.register_forward_hook(_without_views)
+        kept = [(child, name, vars(parameter)) for child, name, parameter in _own_parameters(unit)]
         fully_shard(
             list(unit.modules) if len(unit.modules) > 1 else unit.modules[0],
             mesh=meshes.of(unit.mode),
@@ -142,7 +235,8 @@ def set_prefetch(units: Sequence[ShardedUnit], engine: FSDP2, *, rerun: Collecti
     """
     (root,) = (unit for unit in units if not unit.name)
     order = leaving_order(units)
-    trained = next((i for i, unit in enumerate(order) if _is_trained(unit)), len(order))
+    is_trained = [any(each.requires_grad for part in unit.modules for each in part.parameters()) for unit in order]
+    trained = is_trained.index(True) if True in is_trained else len(order)
     for place, unit in enumerate([*order, root]):
         ahead = unit  # in its own list it keeps torch from choosing another
         if engine.backward_prefetch == "pre" and place > trained and order[place - 1].name not in engine.late_backward:
@@ -174,10 +268,6 @@ def _own_parameters(unit: ShardedUnit) -> Iterator[tuple[nn.Module, str, nn.Para
     for module in unit.modules:
         for child in module.modules():
             yield from ((child, name, p) for name, p in child._parameters.items() if p is not None)
-
-
-def _is_trained(unit: ShardedUnit) -> bool:
-    return any(parameter.requires_grad for module in unit.modules for parameter in module.parameters())
 
 
 def _policy(unit: ShardedUnit, precision: MixedPrecision | None) -> MixedPrecisionPolicy:
@@ -232,8 +322,7 @@ class _Gathering:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # as torch does with its own hooks of a unit
-def _without_views(module: nn.Module, _: Any, output: Any) -> Any:
-    del module
+def _without_views(_: nn.Module, __: Any, output: Any) -> Any:
     return without_views(output)
 
 

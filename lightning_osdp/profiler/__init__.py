@@ -8,8 +8,7 @@ from lightning_osdp.profiler.machine.memory import default_memory_limit_bytes, e
 from lightning_osdp.profiler.model import TrainingStep, profile_model
 from lightning_osdp.profiler.precision import ComputePrecision
 from lightning_osdp.profiler.step.fake_model import without_values
-from lightning_osdp.profiler.step.mean_loss import why_not_mean
-from lightning_osdp.profiler.step.run_step import loss_in, resized
+from lightning_osdp.profiler.step.run_step import loss_in, resized, why_not_mean
 from lightning_osdp.profiler.step.snapshot import untouched
 from lightning_osdp.profiler.step_time import Together
 from lightning_osdp.profiler.tracing.operators import fingerprint

@@ -184,16 +184,10 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, tuple[Tensor, torch.Untype
 
 def _with_gradient(tensor: Tensor) -> Iterator[Tensor]:
     """The tensor that has the memory of another, if one does, and that of its gradient."""
+    is_made_of_others = isinstance(tensor, JoinedShards) or is_traceable_wrapper_subclass(tensor)
     if isinstance(tensor, DTensor):
         yield from _with_gradient(tensor._local_tensor)
-    elif _has_memory(tensor):
+    elif tensor.layout is torch.strided and not is_made_of_others:
         yield tensor
     if (tensor.is_leaf or tensor.retains_grad) and tensor.grad is not None:
         yield from _with_gradient(tensor.grad)
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    """Whether it is no sparse tensor, and none that is made of others."""
-    if isinstance(tensor, JoinedShards) or tensor.layout is not torch.strided:
-        return False
-    return not is_traceable_wrapper_subclass(tensor)

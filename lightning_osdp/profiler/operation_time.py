@@ -153,17 +153,18 @@ class OperationRecorder(TorchDispatchMode):
         self.operations: dict[int, Counter[Operation]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, packet = kwargs or {}, func.overloadpacket
         result = func(*args, **kwargs)
         made = _new_tensors(result, (args, kwargs))
         writes = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
-        if (made or writes) and func.overloadpacket not in _ALLOCATES:
+        if (made or writes) and packet not in _ALLOCATES:
+            formula: Callable[..., int] | None = flop_registry.get(_SAME_FLOPS.get(packet, packet))
             operation = Operation(
                 function=func,
                 arguments=_described(args),
                 keywords=tuple((name, _described(value)) for name, value in kwargs.items()),
                 results=tuple(Operand.of(tensor) for tensor in made),
-                flops=_flops(func.overloadpacket, args, kwargs, result),
+                flops=0 if formula is None else int(formula(*args, **kwargs, out_val=result)),
             )
             self.operations.setdefault(self._segment(), Counter())[operation] += 1
         return result
@@ -171,12 +172,9 @@ class OperationRecorder(TorchDispatchMode):
 
 def _new_tensors(result: Any, inputs: Any) -> list[Tensor]:
     """Tensors among the results that are no view of an input."""
-    taken = {_storage(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)}
-    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and _storage(leaf) not in taken]
-
-
-def _storage(tensor: Tensor) -> int:
-    return storage_key(tensor) or id(tensor)
+    given, made = ([leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)] for tree in (inputs, result))
+    taken = {storage_key(tensor) or id(tensor) for tensor in given}
+    return [tensor for tensor in made if (storage_key(tensor) or id(tensor)) not in taken]
 
 
 def _described(value: Any) -> Any:
@@ -189,11 +187,6 @@ def _described(value: Any) -> Any:
 
 def _operands_in(value: Any) -> tuple[Operand, ...]:
     return tuple(leaf for leaf in tree_leaves(value) if isinstance(leaf, Operand))
-
-
-def _flops(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
-    formula: Callable[..., int] | None = flop_registry.get(_SAME_FLOPS.get(packet, packet))
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
 def estimate_step(step: StepRunner, short: ShortModel, size: int, seconds_of: Callable[[Operation], float]) -> Seconds:
@@ -299,12 +292,8 @@ def roofline_s(operation: Operation, rates: DeviceRates) -> float:
 
 def _operands_of(operation: Operation) -> Any:
     """Arguments and keywords with tensors for operands."""
-    rows = _rows_by_operand(operation)
-    return tree_map_only(
-        Operand,
-        lambda operand: _tensor(operand, num_rows=rows.get(id(operand), 0)),
-        (operation.arguments, dict(operation.keywords)),
-    )
+    rows, described = _rows_by_operand(operation), (operation.arguments, dict(operation.keywords))
+    return tree_map_only(Operand, lambda each: _tensor(each, num_rows=rows.get(id(each), 0)), described)
 
 
 def _rows_by_operand(operation: Operation) -> Mapping[int, int]:

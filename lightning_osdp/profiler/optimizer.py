@@ -75,18 +75,12 @@ def profile_optimizers(
     room = _SAMPLE_ELEMENTS[device.type]
     samples = [_Sample(optimizer, device, partial(_sampled, room=room)) for optimizer in optimizers]
     groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
-    places = {
-        parameter: (number, place)
-        for number, parameters in enumerate(groups)
-        for place, parameter in enumerate(parameters)
-    }
-    optimized = {
-        original: OptimizedParameter(
-            sum(sample.state_bytes(twin) for sample in samples if twin in sample.parameters), *places[twin]
-        )
-        for original, twin in twins.items()
-        if twin in places
-    }
+    places = {parameter: (number, place) for number, of in enumerate(groups) for place, parameter in enumerate(of)}
+    optimized = {}
+    for original, twin in twins.items():
+        if twin in places:
+            state_bytes = sum(sample.state_bytes(twin) for sample in samples if twin in sample.parameters)
+            optimized[original] = OptimizedParameter(state_bytes, *places[twin])
     small = [_Sample(optimizer, device, partial(_sampled, room=0)) for optimizer in optimizers]
     fixed = [of_step(*(sample.elements_and_s(rates) for sample in pair)) for pair in zip(small, samples, strict=True)]
     # Each optimizer's seconds per element, weighted by the elements that it updates.
@@ -168,11 +162,8 @@ class _Sample:
             is_by_row = twin.dim() > 1 and len(value) == len(twin) > 1  # as of Adafactor
             return len(parameter) / len(twin) if is_by_row else 1.0
 
-        return sum(
-            round(value.nbytes * factor(value))
-            for value in tensors_in(self.optimizer.state.get(twin, {}))
-            if value.dim() > 0
-        )
+        values = tensors_in(self.optimizer.state.get(twin, {}))
+        return sum(round(value.nbytes * factor(value)) for value in values if value.dim() > 0)
 
     @property
     def is_foreach(self) -> bool:

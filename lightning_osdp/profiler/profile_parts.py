@@ -21,14 +21,8 @@ from lightning_osdp.profiler.tracing.saved_bytes import Activations
 from lightning_osdp.profiler.tracing.trace import Trace
 from lightning_osdp.splitting import cut_dims, splittable
 
-_AFFINE_BYTES = (
-    "saved_bytes",
-    "forward_workspace_bytes",
-    "handed_bytes",
-    "backward_workspace_bytes",
-    "rerun_workspace_bytes",
-    "evaluation_bytes",
-)
+_WORKSPACES = ("forward_workspace_bytes", "backward_workspace_bytes", "rerun_workspace_bytes")
+_AFFINE_BYTES = ("saved_bytes", "handed_bytes", "evaluation_bytes", *_WORKSPACES)
 """Fields of both `Activations` and `Segment`."""
 
 
@@ -225,17 +219,11 @@ def _saved(segments: Sequence[Segment]) -> Affine:
 
 def _with_inputs_away(segments: Sequence[Segment]) -> tuple[Segment, ...]:
     """The block's inputs live while its forward runs, and again from when that is run again to the end."""
-    inputs = _saved(segments)
-    return tuple(
-        replace(
-            segment,
-            saved_bytes=ZERO,
-            forward_workspace_bytes=segment.forward_workspace_bytes + inputs,
-            backward_workspace_bytes=segment.backward_workspace_bytes + inputs,
-            rerun_workspace_bytes=segment.rerun_workspace_bytes + inputs,
-        )
-        for segment in segments
-    )
+    inputs, away = _saved(segments), []
+    for segment in segments:
+        workspaces: dict[str, Any] = {name: getattr(segment, name) + inputs for name in _WORKSPACES}
+        away.append(replace(segment, saved_bytes=ZERO, **workspaces))
+    return tuple(away)
 
 
 def profile_crossings(trace: Trace) -> tuple[Crossing, ...]:

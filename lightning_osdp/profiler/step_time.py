@@ -135,7 +135,6 @@ def shared_out(runs: Sequence[Seconds], *, plain_s: float, total_s: float) -> Se
 
 
 def _timed(module: nn.Module, calls: Calls, device: torch.device, loss_of: Callable[[], Tensor]) -> Seconds:
-    """One run."""
     marks: list[tuple[bool, int, Mark]] = []
     position = Position(calls, lambda: marks.append((position.in_backward, position.now, mark(device))))
     with followed(module, position):

@@ -118,14 +118,14 @@ def _lightning_module(model: str, settings: Mapping[str, Any], data: str | None)
     if hasattr(module, "configure_model"):
         with torch.device("meta"):
             _built(f"model {model!r}", _SETTINGS, module.configure_model)  # type: ignore[arg-type]
+
+    def first_batch() -> Any:
+        return next(iter(module.train_dataloader()))  # type: ignore[operator]
+
     if data is not None:
         batch = _built(f"data {data!r}", _DATA, _imported(data), _NUM_SAMPLES)
     else:
-        batch = _built(
-            f"a batch of {model!r}.train_dataloader",
-            _DATA,
-            lambda: next(iter(module.train_dataloader())),  # type: ignore[operator]
-        )
+        batch = _built(f"a batch of {model!r}.train_dataloader", _DATA, first_batch)
     return DescribedModel(module=module, batch=batch, run=partial(own_step, module))
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from lightning_osdp.splitting.module import SplitModule
+from lightning_osdp.splitting.module import SplitModule, cut_states, cuts_of, join_names, join_states, parameter_like
 from lightning_osdp.splitting.sharded import JoinedShards, gathered, group_of_rows
 from lightning_osdp.splitting.splitters import compiled_whole, cut_dims, split, splittable
-from lightning_osdp.splitting.states import cut_states, cuts_of, join_names, join_states
 
 __all__ = [
     "JoinedShards",
@@ -18,6 +17,7 @@ __all__ = [
     "group_of_rows",
     "join_names",
     "join_states",
+    "parameter_like",
     "split",
     "splittable",
 ]

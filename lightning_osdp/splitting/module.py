@@ -1,17 +1,22 @@
-"""`SplitModule`: an operator in slices that keeps its identity, its attributes, its hooks and its state dict."""
+"""`SplitModule`: an operator in slices that keeps its identity, its attributes, its hooks and its state dict.
+
+Optimizers' state goes by the names of slices, or by those of whole operators.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor import DTensor
 from typing_extensions import Self, override
 
 from lightning_osdp.core.slices import slice_sizes
+from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.splitting.sharded import JoinedShards, ShardedParameter
 
 _BOOKKEEPING = frozenset(vars(nn.Module()))
@@ -32,9 +37,9 @@ class Cut:
     """Of the whole parameter."""
 
     @property
-    def piece_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the pieces."""
-        return tuple((*self.shape[: self.dim], size, *self.shape[self.dim + 1 :]) for size in self.sizes)
+    def first_shape(self) -> tuple[int, ...]:
+        """Of the first piece."""
+        return (*self.shape[: self.dim], self.sizes[0], *self.shape[self.dim + 1 :])
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
         """One tensor of the pieces, the piece itself where there is one; shards stay where they are, `JoinedShards`."""
@@ -74,11 +79,6 @@ class SplitModule(nn.Module):
     """Parameter -> its shape; None for one that is left out."""
 
     @classmethod
-    def accepts(cls, module: nn.Module) -> bool:
-        """Whether a module of the whole class can be split as it is configured."""
-        return True
-
-    @classmethod
     def of(cls, module: nn.Module, num_slices: int) -> Self:
         """Splits a module in place, copying its parameters, and returns it; see `splitters.split`."""
         sizes = slice_sizes(getattr(module, cls.features), num_slices)
@@ -99,7 +99,8 @@ class SplitModule(nn.Module):
             whole = parameters[cut.whole]
             assert whole is not None
             for holder, piece in zip(self._holders(cut.whole), cut.cut(whole.detach()), strict=True):
-                holder._parameters[cut.whole] = _copied(piece, whole)
+                copied = piece.clone(memory_format=torch.contiguous_format)
+                holder._parameters[cut.whole] = parameter_like(copied, whole)
 
     def cuts(self, prefix: str = "") -> Iterator[Cut]:
         """How the parameters lie in the slices, in their order; the prefix is the module's name with a dot behind."""
@@ -170,16 +171,8 @@ class SplitModule(nn.Module):
         return state
 
     @override
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        *_, error_msgs = others
         for cut in self.cuts(prefix):
             whole = state_dict.pop(cut.whole, None)
             if whole is None:
@@ -191,18 +184,86 @@ class SplitModule(nn.Module):
                     f"size mismatch for {cut.whole}: copying a param with shape {tuple(whole.shape)} from checkpoint,"
                     f" the shape in current model is {cut.shape}."
                 )
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     @override
     def extra_repr(self) -> str:
         return f"{self._whole_type.__name__} of {getattr(self, self.features)} features in {len(self.slices)} slices"
 
 
-def _copied(values: Tensor, like: Tensor) -> nn.Parameter:
-    """A parameter with a copy of the values, and all that users have set on another one."""
-    copied = torch.empty(values.shape, dtype=values.dtype, device=values.device).copy_(values)
-    parameter = nn.Parameter(copied, requires_grad=like.requires_grad)
-    parameter.__dict__.update(like.__dict__)
+def parameter_like(values: Tensor, like: Tensor) -> nn.Parameter:
+    """A parameter with these values, and all that users have set on another one."""
+    parameter = nn.Parameter(values, requires_grad=like.requires_grad)
+    vars(parameter).update(vars(like))
     return parameter
+
+
+def cuts_of(root: nn.Module) -> list[Cut]:
+    """How the parameters of a model's split operators lie in slices, by the names of the user's own model."""
+    return [
+        cut
+        for path, module in root.named_modules()
+        if isinstance(module, SplitModule)
+        for cut in module.cuts(clean_tensor_name(f"{path}."))
+    ]
+
+
+def join_names(names: Sequence[str], cuts: Iterable[Cut]) -> list[str]:
+    """Names of parameters, with the whole operator's name in place of its slices', where the first of them is.
+
+    Raises:
+        ConfigurationError: some slices of an operator are among them and others are not.
+    """
+    present = set(names)
+    whole: dict[str, str] = {}
+    for cut in cuts:
+        if not present.isdisjoint(cut.pieces) and not present.issuperset(cut.pieces):
+            raise ConfigurationError(
+                f"Expected the slices of {cut.whole!r} in one parameter group, so that their state can be saved as that"
+                f" of the whole operator, but a group has only {sorted(present.intersection(cut.pieces))}. Choose"
+                " groups by operators or by kinds of parameters."
+            )
+        whole.update(dict.fromkeys(cut.pieces, cut.whole))
+    return list(dict.fromkeys(whole.get(name, name) for name in names))
+
+
+def join_states(state: Mapping[str, Any], cuts: Sequence[Cut]) -> dict[str, Any]:
+    """State of an optimizer by names of parameters, as if no operator was split.
+
+    Raises:
+        ConfigurationError: the slices of an operator are in several parameter groups.
+    """
+    states = dict(state["state"])
+    for cut in cuts:
+        if all(piece in states for piece in cut.pieces):
+            pieces = [states.pop(piece) for piece in cut.pieces]
+            states[cut.whole] = {
+                field: cut.join([piece[field] for piece in pieces])
+                if _has_shape(value, cut.first_shape)
+                else value  # such as the number of steps
+                for field, value in pieces[0].items()
+            }
+    groups = [{**group, "params": join_names(group["params"], cuts)} for group in state["param_groups"]]
+    return {"state": states, "param_groups": groups}
+
+
+def cut_states(state: Mapping[str, Any], cuts: Sequence[Cut]) -> dict[str, Any]:
+    """Undoes `join_states` of ``state["state"]``: fields by names of whole parameters, as by those of their slices."""
+    states = dict(state)
+    for cut in cuts:
+        if cut.whole in states:
+            fields = {name: _cut(value, cut) for name, value in states.pop(cut.whole).items()}
+            for index, piece in enumerate(cut.pieces):
+                states[piece] = {name: values[index] for name, values in fields.items()}
+    return states
+
+
+def _cut(value: Any, cut: Cut) -> list[Any]:
+    if _has_shape(value, cut.shape):
+        return list(cut.cut(value))
+    # Each slice counts its own steps: a tensor that they shared would count all of them.
+    return [value.clone() if isinstance(value, Tensor) else value for _ in cut.pieces]
+
+
+def _has_shape(value: Any, shape: Sequence[int]) -> bool:
+    return isinstance(value, Tensor) and tuple(value.shape) == tuple(shape)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from typing_extensions import Self, override
 
 from lightning_osdp.errors import ShardedParameterError
@@ -33,9 +33,6 @@ class ShardedParameter(Tensor):
         )
         made._name = name
         return made
-
-    def __init__(self, shape: Sequence[int], piece: Tensor, name: str) -> None:
-        """All is done in ``__new__``."""
 
     @override
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -73,17 +70,17 @@ class JoinedShards(ShardedParameter):
     pieces: tuple[Any, ...]
     """The DTensors; annotations of torch do not know their methods."""
     _dim: int
+    _sizes: list[int]
+    _starts: list[int]
 
     def __new__(cls, pieces: Sequence[Any], dim: int, name: str) -> Self:
         """Takes no memory."""
-        shape = list(pieces[0].shape)
-        shape[dim] = sum(piece.shape[dim] for piece in pieces)
+        shape, sizes = list(pieces[0].shape), [piece.shape[dim] for piece in pieces]
+        shape[dim] = sum(sizes)
         made = super().__new__(cls, shape, pieces[0], name)
-        made.pieces, made._dim = tuple(pieces), dim
+        made.pieces, made._dim, made._sizes = tuple(pieces), dim, sizes
+        made._starts = [sum(sizes[:index]) for index in range(len(sizes))]
         return made
-
-    def __init__(self, pieces: Sequence[Any], dim: int, name: str) -> None:
-        """All is done in ``__new__``."""
 
     def full_tensor(self) -> Tensor:
         """The whole tensor, on every rank; all must call it."""
@@ -128,14 +125,6 @@ class JoinedShards(ShardedParameter):
         offsets[self._dim] += start
         return replace(chunk, offsets=torch.Size(offsets))
 
-    @property
-    def _sizes(self) -> list[int]:
-        return [piece.shape[self._dim] for piece in self.pieces]
-
-    @property
-    def _starts(self) -> list[int]:
-        return [sum(self._sizes[:index]) for index in range(len(self.pieces))]
-
 
 def gathered(shards: Any) -> Tensor:
     """The whole tensor of a DTensor, on every rank; all must call it.
@@ -157,7 +146,7 @@ def gathered(shards: Any) -> Tensor:
     return whole
 
 
-def group_of_rows(shards: Any) -> dist.ProcessGroup | None:
+def group_of_rows(shards: DTensor) -> dist.ProcessGroup | None:
     """Ranks among which the rows of a DTensor are cut, this one included; None where it is cut in another way.
 
     Other ranks may have the same rows, as those of other nodes do.
@@ -165,5 +154,4 @@ def group_of_rows(shards: Any) -> dist.ProcessGroup | None:
     cut = [dim for dim, placement in enumerate(shards.placements) if not placement.is_replicate()]
     if [shards.placements[dim] for dim in cut] != [Shard(0)]:
         return None
-    group: dist.ProcessGroup = shards.device_mesh.get_group(cut[0])
-    return group
+    return shards.device_mesh.get_group(cut[0])

@@ -1,18 +1,149 @@
-"""Which operators can be split, and how: `SPLITTERS`; and which modules torch compiles whole."""
+"""`SPLITTERS`: which operators can be split, and how their slices work together; and what torch compiles whole."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from inspect import getclosurevars
+from typing import Any, ClassVar
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
+from torch.autograd.function import once_differentiable
+from typing_extensions import override
 
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.splitting.embedding import SplitEmbedding
-from lightning_osdp.splitting.linear import SplitLinear
 from lightning_osdp.splitting.module import SplitModule
-from lightning_osdp.splitting.transposed import SplitConv1D
+
+
+class SplitLinear(SplitModule):
+    """y = x_1 W_1^T + x_2 W_2^T + ... + b: OSDP's operator splitting, added up in one output."""
+
+    cuts_along: ClassVar = {"weight": 1}
+    features = "in_features"
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """Output of the whole operator.
+
+        Args:
+            x: (*, in_features), any float dtype; autocast holds for the slices as it does for a Linear.
+
+        Returns:
+            (*, out_features).
+        """
+        total: Tensor | None = None
+        # torch fuses the bias into the product of a matrix, and not into that of a view with more dimensions.
+        rows = x.flatten(0, -2) if x.dim() > 2 else x
+        for part, features in zip(self.slices, _cut_features(rows, self.sizes), strict=True):
+            # In place: products save their inputs for backward, not their results. No name holds on to a partial one.
+            total = part(features) if total is None else total.add_(part(features))
+        assert total is not None
+        if rows is x:
+            return total
+        # As F.linear does: to autograd no view, which would lose fully_shard's hooks where it is changed in place.
+        output: Tensor = torch.ops.aten._unsafe_view(total, [*x.shape[:-1], total.shape[-1]])
+        return output
+
+
+def _cut_features(x: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
+    """Views ``x[..., start : start + size]``, each made when it is asked for.
+
+    In backward they fill one gradient of x. With ``narrow`` each would make one as large as x, zeros around its own
+    features; with ``split`` all of them would be alive until they are put together. All of the views must be used.
+
+    Raises:
+        RuntimeError: x has another number of features.
+    """
+    if x.shape[-1:] != (sum(sizes),):
+        raise RuntimeError(f"Expected an input with {sum(sizes)} features, got one of shape {tuple(x.shape)}.")
+    joint = _JointGradient(len(sizes))
+    start = 0
+    for size in sizes:
+        if x.requires_grad and torch.is_grad_enabled():
+            yield _View.apply(x, start, size, joint)  # type: ignore[no-untyped-call]
+        else:
+            yield x.narrow(-1, start, size)
+        start += size
+
+
+class _JointGradient:
+    """The gradient of all features while slices fill it."""
+
+    def __init__(self, num_slices: int) -> None:
+        self._num_slices = num_slices
+        self._num_missing = 0
+        self._whole: Tensor | None = None
+
+    def fill(self, shape: torch.Size, start: int, gradient: Tensor) -> Tensor | None:
+        """Notes the gradient of the features from ``start`` on; returns that of all with the last of them."""
+        if self._whole is None:
+            self._whole, self._num_missing = gradient.new_empty(shape), self._num_slices
+        self._whole.narrow(-1, start, gradient.shape[-1]).copy_(gradient)
+        self._num_missing -= 1
+        if self._num_missing:
+            return None
+        whole, self._whole = self._whole, None
+        return whole
+
+
+class _View(torch.autograd.Function):
+    @staticmethod
+    @override
+    def forward(ctx: Any, x: Tensor, start: int, size: int, joint: _JointGradient) -> Tensor:
+        ctx.shape, ctx.start, ctx.joint = x.shape, start, joint
+        return x.narrow(-1, start, size)
+
+    @staticmethod
+    @once_differentiable
+    @override
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
+        return ctx.joint.fill(ctx.shape, ctx.start, gradient), None, None, None
+
+
+class SplitConv1D(SplitLinear):
+    """y = x_1 W_1 + x_2 W_2 + ... + b."""
+
+    cuts_along: ClassVar = {"weight": 0}
+    features = "nx"
+
+    @classmethod
+    @override
+    def _slice_type(cls, whole_type: type[nn.Module]) -> type[nn.Module]:
+        return _without_bias_too(whole_type)  # type: ignore[arg-type]
+
+
+@cache
+def _without_bias_too(whole_type: Any) -> type[nn.Module]:
+    """The class with a forward that needs no bias; its own adds one always."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.t(), self.bias)
+
+    return type(whole_type.__name__, (whole_type,), {"forward": forward})
+
+
+class SplitEmbedding(SplitModule):
+    """The embeddings of all slices, side by side."""
+
+    cuts_along: ClassVar = {"weight": 1}
+    features = "embedding_dim"
+
+    @override
+    def forward(self, indices: Tensor) -> Tensor:
+        """Output of the whole operator.
+
+        Args:
+            indices: (*), integers.
+
+        Returns:
+            (*, embedding_dim).
+        """
+        return torch.cat([part(indices) for part in self.slices], dim=-1)
+
 
 SPLITTERS: dict[str, type[SplitModule]] = {
     "torch.nn.modules.linear.Linear": SplitLinear,
@@ -47,18 +178,13 @@ def splittable(root: nn.Module) -> dict[str, int]:
     would not share, such as a parametrization, a hook of a parameter or a forward of its own, those that share a
     parameter with another module, and those whose parent computes with their weights instead of calling them.
     """
-    owners: dict[nn.Parameter, set[nn.Module]] = {}
-    read_directly: set[nn.Module] = set()
-    for module in root.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                owners.setdefault(parameter, set()).add(module)
-        if isinstance(module, _READ_WEIGHTS_OF_CHILDREN):
-            read_directly.update(module.children())
+    num_owners = Counter(parameter for module in root.modules() for parameter in module.parameters(recurse=False))
+    reading = (module for module in root.modules() if isinstance(module, _READ_WEIGHTS_OF_CHILDREN))
+    read_directly = {child for module in reading for child in module.children()}
     found = {}
     for name, module in root.named_modules():
         splitter = _splitter(module)
-        alone = all(len(owners[p]) == 1 for p in module._parameters.values() if p is not None)
+        alone = all(num_owners[parameter] == 1 for parameter in module.parameters(recurse=False))
         if name and splitter is not None and alone and module not in read_directly:
             found[name] = int(getattr(module, splitter.features))
     return found
@@ -79,9 +205,7 @@ def compiled_whole(module: nn.Module) -> list[str]:
 def _splitter(module: nn.Module) -> type[SplitModule] | None:
     """How a module is split, whatever else uses its parameters; None where it cannot be."""
     splitter = SPLITTERS.get(_qualified(module))
-    if splitter is None or not splitter.accepts(module) or _is_changed(module, splitter):
-        return None
-    return splitter
+    return None if splitter is None or _is_changed(module, splitter) else splitter
 
 
 def _checked(module: nn.Module) -> type[SplitModule]:
@@ -108,6 +232,7 @@ def _is_changed(module: nn.Module, splitter: type[SplitModule]) -> bool:
         or any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters.values())
         or bool(module._modules or module._buffers)
         or "forward" in vars(module)
+        or getattr(module, "max_norm", None) is not None  # of an embedding: the norm of whole rows
         or any(vars(module)[hooks] for hooks in _HOOKS)
         or any(parameters[name].shape[dim] != getattr(module, splitter.features) for name, dim in cuts.items())
     )

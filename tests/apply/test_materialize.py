@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from wrapped_units import Nested
 
-from lightning_osdp.apply.materialize import unit_initializer
+from lightning_osdp.apply.prepare import unit_initializer
 from lightning_osdp.errors import ProfileError
 
 CPU = torch.device("cpu")

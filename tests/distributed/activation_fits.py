@@ -18,7 +18,7 @@ from wrapped_units import block_forwards
 
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp import OSDPStrategy, SearchSpace
-from lightning_osdp.apply.activations.reentrant import Reentrant
+from lightning_osdp.apply.activations.blocks import Reentrant
 from lightning_osdp.core.modes import ACTIVATION_CHOICES
 from lightning_osdp.core.plans.plan import Block as PlannedBlock
 from lightning_osdp.errors import InfeasibleError

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_osdp.apply import local
-from lightning_osdp.apply.updates.local_step import stepping_on_rows
+from lightning_osdp.apply.updates import stepping_on_rows
 
 SHAPES = ((7, 3), (5,), (1, 2), (9, 2, 2), (3,))
 """Uneven on 2 ranks and on 4, with fewer rows than ranks; every second one is in the second group."""

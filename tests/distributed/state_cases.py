@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from transposed import Conv1D
 
-from lightning_osdp.apply import load, state
+from lightning_osdp.apply import state
 from lightning_osdp.apply.state import numbered
 from lightning_osdp.errors import OSDPError
 from lightning_osdp.profiler import LiveBytes
@@ -89,7 +89,7 @@ def sharded(module, num_slices, *, kept=(), in_nodes=False):
     for name, of in zip(names, itertools.cycle(meshes), strict=False):
         fully_shard(module.get_submodule(name), mesh=of, reshard_after_forward=name not in kept)
     fully_shard(module, mesh=mesh)
-    load.takes_whole(module)
+    state.takes_whole(module)
     register_fsdp_forward_method(module, "loss")
     return module
 
@@ -141,7 +141,7 @@ def loaded(name, dtype, expected, slices):
     module = sharded(Everything(name).to(dtype), SLICES[slices], in_nodes=slices == "nodes")
     optimizer = module.configure_optimizers()
     module.load_state_dict(expected["state_dict"], strict=True)
-    load.load_optimizer(module, optimizer, expected["optimizer_states"][0])
+    state.load_optimizer(module, optimizer, expected["optimizer_states"][0])
     return module, optimizer
 
 
@@ -187,7 +187,7 @@ def read_again(names, dtype, slices, folder, saved):
         expected = torch.load(Path(folder) / f"{name}-0.pt", weights_only=True)
         module = sharded(Everything(name).to(getattr(torch, dtype)), SLICES[slices], in_nodes=slices == "nodes")
         optimizer = module.configure_optimizers()
-        load.load_sharded(Path(folder) / f"{name}-{saved}", module, [optimizer], strict=True)
+        state.load_sharded(Path(folder) / f"{name}-{saved}", module, [optimizer], strict=True)
         wrong[name] = differing(module, optimizer, expected)
         wrong[name] += [] if module.extra == ["three", 3] else [module.extra]
     return wrong
@@ -243,13 +243,13 @@ def misfits(folder):
     stored = {"model": state.model_state(module, "sharded")}
     del stored["model"]["up.bias"]
     dcp.save(stored, checkpoint_id=Path(folder) / "misfits")
-    said["missing shards"] = refusal(lambda: load.load_sharded(Path(folder) / "misfits", module, [], strict=True))
-    load.load_sharded(Path(folder) / "misfits", module, [], strict=False)
-    load.load_sharded(Path(folder) / "misfits", module, [optimizer], strict=False)  # weights alone
+    said["missing shards"] = refusal(lambda: state.load_sharded(Path(folder) / "misfits", module, [], strict=True))
+    state.load_sharded(Path(folder) / "misfits", module, [], strict=False)
+    state.load_sharded(Path(folder) / "misfits", module, [optimizer], strict=False)  # weights alone
     train(module, optimizer, 1)
     by_name = state.optimizer_state(module, optimizer, "sharded")
     swapped = {**by_name, "param_groups": by_name["param_groups"][::-1]}
-    said["groups"] = refusal(lambda: load.load_optimizer(module, optimizer, swapped))
+    said["groups"] = refusal(lambda: state.load_optimizer(module, optimizer, swapped))
     before = torch.optim.SGD(reference.parameters())
     said["before"] = refusal(lambda: state.optimizer_state(module, before, "full"))
     named = dict(module.named_parameters())
@@ -334,9 +334,9 @@ def odd_fields(folder):
     stored = {"model": state.model_state(module, "sharded"), "optimizer_0": by_name}
     dcp.save(stored, checkpoint_id=Path(folder) / "odd")
     for way in (
-        lambda: load.load_optimizer(module, optimizer, full[0]),
-        lambda: load.load_optimizer(module, optimizer, by_name),
-        lambda: load.load_sharded(Path(folder) / "odd", module, [optimizer], strict=True),
+        lambda: state.load_optimizer(module, optimizer, full[0]),
+        lambda: state.load_optimizer(module, optimizer, by_name),
+        lambda: state.load_sharded(Path(folder) / "odd", module, [optimizer], strict=True),
     ):
         way()
         found.append({key: str(value) for key, value in optimizer.state[module.norm.weight].items()})
@@ -352,7 +352,7 @@ def names_in_groups():
     states = [full]
     dist.broadcast_object_list(states)
     for each in (*states, by_name):
-        load.load_optimizer(module, optimizer, each)
+        state.load_optimizer(module, optimizer, each)
     saved = [each["param_groups"][0]["param_names"] for each in (*states, by_name)]
     return saved, optimizer.param_groups[0]["param_names"] == list(dict(module.named_parameters()))
 
@@ -386,7 +386,7 @@ def taken(num_slices):
         for unit in layer.slices if num_slices > 1 else [layer]:
             fully_shard(unit, mesh=mesh)
     fully_shard(module, mesh=mesh)
-    load.takes_whole(module)
+    state.takes_whole(module)
     optimizer, found = torch.optim.AdamW(module.layers.parameters(), foreach=False), {}
     for parameter in module.layers.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -413,7 +413,7 @@ def taken(num_slices):
 
         def load_moments():
             optimizer.state.clear()
-            load.load_optimizer(module, optimizer, moments)
+            state.load_optimizer(module, optimizer, moments)
 
         measure("model", lambda: state.model_state(module, "full"))
         full = [measure("moments", lambda: state.optimizer_state(module, optimizer, "full"))]

@@ -3,8 +3,7 @@
 import torch
 from torch import nn
 
-from lightning_osdp.splitting.splitters import SPLITTERS
-from lightning_osdp.splitting.transposed import SplitConv1D
+from lightning_osdp.splitting.splitters import SPLITTERS, SplitConv1D
 
 
 class Conv1D(nn.Module):

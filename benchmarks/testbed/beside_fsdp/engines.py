@@ -22,7 +22,7 @@ from benchmarks.testbed.memory import WARM_UP_STEPS, count_step
 from benchmarks.testbed.ring import ring_reduce_scatters, use_ring
 from benchmarks.testbed.training import quiet, train
 from lightning_osdp.apply import internals
-from lightning_osdp.apply.updates.local_step import stepping_on_rows
+from lightning_osdp.apply.updates import stepping_on_rows
 from lightning_osdp.callbacks.peak import living_tensors
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.profiler import LiveBytes

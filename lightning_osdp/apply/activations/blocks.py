@@ -7,19 +7,25 @@ is gathered once for running again and for its backward.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from lightning_osdp.apply.activations.buffers import Buffers, Place
 from lightning_osdp.apply.activations.offload import HostMemory
-from lightning_osdp.apply.activations.reentrant import Reentrant
 from lightning_osdp.core.plans.plan import Block
 from lightning_osdp.errors import PlanMismatchError
+
+Place = tuple[nn.Module, str]
+"""Of a buffer."""
+_PLAIN = (Tensor, bool, int, float, str, type(None))
+"""Outputs that a reentrant block can hand on, in tuples, lists and dicts."""
 
 
 class BlockForwards:
@@ -36,12 +42,9 @@ class BlockForwards:
         self._of: dict[nn.Module, BlockForward] = {}
 
     def choose(self, blocks: Sequence[Block], *, units: Collection[str]) -> None:
-        """Has these blocks do with what they save as the plan says, and all others keep it.
+        """Has these blocks do with what they save as the plan says, and all others keep it; errors as `check_blocks`.
 
         ``units`` are the names of the modules that are units of their own.
-
-        Raises:
-            PlanMismatchError: a block is not a module of the model, or is the root, or lies inside another.
         """
         check_blocks(self._module, blocks)
         chosen = {self._module.get_submodule(block.name): block for block in blocks}
@@ -112,7 +115,7 @@ class BlockForward:
     @contextmanager
     def _again(self, values: dict[Place, Tensor], reentrant: Reentrant | None) -> Iterator[None]:
         if reentrant is not None:
-            reentrant.end_learning()
+            reentrant.is_learning = False
         with self._buffers.as_they_were(values):
             yield
 
@@ -148,3 +151,126 @@ def check_blocks(module: nn.Module, blocks: Sequence[Block]) -> None:
             f"Expected each block of the plan to be a module of the model, not the root and in no other block, but"
             f" {name!r} is {wrong}. Plan anew by leaving out `plan=`."
         )
+
+
+class Reentrant:
+    """The forward of a block in fairscale's form: it makes no graph and saves nothing but its inputs.
+
+    It is *reentrant*: backward of the block is a backward of its own, inside the model's. That is sound only for a
+    block that is one unit, which is called once, outside of autocast (fairscale restores CUDA's, and that as float16),
+    with tensors that need gradients among its arguments themselves, and with outputs that are tensors and not objects
+    that have some. Everything else is torch's non-reentrant form, which runs the first steps, too: what they show is
+    learned here.
+
+    Attributes:
+        is_learning: until backward has come to the block, so that forward does not call it again.
+    """
+
+    def __init__(self, block: nn.Module, run: Callable[..., Any], buffers: Buffers) -> None:
+        from fairscale.nn.checkpoint import checkpoint_wrapper  # only such blocks need fairscale
+
+        self._body = _Body(block, run, buffers)
+        # Its own offload_to_cpu copies to memory that is not pinned, for which the host waits; `HostMemory` does it.
+        self._wrapped = checkpoint_wrapper(self._body, offload_to_cpu=False)
+        self._num_calls = 0
+        self._is_plain = True
+        self.is_learning = True
+
+    def learn_from(self, outputs: Any) -> None:
+        """Takes note of a call that was not this one."""
+        if self.is_learning:
+            self._num_calls += 1
+            self._is_plain &= all(isinstance(leaf, _PLAIN) for leaf in tree_leaves(outputs))
+
+    def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether this form is sound for a call with these arguments."""
+        if self.is_learning or self._num_calls > 1 or not self._is_plain:
+            return False
+        given = [*args, *kwargs.values()]
+        needing = [each for each in tree_leaves(given) if isinstance(each, Tensor) and each.requires_grad]
+        own = {id(each) for each in given}
+        in_autocast = any(torch.is_autocast_enabled(kind) for kind in {"cpu", *(each.device.type for each in needing)})
+        return bool(needing) and not in_autocast and all(id(each) in own for each in needing)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The block's outputs."""
+        values: dict[Place, Tensor] = {}
+        leaves = self._wrapped(values, *args, **kwargs)
+        return tree_unflatten(list(leaves), self._body.outputs)
+
+
+class _Body(nn.Module):
+    """What fairscale runs: the block's forward with its outputs flat, for fairscale takes tuples only."""
+
+    outputs: TreeSpec
+
+    def __init__(self, block: nn.Module, run: Callable[..., Any], buffers: Buffers) -> None:
+        super().__init__()
+        # Not as a child: fairscale puts hooks on batch normalisation that it finds.
+        self._block = (block, run)
+        self._buffers_of_block = buffers
+
+    def forward(self, values: dict[Place, Tensor], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """The leaves of what the block returns."""
+        from fairscale.nn.checkpoint import is_recomputing
+
+        buffers = self._buffers_of_block
+        with buffers.as_they_were(values) if is_recomputing() else buffers.updated(values):
+            leaves, self.outputs = tree_flatten(self._block[1](*args, **kwargs))
+        return tuple(leaves)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Those of the block: where any needs a gradient, so do the outputs."""
+        return self._block[0].parameters(recurse)
+
+
+class Buffers:
+    """Those buffers of a block that its forward changes, such as running statistics.
+
+    Where forward runs twice they are updated once, and read the second time as they were the first.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+        self._changing: tuple[Place, ...] | None = None  # unknown before the first forward
+        self._learned_in: tuple[bool, ...] = ()
+
+    @contextmanager
+    def updated(self, values: dict[Place, Tensor]) -> Iterator[None]:
+        """Runs a forward for the first time; ``values`` then has what the buffers that it changed were before."""
+        training = tuple(child.training for child in self._block.modules())
+        if training != self._learned_in:  # what evaluates may leave alone what training updates
+            self._changing, self._learned_in = None, training
+        places = self._changing
+        if places is None:
+            owned = ((owner, *each) for owner in self._block.modules() for each in owner._buffers.items())
+            places = tuple((owner, name) for owner, name, buffer in owned if buffer is not None)
+        found = {(owner, name): owner.get_buffer(name) for owner, name in places}
+        versions = {place: buffer._version for place, buffer in found.items()}
+        values.update((place, buffer.clone()) for place, buffer in found.items())
+        yield
+        if self._changing is None:
+            self._changing = tuple(
+                (owner, name)
+                for (owner, name), buffer in found.items()
+                if isinstance(owner, _NormBase)  # it may be frozen now and trained later
+                or owner._buffers[name] is not buffer
+                or buffer._version != versions[owner, name]
+                # not every operation counts versions
+                or not (isinstance(buffer, FakeTensor) or torch.equal(buffer, values[owner, name]))
+            )
+            for place in places:
+                if place not in self._changing:
+                    del values[place]
+
+    @contextmanager
+    def as_they_were(self, values: Mapping[Place, Tensor]) -> Iterator[None]:
+        """Runs a forward once more; what it does to the buffers is forgotten."""
+        updated = {(owner, name): owner._buffers[name] for owner, name in values}
+        for (owner, name), value in values.items():
+            owner._buffers[name] = value.clone()
+        try:
+            yield
+        finally:
+            for (owner, name), buffer in updated.items():
+                owner._buffers[name] = buffer

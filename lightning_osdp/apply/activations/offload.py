@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -61,11 +62,13 @@ class HostMemory:
     @contextmanager
     def saves_for(self, block: nn.Module) -> Iterator[None]:
         """Within it, what the block saves goes to the host, each storage once; parameters and buffers stay."""
-        staying = frozenset(tensor.untyped_storage()._cdata for tensor in _owned(block))
+        # of units inside it, as they will be gathered
+        owned = chain(map(local, block.parameters()), block.buffers(), whole_storages(block))
+        staying = frozenset(tensor.untyped_storage()._cdata for tensor in owned)
         call = _Call(self, before=self._latest)
         self._latest = weakref.ref(call)
 
-        def pack(tensor: Tensor) -> Tensor | _Saved:
+        def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
             key = tensor.untyped_storage()._cdata
             if key in staying or not self._takes(tensor):
                 return tensor
@@ -73,7 +76,7 @@ class HostMemory:
             copy = call.copies.setdefault((key, tensor._version), _HostCopy(call))
             return copy.saved(tensor)
 
-        with saved_tensors_hooks(pack, lambda saved: saved.restored() if isinstance(saved, _Saved) else saved):
+        with saved_tensors_hooks(pack, lambda saved: saved if isinstance(saved, Tensor) else saved()):
             try:
                 yield
             finally:
@@ -151,8 +154,8 @@ class _HostCopy:
         self._coming: tuple[Tensor, Any] | None = None  # and what marks that it is there
         self._back: StorageWeakRef | None = None
 
-    def saved(self, tensor: Tensor) -> _Saved:
-        """The tensor as it can be had back; copies its storage if that was not done yet."""
+    def saved(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """What gives the tensor back; copies its storage if that was not done yet."""
         if self._host is None:
             call, memory, storage = self.call, self.call.memory, tensor.untyped_storage()
             self._source = StorageWeakRef(storage)
@@ -168,7 +171,11 @@ class _HostCopy:
             taken_bytes = memory.taken_bytes(storage.nbytes())
             memory.add(taken_bytes)
             weakref.finalize(self, memory.add, -taken_bytes).atexit = False
-        return _Saved(self, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return partial(self._restored, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def _restored(self, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+        self.call.come_back()
+        return self.on_device().view(dtype).as_strided(size, stride, offset)
 
     def fetch(self) -> None:
         """Begins to copy it to the device again, unless it is there or on its way."""
@@ -209,26 +216,3 @@ class _HostCopy:
 
     def __del__(self) -> None:
         self._arrived()  # nobody wanted it: its memory is not free before the copy has ended
-
-
-@dataclass(frozen=True)
-class _Saved:
-    """What autograd holds in place of a tensor."""
-
-    copy: _HostCopy
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    def restored(self) -> Tensor:
-        self.copy.call.come_back()
-        flat = self.copy.on_device()
-        return flat.view(self.dtype).as_strided(self.size, self.stride, self.offset)
-
-
-def _owned(block: nn.Module) -> Iterator[Tensor]:
-    """Parameters and buffers of a block, those of units inside it as they will be gathered."""
-    yield from (local(parameter) for parameter in block.parameters())
-    yield from block.buffers()
-    yield from whole_storages(block)

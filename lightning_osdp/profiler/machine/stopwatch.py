@@ -90,8 +90,7 @@ def _run_s(
 
     In a step the host is ahead: what it takes to launch kernels and run hooks hides behind the device's computing. So
     on CUDA the device first waits until the host has issued the run, if that takes about as long as the last one,
-    ``behind_s``; ranks that begin together then
-    meet in a collective, and not at a barrier, where hosts would wait.
+    ``behind_s``; ranks that begin together then meet in a collective, and not at a barrier, where hosts would wait.
     """
     if device.type == "cuda":
         synchronize(device)

@@ -46,8 +46,7 @@ def measure_unit_overhead(cluster: Cluster, device: torch.device) -> Mapping[str
 def parts_s(gather_s: float, dp_s: float, held_s: float) -> dict[str, float]:
     """Seconds of the parts that make up what was measured of one micro-batch: none is less than nothing.
 
-    Without collectives there is less to do than with them: what says otherwise is noise. Flattening and reducing are
-    not told apart further than the difference shows.
+    Without collectives there is less to do than with them: what says otherwise is noise.
 
     Args:
         gather_s: one all-gather.

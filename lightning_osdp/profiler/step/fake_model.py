@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_osdp.errors import OSDPError, UntraceableError
 from lightning_osdp.profiler.step.snapshot import tensors_in, untouched
+from lightning_osdp.splitting import parameter_like
 
 aten = torch.ops.aten
 _log = logging.getLogger(__name__)
@@ -170,11 +171,7 @@ def without_values(module: nn.Module) -> Iterator[None]:
 def stand_in(tensor: Tensor) -> Tensor:
     """A tensor on the meta device in place of another: a parameter for one, with what is set on it."""
     found = torch.empty_like(tensor, device="meta")
-    if not isinstance(tensor, nn.Parameter):
-        return found
-    parameter = nn.Parameter(found, requires_grad=tensor.requires_grad)
-    vars(parameter).update(vars(tensor))
-    return parameter
+    return parameter_like(found, tensor) if isinstance(tensor, nn.Parameter) else found
 
 
 class _AsAllocated(TorchDispatchMode):
@@ -182,15 +179,12 @@ class _AsAllocated(TorchDispatchMode):
 
     To be entered inside a ``FakeTensorMode``. Each rule was found by comparing fake with real results, with torch 2.13
     on CPU.
-
-    Attributes:
-        written: storages that operations have written to, by address.
     """
 
     def __init__(self, *, assumes_ones: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._assumes_ones = assumes_ones
-        self.written: set[int] = set()
+        self.written: set[int] = set()  # addresses of storages that operations have written to
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if self._assumes_ones and func is aten._local_scalar_dense.default:
@@ -254,6 +248,9 @@ def _as_called(function: Any, *places: int, copied: int | None = None, train: in
         train: place of the argument that says whether there is a backward, for which the first of these is needed.
     """
 
+    def another(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
     def rule(result: Any, *args: Any) -> Any:
         made = _called(function, tuple(None if place == copied else arg for place, arg in enumerate(args)))
         if train is not None and args[train] and made[places[0]].numel() == 0:
@@ -261,14 +258,9 @@ def _as_called(function: Any, *places: int, copied: int | None = None, train: in
                 f"Expected {function} to say how much it keeps for backward, but a call of it keeps nothing."
                 " Profile the model with real parameters."
             )
-        return tuple(_another(made[place]) if place in places else each for place, each in enumerate(result))
+        return tuple(another(made[place]) if place in places else each for place, each in enumerate(result))
 
     return rule
-
-
-def _another(tensor: Tensor | None) -> Tensor | None:
-    """A fake of the same shape, dtype and device."""
-    return None if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def _contiguous_input_gradient(result: Any, *_: Any) -> Any:

@@ -190,8 +190,8 @@ class Position:
             self._on_leave()
             self.now = segment
 
-    def call(self, name: str) -> None:
-        """An operator is called: in forward the next segment begins, in backward a block is run again."""
+    def call(self, name: str, *_: object) -> None:
+        """Hook before an operator: in forward the next segment begins, in backward a block is run again."""
         if self.in_backward:
             self.enter(self._again(name))
             self._run_again.add(self.now)
@@ -226,9 +226,6 @@ def followed(module: nn.Module, position: Position) -> Iterator[None]:
     modules = dict(module.named_modules())
     with ExitStack() as cleanup:
 
-        def before(name: str, *_: object) -> None:
-            position.call(name)
-
         def after(name: str, _: nn.Module, __: Any, output: Any) -> None:
             segment = position.now
             position.leave(name)
@@ -238,6 +235,6 @@ def followed(module: nn.Module, position: Position) -> Iterator[None]:
                 cleanup.callback(tensor.register_hook(lambda _: position.gradient(segment)).remove)
 
         for name in dict.fromkeys(position.calls.sequence):
-            cleanup.callback(modules[name].register_forward_pre_hook(partial(before, name)).remove)
+            cleanup.callback(modules[name].register_forward_pre_hook(partial(position.call, name)).remove)
             cleanup.callback(modules[name].register_forward_hook(partial(after, name)).remove)
         yield

@@ -11,6 +11,7 @@ only if
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ from lightning_osdp.profiler.tracing.calls import Calls
 from lightning_osdp.splitting import compiled_whole
 
 
-@dataclass
+@dataclass(frozen=True)
 class Operator:
     """A module that owns parameters, as found in the tree and seen in one forward."""
 
@@ -87,24 +88,20 @@ def find_operators(module: nn.Module, calls: Calls) -> list[Operator]:
     owners = {name: parameters for name, parameters in own.items() if parameters}
     enclosing = _enclosing(tree, owners, calls)
     rank = {name: index for index, name in enumerate(["", *calls.signatures])}
-    operators: list[Operator] = []
-    counted: set[nn.Parameter] = set()
-    for name in sorted(owners, key=lambda name: rank[next(n for n in (name, *enclosing[name]) if n in rank)]):
-        operators.append(
-            Operator(
-                name=name,
-                module=tree.modules[name],
-                parameters=[p for p in owners[name] if p not in counted],
-                gradients=[],
-                enclosing=enclosing[name],
-                signature=calls.signatures.get(name, f"{name} is never called"),
-            )
+    order = sorted(owners, key=lambda name: rank[next(n for n in (name, *enclosing[name]) if n in rank)])
+    first = {parameter: name for name in reversed(order) for parameter in owners[name]}
+    last = {parameter: name for name in order for parameter in owners[name]}
+    return [
+        Operator(
+            name=name,
+            module=tree.modules[name],
+            parameters=[p for p in owners[name] if first[p] == name],
+            gradients=[p for p in owners[name] if p.requires_grad and last[p] == name],
+            enclosing=enclosing[name],
+            signature=calls.signatures.get(name, f"{name} is never called"),
         )
-        counted.update(owners[name])
-    for operator in reversed(operators):
-        operator.gradients = [p for p in owners[operator.name] if p.requires_grad and p in counted]
-        counted.difference_update(operator.gradients)
-    return operators
+        for name in order
+    ]
 
 
 class _Tree:
@@ -115,17 +112,15 @@ class _Tree:
         self.parameter_names = {parameter: name for name, parameter in module.named_parameters()}
         self._names = {child: name for name, child in self.modules.items()}
         self._paths: dict[str, list[list[str]]] = {}
-        registered: dict[nn.Module, set[tuple[str, str]]] = {}
         by_path = dict(module.named_modules(remove_duplicate=False))
         for path, child in by_path.items():
             self._paths.setdefault(self._names[child], []).append([self._names[by_path[p]] for p in _up(path)])
-            parent, _, attribute = path.rpartition(".")
-            registered.setdefault(child, set()).add((self._names[by_path[parent]], attribute))
         # A unit is named by its only place in the tree. A parametrization belongs to the module whose tensor it makes.
+        num_places = Counter(child for parent in self.modules.values() for child in parent._modules.values())
         self.unwrappable = {
-            self._names[child]
-            for child, places in registered.items()
-            if len(places) > 1 or isinstance(child, ParametrizationList)
+            name
+            for name, child in self.modules.items()
+            if num_places[child] > 1 or isinstance(child, ParametrizationList)
         }
         # Hooks of a unit are inside its compiled code, unless the unit is the module that compiles it.
         for child in self.modules.values():

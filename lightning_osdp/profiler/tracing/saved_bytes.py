@@ -5,30 +5,27 @@ from __future__ import annotations
 import warnings
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_osdp.core.profile import Span
 from lightning_osdp.profiler.live_tensors import LiveBytes
 from lightning_osdp.profiler.step.run_step import loss_in
 from lightning_osdp.profiler.step.snapshot import storage_key, tensors_in
-from lightning_osdp.profiler.tracing.blocks import saving_less
 from lightning_osdp.profiler.tracing.calls import Calls, Position, followed
 from lightning_osdp.profiler.tracing.operators import find_operators
 
-
-class Saved(NamedTuple):
-    """That a segment saves a tensor that a block gets or returns."""
-
-    place: tuple[bool, int, int]
-    """Where a block first gets or returns it: whether in this block or the one before, so that the segments between are
-    told, or else the segment; and its number there."""
-    num_bytes: int
+Saved = tuple[tuple[bool, int, int], int]
+"""Of a tensor that a segment saves and a block gets or returns: where a block first does - whether in this block or the
+one before, so that the segments between are told, or else the segment; and its number there -, and its bytes."""
 
 
 @dataclass
@@ -146,7 +143,7 @@ class _Follower:
                 block = bisect_right(self.begins, saver) - 2
                 is_near = segment >= (self.begins[block] if block >= 0 else 0)
                 place = (is_near, saver - segment if is_near else segment, number)
-                saved.setdefault(saver, []).append(Saved(place, num_bytes))
+                saved.setdefault(saver, []).append((place, num_bytes))
         for segment, crossings in saved.items():
             self.parts[segment].crossings = tuple(crossings)
 
@@ -208,16 +205,11 @@ def trace_activations(
     with LiveBytes(static[0].device.type) as live, ExitStack() as cleanup:
         follower = _Follower(live, module, calls, static, blocks)
         position, parts = follower.position, follower.parts
-
-        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            follower.passed((args, kwargs))
-
-        def after(_: nn.Module, __: Any, output: Any) -> None:
-            follower.passed(output)
-
         for block in map(module.get_submodule, blocks):
-            cleanup.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
-            cleanup.callback(block.register_forward_hook(after).remove)
+            before = block.register_forward_pre_hook(lambda _, *given: follower.passed(given), with_kwargs=True)
+            after = block.register_forward_hook(lambda _, __, output: follower.passed(output))
+            cleanup.callback(before.remove)
+            cleanup.callback(after.remove)
         cleanup.enter_context(followed(module, position))
         for parameter in module.parameters():
             if parameter.requires_grad:
@@ -269,3 +261,61 @@ def evaluate_as_training(parts: Sequence[Activations]) -> None:
 def _static(module: nn.Module, batch: Any) -> list[Tensor]:
     """Tensors that live throughout: parameters, what else modules hold, and the batch."""
     return [*module.parameters(), *tensors_in([vars(m) for m in module.modules()]), *tensors_in(batch)]
+
+
+@contextmanager
+def saving_less(
+    module: nn.Module, blocks: Mapping[str, Span], choice: str, position: Position, kept: Collection[int | None]
+) -> Iterator[set[int]]:
+    """Has blocks recompute or offload what they save, for as long as the step is only followed, not computed.
+
+    To ``offload``, tensors must be fake: what is moved away comes back as another tensor of the same shape. Storages
+    that are ``kept`` are not moved.
+
+    Yields:
+        The last segments of blocks that have been run again early, before backward has reached what they returned.
+    """
+    early: set[int] = set()
+    with ExitStack() as cleanup:
+        for name, span in blocks.items() if choice != "keep" else ():
+            block = module.get_submodule(name)
+            if choice == "recompute":
+                less = _recomputing(block.forward, span, position, early)
+            else:
+                less = _offloading(block.forward, span, position, kept)
+            cleanup.enter_context(patch.object(block, "forward", less))
+        yield early
+
+
+def _recomputing(forward: Callable[..., Any], span: Span, position: Position, early: set[int]) -> Callable[..., Any]:
+    first, last = span
+
+    def begin(*args: Any, **kwargs: Any) -> Any:
+        position.enter(first)
+        num_args, names = len(args), tuple(kwargs)  # and not the inputs themselves, which would live on
+
+        def run(*given: Any) -> Any:
+            if position.in_backward and position.now != last:
+                early.add(last)
+            return forward(*given[:num_args], **dict(zip(names, given[num_args:], strict=True)))
+
+        # by position: it does not save what it gets by name
+        return checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
+
+    return begin
+
+
+def _offloading(
+    forward: Callable[..., Any], span: Span, position: Position, kept: Collection[int | None]
+) -> Callable[..., Any]:
+    def pack(tensor: Tensor) -> Callable[[], Tensor]:
+        if tensor.layout is not torch.strided or storage_key(tensor) in kept:
+            return lambda: tensor
+        return partial(torch.empty_strided, tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+    def begin(*args: Any, **kwargs: Any) -> Any:
+        position.enter(span[0])
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda make: make()):
+            return forward(*args, **kwargs)
+
+    return begin

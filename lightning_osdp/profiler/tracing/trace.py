@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import nn
 
 from lightning_osdp.core.profile import Span
 from lightning_osdp.errors import ProfileError, UntraceableError
 from lightning_osdp.profiler.step.run_step import StepRunner, TrialRun, another_size, check_loss
-from lightning_osdp.profiler.tracing.blocks import find_blocks
 from lightning_osdp.profiler.tracing.calls import Calls, recorded_calls
 from lightning_osdp.profiler.tracing.saved_bytes import (
     Activations,
@@ -22,6 +22,12 @@ from lightning_osdp.profiler.tracing.saved_bytes import (
 from lightning_osdp.profiler.tracing.short_model import ShortModel, short_model
 
 _log = logging.getLogger(__name__)
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+"""In which blocks stand that are repeated."""
+_CACHE_REMEDY = (
+    " (each run adds to its key-value cache, which training does not need: set model.config.use_cache = False)"
+)
+"""For models of transformers that keep keys and values of their forward, as for generating."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +39,11 @@ class Trace:
     """What stands for the model on fake tensors."""
     activations: Mapping[int, Sequence[Activations]]
     """By micro-batch size, of each segment; the profiled size is first."""
-    blocks: Mapping[str, Span] = field(default_factory=dict)
+    blocks: Mapping[str, Span]
     """Modules that need not keep what they save, with their segments."""
-    saving_less: Mapping[str, Mapping[int, Sequence[Activations]]] = field(default_factory=dict)
+    saving_less: Mapping[str, Mapping[int, Sequence[Activations]]]
     """By choice, the activations if all blocks do so."""
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
     """What people should know of it."""
 
 
@@ -126,21 +132,44 @@ def _by_choice(
             found[choice] = {size: traced(size, choice) for size in found["keep"]}
         except Exception as error:  # a model may not bear to be run again, or read what it has saved  # noqa: PERF203
             reason = str(_cause(error)).strip().partition("\n")[0]
-            remedy = _CACHE_REMEDY if any(_keeps_cache(child) for child in module.modules()) else ""
+            configs = [getattr(child, "config", None) for child in module.modules()]
+            keeps_cache = any(getattr(config, "use_cache", False) is True for config in configs)
+            remedy = _CACHE_REMEDY if keeps_cache else ""
             notes.append(f"blocks are not planned to {choice}, for the step fails then: {reason}{remedy}")
             _log.warning("OSDP: %s", notes[-1])
     return found, notes
 
 
-_CACHE_REMEDY = (
-    " (each run adds to its key-value cache, which training does not need: set model.config.use_cache = False)"
-)
-
-
-def _keeps_cache(module: nn.Module) -> bool:
-    """Whether it is a model of transformers that keeps keys and values of its forward, as for generating."""
-    return getattr(getattr(module, "config", None), "use_cache", False) is True
-
-
 def _cause(error: Exception) -> BaseException | None:
     return error.__cause__ if isinstance(error, UntraceableError) else error
+
+
+def find_blocks(module: nn.Module, calls: Calls, given: Collection[nn.Module] | None = None) -> dict[str, Span]:
+    """Modules that may be blocks, with the segments that they run, in this order.
+
+    Each is called once. Of those inside others, the outermost. If none are given, those that stand in one container
+    with others of their class and are made of several operators, or keeping nothing of them would save nothing.
+    """
+    repeated = _repeated(module) if given is None else frozenset()
+    found: dict[str, Span] = {}
+    for name, child in module.named_modules():
+        spans = calls.spans.get(name, [])
+        if len(spans) != 1 or any(name.startswith(f"{outer}.") for outer in found):
+            continue
+        first, last = spans[0]
+        within = calls.sequence[first : last + 1]
+        is_made_of_several = len(within) > 1 and all(each.startswith(f"{name}.") for each in within)
+        if child in given if given is not None else name in repeated and is_made_of_several:
+            found[name] = first, last
+    return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+def _repeated(module: nn.Module) -> frozenset[str]:
+    """Names of modules that stand in one container with others of their class."""
+    found = set()
+    for name, container in module.named_modules():
+        if isinstance(container, _CONTAINERS):
+            kinds = Counter(type(child) for child in container.children())
+            alike = (key for key, child in container.named_children() if kinds[type(child)] > 1)
+            found |= {f"{name}.{key}" if name else key for key in alike}
+    return frozenset(found)

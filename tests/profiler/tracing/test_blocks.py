@@ -18,8 +18,8 @@ from lightning_osdp.core.slices import split_operators
 from lightning_osdp.cost import exact_peak
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.profiler import profile_model
-from lightning_osdp.profiler.tracing.blocks import find_blocks
 from lightning_osdp.profiler.tracing.calls import recorded_calls
+from lightning_osdp.profiler.tracing.trace import find_blocks
 
 EVERYTHING = ("keep", "recompute", "offload", "recompute_offload")
 WIDTH, LENGTH = 16, 8

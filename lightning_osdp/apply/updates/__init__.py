@@ -1,1 +1,0 @@
-"""Steps of optimizers on what each rank has of the parameters, and which optimizers can take them."""
