@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -16,12 +17,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_osdp.callbacks.allocator import AllocatorPeaks
-from lightning_osdp.callbacks.peak import WARM_UP_STEPS, PeakCounter
-from lightning_osdp.callbacks.step_clock import StepClock
+from lightning_osdp.callbacks.peak import WARM_UP_STEPS, AllocatorPeaks, PeakCounter
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.profiler.machine.stopwatch import Mark, between_s, mark, synchronize
 from lightning_osdp.report.tables import comparison_table, show
 
 _KEPT_STEPS = 1000
@@ -242,6 +242,55 @@ class PlanMonitor(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if self._plan is not None:  # an error before the first step comes here, too
             self._peak.stop()
+
+
+class StepClock:
+    """Times each optimizer step's batches, added up, without ever waiting for the device.
+
+    On CUDA, events mark when the device, not Python, begins and ends a batch; a step is told once it is behind them.
+    Elsewhere operations have ended when they return, so Python's clock does.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._begin: Mark | None = None
+        self._spans: list[tuple[Mark, Mark]] = []
+        self._num_samples = 0
+        self._ended: deque[tuple[list[tuple[Mark, Mark]], int]] = deque()
+        """Spans and samples of each step that is to be told."""
+
+    def start(self) -> None:
+        """A batch begins."""
+        self._begin = mark(self._device)
+
+    def stop(self, *, num_samples: int) -> None:
+        """The batch that was started ends."""
+        assert self._begin is not None
+        self._spans.append((self._begin, mark(self._device)))
+        self._num_samples += num_samples
+        self._begin = None
+
+    def end_step(self, *, counts: bool = True) -> None:
+        """The batches since the last call were one optimizer step, to be told if it counts."""
+        if counts:
+            self._ended.append((self._spans, self._num_samples))
+        self._spans, self._num_samples = [], 0
+
+    def finished(self, *, wait: bool = False) -> Iterator[tuple[float, int]]:
+        """Seconds and samples of each step that was not told yet, oldest first, as far as the device has come.
+
+        With ``wait`` it comes to the end, for which training itself must never wait.
+        """
+        if wait:
+            synchronize(self._device)
+        while self._ended and _has_passed(self._ended[0][0][-1][1]):
+            spans, num_samples = self._ended.popleft()
+            yield sum(between_s(*span) for span in spans), num_samples
+
+
+def _has_passed(moment: Mark) -> bool:
+    # events of one stream pass in order, so the last one speaks for all
+    return isinstance(moment, float) or bool(moment.query())
 
 
 def _told(peaks: AllocatorPeaks) -> dict[str, str]:

@@ -28,9 +28,9 @@ from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.profiler import Census
-from lightning_osdp.strategy.checkpointing import averaging, load, saving, stored_plan
-from lightning_osdp.strategy.checkpointing.generators import Generators
-from lightning_osdp.strategy.dry_run.fallback import plan_that_fits
+from lightning_osdp.strategy.checkpointing import averaging, entries, load, saving
+from lightning_osdp.strategy.checkpointing.entries import Generators
+from lightning_osdp.strategy.dry_run import plan_that_fits
 from lightning_osdp.strategy.options import Options, check_fsdp_kwargs, pop_prefetch
 from lightning_osdp.strategy.precision import OSDPPrecision
 from lightning_osdp.strategy.runtime.all_ranks import on_all_ranks, on_rank_zero
@@ -379,7 +379,7 @@ class OSDPStrategy(FSDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         self._units.division.save(checkpoint)
         self._generators.save(checkpoint, self.root_device)
-        stored_plan.store(self.plan, checkpoint)
+        entries.store_plan(self.plan, checkpoint)
         saving.save(
             checkpoint,
             self.broadcast(filepath),
@@ -406,5 +406,5 @@ class OSDPStrategy(FSDPStrategy):
         if is_fitting:
             self._units.division.resume(module.trainer, loaded)
             self._generators.resume(loaded, self.root_device)
-            stored_plan.tell_of_change(self.plan, loaded)
+            entries.tell_of_change(self.plan, loaded)
         return loaded

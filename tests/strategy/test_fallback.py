@@ -2,8 +2,8 @@
 
 import pytest
 
-from lightning_osdp.strategy.dry_run import fallback
-from lightning_osdp.strategy.dry_run.step import DryRun
+from lightning_osdp.strategy import dry_run
+from lightning_osdp.strategy.dry_run import DryRun
 from lightning_osdp.strategy.runtime.error_texts import Shortage
 
 
@@ -23,6 +23,6 @@ from lightning_osdp.strategy.runtime.error_texts import Shortage
 )
 def test_a_dry_run_is_told_of_as_it_went_on_all_ranks(monkeypatch, dry_runs, text):
     told = []
-    monkeypatch.setattr(fallback, "rank_zero_info", told.append)
-    fallback._tell(dry_runs, 2.0)
+    monkeypatch.setattr(dry_run, "rank_zero_info", told.append)
+    dry_run._tell(dry_runs, 2.0)
     assert told == [text]

@@ -1,14 +1,20 @@
-"""From a Trainer about to fit to a plan: a batch, a profile, the cluster, the search."""
+"""Which plan a model is sharded by: the user's, the one that it had, none, or a new one.
+
+For a new one a Trainer that is about to fit has a batch, a profile of it, the cluster, and the search.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from lightning_osdp.core.cluster import CUDA_HEADROOM, Cluster
 from lightning_osdp.core.plans.plan import Plan
@@ -16,20 +22,20 @@ from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
-from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.profiler import measure_cluster
+from lightning_osdp.errors import ConfigurationError, ProfileError
+from lightning_osdp.profiler import fingerprint, measure_cluster
 from lightning_osdp.report.advice import Advice, advise
 from lightning_osdp.report.sentences import tell_accumulation
 from lightning_osdp.scheduler import PlanMethod, make_plan
 from lightning_osdp.simulation import StepEstimate, simulate
-from lightning_osdp.strategy.batching.division import Division, Windows
+from lightning_osdp.strategy.batching.division import Division, Windows, allowed_micro_batches, given_division
 from lightning_osdp.strategy.batching.first_batch import BatchWatch, samples_in
 from lightning_osdp.strategy.batching.loaders import common_size
+from lightning_osdp.strategy.checkpointing.entries import read_plan
 from lightning_osdp.strategy.options import Options, Setup
-from lightning_osdp.strategy.planning.micro_batches import allowed_micro_batches
-from lightning_osdp.strategy.planning.parameter_groups import Group
 from lightning_osdp.strategy.planning.profile_fit import FitProfiler
 from lightning_osdp.strategy.planning.publish import shown_progress, store_inputs
+from lightning_osdp.strategy.planning.training_step import Group, check_in_children
 from lightning_osdp.strategy.runtime.all_ranks import on_all_ranks, on_rank_zero
 
 UNVALIDATED = (
@@ -51,6 +57,73 @@ class Choice(NamedTuple):
     advice: Sequence[Advice] = ()
     profile: ModelProfile | None = None
     cluster: Cluster | None = None
+
+
+def chosen(module: pl.LightningModule, options: Options, setup: Setup, *, known: Plan | None) -> Choice:
+    """A plan, or none; it may be the one `known` of the model that the strategy had before.
+
+    Raises:
+        ConfigurationError: the model is sharded already, or the given plan contradicts another option.
+        OSDPError: the given plan does not fit, or none can be made.
+    """
+    if any(isinstance(child, (FullyShardedDataParallel, FSDPModule)) for child in module.modules()):
+        raise ConfigurationError(
+            "Expected a model that nothing has sharded, so that it can be sharded as planned, but it has units already."
+            " Go on with the Trainer that sharded it, build the model anew and load its checkpoint, or leave out a"
+            " fully_shard of your own: the plan shards."
+        )
+    trainer = module.trainer
+    if options.plan is not None:
+        plan = _given_plan(module, options, setup)
+        return Choice(plan, given_division(trainer, plan, options))
+    if trainer.state.fn == TrainerFn.FITTING:
+        return plan_fit(trainer, module, options, setup)
+    if known is not None and known.fingerprint == fingerprint(module):
+        return Choice(known, Division())
+    rank_zero_info(
+        "OSDP: evaluating without a plan; each child and each block is a unit that is freed after forward. Pass plan="
+        " to shard it as planned."
+    )
+    return Choice(None, Division())
+
+
+def planned_by_hand(module: pl.LightningModule, options: Options, setup: Setup, *, known: Plan | None) -> Choice | str:
+    """As `chosen`, for a module that optimizes manually with all parameters in children; or why there is no plan."""
+    check_in_children(module)
+    if options.batch_size == "auto":
+        options = replace(options, batch_size="keep")
+    try:
+        found = chosen(module, options, setup, known=known)
+    except ProfileError as error:
+        return f"its step cannot be profiled as one backward of the sum of its losses: {error}"
+    units = () if found.plan is None else found.plan.units  # evaluated before there is one
+    shared = next((operator for unit in units if not unit.name for operator in unit.operators), None)
+    return f"{shared!r} shares parameters with another child" if shared else found
+
+
+def _given_plan(module: pl.LightningModule, options: Options, setup: Setup) -> Plan:
+    """The user's plan, checked."""
+    given, memory_limit_bytes = options.plan, options.memory_limit_bytes
+    plan = given if isinstance(given, Plan) else on_rank_zero(lambda: read_plan(Path(str(given))))
+    plan.check_matches(fingerprint(module), world_size=module.trainer.world_size, node_size=setup.node_size)
+    check_accumulates_in_fp32(plan, options, setup.precision)
+    if memory_limit_bytes is not None and plan.peak_bytes > memory_limit_bytes:
+        raise ConfigurationError(
+            f"Expected a plan that fits memory_limit={format_bytes(memory_limit_bytes)}, got one that is predicted to"
+            f" take {format_bytes(plan.peak_bytes)}. Leave memory_limit out, or plan anew by leaving out plan."
+        )
+    return plan
+
+
+def check_accumulates_in_fp32(plan: Plan, options: Options, precision: str) -> None:
+    """Returns if the plan adds up gradients in float32 where that was asked for."""
+    found = next((unit for unit in plan.units if unit.sync != "every"), None)
+    if options.accumulate_in_fp32 and "mixed" in precision and found is not None:
+        raise ConfigurationError(
+            f"Expected a plan with sync='every' for accumulate_in_fp32=True in {precision}, got sync={found.sync!r} for"
+            f" unit {found.name!r}, whose gradients would add up in low precision. Leave accumulate_in_fp32 out, or"
+            " plan anew by leaving out plan."
+        )
 
 
 def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, setup: Setup) -> Choice:

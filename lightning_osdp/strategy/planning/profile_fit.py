@@ -31,8 +31,8 @@ from lightning_osdp.strategy.batching.first_batch import Peeked, first_batch, lo
 from lightning_osdp.strategy.batching.loaders import forget_loaders, training_loaders
 from lightning_osdp.strategy.checkpointing.averaging import with_averages
 from lightning_osdp.strategy.options import Options, Setup
-from lightning_osdp.strategy.planning.parameter_groups import Group
 from lightning_osdp.strategy.planning.training_step import (
+    Group,
     automatic_step,
     configured_optimizers,
     in_children,

@@ -22,8 +22,7 @@ from lightning_osdp.strategy.runtime import failure
 from lightning_osdp.strategy.runtime.all_ranks import first_rank, host_group
 from lightning_osdp.strategy.runtime.error_texts import explain_echo, print_one_line
 from lightning_osdp.strategy.runtime.failure import FailureWatch, is_echo
-from lightning_osdp.strategy.runtime.interrupted import SavingTogether
-from lightning_osdp.strategy.runtime.sigterm import EXIT_CODE, SigtermWatch, end_together, forget
+from lightning_osdp.strategy.runtime.interrupted import EXIT_CODE, SavingTogether, SigtermWatch, end_together, forget
 
 log = logging.getLogger(__name__)
 

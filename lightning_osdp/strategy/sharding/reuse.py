@@ -18,7 +18,7 @@ from lightning_osdp.callbacks.peak import callbacks_of
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.strategy.checkpointing.stored_plan import read_plan
+from lightning_osdp.strategy.checkpointing.entries import read_plan
 from lightning_osdp.strategy.options import Options
 from lightning_osdp.strategy.runtime.all_ranks import on_rank_zero
 

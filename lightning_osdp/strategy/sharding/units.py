@@ -19,20 +19,20 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.optim import Optimizer
 
-from lightning_osdp.apply import ShardedModel, is_inside
+from lightning_osdp.apply import ShardedModel, called_children, fully_shard_arguments, is_inside, with_recomputed
 from lightning_osdp.core.cluster import Cluster
-from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.plans.plan import Block, Plan
 from lightning_osdp.core.profile import ModelProfile
+from lightning_osdp.core.units import SMALL_UNIT_BYTES
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.strategy.batching.division import Division
+from lightning_osdp.strategy.batching.division import Division, given_division
 from lightning_osdp.strategy.batching.first_batch import BatchWatch
 from lightning_osdp.strategy.checkpointing import averaging, saving
 from lightning_osdp.strategy.options import Options, Setup
-from lightning_osdp.strategy.planning.parameter_groups import Group, check_same_groups, groups_of
-from lightning_osdp.strategy.planning.plan_fit import Choice
+from lightning_osdp.strategy.planning.plan_fit import Choice, check_accumulates_in_fp32, chosen, planned_by_hand
 from lightning_osdp.strategy.planning.publish import publish, tell_of_unfreezing
-from lightning_osdp.strategy.planning.which_plan import chosen, given_division, planned_by_hand, separated, sharded
-from lightning_osdp.strategy.runtime.nodes import ranks_of_node
+from lightning_osdp.strategy.planning.training_step import Group, check_same_groups, groups_of
+from lightning_osdp.strategy.runtime.all_ranks import ranks_of_node
 from lightning_osdp.strategy.sharding.resharding import reshard_before_hooks
 from lightning_osdp.strategy.sharding.reuse import ReusableModel, found_in, whole_summaries
 
@@ -174,6 +174,44 @@ class Units:
         if whole is not None:
             check_same_groups(whole, groups_of(optimizers, self.sharded.names_by_group))
         self.sharded.check_optimizers(optimizers)
+
+
+def sharded(
+    module: pl.LightningModule, plan: Plan | None, options: Options, setup: Setup, **fsdp_kwargs: Any
+) -> ShardedModel:
+    """The module as planned; for want of a plan, in units of its children and blocks."""
+    arguments = fully_shard_arguments(fsdp_kwargs)
+    if plan is None:
+        return ShardedModel.unplanned(module, device=setup.device, **arguments)
+    executed = replace(plan, blocks=with_recomputed(plan.blocks, options.recomputed))
+    found = ShardedModel.planned(module, executed, device=setup.device, **arguments)
+    found.plan, found.recomputed = plan, options.recomputed
+    found.check_options = lambda plan: check_accumulates_in_fp32(plan, options, setup.precision)
+    return found
+
+
+def separated(module: pl.LightningModule, why: str, options: Options, setup: Setup, **fsdp_kwargs: Any) -> ShardedModel:
+    """A module that optimizes manually, without a plan, with each child sharded by itself; says why.
+
+    Raises:
+        ConfigurationError: a plan is given, or a parameter is in no child.
+    """
+    if options.plan is not None:
+        raise ConfigurationError(
+            f"Expected no plan= with automatic_optimization=False here, for {why}. Leave it out, or use automatic"
+            " optimization."
+        )
+    blocks = [Block(name=name, activations="recompute") for name in options.recomputed]
+    size = options.search_space.min_unit_bytes
+    smallest = SMALL_UNIT_BYTES if size is None else size
+    names = ", ".join(name for name, _ in called_children(module))
+    arguments = fully_shard_arguments(fsdp_kwargs)
+    found = ShardedModel.separated(module, blocks, min_unit_bytes=smallest, device=setup.device, **arguments)
+    rank_zero_info(
+        f"OSDP: nothing is planned in manual optimization, for {why}: {names} are sharded each by itself, in"
+        f" {found.num_units} ZDP units (plain FSDP). memory_limit and batch_size have no effect."
+    )
+    return found
 
 
 def _named_by(policy: Mapping[str, Any], module: nn.Module) -> tuple[str, ...]:
