@@ -35,12 +35,7 @@ from lightning_osdp.strategy.options import Options, check_fsdp_kwargs, pop_pref
 from lightning_osdp.strategy.precision import OSDPPrecision
 from lightning_osdp.strategy.runtime.all_ranks import on_all_ranks, on_rank_zero
 from lightning_osdp.strategy.runtime.error_texts import explain_step_error
-from lightning_osdp.strategy.runtime.launcher import (
-    GatheringLauncher,
-    StartMethod,
-    check_interactive,
-    check_start_method,
-)
+from lightning_osdp.strategy.runtime.launcher import GatheringLauncher, StartMethod, check_interactive
 from lightning_osdp.strategy.runtime.ranks import RanksTogether
 from lightning_osdp.strategy.sharding.reuse import found_in
 from lightning_osdp.strategy.sharding.units import Units
@@ -129,13 +124,11 @@ class OSDPStrategy(FSDPStrategy):
             global_batch_size=global_batch_size,
             accumulate_in_fp32=accumulate_in_fp32,
             profile_batch=profile_batch,
+            dry_run=dry_run,
             node_size=node_size,
+            start_method=start_method,
             engine=pop_prefetch(fsdp_kwargs),
         ).checked()
-        if not isinstance(dry_run, bool) and dry_run != "auto":
-            raise ConfigurationError(f"dry_run must be True, False or 'auto', got {dry_run!r}.")
-        check_start_method(start_method)
-        self._dry_run, self._start_method = dry_run, start_method
         self._units = Units(self, options)  # which have the plan
         self._ranks, self._generators = RanksTogether(self), Generators()
         self._setting_up = ExitStack()
@@ -192,15 +185,14 @@ class OSDPStrategy(FSDPStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        if self._start_method == "popen":
+        start_method = self._units.options.start_method
+        if start_method == "popen":
             super()._configure_launcher()
         elif self.cluster_environment.creates_processes_externally:
-            rank_zero_warn(
-                f"OSDP: start_method={self._start_method!r} is ignored, the ranks have been started already."
-            )
+            rank_zero_warn(f"OSDP: start_method={start_method!r} is ignored, the ranks have been started already.")
         else:
-            self._launcher = GatheringLauncher(self, self._start_method)
-        check_interactive(self._launcher, self._start_method)
+            self._launcher = GatheringLauncher(self, start_method)
+        check_interactive(self._launcher, start_method)
 
     @override
     def setup_environment(self) -> None:
@@ -279,7 +271,8 @@ class OSDPStrategy(FSDPStrategy):
         module = self.lightning_module
         assert module is not None
         self._sharded.begin_fit()
-        runs_dry = self.root_device.type != "cpu" if self._dry_run == "auto" else self._dry_run
+        wanted = self._units.options.dry_run
+        runs_dry = self.root_device.type != "cpu" if wanted == "auto" else wanted
         # in manual optimization training_step updates weights and states itself: a dry run would train
         if runs_dry and self.plan is not None and module.automatic_optimization:
             plan_that_fits(module.trainer, self._units)
@@ -392,19 +385,11 @@ class OSDPStrategy(FSDPStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         module = self.lightning_module
         assert module is not None
-        is_fitting = module.trainer.state.fn == TrainerFn.FITTING
-        path = Path(self.broadcast(checkpoint_path))
-        loaded = load.load(
-            on_rank_zero(lambda: load.to_load(path, module.trainer)),
-            self._sharded,
-            self.optimizers if is_fitting else [],
-            strict=module.strict_loading,
-            weights_only=weights_only,
-            keeps_weights=is_fitting and averaging.is_averaging(module.trainer),
-            trainer=module.trainer,
-        )
-        if is_fitting:
-            self._units.division.resume(module.trainer, loaded)
+        trainer, given = module.trainer, Path(self.broadcast(checkpoint_path))
+        path = on_rank_zero(lambda: load.to_load(given, trainer))
+        loaded = load.load(path, self._sharded, trainer, weights_only=weights_only)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._units.division.resume(trainer, loaded)
             self._generators.resume(loaded, self.root_device)
             entries.tell_of_change(self.plan, loaded)
         return loaded

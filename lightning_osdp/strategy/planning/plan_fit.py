@@ -24,17 +24,15 @@ from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.errors import ConfigurationError, ProfileError
 from lightning_osdp.profiler import fingerprint, measure_cluster
-from lightning_osdp.report.advice import Advice, advise
 from lightning_osdp.report.sentences import tell_accumulation
 from lightning_osdp.scheduler import PlanMethod, make_plan
-from lightning_osdp.simulation import StepEstimate, simulate
 from lightning_osdp.strategy.batching.division import Division, Windows, allowed_micro_batches, given_division
 from lightning_osdp.strategy.batching.first_batch import BatchWatch, samples_in
 from lightning_osdp.strategy.batching.loaders import common_size
 from lightning_osdp.strategy.checkpointing.entries import read_plan
-from lightning_osdp.strategy.options import Options, Setup
+from lightning_osdp.strategy.options import Options
 from lightning_osdp.strategy.planning.profile_fit import FitProfiler
-from lightning_osdp.strategy.planning.publish import shown_progress, store_inputs
+from lightning_osdp.strategy.planning.publish import shown_progress
 from lightning_osdp.strategy.planning.training_step import Group, check_in_children
 from lightning_osdp.strategy.runtime.all_ranks import on_all_ranks, on_rank_zero
 
@@ -50,16 +48,14 @@ class Choice(NamedTuple):
 
     plan: Plan | None
     division: Division
-    estimate: StepEstimate | None = None
     groups: Sequence[Group] | None = None
     """Of the parameters of the whole model's optimizers."""
     watch: BatchWatch | None = None
-    advice: Sequence[Advice] = ()
     profile: ModelProfile | None = None
     cluster: Cluster | None = None
 
 
-def chosen(module: pl.LightningModule, options: Options, setup: Setup, *, known: Plan | None) -> Choice:
+def chosen(module: pl.LightningModule, options: Options, *, known: Plan | None) -> Choice:
     """A plan, or none; it may be the one `known` of the model that the strategy had before.
 
     Raises:
@@ -74,10 +70,10 @@ def chosen(module: pl.LightningModule, options: Options, setup: Setup, *, known:
         )
     trainer = module.trainer
     if options.plan is not None:
-        plan = _given_plan(module, options, setup)
+        plan = _given_plan(module, options)
         return Choice(plan, given_division(trainer, plan, options))
     if trainer.state.fn == TrainerFn.FITTING:
-        return plan_fit(trainer, module, options, setup)
+        return plan_fit(trainer, module, options)
     if known is not None and known.fingerprint == fingerprint(module):
         return Choice(known, Division())
     rank_zero_info(
@@ -87,13 +83,13 @@ def chosen(module: pl.LightningModule, options: Options, setup: Setup, *, known:
     return Choice(None, Division())
 
 
-def planned_by_hand(module: pl.LightningModule, options: Options, setup: Setup, *, known: Plan | None) -> Choice | str:
+def planned_by_hand(module: pl.LightningModule, options: Options, *, known: Plan | None) -> Choice | str:
     """As `chosen`, for a module that optimizes manually with all parameters in children; or why there is no plan."""
     check_in_children(module)
     if options.batch_size == "auto":
         options = replace(options, batch_size="keep")
     try:
-        found = chosen(module, options, setup, known=known)
+        found = chosen(module, options, known=known)
     except ProfileError as error:
         return f"its step cannot be profiled as one backward of the sum of its losses: {error}"
     units = () if found.plan is None else found.plan.units  # evaluated before there is one
@@ -101,12 +97,12 @@ def planned_by_hand(module: pl.LightningModule, options: Options, setup: Setup, 
     return f"{shared!r} shares parameters with another child" if shared else found
 
 
-def _given_plan(module: pl.LightningModule, options: Options, setup: Setup) -> Plan:
+def _given_plan(module: pl.LightningModule, options: Options) -> Plan:
     """The user's plan, checked."""
     given, memory_limit_bytes = options.plan, options.memory_limit_bytes
     plan = given if isinstance(given, Plan) else on_rank_zero(lambda: read_plan(Path(str(given))))
-    plan.check_matches(fingerprint(module), world_size=module.trainer.world_size, node_size=setup.node_size)
-    check_accumulates_in_fp32(plan, options, setup.precision)
+    plan.check_matches(fingerprint(module), world_size=module.trainer.world_size, node_size=options.node_size)
+    check_accumulates_in_fp32(plan, options, str(module.trainer.precision))
     if memory_limit_bytes is not None and plan.peak_bytes > memory_limit_bytes:
         raise ConfigurationError(
             f"Expected a plan that fits memory_limit={format_bytes(memory_limit_bytes)}, got one that is predicted to"
@@ -126,18 +122,19 @@ def check_accumulates_in_fp32(plan: Plan, options: Options, precision: str) -> N
         )
 
 
-def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, setup: Setup) -> Choice:
+def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options) -> Choice:
     """A plan for this fit, the same on all ranks: every rank profiles, rank 0 plans.
 
     Raises:
         OSDPError: on all ranks, where any of them cannot profile or no plan fits.
     """
+    device = trainer.strategy.root_device
     with shown_progress(is_global_zero=trainer.is_global_zero) as progress:
         progress("measuring links and the overhead of a unit", "")
         tensors = (*module.parameters(), *module.buffers())
-        model_bytes = sum(tensor.nbytes for tensor in tensors if tensor.device == setup.device)  # of configure_model
+        model_bytes = sum(tensor.nbytes for tensor in tensors if tensor.device == device)  # of configure_model
         cluster = measure_cluster(
-            setup.device, local_ranks=setup.local_ranks, model_bytes=model_bytes, node_size=setup.node_size
+            device, local_ranks=trainer.num_devices, model_bytes=model_bytes, node_size=options.node_size
         )
     links = [("all-gather", cluster.all_gather), ("reduce-scatter", cluster.reduce_scatter)]
     if cluster.within_node is not None:
@@ -148,7 +145,7 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
             f" {format_seconds(link.seconds_per_byte * 2**20)} a MiB of many"
         )
     with shown_progress(is_global_zero=trainer.is_global_zero) as progress:
-        profiler = FitProfiler(trainer, module, options, setup, progress)
+        profiler = FitProfiler(trainer, module, options, progress)
         profile = on_all_ranks(profiler.first)
         current = common_size(profiler.loaders) or samples_in(profiler.batch)
         policy, windows = allowed_micro_batches(
@@ -156,7 +153,7 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
         )
         free_bytes = cluster.memory_bytes
         assert free_bytes is not None
-        memory_limit_bytes = _limit_bytes(options, free_bytes, setup.device)
+        memory_limit_bytes = _limit_bytes(options, free_bytes, device)
 
         def search(profile: ModelProfile) -> Plan:
             return on_rank_zero(
@@ -165,7 +162,7 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
                     cluster,
                     memory_limit_bytes=memory_limit_bytes,
                     micro_batch_size=policy,
-                    search_space=_search_space(options, setup.precision),
+                    search_space=_search_space(options, str(trainer.precision)),
                     method=PlanMethod(
                         search=options.search,
                         cost_model=options.cost_model,
@@ -187,29 +184,19 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
             )
         if measured is not profile:
             plan = search(measured)
-    if setup.device.type == "cuda":
+    if device.type == "cuda":
         plan = replace(plan, notes=(*plan.notes, UNVALIDATED))
     if plan.micro_batch_size == policy.max_micro_batch_size:
         rank_zero_warn(
             f"OSDP: the micro-batch of {plan.micro_batch_size} is all that a rank has of the training data, so an epoch"
             " is one step. Give batch_size a number."
         )
-    store_inputs(trainer, measured, cluster)
     told = _compared(plan, windows)
     if told:
         rank_zero_info(f"OSDP: {told} (against your own micro-batches, each of which reduces all gradients)")
     is_own = windows is None and plan.micro_batch_size == current
     division = Division(None if is_own else plan, windows, policy.micro_batch_sizes, profiler.peeked)
-    return Choice(
-        plan,
-        division,
-        simulate(plan, measured, cluster),
-        profiler.groups,
-        BatchWatch(profiler.batch),
-        advice=on_rank_zero(lambda: advise(plan, measured, cluster)),
-        profile=measured,
-        cluster=cluster,
-    )
+    return Choice(plan, division, profiler.groups, BatchWatch(profiler.batch), measured, cluster)
 
 
 def _compared(plan: Plan, windows: Windows | None) -> str:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
@@ -30,7 +31,7 @@ from lightning_osdp.profiler import (
 from lightning_osdp.strategy.batching.first_batch import Peeked, first_batch, longest, samples_in
 from lightning_osdp.strategy.batching.loaders import forget_loaders, training_loaders
 from lightning_osdp.strategy.checkpointing.averaging import with_averages
-from lightning_osdp.strategy.options import Options, Setup
+from lightning_osdp.strategy.options import Options
 from lightning_osdp.strategy.planning.training_step import (
     Group,
     automatic_step,
@@ -56,11 +57,9 @@ class FitProfiler:
     `batch` on the device, and the parameter `groups` of its optimizers.
     """
 
-    def __init__(
-        self, trainer: pl.Trainer, module: pl.LightningModule, options: Options, setup: Setup, progress: Progress
-    ) -> None:
-        self._trainer, self._module, self._options, self._setup = trainer, module, options, setup
-        self._progress = progress
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, options: Options, progress: Progress) -> None:
+        self._trainer, self._module, self._options, self._progress = trainer, module, options, progress
+        self._device = trainer.strategy.root_device
         self._schedules: list[Any] = []
         self.groups: list[Group] = []
 
@@ -71,13 +70,13 @@ class FitProfiler:
             ProfileError: the model cannot be profiled.
             ConfigurationError: it cannot be trained on this device.
         """
-        module, device = self._module, self._setup.device
-        if device.type == "cpu" and any(isinstance(child, nn.SyncBatchNorm) for child in module.modules()):
+        module = self._module
+        if self._device.type == "cpu" and any(isinstance(child, nn.SyncBatchNorm) for child in module.modules()):
             raise ConfigurationError(
                 "Expected a GPU for synchronised batch normalisation, got ranks on CPU, where torch.nn.SyncBatchNorm"
                 " does not run. Leave out sync_batchnorm=True, or train on GPUs."
             )
-        check_initializable(module, device)
+        check_initializable(module, self._device)
         self.loaders = training_loaders(self._trainer)
         batch, self.peeked = self._chosen(self.loaders)
         self.batch = to_device(self._trainer, module, batch)
@@ -125,7 +124,7 @@ class FitProfiler:
         if any(parameter.is_meta for parameter in self._module.parameters()):
             return True
         try:
-            self._module.to(self._setup.device)
+            self._module.to(self._device)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -145,9 +144,10 @@ class FitProfiler:
         return from_rank(batch, numbers.index(max(numbers))), peeked
 
     def _profile(self, batch: Any) -> ModelProfile:
-        trainer, module, options, setup = self._trainer, self._module, self._options, self._setup
+        trainer, module, options, strategy = self._trainer, self._module, self._options, self._trainer.strategy
+        assert isinstance(strategy, FSDPStrategy)
         activations = ("keep", "recompute") if options.recomputed else options.search_space.activations
-        config, precision = setup.mixed_precision, ComputePrecision()
+        config, precision = strategy.mixed_precision_config, ComputePrecision()
         if config is not None:
             left_out = tuple(config._module_classes_to_ignore)
             precision = ComputePrecision(config.param_dtype, left_out, config.reduce_dtype)
@@ -162,7 +162,7 @@ class FitProfiler:
             profile = profile_model(
                 module,
                 batch,
-                TrainingStep(run, optimizers, precision, samples_in(batch), setup.device),
+                TrainingStep(run, optimizers, precision, samples_in(batch), self._device),
                 activations=("keep",) if options.cost_model == "paper" else activations,
                 blocks=options.recomputed or None,
                 together=in_step,
@@ -170,7 +170,7 @@ class FitProfiler:
             )
         if not module.automatic_optimization:
             profile = in_children(profile)
-        return with_averages(profile, trainer, setup.device)
+        return with_averages(profile, trainer, self._device)
 
     @contextmanager
     def _needing_memory(self) -> Iterator[None]:
@@ -185,7 +185,7 @@ class FitProfiler:
             ) from error
         finally:
             forget_loaders(self._trainer)
-            empty_cache(self._setup.device)
+            empty_cache(self._device)
 
 
 @contextmanager

@@ -36,7 +36,8 @@ def reshard_before_hooks(trainer: pl.Trainer, sharded: ShardedModel) -> None:
     """
     callbacks = all_callbacks(trainer)
     others = [callback for callback in callbacks if not isinstance(callback, Resharding)]
-    first = [callback for callback in others if isinstance(callback, (SavingTogether, PlanMonitor))]  # for their clocks
+    # A clock stops before other callbacks validate, log or save.
+    first = [callback for callback in others if isinstance(callback, (SavingTogether, PlanMonitor))]
     rest = [callback for callback in others if callback not in first]
     callbacks[:] = [*first, Resharding(sharded), *rest]
 

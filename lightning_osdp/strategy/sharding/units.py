@@ -28,7 +28,7 @@ from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.strategy.batching.division import Division, given_division
 from lightning_osdp.strategy.batching.first_batch import BatchWatch
 from lightning_osdp.strategy.checkpointing import averaging, saving
-from lightning_osdp.strategy.options import Options, Setup
+from lightning_osdp.strategy.options import Options
 from lightning_osdp.strategy.planning.plan_fit import Choice, check_accumulates_in_fp32, chosen, planned_by_hand
 from lightning_osdp.strategy.planning.publish import publish, tell_of_unfreezing
 from lightning_osdp.strategy.planning.training_step import Group, check_same_groups, groups_of
@@ -114,28 +114,26 @@ class Units:
         """By the user's plan, a new one, the one that it had, or none."""
         strategy, trainer = self._strategy, module.trainer
         summaries = whole_summaries(trainer, module)
-        options = replace(self.options, recomputed=_named_by(strategy._activation_checkpointing_kwargs, module))
-        kwargs = {**strategy.kwargs, "mixed_precision": strategy.mixed_precision_config}
-        setup = Setup(
-            device=strategy.root_device,
-            local_ranks=strategy.num_processes,
-            node_size=ranks_of_node(strategy, options.node_size),
-            precision=str(strategy.precision_plugin.precision),
-            mixed_precision=strategy.mixed_precision_config,
-            state_dict_type=strategy._state_dict_type,
+        options = replace(
+            self.options,
+            node_size=ranks_of_node(strategy, self.options.node_size),
+            recomputed=_named_by(strategy._activation_checkpointing_kwargs, module),
         )
+        arguments = fully_shard_arguments({**strategy.kwargs, "mixed_precision": strategy.mixed_precision_config})
+        arguments["device"] = strategy.root_device
         self._forget_division(trainer)
         choose = chosen if module.automatic_optimization else planned_by_hand
-        choice = choose(module, options, setup, known=known)
+        choice = choose(module, options, known=known)
         if isinstance(choice, str):
-            found = separated(module, choice, options, setup, **kwargs)
+            found = separated(module, choice, options, **arguments)
             choice = Choice(None, Division())
         else:
             if choice.plan is not None:
                 if trainer.state.fn == TrainerFn.FITTING:
                     tell_of_unfreezing(trainer)
-                publish(trainer, choice.plan, choice.estimate, setup, choice.advice)
-            found = sharded(module, choice.plan, options, setup, **kwargs)
+                state_dict_type = strategy._state_dict_type
+                publish(trainer, choice.plan, choice.profile, choice.cluster, state_dict_type=state_dict_type)
+            found = sharded(module, choice.plan, options, **arguments)
         self.division, self._groups, self.batches = choice.division, choice.groups, choice.watch
         self.profile, self.cluster = choice.profile, choice.cluster
         self._is_for_training = trainer.state.fn == TrainerFn.FITTING
@@ -176,21 +174,19 @@ class Units:
         self.sharded.check_optimizers(optimizers)
 
 
-def sharded(
-    module: pl.LightningModule, plan: Plan | None, options: Options, setup: Setup, **fsdp_kwargs: Any
-) -> ShardedModel:
+def sharded(module: pl.LightningModule, plan: Plan | None, options: Options, **arguments: Any) -> ShardedModel:
     """The module as planned; for want of a plan, in units of its children and blocks."""
-    arguments = fully_shard_arguments(fsdp_kwargs)
     if plan is None:
-        return ShardedModel.unplanned(module, device=setup.device, **arguments)
+        return ShardedModel.unplanned(module, **arguments)
     executed = replace(plan, blocks=with_recomputed(plan.blocks, options.recomputed))
-    found = ShardedModel.planned(module, executed, device=setup.device, **arguments)
+    found = ShardedModel.planned(module, executed, **arguments)
+    precision = str(module.trainer.precision)
     found.plan, found.recomputed = plan, options.recomputed
-    found.check_options = lambda plan: check_accumulates_in_fp32(plan, options, setup.precision)
+    found.check_options = lambda plan: check_accumulates_in_fp32(plan, options, precision)
     return found
 
 
-def separated(module: pl.LightningModule, why: str, options: Options, setup: Setup, **fsdp_kwargs: Any) -> ShardedModel:
+def separated(module: pl.LightningModule, why: str, options: Options, **arguments: Any) -> ShardedModel:
     """A module that optimizes manually, without a plan, with each child sharded by itself; says why.
 
     Raises:
@@ -205,8 +201,7 @@ def separated(module: pl.LightningModule, why: str, options: Options, setup: Set
     size = options.search_space.min_unit_bytes
     smallest = SMALL_UNIT_BYTES if size is None else size
     names = ", ".join(name for name, _ in called_children(module))
-    arguments = fully_shard_arguments(fsdp_kwargs)
-    found = ShardedModel.separated(module, blocks, min_unit_bytes=smallest, device=setup.device, **arguments)
+    found = ShardedModel.separated(module, blocks, min_unit_bytes=smallest, **arguments)
     rank_zero_info(
         f"OSDP: nothing is planned in manual optimization, for {why}: {names} are sharded each by itself, in"
         f" {found.num_units} ZDP units (plain FSDP). memory_limit and batch_size have no effect."
