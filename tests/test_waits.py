@@ -34,7 +34,7 @@ ALLOWED = {
     ("strategy/options.py", "_percent"): NO_TENSOR,
     ("strategy/planning/profile_fit.py", "_is_moved"): IN_SETUP,
     ("strategy/planning/profile_fit.py", "first"): IN_SETUP,
-    ("strategy/runtime/interrupted.py", "raise_together"): ON_THE_HOST,
+    ("strategy/runtime/ranks.py", "raise_together"): ON_THE_HOST,
 }
 WAITING = {"item", "tolist", "numpy", "cpu", "cuda", "synchronize", "nonzero", "equal"}
 """Methods that end when the device has come to them, or that copy to it."""

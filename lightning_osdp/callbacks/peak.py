@@ -68,7 +68,9 @@ class PeakCounter:
         if self._allocator is not None and num_steps >= WARM_UP_STEPS:
             self._allocator.start()
         num_elements = elements_in(batch) if self._device.type == "cpu" else 0
-        if self._live is None and self._device.type == "cpu" and self._is_counted(num_elements, num_steps):
+        is_larger = bool(self._peaks_bytes) and num_elements > max(self._peaks_bytes)
+        is_counted = is_larger or WARM_UP_STEPS <= num_steps < WARM_UP_STEPS + COUNTED_STEPS
+        if self._live is None and self._device.type == "cpu" and is_counted:
             self._live = LiveBytes(self._device.type)
             self._live.track(planned_tensors(trainer))
             others = other_tensors(trainer, besides=tensors_in(batch))
@@ -77,11 +79,6 @@ class PeakCounter:
             self._num_elements = max(self._num_elements, num_elements)
             self._live.track(tensors_in(batch))
             self._live.__enter__()
-
-    def _is_counted(self, num_elements: int, num_steps: int) -> bool:
-        """Whether a step is counted that has such a batch, after so many others."""
-        is_larger = bool(self._peaks_bytes) and num_elements > max(self._peaks_bytes)
-        return is_larger or WARM_UP_STEPS <= num_steps < WARM_UP_STEPS + COUNTED_STEPS
 
     def stop(self) -> None:
         """The batch ends, or training does: between micro-batches the loader works, whose tensors do not count."""

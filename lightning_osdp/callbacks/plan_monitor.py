@@ -111,8 +111,11 @@ class PlanMonitor(pl.Callback):
     def comparison(self) -> RenderableType:
         """Table of what was predicted beside what was measured on this rank."""
         assert self._plan is not None
-        measured = self.measured
-        too_short = f"only {self._num_steps} optimizer step{'' if self._num_steps == 1 else 's'}"
+        measured, more = self.measured, {}
+        if measured.allocator is not None:
+            more["active memory, rounded up"] = format_bytes(measured.allocator.active_bytes)
+            more["reserved memory"] = format_bytes(measured.allocator.reserved_bytes)
+            more["allocation retries"] = str(measured.allocator.num_retries)
         return comparison_table(
             self._plan,
             step_time_s=measured.step_time_s,
@@ -120,8 +123,8 @@ class PlanMonitor(pl.Callback):
             peak_bytes=measured.peak_bytes,
             peak_steps=self._peak.steps,
             other_bytes=measured.other_bytes or 0,
-            why_not=too_short,
-            more={} if measured.allocator is None else _told(measured.allocator),
+            why_not=f"only {self._num_steps} optimizer step{'' if self._num_steps == 1 else 's'}",
+            more=more,
         )
 
     @override
@@ -283,23 +286,13 @@ class StepClock:
         """
         if wait:
             synchronize(self._device)
-        while self._ended and _has_passed(self._ended[0][0][-1][1]):
-            spans, num_samples = self._ended.popleft()
+        while self._ended:
+            spans, num_samples = self._ended[0]
+            last = spans[-1][1]  # events of one stream pass in order, so it speaks for all
+            if not isinstance(last, float) and not last.query():
+                return
+            self._ended.popleft()
             yield sum(between_s(*span) for span in spans), num_samples
-
-
-def _has_passed(moment: Mark) -> bool:
-    # events of one stream pass in order, so the last one speaks for all
-    return isinstance(moment, float) or bool(moment.query())
-
-
-def _told(peaks: AllocatorPeaks) -> dict[str, str]:
-    """In lines of the table."""
-    return {
-        "active memory, rounded up": format_bytes(peaks.active_bytes),
-        "reserved memory": format_bytes(peaks.reserved_bytes),
-        "allocation retries": str(peaks.num_retries),
-    }
 
 
 def num_samples(batch: Any) -> int:

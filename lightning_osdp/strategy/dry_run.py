@@ -1,7 +1,4 @@
-"""A memory dry run: each rank takes one optimizer step alone before the first, and where memory runs out, all change.
-
-They change together to plans with less memory, until a step fits on each of them.
-"""
+"""A step that each rank takes alone before the first; all change to plans with less memory until it fits on each."""
 
 from __future__ import annotations
 
@@ -69,10 +66,15 @@ def plan_that_fits(trainer: pl.Trainer, units: Units) -> None:
         failed = next(((rank, each.shortage) for rank, each in enumerate(dry_runs) if each.shortage is not None), None)
         if failed is None:
             return
+        rank, shortage = failed
         lower = on_rank_zero(partial(_lower, trainer, plan, division, tries_left))
         if lower is None:
-            raise InfeasibleError(_why(plan, *failed))
-        rank, shortage = failed
+            raise InfeasibleError(
+                f"Expected a step in micro-batches of {plan.micro_batch_size} to fit on every rank, but in the dry run"
+                f" rank {rank} ran out of memory in {shortage.place}: {shortage.text}. No plan with less memory is left"
+                " to try. Use a smaller batch, more ranks or, where tensors are counted, a higher memory_limit;"
+                " OSDPStrategy(dry_run=False) trains without trying first."
+            )
         note = f"dry run: rank {rank} ran out of memory in {shortage.place}, so {_change(plan, lower)}"
         rank_zero_warn(f"OSDP: {note}. ({shortage.text})")
         if lower.micro_batch_size != plan.micro_batch_size:
@@ -112,16 +114,6 @@ def _change(plan: Plan, lower: Plan) -> str:
     told += [f"{blocks} {'block recomputes' if blocks == 1 else 'blocks recompute'}"] if blocks else []
     freed = format_bytes(freeable_bytes(plan) - freeable_bytes(lower))
     return f"{' and '.join(told)}, {freed} together"
-
-
-def _why(plan: Plan, rank: int, shortage: Shortage) -> str:
-    samples = plan.micro_batch_size
-    return (
-        f"Expected a step in micro-batches of {samples} to fit on every rank, but in the dry run rank {rank} ran out of"
-        f" memory in {shortage.place}: {shortage.text}. No plan with less memory is left to try. Use a smaller"
-        " batch, more ranks or, where tensors are counted, a higher memory_limit; OSDPStrategy(dry_run=False) trains"
-        " without trying first."
-    )
 
 
 def run_dry(trainer: pl.Trainer, sharded: ShardedModel) -> DryRun:

@@ -147,11 +147,7 @@ def _percent(memory_limit: int | str | None) -> float | None:
 
 
 def check_fsdp_kwargs(fsdp_kwargs: dict[str, Any]) -> None:
-    """Returns if no argument for FSDP contradicts the plan; takes out those that are left to it.
-
-    Raises:
-        ConfigurationError: one does, is unknown to FSDP, or cannot be used.
-    """
+    """Takes out what is left to the plan; raises a `ConfigurationError` of what contradicts it or FSDP has not."""
     kinds = (FSDPStrategy, FullyShardedDataParallel)
     known = {name for kind in kinds for name in inspect.signature(kind.__init__).parameters}
     unknown = sorted(fsdp_kwargs.keys() - _PLANNED.keys() - known)
@@ -182,11 +178,7 @@ def check_fsdp_kwargs(fsdp_kwargs: dict[str, Any]) -> None:
 
 
 def pop_prefetch(fsdp_kwargs: dict[str, Any]) -> FSDP2:
-    """Takes prefetch settings out of FSDP's arguments: they belong to the plan, which chooses what is not said.
-
-    Raises:
-        ConfigurationError: one cannot be used.
-    """
+    """Takes out prefetch settings, of which the plan chooses those not said; a `ConfigurationError` if one is wrong."""
     backward = fsdp_kwargs.pop("backward_prefetch", AUTO)
     names = {BackwardPrefetch.BACKWARD_PRE: "pre", None: "none", AUTO: AUTO}
     if backward == BackwardPrefetch.BACKWARD_POST:

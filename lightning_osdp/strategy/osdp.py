@@ -37,8 +37,7 @@ from lightning_osdp.strategy.runtime.all_ranks import on_all_ranks, on_rank_zero
 from lightning_osdp.strategy.runtime.error_texts import explain_step_error
 from lightning_osdp.strategy.runtime.launcher import GatheringLauncher, StartMethod, check_interactive
 from lightning_osdp.strategy.runtime.ranks import RanksTogether
-from lightning_osdp.strategy.sharding.reuse import found_in
-from lightning_osdp.strategy.sharding.units import Units
+from lightning_osdp.strategy.sharding.units import Units, found_in
 
 
 class OSDPStrategy(FSDPStrategy):

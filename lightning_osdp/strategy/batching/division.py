@@ -185,10 +185,8 @@ def allowed_micro_batches(
     """What may be chosen, the user's own size first; and what the user has, if the Trainer's number may change, too.
 
     The same on all ranks. Says why where it is less than was asked for. ``why_not_mean`` tells why the loss of a
-    micro-batch is not the mean over its samples, and is called on all ranks or none.
-
-    Raises:
-        ConfigurationError: ``batch_size`` or ``global_batch_size`` cannot be had.
+    micro-batch is not the mean over its samples, and is called on all ranks or none. Raises a `ConfigurationError` if
+    ``batch_size`` or ``global_batch_size`` cannot be had.
     """
     number, wanted, world_size = trainer.accumulate_grad_batches, options.batch_size, trainer.world_size
     num_samples = samples_per_step(trainer, options, current)
@@ -222,10 +220,8 @@ def allowed_micro_batches(
 def given_division(trainer: pl.Trainer, plan: Plan, options: Options) -> Division:
     """Micro-batches of a plan that was there before this fit, as far as the user's loaders can give them.
 
-    Where they make up the optimizer step that the user wants, the Trainer gets the plan's number of them, too.
-
-    Raises:
-        ConfigurationError: they contradict ``batch_size`` or ``global_batch_size``.
+    Where they make up the optimizer step that the user wants, the Trainer gets the plan's number of them, too. Raises a
+    `ConfigurationError` if they contradict ``batch_size`` or ``global_batch_size``.
     """
     size, num_samples = plan.micro_batch_size, plan.micro_batch_size * plan.num_micro_batches
     if isinstance(options.batch_size, int) and options.batch_size != size:
@@ -338,10 +334,7 @@ def _obstacles(trainer: pl.Trainer, loaders: CombinedLoader, windows: Windows) -
 
 
 def possible_sizes(loaders: CombinedLoader, windows: Windows) -> tuple[int, ...]:
-    """Micro-batches b' that divide B and give an epoch the same windows, validated after the same samples.
-
-    Of loaders for which `why_not_divided` has no reason.
-    """
+    """Micro-batches b' that divide B, with the same windows and validations, where `why_not_divided` has no reason."""
     epoch = _Epoch(loaders.flattened[0], windows)
     most = min(windows.num_samples, max(windows.micro_batch_size, epoch.num_samples))
     divisors = [size for size in range(1, most + 1) if windows.num_samples % size == 0]

@@ -119,10 +119,7 @@ def _cluster(plan: Plan) -> str:
 
 
 class Generators:
-    """Random number generators of one rank: Python's, NumPy's, torch's on the CPU and on the rank's GPU.
-
-    A resumed run draws what an uninterrupted one does.
-    """
+    """Those of one rank, Python's, NumPy's and torch's: a resumed run draws what an uninterrupted one does."""
 
     def __init__(self) -> None:
         self._in_mid_epoch: Mapping[str, Any] | None = None

@@ -78,10 +78,8 @@ def load(path: Path, sharded: ShardedModel, trainer: pl.Trainer, *, weights_only
     """Loads the model, and in a fit optimizers, from a full or sharded checkpoint; returns the rest of it.
 
     The trainer's callbacks may have added groups of parameters to optimizers. Where a fit averages weights, the whole
-    weights of a full checkpoint are returned, too.
-
-    Raises:
-        ConfigurationError: the path is neither, or the checkpoint cannot be read, or is of another model.
+    weights of a full checkpoint are returned, too. Raises a `ConfigurationError` if the path is neither, or the
+    checkpoint cannot be read, or is of another model.
     """
     is_sharded = _is_sharded_checkpoint(path)
     if not is_sharded and not path.is_file():

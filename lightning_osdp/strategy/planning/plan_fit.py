@@ -1,7 +1,4 @@
-"""Which plan a model is sharded by: the user's, the one that it had, none, or a new one.
-
-For a new one a Trainer that is about to fit has a batch, a profile of it, the cluster, and the search.
-"""
+"""Which plan a model is sharded by: the user's, the one that it had, none, or a new one, where a Trainer is to fit."""
 
 from __future__ import annotations
 
@@ -123,11 +120,7 @@ def check_accumulates_in_fp32(plan: Plan, options: Options, precision: str) -> N
 
 
 def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options) -> Choice:
-    """A plan for this fit, the same on all ranks: every rank profiles, rank 0 plans.
-
-    Raises:
-        OSDPError: on all ranks, where any of them cannot profile or no plan fits.
-    """
+    """A plan by rank 0 for all; raises an `OSDPError` on all, where any of them cannot profile or no plan fits."""
     device = trainer.strategy.root_device
     with shown_progress(is_global_zero=trainer.is_global_zero) as progress:
         progress("measuring links and the overhead of a unit", "")

@@ -64,12 +64,7 @@ class FitProfiler:
         self.groups: list[Group] = []
 
     def first(self) -> ModelProfile:
-        """The profile on a batch of the training data.
-
-        Raises:
-            ProfileError: the model cannot be profiled.
-            ConfigurationError: it cannot be trained on this device.
-        """
+        """Profiles a batch of the data; raises a `ProfileError`, or a `ConfigurationError` if it cannot train here."""
         module = self._module
         if self._device.type == "cpu" and any(isinstance(child, nn.SyncBatchNorm) for child in module.modules()):
             raise ConfigurationError(
@@ -213,9 +208,8 @@ def _sets(module: nn.Module, hook: str, name: str) -> bool:
 def unsharded_bytes(model: ModelProfile, num_samples: int) -> int:
     """Parameters, gradients, what forward saves, and what one segment needs besides: a step without an optimizer."""
     states = sum(operator.parameter_bytes + operator.trainable_bytes for operator in model)
-    saved = sum(segment.saved_bytes.at(num_samples) for segment in model.segments)
     workspaces = (
         max(segment.forward_workspace_bytes.at(num_samples), segment.backward_workspace_bytes.at(num_samples))
         for segment in model.segments
     )
-    return round(states + saved + max(workspaces))
+    return round(states + model.saved_bytes.at(num_samples) + max(workspaces))

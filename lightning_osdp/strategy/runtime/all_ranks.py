@@ -36,14 +36,8 @@ def on_all_ranks(work: Callable[[], T]) -> T:
 def in_step(work: Callable[[], T], /, *, stage: str) -> Sequence[T]:
     """Runs ``work`` on every rank, and gives each what it returned on all; if it raises on one, every rank raises.
 
-    ``work`` may itself do something in step: an error that all ranks have is not told again.
-
-    Args:
-        work: what to run; what it returns is sent to the other ranks.
-        stage: what it is for, the same on every rank.
-
-    Returns:
-        What it returned, by rank.
+    ``work`` may itself do something in step: an error that all ranks have is not told again. ``stage`` says what it is
+    for, the same on every rank. Results are by rank.
 
     Raises:
         OSDPError: on ranks where it succeeded, with the text of the first rank where it did not.
@@ -105,10 +99,8 @@ def ranks_of_node(strategy: FSDPStrategy, wanted: int | None) -> int | None:
 
     Where nodes have different numbers of ranks, or ranks go round them in turn, there are no nodes to plan for: that is
     said, and all ranks count as one node. Ranks of this node are as many as ``LOCAL_WORLD_SIZE`` says, else as the
-    Trainer's ``devices``, unless the user has ``wanted`` another number.
-
-    Raises:
-        ConfigurationError: the ranks cannot be divided into nodes of so many.
+    Trainer's ``devices``, unless the user has ``wanted`` another number; a `ConfigurationError` is raised if the ranks
+    cannot be divided into nodes of so many.
     """
     world_size = strategy.world_size
     if wanted is not None:

@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_osdp.apply import ShardedModel
 from lightning_osdp.callbacks.peak import all_callbacks
 from lightning_osdp.callbacks.plan_monitor import PlanMonitor
-from lightning_osdp.strategy.runtime.interrupted import SavingTogether
+from lightning_osdp.strategy.runtime.ranks import SavingTogether
 
 _HOOKS = tuple(
     name
