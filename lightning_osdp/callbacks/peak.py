@@ -131,13 +131,13 @@ class AllocatorWatch:
     def start(self) -> None:
         """A batch begins."""
         torch.cuda.reset_peak_memory_stats(self._device)
-        self._retries_before = self._stats()["num_alloc_retries"]
+        self._retries_before = torch.cuda.memory_stats_as_nested_dict(self._device)["num_alloc_retries"]
 
     def stop(self) -> None:
         """The batch ends, if one has begun. Memory is allocated ahead of the device: nothing waits for it."""
         if self._retries_before is None:
             return
-        stats, before = self._stats(), self.peaks
+        stats, before = torch.cuda.memory_stats_as_nested_dict(self._device), self.peaks
         allocated_bytes = stats["allocated_bytes"]["all"]["peak"]
         self.peaks = AllocatorPeaks(
             requested_bytes=max(before.requested_bytes, stats["requested_bytes"]["all"]["peak"] or allocated_bytes),
@@ -146,10 +146,6 @@ class AllocatorWatch:
             num_retries=before.num_retries + stats["num_alloc_retries"] - self._retries_before,
         )
         self._retries_before = None
-
-    def _stats(self) -> dict[str, Any]:
-        stats: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(self._device)
-        return stats
 
 
 def living_tensors(model: nn.Module | None, optimizers: Iterable[Any]) -> Iterable[Tensor]:

@@ -13,11 +13,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from rich.console import RenderableType
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_osdp.callbacks.peak import WARM_UP_STEPS, AllocatorPeaks, PeakCounter
+from lightning_osdp.callbacks.peak import WARM_UP_STEPS, AllocatorPeaks, PeakCounter, tensors_in
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.errors import ConfigurationError
@@ -297,5 +295,5 @@ class StepClock:
 
 def num_samples(batch: Any) -> int:
     """What Lightning takes for a batch's size: the first dimension of its first tensor."""
-    first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), None)
+    first = next(tensors_in(batch), None)
     return 1 if first is None or first.dim() == 0 else len(first)

@@ -32,7 +32,7 @@ from lightning_osdp.strategy.batching.first_batch import first_batch, read_once_
 from lightning_osdp.strategy.planning.publish import publish
 from lightning_osdp.strategy.planning.training_step import muted, step_arguments, to_device
 from lightning_osdp.strategy.runtime.all_ranks import from_all_ranks, on_rank_zero
-from lightning_osdp.strategy.runtime.error_texts import Shortage, shortage_of
+from lightning_osdp.strategy.runtime.error_texts import place_of_shortage
 from lightning_osdp.strategy.sharding.units import Units
 
 MAX_TRIES = 4
@@ -44,10 +44,10 @@ smaller micro-batches."""
 class DryRun:
     """What a dry run on one rank came to."""
 
-    shortage: Shortage | None = None
-    """Where memory ran out, if it did."""
-    why_not: str = ""
-    """Why the step could not be taken, for another reason."""
+    place: str = ""
+    """Where in the step memory ran out, if it did."""
+    error: str = ""
+    """What was said then, or why the step could not be taken for another reason."""
 
 
 def plan_that_fits(trainer: pl.Trainer, units: Units) -> None:
@@ -63,20 +63,20 @@ def plan_that_fits(trainer: pl.Trainer, units: Units) -> None:
         assert plan is not None
         dry_runs = from_all_ranks(run_dry(trainer, model.sharded))
         _tell(dry_runs, time.perf_counter() - began_s)
-        failed = next(((rank, each.shortage) for rank, each in enumerate(dry_runs) if each.shortage is not None), None)
+        failed = next(((rank, each) for rank, each in enumerate(dry_runs) if each.place), None)
         if failed is None:
             return
-        rank, shortage = failed
+        rank, found = failed
         lower = on_rank_zero(partial(_lower, trainer, plan, division, tries_left))
         if lower is None:
             raise InfeasibleError(
                 f"Expected a step in micro-batches of {plan.micro_batch_size} to fit on every rank, but in the dry run"
-                f" rank {rank} ran out of memory in {shortage.place}: {shortage.text}. No plan with less memory is left"
+                f" rank {rank} ran out of memory in {found.place}: {found.error}. No plan with less memory is left"
                 " to try. Use a smaller batch, more ranks or, where tensors are counted, a higher memory_limit;"
                 " OSDPStrategy(dry_run=False) trains without trying first."
             )
-        note = f"dry run: rank {rank} ran out of memory in {shortage.place}, so {_change(plan, lower)}"
-        rank_zero_warn(f"OSDP: {note}. ({shortage.text})")
+        note = f"dry run: rank {rank} ran out of memory in {found.place}, so {_change(plan, lower)}"
+        rank_zero_warn(f"OSDP: {note}. ({found.error})")
         if lower.micro_batch_size != plan.micro_batch_size:
             division.divide(trainer, lower)
         lower = dataclasses.replace(lower, notes=(*plan.notes, note))
@@ -85,7 +85,7 @@ def plan_that_fits(trainer: pl.Trainer, units: Units) -> None:
 
 
 def _tell(dry_runs: Sequence[DryRun], took_s: float) -> None:
-    failed = next(((rank, each.why_not) for rank, each in enumerate(dry_runs) if each.why_not), None)
+    failed = next(((rank, each.error) for rank, each in enumerate(dry_runs) if each.error and not each.place), None)
     if failed is None:
         rank_zero_info(f"OSDP: dry run of an optimizer step on each rank alone, in {format_seconds(took_s)}")
     else:
@@ -135,10 +135,10 @@ def run_dry(trainer: pl.Trainer, sharded: ShardedModel) -> DryRun:
         torch.autograd.set_detect_anomaly(False),
     ):
         try:
-            found = DryRun(shortage=_shortage(trainer, strategy, sharded, others))
+            found = _taken(trainer, strategy, sharded, others)
         except Exception as error:
-            found = DryRun(why_not=f"{type(error).__name__}: {error}")
-    if found.shortage is not None:
+            found = DryRun(error=f"{type(error).__name__}: {error}")
+    if found.place:
         gc.collect()  # what the error held
         # a step that was broken off may leave tensors until the next one
         census = getattr(strategy, "census", None)
@@ -148,10 +148,8 @@ def run_dry(trainer: pl.Trainer, sharded: ShardedModel) -> DryRun:
     return found
 
 
-def _shortage(
-    trainer: pl.Trainer, strategy: FSDPStrategy, sharded: ShardedModel, others: Sequence[Tensor]
-) -> Shortage | None:
-    """Takes the step, and returns where memory ran out, if it did; other errors are raised."""
+def _taken(trainer: pl.Trainer, strategy: FSDPStrategy, sharded: ShardedModel, others: Sequence[Tensor]) -> DryRun:
+    """Takes the step, and says where memory ran out, if it did; other errors are raised."""
     batch = _next_batch(trainer)
     fresh = [_copied(optimizer) for optimizer in strategy.optimizers if not optimizer.state]
     counted = None
@@ -170,8 +168,9 @@ def _shortage(
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            return shortage_of(error, sharded)
-    return None
+            text = str(error).partition("\n")[0]
+            return DryRun(place_of_shortage(sharded), f"{type(error).__name__}: {text}")
+    return DryRun()
 
 
 def _copied(optimizer: Optimizer) -> Optimizer:

@@ -149,12 +149,12 @@ class OSDPStrategy(FSDPStrategy):
     @property
     def profile(self) -> ModelProfile | None:
         """What this rank found of the model; None before a fit, and where the plan was given."""
-        return self._units.profile
+        return self._units.choice.profile
 
     @property
     def cluster(self) -> Cluster | None:
         """What this rank found of the ranks and links; None before a fit, and where the plan was given."""
-        return self._units.cluster
+        return self._units.choice.cluster
 
     @property
     def _sharded(self) -> ShardedModel:
@@ -280,8 +280,8 @@ class OSDPStrategy(FSDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._units.batches is not None:
-            self._units.batches.look(args[0], self.global_rank)
+        if self._units.choice.watch is not None:
+            self._units.choice.watch.look(args[0], self.global_rank)
         return self._sharded.run(super().training_step, *args, **kwargs)
 
     @override
@@ -372,13 +372,11 @@ class OSDPStrategy(FSDPStrategy):
         self._units.division.save(checkpoint)
         self._generators.save(checkpoint, self.root_device)
         entries.store_plan(self.plan, checkpoint)
-        saving.save(
-            checkpoint,
-            self.broadcast(filepath),
-            state_dict_type=self._state_dict_type,
-            checkpoint_io=self.checkpoint_io,
-            storage_options=storage_options,
-        )
+        path, write = self.broadcast(filepath), self.checkpoint_io.save_checkpoint
+        if self._state_dict_type == "full":
+            on_rank_zero(lambda: write(checkpoint, path, storage_options=storage_options))
+        else:
+            saving.save_shards(checkpoint, Path(path), storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

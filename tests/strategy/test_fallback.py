@@ -4,7 +4,6 @@ import pytest
 
 from lightning_osdp.strategy import dry_run
 from lightning_osdp.strategy.dry_run import DryRun
-from lightning_osdp.strategy.runtime.error_texts import Shortage
 
 
 @pytest.mark.parametrize(
@@ -12,11 +11,11 @@ from lightning_osdp.strategy.runtime.error_texts import Shortage
     [
         ([DryRun(), DryRun()], "OSDP: dry run of an optimizer step on each rank alone, in 2.00 s"),
         (
-            [DryRun(), DryRun(shortage=Shortage("forward of h", "OutOfMemoryError: no room"))],
+            [DryRun(), DryRun(place="forward of h", error="OutOfMemoryError: no room")],
             "OSDP: dry run of an optimizer step on each rank alone, in 2.00 s",
         ),
         (
-            [DryRun(), DryRun(why_not="ValueError: no batch")],
+            [DryRun(), DryRun(error="ValueError: no batch")],
             "OSDP: no dry run of a step on rank 1, so training begins: ValueError: no batch",
         ),
     ],

@@ -175,12 +175,7 @@ class Division:
 
 
 def allowed_micro_batches(
-    trainer: pl.Trainer,
-    options: Options,
-    loaders: CombinedLoader,
-    current: int,
-    *,
-    why_not_mean: Callable[[], str | None],
+    trainer: pl.Trainer, options: Options, loaders: CombinedLoader, current: int, why_not_mean: Callable[[], str | None]
 ) -> tuple[BatchPolicy, Windows | None]:
     """What may be chosen, the user's own size first; and what the user has, if the Trainer's number may change, too.
 
@@ -329,44 +324,37 @@ def _obstacles(trainer: pl.Trainer, loaders: CombinedLoader, windows: Windows) -
     if not batches_in_order(loader) or sized_len(loader.batch_sampler.sampler) is None:
         yield f"{name} does not take one sample after the other from a sampler with a length"
     size, num_samples = windows.micro_batch_size, len(loader.batch_sampler.sampler)
-    if _Epoch(loader, windows).num_batches(size) * size > num_samples:
+    if _num_batches(loader.batch_sampler, windows, size) * size > num_samples:
         yield f"the last micro-batch of an epoch has {num_samples % size} samples, which Lightning weighs like {size}"
 
 
 def possible_sizes(loaders: CombinedLoader, windows: Windows) -> tuple[int, ...]:
     """Micro-batches b' that divide B, with the same windows and validations, where `why_not_divided` has no reason."""
-    epoch = _Epoch(loaders.flattened[0], windows)
-    most = min(windows.num_samples, max(windows.micro_batch_size, epoch.num_samples))
+    sampler = loaders.flattened[0].batch_sampler
+    most = min(windows.num_samples, max(windows.micro_batch_size, len(sampler.sampler)))
     divisors = [size for size in range(1, most + 1) if windows.num_samples % size == 0]
-    return tuple(size for size in divisors if epoch.is_same_in(size))
+    return tuple(size for size in divisors if _is_same_in(sampler, windows, size))
 
 
-class _Epoch:
-    """One epoch of a rank, in micro-batches of any size."""
+def _num_batches(sampler: BatchSampler, windows: Windows, size: int) -> int:
+    """Micro-batches of this size in an epoch of one rank, as Lightning limits them."""
+    num_samples = len(sampler.sampler)  # type: ignore[arg-type]  # it has a length
+    length = num_samples // size if sampler.drop_last else math.ceil(num_samples / size)
+    try:
+        return int(_parse_num_batches(RunningStage.TRAINING, length, windows.counted(size)["limit_train_batches"]))
+    except MisconfigurationException:  # a fraction of less than one of them
+        return 0
 
-    def __init__(self, loader: Any, windows: Windows) -> None:
-        batch_sampler: BatchSampler = loader.batch_sampler
-        self.num_samples = len(batch_sampler.sampler)  # type: ignore[arg-type]  # it has a length
-        self._drops_last, self._windows = batch_sampler.drop_last, windows
 
-    def num_batches(self, size: int) -> int:
-        """As Lightning limits them."""
-        length = self.num_samples // size if self._drops_last else math.ceil(self.num_samples / size)
-        limit = self._windows.counted(size)["limit_train_batches"]
-        try:
-            return int(_parse_num_batches(RunningStage.TRAINING, length, limit))
-        except MisconfigurationException:  # a fraction of less than one of them
-            return 0
-
-    def is_same_in(self, size: int) -> bool:
-        own = self._windows.micro_batch_size
-        batches, own_batches = self.num_batches(size), self.num_batches(own)
-        if batches * size != own_batches * own:
-            return False
-        interval = self._windows.counts["val_check_interval"]
-        if isinstance(interval, int):
-            return interval * own % size == 0
-        return (
-            not isinstance(interval, float)
-            or max(1, int(batches * interval)) * size == max(1, int(own_batches * interval)) * own
-        )
+def _is_same_in(sampler: BatchSampler, windows: Windows, size: int) -> bool:
+    """Whether an epoch has the same windows in micro-batches of this size, and is validated after the same samples."""
+    own, interval = windows.micro_batch_size, windows.counts["val_check_interval"]
+    batches, own_batches = _num_batches(sampler, windows, size), _num_batches(sampler, windows, own)
+    if batches * size != own_batches * own:
+        return False
+    if isinstance(interval, int):
+        return interval * own % size == 0
+    return (
+        not isinstance(interval, float)
+        or max(1, int(batches * interval)) * size == max(1, int(own_batches * interval)) * own
+    )

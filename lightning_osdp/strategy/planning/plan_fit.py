@@ -41,13 +41,14 @@ UNVALIDATED = (
 
 
 class Choice(NamedTuple):
-    """What a model is to be sharded by; all but the division is None where it was not computed."""
+    """What a model is sharded by; all but the division is None where it was not computed."""
 
     plan: Plan | None
     division: Division
     groups: Sequence[Group] | None = None
-    """Of the parameters of the whole model's optimizers."""
+    """Of the parameters of the whole model's optimizers, until there are those of the sharded one."""
     watch: BatchWatch | None = None
+    """For larger batches than what was planned for."""
     profile: ModelProfile | None = None
     cluster: Cluster | None = None
 
@@ -141,9 +142,7 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options) 
         profiler = FitProfiler(trainer, module, options, progress)
         profile = on_all_ranks(profiler.first)
         current = common_size(profiler.loaders) or samples_in(profiler.batch)
-        policy, windows = allowed_micro_batches(
-            trainer, options, profiler.loaders, current, why_not_mean=profiler.why_not_mean
-        )
+        policy, windows = allowed_micro_batches(trainer, options, profiler.loaders, current, profiler.why_not_mean)
         free_bytes = cluster.memory_bytes
         assert free_bytes is not None
         memory_limit_bytes = _limit_bytes(options, free_bytes, device)

@@ -73,7 +73,7 @@ class RanksTogether:
             for undo in (partial(forget, module.trainer), sigterm.close, watch.stop):  # the last one first
                 self._ending.callback(undo)
         saving = SavingTogether(self._watch, has_states)
-        saving.begin(module.trainer)
+        all_callbacks(module.trainer).insert(0, saving)
         self._ending.callback(saving.end, module.trainer)
 
     def report(self, error: BaseException) -> None:
@@ -120,12 +120,8 @@ class SavingTogether(pl.Callback):
             log.warning("OSDP: no checkpoint is saved on this exception: all ranks must save together, and %s.", why)
         return can
 
-    def begin(self, trainer: pl.Trainer) -> None:
-        """Listens from now on."""
-        all_callbacks(trainer).insert(0, self)
-
     def end(self, trainer: pl.Trainer) -> None:
-        """Undoes it."""
+        """Leaves the Trainer as it was without this."""
         callbacks = all_callbacks(trainer)
         callbacks[:] = [*(callback for callback in callbacks if callback is not self), *self._left_out]
         self._left_out = []

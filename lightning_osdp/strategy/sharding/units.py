@@ -34,20 +34,17 @@ from lightning_osdp.apply import (
     with_recomputed,
 )
 from lightning_osdp.callbacks.peak import callbacks_of
-from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plans.plan import Block, Plan
-from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.strategy.batching.division import Division, given_division
-from lightning_osdp.strategy.batching.first_batch import BatchWatch
 from lightning_osdp.strategy.checkpointing import averaging, saving
 from lightning_osdp.strategy.checkpointing.entries import read_plan
 from lightning_osdp.strategy.options import Options
 from lightning_osdp.strategy.planning.plan_fit import Choice, check_accumulates_in_fp32, chosen, planned_by_hand
 from lightning_osdp.strategy.planning.publish import publish, tell_of_unfreezing
-from lightning_osdp.strategy.planning.training_step import Group, check_same_groups, groups_of
+from lightning_osdp.strategy.planning.training_step import check_same_groups, groups_of
 from lightning_osdp.strategy.runtime.all_ranks import on_rank_zero, ranks_of_node
 from lightning_osdp.strategy.sharding.resharding import reshard_before_hooks
 
@@ -62,20 +59,15 @@ class Units:
         options: as given.
         model: what is sharded, which has the plan; None before setup.
         division: of optimizer steps into micro-batches.
-        batches: watches for larger ones than what was planned for.
-        profile, cluster: what the plan was made of; None where it was given.
+        choice: what units were made by.
     """
 
     def __init__(self, strategy: FSDPStrategy, options: Options) -> None:
         self.options, self._strategy = options, strategy
         self.model: ReusableModel | None = None
         self.division = Division()
-        self.batches: BatchWatch | None = None
-        self.profile: ModelProfile | None = None
-        self.cluster: Cluster | None = None
+        self.choice = Choice(None, self.division)
         self._is_for_training = False
-        # of the whole model's optimizers, until there are those of the sharded one
-        self._groups: Sequence[Group] | None = None
 
     @property
     def sharded(self) -> ShardedModel:
@@ -146,8 +138,7 @@ class Units:
                 state_dict_type = strategy._state_dict_type
                 publish(trainer, choice.plan, choice.profile, choice.cluster, state_dict_type=state_dict_type)
             found = sharded(module, choice.plan, options, **arguments)
-        self.division, self._groups, self.batches = choice.division, choice.groups, choice.watch
-        self.profile, self.cluster = choice.profile, choice.cluster
+        self.division, self.choice = choice.division, choice
         self._is_for_training = trainer.state.fn == TrainerFn.FITTING
         _move_torchmetrics_to_device(module, strategy.root_device)
         return ReusableModel(found, self._settings(), summaries)
@@ -180,7 +171,8 @@ class Units:
 
     def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Raises a `ConfigurationError` if these cannot update the shards, in the groups of the whole model."""
-        whole, self._groups = self._groups, None
+        whole = self.choice.groups
+        self.choice = self.choice._replace(groups=None)  # a later fit may have other optimizers
         if whole is not None:
             check_same_groups(whole, groups_of(optimizers, self.sharded.names_by_group))
         self.sharded.check_optimizers(optimizers)
