@@ -67,9 +67,10 @@ class Windows:
         return cls(micro_batch_size, trainer.accumulate_grad_batches, num_samples, counts)
 
     def are_of(self, trainer: pl.Trainer) -> bool:
-        """Whether this Trainer was given the same."""
-        counts = {name: getattr(trainer, name, None) for name in self.counts}
-        return trainer.accumulate_grad_batches == self.num_micro_batches and counts == self.counts
+        """Whether this Trainer was given the same; 1, a micro-batch, is not 1.0, all of them."""
+        counts = [(getattr(trainer, name, None), own) for name, own in self.counts.items()]
+        are_same = all(given == own and (not own or type(given) is type(own)) for given, own in counts)
+        return are_same and trainer.accumulate_grad_batches == self.num_micro_batches
 
     def counted(self, micro_batch_size: int) -> dict[str, Any]:
         """The options that count micro-batches, of another size; fractions as they are."""
@@ -119,7 +120,7 @@ class Division:
         own, plan = self.windows, self.plan
         if own is None or plan is None or self._trainer is not trainer:
             return
-        if trainer.accumulate_grad_batches == plan.num_micro_batches:
+        if trainer.accumulate_grad_batches == plan.num_micro_batches:  # nobody has changed it since
             own.divide(trainer, micro_batch_size=own.micro_batch_size, num_micro_batches=own.num_micro_batches)
 
     def resume(self, trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
