@@ -1,4 +1,4 @@
-"""Lightning's averages of weights, as a shard for each of the model's: to its own, a whole copy, none can be added."""
+"""Lightning's averages of weights, as shards like the model's; to its own average, a whole copy, none can be added."""
 
 from __future__ import annotations
 

@@ -205,9 +205,8 @@ def _difference(whole: Group | None, sharded: Group | None) -> str:
     if whole.optimizer != sharded.optimizer:
         return f"is {whole.optimizer}'s of the whole one and {sharded.optimizer}'s of the sharded one"
     if whole.names != sharded.names:
-        lost, new = whole.names - sharded.names, sharded.names - whole.names
-        told = [f"{_listed(lost)} of the whole one only"] * bool(lost)
-        return "has " + " and ".join([*told, *[f"{_listed(new)} of the sharded one only"] * bool(new)])
+        only = {"whole": whole.names - sharded.names, "sharded": sharded.names - whole.names}
+        return "has " + " and ".join(f"{_listed(names)} of the {one} one only" for one, names in only.items() if names)
     both = {name: (whole.options.get(name), sharded.options.get(name)) for name in {**whole.options, **sharded.options}}
     name, (own, other) = next((name, values) for name, values in both.items() if values[0] != values[1])
     return f"has {name}={own!r} of the whole one and {other!r} of the sharded one"
