@@ -7,7 +7,7 @@ from importlib.metadata import version
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_osdp.apply import apply_plan, change_plan
-from lightning_osdp.callbacks.allocator import AllocatorPeaks
+from lightning_osdp.callbacks.peak import AllocatorPeaks
 from lightning_osdp.callbacks.plan_monitor import Measured, PlanMonitor
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.batch_policy import BatchPolicy

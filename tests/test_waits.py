@@ -27,14 +27,14 @@ ALLOWED = {
     ("apply/sharded.py", "kept_shards"): "in a dry run",
     ("apply/sharded.py", "_begin"): IN_SETUP,
     ("apply/state.py", "_whole"): CHECKPOINT,
-    ("callbacks/step_clock.py", "finished"): "at the end of a fit alone",
+    ("callbacks/plan_monitor.py", "finished"): "at the end of a fit alone",
     ("strategy/checkpointing/averaging.py", "_copy"): IN_SETUP,
     ("strategy/checkpointing/averaging.py", "_swap"): "around an evaluation, from one place on the device to another",
-    ("strategy/checkpointing/generators.py", "_states"): CHECKPOINT,
+    ("strategy/checkpointing/entries.py", "_states"): CHECKPOINT,
     ("strategy/options.py", "_percent"): NO_TENSOR,
     ("strategy/planning/profile_fit.py", "_is_moved"): IN_SETUP,
     ("strategy/planning/profile_fit.py", "first"): IN_SETUP,
-    ("strategy/runtime/sigterm.py", "raise_together"): ON_THE_HOST,
+    ("strategy/runtime/ranks.py", "raise_together"): ON_THE_HOST,
 }
 WAITING = {"item", "tolist", "numpy", "cpu", "cuda", "synchronize", "nonzero", "equal"}
 """Methods that end when the device has come to them, or that copy to it."""

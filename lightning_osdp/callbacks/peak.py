@@ -1,4 +1,4 @@
-"""The peak of live bytes in a training step: counted on CPU, the allocator's own on CUDA.
+"""The peak of live bytes in a training step: counted on CPU, the caching allocator's own on CUDA.
 
 What is alive in a step is of two groups. The plan predicts one of them: model, gradients, optimizer state, averages,
 the batch, and what the step makes. The other is all else that has come alive since the fit began, whoever holds it.
@@ -7,6 +7,7 @@ the batch, and what the step makes. The other is all else that has come alive si
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_osdp.callbacks.allocator import AllocatorPeaks, AllocatorWatch
 from lightning_osdp.profiler import Census, LiveBytes
 
 T = TypeVar("T", bound=pl.Callback)
@@ -68,7 +68,9 @@ class PeakCounter:
         if self._allocator is not None and num_steps >= WARM_UP_STEPS:
             self._allocator.start()
         num_elements = elements_in(batch) if self._device.type == "cpu" else 0
-        if self._live is None and self._device.type == "cpu" and self._is_counted(num_elements, num_steps):
+        is_larger = bool(self._peaks_bytes) and num_elements > max(self._peaks_bytes)
+        is_counted = is_larger or WARM_UP_STEPS <= num_steps < WARM_UP_STEPS + COUNTED_STEPS
+        if self._live is None and self._device.type == "cpu" and is_counted:
             self._live = LiveBytes(self._device.type)
             self._live.track(planned_tensors(trainer))
             others = other_tensors(trainer, besides=tensors_in(batch))
@@ -77,11 +79,6 @@ class PeakCounter:
             self._num_elements = max(self._num_elements, num_elements)
             self._live.track(tensors_in(batch))
             self._live.__enter__()
-
-    def _is_counted(self, num_elements: int, num_steps: int) -> bool:
-        """Whether a step is counted that has such a batch, after so many others."""
-        is_larger = bool(self._peaks_bytes) and num_elements > max(self._peaks_bytes)
-        return is_larger or WARM_UP_STEPS <= num_steps < WARM_UP_STEPS + COUNTED_STEPS
 
     def stop(self) -> None:
         """The batch ends, or training does: between micro-batches the loader works, whose tensors do not count."""
@@ -99,6 +96,56 @@ class PeakCounter:
         elif num_steps >= WARM_UP_STEPS and self._allocator is not None:
             self._peaks_bytes = {0: [self._allocator.peaks.requested_bytes]}
             self.steps = range(WARM_UP_STEPS + 1, num_steps + 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllocatorPeaks:
+    """The most over some batches; what lies between batches, such as validation and checkpoints, does not count."""
+
+    requested_bytes: int = 0
+    """Asked for at once: what plans predict. Tensors that were freed, but that another stream still reads, count."""
+    active_bytes: int = 0
+    """The same with the allocator's rounding."""
+    reserved_bytes: int = 0
+    """Taken of the device, in use or not."""
+    num_retries: int = 0
+    """How often memory was short until the allocator had given back all that it cached; everything waits for that."""
+
+
+class AllocatorWatch:
+    """Peaks of a CUDA device's allocator, each batch by itself; `peaks` has what was found so far.
+
+    The allocator's own peaks begin anew with each batch, also for others who read them.
+    [Unvalidated on CUDA: written after torch's sources, and tested with numbers in place of the allocator.]
+
+    References:
+        torch/cuda/memory.py (``memory_stats``) names and explains the numbers. Where the allocator is CUDA's own
+        (``backend:cudaMallocAsync``), it knows of what is allocated and reserved only.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._retries_before: int | None = None  # while a batch runs
+        self.peaks = AllocatorPeaks()
+
+    def start(self) -> None:
+        """A batch begins."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._retries_before = torch.cuda.memory_stats_as_nested_dict(self._device)["num_alloc_retries"]
+
+    def stop(self) -> None:
+        """The batch ends, if one has begun. Memory is allocated ahead of the device: nothing waits for it."""
+        if self._retries_before is None:
+            return
+        stats, before = torch.cuda.memory_stats_as_nested_dict(self._device), self.peaks
+        allocated_bytes = stats["allocated_bytes"]["all"]["peak"]
+        self.peaks = AllocatorPeaks(
+            requested_bytes=max(before.requested_bytes, stats["requested_bytes"]["all"]["peak"] or allocated_bytes),
+            active_bytes=max(before.active_bytes, stats["active_bytes"]["all"]["peak"] or allocated_bytes),
+            reserved_bytes=max(before.reserved_bytes, stats["reserved_bytes"]["all"]["peak"]),
+            num_retries=before.num_retries + stats["num_alloc_retries"] - self._retries_before,
+        )
+        self._retries_before = None
 
 
 def living_tensors(model: nn.Module | None, optimizers: Iterable[Any]) -> Iterable[Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -12,16 +13,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from rich.console import RenderableType
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_osdp.callbacks.allocator import AllocatorPeaks
-from lightning_osdp.callbacks.peak import WARM_UP_STEPS, PeakCounter
-from lightning_osdp.callbacks.step_clock import StepClock
+from lightning_osdp.callbacks.peak import WARM_UP_STEPS, AllocatorPeaks, PeakCounter, tensors_in
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.profiler.machine.stopwatch import Mark, between_s, mark, synchronize
 from lightning_osdp.report.tables import comparison_table, show
 
 _KEPT_STEPS = 1000
@@ -111,8 +109,11 @@ class PlanMonitor(pl.Callback):
     def comparison(self) -> RenderableType:
         """Table of what was predicted beside what was measured on this rank."""
         assert self._plan is not None
-        measured = self.measured
-        too_short = f"only {self._num_steps} optimizer step{'' if self._num_steps == 1 else 's'}"
+        measured, more = self.measured, {}
+        if measured.allocator is not None:
+            more["active memory, rounded up"] = format_bytes(measured.allocator.active_bytes)
+            more["reserved memory"] = format_bytes(measured.allocator.reserved_bytes)
+            more["allocation retries"] = str(measured.allocator.num_retries)
         return comparison_table(
             self._plan,
             step_time_s=measured.step_time_s,
@@ -120,8 +121,8 @@ class PlanMonitor(pl.Callback):
             peak_bytes=measured.peak_bytes,
             peak_steps=self._peak.steps,
             other_bytes=measured.other_bytes or 0,
-            why_not=too_short,
-            more={} if measured.allocator is None else _told(measured.allocator),
+            why_not=f"only {self._num_steps} optimizer step{'' if self._num_steps == 1 else 's'}",
+            more=more,
         )
 
     @override
@@ -244,16 +245,55 @@ class PlanMonitor(pl.Callback):
             self._peak.stop()
 
 
-def _told(peaks: AllocatorPeaks) -> dict[str, str]:
-    """In lines of the table."""
-    return {
-        "active memory, rounded up": format_bytes(peaks.active_bytes),
-        "reserved memory": format_bytes(peaks.reserved_bytes),
-        "allocation retries": str(peaks.num_retries),
-    }
+class StepClock:
+    """Times each optimizer step's batches, added up, without ever waiting for the device.
+
+    On CUDA, events mark when the device, not Python, begins and ends a batch; a step is told once it is behind them.
+    Elsewhere operations have ended when they return, so Python's clock does.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._begin: Mark | None = None
+        self._spans: list[tuple[Mark, Mark]] = []
+        self._num_samples = 0
+        self._ended: deque[tuple[list[tuple[Mark, Mark]], int]] = deque()
+        """Spans and samples of each step that is to be told."""
+
+    def start(self) -> None:
+        """A batch begins."""
+        self._begin = mark(self._device)
+
+    def stop(self, *, num_samples: int) -> None:
+        """The batch that was started ends."""
+        assert self._begin is not None
+        self._spans.append((self._begin, mark(self._device)))
+        self._num_samples += num_samples
+        self._begin = None
+
+    def end_step(self, *, counts: bool = True) -> None:
+        """The batches since the last call were one optimizer step, to be told if it counts."""
+        if counts:
+            self._ended.append((self._spans, self._num_samples))
+        self._spans, self._num_samples = [], 0
+
+    def finished(self, *, wait: bool = False) -> Iterator[tuple[float, int]]:
+        """Seconds and samples of each step that was not told yet, oldest first, as far as the device has come.
+
+        With ``wait`` it comes to the end, for which training itself must never wait.
+        """
+        if wait:
+            synchronize(self._device)
+        while self._ended:
+            spans, num_samples = self._ended[0]
+            last = spans[-1][1]  # events of one stream pass in order, so it speaks for all
+            if not isinstance(last, float) and not last.query():
+                return
+            self._ended.popleft()
+            yield sum(between_s(*span) for span in spans), num_samples
 
 
 def num_samples(batch: Any) -> int:
     """What Lightning takes for a batch's size: the first dimension of its first tensor."""
-    first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), None)
+    first = next(tensors_in(batch), None)
     return 1 if first is None or first.dim() == 0 else len(first)

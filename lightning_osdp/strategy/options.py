@@ -7,9 +7,8 @@ import os
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
-import torch
 from lightning.fabric.utilities.rank_zero import _get_rank
 from lightning.pytorch.strategies import FSDPStrategy
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision
@@ -21,6 +20,7 @@ from lightning_osdp.core.text.byte_size import format_bytes, parse_bytes
 from lightning_osdp.engine import AUTO, FSDP2
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.search import SOLVERS
+from lightning_osdp.strategy.runtime.launcher import StartMethod
 
 _BATCH_SIZES = ("auto", "keep", "scale")
 _PERCENT = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?)\s*%\s*")
@@ -57,7 +57,9 @@ class Options:
     global_batch_size: int | None = None
     accumulate_in_fp32: bool = False
     profile_batch: Any = None
+    dry_run: bool | Literal["auto"] = "auto"
     node_size: int | None = None
+    start_method: StartMethod = "popen"
     engine: FSDP2 = _ANY_PREFETCH
     """With the user's settings of prefetching; the plan chooses those that are ``"auto"``."""
     recomputed: tuple[str, ...] = ()
@@ -65,20 +67,15 @@ class Options:
 
     def checked(self) -> Options:
         """The same, with the path of a plan as a `Path`; raises a `ConfigurationError` of what cannot be used."""
+        sizes, optional, methods = f"one of {_BATCH_SIZES} or at least 1", "None or at least 1", get_args(StartMethod)
         for name, is_fine, expected in (
             ("search", self.search in tuple(SOLVERS), f"one of {tuple(SOLVERS)}"),
             ("cost_model", self.cost_model in COST_MODELS, f"one of {COST_MODELS}"),
-            (
-                "batch_size",
-                _is_positive(self.batch_size) or self.batch_size in _BATCH_SIZES,
-                f"one of {_BATCH_SIZES} or at least 1",
-            ),
-            (
-                "global_batch_size",
-                self.global_batch_size is None or _is_positive(self.global_batch_size),
-                "None or at least 1",
-            ),
-            ("node_size", self.node_size is None or _is_positive(self.node_size), "None or at least 1"),
+            ("batch_size", _is_positive(self.batch_size) or self.batch_size in _BATCH_SIZES, sizes),
+            ("global_batch_size", self.global_batch_size is None or _is_positive(self.global_batch_size), optional),
+            ("node_size", self.node_size is None or _is_positive(self.node_size), optional),
+            ("dry_run", isinstance(self.dry_run, bool) or self.dry_run == "auto", "True, False or 'auto'"),
+            ("start_method", self.start_method in methods, f"one of {methods}"),
             ("plan", self.plan is None or isinstance(self.plan, (Plan, str, Path)), "a Plan or the path of one"),
             ("search_space", isinstance(self.search_space, SearchSpace), "None or a SearchSpace"),
             ("accumulate_in_fp32", isinstance(self.accumulate_in_fp32, bool), "True or False"),
@@ -149,30 +146,8 @@ def _percent(memory_limit: int | str | None) -> float | None:
     return percent
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """Known once the ranks are there: where they are, and in what precision they train."""
-
-    device: torch.device
-    """Of this rank."""
-    local_ranks: int
-    """On this machine."""
-    node_size: int | None = None
-    """Ranks of each node, which follow each other; None: all are in one, or nodes differ."""
-    precision: str
-    """Of the Trainer, such as ``"bf16-mixed"``."""
-    mixed_precision: MixedPrecision | None
-    """None where everything is computed and reduced in the parameters' own dtype."""
-    state_dict_type: str
-    """Of checkpoints: ``"full"`` or ``"sharded"``."""
-
-
 def check_fsdp_kwargs(fsdp_kwargs: dict[str, Any]) -> None:
-    """Returns if no argument for FSDP contradicts the plan; takes out those that are left to it.
-
-    Raises:
-        ConfigurationError: one does, is unknown to FSDP, or cannot be used.
-    """
+    """Takes out what is left to the plan; raises a `ConfigurationError` of what contradicts it or FSDP has not."""
     kinds = (FSDPStrategy, FullyShardedDataParallel)
     known = {name for kind in kinds for name in inspect.signature(kind.__init__).parameters}
     unknown = sorted(fsdp_kwargs.keys() - _PLANNED.keys() - known)
@@ -203,11 +178,7 @@ def check_fsdp_kwargs(fsdp_kwargs: dict[str, Any]) -> None:
 
 
 def pop_prefetch(fsdp_kwargs: dict[str, Any]) -> FSDP2:
-    """Takes prefetch settings out of FSDP's arguments: they belong to the plan, which chooses what is not said.
-
-    Raises:
-        ConfigurationError: one cannot be used.
-    """
+    """Takes out prefetch settings, of which the plan chooses those not said; a `ConfigurationError` if one is wrong."""
     backward = fsdp_kwargs.pop("backward_prefetch", AUTO)
     names = {BackwardPrefetch.BACKWARD_PRE: "pre", None: "none", AUTO: AUTO}
     if backward == BackwardPrefetch.BACKWARD_POST:

@@ -28,22 +28,16 @@ from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.profiler import Census
-from lightning_osdp.strategy.checkpointing import averaging, load, saving, stored_plan
-from lightning_osdp.strategy.checkpointing.generators import Generators
-from lightning_osdp.strategy.dry_run.fallback import plan_that_fits
+from lightning_osdp.strategy.checkpointing import averaging, entries, load, saving
+from lightning_osdp.strategy.checkpointing.entries import Generators
+from lightning_osdp.strategy.dry_run import plan_that_fits
 from lightning_osdp.strategy.options import Options, check_fsdp_kwargs, pop_prefetch
 from lightning_osdp.strategy.precision import OSDPPrecision
 from lightning_osdp.strategy.runtime.all_ranks import on_all_ranks, on_rank_zero
 from lightning_osdp.strategy.runtime.error_texts import explain_step_error
-from lightning_osdp.strategy.runtime.launcher import (
-    GatheringLauncher,
-    StartMethod,
-    check_interactive,
-    check_start_method,
-)
+from lightning_osdp.strategy.runtime.launcher import GatheringLauncher, StartMethod, check_interactive
 from lightning_osdp.strategy.runtime.ranks import RanksTogether
-from lightning_osdp.strategy.sharding.reuse import found_in
-from lightning_osdp.strategy.sharding.units import Units
+from lightning_osdp.strategy.sharding.units import Units, found_in
 
 
 class OSDPStrategy(FSDPStrategy):
@@ -129,13 +123,11 @@ class OSDPStrategy(FSDPStrategy):
             global_batch_size=global_batch_size,
             accumulate_in_fp32=accumulate_in_fp32,
             profile_batch=profile_batch,
+            dry_run=dry_run,
             node_size=node_size,
+            start_method=start_method,
             engine=pop_prefetch(fsdp_kwargs),
         ).checked()
-        if not isinstance(dry_run, bool) and dry_run != "auto":
-            raise ConfigurationError(f"dry_run must be True, False or 'auto', got {dry_run!r}.")
-        check_start_method(start_method)
-        self._dry_run, self._start_method = dry_run, start_method
         self._units = Units(self, options)  # which have the plan
         self._ranks, self._generators = RanksTogether(self), Generators()
         self._setting_up = ExitStack()
@@ -157,12 +149,12 @@ class OSDPStrategy(FSDPStrategy):
     @property
     def profile(self) -> ModelProfile | None:
         """What this rank found of the model; None before a fit, and where the plan was given."""
-        return self._units.profile
+        return self._units.choice.profile
 
     @property
     def cluster(self) -> Cluster | None:
         """What this rank found of the ranks and links; None before a fit, and where the plan was given."""
-        return self._units.cluster
+        return self._units.choice.cluster
 
     @property
     def _sharded(self) -> ShardedModel:
@@ -192,15 +184,14 @@ class OSDPStrategy(FSDPStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        if self._start_method == "popen":
+        start_method = self._units.options.start_method
+        if start_method == "popen":
             super()._configure_launcher()
         elif self.cluster_environment.creates_processes_externally:
-            rank_zero_warn(
-                f"OSDP: start_method={self._start_method!r} is ignored, the ranks have been started already."
-            )
+            rank_zero_warn(f"OSDP: start_method={start_method!r} is ignored, the ranks have been started already.")
         else:
-            self._launcher = GatheringLauncher(self, self._start_method)
-        check_interactive(self._launcher, self._start_method)
+            self._launcher = GatheringLauncher(self, start_method)
+        check_interactive(self._launcher, start_method)
 
     @override
     def setup_environment(self) -> None:
@@ -279,7 +270,8 @@ class OSDPStrategy(FSDPStrategy):
         module = self.lightning_module
         assert module is not None
         self._sharded.begin_fit()
-        runs_dry = self.root_device.type != "cpu" if self._dry_run == "auto" else self._dry_run
+        wanted = self._units.options.dry_run
+        runs_dry = self.root_device.type != "cpu" if wanted == "auto" else wanted
         # in manual optimization training_step updates weights and states itself: a dry run would train
         if runs_dry and self.plan is not None and module.automatic_optimization:
             plan_that_fits(module.trainer, self._units)
@@ -288,8 +280,8 @@ class OSDPStrategy(FSDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._units.batches is not None:
-            self._units.batches.look(args[0], self.global_rank)
+        if self._units.choice.watch is not None:
+            self._units.choice.watch.look(args[0], self.global_rank)
         return self._sharded.run(super().training_step, *args, **kwargs)
 
     @override
@@ -379,32 +371,22 @@ class OSDPStrategy(FSDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         self._units.division.save(checkpoint)
         self._generators.save(checkpoint, self.root_device)
-        stored_plan.store(self.plan, checkpoint)
-        saving.save(
-            checkpoint,
-            self.broadcast(filepath),
-            state_dict_type=self._state_dict_type,
-            checkpoint_io=self.checkpoint_io,
-            storage_options=storage_options,
-        )
+        entries.store_plan(self.plan, checkpoint)
+        path, write = self.broadcast(filepath), self.checkpoint_io.save_checkpoint
+        if self._state_dict_type == "full":
+            on_rank_zero(lambda: write(checkpoint, path, storage_options=storage_options))
+        else:
+            saving.save_shards(checkpoint, Path(path), storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         module = self.lightning_module
         assert module is not None
-        is_fitting = module.trainer.state.fn == TrainerFn.FITTING
-        path = Path(self.broadcast(checkpoint_path))
-        loaded = load.load(
-            on_rank_zero(lambda: load.to_load(path, module.trainer)),
-            self._sharded,
-            self.optimizers if is_fitting else [],
-            strict=module.strict_loading,
-            weights_only=weights_only,
-            keeps_weights=is_fitting and averaging.is_averaging(module.trainer),
-            trainer=module.trainer,
-        )
-        if is_fitting:
-            self._units.division.resume(module.trainer, loaded)
+        trainer, given = module.trainer, Path(self.broadcast(checkpoint_path))
+        path = on_rank_zero(lambda: load.to_load(given, trainer))
+        loaded = load.load(path, self._sharded, trainer, weights_only=weights_only)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._units.division.resume(trainer, loaded)
             self._generators.resume(loaded, self.root_device)
-            stored_plan.tell_of_change(self.plan, loaded)
+            entries.tell_of_change(self.plan, loaded)
         return loaded

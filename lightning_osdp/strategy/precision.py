@@ -32,11 +32,11 @@ class OSDPPrecision(FSDPPrecision):
         if is_double:
             self.precision: Any = "64-true"
             self._desired_input_dtype = torch.float64
-        self._device_type = "cuda"
+        self._device = torch.device("cuda")
 
     def use_device(self, device: torch.device) -> None:
         """Autocast on this device from now on, and scale losses there."""
-        self._device_type = device.type
+        self._device = device
         if self.scaler is not None and not self.scaler.is_enabled():  # Lightning's, for CUDA where there is none
             self.scaler = ShardedGradScaler(device=device.type)
 
@@ -50,7 +50,7 @@ class OSDPPrecision(FSDPPrecision):
     def forward_context(self) -> AbstractContextManager[Any]:
         if "mixed" in self.precision:
             dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
-            return torch.autocast(self._device_type, dtype=dtype)
+            return torch.autocast(self._device.type, dtype=dtype)
         return super().forward_context()
 
     @override
@@ -65,19 +65,17 @@ class OSDPPrecision(FSDPPrecision):
         assert isinstance(optimizer, Optimizer)
         found = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         gradients = [local(gradient) for gradient in found]
-        if gradients:
-            device = gradients[0].device
-            accumulate = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
-        elif dist.is_initialized() and dist.get_backend() == "nccl":
-            device, accumulate = torch.device("cuda", torch.cuda.current_device()), torch.float32
-        else:
-            device, accumulate = torch.device("cpu"), torch.float32
+        is_shared = dist.is_initialized() and dist.get_world_size() > 1
+        if not gradients and not is_shared:
+            return
+        device = gradients[0].device if gradients else self._device
+        accumulate = torch.float64 if gradients and gradients[0].dtype == torch.float64 else torch.float32
         norms: dict[int, list[Tensor]] = {}  # by how many ranks have the same
         for gradient, rows in zip(found, gradients, strict=True):
             norms.setdefault(num_copies(gradient), []).append(torch.linalg.vector_norm(rows, dtype=accumulate))
         shares = [torch.stack(each).square().sum() / number for number, each in norms.items()]
         total = sum(shares, torch.zeros((), dtype=accumulate, device=device))
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        if is_shared:
             # A rank without any gradient of this optimizer (fewer elements than ranks) must take part all the same.
             squares = total.to(torch.float64)
             dist.all_reduce(squares)

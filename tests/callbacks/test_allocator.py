@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from lightning_osdp import Plan, PlanMonitor
-from lightning_osdp.callbacks.allocator import AllocatorPeaks, AllocatorWatch
-from lightning_osdp.callbacks.peak import WARM_UP_STEPS, PeakCounter
+from lightning_osdp.callbacks.peak import WARM_UP_STEPS, AllocatorPeaks, AllocatorWatch, PeakCounter
 from lightning_osdp.core.plans.plan import Unit
 
 CUDA = torch.device("cuda", 0)

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from lightning_osdp.callbacks.step_clock import StepClock
+from lightning_osdp.callbacks.plan_monitor import StepClock
 
 
 class Device:

@@ -23,7 +23,7 @@ from lightning_osdp.apply import local
 from lightning_osdp.apply.internals import whole_storages
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.errors import OSDPError
-from lightning_osdp.strategy.checkpointing.stored_plan import read_plan
+from lightning_osdp.strategy.checkpointing.entries import read_plan
 from lightning_osdp.strategy.runtime.all_ranks import from_all_ranks
 
 CALLS = []

@@ -20,7 +20,7 @@ from benchmarks.testbed.plans import plan_of
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.apply.state import numbered
 from lightning_osdp.splitting import cuts_of, join_states, split
-from lightning_osdp.strategy.checkpointing import stored_plan
+from lightning_osdp.strategy.checkpointing import entries
 
 OPTIMIZERS = ("adamw", "momentum")
 NUM_STEPS = 3
@@ -126,7 +126,7 @@ def goes_on(checkpoints, folder=FOLDER):
             wrong += [trainer.global_step, *differing(trainer, expected(name))]
 
         fit = trainer(strategy(module), max_steps=NUM_STEPS + 2, callbacks=[AtStart(compare)])
-        with mock.patch.object(stored_plan, "rank_zero_info", told.append):
+        with mock.patch.object(entries, "rank_zero_info", told.append):
             fit.fit(module, module.same_loader(), ckpt_path=Path(folder) / checkpoint)
         state = fit.strategy.lightning_module_state_dict()
         if dist.get_rank() == 0:

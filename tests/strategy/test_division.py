@@ -87,6 +87,14 @@ def test_steps_of_more_samples_than_anybody_has_do_not_take_forever():
     assert possible_sizes(loaders(16, 4), windows) == (1, 2, 4, 8, 16)
 
 
+@pytest.mark.parametrize("name", ["limit_train_batches", "val_check_interval", "overfit_batches"])
+def test_one_micro_batch_is_not_all_of_them(name):
+    windows = windows_of(trainer(**{name: 1.0}), 4)
+    assert windows.are_of(trainer(**{name: 1.0}))
+    assert not windows.are_of(trainer(**{name: 1}))
+    assert windows_of(trainer(**{name: 0.0}), 4).are_of(trainer(**{name: 0}))
+
+
 def test_the_trainer_counts_in_the_new_micro_batches():
     fit = trainer(accumulate_grad_batches=8, limit_train_batches=8, val_check_interval=4, overfit_batches=8)
     windows = windows_of(fit, 4)

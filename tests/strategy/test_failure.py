@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning_osdp.strategy.runtime import failure
 from lightning_osdp.strategy.runtime.error_texts import explain_echo, print_one_line
 from lightning_osdp.strategy.runtime.failure import FailureWatch
-from lightning_osdp.strategy.runtime.sigterm import SigtermWatch
+from lightning_osdp.strategy.runtime.ranks import SigtermWatch
 
 ECHO = RuntimeError("Connection closed by peer")
 WAIT_S = 60

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_osdp.strategy.checkpointing import generators
-from lightning_osdp.strategy.checkpointing.generators import Generators
+from lightning_osdp.strategy.checkpointing import entries
+from lightning_osdp.strategy.checkpointing.entries import Generators
 
 pytestmark = pytest.mark.usefixtures("seeds_as_before")
 
@@ -18,20 +18,20 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])]
 
 @pytest.fixture
 def seeds_as_before():
-    states = generators._states(torch.device("cpu"))
+    states = entries._states(torch.device("cpu"))
     yield
-    generators._set(states, torch.device("cpu"))
+    entries._set(states, torch.device("cpu"))
 
 
 @pytest.fixture
 def ranks_are(monkeypatch):
     """Says how many ranks there are, this being rank 0, and notes what is told to the user."""
     texts = []
-    monkeypatch.setattr(generators, "rank_zero_info", texts.append)
-    monkeypatch.setattr(generators.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(entries, "rank_zero_info", texts.append)
+    monkeypatch.setattr(entries.dist, "get_rank", lambda: 0)
 
     def are(number):
-        monkeypatch.setattr(generators.dist, "get_world_size", lambda: number)
+        monkeypatch.setattr(entries.dist, "get_world_size", lambda: number)
         return texts
 
     return are

@@ -167,7 +167,7 @@ def test_memory_that_runs_out_on_one_node_ends_the_others_ranks_with_where_and_w
 
 def test_each_way_has_a_name_as_with_ddp():
     methods = {"osdp": "popen", "osdp_spawn": "spawn", "osdp_fork": "fork", "osdp_notebook": "fork"}
-    assert {name: StrategyRegistry.get(name)._start_method for name in methods} == methods
+    assert {name: StrategyRegistry.get(name)._units.options.start_method for name in methods} == methods
 
 
 def test_start_methods_that_do_not_exist_are_refused():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_osdp import ConfigurationError, OSDPStrategy
-from lightning_osdp.strategy.runtime import nodes
+from lightning_osdp.strategy.runtime import all_ranks
 
 
 def strategy(world_size, num_processes, rank=0):
@@ -19,25 +19,25 @@ def told(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
 
     def tell(*of_ranks):
-        monkeypatch.setattr(nodes, "from_all_ranks", lambda _: list(of_ranks))
+        monkeypatch.setattr(all_ranks, "from_all_ranks", lambda _: list(of_ranks))
 
     return tell
 
 
 def test_ranks_that_follow_each_other_node_by_node_are_nodes(told):
     told((2, 0), (2, 1), (2, 0), (2, 1))
-    assert nodes.ranks_of_node(strategy(4, 2), None) == 2
+    assert all_ranks.ranks_of_node(strategy(4, 2), None) == 2
 
 
 def test_what_the_launcher_says_counts_more_than_the_number_of_devices(told, monkeypatch):
     told((2, 0), (2, 1), (2, 0), (2, 1))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert nodes.ranks_of_node(strategy(4, 4), None) == 2
+    assert all_ranks.ranks_of_node(strategy(4, 4), None) == 2
 
 
 def test_one_node_is_none(told):
-    assert nodes.ranks_of_node(strategy(4, 4), None) is None
-    assert nodes.ranks_of_node(strategy(4, 2), 4) is None
+    assert all_ranks.ranks_of_node(strategy(4, 4), None) is None
+    assert all_ranks.ranks_of_node(strategy(4, 2), 4) is None
 
 
 @pytest.mark.parametrize(
@@ -50,13 +50,13 @@ def test_one_node_is_none(told):
 def test_nodes_that_are_not_alike_are_told_of_and_left_out_of_account(told, of_ranks):
     told(*of_ranks)
     with pytest.warns(UserWarning, match=r"as if all ranks were on one node.*\(2, 0\)"):
-        assert nodes.ranks_of_node(strategy(4, 2), None) is None
+        assert all_ranks.ranks_of_node(strategy(4, 2), None) is None
 
 
 def test_users_may_take_ranks_for_nodes(told):
-    assert nodes.ranks_of_node(strategy(8, 8), 2) == 2
+    assert all_ranks.ranks_of_node(strategy(8, 8), 2) == 2
     with pytest.raises(ConfigurationError, match="a node_size that divides the 8 ranks, got 3"):
-        nodes.ranks_of_node(strategy(8, 8), 3)
+        all_ranks.ranks_of_node(strategy(8, 8), 3)
 
 
 @pytest.mark.parametrize("node_size", [0, -1, "2", 2.0, True])

@@ -11,7 +11,6 @@ from plans import bare_plan
 from lightning_osdp import Cluster, Link, ModelProfile
 from lightning_osdp.core.plans.plan import Unit
 from lightning_osdp.core.profile import Segment
-from lightning_osdp.strategy.options import Setup
 from lightning_osdp.strategy.planning import publish
 
 
@@ -23,17 +22,17 @@ def told(monkeypatch, tmp_path):
 
     def tell(*, state_dict_type="full", device="cpu", limit_bytes=2**20, saves=True):
         trainer = SimpleNamespace(
-            log_dir=tmp_path, fast_dev_run=True, checkpoint_callbacks=[None] * saves, state=SimpleNamespace(fn=None)
+            log_dir=tmp_path,
+            fast_dev_run=True,
+            checkpoint_callbacks=[None] * saves,
+            state=SimpleNamespace(fn=None),
+            strategy=SimpleNamespace(root_device=torch.device(device)),
         )
         estimate = SimpleNamespace(saving_bytes={"full": 3 * 2**20, "sharded": 2 * 2**20})
-        setup = Setup(
-            device=torch.device(device),
-            local_ranks=1,
-            precision="32-true",
-            mixed_precision=None,
-            state_dict_type=state_dict_type,
-        )
-        publish.publish(trainer, dataclasses.replace(PLAN, memory_limit_bytes=limit_bytes), estimate, setup)
+        monkeypatch.setattr(publish, "simulate", lambda *_: estimate)
+        monkeypatch.setattr(publish, "advise", lambda *_: ())
+        plan = dataclasses.replace(PLAN, memory_limit_bytes=limit_bytes)
+        publish.publish(trainer, plan, PROFILE, CLUSTER, state_dict_type=state_dict_type)
         return texts
 
     return tell
@@ -58,6 +57,9 @@ def test_nothing_is_said_where_it_fits_or_goes_to_the_host_or_nothing_is_saved(t
 
 ROOT = Unit(name="", operators=("net",), kind="Linear", modes=("DP",), parameter_bytes=4, time_s=0.0)
 PLAN = bare_plan([ROOT], memory_limit_bytes=2**20)
+LINK = Link(latency_s=1e-5, seconds_per_byte=1e-9)
+CLUSTER = Cluster(world_size=2, all_gather=LINK, reduce_scatter=LINK)
+PROFILE = ModelProfile(operators=(), segments=(Segment(),), fingerprint={"a": "[1] float32"})
 
 
 def published(monkeypatch, folder):
@@ -82,14 +84,21 @@ def test_without_matplotlib_the_plan_is_written_and_a_line_says_how_to_get_a_pic
 
 
 @pytest.mark.parametrize("fast_dev_run", [False, True])
-def test_what_the_plan_was_made_of_is_written_beside_it(tmp_path, fast_dev_run):
-    link = Link(latency_s=1e-5, seconds_per_byte=1e-9)
-    cluster = Cluster(world_size=2, all_gather=link, reduce_scatter=link)
-    profile = ModelProfile(operators=(), segments=(Segment(),), fingerprint={"a": "[1] float32"})
-    trainer = SimpleNamespace(log_dir=str(tmp_path), fast_dev_run=fast_dev_run)
-    publish.store_inputs(trainer, profile, cluster)
-    written = {path.name: path for path in tmp_path.iterdir()}
-    assert sorted(written) == ([] if fast_dev_run else ["osdp_cluster.json", "osdp_profile.json"])
+def test_what_the_plan_was_made_of_is_written_beside_it(monkeypatch, tmp_path, fast_dev_run):
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    trainer = SimpleNamespace(
+        log_dir=str(tmp_path),
+        fast_dev_run=fast_dev_run,
+        checkpoint_callbacks=[],
+        state=SimpleNamespace(fn=None),
+        strategy=strategy,
+    )
+    monkeypatch.setattr(publish, "simulate", lambda *_: SimpleNamespace(moments=[]))
+    monkeypatch.setattr(publish, "advise", lambda *_: ())
+    publish.publish(trainer, PLAN, PROFILE, CLUSTER)
+    written = {path.name: path for path in tmp_path.glob("*.json")}
+    names = ["osdp_cluster.json", "osdp_plan.json", "osdp_profile.json"]
+    assert sorted(written) == ([] if fast_dev_run else names)
     if written:
-        assert Cluster.load(written["osdp_cluster.json"]) == cluster
-        assert ModelProfile.load(written["osdp_profile.json"]) == profile
+        assert Cluster.load(written["osdp_cluster.json"]) == CLUSTER
+        assert ModelProfile.load(written["osdp_profile.json"]) == PROFILE

@@ -52,7 +52,10 @@ def killed_at(monkeypatch):
 
 def save(value, path, kind):
     checkpoint = {"state_dict": {"weight": torch.full((3,), float(value))}, "value": value}
-    saving.save(checkpoint, str(path), state_dict_type=kind, checkpoint_io=CompleteFiles())
+    if kind == "full":
+        CompleteFiles().save_checkpoint(checkpoint, str(path))
+    else:
+        saving.save_shards(checkpoint, path)
 
 
 def read(path):
@@ -165,4 +168,4 @@ def test_a_link_is_replaced_and_not_what_it_links_to(tmp_path):
 
 def test_shards_take_no_storage_options(tmp_path):
     with pytest.raises(ConfigurationError, match="Expected no storage_options with state_dict_type"):
-        saving.save({}, tmp_path, state_dict_type="sharded", checkpoint_io=CompleteFiles(), storage_options={})
+        saving.save_shards({}, tmp_path, storage_options={})

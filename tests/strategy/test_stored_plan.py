@@ -11,7 +11,7 @@ from plans import bare_plan
 
 from lightning_osdp import PlanFormatError
 from lightning_osdp.core.plans.plan import Unit
-from lightning_osdp.strategy.checkpointing import stored_plan
+from lightning_osdp.strategy.checkpointing import entries
 
 PLAN = bare_plan(
     [Unit(name="", operators=("",), kind="Linear", modes=("DP",))],
@@ -24,7 +24,7 @@ PLAN = bare_plan(
 
 def saved(tmp_path, plan, kind):
     checkpoint = {"hyper": {"path": tmp_path}}
-    stored_plan.store(plan, checkpoint)
+    entries.store_plan(plan, checkpoint)
     if kind == "sharded":
         (tmp_path / "last.ckpt").mkdir()
         torch.save(checkpoint, tmp_path / "last.ckpt" / "meta.pt")
@@ -35,23 +35,23 @@ def saved(tmp_path, plan, kind):
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_a_plan_is_read_from_its_checkpoint(tmp_path, kind):
-    assert stored_plan.read_plan(saved(tmp_path, PLAN, kind)) == PLAN
+    assert entries.read_plan(saved(tmp_path, PLAN, kind)) == PLAN
 
 
 def test_a_plan_is_read_from_its_file(tmp_path):
     PLAN.save(tmp_path / "plan.json")
-    assert stored_plan.read_plan(tmp_path / "plan.json") == PLAN
+    assert entries.read_plan(tmp_path / "plan.json") == PLAN
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_a_checkpoint_without_a_plan_is_refused(tmp_path, kind):
     with pytest.raises(PlanFormatError, match=r"at '.*last.ckpt', got one without a plan. Plan anew"):
-        stored_plan.read_plan(saved(tmp_path, None, kind))
+        entries.read_plan(saved(tmp_path, None, kind))
 
 
 def test_a_folder_that_is_no_checkpoint_has_no_plan(tmp_path):
     with pytest.raises(PlanFormatError, match="got one without a plan"):
-        stored_plan.read_plan(tmp_path)
+        entries.read_plan(tmp_path)
 
 
 class Executed:
@@ -75,7 +75,7 @@ def test_nothing_of_what_is_given_as_a_plan_is_executed(tmp_path, kind):
         file.parent.mkdir(exist_ok=True)
         torch.save(checkpoint, file)
     with pytest.raises(PlanFormatError, match=r"Expected a plan file|Expected plan file .* to be a JSON document"):
-        stored_plan.read_plan(given)
+        entries.read_plan(given)
     assert not written.exists()
     if kind == "full":  # as the test is made, it would be
         torch.load(given, weights_only=False)
@@ -90,9 +90,9 @@ def test_a_plan_is_read_from_among_anything_that_can_be_saved(tmp_path):
         "module": torch.nn.Linear(1, 2),
     }
     checkpoint = {**objects, "class": Executed, torch.float16: range(3), "optimizer": torch.optim.SGD([torch.ones(1)])}
-    stored_plan.store(PLAN, checkpoint)
+    entries.store_plan(PLAN, checkpoint)
     torch.save(checkpoint, tmp_path / "last.ckpt")
-    assert stored_plan.read_plan(tmp_path / "last.ckpt") == PLAN
+    assert entries.read_plan(tmp_path / "last.ckpt") == PLAN
 
 
 def test_a_damaged_checkpoint_is_refused_or_read(tmp_path):
@@ -102,37 +102,37 @@ def test_a_damaged_checkpoint_is_refused_or_read(tmp_path):
     for position in range(0, len(whole), 37):
         path.write_bytes(whole[:position] + bytes([whole[position] ^ 0x55]) + whole[position + 1 :])
         try:
-            stored_plan.read_plan(path)
+            entries.read_plan(path)
         except PlanFormatError:
             num_refused += 1
     assert num_refused > 10
     for length in range(0, len(whole), 101):
         path.write_bytes(whole[:length])
         with pytest.raises(PlanFormatError):
-            stored_plan.read_plan(path)
+            entries.read_plan(path)
 
 
 @pytest.mark.parametrize("name", ["a\0b", "x" * 5000, "none/plan.json"])
 def test_a_path_that_cannot_be_a_file_is_refused(tmp_path, name):
     with pytest.raises(PlanFormatError, match="cannot be read"):
-        stored_plan.read_plan(tmp_path / name)
+        entries.read_plan(tmp_path / name)
 
 
 def test_the_entry_can_be_read_with_weights_only():
     checkpoint = {}
-    stored_plan.store(PLAN, checkpoint)
+    entries.store_plan(PLAN, checkpoint)
     assert all(type(value) is str for value in checkpoint.values())
 
 
 @pytest.fixture
 def told(monkeypatch):
     texts = []
-    monkeypatch.setattr(stored_plan, "rank_zero_info", texts.append)
+    monkeypatch.setattr(entries, "rank_zero_info", texts.append)
 
     def tell(plan, before):
         checkpoint = {}
-        stored_plan.store(before, checkpoint)
-        stored_plan.tell_of_change(plan, checkpoint)
+        entries.store_plan(before, checkpoint)
+        entries.tell_of_change(plan, checkpoint)
         return texts
 
     return tell
@@ -161,7 +161,7 @@ def test_the_same_plan_and_none_are_passed_over(told, before):
 @pytest.mark.parametrize("text", ['{"schema_version": 1}', "{", PLAN.to_json().replace("{", '{"later": 1, ', 1)])
 def test_a_plan_of_another_version_does_not_stop_training(told, text):
     assert told(PLAN, None) == []
-    stored_plan.tell_of_change(PLAN, {"osdp_plan": text})
+    entries.tell_of_change(PLAN, {"osdp_plan": text})
     assert told(PLAN, None)[0].startswith("OSDP: training goes on under this run's plan. ")
 
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.measures.gpu.finding import Check, Finding
 from benchmarks.testbed.emulated.accelerator import compared
 from benchmarks.testbed.emulated.cuda import FakeCuda
-from lightning_osdp.callbacks.step_clock import StepClock
+from lightning_osdp.callbacks.plan_monitor import StepClock
 from lightning_osdp.profiler import LiveBytes, default_memory_limit_bytes, is_out_of_memory
 from lightning_osdp.profiler.machine.stopwatch import fastest_s
 from lightning_osdp.profiler.operation_time import OperationRecorder

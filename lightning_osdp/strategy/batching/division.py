@@ -9,7 +9,7 @@ of b' samples: its number of samples on a rank must be a multiple of both, but n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -19,22 +19,29 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
-from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import BatchSampler, IterableDataset
 
 from lightning_osdp.callbacks.peak import callbacks_of
+from lightning_osdp.core.batch_policy import BatchPolicy, samples_of_rank
 from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.strategy.batching.first_batch import Peeked, reading
 from lightning_osdp.strategy.batching.loaders import (
     FixedLoaderError,
     batches_in_order,
+    common_size,
     forget_loaders,
     loader_size,
+    samples_per_rank,
+    training_loaders,
     why_kept,
     with_batch_size,
 )
+from lightning_osdp.strategy.options import Options
+from lightning_osdp.strategy.runtime.all_ranks import from_all_ranks
 
 _COUNTS = ("limit_train_batches", "overfit_batches", "val_check_interval")
 """Options of the Trainer that count micro-batches where they are whole numbers, and are fractions otherwise."""
@@ -60,9 +67,10 @@ class Windows:
         return cls(micro_batch_size, trainer.accumulate_grad_batches, num_samples, counts)
 
     def are_of(self, trainer: pl.Trainer) -> bool:
-        """Whether this Trainer was given the same."""
-        counts = {name: getattr(trainer, name, None) for name in self.counts}
-        return trainer.accumulate_grad_batches == self.num_micro_batches and counts == self.counts
+        """Whether this Trainer was given the same; 1, a micro-batch, is not 1.0, all of them."""
+        counts = [(getattr(trainer, name, None), own) for name, own in self.counts.items()]
+        are_same = all(given == own and (not own or type(given) is type(own)) for given, own in counts)
+        return are_same and trainer.accumulate_grad_batches == self.num_micro_batches
 
     def counted(self, micro_batch_size: int) -> dict[str, Any]:
         """The options that count micro-batches, of another size; fractions as they are."""
@@ -112,7 +120,7 @@ class Division:
         own, plan = self.windows, self.plan
         if own is None or plan is None or self._trainer is not trainer:
             return
-        if trainer.accumulate_grad_batches == plan.num_micro_batches:
+        if trainer.accumulate_grad_batches == plan.num_micro_batches:  # nobody has changed it since
             own.divide(trainer, micro_batch_size=own.micro_batch_size, num_micro_batches=own.num_micro_batches)
 
     def resume(self, trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
@@ -167,6 +175,131 @@ class Division:
         self.windows.divide(trainer, micro_batch_size=plan.micro_batch_size, num_micro_batches=plan.num_micro_batches)
 
 
+def allowed_micro_batches(
+    trainer: pl.Trainer, options: Options, loaders: CombinedLoader, current: int, why_not_mean: Callable[[], str | None]
+) -> tuple[BatchPolicy, Windows | None]:
+    """What may be chosen, the user's own size first; and what the user has, if the Trainer's number may change, too.
+
+    The same on all ranks. Says why where it is less than was asked for. ``why_not_mean`` tells why the loss of a
+    micro-batch is not the mean over its samples, and is called on all ranks or none. Raises a `ConfigurationError` if
+    ``batch_size`` or ``global_batch_size`` cannot be had.
+    """
+    number, wanted, world_size = trainer.accumulate_grad_batches, options.batch_size, trainer.world_size
+    num_samples = samples_per_step(trainer, options, current)
+    if wanted == "auto":
+        windows = Windows.of(trainer, micro_batch_size=current, num_samples=num_samples)
+        sizes, reason = divisions(trainer, loaders, windows, why_not_mean)
+        if reason is not None:
+            _check_divides(current, num_samples, world_size, reason)
+            if num_samples > 1:
+                rank_zero_info(f"OSDP: micro-batches stay {current} x {num_samples // current}: {reason}.")
+        return BatchPolicy.divide(num_samples, sizes), windows
+    reason = None if wanted in ("keep", current) else why_kept(loaders)
+    if reason is not None:
+        rank_zero_warn(f"OSDP: batch_size={wanted!r} is ignored, the loader keeps {current}: {reason}.")
+    elif wanted == "scale":
+        return BatchPolicy.scale(samples_per_rank(loaders, world_size=world_size), number), None
+    size = wanted if isinstance(wanted, int) and reason is None else current
+    if size != current:
+        most = samples_per_rank(loaders, world_size=world_size)
+        if most is not None and size > most:
+            raise ConfigurationError(
+                f"Expected a batch_size of which each of {world_size} ranks has at least one, got {size}: the training"
+                f" data have {most} samples for a rank. Use at most {most}."
+            )
+    if options.global_batch_size is None:
+        return BatchPolicy.fixed(size, number), None
+    _check_divides(size, num_samples, world_size, reason)
+    return BatchPolicy.divide(num_samples, (size,)), Windows(current, number, num_samples, {})
+
+
+def given_division(trainer: pl.Trainer, plan: Plan, options: Options) -> Division:
+    """Micro-batches of a plan that was there before this fit, as far as the user's loaders can give them.
+
+    Where they make up the optimizer step that the user wants, the Trainer gets the plan's number of them, too. Raises a
+    `ConfigurationError` if they contradict ``batch_size`` or ``global_batch_size``.
+    """
+    size, num_samples = plan.micro_batch_size, plan.micro_batch_size * plan.num_micro_batches
+    if isinstance(options.batch_size, int) and options.batch_size != size:
+        raise ConfigurationError(
+            f"Expected batch_size and plan to agree, got batch_size={options.batch_size} and a plan for a micro-batch"
+            f" of {size}. Leave batch_size out, or plan anew by leaving out plan."
+        )
+    if options.global_batch_size not in (None, num_samples * plan.world_size):
+        raise ConfigurationError(
+            f"Expected global_batch_size and plan to agree, got global_batch_size={options.global_batch_size} and a"
+            f" plan for {num_samples * plan.world_size} samples: {plan.num_micro_batches} micro-batches of {size} on"
+            f" each of {plan.world_size} ranks. Leave global_batch_size out, or plan anew by leaving out plan."
+        )
+    is_fitting = trainer.state.fn == TrainerFn.FITTING and trainer.fit_loop._data_source.is_defined()
+    if options.batch_size == "keep" or not is_fitting:
+        return Division()
+    loaders = training_loaders(trainer)
+    current, reason = common_size(loaders), why_kept(loaders)
+    if reason is None and current is not None and samples_per_step(trainer, options, current) == num_samples:
+        windows = Windows.of(trainer, micro_batch_size=current, num_samples=num_samples)
+        sizes, reason = divisions(trainer, loaders, windows)
+        if size in sizes:
+            return Division(plan, windows, sizes)
+        reason = reason or f"in micro-batches of {size} an epoch does not have the same windows"
+    if current == size:
+        return Division()
+    if reason is not None:
+        rank_zero_warn(f"OSDP: the plan's micro-batch is {size}, but loaders keep theirs: {reason}.")
+        return Division()
+    return Division(plan)
+
+
+def divisions(
+    trainer: pl.Trainer,
+    loaders: CombinedLoader,
+    windows: Windows,
+    why_not_mean: Callable[[], str | None] = lambda: None,
+) -> tuple[tuple[int, ...], str | None]:
+    """Sizes that make up the user's optimizer steps, on all ranks alike; and why there is none but the user's own."""
+    own = windows.micro_batch_size
+    reason = _first_of_ranks(why_not_divided(trainer, loaders, windows)) or _first_of_ranks(why_not_mean())
+    if reason is not None:
+        return (own,), reason
+    sizes = set.intersection(*map(set, from_all_ranks(possible_sizes(loaders, windows))))
+    if not sizes - {own}:
+        return (own,), f"no other size divides {windows.num_samples} samples and gives every epoch the same windows"
+    return tuple(sorted(sizes, key=lambda size: (size != own, size))), None
+
+
+def samples_per_step(trainer: pl.Trainer, options: Options, current: int) -> int:
+    """B: samples of one rank in the optimizer step that the user wants, whose loaders give `current` at once.
+
+    Raises:
+        ConfigurationError: ``global_batch_size`` contradicts what the Trainer accumulates, or ranks cannot share it.
+    """
+    number, wanted = trainer.accumulate_grad_batches, options.global_batch_size
+    if wanted is None:
+        return current * number
+    num_samples = samples_of_rank(wanted, trainer.world_size, name="global_batch_size")
+    found = current * number * trainer.world_size
+    if number > 1 and found != wanted:
+        raise ConfigurationError(
+            f"Expected global_batch_size={wanted}, but batches of {current} with accumulate_grad_batches={number} on"
+            f" {trainer.world_size} ranks are {found} samples. Leave out one of the two."
+        )
+    return num_samples
+
+
+def _check_divides(size: int, num_samples: int, world_size: int, reason: str | None) -> None:
+    if num_samples % size:
+        why = f" ({reason})" if reason else ""
+        raise ConfigurationError(
+            f"Expected micro-batches that divide global_batch_size={num_samples * world_size}, which is {num_samples}"
+            f" samples a rank, got {size}{why}. Let the loader give a divisor of it."
+        )
+
+
+def _first_of_ranks(text: str | None) -> str | None:
+    """The text of the first rank that has one."""
+    return next((each for each in from_all_ranks(text) if each is not None), None)
+
+
 def why_not_divided(trainer: pl.Trainer, loaders: CombinedLoader, windows: Windows) -> str | None:
     """Why the user's micro-batches cannot be divided in another way; None if what the loaders give allows it."""
     return next(_obstacles(trainer, loaders, windows), None)
@@ -192,47 +325,37 @@ def _obstacles(trainer: pl.Trainer, loaders: CombinedLoader, windows: Windows) -
     if not batches_in_order(loader) or sized_len(loader.batch_sampler.sampler) is None:
         yield f"{name} does not take one sample after the other from a sampler with a length"
     size, num_samples = windows.micro_batch_size, len(loader.batch_sampler.sampler)
-    if _Epoch(loader, windows).num_batches(size) * size > num_samples:
+    if _num_batches(loader.batch_sampler, windows, size) * size > num_samples:
         yield f"the last micro-batch of an epoch has {num_samples % size} samples, which Lightning weighs like {size}"
 
 
 def possible_sizes(loaders: CombinedLoader, windows: Windows) -> tuple[int, ...]:
-    """Micro-batches b' that divide B and give an epoch the same windows, validated after the same samples.
-
-    Of loaders for which `why_not_divided` has no reason.
-    """
-    epoch = _Epoch(loaders.flattened[0], windows)
-    most = min(windows.num_samples, max(windows.micro_batch_size, epoch.num_samples))
+    """Micro-batches b' that divide B, with the same windows and validations, where `why_not_divided` has no reason."""
+    sampler = loaders.flattened[0].batch_sampler
+    most = min(windows.num_samples, max(windows.micro_batch_size, len(sampler.sampler)))
     divisors = [size for size in range(1, most + 1) if windows.num_samples % size == 0]
-    return tuple(size for size in divisors if epoch.is_same_in(size))
+    return tuple(size for size in divisors if _is_same_in(sampler, windows, size))
 
 
-class _Epoch:
-    """One epoch of a rank, in micro-batches of any size."""
+def _num_batches(sampler: BatchSampler, windows: Windows, size: int) -> int:
+    """Micro-batches of this size in an epoch of one rank, as Lightning limits them."""
+    num_samples = len(sampler.sampler)  # type: ignore[arg-type]  # it has a length
+    length = num_samples // size if sampler.drop_last else math.ceil(num_samples / size)
+    try:
+        return int(_parse_num_batches(RunningStage.TRAINING, length, windows.counted(size)["limit_train_batches"]))
+    except MisconfigurationException:  # a fraction of less than one of them
+        return 0
 
-    def __init__(self, loader: Any, windows: Windows) -> None:
-        batch_sampler: BatchSampler = loader.batch_sampler
-        self.num_samples = len(batch_sampler.sampler)  # type: ignore[arg-type]  # it has a length
-        self._drops_last, self._windows = batch_sampler.drop_last, windows
 
-    def num_batches(self, size: int) -> int:
-        """As Lightning limits them."""
-        length = self.num_samples // size if self._drops_last else math.ceil(self.num_samples / size)
-        limit = self._windows.counted(size)["limit_train_batches"]
-        try:
-            return int(_parse_num_batches(RunningStage.TRAINING, length, limit))
-        except MisconfigurationException:  # a fraction of less than one of them
-            return 0
-
-    def is_same_in(self, size: int) -> bool:
-        own = self._windows.micro_batch_size
-        batches, own_batches = self.num_batches(size), self.num_batches(own)
-        if batches * size != own_batches * own:
-            return False
-        interval = self._windows.counts["val_check_interval"]
-        if isinstance(interval, int):
-            return interval * own % size == 0
-        return (
-            not isinstance(interval, float)
-            or max(1, int(batches * interval)) * size == max(1, int(own_batches * interval)) * own
-        )
+def _is_same_in(sampler: BatchSampler, windows: Windows, size: int) -> bool:
+    """Whether an epoch has the same windows in micro-batches of this size, and is validated after the same samples."""
+    own, interval = windows.micro_batch_size, windows.counts["val_check_interval"]
+    batches, own_batches = _num_batches(sampler, windows, size), _num_batches(sampler, windows, own)
+    if batches * size != own_batches * own:
+        return False
+    if isinstance(interval, int):
+        return interval * own % size == 0
+    return (
+        not isinstance(interval, float)
+        or max(1, int(batches * interval)) * size == max(1, int(own_batches * interval)) * own
+    )

@@ -97,10 +97,8 @@ def first_batch(
 ) -> tuple[Any, list[Peeked]]:
     """A batch of the combined loader as training would see it, and the sources that can only be read once.
 
-    Neither the loaders nor any random numbers are different afterwards. ``choose`` takes the batches and returns one.
-
-    Raises:
-        ProfileError: there is none.
+    Neither the loaders nor any random numbers are different afterwards. ``choose`` takes the batches and returns one;
+    where there is none, a `ProfileError` is raised.
     """
     peeked: dict[int, Peeked] = {}
     copies = []

@@ -31,11 +31,7 @@ class FixedLoaderError(Exception):
 
 
 def training_loaders(trainer: pl.Trainer) -> CombinedLoader:
-    """The loaders that this fit will train on, with Lightning's samplers, made anew: Lightning's own are untouched.
-
-    Raises:
-        ProfileError: there is none, or one is something else.
-    """
+    """What this fit will train on, with Lightning's samplers, made anew; raises a `ProfileError` if it is no loader."""
     source = trainer.fit_loop._data_source
     if not source.is_defined():
         raise ProfileError(
@@ -124,10 +120,8 @@ def with_batch_size(loader: object, batch_size: int) -> DataLoader[Any]:
     """The same loader, sampler, workers and all, with another batch size; the given one is left alone.
 
     A loader that iterates as PyTorch's does is copied, which keeps what its constructor was given and what was set
-    since. One with an iteration of its own is constructed again, as Lightning does to inject samplers.
-
-    Raises:
-        FixedLoaderError: it is no DataLoader, batches in a way of its own, or cannot be constructed again.
+    since. One with an iteration of its own is constructed again, as Lightning does to inject samplers. Raises a
+    `FixedLoaderError` if it is no DataLoader, batches in a way of its own, or cannot be constructed again.
     """
     name = type(loader).__name__
     if not isinstance(loader, DataLoader):

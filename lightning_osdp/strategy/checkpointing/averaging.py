@@ -1,7 +1,4 @@
-"""Lightning's averages of weights, kept as shards: one for each shard of the model, updated where it is.
-
-Lightning's own are of a whole copy of the model, to which no shard can be added.
-"""
+"""Lightning's averages of weights, as shards like the model's; to its own average, a whole copy, none can be added."""
 
 from __future__ import annotations
 
@@ -58,10 +55,7 @@ def with_averages(profile: ModelProfile, trainer: pl.Trainer, device: torch.devi
 
 @contextmanager
 def no_copies_of(module: nn.Module) -> Iterator[None]:
-    """Within it, a copy of this module, whose shards cannot be copied, is an empty module.
-
-    A callback begins with a copy, in whose place `average_shards` puts shards.
-    """
+    """Within it, a copy of this module, whose shards cannot be copied, is empty; `average_shards` takes its place."""
     vars(module)["__deepcopy__"] = lambda _: nn.Module()
     try:
         yield

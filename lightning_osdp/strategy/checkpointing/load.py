@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,16 @@ import torch
 from lightning.fabric.strategies.fsdp import _is_sharded_checkpoint
 from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.optim import Optimizer
 
 from lightning_osdp.apply import ShardedModel, check_number
 from lightning_osdp.callbacks.peak import callbacks_of
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.strategy.checkpointing.averaging import is_averaging
 from lightning_osdp.strategy.checkpointing.saving import SHARD_METADATA, is_of_checkpoint, saved_at
 
 _ZIP = b"PK\x03\x04"
@@ -73,23 +74,12 @@ def why_incomplete(path: Path) -> str | None:
     return None if is_zipfile(path / _METADATA_FILENAME) else f"{_METADATA_FILENAME} is not there or ends too early"
 
 
-def load(
-    path: Path,
-    sharded: ShardedModel,
-    optimizers: Sequence[Optimizer],
-    *,
-    strict: bool,
-    weights_only: bool | None,
-    keeps_weights: bool,
-    trainer: pl.Trainer,
-) -> dict[str, Any]:
-    """Loads model and optimizers from a full or sharded checkpoint; returns the rest of it.
+def load(path: Path, sharded: ShardedModel, trainer: pl.Trainer, *, weights_only: bool | None) -> dict[str, Any]:
+    """Loads the model, and in a fit optimizers, from a full or sharded checkpoint; returns the rest of it.
 
-    Without optimizers their states are left alone; the trainer's callbacks may have added groups of parameters to them.
-    ``keeps_weights`` returns the whole weights of a full checkpoint, too.
-
-    Raises:
-        ConfigurationError: the path is neither, or the checkpoint cannot be read, or is of another model.
+    The trainer's callbacks may have added groups of parameters to optimizers. Where a fit averages weights, the whole
+    weights of a full checkpoint are returned, too. Raises a `ConfigurationError` if the path is neither, or the
+    checkpoint cannot be read, or is of another model.
     """
     is_sharded = _is_sharded_checkpoint(path)
     if not is_sharded and not path.is_file():
@@ -97,6 +87,8 @@ def load(
             f"Expected a checkpoint at {str(path)!r}: a file with the full state, or a folder with shards written by"
             " this strategy. Found neither."
         )
+    is_fitting, strict = trainer.state.fn == TrainerFn.FITTING, trainer.lightning_module.strict_loading
+    optimizers = trainer.optimizers if is_fitting else []
     checkpoint = read_saved(path / _METADATA_FILENAME if is_sharded else path, weights_only=weights_only)
     if optimizers:
         _restore_groups(trainer, checkpoint)
@@ -109,7 +101,7 @@ def load(
             f"Expected a checkpoint of the Trainer at {str(path)!r}, with weights under 'state_dict', got one without."
             " To load bare weights, call load_state_dict of the LightningModule before fit."
         )
-    weights = checkpoint["state_dict"] if keeps_weights else checkpoint.pop("state_dict")
+    weights = checkpoint["state_dict"] if is_fitting and is_averaging(trainer) else checkpoint.pop("state_dict")
     with _fitting(path):
         sharded.load_model(weights, strict=strict)
     states = checkpoint.get("optimizer_states")

@@ -17,7 +17,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.strategies.fsdp import _distributed_checkpoint_save
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
@@ -55,32 +54,20 @@ class CompleteFiles(TorchCheckpointIO):
             super().remove_checkpoint(path)
 
 
-def save(
-    checkpoint: dict[str, Any],
-    path: str | Path,
-    *,
-    state_dict_type: str,
-    checkpoint_io: CheckpointIO,
-    storage_options: Any = None,
-) -> None:
-    """Writes a checkpoint; all ranks must call it with the same path, and all raise if one cannot write.
+def save_shards(checkpoint: dict[str, Any], folder: Path, storage_options: Any = None) -> None:
+    """Writes a sharded checkpoint; all ranks must call it with the same path, and all raise if one cannot write.
 
-    A full one is one file, which rank 0 writes; a sharded one is a folder, and states of model and optimizers are taken
-    out of the given dict.
+    States of model and optimizers are taken out of the given dict.
 
     Raises:
         ConfigurationError: there are storage options for shards, which have no use for them.
         IsADirectoryError: at this path is a folder with something else than a checkpoint.
     """
-    if state_dict_type == "full":
-        on_rank_zero(lambda: checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options))
-        return
     if storage_options is not None:
         raise ConfigurationError(
             f'Expected no storage_options with state_dict_type="sharded", got {storage_options!r}: shards are written'
             " by torch.distributed.checkpoint. Leave them out."
         )
-    folder = Path(path)
     on_rank_zero(lambda: _make_room(folder))
     states = {"model": checkpoint.pop("state_dict")}
     states.update({f"optimizer_{i}": state for i, state in enumerate(checkpoint.pop("optimizer_states", []))})

@@ -1,14 +1,17 @@
-"""From a Trainer about to fit to a plan: a batch, a profile, the cluster, the search."""
+"""Which plan a model is sharded by: the user's, the one that it had, none, or a new one, where a Trainer is to fit."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from lightning_osdp.core.cluster import CUDA_HEADROOM, Cluster
 from lightning_osdp.core.plans.plan import Plan
@@ -16,20 +19,18 @@ from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
-from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.profiler import measure_cluster
-from lightning_osdp.report.advice import Advice, advise
+from lightning_osdp.errors import ConfigurationError, ProfileError
+from lightning_osdp.profiler import fingerprint, measure_cluster
 from lightning_osdp.report.sentences import tell_accumulation
 from lightning_osdp.scheduler import PlanMethod, make_plan
-from lightning_osdp.simulation import StepEstimate, simulate
-from lightning_osdp.strategy.batching.division import Division, Windows
+from lightning_osdp.strategy.batching.division import Division, Windows, allowed_micro_batches, given_division
 from lightning_osdp.strategy.batching.first_batch import BatchWatch, samples_in
 from lightning_osdp.strategy.batching.loaders import common_size
-from lightning_osdp.strategy.options import Options, Setup
-from lightning_osdp.strategy.planning.micro_batches import allowed_micro_batches
-from lightning_osdp.strategy.planning.parameter_groups import Group
+from lightning_osdp.strategy.checkpointing.entries import read_plan
+from lightning_osdp.strategy.options import Options
 from lightning_osdp.strategy.planning.profile_fit import FitProfiler
-from lightning_osdp.strategy.planning.publish import shown_progress, store_inputs
+from lightning_osdp.strategy.planning.publish import shown_progress
+from lightning_osdp.strategy.planning.training_step import Group, check_in_children
 from lightning_osdp.strategy.runtime.all_ranks import on_all_ranks, on_rank_zero
 
 UNVALIDATED = (
@@ -40,31 +41,94 @@ UNVALIDATED = (
 
 
 class Choice(NamedTuple):
-    """What a model is to be sharded by; all but the division is None where it was not computed."""
+    """What a model is sharded by; all but the division is None where it was not computed."""
 
     plan: Plan | None
     division: Division
-    estimate: StepEstimate | None = None
     groups: Sequence[Group] | None = None
-    """Of the parameters of the whole model's optimizers."""
+    """Of the parameters of the whole model's optimizers, until there are those of the sharded one."""
     watch: BatchWatch | None = None
-    advice: Sequence[Advice] = ()
+    """For larger batches than what was planned for."""
     profile: ModelProfile | None = None
     cluster: Cluster | None = None
 
 
-def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, setup: Setup) -> Choice:
-    """A plan for this fit, the same on all ranks: every rank profiles, rank 0 plans.
+def chosen(module: pl.LightningModule, options: Options, *, known: Plan | None) -> Choice:
+    """A plan, or none; it may be the one `known` of the model that the strategy had before.
 
     Raises:
-        OSDPError: on all ranks, where any of them cannot profile or no plan fits.
+        ConfigurationError: the model is sharded already, or the given plan contradicts another option.
+        OSDPError: the given plan does not fit, or none can be made.
     """
+    if any(isinstance(child, (FullyShardedDataParallel, FSDPModule)) for child in module.modules()):
+        raise ConfigurationError(
+            "Expected a model that nothing has sharded, so that it can be sharded as planned, but it has units already."
+            " Go on with the Trainer that sharded it, build the model anew and load its checkpoint, or leave out a"
+            " fully_shard of your own: the plan shards."
+        )
+    trainer = module.trainer
+    if options.plan is not None:
+        plan = _given_plan(module, options)
+        return Choice(plan, given_division(trainer, plan, options))
+    if trainer.state.fn == TrainerFn.FITTING:
+        return plan_fit(trainer, module, options)
+    if known is not None and known.fingerprint == fingerprint(module):
+        return Choice(known, Division())
+    rank_zero_info(
+        "OSDP: evaluating without a plan; each child and each block is a unit that is freed after forward. Pass plan="
+        " to shard it as planned."
+    )
+    return Choice(None, Division())
+
+
+def planned_by_hand(module: pl.LightningModule, options: Options, *, known: Plan | None) -> Choice | str:
+    """As `chosen`, for a module that optimizes manually with all parameters in children; or why there is no plan."""
+    check_in_children(module)
+    if options.batch_size == "auto":
+        options = replace(options, batch_size="keep")
+    try:
+        found = chosen(module, options, known=known)
+    except ProfileError as error:
+        return f"its step cannot be profiled as one backward of the sum of its losses: {error}"
+    units = () if found.plan is None else found.plan.units  # evaluated before there is one
+    shared = next((operator for unit in units if not unit.name for operator in unit.operators), None)
+    return f"{shared!r} shares parameters with another child" if shared else found
+
+
+def _given_plan(module: pl.LightningModule, options: Options) -> Plan:
+    """The user's plan, checked."""
+    given, memory_limit_bytes = options.plan, options.memory_limit_bytes
+    plan = given if isinstance(given, Plan) else on_rank_zero(lambda: read_plan(Path(str(given))))
+    plan.check_matches(fingerprint(module), world_size=module.trainer.world_size, node_size=options.node_size)
+    check_accumulates_in_fp32(plan, options, str(module.trainer.precision))
+    if memory_limit_bytes is not None and plan.peak_bytes > memory_limit_bytes:
+        raise ConfigurationError(
+            f"Expected a plan that fits memory_limit={format_bytes(memory_limit_bytes)}, got one that is predicted to"
+            f" take {format_bytes(plan.peak_bytes)}. Leave memory_limit out, or plan anew by leaving out plan."
+        )
+    return plan
+
+
+def check_accumulates_in_fp32(plan: Plan, options: Options, precision: str) -> None:
+    """Returns if the plan adds up gradients in float32 where that was asked for."""
+    found = next((unit for unit in plan.units if unit.sync != "every"), None)
+    if options.accumulate_in_fp32 and "mixed" in precision and found is not None:
+        raise ConfigurationError(
+            f"Expected a plan with sync='every' for accumulate_in_fp32=True in {precision}, got sync={found.sync!r} for"
+            f" unit {found.name!r}, whose gradients would add up in low precision. Leave accumulate_in_fp32 out, or"
+            " plan anew by leaving out plan."
+        )
+
+
+def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options) -> Choice:
+    """A plan by rank 0 for all; raises an `OSDPError` on all, where any of them cannot profile or no plan fits."""
+    device = trainer.strategy.root_device
     with shown_progress(is_global_zero=trainer.is_global_zero) as progress:
         progress("measuring links and the overhead of a unit", "")
         tensors = (*module.parameters(), *module.buffers())
-        model_bytes = sum(tensor.nbytes for tensor in tensors if tensor.device == setup.device)  # of configure_model
+        model_bytes = sum(tensor.nbytes for tensor in tensors if tensor.device == device)  # of configure_model
         cluster = measure_cluster(
-            setup.device, local_ranks=setup.local_ranks, model_bytes=model_bytes, node_size=setup.node_size
+            device, local_ranks=trainer.num_devices, model_bytes=model_bytes, node_size=options.node_size
         )
     links = [("all-gather", cluster.all_gather), ("reduce-scatter", cluster.reduce_scatter)]
     if cluster.within_node is not None:
@@ -75,15 +139,13 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
             f" {format_seconds(link.seconds_per_byte * 2**20)} a MiB of many"
         )
     with shown_progress(is_global_zero=trainer.is_global_zero) as progress:
-        profiler = FitProfiler(trainer, module, options, setup, progress)
+        profiler = FitProfiler(trainer, module, options, progress)
         profile = on_all_ranks(profiler.first)
         current = common_size(profiler.loaders) or samples_in(profiler.batch)
-        policy, windows = allowed_micro_batches(
-            trainer, options, profiler.loaders, current, why_not_mean=profiler.why_not_mean
-        )
+        policy, windows = allowed_micro_batches(trainer, options, profiler.loaders, current, profiler.why_not_mean)
         free_bytes = cluster.memory_bytes
         assert free_bytes is not None
-        memory_limit_bytes = _limit_bytes(options, free_bytes, setup.device)
+        memory_limit_bytes = _limit_bytes(options, free_bytes, device)
 
         def search(profile: ModelProfile) -> Plan:
             return on_rank_zero(
@@ -92,7 +154,7 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
                     cluster,
                     memory_limit_bytes=memory_limit_bytes,
                     micro_batch_size=policy,
-                    search_space=_search_space(options, setup.precision),
+                    search_space=_search_space(options, str(trainer.precision)),
                     method=PlanMethod(
                         search=options.search,
                         cost_model=options.cost_model,
@@ -114,29 +176,19 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
             )
         if measured is not profile:
             plan = search(measured)
-    if setup.device.type == "cuda":
+    if device.type == "cuda":
         plan = replace(plan, notes=(*plan.notes, UNVALIDATED))
     if plan.micro_batch_size == policy.max_micro_batch_size:
         rank_zero_warn(
             f"OSDP: the micro-batch of {plan.micro_batch_size} is all that a rank has of the training data, so an epoch"
             " is one step. Give batch_size a number."
         )
-    store_inputs(trainer, measured, cluster)
     told = _compared(plan, windows)
     if told:
         rank_zero_info(f"OSDP: {told} (against your own micro-batches, each of which reduces all gradients)")
     is_own = windows is None and plan.micro_batch_size == current
     division = Division(None if is_own else plan, windows, policy.micro_batch_sizes, profiler.peeked)
-    return Choice(
-        plan,
-        division,
-        simulate(plan, measured, cluster),
-        profiler.groups,
-        BatchWatch(profiler.batch),
-        advice=on_rank_zero(lambda: advise(plan, measured, cluster)),
-        profile=measured,
-        cluster=cluster,
-    )
+    return Choice(plan, division, profiler.groups, BatchWatch(profiler.batch), measured, cluster)
 
 
 def _compared(plan: Plan, windows: Windows | None) -> str:

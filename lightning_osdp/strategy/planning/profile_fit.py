@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
@@ -30,9 +31,9 @@ from lightning_osdp.profiler import (
 from lightning_osdp.strategy.batching.first_batch import Peeked, first_batch, longest, samples_in
 from lightning_osdp.strategy.batching.loaders import forget_loaders, training_loaders
 from lightning_osdp.strategy.checkpointing.averaging import with_averages
-from lightning_osdp.strategy.options import Options, Setup
-from lightning_osdp.strategy.planning.parameter_groups import Group
+from lightning_osdp.strategy.options import Options
 from lightning_osdp.strategy.planning.training_step import (
+    Group,
     automatic_step,
     configured_optimizers,
     in_children,
@@ -56,28 +57,21 @@ class FitProfiler:
     `batch` on the device, and the parameter `groups` of its optimizers.
     """
 
-    def __init__(
-        self, trainer: pl.Trainer, module: pl.LightningModule, options: Options, setup: Setup, progress: Progress
-    ) -> None:
-        self._trainer, self._module, self._options, self._setup = trainer, module, options, setup
-        self._progress = progress
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, options: Options, progress: Progress) -> None:
+        self._trainer, self._module, self._options, self._progress = trainer, module, options, progress
+        self._device = trainer.strategy.root_device
         self._schedules: list[Any] = []
         self.groups: list[Group] = []
 
     def first(self) -> ModelProfile:
-        """The profile on a batch of the training data.
-
-        Raises:
-            ProfileError: the model cannot be profiled.
-            ConfigurationError: it cannot be trained on this device.
-        """
-        module, device = self._module, self._setup.device
-        if device.type == "cpu" and any(isinstance(child, nn.SyncBatchNorm) for child in module.modules()):
+        """Profiles a batch of the data; raises a `ProfileError`, or a `ConfigurationError` if it cannot train here."""
+        module = self._module
+        if self._device.type == "cpu" and any(isinstance(child, nn.SyncBatchNorm) for child in module.modules()):
             raise ConfigurationError(
                 "Expected a GPU for synchronised batch normalisation, got ranks on CPU, where torch.nn.SyncBatchNorm"
                 " does not run. Leave out sync_batchnorm=True, or train on GPUs."
             )
-        check_initializable(module, device)
+        check_initializable(module, self._device)
         self.loaders = training_loaders(self._trainer)
         batch, self.peeked = self._chosen(self.loaders)
         self.batch = to_device(self._trainer, module, batch)
@@ -125,7 +119,7 @@ class FitProfiler:
         if any(parameter.is_meta for parameter in self._module.parameters()):
             return True
         try:
-            self._module.to(self._setup.device)
+            self._module.to(self._device)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -145,9 +139,10 @@ class FitProfiler:
         return from_rank(batch, numbers.index(max(numbers))), peeked
 
     def _profile(self, batch: Any) -> ModelProfile:
-        trainer, module, options, setup = self._trainer, self._module, self._options, self._setup
+        trainer, module, options, strategy = self._trainer, self._module, self._options, self._trainer.strategy
+        assert isinstance(strategy, FSDPStrategy)
         activations = ("keep", "recompute") if options.recomputed else options.search_space.activations
-        config, precision = setup.mixed_precision, ComputePrecision()
+        config, precision = strategy.mixed_precision_config, ComputePrecision()
         if config is not None:
             left_out = tuple(config._module_classes_to_ignore)
             precision = ComputePrecision(config.param_dtype, left_out, config.reduce_dtype)
@@ -162,7 +157,7 @@ class FitProfiler:
             profile = profile_model(
                 module,
                 batch,
-                TrainingStep(run, optimizers, precision, samples_in(batch), setup.device),
+                TrainingStep(run, optimizers, precision, samples_in(batch), self._device),
                 activations=("keep",) if options.cost_model == "paper" else activations,
                 blocks=options.recomputed or None,
                 together=in_step,
@@ -170,7 +165,7 @@ class FitProfiler:
             )
         if not module.automatic_optimization:
             profile = in_children(profile)
-        return with_averages(profile, trainer, setup.device)
+        return with_averages(profile, trainer, self._device)
 
     @contextmanager
     def _needing_memory(self) -> Iterator[None]:
@@ -185,7 +180,7 @@ class FitProfiler:
             ) from error
         finally:
             forget_loaders(self._trainer)
-            empty_cache(self._setup.device)
+            empty_cache(self._device)
 
 
 @contextmanager
@@ -213,9 +208,8 @@ def _sets(module: nn.Module, hook: str, name: str) -> bool:
 def unsharded_bytes(model: ModelProfile, num_samples: int) -> int:
     """Parameters, gradients, what forward saves, and what one segment needs besides: a step without an optimizer."""
     states = sum(operator.parameter_bytes + operator.trainable_bytes for operator in model)
-    saved = sum(segment.saved_bytes.at(num_samples) for segment in model.segments)
     workspaces = (
         max(segment.forward_workspace_bytes.at(num_samples), segment.backward_workspace_bytes.at(num_samples))
         for segment in model.segments
     )
-    return round(states + saved + max(workspaces))
+    return round(states + model.saved_bytes.at(num_samples) + max(workspaces))

@@ -23,11 +23,10 @@ from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.progress import Progress, silent
 from lightning_osdp.core.text.stored import CLUSTER_FILENAME, PLAN_FILENAME, PROFILE_FILENAME
-from lightning_osdp.report.advice import Advice
+from lightning_osdp.report.advice import Advice, advise
 from lightning_osdp.report.picture import save_picture
 from lightning_osdp.report.tables import plan_table, show
-from lightning_osdp.simulation import StepEstimate
-from lightning_osdp.strategy.options import Setup
+from lightning_osdp.simulation import StepEstimate, simulate
 from lightning_osdp.strategy.runtime.all_ranks import on_rank_zero
 
 _LINES_APART_S = 10.0
@@ -70,50 +69,37 @@ def _sentence(stage: str, detail: str) -> str:
 def publish(
     trainer: pl.Trainer,
     plan: Plan,
-    estimate: StepEstimate | None = None,
-    setup: Setup | None = None,
-    advice: Sequence[Advice] = (),
+    profile: ModelProfile | None = None,
+    cluster: Cluster | None = None,
+    *,
+    state_dict_type: str = "full",
 ) -> None:
     """Writes, draws and prints the plan on rank 0, and has its predictions checked while it trains. All ranks call it.
 
-    `estimate` and `setup` are what a step was predicted to take, and where; None where a plan was given.
+    What it was made of is written beside it, for `lightning-osdp`; it is None where a plan was given.
     """
-    path = _folder(trainer) / PLAN_FILENAME
+    path = Path(trainer.log_dir or trainer.default_root_dir) / PLAN_FILENAME
     is_kept = not trainer.fast_dev_run  # type: ignore[attr-defined]  # set by a connector; such a run leaves no files
 
     def write() -> None:
+        estimate: StepEstimate | None = None
+        advice: Sequence[Advice] = ()
+        if profile is not None and cluster is not None:
+            estimate, advice = simulate(plan, profile, cluster), advise(plan, profile, cluster)
+            if is_kept:
+                profile.save(path.with_name(PROFILE_FILENAME))
+                cluster.save(path.with_name(CLUSTER_FILENAME))
         if is_kept:
             plan.save(path)
         show(plan_table(plan, advice))
         if is_kept:
             rank_zero_info(f"OSDP: plan written to {path}; {_draw(plan, path.with_suffix('.svg'), estimate)}")
-        if estimate is not None and setup is not None and trainer.checkpoint_callbacks:
-            _tell_of_saving(plan, estimate, setup)
+        if estimate is not None and trainer.checkpoint_callbacks and trainer.strategy.root_device.type == "cpu":
+            _tell_of_saving(plan, estimate, state_dict_type)
 
     on_rank_zero(write)
-    if trainer.state.fn == TrainerFn.FITTING:
-        monitors = callbacks_of(trainer, PlanMonitor) or [PlanMonitor()]
-        # First, so that its clock stops before other callbacks validate, log or save.
-        callbacks = all_callbacks(trainer)
-        others = [callback for callback in callbacks if not isinstance(callback, PlanMonitor)]
-        callbacks[:] = [*monitors, *others]
-
-
-def store_inputs(trainer: pl.Trainer, profile: ModelProfile, cluster: Cluster) -> None:
-    """Writes what a plan is made of beside it, for `lightning-osdp`. All ranks call it."""
-    folder = _folder(trainer)
-
-    def write() -> None:
-        profile.save(folder / PROFILE_FILENAME)
-        cluster.save(folder / CLUSTER_FILENAME)
-
-    if not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
-        on_rank_zero(write)
-
-
-def _folder(trainer: pl.Trainer) -> Path:
-    """Of the run; all ranks ask for it."""
-    return Path(trainer.log_dir or trainer.default_root_dir)
+    if trainer.state.fn == TrainerFn.FITTING and not callbacks_of(trainer, PlanMonitor):
+        all_callbacks(trainer).append(PlanMonitor())
 
 
 def _draw(plan: Plan, path: Path, estimate: StepEstimate | None) -> str:
@@ -126,15 +112,14 @@ def _draw(plan: Plan, path: Path, estimate: StepEstimate | None) -> str:
     return f"drawn beside it as {path.name}"
 
 
-def _tell_of_saving(plan: Plan, estimate: StepEstimate, setup: Setup) -> None:
+def _tell_of_saving(plan: Plan, estimate: StepEstimate, state_dict_type: str) -> None:
     """Says where a checkpoint takes more than the limit; on a GPU its state dicts go to the host instead."""
-    needed = estimate.saving_bytes[setup.state_dict_type]
-    if setup.device.type == "cpu" and needed > plan.memory_limit_bytes:
+    needed = estimate.saving_bytes[state_dict_type]
+    if needed > plan.memory_limit_bytes:
         sharded = format_bytes(estimate.saving_bytes["sharded"])
-        is_full = setup.state_dict_type == "full"
-        remedy = f' OSDPStrategy(state_dict_type="sharded") takes {sharded}.' if is_full else ""
+        remedy = f' OSDPStrategy(state_dict_type="sharded") takes {sharded}.' if state_dict_type == "full" else ""
         rank_zero_info(
-            f"OSDP: saving a {setup.state_dict_type} checkpoint may take {format_bytes(needed)} on rank 0, more than"
+            f"OSDP: saving a {state_dict_type} checkpoint may take {format_bytes(needed)} on rank 0, more than"
             f" memory_limit ({format_bytes(plan.memory_limit_bytes)}), which is about training.{remedy}"
         )
 

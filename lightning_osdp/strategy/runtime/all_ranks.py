@@ -1,16 +1,19 @@
-"""Ranks that succeed or fail together."""
+"""All ranks at once: they succeed or fail together, tell each other values, and find which of them share a node."""
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
+from lightning.pytorch.strategies import FSDPStrategy
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_osdp.apply import reaches_hosts
-from lightning_osdp.errors import OSDPError, RanksApartError
+from lightning_osdp.errors import ConfigurationError, OSDPError, RanksApartError
 
 T = TypeVar("T")
 
@@ -33,14 +36,8 @@ def on_all_ranks(work: Callable[[], T]) -> T:
 def in_step(work: Callable[[], T], /, *, stage: str) -> Sequence[T]:
     """Runs ``work`` on every rank, and gives each what it returned on all; if it raises on one, every rank raises.
 
-    ``work`` may itself do something in step: an error that all ranks have is not told again.
-
-    Args:
-        work: what to run; what it returns is sent to the other ranks.
-        stage: what it is for, the same on every rank.
-
-    Returns:
-        What it returned, by rank.
+    ``work`` may itself do something in step: an error that all ranks have is not told again. ``stage`` says what it is
+    for, the same on every rank. Results are by rank.
 
     Raises:
         OSDPError: on ranks where it succeeded, with the text of the first rank where it did not.
@@ -95,6 +92,37 @@ def from_rank(value: T, rank: int) -> T:
     if dist.is_initialized():
         dist.broadcast_object_list(values, src=rank, group=host_group())
     return values[0]
+
+
+def ranks_of_node(strategy: FSDPStrategy, wanted: int | None) -> int | None:
+    """How many ranks each node has, all of which follow each other; None where all are on one. Call it on all ranks.
+
+    Where nodes have different numbers of ranks, or ranks go round them in turn, there are no nodes to plan for: that is
+    said, and all ranks count as one node. Ranks of this node are as many as ``LOCAL_WORLD_SIZE`` says, else as the
+    Trainer's ``devices``, unless the user has ``wanted`` another number; a `ConfigurationError` is raised if the ranks
+    cannot be divided into nodes of so many.
+    """
+    world_size = strategy.world_size
+    if wanted is not None:
+        if world_size % wanted:
+            raise ConfigurationError(
+                f"Expected a node_size that divides the {world_size} ranks, got {wanted}. Leave it out, and it is what"
+                " the ranks were started with."
+            )
+        return wanted if wanted < world_size else None
+    assert strategy.cluster_environment is not None
+    size = int(os.environ.get("LOCAL_WORLD_SIZE") or strategy.num_processes)
+    if size >= world_size:
+        return None
+    told = from_all_ranks((size, strategy.cluster_environment.local_rank()))
+    if any(each != (size, rank % size) for rank, each in enumerate(told)) or world_size % size:
+        rank_zero_warn(
+            f"OSDP: plans are made as if all ranks were on one node, for nodes do not have equally many ranks that"
+            f" follow each other: ranks of the node and place in it, by rank, are {told}. Start ranks node by node, or"
+            " pass node_size."
+        )
+        return None
+    return size
 
 
 def host_group() -> dist.ProcessGroup:

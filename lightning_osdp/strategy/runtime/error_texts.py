@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy
 
 from lightning_osdp.apply import ONE_MESH, ShardedModel
+from lightning_osdp.callbacks.peak import callbacks_of
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.profiler import is_out_of_memory
 from lightning_osdp.strategy.runtime.failure import is_echo
@@ -39,52 +39,33 @@ _OF_DTENSORS = {
 """By torch's words: what to do where torch cannot compute with sharded tensors as a user's code does."""
 
 
-@dataclass(frozen=True)
-class Shortage:
-    """Memory ran out on a rank."""
-
-    place: str
-    """Where in a step."""
-    text: str
-    """What the allocator had to say."""
-
-
-def shortage_of(error: BaseException, sharded: ShardedModel) -> Shortage:
-    """What happened, and where the model was then."""
-    text = str(error).partition("\n")[0]
-    return Shortage(sharded.place_in_step() or "the optimizer step", f"{type(error).__name__}: {text}")
+def place_of_shortage(sharded: ShardedModel) -> str:
+    """Where in a step the model is whose memory ran out."""
+    return sharded.place_in_step() or "the optimizer step"
 
 
 def explain_step_error(error: BaseException, strategy: FSDPStrategy, sharded: ShardedModel) -> None:
     """Appends what helps to an error, if memory ran out under a plan, or code cannot compute with DTensors."""
     if is_out_of_memory(error) and sharded.plan is not None:
-        _append(error, _of_memory(shortage_of(error, sharded), strategy, sharded))
+        _append(error, _of_memory(strategy, sharded.plan, place_of_shortage(sharded)))
     told = next((text for said, text in _OF_DTENSORS.items() if said in str(error)), None)
     if told is not None and told not in str(error):
         _append(error, told)
 
 
-def _of_memory(shortage: Shortage, strategy: FSDPStrategy, sharded: ShardedModel) -> str:
+def _of_memory(strategy: FSDPStrategy, plan: Plan, place: str) -> str:
     """Which rank, where, under which plan, and what helps."""
-    plan, module = sharded.plan, strategy.lightning_module
-    assert plan is not None
-    assert module is not None
+    assert strategy.lightning_module is not None
     limit = format_bytes(plan.memory_limit_bytes)
     predicted = f" that is predicted to take {format_bytes(plan.peak_bytes)} of {limit}" if plan.peak_bytes else ""
-    last = _last_checkpoint(module.trainer)
-    return (
-        f"OSDP: rank {strategy.global_rank} ran out of memory in {shortage.place}, under a plan{predicted}. Pass a"
-        f" lower memory_limit than {limit}, so that more is sharded, or use a smaller micro-batch."
-        + ("" if last is None else f" The last checkpoint is {last}.")
-    )
-
-
-def _last_checkpoint(trainer: pl.Trainer) -> Path | None:
-    """The one that this run wrote last, if any."""
-    callbacks = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+    callbacks = callbacks_of(strategy.lightning_module.trainer, ModelCheckpoint)
     saved = [(each._last_global_step_saved, each._last_checkpoint_saved) for each in callbacks]
-    _, path = max(((step, path) for step, path in saved if path), default=(0, ""))
-    return Path(path) if path else None
+    _, last = max(((step, path) for step, path in saved if path), default=(0, ""))
+    return (
+        f"OSDP: rank {strategy.global_rank} ran out of memory in {place}, under a plan{predicted}. Pass a lower"
+        f" memory_limit than {limit}, so that more is sharded, or use a smaller micro-batch."
+        + (f" The last checkpoint is {Path(last)}." if last else "")
+    )
 
 
 def explain_echo(error: BaseException, cause: str | None) -> None:

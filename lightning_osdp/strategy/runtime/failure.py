@@ -102,10 +102,7 @@ class FailureWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stops watching, for this rank is done; the thread is gone when this returns.
-
-        It must be before the interpreter ends.
-        """
+        """Stops watching, for this rank is done; its thread is gone then, as it must be before the interpreter ends."""
         is_first = not self._stopped.is_set()
         self._end_thread()
         self._teardown.cancel()
@@ -120,10 +117,8 @@ class FailureWatch:
     def report(self, error: BaseException) -> str | None:
         """Tells the others of this rank's error, and waits until they know it, for `LINGER_S` at most.
 
-        From then on the process is ended after `TEARDOWN_S`, unless it stops watching before.
-
-        Returns:
-            What the rank that failed first had to say, if that was another one.
+        From then on the process is ended after `TEARDOWN_S`, unless it stops watching before. Returns what the rank
+        that failed first had to say, if that was another one.
         """
         mine = f"Rank {self._rank} failed: {type(error).__name__}: {error}"
         try:
@@ -144,10 +139,7 @@ class FailureWatch:
         return None if self._first == mine else self._first
 
     def have_all_raised(self) -> bool:
-        """Whether every rank has raised at the same point, so that they can do something together; waits for them.
-
-        All ranks that ask have the same answer.
-        """
+        """Whether all ranks have raised at the same point, to do something together; waits, and tells all the same."""
         try:
             self._store.set(self._raised[self._rank], str(self._beat()))
             deadline = time.monotonic() + MEETING_S

@@ -9,7 +9,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.fabric.strategies.launchers.multiprocessing import _disable_module_memory_sharing
@@ -38,12 +38,6 @@ REGISTERED: dict[str, StartMethod] = {
     "osdp_notebook": "fork",
 }
 """Names for ``Trainer(strategy=...)``, as Lightning has them for DDP."""
-
-
-def check_start_method(start_method: str) -> None:
-    """Raises a `ConfigurationError` if ranks cannot be started so."""
-    if start_method not in get_args(StartMethod):
-        raise ConfigurationError(f"start_method must be one of {get_args(StartMethod)}, got {start_method!r}.")
 
 
 def check_interactive(launcher: _Launcher | None, start_method: StartMethod) -> None:

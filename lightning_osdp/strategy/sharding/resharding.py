@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_osdp.apply import ShardedModel
 from lightning_osdp.callbacks.peak import all_callbacks
 from lightning_osdp.callbacks.plan_monitor import PlanMonitor
-from lightning_osdp.strategy.runtime.interrupted import SavingTogether
+from lightning_osdp.strategy.runtime.ranks import SavingTogether
 
 _HOOKS = tuple(
     name
@@ -36,7 +36,8 @@ def reshard_before_hooks(trainer: pl.Trainer, sharded: ShardedModel) -> None:
     """
     callbacks = all_callbacks(trainer)
     others = [callback for callback in callbacks if not isinstance(callback, Resharding)]
-    first = [callback for callback in others if isinstance(callback, (SavingTogether, PlanMonitor))]  # for their clocks
+    # A clock stops before other callbacks validate, log or save.
+    first = [callback for callback in others if isinstance(callback, (SavingTogether, PlanMonitor))]
     rest = [callback for callback in others if callback not in first]
     callbacks[:] = [*first, Resharding(sharded), *rest]
 

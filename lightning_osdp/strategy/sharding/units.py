@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.strategies.fsdp import _move_torchmetrics_to_device
+from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -17,24 +21,35 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointWrapper,
     apply_activation_checkpointing,
 )
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_osdp.apply import ShardedModel, is_inside
-from lightning_osdp.core.cluster import Cluster
-from lightning_osdp.core.plans.plan import Plan
-from lightning_osdp.core.profile import ModelProfile
+from lightning_osdp.apply import (
+    ShardedModel,
+    called_children,
+    do_nothing,
+    fully_shard_arguments,
+    is_inside,
+    refuse_copy,
+    with_recomputed,
+)
+from lightning_osdp.callbacks.peak import callbacks_of
+from lightning_osdp.core.plans.plan import Block, Plan
+from lightning_osdp.core.text.byte_size import format_bytes
+from lightning_osdp.core.units import SMALL_UNIT_BYTES
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.strategy.batching.division import Division
-from lightning_osdp.strategy.batching.first_batch import BatchWatch
+from lightning_osdp.strategy.batching.division import Division, given_division
 from lightning_osdp.strategy.checkpointing import averaging, saving
-from lightning_osdp.strategy.options import Options, Setup
-from lightning_osdp.strategy.planning.parameter_groups import Group, check_same_groups, groups_of
-from lightning_osdp.strategy.planning.plan_fit import Choice
+from lightning_osdp.strategy.checkpointing.entries import read_plan
+from lightning_osdp.strategy.options import Options
+from lightning_osdp.strategy.planning.plan_fit import Choice, check_accumulates_in_fp32, chosen, planned_by_hand
 from lightning_osdp.strategy.planning.publish import publish, tell_of_unfreezing
-from lightning_osdp.strategy.planning.which_plan import chosen, given_division, planned_by_hand, separated, sharded
-from lightning_osdp.strategy.runtime.nodes import ranks_of_node
+from lightning_osdp.strategy.planning.training_step import check_same_groups, groups_of
+from lightning_osdp.strategy.runtime.all_ranks import on_rank_zero, ranks_of_node
 from lightning_osdp.strategy.sharding.resharding import reshard_before_hooks
-from lightning_osdp.strategy.sharding.reuse import ReusableModel, found_in, whole_summaries
+
+_PRINTED = ("total_parameters", "trainable_parameters", "model_size", "total_training_modes", "total_flops")
+"""What `ModelSummary` prints of Lightning's summary below its rows."""
 
 
 class Units:
@@ -44,20 +59,15 @@ class Units:
         options: as given.
         model: what is sharded, which has the plan; None before setup.
         division: of optimizer steps into micro-batches.
-        batches: watches for larger ones than what was planned for.
-        profile, cluster: what the plan was made of; None where it was given.
+        choice: what units were made by.
     """
 
     def __init__(self, strategy: FSDPStrategy, options: Options) -> None:
         self.options, self._strategy = options, strategy
         self.model: ReusableModel | None = None
         self.division = Division()
-        self.batches: BatchWatch | None = None
-        self.profile: ModelProfile | None = None
-        self.cluster: Cluster | None = None
+        self.choice = Choice(None, self.division)
         self._is_for_training = False
-        # of the whole model's optimizers, until there are those of the sharded one
-        self._groups: Sequence[Group] | None = None
 
     @property
     def sharded(self) -> ShardedModel:
@@ -70,11 +80,7 @@ class Units:
         return self.model.sharded
 
     def check(self, module: nn.Module) -> None:
-        """Returns if this module can be sharded, or has such units as this strategy would make.
-
-        Raises:
-            ConfigurationError: it wants to shard itself, or another strategy has made it other units.
-        """
+        """Raises a `ConfigurationError` if this module shards itself, or has units made in other ways than ours."""
         if is_overridden("configure_sharded_model", module):
             raise ConfigurationError(
                 "Expected configure_model, got configure_sharded_model, after which Lightning leaves sharding to the"
@@ -87,10 +93,8 @@ class Units:
     def set_up(self, module: pl.LightningModule, *, known: Plan | None) -> nn.Module:
         """Has the module be in units, for what its Trainer is about to do; returns it.
 
-        ``known`` is the plan of the model that the strategy had before.
-
-        Raises:
-            OSDPError: no plan fits, the given one does not, or the module cannot be sharded.
+        ``known`` is the plan of the model that the strategy had before. Raises an `OSDPError` if no plan fits, the
+        given one does not, or the module cannot be sharded.
         """
         trainer = module.trainer
         is_fitting = trainer.state.fn == TrainerFn.FITTING
@@ -114,30 +118,27 @@ class Units:
         """By the user's plan, a new one, the one that it had, or none."""
         strategy, trainer = self._strategy, module.trainer
         summaries = whole_summaries(trainer, module)
-        options = replace(self.options, recomputed=_named_by(strategy._activation_checkpointing_kwargs, module))
-        kwargs = {**strategy.kwargs, "mixed_precision": strategy.mixed_precision_config}
-        setup = Setup(
-            device=strategy.root_device,
-            local_ranks=strategy.num_processes,
-            node_size=ranks_of_node(strategy, options.node_size),
-            precision=str(strategy.precision_plugin.precision),
-            mixed_precision=strategy.mixed_precision_config,
-            state_dict_type=strategy._state_dict_type,
+        options = replace(
+            self.options,
+            node_size=ranks_of_node(strategy, self.options.node_size),
+            recomputed=_named_by(strategy._activation_checkpointing_kwargs, module),
         )
+        arguments = fully_shard_arguments({**strategy.kwargs, "mixed_precision": strategy.mixed_precision_config})
+        arguments["device"] = strategy.root_device
         self._forget_division(trainer)
         choose = chosen if module.automatic_optimization else planned_by_hand
-        choice = choose(module, options, setup, known=known)
+        choice = choose(module, options, known=known)
         if isinstance(choice, str):
-            found = separated(module, choice, options, setup, **kwargs)
+            found = separated(module, choice, options, **arguments)
             choice = Choice(None, Division())
         else:
             if choice.plan is not None:
                 if trainer.state.fn == TrainerFn.FITTING:
                     tell_of_unfreezing(trainer)
-                publish(trainer, choice.plan, choice.estimate, setup, choice.advice)
-            found = sharded(module, choice.plan, options, setup, **kwargs)
-        self.division, self._groups, self.batches = choice.division, choice.groups, choice.watch
-        self.profile, self.cluster = choice.profile, choice.cluster
+                state_dict_type = strategy._state_dict_type
+                publish(trainer, choice.plan, choice.profile, choice.cluster, state_dict_type=state_dict_type)
+            found = sharded(module, choice.plan, options, **arguments)
+        self.division, self.choice = choice.division, choice
         self._is_for_training = trainer.state.fn == TrainerFn.FITTING
         _move_torchmetrics_to_device(module, strategy.root_device)
         return ReusableModel(found, self._settings(), summaries)
@@ -170,10 +171,46 @@ class Units:
 
     def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Raises a `ConfigurationError` if these cannot update the shards, in the groups of the whole model."""
-        whole, self._groups = self._groups, None
+        whole = self.choice.groups
+        self.choice = self.choice._replace(groups=None)  # a later fit may have other optimizers
         if whole is not None:
             check_same_groups(whole, groups_of(optimizers, self.sharded.names_by_group))
         self.sharded.check_optimizers(optimizers)
+
+
+def sharded(module: pl.LightningModule, plan: Plan | None, options: Options, **arguments: Any) -> ShardedModel:
+    """The module as planned; for want of a plan, in units of its children and blocks."""
+    if plan is None:
+        return ShardedModel.unplanned(module, **arguments)
+    executed = replace(plan, blocks=with_recomputed(plan.blocks, options.recomputed))
+    found = ShardedModel.planned(module, executed, **arguments)
+    precision = str(module.trainer.precision)
+    found.plan, found.recomputed = plan, options.recomputed
+    found.check_options = lambda plan: check_accumulates_in_fp32(plan, options, precision)
+    return found
+
+
+def separated(module: pl.LightningModule, why: str, options: Options, **arguments: Any) -> ShardedModel:
+    """A module that optimizes manually, without a plan, with each child sharded by itself; says why.
+
+    Raises:
+        ConfigurationError: a plan is given, or a parameter is in no child.
+    """
+    if options.plan is not None:
+        raise ConfigurationError(
+            f"Expected no plan= with automatic_optimization=False here, for {why}. Leave it out, or use automatic"
+            " optimization."
+        )
+    blocks = [Block(name=name, activations="recompute") for name in options.recomputed]
+    size = options.search_space.min_unit_bytes
+    smallest = SMALL_UNIT_BYTES if size is None else size
+    names = ", ".join(name for name, _ in called_children(module))
+    found = ShardedModel.separated(module, blocks, min_unit_bytes=smallest, **arguments)
+    rank_zero_info(
+        f"OSDP: nothing is planned in manual optimization, for {why}: {names} are sharded each by itself, in"
+        f" {found.num_units} ZDP units (plain FSDP). memory_limit and batch_size have no effect."
+    )
+    return found
 
 
 def _named_by(policy: Mapping[str, Any], module: nn.Module) -> tuple[str, ...]:
@@ -197,3 +234,123 @@ def _named_by(policy: Mapping[str, Any], module: nn.Module) -> tuple[str, ...]:
         if child in found and not is_inside(name, names):
             names.append(name)
     return tuple(names)
+
+
+class ReusableModel:
+    """A sharded module, which holds this as a hook of its own ``state_dict()``, as long as it is sharded.
+
+    Its ``state_dict()`` and those of modules inside it raise wherever they would give this rank's shards; its own
+    ``load_state_dict()`` takes whole tensors, on all ranks.
+    """
+
+    def __init__(
+        self, sharded: ShardedModel, settings: Mapping[str, str], summaries: Mapping[int, SimpleNamespace]
+    ) -> None:
+        self.sharded, self._settings, self._summaries = sharded, settings, summaries
+        self._given_up: list[Plan] = []  # plans with the same units that did not fit in a dry run
+        module = sharded.module
+        having = (child for child in module.modules() if any(True for _ in child.parameters()))
+        self._handles = [child.register_state_dict_pre_hook(self) for child in having]
+        self._handles.append(module._register_load_state_dict_pre_hook(partial(_take, self)))
+
+    def give_up_plan(self, lower: Plan) -> None:
+        """Goes on under another plan with the same units; it may have other micro-batches."""
+        given_up = self.sharded.plan
+        assert given_up is not None
+        self.sharded.use(lower, may_divide=True)
+        self._given_up.append(given_up)
+
+    def show_summaries(self, trainer: pl.Trainer) -> None:
+        """Has a Trainer's callbacks print what they would of the whole model, where there is one of their depth."""
+        for callback in _summaries_of(trainer):
+            if callback._max_depth in self._summaries:
+                summary = self._summaries[callback._max_depth]
+                vars(callback)["_summary"] = lambda *_, summary=summary: summary
+
+    def undo(self) -> None:
+        """Gives a module that was sharded for want of a plan whole parameters again. Call it on all ranks."""
+        self.sharded.undo()
+        for handle in self._handles:
+            handle.remove()
+
+    def check(self, settings: Mapping[str, str]) -> None:
+        """Raises a `ConfigurationError` if another strategy would make other units, or has parameters that are new."""
+        if not self.sharded.shares_world:
+            raise _disagree("the process group that it was sharded over", "another one")
+        for name, own in self._settings.items():
+            if settings[name] != own:
+                raise _disagree(f"{name} {own}", settings[name])
+        self.sharded.reshard()
+        new = [name for name, parameter in self.sharded.module.named_parameters() if not isinstance(parameter, DTensor)]
+        if new:
+            raise ConfigurationError(
+                f"Expected the model as it was sharded, but its parameter {new[0]!r} is new. Lightning calls"
+                " configure_model before every stage: make modules there only where there are none yet, as in"
+                " `if self.layers is None: self.layers = ...`, and add none to a model that is sharded."
+            )
+
+    def check_wishes(self, options: Options) -> None:
+        """Raises a `ConfigurationError`, on all ranks, if these options name another plan or limit."""
+        plan, given, memory_limit_bytes = self.sharded.plan, options.plan, options.memory_limit_bytes
+        assert plan is not None
+        if isinstance(given, Path):
+            path = given
+            given = on_rank_zero(lambda: read_plan(path))
+        if given is not None and given not in (plan, *self._given_up):
+            raise _disagree("the plan that it was sharded by", "another plan=")
+        if given is None and memory_limit_bytes not in (None, plan.memory_limit_bytes):
+            raise _disagree(
+                f"memory_limit {format_bytes(plan.memory_limit_bytes)}", format_bytes(memory_limit_bytes or 0)
+            )
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Before ``state_dict()`` of the module or one inside: raises a `ConfigurationError` if it gives shards."""
+        del module, prefix, keep_vars
+        if not self.sharded.is_opened:
+            raise ConfigurationError(
+                "Expected the whole weights to be asked of the strategy, got state_dict() of a module, which has only"
+                " this rank's shards. On all ranks, call trainer.strategy.whole_state_dict(), or save within `with"
+                " trainer.strategy.gathered(): ...`, as save_pretrained() can; or load a checkpoint."
+            )
+
+    def __deepcopy__(self, _: object) -> Callable[..., None]:
+        """In a copy of whole parameters nothing is sharded; raises a `ConfigurationError` if they are shards."""
+        if not self.sharded.is_opened:
+            refuse_copy()
+        return do_nothing
+
+
+def found_in(module: nn.Module) -> ReusableModel | None:
+    """What this module was sharded as, by whichever strategy."""
+    hooks = [hook for hook in module._state_dict_pre_hooks.values() if isinstance(hook, ReusableModel)]
+    return next((hook for hook in hooks if hook.sharded.module is module), None)
+
+
+def whole_summaries(trainer: pl.Trainer, module: pl.LightningModule) -> dict[int, SimpleNamespace]:
+    """What Lightning's summaries say of a module that is about to be sharded, by depth, for its Trainer's callbacks."""
+    found: dict[int, SimpleNamespace] = {}
+    for callback in _summaries_of(trainer):
+        summary = callback._summary(trainer, module)
+        numbers = {name: getattr(summary, name) for name in _PRINTED}
+        rows = summary._get_summary_data()
+        found[callback._max_depth] = SimpleNamespace(_get_summary_data=lambda rows=rows: rows, **numbers)
+    return found
+
+
+def _summaries_of(trainer: pl.Trainer) -> list[ModelSummary]:
+    return [callback for callback in callbacks_of(trainer, ModelSummary) if callback._max_depth]
+
+
+def _take(model: object, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    """Runs before the module loads a state dict, which goes into shards; nothing in a copy of the module."""
+    del state_dict
+    if isinstance(model, ReusableModel) and not prefix:
+        model.sharded.reshard()
+
+
+def _disagree(expected: str, got: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"Expected a strategy that goes on with the units of this model, which another Trainer sharded: {expected}, got"
+        f" {got}. Leave it as it was, or load trainer.strategy.whole_state_dict(on_all_ranks=True) of that Trainer into"
+        " a new model."
+    )

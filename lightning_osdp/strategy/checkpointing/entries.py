@@ -1,4 +1,4 @@
-"""The plan that a checkpoint was trained under, in the checkpoint."""
+"""What a checkpoint has beside weights: the plan that it was trained under, and the random numbers of all ranks."""
 
 from __future__ import annotations
 
@@ -10,22 +10,27 @@ from typing import Any
 from zipfile import BadZipFile, is_zipfile
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.load import _METADATA_FILENAME
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.engine import engine_of
 from lightning_osdp.errors import PlanFormatError
+from lightning_osdp.strategy.runtime.all_ranks import from_all_ranks
 
-_KEY = "osdp_plan"
+_PLAN = "osdp_plan"
 """Of a checkpoint's entry: the plan as JSON text."""
+_GENERATORS = "osdp_rng"
+"""Of another: per rank, the states of its generators, as tensors and plain values."""
 
 
-def store(plan: Plan | None, checkpoint: dict[str, Any]) -> None:
+def store_plan(plan: Plan | None, checkpoint: dict[str, Any]) -> None:
     """Writes the plan in use into a checkpoint, if there is one."""
     if plan is not None:
-        checkpoint[_KEY] = plan.to_json()
+        checkpoint[_PLAN] = plan.to_json()
 
 
 def read_plan(path: Path) -> Plan:
@@ -60,7 +65,7 @@ def _read_text(path: Path) -> str | None:
     """
     content = torch.PyTorchFileReader(str(path)).get_record("data.pkl")
     saved = _InertUnpickler(BytesIO(content)).load()
-    value = saved.get(_KEY) if isinstance(saved, dict) else None
+    value = saved.get(_PLAN) if isinstance(saved, dict) else None
     return value if isinstance(value, str) else None
 
 
@@ -86,10 +91,10 @@ class _InertUnpickler(pickle.Unpickler):
 
 def tell_of_change(plan: Plan | None, checkpoint: Mapping[str, Any]) -> None:
     """Says so where training goes on under another plan than the checkpoint's, and for what each was made."""
-    if plan is None or _KEY not in checkpoint:
+    if plan is None or _PLAN not in checkpoint:
         return
     try:
-        before = Plan.from_json(checkpoint[_KEY], source="the plan in the checkpoint")
+        before = Plan.from_json(checkpoint[_PLAN], source="the plan in the checkpoint")
     except PlanFormatError as error:  # of another version: what was learned is there all the same
         rank_zero_info(f"OSDP: training goes on under this run's plan. {error}")
         return
@@ -111,3 +116,54 @@ def _decided(plan: Plan) -> object:
 def _cluster(plan: Plan) -> str:
     ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
     return f"{ranks} with {format_bytes(plan.memory_limit_bytes)} each"
+
+
+class Generators:
+    """Those of one rank, Python's, NumPy's and torch's: a resumed run draws what an uninterrupted one does."""
+
+    def __init__(self) -> None:
+        self._in_mid_epoch: Mapping[str, Any] | None = None
+
+    def save(self, checkpoint: dict[str, Any], device: torch.device) -> None:
+        """Writes all ranks' states into a checkpoint that training can resume from; all ranks must call it."""
+        if "optimizer_states" in checkpoint:
+            checkpoint[_GENERATORS] = from_all_ranks(_states(device))
+
+    def resume(self, checkpoint: Mapping[str, Any], device: torch.device) -> None:
+        """Goes on from a checkpoint's states, where as many ranks wrote it."""
+        saved, num_ranks = checkpoint.get(_GENERATORS), dist.get_world_size()
+        if saved is None:
+            return
+        if len(saved) != num_ranks:
+            rank_zero_info(
+                f"OSDP: the checkpoint was written with a world size of {len(saved)}, this run's is {num_ranks}, so"
+                " ranks keep their own random number generators: dropout is not that of an uninterrupted run."
+            )
+            return
+        states = saved[dist.get_rank()]
+        _set(states, device)
+        # Training begins with a new iterator, which draws. The run that saved in mid-epoch had its own already.
+        epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["total"]
+        self._in_mid_epoch = states if epochs["processed"] < epochs["started"] else None
+
+    def begin(self, device: torch.device) -> None:
+        """Training begins; the loader's iterator is there."""
+        if self._in_mid_epoch is not None:
+            _set(self._in_mid_epoch, device)
+            self._in_mid_epoch = None
+
+
+def _states(device: torch.device) -> dict[str, Any]:
+    states = _collect_rng_states(include_cuda=False)
+    if "numpy" in states:
+        kind, key, *rest = states["numpy"]
+        states["numpy"] = (kind, key.tolist(), *rest)  # torch.load takes no arrays with weights_only=True
+    if device.type == "cuda":
+        states["device"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _set(states: Mapping[str, Any], device: torch.device) -> None:
+    _set_rng_states(dict(states))
+    if device.type == "cuda" and "device" in states:
+        torch.cuda.set_rng_state(states["device"], device)

@@ -1,0 +1,205 @@
+"""A step that each rank takes alone before the first; all change to plans with less memory until it fits on each."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import FSDPStrategy
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_osdp.apply import ShardedModel
+from lightning_osdp.callbacks.peak import other_tensors, planned_tensors, tensors_in
+from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.text.byte_size import format_bytes
+from lightning_osdp.core.text.duration import format_seconds
+from lightning_osdp.errors import InfeasibleError
+from lightning_osdp.profiler import Census, LiveBytes, empty_cache, is_out_of_memory, loss_in, untouched
+from lightning_osdp.scheduler import freeable_bytes, with_less_memory, with_smaller_micro_batch
+from lightning_osdp.strategy.batching.division import Division
+from lightning_osdp.strategy.batching.first_batch import first_batch, read_once_source
+from lightning_osdp.strategy.planning.publish import publish
+from lightning_osdp.strategy.planning.training_step import muted, step_arguments, to_device
+from lightning_osdp.strategy.runtime.all_ranks import from_all_ranks, on_rank_zero
+from lightning_osdp.strategy.runtime.error_texts import place_of_shortage
+from lightning_osdp.strategy.sharding.units import Units
+
+MAX_TRIES = 4
+"""Plans that are tried after the first: half of what is kept is given up, half of the rest, all of it; what is left are
+smaller micro-batches."""
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a dry run on one rank came to."""
+
+    place: str = ""
+    """Where in the step memory ran out, if it did."""
+    error: str = ""
+    """What was said then, or why the step could not be taken for another reason."""
+
+
+def plan_that_fits(trainer: pl.Trainer, units: Units) -> None:
+    """Takes a dry run on all ranks, and changes to plans with less memory until a step fits on each of them.
+
+    Raises:
+        InfeasibleError: none is left to try; the text says which rank ran out of memory, where, and what would help.
+    """
+    model, division = units.model, units.division
+    assert model is not None
+    for tries_left in range(MAX_TRIES, -1, -1):
+        plan, began_s = model.sharded.plan, time.perf_counter()
+        assert plan is not None
+        dry_runs = from_all_ranks(run_dry(trainer, model.sharded))
+        _tell(dry_runs, time.perf_counter() - began_s)
+        failed = next(((rank, each) for rank, each in enumerate(dry_runs) if each.place), None)
+        if failed is None:
+            return
+        rank, found = failed
+        lower = on_rank_zero(partial(_lower, trainer, plan, division, tries_left))
+        if lower is None:
+            raise InfeasibleError(
+                f"Expected a step in micro-batches of {plan.micro_batch_size} to fit on every rank, but in the dry run"
+                f" rank {rank} ran out of memory in {found.place}: {found.error}. No plan with less memory is left"
+                " to try. Use a smaller batch, more ranks or, where tensors are counted, a higher memory_limit;"
+                " OSDPStrategy(dry_run=False) trains without trying first."
+            )
+        note = f"dry run: rank {rank} ran out of memory in {found.place}, so {_change(plan, lower)}"
+        rank_zero_warn(f"OSDP: {note}. ({found.error})")
+        if lower.micro_batch_size != plan.micro_batch_size:
+            division.divide(trainer, lower)
+        lower = dataclasses.replace(lower, notes=(*plan.notes, note))
+        model.give_up_plan(lower)
+        publish(trainer, lower)
+
+
+def _tell(dry_runs: Sequence[DryRun], took_s: float) -> None:
+    failed = next(((rank, each.error) for rank, each in enumerate(dry_runs) if each.error and not each.place), None)
+    if failed is None:
+        rank_zero_info(f"OSDP: dry run of an optimizer step on each rank alone, in {format_seconds(took_s)}")
+    else:
+        rank_zero_info(f"OSDP: no dry run of a step on rank {failed[0]}, so training begins: {failed[1]}")
+
+
+def _lower(trainer: pl.Trainer, plan: Plan, division: Division, tries_left: int) -> Plan | None:
+    """The next plan to try."""
+    if tries_left == 0:
+        return None
+    kept_bytes = freeable_bytes(plan)
+    lower = with_less_memory(plan, kept_bytes if tries_left == 2 else kept_bytes // 2)
+    if lower is not None:
+        return lower
+    # A run that is resumed counts in micro-batches of the size that it had.
+    size = None if trainer.ckpt_path is not None else division.smaller
+    return None if size is None else with_smaller_micro_batch(plan, size)
+
+
+def _change(plan: Plan, lower: Plan) -> str:
+    if lower.micro_batch_size != plan.micro_batch_size:
+        return f"micro-batches have {lower.micro_batch_size} samples instead of {plan.micro_batch_size}"
+    units = sum(unit != other for unit, other in zip(plan.units, lower.units, strict=True))
+    blocks = len(lower.blocks) - len(plan.blocks)
+    told = [f"{units} {'unit keeps' if units == 1 else 'units keep'} less"] if units else []
+    told += [f"{blocks} {'block recomputes' if blocks == 1 else 'blocks recompute'}"] if blocks else []
+    freed = format_bytes(freeable_bytes(plan) - freeable_bytes(lower))
+    return f"{' and '.join(told)}, {freed} together"
+
+
+def run_dry(trainer: pl.Trainer, sharded: ShardedModel) -> DryRun:
+    """Takes an optimizer step like those to come, without the other ranks, and leaves nothing of it.
+
+    The gradients of a step before are alive, and so is the state of optimizers: where there is none yet, a copy of the
+    optimizer steps on gradients of zero, and weights are put back from a copy on the host. On CPU tensors are counted,
+    those that no plan predicts too, and more than the memory limit of the plan counts as out of memory.
+
+    An error of another kind says nothing of memory, as what units gather is wrong. Call it on all ranks.
+    """
+    strategy, module = trainer.strategy, trainer.lightning_module
+    assert isinstance(strategy, FSDPStrategy)
+    others = other_tensors(trainer)  # before there are copies that no other step has
+    with (
+        sharded.alone(),
+        untouched(sharded.module, left_out=sharded.shards),
+        muted(trainer, module),
+        torch.autograd.set_detect_anomaly(False),
+    ):
+        try:
+            found = _taken(trainer, strategy, sharded, others)
+        except Exception as error:
+            found = DryRun(error=f"{type(error).__name__}: {error}")
+    if found.place:
+        gc.collect()  # what the error held
+        # a step that was broken off may leave tensors until the next one
+        census = getattr(strategy, "census", None)
+        if isinstance(census, Census):
+            census.ignore(other_tensors(trainer, besides=others))
+    empty_cache(strategy.root_device)
+    return found
+
+
+def _taken(trainer: pl.Trainer, strategy: FSDPStrategy, sharded: ShardedModel, others: Sequence[Tensor]) -> DryRun:
+    """Takes the step, and says where memory ran out, if it did; other errors are raised."""
+    batch = _next_batch(trainer)
+    fresh = [_copied(optimizer) for optimizer in strategy.optimizers if not optimizer.state]
+    counted = None
+    if strategy.root_device.type == "cpu":  # where nothing else limits live tensors
+        assert sharded.plan is not None
+        counted = LiveBytes("cpu", memory_limit_bytes=sharded.plan.memory_limit_bytes)
+        counted.track([*planned_tensors(trainer), *tensors_in(batch), *others])
+    with sharded.kept_shards() if fresh else nullcontext():
+        try:
+            with counted or nullcontext():
+                sharded.shard_gradients()
+                for optimizer in fresh:
+                    with sharded.stepping(optimizer):
+                        optimizer.step()
+                _window(trainer, strategy, batch)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            text = str(error).partition("\n")[0]
+            return DryRun(place_of_shortage(sharded), f"{type(error).__name__}: {text}")
+    return DryRun()
+
+
+def _copied(optimizer: Optimizer) -> Optimizer:
+    """An optimizer of the same parameters with a state, and hooks, of its own."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return copy.deepcopy(optimizer, {id(parameter): parameter for parameter in parameters})
+
+
+def _window(trainer: pl.Trainer, strategy: FSDPStrategy, batch: Any) -> None:
+    """Micro-batches of an optimizer step, as Lightning's automatic optimization runs them."""
+    module, number = trainer.lightning_module, trainer.accumulate_grad_batches
+    for index in range(number):
+        with nullcontext() if index == number - 1 else strategy.block_backward_sync():
+            arguments = step_arguments(module, to_device(trainer, module, batch))
+            loss = loss_in(strategy.training_step(*arguments)) / number
+            if index == 0:
+                for optimizer in strategy.optimizers:
+                    optimizer.zero_grad()
+            strategy.pre_backward(loss)
+            loss.backward()
+
+
+def _next_batch(trainer: pl.Trainer) -> Any:
+    """One that training begins with; neither loaders nor random numbers are different afterwards."""
+    ahead = getattr(trainer.fit_loop._data_fetcher, "batches", None)
+    if ahead:
+        return ahead[0][0]
+    loaders = trainer.fit_loop._combined_loader
+    assert loaders is not None
+    if any(read_once_source(loader) is not None for loader in loaders.flattened):
+        raise ValueError("the training loader can be read only once")
+    return first_batch(loaders)[0]
