@@ -126,6 +126,23 @@ def test_what_loaders_must_give(fit, loader, text):
     assert text in str(refused.value)
 
 
+class TakesIterator(Net):
+    """Whose step takes the loader's iterator; it optimizes manually if asked."""
+
+    def __init__(self, *, is_manual=False):
+        super().__init__()
+        self.automatic_optimization = not is_manual
+
+    def training_step(self, dataloader_iter):
+        raise AssertionError("nothing runs")
+
+
+@pytest.mark.parametrize("is_manual", [False, True])
+def test_a_step_must_take_a_batch(fit, is_manual):
+    with pytest.raises(ConfigurationError, match=r"got one that takes dataloader_iter, .* pass plan="):
+        fit(TakesIterator(is_manual=is_manual))
+
+
 def test_a_model_must_have_parameters(fit):
     with pytest.raises(ProfileError, match="Expected WithoutParameters to have parameters to shard, but it has none"):
         fit(WithoutParameters())

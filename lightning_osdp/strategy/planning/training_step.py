@@ -32,12 +32,7 @@ _COMPARED = (bool, int, float, str, tuple, type(None))
 
 
 def training_step(module: pl.LightningModule) -> Callable[[Any], Any]:
-    """``module.training_step`` as a function of the batch; raises a `ConfigurationError` if it takes an iterator."""
-    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        raise ConfigurationError(
-            "Expected training_step to take a batch, got one that takes dataloader_iter, which cannot be profiled."
-            " Take a batch, or pass plan=."
-        )
+    """``module.training_step`` as a function of the batch."""
     return lambda batch: module.training_step(*step_arguments(module, batch))
 
 
@@ -81,7 +76,12 @@ def summed_step(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[An
 
 
 def step_arguments(module: pl.LightningModule, batch: Any) -> tuple[Any, ...]:
-    """What ``training_step`` is called with."""
+    """What ``training_step`` is called with; raises a `ConfigurationError` if it takes an iterator."""
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ConfigurationError(
+            "Expected training_step to take a batch, got one that takes dataloader_iter, which cannot be profiled."
+            " Take a batch, or pass plan=."
+        )
     with_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     return (batch, 0) if with_index else (batch,)
 
