@@ -16,8 +16,8 @@ from lightning_osdp.engine.schedule import Kind
 from lightning_osdp.simulation.step import durations_of, timeline_of
 from lightning_osdp.simulation.timeline import Durations
 
-_TIMELESS = frozenset({"zero", "rerun", "release"})
-"""Kinds of events that take no time."""
+_TIMELESS = frozenset({"zero", "rerun", "linger", "release"})
+"""Kinds of events that take no time, and that nothing waits for; so is ``free`` but for a `GatherRule` of that name."""
 
 _IN_NODE: Mapping[str, tuple[Kind, ...]] = {"gather": ("gather_in_node",), "reduce": ("reduce_in_node", "all_reduce")}
 """Kind of a collective over all ranks -> what takes its place where a unit is in the node."""
@@ -143,13 +143,14 @@ def _classed(
         )
         for is_kept in (False, may_keep)
     )
-    left = (event for event in kept if event.kind not in _TIMELESS)
+    timeless = _TIMELESS if engine.gathers_wait_for == "frees" else _TIMELESS | {"free"}
+    left = (event for event in kept if event.kind not in timeless)
     expected = next(left, None)
     classed: list[tuple[Event, str | None]] = []
     is_in_backward, flattened = False, set[int]()
     for event in freed:
         kind, of = event
-        if kind in _TIMELESS:
+        if kind in timeless:
             continue
         if event != expected:
             own: str | None = "again" if kind == "gather" else "freed"
