@@ -12,9 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from lightning_osdp.assign.additive import NO_GAIN, Additive, Modes
 from lightning_osdp.assign.paths import Path, Paths
-from lightning_osdp.assign.repair import fill
 from lightning_osdp.assign.setting import Setting
-from lightning_osdp.assign.solve import Solved, solve, violated
+from lightning_osdp.assign.solve import Solved, fill, solve, violated
 from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.simulation.clock import StepTime
 
