@@ -67,9 +67,14 @@ class StepClock:
         """One optimizer step with these modes, one per unit."""
         timeline = timeline_of(self._with_activations(modes), self.cluster, self.engine)
         num_simulated = min(MOST_SIMULATED, self.num_micro_batches)
+        before: list[frozenset[str]] | None = None
         for index in range(num_simulated):
             absent = [_absent(mode, is_first=index == 0, is_last=index == num_simulated - 1) for mode in modes]
-            timeline.read_all(event for event, kind in self._joined if kind is None or kind not in absent[event.of])
+            if absent == before and timeline.gathers_wait_for != "frees":
+                timeline.repeat()
+            else:
+                timeline.read_all(event for event, kind in self._joined if kind is None or kind not in absent[event.of])
+            before = absent
         update_s = self.optimizer_s + sum(
             more_optimizer_s(self.profile, self.cluster, unit, mode)
             for unit, mode in zip(self.units, modes, strict=True)

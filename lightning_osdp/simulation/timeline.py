@@ -167,6 +167,12 @@ class Timeline:
         self.ends_s.append(self.now_s)
         self._slowed_s.append(self.slowed_s)
 
+    def repeat(self) -> None:
+        """One more micro-batch like the one before, of which nothing is left but what a `GatherRule` ``frees`` has."""
+        self.compute_s += self.ends_s[-1] - self.ends_s[-2]
+        self.slowed_s += self._slowed_s[-1] - self._slowed_s[-2]
+        self.end_backward()
+
     def total_s(self, num_micro_batches: int) -> float:
         """Seconds of so many micro-batches, of which at most `MOST_SIMULATED` were simulated."""
         return _continued(self.ends_s, num_micro_batches)
