@@ -113,6 +113,16 @@ def targets(rows: Sequence[Row], plans: Sequence[PlanRow]) -> list[Target]:
     if additive:
         slowest_s = max(row.slowest_s for row in additive)
         found.append(Target(name="modes and activations of 48 blocks: s", limit=1.0, measured=slowest_s))
+    for overlaps, limit in ((False, 5.0), (True, 10.0)):
+        how = "overlap" if overlaps else "block"
+        slowest = {row.problem: row.slowest_s for row in plans if row.overlaps == overlaps}
+        if "plan, 96 blocks" in slowest:
+            plan_s, sweep_s = (
+                max(slowest["plan, 96 blocks"], slowest["plan, 96 blocks, any"]),
+                slowest["sweep, 96 blocks"],
+            )
+            found.append(Target(name=f"plan of 96 blocks, {how}: s", limit=limit, measured=plan_s))
+            found.append(Target(name=f"sweep of 96 blocks, {how}: s", limit=4 * limit, measured=sweep_s))
     equal = [row.largest_gap for row in plans if row.overlaps and "equal" in row.problem]
     return [*found, Target(name="equal units under overlap: gap", limit=0.05, measured=max(equal))]
 

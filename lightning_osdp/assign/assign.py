@@ -9,9 +9,8 @@ from lightning_osdp.assign.additive import Modes
 from lightning_osdp.assign.merging.slices import agreed_on
 from lightning_osdp.assign.overlap import solve_overlapped
 from lightning_osdp.assign.paths import Paths
-from lightning_osdp.assign.repair import fill
 from lightning_osdp.assign.setting import Setting
-from lightning_osdp.assign.solve import solve
+from lightning_osdp.assign.solve import fill, solve
 from lightning_osdp.core.modes import HDP
 from lightning_osdp.cost import PeakMemory
 

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from lightning_osdp.assign.additive import NO_GAIN, Additive, Modes
 from lightning_osdp.assign.paths import Path, Paths
-from lightning_osdp.assign.repair import fill
 from lightning_osdp.assign.setting import Setting
-from lightning_osdp.assign.solve import Solved, solve, violated
+from lightning_osdp.assign.solve import Solved, fill, solve, violated
 from lightning_osdp.core.modes import ShardingMode
+from lightning_osdp.simulation.clock import StepTime
 
 MAX_PATHS = 4
 """Paths that are bounded, one after the other: those that take longest in the modes found so far."""
@@ -81,11 +81,14 @@ class _Found:
         self.modes: Modes = setting.costs.least_memory_modes
         self.time_s, self.stalls_s = setting.costs.clock.step(self.modes)
         self.num_left = MAX_SIMULATED_UNITS // len(setting.units)
+        self._simulated = {self.modes: StepTime(self.time_s, self.stalls_s)}
 
     def offer(self, modes: Modes, *, slack: float = -NO_GAIN) -> bool:
         """Takes modes that fit if they are faster, or slower by no more than a fraction; returns whether they were."""
         self.num_left -= 1
-        step = self.setting.costs.clock.step(modes)
+        step = self._simulated.get(modes)
+        if step is None:
+            step = self._simulated[modes] = self.setting.costs.clock.step(modes)
         is_taken = step.time_s < self.time_s * (1 + slack)
         if is_taken:
             self.modes, (self.time_s, self.stalls_s) = modes, step

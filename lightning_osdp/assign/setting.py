@@ -133,8 +133,11 @@ class Setting(Step):
 
     @property
     def all_ahead(self) -> Setting:
-        """The same with every unit gathered ahead that may be."""
-        return replace(self, engine=self.engine.all_ahead, counts_frugal=False)
+        """The same with every unit gathered ahead that may be; itself where that is so already."""
+        engine = self.engine.all_ahead
+        if engine == self.engine and not self.counts_frugal:
+            return self
+        return replace(self, engine=engine, counts_frugal=False)
 
     @cached_property
     def ideal(self) -> Setting:

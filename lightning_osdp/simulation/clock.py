@@ -16,8 +16,8 @@ from lightning_osdp.engine.schedule import Kind
 from lightning_osdp.simulation.step import durations_of, timeline_of
 from lightning_osdp.simulation.timeline import Durations
 
-_TIMELESS = frozenset({"zero", "rerun", "release"})
-"""Kinds of events that take no time."""
+_TIMELESS = frozenset({"zero", "rerun", "linger", "release"})
+"""Kinds of events that take no time, and that nothing waits for; so is ``free`` but for a `GatherRule` of that name."""
 
 _IN_NODE: Mapping[str, tuple[Kind, ...]] = {"gather": ("gather_in_node",), "reduce": ("reduce_in_node", "all_reduce")}
 """Kind of a collective over all ranks -> what takes its place where a unit is in the node."""
@@ -67,9 +67,14 @@ class StepClock:
         """One optimizer step with these modes, one per unit."""
         timeline = timeline_of(self._with_activations(modes), self.cluster, self.engine)
         num_simulated = min(MOST_SIMULATED, self.num_micro_batches)
+        before: list[frozenset[str]] | None = None
         for index in range(num_simulated):
             absent = [_absent(mode, is_first=index == 0, is_last=index == num_simulated - 1) for mode in modes]
-            timeline.read_all(event for event, kind in self._joined if kind is None or kind not in absent[event.of])
+            if absent == before and timeline.gathers_wait_for != "frees":
+                timeline.repeat()
+            else:
+                timeline.read_all(event for event, kind in self._joined if kind is None or kind not in absent[event.of])
+            before = absent
         update_s = self.optimizer_s + sum(
             more_optimizer_s(self.profile, self.cluster, unit, mode)
             for unit, mode in zip(self.units, modes, strict=True)
@@ -143,13 +148,14 @@ def _classed(
         )
         for is_kept in (False, may_keep)
     )
-    left = (event for event in kept if event.kind not in _TIMELESS)
+    timeless = _TIMELESS if engine.gathers_wait_for == "frees" else _TIMELESS | {"free"}
+    left = (event for event in kept if event.kind not in timeless)
     expected = next(left, None)
     classed: list[tuple[Event, str | None]] = []
     is_in_backward, flattened = False, set[int]()
     for event in freed:
         kind, of = event
-        if kind in _TIMELESS:
+        if kind in timeless:
             continue
         if event != expected:
             own: str | None = "again" if kind == "gather" else "freed"

@@ -10,12 +10,14 @@ References:
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
+from operator import attrgetter
 
 from lightning_osdp.core.cluster import Contention
 from lightning_osdp.engine import Event, GatherRule
-from lightning_osdp.simulation.timeline import COMMUNICATION, OVER, Durations, Timeline
+from lightning_osdp.simulation.timeline import COMMUNICATION, GATHERS, OVER, Durations, Timeline
 
 
 @dataclass(eq=False, slots=True)
@@ -48,6 +50,8 @@ class ContendedTimeline(Timeline):
         self._contention = contention
         self._queues: dict[str, deque[_Collective]] = {over: deque() for over in self.communicators_s}
         """What each communicator has been asked for and has not done when computing has come to `compute_s`."""
+        self._running: list[_Collective] = []
+        """What communicators work on, one each, the one that is done first in front."""
         self._gathers: dict[int, _Collective] = {}
         """Unit -> its latest gather."""
         self._busy_since_s = 0.0
@@ -60,19 +64,24 @@ class ContendedTimeline(Timeline):
         return self.compute_s + max(left_s)
 
     def _communicate(self, event: Event, micro_batch: int, may_start_s: float) -> float:
-        over = OVER[event.kind]
+        """When it is done, as far as that is known; the rest is in the queues."""
+        kind, of = event
+        over = OVER[kind]
         queue = self._queues[over]
         # an all-reduce between nodes is of what the reduce-scatter issued before it has summed inside of them
-        after = self._queues["node"][-1] if event.kind == "all_reduce" and self._queues["node"] else None
-        issued = _Collective(event, micro_batch, self.durations.collectives_s[event.kind][event.of], after)
-        if event.kind.startswith("gather"):
-            self._gathers[event.of] = issued
+        after = self._queues["node"][-1] if kind == "all_reduce" and self._queues["node"] else None
+        issued = _Collective(event, micro_batch, self.durations.collectives_s[kind][of], after)
+        if kind in GATHERS:
+            self._gathers[of] = issued
         if not queue and after is None:
             issued.start_s = max(self.communicators_s[over], may_start_s)
             self._catch_up(issued)
-        if issued.end_s is None:
-            queue.append(issued)
-        return self.now_s if issued.end_s is None else issued.end_s
+        if issued.end_s is not None:
+            return issued.end_s
+        queue.append(issued)
+        if queue[0] is issued:
+            self._begin()
+        return math.inf
 
     def _catch_up(self, issued: _Collective) -> None:
         """Takes a collective that could begin before computing came to where it is as far as that.
@@ -87,7 +96,7 @@ class ContendedTimeline(Timeline):
             return
         issued.left_s -= alone_s
         # what another communicator does has slowed computing already
-        slowdown = 1.0 if any(self._queues.values()) else self._contention.computing
+        slowdown = 1.0 if self._running else self._contention.computing
         needs_s = issued.left_s * self._contention.collectives
         passed_s = min(needs_s, beside_s * slowdown)
         later_s = passed_s * (1 - 1 / slowdown)
@@ -98,15 +107,14 @@ class ContendedTimeline(Timeline):
             self._end(issued, begins_s + needs_s)
 
     def _run(self, seconds: float) -> None:
+        slowdown = self._contention.computing
         while seconds > 0:
-            running = self._running()
-            if not running:
+            if not self._running:
                 self.compute_s += seconds
                 return
-            slowdown = self._contention.computing
-            passed_s = min(seconds * slowdown, running[0].left_s * self._contention.collectives)
+            passed_s = min(seconds * slowdown, self._running[0].left_s * self._contention.collectives)
             seconds = 0.0 if passed_s == seconds * slowdown else seconds - passed_s / slowdown
-            self._pass(running, passed_s, self._contention.collectives)
+            self._pass(passed_s, self._contention.collectives)
             self.slowed_s += passed_s - passed_s / slowdown
 
     def _wait_for_gather(self, of: int) -> None:
@@ -122,35 +130,37 @@ class ContendedTimeline(Timeline):
 
     def _wait_for(self, collective: _Collective) -> None:
         while collective.end_s is None:
-            running = self._running()
-            self._pass(running, running[0].left_s, 1.0)
+            self._pass(self._running[0].left_s, 1.0)
             self._busy_since_s = self.compute_s
 
-    def _running(self) -> list[_Collective]:
-        """What each communicator works on, the one that is done first in front."""
-        heads = (queue[0] for queue in self._queues.values() if queue)
-        running = [head for head in heads if head.after is None or head.after.end_s is not None]
-        for each in running:
+    def _begin(self) -> None:
+        """Looks anew at what communicators work on."""
+        heads = [queue[0] for queue in self._queues.values() if queue]
+        self._running = [head for head in heads if head.after is None or head.after.end_s is not None]
+        for each in self._running:
             if each.start_s is None:
                 each.start_s = self.compute_s
-        return sorted(running, key=lambda each: each.left_s)
+        if len(self._running) > 1:
+            self._running.sort(key=attrgetter("left_s"))
 
-    def _pass(self, running: list[_Collective], seconds: float, slowdown: float) -> None:
-        """So many seconds go by, no more than the first of these takes with this slowdown."""
+    def _pass(self, seconds: float, slowdown: float) -> None:
+        """So many seconds go by, no more than the first that runs takes with this slowdown."""
         self.compute_s += seconds
-        is_first_done = seconds == running[0].left_s * slowdown
-        for each in running:
-            each.left_s -= seconds / slowdown
-            if each.left_s <= 0 or (is_first_done and each is running[0]):
+        first, worked_s = self._running[0], seconds / slowdown
+        is_first_done = seconds == first.left_s * slowdown
+        is_any_done = False
+        for each in self._running:
+            each.left_s -= worked_s
+            if each.left_s <= 0 or (is_first_done and each is first):
+                self._queues[OVER[each.event[0]]].popleft()
                 self._end(each, self.compute_s)
+                is_any_done = True
+        if is_any_done:
+            self._begin()
 
     def _end(self, collective: _Collective, end_s: float) -> None:
-        over = OVER[collective.event.kind]
         collective.end_s, collective.left_s = end_s, 0.0
-        self.communicators_s[over] = end_s
-        queue = self._queues[over]
-        if queue and queue[0] is collective:
-            queue.popleft()
+        self.communicators_s[OVER[collective.event[0]]] = end_s
         if self.keeps_intervals:
             assert collective.start_s is not None
             self._keep(COMMUNICATION, collective.event, collective.micro_batch, collective.start_s, end_s)

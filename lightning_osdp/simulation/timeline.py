@@ -19,7 +19,7 @@ References:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from lightning_osdp.engine import Event, GatherRule
@@ -37,6 +37,7 @@ OVER = {
 }
 """Kind of a collective -> on whose links it is: those of ``all`` ranks, or of a ``node``."""
 
+GATHERS = frozenset({"gather", "gather_in_node"})
 COMPUTE, COMMUNICATION = "compute", "communication"
 
 
@@ -87,6 +88,20 @@ class Timeline:
         self._scattered_s = 0.0  # when the latest reduce-scatter was over
         self._pending: set[int] = set()  # units that are not copied out yet
         self._is_in_backward = False
+        self._readers: dict[str, Callable[[Event, int], None]] = {
+            "gather": self._gather,
+            "gather_in_node": self._gather,
+            "await": self._await,
+            "forward": self._forward,
+            "backward": self._backward,
+            "flatten": self._flatten,
+            "free": self._free,
+            "accumulate": self._accumulate,
+            "reduce": self._reduce,
+            "reduce_in_node": self._reduce,
+            "scatter_in_node": self._reduce,
+            "all_reduce": self._all_reduce,
+        }
 
     @property
     def now_s(self) -> float:
@@ -94,38 +109,10 @@ class Timeline:
         return max(self.compute_s, *self.communicators_s.values())
 
     def read(self, event: Event, micro_batch: int = 0) -> None:
-        """One more event."""
-        kind, of = event
-        durations = self.durations
-        if kind in {"gather", "gather_in_node"}:
-            self._pending.add(of)
-            self._ready_s[of] = self._communicate(event, micro_batch, self._may_gather_s())
-            self._due_s[of] = self._due_s.get(of, 0.0) + durations.overhead_s["gather"][of]
-        elif kind == "await":
-            start_s = self.compute_s
-            self._wait_for_gather(of)
-            self.stalls_s[of] = self.compute_s - start_s
-            if of in self._pending:
-                self._pending.remove(of)
-                self._copied_before_s = self.compute_s if self._is_in_backward else self._copied_s
-                self._copied_s = self.compute_s
-        elif kind == "forward":
-            self._compute(event, micro_batch, durations.forward_s[of])
-        elif kind == "backward":
-            self._is_in_backward = True
-            self._compute(event, micro_batch, durations.backward_s[of])
-        elif kind == "flatten":
-            self._compute(event, micro_batch, self._due_s.pop(of, 0.0) + durations.overhead_s["flatten"][of])
-        elif kind == "free":
-            if self.gathers_wait_for == "frees":
-                self._freed_s.append(self.compute_s)
-        elif kind == "accumulate":
-            self._compute(event, micro_batch, durations.overhead_s["accumulate"][of])
-        elif kind in {"reduce", "reduce_in_node", "scatter_in_node"}:
-            self._compute(event, micro_batch, durations.overhead_s["reduce"][of])
-            self._scattered_s = self._communicate(event, micro_batch, self.compute_s)
-        elif kind == "all_reduce":
-            self._communicate(event, micro_batch, self._scattered_s)
+        """One more event: there is a method for each kind that takes time."""
+        reader = self._readers.get(event[0])
+        if reader is not None:
+            reader(event, micro_batch)
 
     def read_all(self, events: Iterable[Event]) -> None:
         """All events of a micro-batch."""
@@ -133,12 +120,58 @@ class Timeline:
             self.read(event)
         self.end_backward()
 
+    def _gather(self, event: Event, micro_batch: int) -> None:
+        of = event[1]
+        self._pending.add(of)
+        self._ready_s[of] = self._communicate(event, micro_batch, self._may_gather_s())
+        self._due_s[of] = self._due_s.get(of, 0.0) + self.durations.overhead_s["gather"][of]
+
+    def _await(self, event: Event, _: int) -> None:
+        of, start_s = event[1], self.compute_s
+        self._wait_for_gather(of)
+        self.stalls_s[of] = self.compute_s - start_s
+        if of in self._pending:
+            self._pending.remove(of)
+            self._copied_before_s = self.compute_s if self._is_in_backward else self._copied_s
+            self._copied_s = self.compute_s
+
+    def _forward(self, event: Event, micro_batch: int) -> None:
+        self._compute(event, micro_batch, self.durations.forward_s[event[1]])
+
+    def _backward(self, event: Event, micro_batch: int) -> None:
+        self._is_in_backward = True
+        self._compute(event, micro_batch, self.durations.backward_s[event[1]])
+
+    def _flatten(self, event: Event, micro_batch: int) -> None:
+        of = event[1]
+        self._compute(event, micro_batch, self._due_s.pop(of, 0.0) + self.durations.overhead_s["flatten"][of])
+
+    def _free(self, _: Event, __: int) -> None:
+        if self.gathers_wait_for == "frees":
+            self._freed_s.append(self.compute_s)
+
+    def _accumulate(self, event: Event, micro_batch: int) -> None:
+        self._compute(event, micro_batch, self.durations.overhead_s["accumulate"][event[1]])
+
+    def _reduce(self, event: Event, micro_batch: int) -> None:
+        self._compute(event, micro_batch, self.durations.overhead_s["reduce"][event[1]])
+        self._scattered_s = self._communicate(event, micro_batch, self.compute_s)
+
+    def _all_reduce(self, event: Event, micro_batch: int) -> None:
+        self._communicate(event, micro_batch, self._scattered_s)
+
     def end_backward(self) -> None:
         """Computing goes on when all gradients are reduced."""
         self._wait_for_all()
         self._is_in_backward = False
         self.ends_s.append(self.now_s)
         self._slowed_s.append(self.slowed_s)
+
+    def repeat(self) -> None:
+        """One more micro-batch like the one before, of which nothing is left but what a `GatherRule` ``frees`` has."""
+        self.compute_s += self.ends_s[-1] - self.ends_s[-2]
+        self.slowed_s += self._slowed_s[-1] - self._slowed_s[-2]
+        self.end_backward()
 
     def total_s(self, num_micro_batches: int) -> float:
         """Seconds of so many micro-batches, of which at most `MOST_SIMULATED` were simulated."""

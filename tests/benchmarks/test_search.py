@@ -33,6 +33,7 @@ def test_every_row_has_a_certified_gap(tmp_path, capsys):
             "modes, equal units",
             "modes, random units",
             "plan, 2 blocks",
+            "sweep, 2 blocks",
             "modes and activations, 2 blocks",
             "plan, 2 blocks, any",
         )

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from lightning_osdp.assign import Setting, assign_modes
 from lightning_osdp.core.affine import Affine
+from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Cluster, Link, UnitOverhead
 from lightning_osdp.core.modes import DP
 from lightning_osdp.core.profile import ModelProfile, OperatorProfile, Segment
@@ -29,6 +30,9 @@ LINK = Link(latency_s=10e-6, seconds_per_byte=1 / 50e9)
 OVERHEAD = {"gather": UnitOverhead(fixed_s=10e-6), "flatten": UnitOverhead(fixed_s=40e-6)}
 WORLD_SIZE = 16
 SAMPLES = 2
+"""Of a micro-batch."""
+SWEPT_SAMPLES = 8
+"""Of a step that is divided into 1, 2, 4 or 8 micro-batches: all of these are planned for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +152,7 @@ def limit_bytes(found: Setting, share: float) -> int:
 
 
 def measure_plans(sizes: Sequence[int], blocks: Sequence[int], shares: Sequence[float]) -> list[PlanRow]:
-    """Returns rows of chains (modes alone) and of transformers (whole plans), without and with overlap."""
+    """Returns rows of chains (modes alone) and of transformers (whole plans, sweeps), without and with overlap."""
     rows = []
     for overlaps, size in itertools.product((False, True), sizes):
         for name, seed in (("equal units", None), ("random units", 0)):
@@ -156,8 +160,9 @@ def measure_plans(sizes: Sequence[int], blocks: Sequence[int], shares: Sequence[
             rows.append(row(f"modes, {name}", size, overlaps, [_modes(each, s) for each in chains for s in shares]))
     for overlaps, num_blocks in itertools.product((False, True), blocks):
         profile = transformer(num_blocks)
-        solves = [_plan(profile, share, overlaps=overlaps) for share in shares]
-        rows.append(row(f"plan, {num_blocks} blocks", len(profile.operators), overlaps, solves))
+        for name, policy in (("plan", BatchPolicy.fixed(SAMPLES)), ("sweep", BatchPolicy.divide(SWEPT_SAMPLES))):
+            solves = [_plan(profile, share, policy, overlaps=overlaps) for share in shares]
+            rows.append(row(f"{name}, {num_blocks} blocks", len(profile.operators), overlaps, solves))
     return rows
 
 
@@ -172,10 +177,10 @@ def _modes(found: Setting, share: float) -> Callable[[], float]:
     return solve
 
 
-def _plan(profile: ModelProfile, share: float, *, overlaps: bool) -> Callable[[], float]:
+def _plan(profile: ModelProfile, share: float, policy: BatchPolicy, *, overlaps: bool) -> Callable[[], float]:
     limit = limit_bytes(setting(profile, overlaps=overlaps), share)
     ranks = cluster(overlaps=overlaps)
-    return lambda: make_plan(profile, ranks, memory_limit_bytes=limit, micro_batch_size=SAMPLES).gap
+    return lambda: make_plan(profile, ranks, memory_limit_bytes=limit, micro_batch_size=policy).gap
 
 
 def row(problem: str, num_operators: int, overlaps: bool, solves: Sequence[Callable[[], float]]) -> PlanRow:

@@ -29,31 +29,36 @@ def join_units(setting: Setting, modes: Modes, *, memory_limit_bytes: float) -> 
     """The setting, whose units are shared, with units of several modules where that is faster, and its modes."""
     if setting.is_paper or setting.decided.num_slices:
         return setting, modes
+    time_s = setting.costs.step_time_s(modes)
     for _ in range(_MAX_ROUNDS):
         before = setting
         for pairs in _pairs(setting, modes):
-            setting, modes = _join(setting, modes, pairs, memory_limit_bytes)
+            setting, modes, time_s = _join(setting, modes, time_s, pairs, memory_limit_bytes)
         if setting is before:
             break
     return setting, modes
 
 
-def _join(setting: Setting, modes: Modes, pairs: Sequence[_Pair], memory_limit_bytes: float) -> tuple[Setting, Modes]:
-    """As many of the last pairs as fit and are faster, found by halving."""
-    names = {unit.name: unit for unit in setting.units}
-    pairs = [pair for pair in pairs if all(name in names for name in pair)]  # others may have been joined meanwhile
-    worth_s = setting.costs.step_time_s(modes) * (1 - _WORTH_JOINING)
+def _join(
+    setting: Setting, modes: Modes, time_s: float, pairs: Sequence[_Pair], memory_limit_bytes: float
+) -> tuple[Setting, Modes, float]:
+    """As many of the last pairs as fit and are faster, found by halving; with the seconds of the step."""
+    names = {unit.name for unit in setting.units}
+    pairs = [pair for pair in pairs if names.issuperset(pair)]  # others may have been joined meanwhile
     count = len(pairs)
     while count:
         chosen = tuple(pairs[-count:])
         make = partial(joined, setting.profile, setting.units, chosen)
         tried = in_other_units(setting, modes, ("joined", *chosen), make)
-        if tried is None or tried[0].costs.step_time_s(tried[1]) >= worth_s:
+        if tried is None:
+            break
+        tried_s = tried[0].costs.step_time_s(tried[1])
+        if tried_s >= time_s * (1 - _WORTH_JOINING):
             break
         if tried[0].costs.exact_peak(tried[1]).peak_bytes <= memory_limit_bytes:
-            return tried
+            return *tried, tried_s
         count //= 2
-    return setting, modes
+    return setting, modes, time_s
 
 
 def _pairs(setting: Setting, modes: Modes) -> list[list[_Pair]]:
