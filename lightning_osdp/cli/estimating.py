@@ -25,8 +25,8 @@ from lightning_osdp.simulation import StepEstimate, simulate
 
 _ASSUMED = (
     "Not measured: rates are the data sheet's times what programs are assumed to reach, operations are"
-    " those that torch runs on CPU, and nothing slows computing down beside communication. A short run on the machine"
-    " tells more."
+    " those that torch runs on CPU, and computing and communication slow each other down by a published factor. A short"
+    " run on the machine tells more."
 )
 
 
