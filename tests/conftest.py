@@ -2,16 +2,11 @@
 
 import dataclasses
 import os
-import sys
 import tempfile
-from pathlib import Path
 
 # Before torch is imported, and for processes that tests start: threads on small tensors only wait for each other, and
 # two processes that run tests have taken three times the seconds.
 os.environ["OMP_NUM_THREADS"] = "1"
-
-# Test folders are no packages in importlib mode: all of them find `engines` here.
-sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 import torch.distributed as dist

@@ -1,18 +1,11 @@
 import os
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
-
-# Ranks and pytest must find the same modules; test folders are no packages in importlib mode.
-sys.path.insert(0, str(Path(__file__).parent))
-
 from ranks import TIMEOUT_S, RankPool
 
 # Collecting doctests imports every file; these need the optional dependency group "models".
-HF_FILES = ["hf_models.py", "hf_recipe_cases.py", "hf_export_cases.py"]
-collect_ignore = [] if find_spec("transformers") and find_spec("peft") else HF_FILES
+collect_ignore = [] if find_spec("transformers") and find_spec("peft") else ["support/hf"]
 
 
 class _Pools:

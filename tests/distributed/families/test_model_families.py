@@ -1,0 +1,58 @@
+"""Models of every family train under every kind of plan, their own ones included, as under DDP and in one process."""
+
+import pytest
+from families import check, family
+from models import build
+from tiers import but_slow
+
+from lightning_osdp import TrainingStep, profile_model
+from lightning_osdp.core.units import partition
+
+pytestmark = pytest.mark.distributed
+
+
+FAMILIES = [
+    "ConvBatchNorm", "Adapters", "FrozenBias", "CalledTwice", "Tiny", "Containers", "EncoderDecoder", "CrossAttention",
+    "Recurrent", "ReturnsItsLoss",
+]  # fmt: skip
+SLOW = set(FAMILIES) - {"Adapters", "CalledTwice", "ReturnsItsLoss"}
+
+
+@pytest.mark.parametrize("name", but_slow(FAMILIES, slow=SLOW))
+def test_every_plan_equals_ddp_and_one_process(ranks, name):
+    found = ranks(2).run(family, name=name, optimizer="adamw", dtype="float64")[0]
+    assert list(found["plans"]) == ["zdp", "dp", "mixed", "own", "own, little memory"]
+    check(found, 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "tolerance"),
+    [*((name, "sgd", 1e-6) for name in FAMILIES), ("ConvBatchNorm", "adamw", 1e-4), ("EncoderDecoder", "adamw", 1e-4)],
+)
+@pytest.mark.slow
+def test_a_mixed_plan_equals_ddp_in_float32(ranks, name, optimizer, tolerance):
+    options = {"given": ["mixed"], "own": False}
+    check(ranks(2).run(family, name=name, optimizer=optimizer, dtype="float32", **options)[0], tolerance)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.slow
+def test_a_mixed_plan_equals_ddp_and_one_process_on_four_ranks(ranks, name):
+    check(ranks(4).run(family, name=name, optimizer="adamw", dtype="float64", given=["mixed"], own=False)[0], 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "whole", "parts"),
+    [
+        # three modules that share a weight, far apart: it goes to the unit of the whole model
+        ("CrossAttention", {"decoder.0.key"}, {"encoder.0", "embedding", "output.1"}),
+        # attention reads its projection without calling it
+        ("EncoderDecoder", {"net.decoder.layers.0.multihead_attn"}, {"net.decoder.layers.0.multihead_attn.out_proj"}),
+    ],
+)
+def test_what_is_read_elsewhere_is_no_unit_of_its_own(name, whole, parts):
+    module = build(name)
+    profile = profile_model(module, next(iter(module.loader(0, 1))), TrainingStep(module.loss))
+    units = {unit.name for unit in partition(profile, min_unit_bytes=0)}
+    assert whole <= units
+    assert not parts & units

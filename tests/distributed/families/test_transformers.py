@@ -1,0 +1,63 @@
+"""Hugging Face models with random weights train unchanged, as under DDP."""
+
+import importlib.util
+
+import pytest
+from families import check, family
+from tiers import slow
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformers") is None,
+        reason="needs transformers: python -m pip install --group models",
+    ),
+]
+
+
+def hf_exported():
+    """See `hf_exports`, which needs ``transformers`` and ``peft``."""
+    import hf_exports
+
+    return hf_exports.exported(), hf_exports.adapted()
+
+
+def hf_family(**kwargs):
+    """The same for a model of ``transformers``."""
+    import hf_models  # noqa: F401 (registers its models)
+
+    return family(**kwargs)
+
+
+MIXED = {"given": ["mixed"], "own": False}
+TIED = {
+    "GPT2": {"model.transformer.wte", "model.lm_head"},
+    "T5": {"model.shared", "model.encoder.embed_tokens", "model.decoder.embed_tokens", "model.lm_head"},
+}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [(2, {"given": ["zdp", "mixed"]}), slow(4, MIXED)],
+    ids=["2", "4"],
+)
+@pytest.mark.parametrize("name", ["GPT2", *(slow(name) for name in ("Llama", "T5", "Swin"))])
+def test_every_plan_equals_ddp_and_one_process(ranks, name, world_size, options):
+    found = ranks(world_size).run(hf_family, name=name, optimizer="adamw", dtype="float64", **options)[0]
+    # Llama and T5 normalise in float32 whatever their parameters are.
+    check(found, 1e-9 if name in ("GPT2", "Swin") else 1e-6)
+    assert len(found["plans"]["mixed"]["units"]) > 10
+    assert not TIED.get(name, set()) & set(found["plans"]["mixed"]["units"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft: python -m pip install --group models")
+def test_what_is_gathered_can_be_saved_by_transformers_and_peft_themselves(ranks):
+    for whole, adapters in ranks(2).run(hf_exported):
+        from_ddp, *adapted = adapters
+        assert from_ddp < 1e-9
+        for off, moved, (kind, told) in (whole, adapted):
+            assert off < 1e-12
+            assert moved > 1e-3
+            assert kind == "ConfigurationError"
+            assert "with trainer.strategy.gathered()" in told

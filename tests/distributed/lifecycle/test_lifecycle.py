@@ -1,0 +1,18 @@
+"""Every feature of the Trainer gives under the strategy what it gives under DDP."""
+
+import pytest
+from lifecycle import outcomes
+
+pytestmark = pytest.mark.distributed
+
+
+NOT_WITH_SHARDS = {"StochasticWeightAveraging": "ConfigurationError: Expected averages that can be made of shards"}
+"""What raises, and how it begins."""
+
+
+@pytest.mark.slow
+def test_features_of_the_trainer_give_what_they_give_under_ddp(ranks):
+    for found in ranks(2).run(outcomes):
+        assert {feature: wrong for feature, wrong in found.items() if wrong}.keys() == NOT_WITH_SHARDS.keys()
+        for feature, text in NOT_WITH_SHARDS.items():
+            assert found[feature].startswith(text)

@@ -1,0 +1,63 @@
+"""The simulated peak against a count of live storages in real training steps."""
+
+import dataclasses
+
+import pytest
+import torch.distributed as dist
+from fits import plan_for, profile_of, stated_cluster, trainer
+from models import build
+from tiers import slow
+
+from lightning_osdp import OSDPStrategy, SearchSpace
+from lightning_osdp.callbacks.plan_monitor import PlanMonitor
+from lightning_osdp.simulation import simulate
+
+pytestmark = pytest.mark.distributed
+
+
+def predicted_and_counted_peak(name, optimizer, modes, num_micro_batches=1, prefetch="pre"):
+    """Bytes that the simulator says a plan takes, and the peak that training steps were counted to take."""
+    module, world_size = build(name, optimizer), dist.get_world_size()
+    space = SearchSpace(min_unit_bytes=1024, share_units=False)
+    plan = plan_for(module, modes, world_size=world_size, num_micro_batches=num_micro_batches, space=space)
+    plan = dataclasses.replace(plan, backward_prefetch=prefetch)
+    predicted = simulate(plan, profile_of(module), stated_cluster(world_size)).peak
+    strategy = OSDPStrategy(plan=plan)
+    fit = trainer(strategy, accumulate_grad_batches=num_micro_batches)
+    module = build(name, optimizer)
+    fit.fit(module, module.loader(dist.get_rank(), world_size))
+    check = next(callback for callback in fit.callbacks if isinstance(callback, PlanMonitor))
+    return predicted.peak_bytes, check.measured.peak_bytes, predicted.phase
+
+
+@pytest.mark.parametrize("prefetch", ["pre", slow("none")])
+@pytest.mark.parametrize("num_micro_batches", [slow(1), 3])
+@pytest.mark.parametrize("modes", ["zdp", "dp", "mixed"])
+@pytest.mark.parametrize("name", ["wide_mlp", slow("wide_gpt")])
+def test_peak_of_a_step_is_what_was_predicted(ranks, name, modes, num_micro_batches, prefetch):
+    predicted, counted, _ = ranks(2).run(
+        predicted_and_counted_peak,
+        name=name,
+        optimizer="adamw",
+        modes=modes,
+        num_micro_batches=num_micro_batches,
+        prefetch=prefetch,
+    )[0]
+    assert predicted == pytest.approx(counted, rel=2e-3)
+
+
+@pytest.mark.parametrize("world_size", [1, slow(4)])
+@pytest.mark.parametrize("name", ["wide_mlp", "tied_gpt"])
+def test_peak_on_one_rank_and_on_four(ranks, world_size, name):
+    predicted, counted, _ = ranks(world_size).run(
+        predicted_and_counted_peak, name=name, optimizer="sgd", modes="mixed"
+    )[0]
+    assert predicted == pytest.approx(counted, rel=2e-3)
+
+
+def test_optimizer_temporaries_can_be_the_peak(ranks):
+    predicted, counted, phase = ranks(1).run(
+        predicted_and_counted_peak, name="wide_mlp", optimizer="adamw", modes="zdp"
+    )[0]
+    assert phase == "optimizer step"
+    assert predicted == pytest.approx(counted, rel=2e-3)

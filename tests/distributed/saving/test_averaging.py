@@ -1,0 +1,128 @@
+"""Lightning's averages of weights on shards: what they are under DDP, and what they cost."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from fits import SPACE, failure, fitted, in_nodes, largest_difference, plan_for, shared_folder, trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.strategies import DDPStrategy
+from models import GPT, WideMLP
+from tiers import slow
+from torch.utils.data import DataLoader
+
+from lightning_osdp import OSDPStrategy
+from lightning_osdp.callbacks.plan_monitor import PlanMonitor
+
+pytestmark = pytest.mark.distributed
+
+
+EPOCHS = {"max_steps": -1, "limit_train_batches": 3, "limit_val_batches": 2, "num_sanity_val_steps": 1}
+
+
+class Model(GPT):
+    """With a buffer that training changes, and validation that comes last before training ends."""
+
+    def __init__(self):
+        super().__init__("sgd")
+        self.register_buffer("count", torch.zeros(()))
+        self.validated = []
+
+    def training_step(self, batch, batch_idx):
+        self.count += 1
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.validated.append(self.loss(batch))
+
+
+def epochs(make, averaging, number, *, again=False, **resumed):
+    """What so many epochs train, validate and save: the module, its whole weights, the checkpoint and its path."""
+    module, folder = Model(), shared_folder()
+    keeper = ModelCheckpoint(dirpath=folder, filename="one", save_on_train_epoch_end=True)
+    fit = trainer(make(), callbacks=[averaging(), keeper], enable_checkpointing=True, max_epochs=number, **EPOCHS)
+    data = module.loader(dist.get_rank(), dist.get_world_size()), DataLoader(module.dataset(), batch_size=8)
+    fit.fit(module, *data, **resumed)
+    if again:
+        fit.fit_loop.max_epochs = number + 1
+        fit.fit(module, *data)
+    fit.validate(module, data[1], verbose=False)
+    state = {name: value.detach().clone() for name, value in fit.strategy.lightning_module_state_dict().items()}
+    path = fit.checkpoint_callback.best_model_path
+    return module, state, torch.load(path, weights_only=False), path
+
+
+def compared(found, expected):
+    """Largest difference of losses, weights and what checkpoints have of both models."""
+    module, state, checkpoint, _ = found
+    reference, reference_state, reference_checkpoint, _ = expected
+    numbers = [
+        abs(float(a) - float(b))
+        for a, b in zip(module.losses + module.validated, reference.losses + reference.validated, strict=True)
+    ]
+    entries = ["state_dict", "current_model_state", "averaging_state"]
+    differences = [largest_difference(checkpoint[entry], reference_checkpoint[entry]) for entry in entries]
+    if dist.get_rank() == 0:
+        differences.append(largest_difference(state, reference_state))
+    return max(numbers + differences)
+
+
+def ddp():
+    return DDPStrategy(process_group_backend="gloo")
+
+
+def averages(modes):
+    """Differences from DDP of each average: trained, resumed from a checkpoint, and fitted again."""
+    plan = plan_for(Model(), "mixed", world_size=dist.get_world_size())
+    plan = plan if modes == "mixed" else in_nodes(plan, modes)
+    found = {}
+    for name, averaging in {
+        "all alike": WeightAveraging,
+        "exponential": lambda: EMAWeightAveraging(decay=0.5, use_buffers=False),
+    }.items():
+        ours = epochs(lambda: OSDPStrategy(plan=plan, node_size=plan.node_size), averaging, 1)
+        ddps = epochs(ddp, averaging, 1)
+        found[name] = compared(ours, ddps)
+        found[f"{name}, apart"] = largest_difference(ours[2]["state_dict"], ours[2]["current_model_state"])
+        resumed = epochs(lambda: OSDPStrategy(plan=plan, node_size=plan.node_size), averaging, 2, ckpt_path=ours[3])
+        found[f"{name}, resumed"] = compared(resumed, epochs(ddp, averaging, 2, ckpt_path=ddps[3]))
+    again = epochs(lambda: OSDPStrategy(plan=plan, node_size=plan.node_size), WeightAveraging, 1, again=True)
+    found["again"] = compared(again, epochs(ddp, WeightAveraging, 1, again=True))
+    return found
+
+
+def planned():
+    """Peaks that were predicted and counted with an average, and predicted without; and what is refused."""
+    peaks = {}
+    for name, callbacks in {"with": [WeightAveraging()], "without": []}.items():
+        fit = fitted(OSDPStrategy(search_space=SPACE, memory_limit="1GiB"), WideMLP("sgd"), callbacks=callbacks)
+        monitor = next(callback for callback in fit.callbacks if isinstance(callback, PlanMonitor))
+        peaks[name] = fit.strategy.plan.peak_bytes, monitor.measured.peak_bytes
+    stochastic = [StochasticWeightAveraging(0.01)]
+    return {
+        "peaks": peaks,
+        "shard_bytes": sum(p.numel() * 4 for p in WideMLP().parameters()) / dist.get_world_size(),
+        "stochastic": failure(lambda: fitted(OSDPStrategy(), WideMLP(), callbacks=stochastic)),
+        "sharded": failure(
+            lambda: fitted(OSDPStrategy(state_dict_type="sharded"), WideMLP(), callbacks=[WeightAveraging()])
+        ),
+    }
+
+
+@pytest.mark.parametrize(("world_size", "modes"), [(2, "mixed"), slow(4, "all")])
+def test_averages_are_those_under_ddp_also_resumed_and_fitted_again(ranks, world_size, modes):
+    for found in ranks(world_size).run(averages, modes=modes):
+        for name in ("all alike", "exponential"):
+            assert found.pop(f"{name}, apart") > 1e-4
+        assert max(found.values()) < 1e-6, found
+
+
+@pytest.mark.slow
+def test_an_average_is_planned_for_and_others_are_refused(ranks):
+    for found in ranks(2).run(planned):
+        (predicted, counted), (without, _) = found["peaks"]["with"], found["peaks"]["without"]
+        assert predicted - without == pytest.approx(found["shard_bytes"], rel=0.01)
+        assert counted == pytest.approx(predicted, rel=2e-3)
+        name, text = found["stochastic"]
+        assert name == "ConfigurationError"
+        assert "Use WeightAveraging(), which averages all updates alike, or EMAWeightAveraging()" in text
+        assert "Expected state_dict_type='full' with WeightAveraging" in found["sharded"][1]

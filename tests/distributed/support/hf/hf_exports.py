@@ -1,0 +1,58 @@
+"""Exports of sharded models by their libraries' own functions, as the ranks run them."""
+
+import peft
+import torch
+import torch.distributed as dist
+import transformers
+from fits import EVERYTHING, failure, shared_folder, without_measuring
+from hf_models import GPT2
+from user_runs import ddp, difference, fitted
+
+from lightning_osdp import OSDPStrategy
+
+
+class Adapted(GPT2):
+    """With LoRA of PEFT."""
+
+    def build(self):
+        adapters = peft.LoraConfig(r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
+        return peft.get_peft_model(super().build(), adapters)
+
+
+def saved(module, fit, load):
+    """Largest difference of logits between what was trained and what was saved, and what saving shards is refused.
+
+    Args:
+        module: whose model saves itself.
+        fit: that has trained it.
+        load: makes a model of the folder.
+    """
+    folder, tokens = shared_folder(), module.dataset().tensors[0][:2]
+    refused = failure(lambda: module.model.save_pretrained(folder / "refused"))
+    with fit.strategy.gathered(), torch.no_grad():
+        trained = module.model.eval()(tokens).logits
+        if dist.get_rank() == 0:
+            module.model.save_pretrained(folder / "saved")
+    dist.barrier()
+    with torch.no_grad():
+        start = GPT2().model.eval()(tokens).logits
+        loaded = load(folder / "saved").to(trained.dtype).eval()(tokens).logits
+    return float((loaded - trained).abs().max()), float((start - trained).abs().max()), refused
+
+
+@without_measuring
+def exported():
+    """The same of a whole model."""
+    module = GPT2()
+    strategy = OSDPStrategy(search_space=EVERYTHING, batch_size="keep")
+    _, _, fit = fitted(strategy, module, dtype="float32", max_steps=2)
+    return saved(module, fit, transformers.GPT2LMHeadModel.from_pretrained)
+
+
+@without_measuring
+def adapted():
+    """The same of adapters, loaded into a plain model; and how far training is from DDP's."""
+    module = Adapted()
+    own = fitted(OSDPStrategy(search_space=EVERYTHING, batch_size="keep"), module, max_steps=4)
+    off = difference(own, fitted(ddp(), Adapted(), max_steps=4))
+    return off, *saved(module, own[2], lambda folder: peft.PeftModel.from_pretrained(GPT2().model.double(), folder))

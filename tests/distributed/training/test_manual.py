@@ -1,0 +1,139 @@
+"""Manual optimization: each child sharded by itself trains what DDP trains."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from by_hand import GAN, One, compared, ddp, ours
+from fits import failure, largest_difference, plan_for, shared_folder, trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from models import OddMLP
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import DataLoader
+
+from lightning_osdp import OSDPStrategy
+
+pytestmark = pytest.mark.distributed
+
+
+class Once(GAN):
+    """Generates once for both losses, and freezes nothing."""
+
+    def training_step(self, batch, batch_idx):
+        real = batch[0].float()
+        first, second = self.optimizers()
+        made = self.generator(real.flip(1))
+        other = self.entropy(real, 1.0) + self.entropy(made.detach(), 0.0)
+        second.zero_grad()
+        self.manual_backward(other)
+        second.step()
+        loss = self.entropy(made, 1.0)
+        first.zero_grad()
+        self.manual_backward(loss)
+        first.step()
+        self.found += [loss.detach().clone(), other.detach().clone()]
+
+
+def trained(kind, make, epochs, *, averaging=(), **resumed):
+    """Losses, whole weights and the checkpoint's path after epochs of four batches, validated before and after."""
+    module, folder = kind(), shared_folder()
+    keeper = ModelCheckpoint(dirpath=folder, filename="one", save_on_train_epoch_end=True)
+    fit = trainer(
+        make(),
+        max_steps=-1,
+        max_epochs=epochs,
+        limit_train_batches=4,
+        callbacks=[keeper, *averaging],
+        enable_checkpointing=True,
+        limit_val_batches=2,
+        num_sanity_val_steps=0,
+    )
+    data = DataLoader(module.dataset(), batch_size=8)
+    fit.validate(module, data, verbose=False)
+    fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size()), **resumed)
+    fit.validate(module, data, verbose=False)
+    own = fit.strategy
+    whole = own.whole_state_dict(on_all_ranks=True) if isinstance(own, OSDPStrategy) else module.state_dict()
+    state = {name: value.detach().clone() for name, value in whole.items()}
+    return module, state, keeper.best_model_path
+
+
+def manual_training():
+    """Differences from DDP, at once and resumed; what the units are, and how far training went."""
+    found = {}
+    for kind in (GAN, Once, One):
+        own, expected = trained(kind, ours(), 2), trained(kind, ddp, 2)
+        found[kind.__name__] = compared(own, expected)
+        found[f"{kind.__name__} moved"] = largest_difference(expected[1], kind().state_dict())
+        options = {"state_dict_type": "sharded"} if kind is One else {}
+        half = trained(kind, ours(**options), 1)
+        resumed = trained(kind, ours(**options), 2, ckpt_path=half[2])
+        found[f"{kind.__name__} resumed"] = largest_difference(resumed[1], own[1])
+        if kind is GAN:
+            plain = torch.load(half[2], weights_only=False)
+            found["optimizers"] = [len(state["state"]) for state in plain["optimizer_states"]]
+            module = own[0]
+            found["plan"] = module.trainer.strategy.plan
+            found["units"] = [name for name, child in module.named_modules() if isinstance(child, FSDPModule)]
+    averaged = [trained(GAN, make, 1, averaging=[WeightAveraging()]) for make in (ours(), ddp)]
+    found["averaged"] = compared(*averaged)
+    return found
+
+
+class Direct(GAN):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+class Shared(GAN):
+    """Two children that share a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.discriminator = nn.ModuleDict({"body": nn.Linear(7, 7), "head": nn.Linear(7, 7)})
+        self.discriminator["body"].weight = self.discriminator["head"].weight
+
+    def judged(self, x):
+        return super().judged(x).mean(1)
+
+
+def refused():
+    """What cannot be sharded in manual optimization."""
+
+    def told(module, **options):
+        loader = module.loader(dist.get_rank(), dist.get_world_size())
+        return failure(lambda: trainer(OSDPStrategy(**options)).fit(module, loader))
+
+    plan = plan_for(OddMLP(), "mixed", world_size=dist.get_world_size())
+    return {"direct": told(Direct()), "plan": told(GAN(), plan=plan)}
+
+
+def shared():
+    """Difference from DDP where two children share a parameter."""
+    return compared(trained(Shared, ours(), 1), trained(Shared, ddp, 1))
+
+
+@pytest.mark.slow
+def test_manual_optimization_with_one_and_two_optimizers_equals_ddp_and_resumes(ranks):
+    for found in ranks(2).run(manual_training):
+        assert found["GAN moved"] > 1e-3
+        assert found["One moved"] > 1e-3
+        for name in ("GAN", "Once", "One", "GAN resumed", "Once resumed", "One resumed", "averaged"):
+            assert found[name] < 1e-6, name
+        assert found["optimizers"] == [4, 4]
+        root, *names = found["units"]
+        assert root == ""
+        assert {name.split(".")[0] for name in names} == {"generator", "discriminator"}
+        assert [unit.name for unit in found["plan"].units] == [root, *names]
+        assert found["plan"].units[0].operators == ()  # nothing that the first backward of a step would free
+
+
+def test_what_manual_optimization_cannot_shard_is_refused(ranks):
+    for found in ranks(2).run(refused):
+        assert "'scale' is in none. Put it into a module that is called" in found["direct"][1]
+        assert found["plan"][0] == "PlanMismatchError"
+
+
+def test_children_that_share_a_parameter_are_one_unit(ranks):
+    assert max(ranks(2).run(shared)) < 1e-6

@@ -1,0 +1,457 @@
+"""Models that do in their forward what people do: as under DDP, or an error."""
+
+import dataclasses
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+from tiers import slow
+from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, fully_shard
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from user_runs import WIDTH, Adapter, Chain, check, ddp, differences, fitted, plan_with, refusal
+
+from lightning_osdp import OSDPStrategy
+
+pytestmark = pytest.mark.distributed
+
+
+UNUSED = {"find_unused_parameters": True}
+
+
+class Adapted(Chain):
+    """LoRA: a unit of frozen and trained parameters, one of frozen ones alone, and trained ones."""
+
+    units = ("first", "second", "third", "norm", "last")
+
+    def __init__(self, optimizer="adamw"):
+        super().__init__(optimizer)
+        self.first, self.second = Adapter(self.first), Adapter(self.second)
+        self.third.requires_grad_(False)
+        self.norm.requires_grad_(False)
+
+
+class ByRank(Chain):
+    """A branch that one rank takes, in a unit that all of them gather; its weights decay where it is used."""
+
+    units = ("first", "branches", "norm", "last")
+
+    def __init__(self, optimizer="adamw"):
+        super().__init__(optimizer)
+        self.branches = Branches()
+        del self.second, self.third
+
+    def features(self, x):
+        return self.branches(torch.tanh(self.first(x)), self.branch_of())
+
+    def branch_of(self):
+        return 0 if dist.get_rank() == 0 else 1
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.5)
+
+
+class Branches(nn.Module):
+    """Three of them, the last of which nobody takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.each = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+
+    def forward(self, x, branch):
+        return torch.tanh(self.each[branch](x))
+
+
+class BySteps(ByRank):
+    """A branch in every third step only, by all ranks; that rank alone in others."""
+
+    def training_step(self, batch, batch_idx):
+        self.step = batch_idx
+        return super().training_step(batch, batch_idx)
+
+    def branch_of(self):
+        return [2, 1, super().branch_of()][getattr(self, "step", 0) % 3]
+
+
+class LayerDrop(Chain):
+    """Leaves out a unit in some steps, the same on all ranks; its weights decay."""
+
+    def training_step(self, batch, batch_idx):
+        self.is_short = batch_idx % 3 == 1
+        return super().training_step(batch, batch_idx)
+
+    def features(self, x):
+        x = torch.tanh(self.second(torch.tanh(self.first(x))))
+        return x if getattr(self, "is_short", False) else torch.tanh(self.third(x))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.5)
+
+
+class Siamese(Chain):
+    """Several forwards for one backward, and a module that is called twice in each."""
+
+    def features(self, x):
+        x = torch.tanh(self.first(x))
+        return torch.tanh(self.third(self.second(torch.tanh(self.second(x)))))
+
+    def loss(self, batch):
+        x, y = (tensor.to(self.scale.dtype) for tensor in batch)
+        one, other = self.features(x), self.features(-x)
+        return F.mse_loss(self.last(self.norm(one)) * self.scale, y) + (one * other).mean()
+
+
+class Tied(Chain):
+    """One weight in two layers, which are one unit."""
+
+    units = ("first", "body", "norm", "last")
+
+    def __init__(self, optimizer="adamw"):
+        super().__init__(optimizer)
+        self.body = nn.Sequential(self.second, nn.Tanh(), self.third)
+        del self.second, self.third
+        self.body[0].weight = self.body[2].weight
+
+    def features(self, x):
+        return torch.tanh(self.body(torch.tanh(self.first(x))))
+
+
+class TiedAcross(Chain):
+    """One weight in two layers apart, which the root holds."""
+
+    units = ("first", "norm", "last")
+
+    def __init__(self, optimizer="adamw"):
+        super().__init__(optimizer)
+        self.second.weight = self.third.weight
+
+
+class Recomputing(Chain):
+    """Checkpoints around a unit, around two of them, and inside one."""
+
+    units = ("first", "body", "third", "norm", "last")
+
+    def __init__(self, optimizer="adamw", *, is_reentrant):
+        super().__init__(optimizer)
+        self.is_reentrant = is_reentrant
+        self.body = Inside(self.second, is_reentrant)
+        del self.second
+
+    def features(self, x):
+        x = torch.tanh(self.first(x))
+        x = checkpoint(self.body, x, use_reentrant=self.is_reentrant)
+        return checkpoint(lambda each: torch.tanh(self.third(each)), self.body(x), use_reentrant=self.is_reentrant)
+
+    def loss(self, batch):
+        x, y = (tensor.to(self.scale.dtype) for tensor in batch)
+        x = self.features(x)
+        told = checkpoint(lambda each: self.last(self.norm(each)), x, use_reentrant=self.is_reentrant)
+        return F.mse_loss(told * self.scale, y)
+
+
+class Inside(nn.Module):
+    def __init__(self, layer, is_reentrant):
+        super().__init__()
+        self.layer, self.is_reentrant = layer, is_reentrant
+
+    def forward(self, x):
+        return checkpoint(lambda each: torch.tanh(self.layer(each)), x, use_reentrant=self.is_reentrant)
+
+
+@dataclasses.dataclass
+class Output:
+    value: torch.Tensor
+    name: str
+
+
+class Wrapped(nn.Module):
+    """Returns its output in some container."""
+
+    def __init__(self, layer, kind):
+        super().__init__()
+        self.layer, self.kind = layer, kind
+
+    def forward(self, x):
+        value = torch.tanh(self.layer(x))
+        return {
+            "tuple": lambda: (value, None, "text"),
+            "dict": lambda: {"value": [value]},
+            "dataclass": lambda: Output(value, "text"),
+            "view": lambda: self.layer(x).view(-1, 2, WIDTH // 2).transpose(0, 1),
+        }[self.kind]()
+
+
+class Returning(Chain):
+    """Outputs in tuples, dictionaries and dataclasses."""
+
+    units = ("first", "second", "third", "norm", "last")
+
+    def __init__(self, optimizer="adamw"):
+        super().__init__(optimizer)
+        for name, kind in (("first", "tuple"), ("second", "dict"), ("third", "dataclass")):
+            setattr(self, name, Wrapped(getattr(self, name), kind))
+
+    def features(self, x):
+        return self.third(self.second(self.first(x)[0])["value"][0]).value
+
+
+class InPlace(Chain):
+    """Changes what units return in place: views, and tensors that are none."""
+
+    units = ("first", "second", "third", "norm", "last")
+
+    def __init__(self, optimizer="adamw"):
+        super().__init__(optimizer)
+        self.first = Wrapped(self.first, "view")
+
+    def features(self, x):
+        x = self.first(x)
+        x += 1
+        x = x.transpose(0, 1).flatten(1)
+        x = self.second(x)
+        x.mul_(0.5)
+        y = self.third(torch.tanh(x))
+        y += 1
+        return torch.tanh(y)
+
+
+MODELS = {
+    "LoRA": Adapted,
+    "siamese": Siamese,
+    "tied in a unit": Tied,
+    "tied in the root": TiedAcross,
+    "reentrant": partial(Recomputing, is_reentrant=True),
+    "not reentrant": partial(Recomputing, is_reentrant=False),
+    "containers": Returning,
+    "in place": InPlace,
+}
+PARTLY_USED = {"by rank": ByRank, "by step and rank": BySteps, "LayerDrop": LayerDrop}
+
+
+def modelled(names=tuple(MODELS), kinds=("mixed", "zdp", "dp")):
+    """Differences from DDP, by model."""
+    options = {"max_steps": 4, "limit_val_batches": 1, "val_check_interval": 2}
+    static = {"ddp_options": {"static_graph": True}}  # DDP wants it where a module runs twice under a checkpoint
+    return {name: differences(MODELS[name], kinds, **options, **(static if "reent" in name else {})) for name in names}
+
+
+def partly_used(kinds=("mixed",)):
+    """The same for parameters that some ranks use, or all in some steps, with and without accumulation."""
+    options = {"max_steps": 6, "ddp_options": UNUSED}
+    found = {name: differences(make, kinds, **options) for name, make in PARTLY_USED.items()}
+    for name, make in PARTLY_USED.items():
+        windows = {"accumulate_grad_batches": 2, "plan_options": {"num_micro_batches": 2}, "sync": "last"}
+        found[f"{name}, in windows"] = differences(make, kinds, **options, **windows)
+    return found
+
+
+class ExpertByRank(Chain):
+    """Rank 0 calls another unit than the others."""
+
+    def __init__(self, optimizer="adamw", *, width=WIDTH):
+        super().__init__(optimizer)
+        self.second, self.third = (
+            nn.Sequential(nn.Linear(WIDTH, each), nn.Tanh(), nn.Linear(each, WIDTH)) for each in (WIDTH, width)
+        )
+
+    units = ("first", "second", "third", "norm", "last")
+
+    def features(self, x):
+        return (self.second if dist.get_rank() == 0 else self.third)(torch.tanh(self.first(x)))
+
+
+class SkippedByRank(Chain):
+    """Rank 0 alone leaves out a unit."""
+
+    def features(self, x):
+        x = torch.tanh(self.second(torch.tanh(self.first(x))))
+        return x if dist.get_rank() == 0 else torch.tanh(self.third(x))
+
+
+EXPERTS = {
+    "equal": ExpertByRank,
+    "larger": partial(ExpertByRank, width=3 * WIDTH),
+    "skipped": SkippedByRank,
+}
+APART = [("equal", "dp"), ("larger", "zdp"), ("skipped", "zdp")]
+"""Under "dp" each rank gathers all units, and reduces them in another order."""
+
+
+def apart(name, kind):
+    """What a rank raises, and after how many seconds."""
+    plan, start = plan_with(EXPERTS[name], kind), time.monotonic()
+    module = EXPERTS[name]()
+    try:
+        fitted(OSDPStrategy(plan=plan), module, max_steps=6)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - start, len(module.found)
+    return None, time.monotonic() - start, len(module.found)
+
+
+def reduced_elements():
+    """Elements that reduce-scatters of a step take in with LoRA, and those of what is trained, padded to all ranks."""
+    elements, world_size = [], dist.get_world_size()
+    reduce_scatter = dist.reduce_scatter_single
+
+    def counted(**kwargs):
+        elements.append(kwargs["input"].numel())
+        return reduce_scatter(**kwargs)
+
+    module = Adapted()
+    rows = [(len(p), p[0].numel()) for p in module.parameters() if p.requires_grad]
+    expected = sum(-(-num_rows // world_size) * world_size * size for num_rows, size in rows)
+    plan = plan_with(Adapted, "mixed")
+    dist.reduce_scatter_single = counted
+    try:
+        fitted(OSDPStrategy(plan=plan), module, max_steps=1)
+    finally:
+        dist.reduce_scatter_single = reduce_scatter
+    return sum(elements), expected
+
+
+class Normalised(Chain):
+    """BatchNorm and LayerNorm, and what dtype their buffers have in a step."""
+
+    units = ("first", "batch_norm", "second", "third", "norm", "last")
+
+    def __init__(self, optimizer="sgd"):
+        super().__init__(optimizer)
+        self.batch_norm = nn.BatchNorm1d(WIDTH)
+        self.dtypes = set()
+
+    def features(self, x):
+        x = self.batch_norm(self.first(x))
+        self.dtypes |= {self.batch_norm.running_mean.dtype, self.batch_norm.running_var.dtype}
+        return torch.tanh(self.third(torch.tanh(self.second(torch.tanh(x)))))
+
+
+def mixed_precision():
+    """Losses in bf16-mixed under DDP and under each kind of plan, with the dtypes of buffers."""
+    found = {}
+    for kind in (None, "zdp", "dp", "mixed"):
+        module = Normalised()
+        strategy = ddp() if kind is None else OSDPStrategy(plan=plan_with(Normalised, kind, dtype="float32"))
+        fitted(strategy, module, dtype="float32", precision="bf16-mixed", max_steps=16)
+        found[kind] = (module.losses, sorted(map(str, module.dtypes)))
+    return found
+
+
+class Sharded(Chain):
+    """Shards a part of itself."""
+
+    def configure_model(self):
+        if not hasattr(self, "is_sharded"):
+            self.is_sharded = fully_shard(self.second) is not None
+
+
+class Scalar(Chain):
+    def __init__(self, optimizer="adamw"):
+        super().__init__(optimizer)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+class Dtypes(Chain):
+    def __init__(self, optimizer="adamw"):
+        super().__init__(optimizer)
+        self.second.bias = nn.Parameter(self.second.bias.detach().half())
+
+
+class Strided(Chain):
+    def __init__(self, optimizer="adamw"):
+        super().__init__(optimizer)
+        self.first.weight = nn.Parameter(torch.randn(7, WIDTH).t())
+
+
+BAD_MODELS = {"sharded": Sharded, "scalar": Scalar, "dtypes": Dtypes, "strided": Strided}
+BAD_OPTIONS = {
+    "limit_all_gathers": {"limit_all_gathers": False},
+    "BACKWARD_POST": {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
+    "keep_low_precision_grads": {"mixed_precision": MixedPrecision(keep_low_precision_grads=True)},
+}
+
+
+def refused():
+    """What bad input is refused with, and whether training had begun."""
+    found = {}
+    for name, make in BAD_MODELS.items():
+        plan = plan_with(make, "zdp", dtype=None)
+        module = make()
+        told = refusal(
+            lambda plan=plan, module=module: fitted(OSDPStrategy(plan=plan), module, dtype=None, precision="bf16-mixed")
+        )
+        found[name] = told, len(module.found)
+    for name, options in BAD_OPTIONS.items():
+        found[name] = refusal(lambda options=options: OSDPStrategy(**options)), 0
+    return found
+
+
+@pytest.mark.slow
+def test_models_equal_ddp(ranks):
+    check(ranks(2).run(modelled)[0])
+
+
+@pytest.mark.slow
+def test_models_equal_ddp_on_four_ranks(ranks):
+    check(ranks(4).run(modelled, names=["LoRA", "siamese", "in place"], kinds=["mixed"])[0])
+
+
+@pytest.mark.parametrize("world_size", [2, slow(4)])
+def test_parameters_that_some_ranks_use_equal_ddp(ranks, world_size):
+    check(ranks(world_size).run(partly_used)[0])
+
+
+@pytest.mark.parametrize("world_size", [2, slow(4)])
+def test_frozen_parameters_are_not_reduced(ranks, world_size):
+    for found, expected in ranks(world_size).run(reduced_elements):
+        assert found == expected > 0
+
+
+@pytest.mark.parametrize("world_size", [2, slow(4)])
+def test_units_that_only_some_ranks_call_are_an_error_on_all_ranks(world_size):
+    for name, kind in APART:
+        pool = RankPool(world_size)  # of its own: collectives that found no partner are left
+        try:
+            for told, duration_s, num_steps in pool.run(apart, name=name, kind=kind):
+                assert told is not None, (name, kind)
+                assert "Expected every rank to run the same modules in the same order" in told
+                assert duration_s < 60
+                assert num_steps <= 1
+        finally:
+            pool.close()
+
+
+@pytest.mark.slow
+def test_bf16_mixed_is_ddps_and_buffers_stay_float32(ranks):
+    found = ranks(2).run(mixed_precision)[0]
+    expected, dtypes = found.pop(None)
+    assert dtypes == ["torch.float32"]
+    assert expected[-1] < 0.9 * expected[0]
+    assert len(found) == 3
+    for kind, (losses, own_dtypes) in found.items():
+        assert own_dtypes == dtypes, kind
+        assert losses == pytest.approx(expected, rel=0.02), kind
+
+
+REMEDIES = {
+    "sharded": "leave out a fully_shard of your own",
+    "scalar": "Make it a tensor of one element",
+    "dtypes": "Give them one dtype",
+    "strided": "Make it contiguous",
+    "limit_all_gathers": "Leave it out",
+    "BACKWARD_POST": "Pass BackwardPrefetch.BACKWARD_PRE or None",
+    "keep_low_precision_grads": "Leave it out",
+}
+
+
+def test_bad_input_is_refused_before_training_with_the_remedy(ranks):
+    for found in ranks(2).run(refused):
+        assert list(found) == list(REMEDIES)
+        for name, (told, num_steps) in found.items():
+            assert told is not None, name
+            assert told.startswith("ConfigurationError: "), told
+            assert REMEDIES[name] in told
+            assert num_steps == 0, name
