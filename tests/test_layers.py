@@ -125,6 +125,7 @@ def test_the_public_names_are_these():
         "Cluster",
         "ComputePrecision",
         "ConfigurationError",
+        "Contention",
         "Crossing",
         "Cut",
         "Decided",
