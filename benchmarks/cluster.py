@@ -96,8 +96,10 @@ def main(
         if pictures is not None and not quick:
             from benchmarks.pictures.cluster import draw, draw_nodes
 
-            draw(results.stored("papers"), pictures / "cluster.svg")
-            draw_nodes(results.stored("nodes"), pictures / "cluster_nodes.svg")
+            if "papers" in sections:
+                draw(results.stored("papers"), pictures / "cluster.svg")
+            if "nodes" in sections:
+                draw_nodes(results.stored("nodes"), pictures / "cluster_nodes.svg")
 
 
 if __name__ == "__main__":

@@ -67,13 +67,18 @@ class StepClock:
         """One optimizer step with these modes, one per unit."""
         timeline = timeline_of(self._with_activations(modes), self.cluster, self.engine)
         num_simulated = min(MOST_SIMULATED, self.num_micro_batches)
-        before: list[frozenset[str]] | None = None
+        different, before = set(modes), None
         for index in range(num_simulated):
-            absent = [_absent(mode, is_first=index == 0, is_last=index == num_simulated - 1) for mode in modes]
+            classes = {
+                mode: _absent(mode, is_first=index == 0, is_last=index == num_simulated - 1) for mode in different
+            }
+            absent = [classes[mode] for mode in modes]
             if absent == before and timeline.gathers_wait_for != "frees":
                 timeline.repeat()
             else:
-                timeline.read_all(event for event, kind in self._joined if kind is None or kind not in absent[event.of])
+                timeline.read_all(
+                    [event for event, kind in self._joined if kind is None or kind not in absent[event[1]]]
+                )
             before = absent
         update_s = self.optimizer_s + sum(
             more_optimizer_s(self.profile, self.cluster, unit, mode)

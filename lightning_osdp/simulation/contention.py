@@ -107,15 +107,17 @@ class ContendedTimeline(Timeline):
             self._end(issued, begins_s + needs_s)
 
     def _run(self, seconds: float) -> None:
-        slowdown = self._contention.computing
+        slowdown, of_collectives = self._contention.computing, self._contention.collectives
         while seconds > 0:
             if not self._running:
                 self.compute_s += seconds
                 return
-            passed_s = min(seconds * slowdown, self._running[0].left_s * self._contention.collectives)
-            seconds = 0.0 if passed_s == seconds * slowdown else seconds - passed_s / slowdown
-            self._pass(passed_s, self._contention.collectives)
-            self.slowed_s += passed_s - passed_s / slowdown
+            needs_s, first_s = seconds * slowdown, self._running[0].left_s * of_collectives
+            passed_s = min(needs_s, first_s)
+            worked_s = passed_s / slowdown
+            seconds = seconds - worked_s if first_s < needs_s else 0.0
+            self._pass(passed_s, of_collectives)
+            self.slowed_s += passed_s - worked_s
 
     def _wait_for_gather(self, of: int) -> None:
         gather = self._gathers.get(of)
@@ -135,11 +137,13 @@ class ContendedTimeline(Timeline):
 
     def _begin(self) -> None:
         """Looks anew at what communicators work on."""
-        heads = [queue[0] for queue in self._queues.values() if queue]
-        self._running = [head for head in heads if head.after is None or head.after.end_s is not None]
-        for each in self._running:
-            if each.start_s is None:
-                each.start_s = self.compute_s
+        self._running = []
+        for queue in self._queues.values():
+            head = queue[0] if queue else None
+            if head is not None and (head.after is None or head.after.end_s is not None):
+                if head.start_s is None:
+                    head.start_s = self.compute_s
+                self._running.append(head)
         if len(self._running) > 1:
             self._running.sort(key=attrgetter("left_s"))
 
