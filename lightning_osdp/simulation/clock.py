@@ -16,7 +16,7 @@ from lightning_osdp.engine.schedule import Kind
 from lightning_osdp.simulation.step import durations_of, timeline_of
 from lightning_osdp.simulation.timeline import Durations
 
-_TIMELESS = frozenset({"zero", "rerun", "linger", "release"})
+_TIMELESS = frozenset({"zero", "rerun", "linger", "release", "retain"})
 """Kinds of events that take no time, and that nothing waits for; so is ``free`` but for a `GatherRule` of that name."""
 
 _IN_NODE: Mapping[str, tuple[Kind, ...]] = {"gather": ("gather_in_node",), "reduce": ("reduce_in_node", "all_reduce")}
