@@ -106,7 +106,10 @@ class Contention:
 
     def __post_init__(self) -> None:
         if not (self.computing >= 1 and self.collectives >= 1):
-            raise ConfigurationError(f"Expected factors of at least 1 in {self!r}: what runs beside others is slowed.")
+            raise ConfigurationError(
+                f"Expected factors of at least 1 in {self!r}: what runs beside others is slowed. Give 1 where it is"
+                " not."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,8 @@ CONTEXT_MIB = 1536
 _KERNELS_S = 5e-5
 """Of the small kernels that each unit takes in a micro-batch. Assumed."""
 _CONTENTION = Contention(computing=1.1255, collectives=1.1255)
-"""Published by Galvatron for its GPUs (hardware_configs/overlap_coefficient.json of PKU-DAIR/Hetu-Galvatron), with one
-number for both sides; its documentation calls 1.1 to 1.3 typical."""
+"""Published by Galvatron for its GPUs (hardware_configs of PKU-DAIR/Hetu-Galvatron), with one number for both sides;
+its documentation calls 1.1 to 1.3 typical."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ While a collective runs, computing goes on at 1 / `Contention.computing` of its 
 runs beside it is: collectives are kept as work that is left, and are taken as far as computing has come.
 
 References:
-    Galvatron (Miao et al. 2022), section 3.4: what overlaps is slowed on both sides by a constant factor.
+    Galvatron (Miao et al. 2022): what overlaps is slowed on both sides by a constant factor.
 """
 
 from __future__ import annotations

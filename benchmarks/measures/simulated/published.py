@@ -22,8 +22,9 @@ from lightning_osdp import ComputePrecision, Machine, ModelProfile, TrainingStep
 from lightning_osdp.assign import Setting
 from lightning_osdp.core.cluster import CUDA_HEADROOM
 from lightning_osdp.core.modes import DP, ZDP, ShardingMode
+from lightning_osdp.core.step import Workload
 from lightning_osdp.core.units import grouped
-from lightning_osdp.scheduler.by_hand import in_blocks
+from lightning_osdp.engine import FSDP2
 from lightning_osdp.simulation import simulate_step
 
 if sys.version_info >= (3, 11):
@@ -103,9 +104,9 @@ def measure(case: Case) -> dict[str, Any]:
     )
     setting = _setting(case, profile, machine)
     step = simulate_step(setting, _modes(case, setting), engine=setting.engine)
-    live_gib, reserved_gib = step.peak.peak_bytes / _GIB, step.reserved_bytes / _GIB
-    if case.strategy == "DDP":  # its buckets hold all gradients once more
-        live_gib += sum(operator.gradient_bytes for operator in profile) / _GIB
+    # DDP's buckets hold all gradients once more
+    buckets_gib = sum(operator.gradient_bytes for operator in profile) / _GIB if case.strategy == "DDP" else 0.0
+    live_gib, reserved_gib = (size / _GIB + buckets_gib for size in (step.peak.peak_bytes, step.reserved_bytes))
     return {
         "live_gib": live_gib,
         "reserved_gib": reserved_gib,
@@ -120,10 +121,13 @@ def measure(case: Case) -> dict[str, Any]:
 
 def _setting(case: Case, profile: ModelProfile, machine: Machine) -> Setting:
     cluster = machine.cluster if case.strategy != "DDP" else replace(machine, ranks_per_node=1).cluster
-    setting = in_blocks(profile, cluster).at(case.batch)
-    setting = replace(setting, units=grouped(profile, _by_block(profile)))
-    if case.strategy != "fully_shard":
-        setting = replace(setting, engine=FSDP1())
+    setting = Setting(
+        profile=profile,
+        units=grouped(profile, _by_block(profile)),
+        cluster=cluster,
+        workload=Workload(micro_batch_size=case.batch),
+        engine=FSDP2(asynchronous_unshard=False) if case.strategy == "fully_shard" else FSDP1(),
+    )
     names = [block.name for block in profile.blocks]
     chosen = {"full": names, "every second block": names[1::2]}.get(case.checkpointing, [])
     return setting.with_blocks(dict.fromkeys(chosen, "recompute"))
