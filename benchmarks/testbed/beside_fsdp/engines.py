@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.families import Family, build
-from benchmarks.testbed.beside_fsdp.contest import no_steps_counted
+from benchmarks.testbed.beside_fsdp.contest import after_the_first_steps
 from benchmarks.testbed.beside_fsdp.lightning_fsdp import Sharding, Way
 from benchmarks.testbed.beside_fsdp.turns import Turns, fits_in_turns, seconds_of, slowest_ranks
 from benchmarks.testbed.memory import WARM_UP_STEPS, count_step
@@ -78,7 +78,7 @@ def plan_for(module: Family, *, mode: str, world_size: int) -> Plan:
 def times(*, model: str, mode: str, contestants: Sequence[str], num_rounds: int) -> dict[str, list[float]]:
     """Seconds of every step of each, one sample, on the rank that is slowest in it. Call it on all ranks."""
     fits = {name: partial(_fit, name, model, mode, num_steps=1 + num_rounds) for name in contestants}
-    with ring_reduce_scatters(), quiet(), no_steps_counted():
+    with ring_reduce_scatters(), quiet(), after_the_first_steps():
         return slowest_ranks(seconds_of(fits_in_turns(fits, num_rounds=num_rounds)))
 
 
