@@ -28,8 +28,15 @@ from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.profiler import LiveBytes
 
 BY_HAND, BY_HAND_ON_ROWS = "fully_shard by hand", "fully_shard by hand, steps on rows"
+REPLICATED = "fully_shard by hand, on a mesh of N x 1"
+"""Units are whole on every rank, as under DDP, and their gradients are all-reduced."""
 OSDP, LIGHTNING, DDP = "OSDP", "FSDPStrategy", "DDPStrategy"
-CONTESTANTS = (BY_HAND, BY_HAND_ON_ROWS, OSDP, LIGHTNING, DDP)
+CONTESTANTS = (BY_HAND, BY_HAND_ON_ROWS, REPLICATED, OSDP, LIGHTNING, DDP)
+_BY_HAND: dict[str, dict[str, bool]] = {
+    BY_HAND: {},
+    BY_HAND_ON_ROWS: {"on_rows": True},
+    REPLICATED: {"is_replicated": True},
+}
 _SHARDINGS: dict[str, Sharding] = {"ZDP": "FULL_SHARD", "DP": "SHARD_GRAD_OP"}
 _NUM_COUNTED = 5
 """Steps, of whose peaks the least counts: a thread of gloo may hold a tensor longer than a step does."""
@@ -42,11 +49,16 @@ class ByHand:
         module: which is sharded in place.
         plan: whose units it gets, and whose samples; they are all in one mode, and there is one micro-batch.
         on_rows: whether its optimizer computes on rows, as it does in OSDP, instead of DTensors.
+        is_replicated: whether every rank has all of every unit.
         in_ring: whether its units reduce in a ring.
     """
 
-    def __init__(self, module: Family, plan: Plan, *, on_rows: bool = False, in_ring: bool = True) -> None:
+    def __init__(
+        self, module: Family, plan: Plan, *, on_rows: bool = False, is_replicated: bool = False, in_ring: bool = True
+    ) -> None:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        if is_replicated:
+            mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("copies", "shards"))
         for unit in plan.units:
             if unit.name:
                 block = module.get_submodule(unit.name)
@@ -97,10 +109,10 @@ def _strategy(name: str, mode: str, module: Family) -> Any:
 def _fit(name: str, model: str, mode: str, turns: Turns, *, num_steps: int) -> None:
     module = build(model)
     plan = plan_for(module, mode=mode, world_size=dist.get_world_size())
-    if name not in (BY_HAND, BY_HAND_ON_ROWS):
+    if name not in _BY_HAND:
         train(module, plan, num_steps=num_steps, callbacks=[turns], strategy=_strategy(name, mode, module))
         return
-    step = ByHand(module, plan, on_rows=name == BY_HAND_ON_ROWS)
+    step = ByHand(module, plan, **_BY_HAND[name])
     for _ in range(num_steps):
         turns.begin()
         step()
@@ -110,9 +122,9 @@ def _fit(name: str, model: str, mode: str, turns: Turns, *, num_steps: int) -> N
 def _peak_bytes(name: str, model: str, mode: str) -> int:
     module = build(model)
     plan = plan_for(module, mode=mode, world_size=dist.get_world_size())
-    if name not in (BY_HAND, BY_HAND_ON_ROWS):
+    if name not in _BY_HAND:
         return count_step(module, plan, num_steps=_NUM_COUNTED, strategy=_strategy(name, mode, module)).peak_bytes
-    step = ByHand(module, plan, on_rows=name == BY_HAND_ON_ROWS)
+    step = ByHand(module, plan, **_BY_HAND[name])
     for _ in range(WARM_UP_STEPS):
         step()
     return min(_counted(step) for _ in range(_NUM_COUNTED))
