@@ -199,7 +199,16 @@ class Agreement:
 @lru_cache(maxsize=1)
 def _own_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
     """What ranks talk to each other by in no order but this file's; one for all models, for each has its threads."""
-    group: dist.ProcessGroup = dist.new_group(backend=None if reaches_hosts(world) else "gloo")
+    return new_host_group(world)
+
+
+def new_host_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Another group of all ranks, of which hosts wait for each other as long as in this one."""
+    backends = {world._get_backend(device) for device in world._device_types}
+    timeouts = [each.options._timeout for each in backends if each.name() in {"gloo", "nccl"}]
+    group: dist.ProcessGroup = dist.new_group(
+        backend=None if reaches_hosts(world) else "gloo", timeout=max(timeouts, default=None)
+    )
     return group
 
 

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_osdp.apply import reaches_hosts
+from lightning_osdp.apply import new_host_group, reaches_hosts
 from lightning_osdp.errors import ConfigurationError, OSDPError, RanksApartError
 
 T = TypeVar("T")
@@ -86,6 +87,15 @@ def from_all_ranks(value: T) -> list[T]:
     return values
 
 
+def said_by_rank_zero(number: int) -> int:
+    """Rank 0's, on every rank; no device is waited for, so that this can be asked in every batch."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return number
+    said = torch.tensor([number], device="cpu")
+    dist.broadcast(said, src=0, group=host_group())
+    return int(said.item())
+
+
 def from_rank(value: T, rank: int) -> T:
     """One rank's value, on every rank; values of the others are ignored."""
     values = [value]
@@ -138,8 +148,7 @@ def host_group() -> dist.ProcessGroup:
 
 @lru_cache(maxsize=1)
 def _host_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    group: dist.ProcessGroup = world if reaches_hosts(world) else dist.new_group(backend="gloo")
-    return group
+    return world if reaches_hosts(world) else new_host_group(world)
 
 
 def _sendable(error: Exception) -> Exception:

@@ -16,7 +16,6 @@ from typing import Any
 from uuid import uuid4
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import FSDPStrategy
@@ -27,9 +26,10 @@ from typing_extensions import override
 from lightning_osdp.apply import NODE_GROUPS
 from lightning_osdp.callbacks.peak import all_callbacks
 from lightning_osdp.strategy.runtime import failure
-from lightning_osdp.strategy.runtime.all_ranks import first_rank, host_group
+from lightning_osdp.strategy.runtime.all_ranks import first_rank, host_group, said_by_rank_zero
 from lightning_osdp.strategy.runtime.error_texts import explain_echo, print_one_line
 from lightning_osdp.strategy.runtime.failure import FailureWatch, is_echo
+from lightning_osdp.strategy.runtime.requeue import RequeueTogether
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +72,10 @@ class RanksTogether:
             end_together(module.trainer, lambda: watch.is_terminating)
             for undo in (partial(forget, module.trainer), sigterm.close, watch.stop):  # the last one first
                 self._ending.callback(undo)
+        if RequeueTogether.is_needed(module.trainer):
+            requeue = RequeueTogether(module.trainer)
+            all_callbacks(module.trainer).insert(0, requeue)
+            self._ending.callback(requeue.end, module.trainer)
         saving = SavingTogether(self._watch, has_states)
         all_callbacks(module.trainer).insert(0, saving)
         self._ending.callback(saving.end, module.trainer)
@@ -190,9 +194,7 @@ def end_together(trainer: pl.Trainer, is_told: Callable[[], bool]) -> None:
     """
 
     def raise_together() -> None:
-        told = torch.tensor([int(is_told())], device="cpu")  # a device would be waited for in each batch
-        dist.broadcast(told, src=0, group=host_group())
-        if told.item():
+        if said_by_rank_zero(is_told()):
             raise SIGTERMException
 
     trainer._signal_connector._sigterm_notifier_fn = lambda *_: None  # type: ignore[method-assign]

@@ -1,5 +1,6 @@
 """Groups of ranks beside the default one: counted, warmed up, and used where the default one reaches devices only."""
 
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -80,6 +81,16 @@ def told_beside_a_device():
     return found, through_default, groups
 
 
+def made_beside(minutes):
+    """How long ranks wait in a group that is made beside one whose ranks wait for so many minutes."""
+    given = dist.new_group(timeout=timedelta(minutes=minutes))
+    made = agreement.new_host_group(given)
+    found = made._get_backend(CPU).options._timeout
+    for each in (made, given):
+        dist.destroy_process_group(each)
+    return found
+
+
 def test_collectives_are_counted_in_all_groups_of_all_ranks(ranks):
     for found in ranks(2).run(counted):
         assert found == {"default": 1, "beside": 3, "some ranks": 3, "warm-up": 6, "nodes": 8}
@@ -91,3 +102,7 @@ def test_ranks_tell_each_other_by_their_hosts_where_devices_may_have_failed(rank
         assert found == {"all": [0, 1], "one": "of 1", "first": "of 0", "error": text}
         assert through_default == 0
         assert groups == (["gloo", "gloo"], True, True)
+
+
+def test_ranks_wait_for_each_other_as_long_as_the_user_wants(ranks):
+    assert set(ranks(2).run(made_beside, minutes=7)) == {timedelta(minutes=7)}
