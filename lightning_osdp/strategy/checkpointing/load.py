@@ -11,15 +11,18 @@ import pickle
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
 from typing import Any
 from zipfile import is_zipfile
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.strategies.fsdp import _is_sharded_checkpoint
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_filesystem
 from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
+from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -31,8 +34,40 @@ from lightning_osdp.callbacks.peak import callbacks_of
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.strategy.checkpointing.averaging import is_averaging
 from lightning_osdp.strategy.checkpointing.saving import SHARD_METADATA, is_of_checkpoint, saved_at
+from lightning_osdp.strategy.runtime.all_ranks import from_all_ranks, in_step
 
 _ZIP = b"PK\x03\x04"
+
+
+@contextmanager
+def in_reach(path: str | Path, strategy: FSDPStrategy) -> Iterator[Path]:
+    """This checkpoint, or of a remote file a copy on each node, which is gone afterwards. Call it on all ranks.
+
+    Raises:
+        ConfigurationError: it cannot be copied; on other ranks an `OSDPError`.
+    """
+    if _is_local_file_protocol(path):
+        yield Path(path)
+        return
+    node = strategy.node_rank
+    with TemporaryDirectory() as folder:
+
+        def fetched() -> tuple[int, Path] | None:
+            if strategy.local_rank != 0:
+                return None
+            copied = Path(folder) / PurePosixPath(path).name
+            try:
+                get_filesystem(path).get_file(str(path), str(copied))
+            except Exception as error:  # each file system has its own
+                raise ConfigurationError(
+                    f"Expected a checkpoint, one file, at {str(path)!r}, but it cannot be copied here:"
+                    f" {type(error).__name__}: {error}. Copy it yourself and pass that path."
+                ) from error
+            return node, copied
+
+        copies = in_step(fetched, stage="copy of a checkpoint")
+        yield next(each[1] for each in copies if each is not None and each[0] == node)
+        from_all_ranks(None)  # those of this node are through with it
 
 
 def to_load(path: Path, trainer: pl.Trainer) -> Path:
@@ -101,7 +136,7 @@ def load(path: Path, sharded: ShardedModel, trainer: pl.Trainer, *, weights_only
             f"Expected a checkpoint of the Trainer at {str(path)!r}, with weights under 'state_dict', got one without."
             " To load bare weights, call load_state_dict of the LightningModule before fit."
         )
-    weights = checkpoint["state_dict"] if is_fitting and is_averaging(trainer) else checkpoint.pop("state_dict")
+    weights = checkpoint["state_dict"] if is_averaging(trainer) else checkpoint.pop("state_dict")
     with _fitting(path):
         sharded.load_model(weights, strict=strict)
     states = checkpoint.get("optimizer_states")

@@ -54,13 +54,13 @@ class CompleteFiles(TorchCheckpointIO):
             super().remove_checkpoint(path)
 
 
-def save_shards(checkpoint: dict[str, Any], folder: Path, storage_options: Any = None) -> None:
+def save_shards(checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
     """Writes a sharded checkpoint; all ranks must call it with the same path, and all raise if one cannot write.
 
     States of model and optimizers are taken out of the given dict.
 
     Raises:
-        ConfigurationError: there are storage options for shards, which have no use for them.
+        ConfigurationError: the path is remote, or there are storage options, for which shards have no use.
         IsADirectoryError: at this path is a folder with something else than a checkpoint.
     """
     if storage_options is not None:
@@ -68,6 +68,8 @@ def save_shards(checkpoint: dict[str, Any], folder: Path, storage_options: Any =
             f'Expected no storage_options with state_dict_type="sharded", got {storage_options!r}: shards are written'
             " by torch.distributed.checkpoint. Leave them out."
         )
+    _check_shards_at(path)
+    folder = Path(path)
     on_rank_zero(lambda: _make_room(folder))
     states = {"model": checkpoint.pop("state_dict")}
     states.update({f"optimizer_{i}": state for i, state in enumerate(checkpoint.pop("optimizer_states", []))})
@@ -78,6 +80,22 @@ def save_shards(checkpoint: dict[str, Any], folder: Path, storage_options: Any =
         _put_in_place(folder)
 
     on_rank_zero(complete)
+
+
+def check_folders(trainer: pl.Trainer, state_dict_type: str) -> None:
+    """Raises a `ConfigurationError` if shards are to be saved where they cannot be written."""
+    folders = [callback.dirpath for callback in callbacks_of(trainer, ModelCheckpoint) if callback.dirpath]
+    if state_dict_type == "sharded":
+        for folder in folders:
+            _check_shards_at(folder)
+
+
+def _check_shards_at(path: str | Path) -> None:
+    if not _is_local_file_protocol(path):
+        raise ConfigurationError(
+            f'Expected a local path with state_dict_type="sharded", got {str(path)!r}: each rank writes its shards to'
+            " a folder that all of them see. Save them there and copy them afterwards, or leave state_dict_type out."
+        )
 
 
 def saved_at(path: Path) -> Path:
@@ -102,7 +120,8 @@ def tell_of_incomplete(trainer: pl.Trainer) -> None:
 
 
 def _part(path: Path) -> Path:
-    return path.with_name(path.name + _PART)
+    # with "ckpt_" Lightning would take it for the newest of those that it saves before SLURM requeues a job
+    return path.with_name(path.name.replace("ckpt_", "ckpt-") + _PART)
 
 
 def _old(path: Path) -> Path:

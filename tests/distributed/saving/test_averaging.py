@@ -46,6 +46,7 @@ def epochs(make, averaging, number, *, again=False, **resumed):
         fit.fit_loop.max_epochs = number + 1
         fit.fit(module, *data)
     fit.validate(module, data[1], verbose=False)
+    fit.validate(module, data[1], ckpt_path="best", verbose=False)
     state = {name: value.detach().clone() for name, value in fit.strategy.lightning_module_state_dict().items()}
     path = fit.checkpoint_callback.best_model_path
     return module, state, torch.load(path, weights_only=False), path

@@ -1,14 +1,19 @@
 """Checkpoints between ranks and a single device, consolidated ones too."""
 
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from fits import trainer
+from fits import failure, plan_for, shared_folder, trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from models import OddMLP
 from split_models import AtStart, SplitNet, consolidate, differing, split_plan, unequal
 
 from lightning_osdp import OSDPStrategy
+from lightning_osdp.strategy.checkpointing.saving import CompleteFiles
 
 pytestmark = pytest.mark.distributed
 
@@ -92,3 +97,73 @@ def test_a_single_device_and_ranks_go_on_with_each_others_checkpoints(ranks, tmp
     assert ranks(1).run(on_one_device, folder=str(tmp_path))[0] == {name: [] for name in names}
     consolidated = {f"{name}.consolidated": [] for name in OPTIMIZERS}
     assert ranks(2).run(back_again, folder=str(tmp_path))[0] == consolidated
+
+
+def started(**options):
+    """A Trainer that trains a small model under a plan, and the arguments of its fit."""
+    module = OddMLP()
+    plan = plan_for(module, "mixed", world_size=dist.get_world_size())
+    kind = options.pop("state_dict_type", "full")
+    fit = trainer(OSDPStrategy(plan=plan, batch_size="keep", state_dict_type=kind), **options)
+    return fit, (module, module.loader(dist.get_rank(), dist.get_world_size()))
+
+
+def remote():
+    """A step after two that were saved on another file system, and errors of shards there, or of nothing."""
+    fit, given = started(max_steps=2)
+    fit.fit(*given)
+    fit.save_checkpoint("memory://run/two.ckpt")
+    expected = fit.strategy.whole_state_dict(on_all_ranks=True)
+    again, given = started(max_steps=3, callbacks=[AtStart(lambda trainer: states.append(whole(trainer)))])
+    states = []
+
+    def whole(trainer):
+        return trainer.strategy.whole_state_dict(on_all_ranks=True)
+
+    again.fit(*given, ckpt_path="memory://run/two.ckpt")
+    sharded, given = started(state_dict_type="sharded", max_steps=1)
+    sharded.fit(*given)
+    keeper = ModelCheckpoint(dirpath="memory://run")
+    keeping, with_keeper = started(state_dict_type="sharded", enable_checkpointing=True, callbacks=[keeper])
+    missing, without = started()
+    return {
+        "steps": again.global_step,
+        "same": all(torch.equal(states[0][name], value) for name, value in expected.items()),
+        "sharded": failure(lambda: sharded.save_checkpoint("memory://run/shards")),
+        "keeper": failure(lambda: keeping.fit(*with_keeper)),
+        "missing": failure(lambda: missing.fit(*without, ckpt_path="memory://run/none.ckpt")),
+    }
+
+
+class Slow(AsyncCheckpointIO):
+    """Has not begun to write when it is asked to end."""
+
+    def save_checkpoint(self, *args, **kwargs):
+        self._ensure_setup()
+        self._executor.submit(time.sleep, 0.5)
+        super().save_checkpoint(*args, **kwargs)
+
+
+def written_behind():
+    """Whether a checkpoint that is written beside training is there after it, and by whom it was written."""
+    io, folder = Slow(), shared_folder()
+    keeper = ModelCheckpoint(dirpath=folder, filename="one", save_on_train_epoch_end=True)
+    fit, given = started(max_steps=2, plugins=[io], enable_checkpointing=True, callbacks=[keeper])
+    fit.fit(*given)
+    dist.barrier()
+    return (folder / "one.ckpt").exists(), type(io.checkpoint_io) is CompleteFiles
+
+
+def test_a_full_checkpoint_on_another_file_system_is_resumed_from_and_shards_are_refused(ranks):
+    for found in ranks(2).run(remote):
+        assert found["steps"] == 3
+        assert found["same"]
+        for name in ("sharded", "keeper"):
+            kind, text = found[name]
+            assert kind == "ConfigurationError"
+            assert text.startswith('Expected a local path with state_dict_type="sharded", got ')
+        assert "Expected a checkpoint, one file, at 'memory://run/none.ckpt', but" in found["missing"][1]
+
+
+def test_training_ends_when_what_is_written_beside_it_is_there(ranks):
+    assert ranks(2).run(written_behind) == [(True, True)] * 2

@@ -3,12 +3,14 @@
 import os
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from lightning.fabric.strategies.fsdp import _distributed_checkpoint_load
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from torch.distributed.checkpoint import CheckpointException
 
 from lightning_osdp import ConfigurationError
@@ -99,6 +101,24 @@ def test_a_kill_at_any_moment_leaves_the_checkpoint_before_or_the_new_one(tmp_pa
     assert found[0] == 1
     # A file takes the place of a file at the very last change but one, the sync of the folder.
     assert found[-1] == 2
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_a_kill_while_a_job_saves_before_it_is_requeued_leaves_what_it_resumes_from(tmp_path, killed_at, kind):
+    resumed_from = []
+    for number in range(60):
+        folder = tmp_path / str(number)
+        save(1, folder / "hpc_ckpt_1.ckpt", kind)
+        trainer = SimpleNamespace(default_root_dir=str(folder))
+        try:
+            with killed_at(number):
+                save(2, folder / "hpc_ckpt_2.ckpt", kind)
+        except (Killed, CheckpointException):
+            resumed_from.append(read(Path(_CheckpointConnector(trainer)._hpc_resume_path)))
+        else:
+            break
+    assert set(resumed_from) == {1, 2}
+    assert resumed_from == sorted(resumed_from)
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
