@@ -65,6 +65,7 @@ class PeakCounter:
 
     def start(self, trainer: pl.Trainer, batch: Any, *, num_steps: int) -> None:
         """A batch begins after so many optimizer steps."""
+        self.stop()  # of a batch that was skipped nobody says that it ends
         if self._allocator is not None and num_steps >= WARM_UP_STEPS:
             self._allocator.start()
         num_elements = elements_in(batch) if self._device.type == "cpu" else 0

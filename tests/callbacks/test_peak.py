@@ -1,5 +1,7 @@
 """The peak of a training step on a made-up device, whose allocator is told what comes and goes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -35,3 +37,14 @@ def test_on_cuda_the_peak_is_the_allocators_after_the_warm_up(gpu):
     assert counter.other_bytes is None
     assert not counter.is_counting
     assert gpu.num_waits == 0
+
+
+def test_a_batch_that_is_skipped_leaves_nothing_counting():
+    counter = PeakCounter(torch.device("cpu"))
+    trainer = SimpleNamespace(model=torch.nn.Linear(2, 2), optimizers=[], callbacks=[], strategy=None)
+    for _ in range(2):  # of the first one nobody says that it ends
+        counter.start(trainer, torch.zeros(4), num_steps=WARM_UP_STEPS)
+    counter.stop()
+    kept = torch.zeros(2**20)
+    counter.end_step(num_steps=WARM_UP_STEPS)
+    assert counter.peak_bytes < kept.nbytes
