@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning.pytorch.strategies import FSDPStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -209,6 +210,8 @@ class OSDPStrategy(FSDPStrategy):
         warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
         if self._checkpoint_io is None:
             self._checkpoint_io = saving.CompleteFiles()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = saving.CompleteFiles()  # unless it wraps another one
         if isinstance(self.precision_plugin, OSDPPrecision):
             self.precision_plugin.use_device(self.root_device)
 
@@ -228,6 +231,7 @@ class OSDPStrategy(FSDPStrategy):
         self._setting_up.close()
         try:
             super().teardown()
+            self.checkpoint_io.teardown()  # which waits for what it still writes; FSDPStrategy has no use for it
         finally:
             self._ranks.end()
 
@@ -238,6 +242,8 @@ class OSDPStrategy(FSDPStrategy):
         self._setting_up.close()
         assert self.model is not None
         self._units.check(self.model)  # before anything converts shards to another precision
+        if trainer.state.fn == TrainerFn.FITTING:
+            saving.check_folders(trainer, self._state_dict_type)
         with torch.inference_mode(mode=False):  # whatever the caller is in: what is sharded may be trained later
             super().setup(trainer)
 
@@ -248,7 +254,8 @@ class OSDPStrategy(FSDPStrategy):
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        super().setup_optimizers(trainer)
+        with self._units.division.as_given(trainer):
+            super().setup_optimizers(trainer)
         on_all_ranks(lambda: self._units.check_optimizers(self.optimizers))
 
     # steps
@@ -376,15 +383,16 @@ class OSDPStrategy(FSDPStrategy):
         if self._state_dict_type == "full":
             on_rank_zero(lambda: write(checkpoint, path, storage_options=storage_options))
         else:
-            saving.save_shards(checkpoint, Path(path), storage_options)
+            saving.save_shards(checkpoint, path, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         module = self.lightning_module
         assert module is not None
-        trainer, given = module.trainer, Path(self.broadcast(checkpoint_path))
-        path = on_rank_zero(lambda: load.to_load(given, trainer))
-        loaded = load.load(path, self._sharded, trainer, weights_only=weights_only)
+        trainer = module.trainer
+        with load.in_reach(self.broadcast(checkpoint_path), self) as given:
+            path = on_rank_zero(lambda: load.to_load(given, trainer))
+            loaded = load.load(path, self._sharded, trainer, weights_only=weights_only)
         if trainer.state.fn == TrainerFn.FITTING:
             self._units.division.resume(trainer, loaded)
             self._generators.resume(loaded, self.root_device)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -98,6 +99,8 @@ class Division:
     """Micro-batches that may be chosen then."""
     peeked: Sequence[Peeked] = ()
     """Sources of loaders that profiling read from, and that can be read only once."""
+    is_scaled: bool = False
+    """Whether the plan's micro-batch is the fastest of any size, so that optimizer steps have as many samples."""
     _trainer: pl.Trainer | None = None
 
     def begin(self, trainer: pl.Trainer) -> None:
@@ -123,9 +126,32 @@ class Division:
         if trainer.accumulate_grad_batches == plan.num_micro_batches:  # nobody has changed it since
             own.divide(trainer, micro_batch_size=own.micro_batch_size, num_micro_batches=own.num_micro_batches)
 
-    def resume(self, trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
-        """A fit goes on from a checkpoint: its progress is counted in the micro-batches of the run that wrote it."""
+    @contextmanager
+    def as_given(self, trainer: pl.Trainer) -> Iterator[None]:
+        """Within it, the Trainer counts micro-batches of the user's own loaders, as code of the user's may do, too."""
         own, plan = self.windows, self.plan
+        if own is None or plan is None or own.num_samples % own.micro_batch_size:
+            yield
+            return
+        size = own.micro_batch_size
+        self._use(trainer, replace(plan, micro_batch_size=size, num_micro_batches=own.num_samples // size))
+        try:
+            yield
+        finally:
+            self._use(trainer, plan)
+            if size != plan.micro_batch_size:
+                forget_loaders(trainer)  # of which somebody may have asked for the length
+
+    def resume(self, trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
+        """A fit goes on from a checkpoint: its progress is counted in the micro-batches of the run that wrote it.
+
+        Loaders are made anew, for they have states in the checkpoint, and draw from generators that it has.
+        """
+        if not self.peeked:
+            forget_loaders(trainer)
+        own, plan = self.windows, self.plan
+        if plan is not None and self.is_scaled:
+            self._resume_scaled(plan, checkpoint)
         if own is None or plan is None:
             return
         size, number = checkpoint.get(_KEY, (own.micro_batch_size, own.num_micro_batches))
@@ -135,7 +161,23 @@ class Division:
                 f" instead of the plan's {plan.micro_batch_size} x {plan.num_micro_batches}."
             )
             self._use(trainer, replace(plan, micro_batch_size=size, num_micro_batches=number))
-            forget_loaders(trainer)
+
+    def _resume_scaled(self, plan: Plan, checkpoint: Mapping[str, Any]) -> None:
+        """Goes on with as many samples as the run before, if there is memory for them."""
+        size, _ = checkpoint.get(_KEY, (plan.micro_batch_size, plan.num_micro_batches))
+        if size < plan.micro_batch_size:
+            rank_zero_info(
+                f"OSDP: training goes on with micro-batches of {size} samples, as in the run that wrote the checkpoint,"
+                f" instead of the plan's {plan.micro_batch_size}."
+            )
+            self.plan = replace(plan, micro_batch_size=size)
+        elif size > plan.micro_batch_size:
+            rank_zero_warn(
+                f"OSDP: an optimizer step has fewer samples than before: micro-batches of {size} of the run that wrote"
+                f" the checkpoint do not fit this run's plan, which has {plan.micro_batch_size}. The epoch that it was"
+                f" in is not continued at the same sample. To keep its steps, pass batch_size={size} and more"
+                " memory_limit, or accumulate."
+            )
 
     @property
     def smaller(self) -> int | None:
@@ -152,7 +194,7 @@ class Division:
 
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Writes the division in use into a checkpoint."""
-        if self.windows is not None and self.plan is not None:
+        if self.plan is not None and (self.windows is not None or self.is_scaled):
             checkpoint[_KEY] = (self.plan.micro_batch_size, self.plan.num_micro_batches)
 
     def loader(self, loader: object) -> object:

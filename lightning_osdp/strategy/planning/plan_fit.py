@@ -186,8 +186,9 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options) 
     told = _compared(plan, windows)
     if told:
         rank_zero_info(f"OSDP: {told} (against your own micro-batches, each of which reduces all gradients)")
-    is_own = windows is None and plan.micro_batch_size == current
-    division = Division(None if is_own else plan, windows, policy.micro_batch_sizes, profiler.peeked)
+    is_scaled = not policy.micro_batch_sizes
+    is_own = windows is None and plan.micro_batch_size == current and not is_scaled
+    division = Division(None if is_own else plan, windows, policy.micro_batch_sizes, profiler.peeked, is_scaled)
     return Choice(plan, division, profiler.groups, BatchWatch(profiler.batch), measured, cluster)
 
 

@@ -73,10 +73,10 @@ class ResumableLoader(DataLoader):
 class Drawing(Base):
     """Dropout, numbers of all generators in its loss, and schedules of learning rates."""
 
-    def __init__(self, schedule):
+    def __init__(self, schedule, counts):
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.schedule, self.seen = schedule, []
+        self.schedule, self.counts, self.seen = schedule, counts, []
 
     def loss(self, batch):
         hidden = F.dropout(torch.relu(self.first(batch)), 0.5, self.training)
@@ -90,6 +90,8 @@ class Drawing(Base):
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        if self.counts:
+            assert self.trainer.estimated_stepping_batches == 2 * NUM_BATCHES  # which makes loaders
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": self.schedule}}
 
@@ -102,12 +104,24 @@ class Drawing(Base):
         )
 
 
-def run(folder, *, seed, schedule, noise=0.1, num_workers=0, kind="full", dry_run="auto", ckpt_path=None, **options):
+def run(
+    folder,
+    *,
+    seed,
+    schedule,
+    counts=False,
+    noise=0.1,
+    num_workers=0,
+    kind="full",
+    dry_run="auto",
+    ckpt_path=None,
+    **options,
+):
     """What a run saw in each step, and what it would save in the end but for weights and optimizer states."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 (likewise)
-    module = Drawing(schedule)
+    module = Drawing(schedule, counts)
     modes = {"first": "ZDP", "second": "DP"}
     plan = plan_of(module, modes, world_size=dist.get_world_size(), micro_batch_size=BATCH_SIZE)
     named = {"filename": "{step}", "auto_insert_metric_name": False, "enable_version_counter": False}
@@ -148,7 +162,9 @@ def differing(resumed_from, **options):
     ("options", "resumed_from"),
     [
         ({"schedule": "step", "val_check_interval": 0.5}, ["steps/3.ckpt", "best/4.ckpt", "epochs/4.ckpt"]),
+        ({"schedule": "step", "counts": True}, ["steps/3.ckpt", "epochs/4.ckpt"]),
         slow({"schedule": "epoch", "num_workers": 1, "kind": "sharded"}, ["epochs/4.ckpt"]),
+        slow({"schedule": "epoch", "num_workers": 1, "counts": True}, ["epochs/4.ckpt"]),
         # What workers draw in mid-epoch is the loader's to restore.
         slow({"schedule": "epoch", "num_workers": 1, "noise": 0.0, "dry_run": True}, ["steps/3.ckpt"]),
     ],

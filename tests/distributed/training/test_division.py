@@ -45,6 +45,8 @@ class Scheduled(Knotted):
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
         self.num_steps = self.trainer.estimated_stepping_batches
+        loader = self.loader(dist.get_rank(), dist.get_world_size())
+        self.counted = len(loader) // self.trainer.accumulate_grad_batches  # as recipes did before there was that
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, self.num_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -72,7 +74,7 @@ def divided(size, number):
 def seen(module, fit):
     return {
         "steps": fit.global_step,
-        "told": module.num_steps,
+        "told": (module.num_steps, module.counted),
         "rates": module.rates,
         "validated_after": module.validated_after,
     }

@@ -134,8 +134,36 @@ def test_a_fit_goes_on_in_the_micro_batches_of_its_plan_or_of_its_checkpoint():
     assert used() == (4, 4, 8)
     assert division.loader(given) is given
     division.resume(fit, {"osdp_division": (16, 1)})
+    with division.as_given(fit):
+        assert used() == (4, 4, 8)
+    assert used() == (16, 1, 2)
     division.end(fit)
     assert (fit.accumulate_grad_batches, fit.limit_train_batches) == (4, 8)
+
+
+def test_a_stated_global_batch_is_given_in_as_many_of_the_users_micro_batches():
+    fit = trainer(fit_loop=SimpleNamespace(_combined_loader=None))
+    division = Division(plan_of(8, 2), Windows(4, 1, 16, {}), (4, 8))
+    division.begin(fit)
+    with division.as_given(fit):
+        assert fit.accumulate_grad_batches == 4
+    assert fit.accumulate_grad_batches == 2
+
+
+@pytest.mark.parametrize(("saved", "used", "warns"), [((4, 2), 4, False), ((8, 2), 8, False), ((16, 2), 8, True)])
+def test_a_scaled_fit_goes_on_with_as_many_samples_as_it_has_memory_for(saved, used, warns, recwarn):
+    fit = trainer(accumulate_grad_batches=2, fit_loop=SimpleNamespace(_combined_loader=None))
+    division, checkpoint = Division(plan_of(8, 2), is_scaled=True), {}
+    division.begin(fit)
+    division.resume(fit, {"osdp_division": saved})
+    division.save(checkpoint)
+    assert checkpoint == {"osdp_division": (used, 2)}
+    given = DataLoader(TensorDataset(torch.arange(32)), batch_size=1)
+    assert division.loader(given).batch_size == used
+    told = [str(each.message) for each in recwarn if "fewer samples" in str(each.message)]
+    assert bool(told) == warns
+    division.resume(fit, {})  # of a run before this was written
+    assert division.loader(given).batch_size == used
 
 
 def test_another_trainer_that_counts_otherwise_keeps_its_own():
