@@ -82,7 +82,7 @@ class FitProfiler:
                     f"OSDP: {type(module).__name__} does not fit on one device whole, and is profiled by its shapes:"
                     " bytes are as ever, step times those of its operations one by one, which are less true."
                 )
-                module.to("cpu")
+                nn.Module.to(module, "cpu")  # Lightning's own would have self.device be the CPU from then on
             return self._profile(self.batch)
 
     def nearer(self, model: ModelProfile, num_samples: int, *, free_bytes: int) -> ModelProfile:
@@ -115,7 +115,7 @@ class FitProfiler:
         return without_values(self._module) if self._is_too_large else nullcontext()
 
     def _is_moved(self) -> bool:
-        """Moves the model to the device, or leaves it on the CPU where there is no room; so is one without values."""
+        """Moves the model to the device; False where there is no room. One without values stays where it is."""
         if any(parameter.is_meta for parameter in self._module.parameters()):
             return True
         try:
@@ -123,7 +123,6 @@ class FitProfiler:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            self._module.to("cpu")
             return False
         return True
 
