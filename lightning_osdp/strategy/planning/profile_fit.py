@@ -25,6 +25,7 @@ from lightning_osdp.profiler import (
     is_out_of_memory,
     profile_model,
     resized,
+    untouched,
     why_not_mean,
     without_values,
 )
@@ -62,6 +63,7 @@ class FitProfiler:
         self._device = trainer.strategy.root_device
         self._schedules: list[Any] = []
         self.groups: list[Group] = []
+        self._is_too_large = False
 
     def first(self) -> ModelProfile:
         """Profiles a batch of the data; raises a `ProfileError`, or a `ConfigurationError` if it cannot train here."""
@@ -74,7 +76,6 @@ class FitProfiler:
         check_initializable(module, self._device)
         self.loaders = training_loaders(self._trainer)
         batch, self.peeked = self._chosen(self.loaders)
-        self.batch = to_device(self._trainer, module, batch)
         with self._needing_memory():
             self._is_too_large = not all(in_step(self._is_moved, stage="moving the model"))
             if self._is_too_large:
@@ -83,6 +84,7 @@ class FitProfiler:
                     " bytes are as ever, step times those of its operations one by one, which are less true."
                 )
                 nn.Module.to(module, "cpu")  # Lightning's own would have self.device be the CPU from then on
+            self.batch = self._transferred(batch)
             return self._profile(self.batch)
 
     def nearer(self, model: ModelProfile, num_samples: int, *, free_bytes: int) -> ModelProfile:
@@ -114,9 +116,29 @@ class FitProfiler:
         """Where the model's values are not on the device, they are not there within it."""
         return without_values(self._module) if self._is_too_large else nullcontext()
 
+    def _transferred(self, batch: Any) -> Any:
+        """A batch of the loader as ``training_step`` gets it; what hooks of its transfer change is put back."""
+        try:
+            with untouched(self._module):
+                return to_device(self._trainer, self._module, batch)
+        except Exception as error:
+            if self._has_values or is_out_of_memory(error):
+                raise
+            raise ProfileError(
+                "Expected the hooks of a batch's transfer to run without the model's tensors, which are not on"
+                f" {self._device} while a model on the meta device, or one too large for it, is profiled, but they"
+                f" failed: {error!r}. Let them use tensors of the batch alone, do the rest in training_step, or pass"
+                " plan=."
+            ) from error
+
+    @property
+    def _has_values(self) -> bool:
+        """Whether the model is on its device, or there is room for it."""
+        return not self._is_too_large and not any(parameter.is_meta for parameter in self._module.parameters())
+
     def _is_moved(self) -> bool:
         """Moves the model to the device; False where there is no room. One without values stays where it is."""
-        if any(parameter.is_meta for parameter in self._module.parameters()):
+        if not self._has_values:
             return True
         try:
             self._module.to(self._device)

@@ -1,12 +1,14 @@
 """What a fit is profiled on, and that profiling leaves nothing of itself."""
 
+import random
+
 import lightning as L
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_osdp import Cluster, OSDPStrategy
+from lightning_osdp import Cluster, OSDPStrategy, ProfileError
 from lightning_osdp.core.cluster import Link
 from lightning_osdp.strategy.planning import plan_fit
 
@@ -80,3 +82,54 @@ class TooLarge(Net):
 @pytest.mark.filterwarnings("ignore:OSDP. TooLarge does not fit on one device whole")
 def test_a_model_that_does_not_fit_on_its_device_keeps_to_be_told_which_that_is(fit):
     assert fit(TooLarge()).seen == [A_GPU, A_GPU]
+
+
+class Augmenting(Net):
+    """Its batches are random, and counted; `calls` says what happens in setup, and `begins` what fit begins with."""
+
+    def __init__(self, calls, *, is_random=True):
+        super().__init__()
+        self.on_call, self.is_random = calls.append, is_random
+
+    def to(self, *args, **kwargs):
+        if args:
+            self.on_call("moved")
+        return super().to(*args, **kwargs)
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        self.on_call("transferred")
+        self.seen.append(len(batch))
+        return batch * torch.rand(()) * random.random() if self.is_random else batch
+
+    def on_fit_start(self):
+        self.begins = list(self.seen), torch.get_rng_state().tolist(), random.getstate()
+
+
+def test_hooks_of_a_batchs_transfer_find_the_model_on_its_device_and_leave_nothing(fit):
+    begins = []
+    for is_random in (True, False):
+        calls = []
+        torch.manual_seed(1)
+        random.seed(1)
+        begins.append(fit(Augmenting(calls, is_random=is_random)).begins)
+        assert calls.index("moved") < calls.index("transferred")
+    assert begins[0] == begins[1]
+    assert begins[0][0] == []
+
+
+class Whitening(Net):
+    """Its batches are made with a tensor of its own, which has no values before it is sharded."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.device("meta"):
+            self.whiten = nn.Linear(4, 4)
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return self.whiten(batch)
+
+
+def test_hooks_of_a_batchs_transfer_cannot_use_a_model_that_is_not_on_its_device(fit):
+    expected = r"^Expected the hooks of a batch's transfer to run without the model's tensors, .* pass plan=\.$"
+    with pytest.raises(ProfileError, match=expected):
+        fit(Whitening())
