@@ -37,6 +37,8 @@ class LiveBytes(TorchDispatchMode):
         (4000, 8000)
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, device_type: str, *, memory_limit_bytes: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.current_bytes = 0

@@ -81,7 +81,14 @@ def faked(
                 stand_ins.put_into(vars(child))
             # torch logs a traceback before it raises; who calls this tells what is worth telling
             quiet = patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", new=True)
-            with mode, _AsAllocated(assumes_ones=assumes_ones) as noted, torch.enable_grad(), quiet:
+            with (
+                # torch compiles nothing under a mode, and raises of what is to be compiled whole
+                torch.compiler.set_stance("force_eager"),
+                mode,
+                _AsAllocated(assumes_ones=assumes_ones) as noted,
+                torch.enable_grad(),
+                quiet,
+            ):
                 yield fake_batch
             if changed is not None:
                 changed |= {p for p in parameters if stand_ins.of(p).untyped_storage()._cdata in noted.written}

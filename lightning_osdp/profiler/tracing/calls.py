@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_osdp.core.profile import Span
+from lightning_osdp.errors import ProfileError
 from lightning_osdp.profiler.step.snapshot import storage_key
 
 Stack = tuple[str, ...]
@@ -61,7 +63,11 @@ class Calls:
 
 @contextmanager
 def recorded_calls(module: nn.Module) -> Iterator[Calls]:
-    """Records every module call and every read of a parameter while it is active."""
+    """Records every module call and every read of a parameter while it is active; nothing compiled runs.
+
+    Raises:
+        ProfileError: inside, where an operation of torch's takes functions that it calls, such as flex_attention.
+    """
     calls, stack = Calls(), [""]
     entered: list[int] = []
     owners = {name for name, child in module.named_modules() if any(p is not None for p in child._parameters.values())}
@@ -99,12 +105,16 @@ def recorded_calls(module: nn.Module) -> Iterator[Calls]:
         # Autocast keeps casts of parameters: a second read would take the cast, unseen.
         cleanup.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
+        # torch compiles nothing under a mode, and raises of what is to be compiled whole
+        cleanup.enter_context(torch.compiler.set_stance("force_eager"))
         cleanup.enter_context(reads)
         yield calls
 
 
 class _Reads(TorchDispatchMode):
     """Notes of every operation which parameters' memory it takes; asking for shape or dtype is none."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, module: nn.Module, calls: Calls, stack: list[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -116,6 +126,12 @@ class _Reads(TorchDispatchMode):
             self._by_storage.setdefault(storage_key(parameter), []).append(name)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            raise ProfileError(
+                f"Expected a training step of operations whose cost their shapes tell, got {func.name()}, which calls"
+                " functions of the model's. Plan with scaled_dot_product_attention or the like in its place and pass"
+                " that plan=, or train with Lightning's FSDPStrategy."
+            )
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
                 for parameter in self._by_storage.get(storage_key(leaf), ()):

@@ -318,6 +318,8 @@ def are_same(some: Sequence[Logged], others: Sequence[Logged], is_same: Callable
 class ForwardLog(TorchDispatchMode):
     """Every operation of a forward, and on which tensors it works: to be compared one block on, or with another one."""
 
+    supports_higher_order_operators = True  # `recorded_calls` refuses them
+
     def __init__(self, module: nn.Module, batch: Any, calls: Calls) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls = calls
@@ -340,7 +342,7 @@ class ForwardLog(TorchDispatchMode):
         self.marks.setdefault(block, mark)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func.namespace == "prim":  # asks a fake tensor for its device
+        if func.namespace in {"prim", "higher_order"}:  # the first asks a fake tensor for its device
             return func(*args, **(kwargs or {}))
         tokens: list[Token] = []
         # before it runs, for it may change them

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from entangled_models import MODELS
 from torch import nn
-from traced import Net
+from torch.nn.attention.flex_attention import flex_attention
+from traced import DEPTH, Net, linear
 
 from lightning_osdp.errors import ProfileError
 from lightning_osdp.profiler.step.run_step import StepRunner
@@ -122,3 +123,42 @@ def test_frozen_parameters_and_evaluation_modules_are_followed_too():
     trace = trace_step(step_of(net, torch.ones(4, 4)))
     assert trace.calls.sequence == ["frozen.0", "frozen.1", "b"]
     assert [part.settled_bytes is None for part in trace.activations[4]] == [True, True, False, True]
+
+
+def doubled(x):
+    return 2 * torch.tanh(x)
+
+
+@pytest.mark.parametrize("reads_values", [False, True])
+def test_a_function_that_is_compiled_whole_is_followed_as_eager_code(reads_values):
+    def followed(function):
+        def run(net, x):
+            for block in net.blocks:
+                x = function(block(x))
+            return x.sum() * (net.blocks[0].weight.sum().item() if reads_values else 1)
+
+        net = Net(run, blocks=nn.ModuleList([linear() for _ in range(DEPTH)]))
+        return trace_step(step_of(net, torch.ones(4, 4)))
+
+    compiled, eager = followed(torch.compile(doubled, backend="eager", fullgraph=True)), followed(doubled)
+    assert compiled.calls == eager.calls
+    assert compiled.activations == eager.activations
+    assert bool(compiled.short.cuts) is not reads_values
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("num_blocks", [1, DEPTH])
+def test_an_operation_that_calls_functions_of_the_models_is_refused(num_blocks):
+    def run(net, x):
+        for block in net.blocks:
+            x = block(x).view(4, 1, 2, 4)
+            x = flex_attention(x, x, x).view(4, 2, 4)
+        return net.head(x).sum()
+
+    blocks = nn.ModuleList([linear().requires_grad_(False) for _ in range(num_blocks)])  # on CPU it has no backward
+    net = Net(run, blocks=blocks, head=linear())
+    text = (
+        r"^Expected a training step of operations whose cost their shapes tell, got flex_attention, .* FSDPStrategy\.$"
+    )
+    with pytest.raises(ProfileError, match=text):
+        trace_step(step_of(net, torch.ones(4, 2, 4)))
