@@ -113,8 +113,8 @@ class FitProfiler:
             return why_not_mean(module, training_step(module), self.batch, batch_size=samples_in(self.batch))
 
     def _without_values(self) -> AbstractContextManager[None]:
-        """Where the model's values are not on the device, they are not there within it."""
-        return without_values(self._module) if self._is_too_large else nullcontext()
+        """Where some of the model's values are not on the device, none are there within it."""
+        return nullcontext() if self._has_values else without_values(self._module)
 
     def _transferred(self, batch: Any) -> Any:
         """A batch of the loader as ``training_step`` gets it; what hooks of its transfer change is put back."""
@@ -133,11 +133,12 @@ class FitProfiler:
 
     @property
     def _has_values(self) -> bool:
-        """Whether the model is on its device, or there is room for it."""
-        return not self._is_too_large and not any(parameter.is_meta for parameter in self._module.parameters())
+        """Whether all of the model is on its device, or can be."""
+        tensors = (*self._module.parameters(), *self._module.buffers())
+        return not self._is_too_large and not any(tensor.is_meta for tensor in tensors)
 
     def _is_moved(self) -> bool:
-        """Moves the model to the device; False where there is no room. One without values stays where it is."""
+        """Moves the model to the device; False where there is no room. One that lacks values stays where it is."""
         if not self._has_values:
             return True
         try:

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_osdp import Cluster, OSDPStrategy, ProfileError
 from lightning_osdp.core.cluster import Link
-from lightning_osdp.strategy.planning import plan_fit
+from lightning_osdp.strategy.planning import plan_fit, profile_fit
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -133,3 +133,49 @@ def test_hooks_of_a_batchs_transfer_cannot_use_a_model_that_is_not_on_its_device
     expected = r"^Expected the hooks of a batch's transfer to run without the model's tensors, .* pass plan=\.$"
     with pytest.raises(ProfileError, match=expected):
         fit(Whitening())
+
+
+class Ramp(nn.Module):
+    """A buffer that is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("values", torch.empty(8))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        self.values.copy_(torch.arange(8))
+
+    def forward(self, x):
+        return x * self.values
+
+
+class PartlyThere(Net):
+    """Some of it on the meta device, and the head real."""
+
+    def __init__(self, *, layer, buffer):
+        super().__init__()
+        with torch.device("meta" if layer else "cpu"):
+            self.first = nn.Linear(4, 8)
+        with torch.device("meta" if buffer else "cpu"):
+            self.ramp = Ramp()
+
+    def training_step(self, batch, batch_idx):
+        return self.second(self.ramp(self.first(batch))).square().mean()
+
+
+@pytest.mark.parametrize("there", [{"layer": True, "buffer": False}, {"layer": False, "buffer": True}], ids=str)
+def test_a_model_that_is_partly_on_the_meta_device_is_profiled_without_any_values(fit, monkeypatch, there):
+    found, profile_model = set(), profile_fit.profile_model
+
+    def noted(module, *args, **options):
+        found.update(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+        return profile_model(module, *args, **options)
+
+    monkeypatch.setattr(profile_fit, "profile_model", noted)
+    module = PartlyThere(**there)
+    before = module.second.weight.detach().clone()
+    fit(module)
+    assert found == {True}
+    assert module.ramp.values.tolist() == list(range(8))
+    assert not torch.equal(module.second.weight.to_local(), before)
