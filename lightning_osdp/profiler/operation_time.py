@@ -201,6 +201,7 @@ def estimate_step(step: StepRunner, short: ShortModel, size: int, seconds_of: Ca
         loss = loss_in(run())
         position.start_backward()
         loss.backward()
+        del loss
     seconds = segment_seconds(recorder.operations, seconds_of)
     return Seconds(
         forward_s=tuple(short.unfolded([seconds.get(index, 0.0) for index in range(num)])),

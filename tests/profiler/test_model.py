@@ -1,5 +1,6 @@
 import copy
 import dataclasses
+import functools
 import itertools
 from types import SimpleNamespace
 
@@ -391,6 +392,80 @@ def test_averages_and_counters_that_the_step_moves_are_where_they_were(caplog):
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
     assert model.meter == SimpleNamespace(losses=[], steps=0)
     assert "'numbers' is an iterator" in caplog.text
+
+
+@functools.lru_cache(maxsize=8)
+def bounded(size):
+    return torch.ones(size), torch.zeros(size)
+
+
+@functools.cache
+def unbounded(size):
+    return {"mask": torch.ones(size)}
+
+
+MASKS, KEPT, LAST = {}, [], None
+
+
+def in_dict(size):
+    if size not in MASKS:
+        MASKS[size] = torch.ones(size), torch.zeros(size)
+    return MASKS[size][0]
+
+
+def in_list(size):
+    if not KEPT:
+        KEPT.append(torch.ones(size))
+    return KEPT[0]
+
+
+def in_variable(size):
+    global LAST  # noqa: PLW0603
+    LAST = torch.ones(size) if LAST is None else LAST
+    return LAST
+
+
+@pytest.fixture
+def empty_caches():
+    for clear in (bounded.cache_clear, unbounded.cache_clear, MASKS.clear, KEPT.clear):
+        clear()
+
+
+CACHES = {
+    "bounded": lambda size: bounded(size)[0],
+    "unbounded": lambda size: unbounded(size)["mask"],
+    "dict": in_dict,
+    "list": in_list,
+}
+
+
+@pytest.mark.usefixtures("empty_caches")
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("name", CACHES)
+def test_caches_outside_of_the_model_get_no_tensors_without_values(name, device):
+    mask = CACHES[name]
+    with torch.device(device):
+        model = Net(lambda m, x: (m(x) * mask(6)).sum())
+    profile_model(model, BATCH)
+    assert type(mask(6)) is torch.Tensor
+    assert mask(6).tolist() == [1.0] * 6
+
+
+@pytest.mark.usefixtures("empty_caches")
+def test_caches_that_have_got_no_such_tensors_stay_as_they_are():
+    before, other = bounded(3)[0], unbounded(3)["mask"]
+    MASKS["other"] = other
+    profile_model(Net(lambda m, x: m(x).sum() * bounded(3)[0].sum()), BATCH)
+    assert bounded(3)[0] is before
+    assert unbounded(3)["mask"] is MASKS["other"] is other
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, hidden otherwise
+def test_what_a_variable_outside_of_the_model_keeps_is_told(monkeypatch):
+    monkeypatch.setitem(globals(), "LAST", None)
+    text = r"^Expected training_step to compute from its batch and its module, but a global variable, .* pass plan=\.$"
+    with pytest.raises(ProfileError, match=text):
+        profile_model(Net(lambda m, x: (m(x) * in_variable(6)).sum()), BATCH)
 
 
 def test_a_plan_says_that_what_is_measured_on_cuda_is_unvalidated():

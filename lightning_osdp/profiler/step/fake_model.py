@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import _lru_cache_wrapper
+from typing import Any, TypeAlias
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_osdp.errors import OSDPError, UntraceableError
-from lightning_osdp.profiler.step.snapshot import tensors_in, untouched
+from lightning_osdp.profiler.step.snapshot import is_left_alone, tensors_in, untouched
 from lightning_osdp.splitting import parameter_like
 
 aten = torch.ops.aten
 _log = logging.getLogger(__name__)
+_Storages: TypeAlias = "list[weakref.ref[torch.UntypedStorage]]"
 
 
 @contextmanager
@@ -40,7 +44,8 @@ def faked(
     only work out shape, strides, dtype and device of the result; one without a rule for that is run on zeros.
     ``module.parameters()`` returns fakes inside, one for each parameter however often it is registered or kept as an
     attribute, and frozen where the parameter is; hooks on the parameters themselves are left out. Counting modes such
-    as `LiveBytes` must be entered inside. On exit everything is as before, as `untouched` says, also after an error.
+    as `LiveBytes` must be entered inside. On exit everything is as before, as `untouched` says, also after an error;
+    outside of the module, what caches of functions and global dicts and lists have got of fakes is gone.
 
     Args:
         module: the model, real or on the meta device.
@@ -71,10 +76,10 @@ def faked(
             f"Expected {device} to be there, for autograd asks it even about fake tensors, but it is not."
             " Profile on a machine that has it, or for the CPU."
         )
-    with untouched(module):
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    stand_ins = _StandIns(mode, device)
+    with _not_kept(stand_ins) as made, untouched(module):
         try:
-            mode = FakeTensorMode(allow_non_fake_inputs=True)
-            stand_ins = _StandIns(mode, device)
             fake_batch = copy.deepcopy(batch, {id(tensor): stand_ins.of(tensor) for tensor in tensors_in(batch)})
             parameters = list(module.parameters())
             for child in module.modules():
@@ -85,7 +90,7 @@ def faked(
                 # torch compiles nothing under a mode, and raises of what is to be compiled whole
                 torch.compiler.set_stance("force_eager"),
                 mode,
-                _AsAllocated(assumes_ones=assumes_ones) as noted,
+                _AsAllocated(assumes_ones=assumes_ones, made=made) as noted,
                 torch.enable_grad(),
                 quiet,
             ):
@@ -106,7 +111,7 @@ class _StandIns:
     """One fake for each tensor; those that share a storage have fakes that do."""
 
     def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
-        self._mode, self._device = mode, device
+        self.mode, self._device = mode, device
         self._fakes: dict[Tensor, Tensor] = {}
         self._visited: set[int] = set()
 
@@ -118,11 +123,15 @@ class _StandIns:
 
     def _made(self, tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
-            return self._mode.from_tensor(tensor if tensor.is_leaf else tensor.detach())
-        fake = self._mode.fake_tensor_converter.from_meta_and_device(self._mode, tensor.detach(), self._device)
+            return self.mode.from_tensor(tensor if tensor.is_leaf else tensor.detach())
+        fake = self.mode.fake_tensor_converter.from_meta_and_device(self.mode, tensor.detach(), self._device)
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(fake, requires_grad=tensor.requires_grad)
         return fake.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+
+    def forget(self) -> None:
+        """Lets go of fakes that nobody else holds, and of their gradients."""
+        self._fakes.clear()
 
     def put_into(self, container: Any) -> None:
         """Replaces tensors in a container, and in those inside it, without replacing the containers."""
@@ -153,6 +162,41 @@ class _StandIns:
             if any(new is not old for new, old in zip(replaced, item, strict=True)):
                 return type(item)(*replaced) if hasattr(item, "_fields") else type(item)(replaced)
         return item
+
+
+@contextmanager
+def _not_kept(stand_ins: _StandIns) -> Iterator[_Storages]:
+    """Has nothing keep fakes for real steps that a step keeps for the next one outside of its module.
+
+    Caches of functions (``functools.lru_cache``) that have got one are cleared, and global dicts and lists lose it.
+
+    Yields:
+        Takes storages that operations make; nothing is looked for where none of them is alive in the end.
+    """
+    made: _Storages = []
+    try:
+        yield made
+    finally:
+        stand_ins.forget()
+        if any(storage() is not None for storage in made):
+            _drop_kept(stand_ins.mode)
+
+
+def _drop_kept(mode: FakeTensorMode) -> None:
+    objects = gc.get_objects()
+    # the types themselves: what stands in for another object may say that it is one, or fail
+    fakes = {id(each) for each in objects if issubclass(type(each), FakeTensor) and each.fake_mode is mode}
+    fakes |= {id(each) for each in objects if type(each) in (tuple, list) and not fakes.isdisjoint(map(id, each))}
+    for each in objects:
+        if type(each) is _lru_cache_wrapper and not fakes.isdisjoint(map(id, tensors_in(gc.get_referents(each)))):
+            each.cache_clear()
+    modules = [module for name, module in [*sys.modules.items()] if not is_left_alone(name)]
+    for value in [value for module in modules for value in [*getattr(module, "__dict__", {}).values()]]:
+        if type(value) is dict:
+            for key in [key for key, item in [*value.items()] if id(item) in fakes]:
+                del value[key]
+        elif type(value) is list and not fakes.isdisjoint(map(id, value)):
+            value[:] = [item for item in value if id(item) not in fakes]
 
 
 @contextmanager
@@ -188,9 +232,10 @@ class _AsAllocated(TorchDispatchMode):
     on CPU.
     """
 
-    def __init__(self, *, assumes_ones: bool = False) -> None:
+    def __init__(self, *, assumes_ones: bool = False, made: _Storages | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._assumes_ones = assumes_ones
+        self._made: _Storages = [] if made is None else made
         self.written: set[int] = set()  # addresses of storages that operations have written to
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -201,8 +246,14 @@ class _AsAllocated(TorchDispatchMode):
         if func._schema.is_mutable:
             self.written |= {tensor.untyped_storage()._cdata for tensor in _written_by(func, args, kwargs or {})}
         result = func(*args, **(kwargs or {}))
-        rule = _RULES.get(func)
-        return result if rule is None else rule(result, *args)
+        if (rule := _RULES.get(func)) is not None:
+            result = rule(result, *args)
+        returns = func._schema.returns
+        for returned, value in zip(returns, result if len(returns) > 1 else (result,), strict=False):
+            if returned.alias_info is None:
+                tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+                self._made += [weakref.ref(each.untyped_storage()) for each in tensors if each.layout is torch.strided]
+        return result
 
 
 def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:

@@ -12,10 +12,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from lightning_osdp.errors import ProfileError
 from lightning_osdp.profiler.step.fake_model import faked
@@ -63,9 +64,10 @@ class StepRunner:
 
     @contextmanager
     def on_real_tensors(self, size: int) -> Iterator[tuple[Callable[[], Any], Any]]:
-        """A trial run with so many samples."""
+        """A trial run with so many samples; raises a `ProfileError` if it computes from tensors without values."""
         with untouched(self.module, changed=self.changed), torch.enable_grad():
-            yield self._trial(self.batch, size)
+            run, batch = self._trial(self._sized(size))
+            yield lambda: _real(run()), batch
 
     @contextmanager
     def on_fake_tensors(self, size: int) -> Iterator[tuple[Callable[[], Any], Any]]:
@@ -73,20 +75,23 @@ class StepRunner:
 
         What a step reads of a model on the meta device, such as a loss that it logs, is taken as one.
         """
-        faking = faked(self.module, self.batch, self.device, assumes_ones=self.is_meta, changed=self.changed)
+        batch = self._sized(size)
+        faking = faked(self.module, batch, self.device, assumes_ones=self.is_meta, changed=self.changed)
         with faking as fake_batch:
-            yield self._trial(fake_batch, size)
+            yield self._trial(fake_batch)
 
-    def _trial(self, batch: Any, size: int) -> tuple[Callable[[], Any], Any]:
-        sized = batch if size == self.batch_size else resized(batch, self.batch_size, size)
+    def _sized(self, size: int) -> Any:
+        sized = self.batch if size == self.batch_size else resized(self.batch, self.batch_size, size)
         if sized is None:
             raise ProfileError(f"no tensor of the batch has {self.batch_size} samples first")
+        return sized
 
+    def _trial(self, batch: Any) -> tuple[Callable[[], Any], Any]:
         def fresh(leaf: Any) -> Any:
             """A container of its own, from which a step may take tensors."""
             return copy.copy(leaf) if isinstance(leaf, (MutableMapping, MutableSequence)) else leaf
 
-        return lambda: self.run(tree_map(fresh, sized)), sized
+        return lambda: self.run(tree_map(fresh, batch)), batch
 
 
 def another_size(batch_size: int) -> int:
@@ -116,6 +121,16 @@ def samples_of(batch: Any, batch_size: int, samples: Sequence[int]) -> Any | Non
 
     changed = tree_map_only(Tensor, resize, batch)
     return changed if found else None
+
+
+def _real(returned: Any) -> Any:
+    if any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(returned)):
+        raise ProfileError(
+            "Expected training_step to compute from its batch and its module, but a global variable, a class attribute"
+            " or the like has kept a tensor of a run before, in which there were no values. Keep it in the module, in"
+            " a global dict or under functools.lru_cache, or pass plan=."
+        )
+    return returned
 
 
 def loss_in(returned: Any) -> Tensor:

@@ -146,6 +146,12 @@ def _is_looked_into(value: Any) -> bool:
     return own not in sys.stdlib_module_names and not packages & _LEFT_ALONE and not isinstance(value, type)
 
 
+def is_left_alone(name: str) -> bool:
+    """Whether a module of Python's, given by its name, is none of the user's or of what a step of theirs calls."""
+    package = name.partition(".")[0]
+    return package in sys.stdlib_module_names or package in _LEFT_ALONE
+
+
 def _set_slot(holder: Any, name: str, value: Any) -> None:
     if value is not _UNSET:
         object.__setattr__(holder, name, value)
