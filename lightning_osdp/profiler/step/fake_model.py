@@ -332,6 +332,17 @@ def _two_biases(result: Any, *_: Any) -> Any:
     return *result[:4], torch.empty_like(result[4]), *result[5:]
 
 
+def _seeds_on_host(result: Any, *_: Any) -> Any:
+    """What dropout was drawn with is on the host, where the kernel of backward reads it.
+
+    Fake tensors take it for being on the device, as it is while a graph is captured ("Seed and Offset" in
+    torch/_meta_registrations.py). [Unvalidated on CUDA: written by torch's sources, and tested without a device.]
+    """
+    output, logsumexp, _, _, *others = result
+    seed, offset = (torch.empty((), dtype=torch.int64, device="cpu") for _ in range(2))
+    return output, logsumexp, seed, offset, *others
+
+
 _RULES: dict[Any, Callable[..., Any]] = {
     aten.mse_loss.default: _keeps_all_elements,
     aten.smooth_l1_loss.default: _keeps_all_elements,
@@ -348,4 +359,6 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten._cudnn_rnn.default: _as_called(aten._cudnn_rnn.default, 3, 4, copied=3, train=12),
     aten.miopen_rnn.default: _as_called(aten.miopen_rnn.default, 3, 4, train=10),
     aten.cudnn_batch_norm.default: _as_called(aten.cudnn_batch_norm.default, 3),
+    aten._scaled_dot_product_efficient_attention.default: _seeds_on_host,
+    aten._efficient_attention_forward.default: _seeds_on_host,
 }

@@ -14,6 +14,7 @@ from traced import CPU, PRECISIONS, own_step, real_and_fake
 
 from lightning_osdp.errors import ProfileError, UntraceableError
 from lightning_osdp.profiler import LiveBytes, without_values
+from lightning_osdp.profiler.operation_time import OperationRecorder
 from lightning_osdp.profiler.step import fake_model
 from lightning_osdp.profiler.step.fake_model import faked
 
@@ -341,3 +342,21 @@ def test_a_call_is_of_real_zeros_of_the_same_shapes_where_the_fakes_are():
     kind, x, y, n = made
     assert (kind, x.shape, y.shape, n) == (torch.Tensor, (2, 3), (4,), 5)
     assert not x.any()
+
+
+def test_what_attention_drew_is_where_its_backward_reads_it():
+    aten = torch.ops.aten
+    with FakeTensorMode(), torch.no_grad(), fake_model._AsAllocated(), OperationRecorder() as recorder:
+        x = torch.empty(2, 4, 8, 16, device="cuda")  # samples, heads, length, features
+        output, logsumexp, *drawn = aten._scaled_dot_product_efficient_attention(x, x, x, None, True, 0.1)
+        assert [(each.device, each.dtype, each.shape) for each in drawn] == [(CPU, torch.int64, ())] * 2
+        assert {output.device.type, logsumexp.device.type} == {"cuda"}
+        needed = [True, True, True, False]
+        aten._scaled_dot_product_efficient_attention_backward(x, x, x, x, None, output, logsumexp, *drawn, 0.1, needed)
+        rows = x.transpose(1, 2)
+        *_, seed, offset, _, _ = aten._efficient_attention_forward(
+            rows, rows, rows, None, None, None, None, None, 0.1, 0, True
+        )
+        assert seed.device == offset.device == CPU
+    (backward,) = (each for each in recorder.operations[0] if "backward" in str(each.function))
+    assert [operand.device.type for operand in backward.operands] == ["cuda"] * 6 + ["cpu"] * 2
