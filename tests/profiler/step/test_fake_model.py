@@ -214,6 +214,21 @@ def test_a_step_that_reads_values_is_refused_with_the_cause(read):
     assert repr(refused.value.__cause__) in str(refused.value)
 
 
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_no_kernel_gets_the_address_of_a_fake():
+    model = Reads(torch.Tensor.data_ptr)
+    with pytest.raises(UntraceableError, match="Cannot access data pointer"), faked(model, model.batch(), CPU) as batch:
+        own_step(model, batch)
+
+
+def test_recurrent_layers_may_be_told_to_flatten_their_parameters(monkeypatch):
+    monkeypatch.setattr(FakeTensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", lambda _: True)
+    layer = nn.LSTM(3, 2)
+    with faked(layer, None, CPU):
+        layer.flatten_parameters()
+
+
 def test_what_torch_has_no_rule_for_is_told_by_the_error_alone(caplog, capfd):
     layer = nn.Linear(4, 4)
     with (
