@@ -67,7 +67,10 @@ _ATTRIBUTES = {
         "_modules",
         "_pre_forward_hook_handle",
         "_post_forward_hook_handle",
+        "_comm_ctx.all_gather_copy_in_stream",
         "_comm_ctx.all_gather_state",
+        "_comm_ctx.all_gather_stream",
+        "_comm_ctx.device_handle",
         "_comm_ctx.post_forward_order",
         "_state_ctx.all_states",
         "_state_ctx.post_backward_final_callback_queued",
@@ -81,6 +84,7 @@ _ATTRIBUTES = {
         "_partial_reduce_output",
         "_post_forward_indices",
         "_training_state",
+        "comm_ctx",
         "fsdp_params",
         "mesh_info.shard_process_group",
         "post_forward_mesh_info",
@@ -359,10 +363,27 @@ def plain(module: nn.Module, groups: Sequence[Any], *, writes: bool) -> Iterator
         finally:
             for parameter in whole:
                 parameter._setattr_on_modules(parameter.sharded_param)
-            for group in groups:
-                if group._training_state == TrainingState.FORWARD:  # what goes on there expects it
-                    group.unshard()
-                    group.wait_for_unshard()
+            _gather_again(groups)
+
+
+def _gather_again(groups: Sequence[Any]) -> None:
+    """Has units whose forward goes on be unsharded, and others be so later, with what was written to shards."""
+    if groups:
+        _gather_after(groups[0].comm_ctx)
+    for group in groups:
+        if group._training_state == TrainingState.FORWARD:
+            group.unshard()
+            group.wait_for_unshard()
+
+
+def _gather_after(context: Any) -> None:
+    """Has all-gathers wait for what the device has been given so far: to write shards, or to read what is freed now.
+
+    They run on streams of their own, which torch has wait for others where a forward of the root begins.
+    """
+    current = context.device_handle.current_stream()
+    for stream in (context.all_gather_copy_in_stream, context.all_gather_stream):
+        stream.wait_stream(current)
 
 
 def _whole_parameter(sharded: DTensor, *, copies: bool = False) -> nn.Parameter:
@@ -466,6 +487,7 @@ def reshard(root: nn.Module, groups: Sequence[Any]) -> None:
     A pending all-gather would be copied out by the next forward, with the values of its time.
     """
     context = state_of(root)._comm_ctx
+    _gather_after(context)
     context.all_gather_state = None
     for group in groups:
         if (result := group._all_gather_result) is not None:

@@ -167,6 +167,37 @@ def test_an_all_gather_that_nobody_waited_for_is_dropped(net, groups):
     assert internals.state_of(net)._comm_ctx.post_forward_order == []
 
 
+def test_all_gathers_within_a_step_wait_for_what_was_written_to_shards(net, groups, monkeypatch):
+    told = []
+
+    class Stream(torch.cpu.Stream):
+        def wait_stream(self, stream):
+            told.append("waits")
+
+    def noted(name, function):
+        def call(*args):
+            told.append(name)
+            return function(*args)
+
+        return call
+
+    def step(x):
+        told.clear()
+        internals.reshard(net, groups)
+        assert told == ["waits"] * 2
+        told.clear()
+        with internals.plain(net, groups, writes=True):
+            assert told == []
+        assert told == ["writes"] * 5 + ["waits"] * 2 + ["gathers"]
+        return net.forward(x)
+
+    context = internals.state_of(net)._comm_ctx
+    context.all_gather_copy_in_stream, context.all_gather_stream = Stream(), Stream()
+    monkeypatch.setattr(internals, "_write_rows", noted("writes", internals._write_rows))
+    groups[0].unshard = noted("gathers", groups[0].unshard)
+    internals.run_as_forward(net, step, (torch.ones(2, 3),), {}, lambda loss: loss)
+
+
 def test_collectives_run_on_the_process_group_of_the_unit(net, groups):
     world, other = dist.group.WORLD, dist.new_group([0])
 
