@@ -14,9 +14,12 @@ ON_THE_HOST = "the tensor is on the host"
 IN_SETUP = "before the first step"
 CHECKPOINT = "while a checkpoint is made"
 NO_TENSOR = "no tensor"
+ON_THE_DEVICE = "from one place on the device to another"
 ALLOWED = {
     ("apply/activations/blocks.py", "updated"): "in the first forward of a block",
     ("apply/agreement.py", "_largest"): ON_THE_HOST,
+    ("apply/internals.py", "_are_same"): "in the first steps, and where a step has written in mixed precision",
+    ("apply/internals.py", "_take_over"): ON_THE_DEVICE,
     ("apply/internals.py", "_write_rows"): "at the end of gathered(), from one place on the device to another",
     ("apply/prepare.py", "_copy_from_rank_zero"): IN_SETUP,
     ("apply/prepare.py", "_initialize"): IN_SETUP,

@@ -49,7 +49,14 @@ _METHODS = {
         "_reset_iter_state",
         "_root_post_backward_final_callback",
     ),
-    FSDPParamGroup: ("_register_post_backward_hook", "_to_sharded", "post_backward", "wait_for_unshard"),
+    FSDPParamGroup: (
+        "_register_post_backward_hook",
+        "_to_sharded",
+        "_to_sharded_post_forward",
+        "is_unsharded",
+        "post_backward",
+        "wait_for_unshard",
+    ),
     FSDPParam: (
         "_init_sharded_post_forward_param_metadata",
         "_setattr_on_modules",
@@ -83,13 +90,18 @@ _ATTRIBUTES = {
         "_module_to_pre_save_state_dict_hook_handle",
         "_partial_reduce_output",
         "_post_forward_indices",
+        "_reshard_after_forward_event",
         "_training_state",
         "comm_ctx",
+        "device_handle",
         "fsdp_params",
+        "mesh_info.shard_mesh_rank",
+        "mesh_info.shard_mesh_size",
         "mesh_info.shard_process_group",
         "post_forward_mesh_info",
     ),
     "parameter": (
+        "_contiguous_orig_stride",
         "_module_info",
         "_orig_size",
         "_param_fqn",
@@ -105,6 +117,8 @@ _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 """Attributes that it gives to all modules inside a unit."""
 _PROCESS_GROUPS = ("shard_process_group", "replicate_process_group")
 """Attributes of a unit's mesh, of which the second is there where several ranks have the same shard."""
+_PIECE, _SAMPLED = 2**18, 2**12
+"""Elements that are looked at in one go, and those of a parameter for which a copy is made in the middle of a step."""
 
 
 def check_torch() -> None:
@@ -567,6 +581,91 @@ class _Output:
         self._waiting.discard(self)
 
 
+class GatheredWrites:
+    """Has shards take over what somebody writes to parameters that are gathered: a step that moves averages, or clips.
+
+    Torch frees what is gathered, and gathers the shards again. The version of a tensor tells of what changes it in
+    place, and its address of ``p.data = value``. Nothing tells of ``p.data.mul_()``: while `is_looking`, values are
+    compared, and what has changed so is from then on taken over whenever it is freed.
+
+    What is gathered in another precision than it is kept in cannot be taken over: a `ConfigurationError` says so.
+
+    Attributes:
+        is_paused: whether all that is written is dropped.
+    """
+
+    def __init__(self, groups: Sequence[Any]) -> None:
+        self.is_looking = self.is_paused = False
+        self._versions: dict[Any, int] = {}
+        self._is_untold: set[Any] = set()
+        for group in groups:
+            for name in ("_to_sharded", "_to_sharded_post_forward"):
+                setattr(group, name, partial(self._free, group, getattr(group, name)))
+
+    def _free(self, group: Any, free: Callable[[], None]) -> None:
+        try:
+            written = [each for each in group.fsdp_params if group.is_unsharded and self._is_written(group, each)]
+            for parameter in written:
+                self._take_over(group, parameter)
+            if written:  # the next all-gather, in a stream of its own, waits for it
+                group._reshard_after_forward_event = group.device_handle.Event()
+                group._reshard_after_forward_event.record()
+        finally:
+            free()
+
+    def _is_written(self, group: Any, parameter: Any) -> bool:
+        version = parameter._unsharded_param._version
+        is_told = version != self._versions.get(parameter, 0) or _has_other_memory(parameter)
+        self._versions[parameter] = version
+        if not is_told and self.is_looking and not self.is_paused and _has_changed(*_own_rows(group, parameter)):
+            self._is_untold.add(parameter)
+        return is_told or parameter in self._is_untold
+
+    @torch.no_grad()
+    def _take_over(self, group: Any, parameter: Any) -> None:
+        rows, shard = _own_rows(group, parameter)
+        (gathered,) = parameter.all_gather_outputs
+        if _has_other_memory(parameter):
+            own_memory = gathered.as_strided(parameter._orig_size, parameter._contiguous_orig_stride)
+            parameter._unsharded_param.data = own_memory
+        if self.is_paused:
+            return
+        if rows.dtype == gathered.dtype == shard.dtype:
+            shard.copy_(rows)
+        elif not _are_same(rows, shard):
+            raise ConfigurationError(
+                f"Expected a step to leave {name_of(parameter)!r} as it is, which is gathered in {gathered.dtype} and"
+                f" kept in {shard.dtype}, but it has written {rows.dtype} to it. Change weights in a hook, such as"
+                " on_train_batch_start or on_train_batch_end, or train in the precision in which they are kept."
+            )
+
+
+def _has_other_memory(parameter: Any) -> bool:
+    """Whether a gathered parameter is not where its unit has gathered it, as after ``p.data = value``."""
+    (gathered,) = parameter.all_gather_outputs
+    return bool(parameter._unsharded_param.data_ptr() != gathered.data_ptr())
+
+
+def _own_rows(group: Any, parameter: Any) -> tuple[Tensor, Tensor]:
+    """This rank's rows of a gathered parameter, and its shard."""
+    whole, shard, mesh = parameter._unsharded_param.detach(), parameter._sharded_local_tensor, group.mesh_info
+    first = min(mesh.shard_mesh_rank * -(-len(whole) // mesh.shard_mesh_size), len(whole))  # as torch.chunk cuts
+    return whole.narrow(0, first, len(shard)), shard
+
+
+def _has_changed(rows: Tensor, shard: Tensor) -> bool:
+    """Whether values tell that somebody has written to rows; in another precision than the shard's the first do."""
+    if rows.dtype != shard.dtype:
+        rows, shard = rows.flatten()[:_SAMPLED], shard.flatten()[:_SAMPLED]
+    return not _are_same(rows, shard)
+
+
+def _are_same(rows: Tensor, shard: Tensor) -> bool:
+    """Whether a shard has the same bits in the precision of the rows; a piece at a time, for others are copied."""
+    pieces = zip(rows.flatten().split(_PIECE), shard.flatten().split(_PIECE), strict=True)
+    return all(torch.equal(a.view(torch.uint8), b.to(a.dtype).view(torch.uint8)) for a, b in pieces)
+
+
 class BackwardWatch:
     """Tells when backward is through with units, and has what no loss reaches reduced once, at its end.
 
@@ -671,7 +770,7 @@ def hash_of_rows(parameter: Any) -> int:
     """A number below 2^31 - 1 that ranks with the same bits of one of `parameters_of` have, and others hardly ever."""
     rows = parameter._sharded_local_tensor.detach().flatten()
     bits = rows.view(torch.int16 if rows.itemsize > 1 else torch.int8)
-    return int(sum(piece.sum() for piece in bits.split(2**18))) % (2**31 - 1)
+    return int(sum(piece.sum() for piece in bits.split(_PIECE))) % (2**31 - 1)
 
 
 def num_copies(tensor: Tensor) -> int:

@@ -39,6 +39,9 @@ from lightning_osdp.splitting import cuts_of, join_names
 
 T = TypeVar("T")
 
+_NUM_LOOKED = 4
+"""Optimizer steps in which values tell what a step has written: manual optimization takes several in one step."""
+
 
 class ShardedModel:
     """A module whose parameters are sharded, over all ranks or in each node.
@@ -87,6 +90,7 @@ class ShardedModel:
         self._set_prefetch()
         internals.set_asynchronous(module, is_asynchronous=plan is not None and plan.asynchronous_unshard)
         internals.gather_for_training(self._groups)
+        self._writes, self._num_steps = internals.GatheredWrites(self._groups), 0
         self._agreement = Agreement(module, self._groups)
         self._waiting = internals.WaitingForwards(module)
         internals.set_owner(module, self)
@@ -155,6 +159,7 @@ class ShardedModel:
         Nodes begin with the same weights, whatever their ranks have done to shards since they were made.
         """
         self._forget_step()
+        self._num_steps, self._writes.is_looking = 0, True
         for unit in self.units:
             internals.copy_from_first_node(unit.handle)
 
@@ -181,7 +186,11 @@ class ShardedModel:
 
         Raises:
             RanksApartError: ranks have not run the same units, or nodes have drifted apart.
+            ConfigurationError: the step has written to parameters that are gathered in low precision.
         """
+        self.reshard()  # what the step has written to gathered parameters is in the shards before they change
+        self._num_steps += 1
+        self._writes.is_looking = self._num_steps < _NUM_LOOKED
         self._agreement.settle(optimizer)
 
     def stepping(self, optimizer: Optimizer) -> AbstractContextManager[None]:
@@ -283,11 +292,14 @@ class ShardedModel:
         """Within it, no collective reaches another rank; afterwards all is as before, errors or not."""
         self.reshard()
         gradients = [(parameter, parameter.grad) for parameter in self.module.parameters()]
+        self._writes.is_paused = True
         with self._meshes.faked(self._groups), self._agreement.paused():
             try:
                 yield
             finally:
                 self._forget_step()
+                self.reshard()
+                self._writes.is_paused = False
                 for parameter, gradient in gradients:
                     parameter.grad = gradient
 

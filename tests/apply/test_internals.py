@@ -99,6 +99,34 @@ def test_the_package_is_imported_where_fully_shard_has_no_all_gathers_of_its_own
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
 
 
+def test_what_is_written_while_it_is_gathered_is_in_the_shards(net, groups):
+    writes, expected = internals.GatheredWrites(groups), Net()
+    writes.is_looking = True
+
+    def written(*, is_taken):
+        internals.run_as_forward(net, net.forward, (torch.ones(2, 3),), {}, lambda output: output)
+        for model in (net, expected) if is_taken else (net,):
+            with torch.no_grad():
+                model.gain.mul_(2)
+                model.second.weight.data = 3 * model.second.weight.data
+                model.second.bias.data.add_(1)
+        internals.reshard(net, groups)
+        for parameter, other in zip(net.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(internals.local(parameter), other)
+        owners = [owner for group in groups for _, owner in internals.parameters_of(group)]
+        assert all(owner._unsharded_param.untyped_storage().size() == 0 for owner in owners)
+
+    written(is_taken=True)
+    writes.is_paused = True
+    written(is_taken=False)
+    writes.is_paused = writes.is_looking = False
+    written(is_taken=True)  # of what is known to change behind its version, too
+    internals.run_as_forward(net, net.forward, (torch.ones(2, 3),), {}, lambda output: output)
+    net.gain.data.add_(1)
+    internals.reshard(net, groups)
+    assert torch.equal(internals.local(net.gain), expected.gain)
+
+
 def test_a_forward_gathers_and_a_backward_leaves_shards_with_gradients(net, groups):
     x, plain = torch.ones(2, 3), Net()
     told = [[], [], []]

@@ -1,18 +1,19 @@
 """User code that looks at weights and changes them wherever it may: trained as under DDP."""
 
 import copy
+from functools import partial
 
 import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from fits import trainer
+from fits import EVERYTHING, trainer, without_measuring
 from tiers import slow
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from user_runs import TOLERANCE, Chain, check, ddp, differences, fitted, plan_with
+from user_runs import TOLERANCE, Chain, check, ddp, difference, differences, fitted, moved, plan_with, refusal
 
 from lightning_osdp import OSDPPrecision, OSDPStrategy
 
@@ -129,8 +130,8 @@ def left_out_after_it_was_gathered_ahead():
     }
 
 
-class Teaching(Chain):
-    """A frozen average of its layers is what its layers learn from, too."""
+class Taught(Chain):
+    """Its layers learn from a frozen teacher, too."""
 
     def __init__(self, optimizer="adamw"):
         super().__init__(optimizer)
@@ -141,6 +142,10 @@ class Teaching(Chain):
         with torch.no_grad():
             told = self.teacher(x)
         return super().loss(batch) + F.mse_loss(self.third(self.second(self.first(x))), told)
+
+
+class Teaching(Taught):
+    """Its teacher is an average of its layers."""
 
     def on_train_batch_end(self, *_):
         layers = (self.first, self.second, self.third)
@@ -202,6 +207,48 @@ def averages_in_nodes():
         except Exception as error:
             refused.append(str(error))
     return found, refused
+
+
+WRITES = {
+    "in place": lambda teacher, student: teacher.mul_(0.9).add_(student, alpha=0.1),
+    "by data": lambda teacher, student: teacher.data.mul_(0.9).add_(student.data, alpha=0.1),
+    "as data": lambda teacher, student: setattr(teacher, "data", 0.9 * teacher.data + 0.1 * student.data),
+}
+"""How people move an average of weights."""
+
+
+class Moving(Taught):
+    """Its step moves the teacher, and shrinks what is trained, in one of these ways."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.write = WRITES[way]
+
+    def training_step(self, batch, batch_idx):
+        students = nn.Sequential(self.first, self.second, self.third)
+        with torch.no_grad():
+            for teacher, student in zip(self.teacher.parameters(), students.parameters(), strict=True):
+                self.write(teacher, student)
+            for parameter in self.last.parameters():
+                self.write(parameter, 0.5 * parameter)
+        return super().training_step(batch, batch_idx)
+
+
+@without_measuring
+def moved_in_steps():
+    """Differences from DDP of models whose step writes to weights, planned and under plans; what is refused."""
+    found, windows = {}, {"accumulate_grad_batches": 2, "max_steps": 4}
+    for way in WRITES:
+        expected = fitted(ddp(), Moving(way), **windows)
+        own = fitted(OSDPStrategy(search_space=EVERYTHING, batch_size="keep"), Moving(way), **windows)
+        found[way] = {"moved": moved(own[0] or expected[0], partial(Moving, way)), "planned": difference(own, expected)}
+    kept = differences(partial(Moving, "in place"), ("dp",), plan_options={"num_micro_batches": 2}, sync="last", **windows)
+    units = {way: differences(partial(Moving, way), ("zdp", "dp")) for way in ("in place", "by data")}
+    low = {"dtype": "float32", "precision": "bf16-mixed"}
+    refused = [
+        refusal(lambda way=way: fitted(OSDPStrategy(search_space=EVERYTHING), Moving(way), **low)) for way in WRITES
+    ]
+    return {**found, "kept": kept, **{f"units, {way}": each for way, each in units.items()}}, refused
 
 
 def plain(name):
@@ -322,6 +369,14 @@ def test_a_unit_that_is_left_out_after_it_was_gathered_ahead_is_gathered_anew(ra
 @pytest.mark.parametrize("world_size", [2, slow(4)])
 def test_mean_teachers_shapes_and_attributes_of_parameters(ranks, world_size):
     check(ranks(world_size).run(looks_and_averages)[0])
+
+
+def test_weights_that_a_step_writes_to_are_those_that_train(ranks):
+    for found, refused in ranks(2).run(moved_in_steps):
+        check(found)
+        for told in refused:
+            assert told.startswith("ConfigurationError: Expected a step to leave '"), told
+            assert "Change weights in a hook, such as on_train_batch_start or on_train_batch_end" in told
 
 
 @pytest.mark.slow
