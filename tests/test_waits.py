@@ -19,6 +19,7 @@ ALLOWED = {
     ("apply/activations/blocks.py", "updated"): "in the first forward of a block",
     ("apply/agreement.py", "_largest"): ON_THE_HOST,
     ("apply/internals.py", "_are_same"): "in the first steps, and where a step has written in mixed precision",
+    ("apply/internals.py", "_set_data"): ON_THE_DEVICE,
     ("apply/internals.py", "_take_over"): ON_THE_DEVICE,
     ("apply/internals.py", "_write_rows"): "at the end of gathered(), from one place on the device to another",
     ("apply/prepare.py", "_copy_from_rank_zero"): IN_SETUP,

@@ -115,6 +115,8 @@ _ATTRIBUTES = {
 """What it uses of the objects that make a unit; `_unsharded_param` of a parameter comes with its first all-gather."""
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 """Attributes that it gives to all modules inside a unit."""
+_SHARD = "_osdp_shard"
+"""Attribute of parameters that are shards of a unit."""
 _PROCESS_GROUPS = ("shard_process_group", "replicate_process_group")
 """Attributes of a unit's mesh, of which the second is there where several ranks have the same shard."""
 _PIECE, _SAMPLED = 2**18, 2**12
@@ -157,6 +159,37 @@ def read_whole_values() -> None:
     """
     item = torch.ops.aten._local_scalar_dense.default
     _handlers().setdefault(item, lambda operation, args, _: operation(args[0].full_tensor()))
+
+
+def set_values() -> None:
+    """Has ``parameter.data = value`` of a shard, as `mark_shard` marks it, put this rank's rows of the value there.
+
+    torch changes what it says of a DTensor, and neither the rows nor what a unit gathers. Others stay as they are.
+    """
+    if "data" not in vars(DTensor):
+        DTensor.data = property(Tensor.data.__get__, _set_data)  # type: ignore[assignment, attr-defined]
+
+
+def mark_shard(parameter: Tensor) -> None:
+    """Has the ``data`` of a parameter be set as `set_values` says."""
+    vars(parameter)[_SHARD] = True
+
+
+def _set_data(tensor: DTensor, value: Any) -> None:
+    if _SHARD not in vars(tensor):
+        Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
+        return
+    if not isinstance(value, Tensor) or (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
+        told = f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else repr(type(value))
+        raise ConfigurationError(
+            f"Expected the data of a parameter to be set to all of it, {tensor.dtype}{list(tensor.shape)}, got {told}."
+            " Set it to a result of operations on parameters, or to the whole tensor on every rank."
+        )
+    with torch.no_grad():
+        if isinstance(value, DTensor):
+            tensor.copy_(value)
+        else:
+            _write_rows(tensor, value)
 
 
 def mix_meshes() -> None:

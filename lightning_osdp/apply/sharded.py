@@ -409,6 +409,7 @@ def _begin(
     """Checks that the module can be sharded; returns what gives the tensors of a unit's module storage and values."""
     internals.check_torch()
     internals.read_whole_values()
+    internals.set_values()
     check_shardable(module)
     initialize: Callable[[nn.Module], None]
     if param_init_fn is None:

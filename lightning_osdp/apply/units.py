@@ -218,6 +218,7 @@ def shard(
         for child, name, attributes in kept:
             sharded: Any = child._parameters[name]
             vars(sharded).update(attributes)
+            internals.mark_shard(sharded)
             if hooks[child, name]:
                 sharded._backward_hooks = hooks[child, name]  # `internals.carry_hooks` has them run
         for module in unit.modules:

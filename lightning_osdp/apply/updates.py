@@ -233,6 +233,7 @@ def _stepped(optimizer: Optimizer, *, is_cut: bool) -> list[Tensor]:
                 if kind not in by_kind:
                     start, gradient = _small(parameter)
                     by_kind[kind] = small = nn.Parameter(made(start.clone(), parameter))
+                    internals.mark_shard(small)
                     small.grad = made(gradient, parameter)
                     starts.append((start, small))
                 memo[id(parameter)] = by_kind[kind]

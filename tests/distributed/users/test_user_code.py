@@ -162,10 +162,52 @@ AVERAGES = {
     "mul": lambda teacher, student: teacher.mul_(1 + 0.1 * student).mul_(0.9 * student.norm()),
     "copy": lambda teacher, student: teacher.copy_(torch.lerp(teacher, student, 0.1) * 0.9),
     "new value": lambda teacher, student: teacher.copy_(0.9 * teacher + 0.1 * student),
+    "new data": lambda teacher, student: setattr(teacher, "data", 0.9 * teacher.data + 0.1 * student.data),
     "foreach lerp": lambda teacher, student: torch._foreach_lerp_([teacher], [student], 0.1),
     "foreach add": lambda teacher, student: torch._foreach_add_([teacher], [student], alpha=0.1),
 }
 """What weights of a teacher are made of, and of those of its student."""
+
+
+class Assigning(Taught):
+    """Sets the data of its weights in hooks: to averages, to what is clipped, and to parts of one vector."""
+
+    def on_train_batch_end(self, *_):
+        students = nn.Sequential(self.first, self.second, self.third)
+        for teacher, student in zip(self.teacher.parameters(), students.parameters(), strict=True):
+            teacher.data = 0.9 * teacher.data + 0.1 * student.data
+        for parameter in students.parameters():
+            parameter.data = parameter.data.clamp(-0.3, 0.3)
+
+    def on_train_epoch_start(self):
+        parameters = [*self.last.parameters(), *self.norm.parameters()]
+        vector = torch.cat([whole(parameter).flatten() for parameter in parameters])
+        nn.utils.vector_to_parameters(0.9 * vector, parameters)
+
+
+def whole(parameter):
+    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
+
+
+class AssigningWrongly(Chain):
+    """Sets the data of a weight to something else than all of it."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def on_train_batch_end(self, *_):
+        data = self.second.weight.data
+        self.second.weight.data = data.to_local() if self.kind == "rows" else data.float()
+
+
+def assigned():
+    """Differences from DDP of weights whose data are set; what is refused."""
+    found = differences(Assigning, ("zdp", "dp", "mixed"), **EPOCHS, plan_options={"num_micro_batches": 2})
+    plan = plan_with(Chain, "mixed")
+    return found, [
+        refusal(lambda kind=kind: fitted(OSDPStrategy(plan=plan), AssigningWrongly(kind))) for kind in ("rows", "dtype")
+    ]
 
 
 class TeachingAcross(Teaching):
@@ -242,8 +284,10 @@ def moved_in_steps():
         expected = fitted(ddp(), Moving(way), **windows)
         own = fitted(OSDPStrategy(search_space=EVERYTHING, batch_size="keep"), Moving(way), **windows)
         found[way] = {"moved": moved(own[0] or expected[0], partial(Moving, way)), "planned": difference(own, expected)}
-    kept = differences(partial(Moving, "in place"), ("dp",), plan_options={"num_micro_batches": 2}, sync="last", **windows)
-    units = {way: differences(partial(Moving, way), ("zdp", "dp")) for way in ("in place", "by data")}
+    kept = differences(
+        partial(Moving, "in place"), ("dp",), plan_options={"num_micro_batches": 2}, sync="last", **windows
+    )
+    units = {way: differences(partial(Moving, way), ("zdp", "dp")) for way in WRITES}
     low = {"dtype": "float32", "precision": "bf16-mixed"}
     refused = [
         refusal(lambda way=way: fitted(OSDPStrategy(search_space=EVERYTHING), Moving(way), **low)) for way in WRITES
@@ -377,6 +421,16 @@ def test_weights_that_a_step_writes_to_are_those_that_train(ranks):
         for told in refused:
             assert told.startswith("ConfigurationError: Expected a step to leave '"), told
             assert "Change weights in a hook, such as on_train_batch_start or on_train_batch_end" in told
+
+
+def test_data_of_weights_may_be_set_in_hooks(ranks):
+    for found, (rows, dtype) in ranks(2).run(assigned):
+        check({"assigned": found})
+        whole = "Expected the data of a parameter to be set to all of it, torch.float64[6, 6]"
+        assert rows.startswith(
+            f"ConfigurationError: {whole}, got torch.float64[3, 6]. Set it to a result of operations on parameters"
+        ), rows
+        assert dtype.startswith(f"ConfigurationError: {whole}, got torch.float32[6, 6]. "), dtype
 
 
 @pytest.mark.slow

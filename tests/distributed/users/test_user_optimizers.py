@@ -63,6 +63,25 @@ class ByForeach(torch.optim.Optimizer):
         return loss
 
 
+class BySetting(torch.optim.Optimizer):
+    """Sets the data of parameters, to where they were before its first half of a step and then to where they go."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure=None):
+        loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    before = p.data.clone()
+                    p.data = p.data - group["lr"] * p.grad.sign()
+                    halfway = p.data.clone()
+                    p.data = before
+                    p.data = 0.5 * p.data + 0.5 * halfway
+        return loss
+
+
 def decaying(parameters, **options):
     """AdamW that decays matrices alone."""
     parameters = list(parameters)
@@ -95,6 +114,7 @@ OPTIMIZERS = {
     "Rprop": partial(torch.optim.Rprop, lr=1e-2),
     "Lamb": Lamb,
     "ByForeach": ByForeach,
+    "BySetting": BySetting,
 }
 
 
@@ -327,12 +347,12 @@ def gradients(kinds):
 @pytest.mark.slow
 def test_optimizers_that_can_update_shards_equal_ddp(ranks):
     found = ranks(2).run(optimized)[0]
-    assert len(found) == 24
+    assert len(found) == 25
     check(found)
 
 
 def test_optimizers_equal_ddp_on_four_ranks(ranks):
-    check(ranks(4).run(optimized, names=["AdamW, default", "Lamb"])[0])
+    check(ranks(4).run(optimized, names=["AdamW, default", "Lamb", "BySetting"])[0])
 
 
 @pytest.mark.slow
