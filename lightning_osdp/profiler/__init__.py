@@ -9,7 +9,7 @@ from lightning_osdp.profiler.model import TrainingStep, profile_model
 from lightning_osdp.profiler.precision import ComputePrecision
 from lightning_osdp.profiler.step.fake_model import without_values
 from lightning_osdp.profiler.step.run_step import loss_in, resized, why_not_mean
-from lightning_osdp.profiler.step.snapshot import untouched
+from lightning_osdp.profiler.step.snapshot import tensors_in, untouched
 from lightning_osdp.profiler.step_time import Together
 from lightning_osdp.profiler.tracing.operators import fingerprint
 
@@ -27,6 +27,7 @@ __all__ = [
     "measure_cluster",
     "profile_model",
     "resized",
+    "tensors_in",
     "untouched",
     "why_not_mean",
     "without_values",

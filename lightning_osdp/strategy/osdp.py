@@ -376,6 +376,7 @@ class OSDPStrategy(FSDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        on_all_ranks(lambda: entries.check_whole(checkpoint))
         self._units.division.save(checkpoint)
         self._generators.save(checkpoint, self.root_device)
         entries.store_plan(self.plan, checkpoint)

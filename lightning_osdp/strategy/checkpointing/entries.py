@@ -14,17 +14,38 @@ import torch.distributed as dist
 from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.engine import engine_of
-from lightning_osdp.errors import PlanFormatError
+from lightning_osdp.errors import ConfigurationError, PlanFormatError
+from lightning_osdp.profiler import tensors_in
+from lightning_osdp.splitting import JoinedShards
 from lightning_osdp.strategy.runtime.all_ranks import from_all_ranks
 
+_STATES = ("state_dict", "optimizer_states")
+"""Entries of a checkpoint that the strategy makes of shards."""
 _PLAN = "osdp_plan"
 """Of a checkpoint's entry: the plan as JSON text."""
 _GENERATORS = "osdp_rng"
 """Of another: per rank, the states of its generators, as tensors and plain values."""
+
+
+def check_whole(checkpoint: Mapping[str, Any]) -> None:
+    """Raises a `ConfigurationError` if anything but the states of model and optimizers has a shard in it.
+
+    Rank 0 writes the rest of a checkpoint, for all ranks: of a shard it would be rank 0's rows.
+    """
+    others = {key: value for key, value in checkpoint.items() if key not in _STATES}
+    for path, value in tree_flatten_with_path(others)[0]:
+        if any(isinstance(tensor, (DTensor, JoinedShards)) for tensor in tensors_in(value)):
+            raise ConfigurationError(
+                f"Expected whole tensors and plain values in a checkpoint, but its entry {keystr(path)} is a shard, of"
+                " which only the rows of rank 0 would be saved. Save its full_tensor(), called on all ranks, in"
+                " state_dict() of the callback or in on_save_checkpoint."
+            )
 
 
 def store_plan(plan: Plan | None, checkpoint: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Lightning's averages of weights on shards: what they are under DDP, and what they cost."""
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +9,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, Sto
 from lightning.pytorch.strategies import DDPStrategy
 from models import GPT, WideMLP
 from tiers import slow
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_osdp import OSDPStrategy
@@ -109,12 +111,63 @@ def planned():
     }
 
 
+class OwnAverage(L.Callback):
+    """An average that a user keeps, of shards, and saves as they are or whole."""
+
+    def __init__(self, make):
+        self.shadow, self.make = {}, make
+
+    def on_train_batch_end(self, trainer, module, *_):
+        for name, parameter in module.named_parameters():
+            average = self.shadow.setdefault(name, parameter.detach().clone())
+            average.mul_(0.5).add_(parameter.detach(), alpha=0.5)
+
+    def state_dict(self):
+        return {"shadow": {name: self.make(value) for name, value in self.shadow.items()}, "steps": len(self.shadow)}
+
+
+class Noting(L.Callback):
+    """Writes a shard into the checkpoint, on rank 0."""
+
+    def on_save_checkpoint(self, trainer, module, checkpoint):
+        if trainer.is_global_zero:
+            checkpoint["noted"] = [None, next(module.parameters())]
+
+
+def whole(value):
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def saved_by_users():
+    """Difference from DDP of an average that is saved whole, and what is refused where it is not."""
+    shadows, refused = [], []
+    plan = plan_for(Model(), "mixed", world_size=dist.get_world_size())
+    for make in (ddp, lambda: OSDPStrategy(plan=plan)):
+        fit, folder = fitted(make(), Model(), callbacks=[OwnAverage(whole)]), shared_folder()
+        fit.save_checkpoint(folder / "one.ckpt")
+        shadows.append(torch.load(folder / "one.ckpt", weights_only=True)["callbacks"]["OwnAverage"]["shadow"])
+    for callback in (OwnAverage(lambda value: value), Noting()):
+        for kind in ("full", "sharded"):
+            fit = fitted(OSDPStrategy(plan=plan, state_dict_type=kind), Model(), callbacks=[callback])
+            refused.append(failure(lambda fit=fit: fit.save_checkpoint(folder / "two.ckpt")))
+    return largest_difference(*shadows), refused
+
+
 @pytest.mark.parametrize(("world_size", "modes"), [(2, "mixed"), slow(4, "all")])
 def test_averages_are_those_under_ddp_also_resumed_and_fitted_again(ranks, world_size, modes):
     for found in ranks(world_size).run(averages, modes=modes):
         for name in ("all alike", "exponential"):
             assert found.pop(f"{name}, apart") > 1e-4
         assert max(found.values()) < 1e-6, found
+
+
+def test_averages_that_users_keep_are_saved_whole_or_refused(ranks):
+    for rank, (off, refused) in enumerate(ranks(2).run(saved_by_users)):
+        assert off < 1e-6
+        entries = ["['callbacks']['OwnAverage']['shadow']['positions']"] * 2 + ["['noted'][1]"] * 2
+        for (kind, text), entry in zip(refused, entries, strict=True):
+            assert f"Expected whole tensors and plain values in a checkpoint, but its entry {entry} is a shard" in text
+            assert kind == ("OSDPError" if rank and "noted" in entry else "ConfigurationError")
 
 
 @pytest.mark.slow
