@@ -18,6 +18,7 @@ ON_THE_DEVICE = "from one place on the device to another"
 ALLOWED = {
     ("apply/activations/blocks.py", "updated"): "in the first forward of a block",
     ("apply/agreement.py", "_largest"): ON_THE_HOST,
+    ("apply/buffers.py", "_copy_from_rank_zero"): ON_THE_DEVICE,
     ("apply/internals.py", "_are_same"): "in the first steps, and where a step has written in mixed precision",
     ("apply/internals.py", "_set_data"): ON_THE_DEVICE,
     ("apply/internals.py", "_take_over"): ON_THE_DEVICE,

@@ -1,4 +1,4 @@
-"""What ranks must agree on in a step: the order of units, and which parameters have a gradient at all."""
+"""What ranks must agree on in a step: the order of units, buffers, and which parameters have a gradient at all."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_osdp.apply import internals
+from lightning_osdp.apply.buffers import Buffers, apart
 from lightning_osdp.apply.units import OVER_ALL
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.errors import OSDPError, PlanMismatchError, RanksApartError
@@ -43,6 +44,7 @@ class Agreement:
       another's gradients, or would wait for each other for ever. In the first steps each rank tells what it is about
       to do before it does it, for it cannot while it waits. So it does in an evaluation, before it gathers a unit
       for the second time in one step: text that is generated may be longer on one rank than on another.
+    - Buffers are rank 0's when training begins, and what has changed of them again after each step.
     """
 
     def __init__(self, root: nn.Module, groups: Sequence[Any]) -> None:
@@ -60,11 +62,22 @@ class Agreement:
             parameters += [parameter for parameter, _ in internals.parameters_of(group)]
             internals.on_collectives(group, partial(self._note_collective, index))
         internals.BackwardWatch(root, groups, self._note_gradients)
+        self._buffers = Buffers(root)
         # by identity, for a tensor's own hash is slow
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._has_gradient = [False] * len(self._places)
         owners = (owner for group in groups for owner in internals.parameters_of(group))
         self._in_nodes = [owner for parameter, owner in owners if internals.num_copies(parameter) > 1]
+
+    def begin(self) -> None:
+        """Training begins. Call it on all ranks; it raises `RanksApartError` if they have other buffers."""
+        if self._group is None:
+            return
+        self._buffers.begin()
+        most, negated_least = self._largest([len(self._buffers), -len(self._buffers)])
+        if most + negated_least > 0:
+            raise apart("their number")
+        self._buffers.take(self._largest(self._buffers.told()), self._group)
 
     def begin_backward(self) -> None:
         """Gradients that were dropped since the last backward do not count."""
@@ -78,8 +91,8 @@ class Agreement:
     def settle(self, optimizer: Optimizer) -> None:
         """Before a step of an optimizer: drops gradients of what no rank has used. Call it on all ranks.
 
-        It raises where ranks have gathered or reduced different units since the last step, or where nodes have
-        different values of the same parameter.
+        Buffers that have changed are rank 0's then. It raises where ranks have gathered or reduced different units
+        since the last step, or where nodes have different values of the same parameter.
         """
         used: Sequence[int] = self._has_gradient
         if self._group is not None:
@@ -89,9 +102,12 @@ class Agreement:
             if is_early or self._num_steps % _STEPS_BETWEEN == 0:
                 self._check_nodes()
             self._num_steps += 1
-            most, least, *used = self._largest([self._order, -self._order, *self._has_gradient])
+            told = self._buffers.told()
+            most, least, *largest = self._largest([self._order, -self._order, *told, *self._has_gradient])
             self._order = 0
             _check_same(most, least)
+            used = largest[len(told) :]
+            self._buffers.take(largest[: len(told)], self._group)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 place = self._places.get(id(parameter))

@@ -800,9 +800,14 @@ def name_of(parameter: Any) -> str:
 
 
 def hash_of_rows(parameter: Any) -> int:
-    """A number below 2^31 - 1 that ranks with the same bits of one of `parameters_of` have, and others hardly ever."""
-    rows = parameter._sharded_local_tensor.detach().flatten()
-    bits = rows.view(torch.int16 if rows.itemsize > 1 else torch.int8)
+    """`hash_of` this rank's rows of one of `parameters_of`."""
+    return hash_of(parameter._sharded_local_tensor)
+
+
+def hash_of(tensor: Tensor) -> int:
+    """A number below 2^31 - 1 that tensors with the same bits have, and others hardly ever."""
+    flat = tensor.detach().flatten()
+    bits = flat.view(torch.int16 if flat.itemsize > 1 else torch.int8)
     return int(sum(piece.sum() for piece in bits.split(_PIECE))) % (2**31 - 1)
 
 

@@ -156,12 +156,14 @@ class ShardedModel:
     def begin_fit(self) -> None:
         """Training is about to begin: of a step that an error or the end of a fit broke off, nothing is left.
 
-        Nodes begin with the same weights, whatever their ranks have done to shards since they were made.
+        Nodes begin with the same weights, whatever their ranks have done to shards since they were made, and all ranks
+        with the buffers of rank 0.
         """
         self._forget_step()
         self._num_steps, self._writes.is_looking = 0, True
         for unit in self.units:
             internals.copy_from_first_node(unit.handle)
+        self._agreement.begin()
 
     def run(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Runs one of the user's steps, with what the root unit holds unsharded."""

@@ -329,6 +329,56 @@ class Normalised(Chain):
         return torch.tanh(self.third(torch.tanh(self.second(torch.tanh(x)))))
 
 
+class Remembering(Normalised):
+    """Its loss reads buffers that no two ranks begin with, and that its step changes in all ways, one of them later."""
+
+    def __init__(self, *, is_expanded=True):
+        super().__init__("adamw")
+        drawn = torch.Generator().manual_seed(dist.get_rank())
+        for name in ("in_place", "by_data", "assigned", "late"):
+            self.register_buffer(name, torch.rand(WIDTH, generator=drawn))
+        expanded = torch.full((1,), dist.get_rank()).expand(3)
+        self.register_buffer("expanded", expanded if is_expanded else expanded.clone())  # which DDP cannot broadcast
+        self.register_buffer("validated", torch.zeros(()))
+
+    def features(self, x):
+        x = super().features(x) * self.by_data.clone() + self.in_place + self.assigned + self.late + self.expanded[0]
+        if self.training:
+            mean = x.detach().mean(0)
+            self.in_place.lerp_(mean, 0.1)
+            self.by_data.data.mul_(0.9).add_(mean, alpha=0.1)
+            self.assigned = 0.9 * self.assigned + 0.1 * mean
+            if self.trainer.global_step > 2:
+                self.late.add_(0.1 * mean)
+        return x
+
+    def validation_step(self, batch, batch_idx):
+        self.validated = self.validated + 1
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+
+class Unlike(Chain):
+    """Has a buffer that is larger on rank 1, or that only rank 1 has."""
+
+    def __init__(self, name):
+        super().__init__()
+        if name == "size" or dist.get_rank() == 1:
+            self.register_buffer("own", torch.zeros(1 + dist.get_rank()))
+
+
+def remembered():
+    """Differences from DDP, with and without accumulation, and buffers of a second fit; what is refused."""
+    options = {"limit_val_batches": 1, "val_check_interval": 2, "expected": partial(Remembering, is_expanded=False)}
+    windows = {"accumulate_grad_batches": 2, "plan_options": {"num_micro_batches": 2}, "sync": "last"}
+    found = {
+        "each step": differences(Remembering, ("mixed", "dp"), max_steps=6, **options),
+        "windows": differences(Remembering, ("dp",), max_steps=6, **options, **windows),
+    }
+    plan = plan_with(Chain, "zdp")
+    refused = [refusal(lambda name=name: fitted(OSDPStrategy(plan=plan), Unlike(name))) for name in ("size", "number")]
+    return found, refused
+
+
 def mixed_precision():
     """Losses in bf16-mixed under DDP and under each kind of plan, with the dtypes of buffers."""
     found = {}
@@ -422,6 +472,17 @@ def test_units_that_only_some_ranks_call_are_an_error_on_all_ranks(world_size):
                 assert num_steps <= 1
         finally:
             pool.close()
+
+
+@pytest.mark.parametrize("world_size", [2, slow(4)])
+def test_buffers_are_those_of_rank_zero_as_under_ddp(ranks, world_size):
+    for found, (size, number) in ranks(world_size).run(remembered):
+        check(found)
+        expected = "RanksApartError: Expected the same buffers of the same sizes on every rank"
+        assert size.startswith(expected)
+        assert "but 'own' differs. Keep what is a rank's own in an attribute" in size
+        assert number.startswith(expected)
+        assert "but their number differs" in number
 
 
 @pytest.mark.slow
