@@ -26,15 +26,16 @@ class SplitLinear(SplitModule):
     features = "in_features"
 
     @override
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # as torch names it
         """Output of the whole operator.
 
         Args:
-            x: (*, in_features), any float dtype; autocast holds for the slices as it does for a Linear.
+            input: (*, in_features), any float dtype; autocast holds for the slices as it does for a Linear.
 
         Returns:
             (*, out_features).
         """
+        x = input
         total: Tensor | None = None
         # torch fuses the bias into the product of a matrix, and not into that of a view with more dimensions.
         rows = x.flatten(0, -2) if x.dim() > 2 else x
@@ -110,6 +111,11 @@ class SplitConv1D(SplitLinear):
     cuts_along: ClassVar = {"weight": 0}
     features = "nx"
 
+    @override
+    def forward(self, x: Tensor) -> Tensor:  # as transformers names it
+        """Output of the whole operator; as of `SplitLinear.forward`."""
+        return super().forward(x)
+
     @classmethod
     @override
     def _slice_type(cls, whole_type: type[nn.Module]) -> type[nn.Module]:
@@ -133,16 +139,16 @@ class SplitEmbedding(SplitModule):
     features = "embedding_dim"
 
     @override
-    def forward(self, indices: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # as torch names it
         """Output of the whole operator.
 
         Args:
-            indices: (*), integers.
+            input: (*), integers.
 
         Returns:
             (*, embedding_dim).
         """
-        return torch.cat([part(indices) for part in self.slices], dim=-1)
+        return torch.cat([part(input) for part in self.slices], dim=-1)
 
 
 SPLITTERS: dict[str, type[SplitModule]] = {

@@ -125,6 +125,14 @@ def test_a_split_operator_may_be_frozen_or_on_the_meta_device(make):
     assert all(parameter.is_meta for parameter in operator.parameters())
 
 
+@pytest.mark.parametrize(("make", "name"), [(linear, "input"), (conv1d, "x"), (embedding, "input")])
+def test_the_input_may_be_given_by_its_name(make, name):
+    operator = make(6, 4, has_bias=True)
+    x = torch.tensor([[0, 3]]) if make is embedding else torch.randn(2, 3, 6)
+    expected = operator(**{name: x})
+    torch.testing.assert_close(split(operator, 4)(**{name: x}), expected)
+
+
 def test_a_wrong_number_of_features_is_refused_where_torch_refuses_it():
     with pytest.raises(RuntimeError, match=r"Expected an input with 6 features, got one of shape \(2, 7\)\."):
         split(nn.Linear(6, 4), 2)(torch.randn(2, 7))

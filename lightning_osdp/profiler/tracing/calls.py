@@ -81,7 +81,7 @@ def recorded_calls(module: nn.Module) -> Iterator[Calls]:
             calls.signatures[name] = _signature(child, (args, kwargs))
         calls.stacks.setdefault(name, set()).add(tuple(reversed(stack)))
 
-    def leave(_: nn.Module, inputs: Any, outputs: Any) -> None:
+    def leave(_: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
         name, first = stack.pop(), entered.pop()
         last = max(0, len(calls.sequence) - 1)
         # a call in which no operator runs lies within a segment
@@ -91,7 +91,7 @@ def recorded_calls(module: nn.Module) -> Iterator[Calls]:
             calls.outlasting.clear()
             reads.has_computed = False
             if name not in calls.flows:
-                calls.flows[name] = _flow(inputs, outputs)
+                calls.flows[name] = _flow((args, kwargs), outputs)
         elif reads.has_computed:
             calls.outlasting.add(name)
 
@@ -101,7 +101,7 @@ def recorded_calls(module: nn.Module) -> Iterator[Calls]:
             if name:
                 before = child.register_forward_pre_hook(partial(enter, name), with_kwargs=True, prepend=True)
                 cleanup.callback(before.remove)
-                cleanup.callback(child.register_forward_hook(leave, always_call=True).remove)
+                cleanup.callback(child.register_forward_hook(leave, with_kwargs=True, always_call=True).remove)
         # Autocast keeps casts of parameters: a second read would take the cast, unseen.
         cleanup.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)

@@ -44,6 +44,12 @@ def test_an_operator_around_others_begins_a_segment_and_spans_theirs():
     assert calls.spans["inner"] == [(0, 2)]
 
 
+def test_what_is_given_by_name_goes_into_an_operator_too():
+    calls = calls_of(Net(lambda n, x: n.b(input=n.a(x)), a=linear(), b=linear()))
+    assert calls.flows["b"].input_bytes == calls.flows["a"].input_bytes == 2 * 4 * 4
+    assert (calls.flows["a"].input_gradient_bytes, calls.flows["b"].input_gradient_bytes) == (0, 2 * 4 * 4)
+
+
 def test_the_call_that_ends_last_may_have_begun_early():
     inner = Net(lambda n, x: n.one(x) * n.gain, one=linear(), gain=nn.Parameter(torch.ones(4)))
     assert calls_of(Net(lambda n, x: n.inner(x), inner=inner)).last == "inner"
