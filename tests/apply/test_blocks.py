@@ -203,6 +203,42 @@ def test_buffers_that_change_only_in_training_are_updated_once_after_an_evaluati
         assert torch.equal(one.grad, other.grad)
 
 
+class Warming(Average):
+    """Begins to change its buffers when it is told to, one in place and one by another tensor."""
+
+    is_warm = False
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("replaced", torch.ones(8))
+
+    def forward(self, x):
+        if self.is_warm:
+            self.average.mul_(0.5).add_(x.detach().mean(0))
+        y = self.linear(x) * self.average.clone() * self.replaced
+        if self.is_warm:
+            self.replaced = 0.5 * self.replaced + x.detach().mean(0)
+        return y
+
+
+@pytest.mark.parametrize("activations", ["recompute", "recompute_offload"])
+def test_buffers_that_begin_to_change_late_are_updated_once(activations):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), Warming(), Warming())
+    blocks = copy.deepcopy(plain)
+    apply(blocks, [Block(name=name, activations=activations) for name in "12"], list("12"))
+    for step in range(5):
+        x = torch.randn(4, 8)
+        for net in (plain, blocks):
+            net[1].is_warm = net[2].is_warm = step > 1
+            net.zero_grad()
+            net(x).pow(2).sum().backward()
+        for name, buffer in plain.named_buffers():
+            assert torch.equal(blocks.get_buffer(name), buffer), (step, name)
+        for one, other in zip(plain.parameters(), blocks.parameters(), strict=True):
+            assert step == 2 or torch.equal(one.grad, other.grad), step
+
+
 def test_names_state_dicts_and_copies_are_those_of_the_model():
     net, _ = with_blocks("recompute")
     assert list(net.state_dict()) == list(Net().state_dict())

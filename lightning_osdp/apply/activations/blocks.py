@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from torch.utils.checkpoint import checkpoint
 
 from lightning_osdp.apply.activations.offload import HostMemory
+from lightning_osdp.apply.buffers import version_of
 from lightning_osdp.core.plans.plan import Block
 from lightning_osdp.errors import PlanMismatchError
 
@@ -227,12 +228,13 @@ class _Body(nn.Module):
 class Buffers:
     """Those buffers of a block that its forward changes, such as running statistics.
 
-    Where forward runs twice they are updated once, and read the second time as they were the first.
+    Where forward runs twice they are updated once, and read the second time as they were the first. One that begins
+    later to be changed in place is updated once, too; in that step the second run begins with what the first has left.
     """
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block
-        self._changing: tuple[Place, ...] | None = None  # unknown before the first forward
+        self._changing: set[Place] | None = None  # unknown before the first forward
         self._learned_in: tuple[bool, ...] = ()
 
     @contextmanager
@@ -241,27 +243,32 @@ class Buffers:
         training = tuple(child.training for child in self._block.modules())
         if training != self._learned_in:  # what evaluates may leave alone what training updates
             self._changing, self._learned_in = None, training
-        places = self._changing
-        if places is None:
-            owned = ((owner, *each) for owner in self._block.modules() for each in owner._buffers.items())
-            places = tuple((owner, name) for owner, name, buffer in owned if buffer is not None)
-        found = {(owner, name): owner.get_buffer(name) for owner, name in places}
-        versions = {place: buffer._version for place, buffer in found.items()}
-        values.update((place, buffer.clone()) for place, buffer in found.items())
+        found = {
+            (owner, name): buffer
+            for owner in self._block.modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        }
+        versions = {place: version_of(buffer) for place, buffer in found.items()}
+        copied = found.keys() if self._changing is None else self._changing & found.keys()
+        values.update((place, found[place].clone()) for place in copied)
         yield
+        replaced = {place for place, buffer in found.items() if place[0]._buffers[place[1]] is not buffer}
+        changed = replaced | {place for place, buffer in found.items() if version_of(buffer) != versions[place]}
         if self._changing is None:
-            self._changing = tuple(
-                (owner, name)
-                for (owner, name), buffer in found.items()
-                if isinstance(owner, _NormBase)  # it may be frozen now and trained later
-                or owner._buffers[name] is not buffer
-                or buffer._version != versions[owner, name]
+            self._changing = changed | {
+                place
+                for place, buffer in found.items()
+                if isinstance(place[0], _NormBase)  # it may be frozen now and trained later
                 # not every operation counts versions
-                or not (isinstance(buffer, FakeTensor) or torch.equal(buffer, values[owner, name]))
-            )
-            for place in places:
-                if place not in self._changing:
-                    del values[place]
+                or not (isinstance(buffer, FakeTensor) or torch.equal(buffer, values[place]))
+            }
+            for place in found.keys() - self._changing:
+                del values[place]
+        else:
+            for place in changed - self._changing:
+                values[place] = found[place] if place in replaced else found[place].clone()
+            self._changing |= changed
 
     @contextmanager
     def as_they_were(self, values: Mapping[Place, Tensor]) -> Iterator[None]:
