@@ -37,7 +37,8 @@ class Agreement:
     collective runs.
 
     - A parameter that no rank used has no gradient, as under DDP with ``find_unused_parameters``: ``fully_shard``
-      reduces zeros for it, so that a rank on which it was used finds the others in the same reduce-scatter.
+      reduces zeros for it, so that a rank on which it was used finds the others in the same reduce-scatter. Where
+      people may look at gradients before the step, or assign some, ranks compare that at the end of backward, too.
     - Nodes that each have all of a unit have the same values of it. Hashes of them are compared in the first
       steps, and from then on in every `_STEPS_BETWEEN`-th.
     - Ranks that gathered or reduced different units at a time have computed with one another's weights, added up one
@@ -66,6 +67,7 @@ class Agreement:
         # by identity, for a tensor's own hash is slow
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._has_gradient = [False] * len(self._places)
+        self._has_dropped = False  # since the last backward
         owners = (owner for group in groups for owner in internals.parameters_of(group))
         self._in_nodes = [owner for parameter, owner in owners if internals.num_copies(parameter) > 1]
 
@@ -87,12 +89,27 @@ class Agreement:
             for place, (parameter, owner) in enumerate(internals.parameters_of(group), start):
                 if parameter.grad is None and not internals.has_whole_gradient(owner):
                     self._has_gradient[place] = False
+                elif self._has_dropped and parameter.grad is not None:
+                    self._has_gradient[place] = True  # somebody has assigned it, if no backward gave it
+        self._has_dropped = False
+
+    def end_backward(self) -> None:
+        """After backward: drops gradients of what no rank has used, and leaves those alone that are assigned later.
+
+        Call it on all ranks.
+        """
+        used = self._has_gradient if self._group is None else self._largest(self._has_gradient)
+        for start, group in zip(self._starts, self._groups, strict=True):
+            for place, (parameter, _) in enumerate(internals.parameters_of(group), start):
+                if not used[place]:
+                    parameter.grad = None
+        self._has_dropped = True
 
     def settle(self, optimizer: Optimizer) -> None:
-        """Before a step of an optimizer: drops gradients of what no rank has used. Call it on all ranks.
+        """Before a step of an optimizer: drops gradients of what no rank has used, unless `end_backward` has.
 
-        Buffers that have changed are rank 0's then. It raises where ranks have gathered or reduced different units
-        since the last step, or where nodes have different values of the same parameter.
+        Call it on all ranks. Buffers that have changed are rank 0's then. It raises where ranks have gathered or
+        reduced different units since the last step, or where nodes have different values of the same parameter.
         """
         used: Sequence[int] = self._has_gradient
         if self._group is not None:
@@ -108,7 +125,7 @@ class Agreement:
             _check_same(most, least)
             used = largest[len(told) :]
             self._buffers.take(largest[: len(told)], self._group)
-        for group in optimizer.param_groups:
+        for group in () if self._has_dropped else optimizer.param_groups:
             for parameter in group["params"]:
                 place = self._places.get(id(parameter))
                 if place is not None and not used[place]:
@@ -208,6 +225,7 @@ class Agreement:
         return told.tolist()
 
     def _note_gradients(self, unit: int, have: Sequence[bool]) -> None:
+        self._has_dropped = False
         for place, has in enumerate(have, self._starts[unit]):
             self._has_gradient[place] |= has
 

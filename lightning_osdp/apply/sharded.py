@@ -183,6 +183,10 @@ class ShardedModel:
         """Forward is over, and backward comes."""
         self._agreement.begin_backward()
 
+    def after_backward(self) -> None:
+        """Somebody may look at gradients, and assign others: what no rank has used has none."""
+        self._agreement.end_backward()
+
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """The gradients of an optimizer step are complete.
 

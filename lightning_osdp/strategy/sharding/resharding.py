@@ -50,6 +50,13 @@ class Resharding(pl.Callback):
         self._is_written: dict[str, bool] = {}
 
     @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # in manual optimization the step itself goes on with what gradients are now
+        if not pl_module.automatic_optimization or self._has_users("on_after_backward", trainer):
+            self._sharded.after_backward()
+        self._before("on_after_backward", trainer)
+
+    @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
@@ -63,11 +70,15 @@ class Resharding(pl.Callback):
         self._before("on_before_zero_grad", trainer)
 
     def _before(self, hook: str, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        if self._has_users(hook, trainer):
+            self._sharded.reshard()
+
+    def _has_users(self, hook: str, trainer: pl.Trainer) -> bool:
+        """Whether a user's code runs in this hook, or right after it."""
         if hook not in self._is_written:
             names = (hook, _RIGHT_AFTER.get(hook, hook))
             self._is_written[hook] = any(_is_written(name, trainer) for name in names)
-        if self._is_written[hook]:
-            self._sharded.reshard()
+        return self._is_written[hook]
 
 
 def _is_written(hook: str, trainer: pl.Trainer) -> bool:

@@ -6,10 +6,12 @@ import torch.distributed as dist
 from by_hand import GAN, One, compared, ddp, ours
 from fits import failure, largest_difference, plan_for, shared_folder, trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
-from models import OddMLP
+from models import Base, OddMLP
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional as F
 from torch.utils.data import DataLoader
+from user_runs import check, differences
 
 from lightning_osdp import OSDPStrategy
 
@@ -114,6 +116,51 @@ def shared():
     return compared(trained(Shared, ours(), 1), trained(Shared, ddp, 1))
 
 
+class Surgery(Base):
+    """Has one backward for each of its tasks, and assigns the mean of their gradients; one head has no loss."""
+
+    def __init__(self, optimizer="adamw"):
+        super().__init__(optimizer)
+        self.automatic_optimization = False
+        self.body, self.heads = nn.Linear(7, 6), nn.ModuleList([nn.Linear(6, 3) for _ in range(4)])
+
+    def task_losses(self, batch):
+        x, y = (tensor.to(self.dtype) for tensor in batch)
+        x = torch.tanh(self.body(x))
+        losses = [F.mse_loss(head(x), y * (place + 1)) for place, head in enumerate(self.heads)]
+        return losses[:3]
+
+    def training_step(self, batch, batch_idx):
+        optimizer, found = self.optimizers(), []
+        losses = self.task_losses(batch)
+        for loss in losses:
+            optimizer.zero_grad()
+            self.manual_backward(loss, retain_graph=True)
+            found.append([parameter.grad for parameter in self.parameters()])
+        for parameter, gradients in zip(self.parameters(), zip(*found, strict=True), strict=True):
+            given = [gradient for gradient in gradients if gradient is not None]
+            parameter.grad = sum(given) / len(losses) if given else None
+        optimizer.step()
+        self.found += [loss.detach().clone() for loss in losses]
+
+    def validation_step(self, batch, batch_idx):
+        self.found += self.task_losses(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.5)
+
+    def dataset(self):
+        return OddMLP().dataset()
+
+
+def assigned():
+    """Differences from DDP where gradients are assigned that no backward gave last."""
+    options = {"max_steps": 12, "limit_val_batches": 1, "val_check_interval": 2}
+    return {
+        "surgery": differences(Surgery, ("zdp", "dp", "mixed"), ddp_options={"find_unused_parameters": True}, **options)
+    }
+
+
 @pytest.mark.slow
 def test_manual_optimization_with_one_and_two_optimizers_equals_ddp_and_resumes(ranks):
     for found in ranks(2).run(manual_training):
@@ -137,3 +184,7 @@ def test_what_manual_optimization_cannot_shard_is_refused(ranks):
 
 def test_children_that_share_a_parameter_are_one_unit(ranks):
     assert max(ranks(2).run(shared)) < 1e-6
+
+
+def test_gradients_that_a_step_assigns_are_those_that_train(ranks):
+    check(ranks(2).run(assigned)[0])

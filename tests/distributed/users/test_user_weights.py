@@ -58,6 +58,55 @@ def hooked():
     }, refusal(lambda: fitted(OSDPStrategy(plan=plan), Late(), **SHORT))
 
 
+class Partly(nn.Module):
+    """Two of its layers are not called."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.spare, self.idle = layer, nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+class Assigning(Chain):
+    """Changes gradients, and assigns some to a layer that no loss reaches; another one has none."""
+
+    units = ("first", "second", "third", "norm", "last")
+    limit = 0.1
+
+    def __init__(self, optimizer="adamw"):
+        super().__init__(optimizer)
+        self.third = Partly(self.third)
+
+    def on_after_backward(self):
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clamp(-self.limit, self.limit)
+        for parameter in self.third.spare.parameters():
+            if parameter.grad is None:
+                parameter.grad = 0.1 * torch.ones_like(parameter)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.5)
+
+
+class AssigningAlone(Assigning):
+    """Leaves the others as they are, which DDP has not reduced between micro-batches."""
+
+    limit = float("inf")
+
+
+def assigned():
+    """Differences from DDP where a hook assigns gradients, also between micro-batches."""
+    unused = {"ddp_options": {"find_unused_parameters": True}, "limit_val_batches": 0}
+    windows = {"accumulate_grad_batches": 2, "plan_options": {"num_micro_batches": 2}}
+    return {
+        "at once": differences(Assigning, ("zdp", "dp"), max_steps=6, **unused),
+        "in windows": differences(AssigningAlone, ("mixed",), max_steps=6, **unused, **windows),
+    }
+
+
 class Penalised(Chain):
     """Its loss has a term over all parameters."""
 
@@ -315,6 +364,10 @@ def test_hooks_of_gradients_see_what_they_see_under_ddp(ranks):
     found, refused = ranks(2).run(hooked)[0]
     check(found)
     assert refused.startswith("ConfigurationError: Expected no register_post_accumulate_grad_hook")
+
+
+def test_gradients_that_a_hook_assigns_are_those_that_train(ranks):
+    check(ranks(2).run(assigned)[0])
 
 
 @pytest.mark.slow

@@ -62,3 +62,24 @@ def test_gradients_are_cleared_of_shards(module, times):
     reshard_before_hooks(trainer, sharded)
     trainer.callbacks[0].on_before_zero_grad(trainer, trainer.lightning_module, None)
     assert sharded.reshard.call_count == times
+
+
+class Manual(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Looking(L.LightningModule):
+    def on_after_backward(self):
+        pass
+
+
+@pytest.mark.parametrize(("module", "times"), [(L.LightningModule, 0), (Manual, 1), (Looking, 1)])
+def test_ranks_compare_what_they_used_at_the_end_of_backward_where_somebody_may_look(module, times):
+    sharded = mock.Mock()
+    trainer = SimpleNamespace(callbacks=[], lightning_module=module())
+    reshard_before_hooks(trainer, sharded)
+    trainer.callbacks[0].on_after_backward(trainer, trainer.lightning_module)
+    assert sharded.after_backward.call_count == times
+    assert sharded.reshard.call_count == (module is Looking)
