@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -361,19 +361,22 @@ def _outside_inference_mode(call: Callable[[], None]) -> None:
 def carry_hooks(groups: Sequence[Any]) -> None:
     """Gives the hooks of ``register_hook()`` on shards to the whole parameters, which get the gradients.
 
-    They are the same hooks: what is registered or removed later counts, too.
+    Both have one dictionary of hooks, also where there are none yet: what is registered or removed later counts, too.
     """
     for group in groups:
         for parameter in group.fsdp_params:
-            hooks = parameter.sharded_param._backward_hooks
-            if hooks and hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param._backward_hooks = hooks
-            elif hooks:
-                parameter.init_unsharded_param = partial(_begin_with_hooks, parameter, parameter.init_unsharded_param)
+            sharded: Any = parameter.sharded_param
+            if sharded._backward_hooks is None:
+                sharded._backward_hooks = OrderedDict()  # as the first register_hook() does
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param._backward_hooks = sharded._backward_hooks
+            else:
+                parameter.init_unsharded_param = partial(_begin_with_hooks, parameter)
 
 
-def _begin_with_hooks(parameter: Any, begin: Callable[[], None]) -> None:
-    begin()
+def _begin_with_hooks(parameter: Any) -> None:
+    del parameter.init_unsharded_param  # torch's own, from now on
+    parameter.init_unsharded_param()
     parameter._unsharded_param._backward_hooks = parameter.sharded_param._backward_hooks
 
 

@@ -27,7 +27,7 @@ def masked(gradient):
 
 
 class Hooked(Chain):
-    """Hooks of gradients: one from the beginning, one that is taken away, and one of a hook of the Trainer."""
+    """Hooks of gradients: some from the beginning, one of which is taken away, and others of hooks and of a step."""
 
     def __init__(self, optimizer="adamw"):
         super().__init__(optimizer)
@@ -39,8 +39,15 @@ class Hooked(Chain):
         self.third.bias.register_hook(masked)
 
     def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 2:
+            self.second.bias.register_hook(masked)
         if batch_idx == 3:
             self.handle.remove()
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 4:
+            self.norm.weight.register_hook(masked)
+        return super().training_step(batch, batch_idx)
 
 
 class Late(Chain):
