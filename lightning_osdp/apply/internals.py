@@ -85,6 +85,8 @@ _ATTRIBUTES = {
     "group": (
         "_all_gather_comm",
         "_all_gather_result",
+        "_orig_dtype",
+        "_reduce_dtype",
         "_reduce_scatter_comm",
         "_module_to_pre_load_state_dict_hook_handle",
         "_module_to_pre_save_state_dict_hook_handle",
@@ -107,7 +109,9 @@ _ATTRIBUTES = {
         "_param_fqn",
         "_post_load_hook_handle",
         "all_gather_outputs",
+        "orig_dtype",
         "post_forward_mesh_info",
+        "reduce_dtype",
         "sharded_param",
         "unsharded_accumulated_grad",
     ),
@@ -316,6 +320,20 @@ def owner_of(root: nn.Module) -> Any:
 def begin(root: nn.Module) -> None:
     """Makes this module the root of the units inside it, whichever of them forward is going to call first."""
     state_of(root)._lazy_init()
+
+
+def reduce_once_unfrozen(groups: Sequence[Any]) -> None:
+    """Has units whose parameters are all frozen reduce gradients like the others when somebody unfreezes them.
+
+    In which dtype gradients are reduced and kept torch 2.13 learns once, from parameters that are trained then: those
+    of such units would stay in the low precision of mixed precision (pytorch#186998).
+    """
+    for group in groups:
+        found = {
+            (each.orig_dtype, each.reduce_dtype) for each in group.fsdp_params if each.orig_dtype.is_floating_point
+        }
+        if group._orig_dtype is None and len(found) == 1:
+            ((group._orig_dtype, group._reduce_dtype),) = found
 
 
 def keep_identities(module: nn.Module) -> None:

@@ -89,6 +89,7 @@ class ShardedModel:
                 child.set_reduce_scatter_unused_params(True, recurse=False)
         self._set_prefetch()
         internals.set_asynchronous(module, is_asynchronous=plan is not None and plan.asynchronous_unshard)
+        internals.reduce_once_unfrozen(self._groups)
         internals.gather_for_training(self._groups)
         self._writes, self._num_steps = internals.GatheredWrites(self._groups), 0
         self._agreement = Agreement(module, self._groups)

@@ -231,6 +231,15 @@ def unfrozen():
     return found, sizes
 
 
+def unfrozen_in_low_precision():
+    """Losses of a backbone that is unfrozen in bf16-mixed, under DDP and two kinds of plans."""
+    mixed = {"dtype": "float32", "precision": "bf16-mixed"}
+    found = {"ddp": tuned(ddp(), **mixed)}
+    for kind in ("dp", "zdp"):
+        found[kind] = tuned(OSDPStrategy(plan=plan_with(frozen, kind, dtype="float32")), **mixed)
+    return {name: each[1] for name, each in found.items()}
+
+
 def group_sizes(result):
     """How many parameters each group of the optimizer of a fit has."""
     return [len(group["params"]) for group in result[2].optimizers[0].param_groups]
@@ -397,6 +406,13 @@ def test_backbones_are_unfrozen_and_resumed(ranks):
         assert found["full", "moments"] == found["sharded", "moments"] == sum(sizes[0])
         assert sizes == [sizes[0]] * 5
         assert len(sizes[0]) == 2
+
+
+def test_backbones_are_unfrozen_in_low_precision(ranks):
+    for losses in ranks(2).run(unfrozen_in_low_precision):
+        assert len(losses["ddp"]) == 9
+        for kind in ("dp", "zdp"):
+            assert losses[kind] == pytest.approx(losses["ddp"], rel=0.02), kind
 
 
 @pytest.mark.slow
