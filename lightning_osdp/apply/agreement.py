@@ -71,8 +71,12 @@ class Agreement:
         owners = (owner for group in groups for owner in internals.parameters_of(group))
         self._in_nodes = [owner for parameter, owner in owners if internals.num_copies(parameter) > 1]
 
-    def begin(self) -> None:
-        """Training begins. Call it on all ranks; it raises `RanksApartError` if they have other buffers."""
+    def begin_fit(self) -> None:
+        """Training begins, and nothing counts of a fit that ended with an error, where ranks may have been apart.
+
+        Call it on all ranks; it raises `RanksApartError` if they have other buffers.
+        """
+        self._order = self._num_steps = 0
         if self._group is None:
             return
         self._buffers.begin()

@@ -164,7 +164,7 @@ class ShardedModel:
         self._num_steps, self._writes.is_looking = 0, True
         for unit in self.units:
             internals.copy_from_first_node(unit.handle)
-        self._agreement.begin()
+        self._agreement.begin_fit()
 
     def run(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Runs one of the user's steps, with what the root unit holds unsharded."""

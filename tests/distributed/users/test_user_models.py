@@ -292,6 +292,24 @@ def apart(name, kind):
     return None, time.monotonic() - start, len(module.found)
 
 
+class ApartAtFirst(ExpertByRank):
+    """Has all ranks call both units once they are said to."""
+
+    are_apart = True
+
+    def features(self, x):
+        return super().features(x) if self.are_apart else Chain.features(self, x)
+
+
+def apart_and_together():
+    """What a fit raises in which ranks call different units, and how many steps the next fit takes."""
+    plan, module = plan_with(ApartAtFirst, "dp"), ApartAtFirst()
+    told = refusal(lambda: fitted(OSDPStrategy(plan=plan), module, max_steps=3))
+    module.are_apart, module.found = False, []
+    fitted(OSDPStrategy(plan=plan), module, max_steps=3)
+    return told, len(module.found)
+
+
 def reduced_elements():
     """Elements that reduce-scatters of a step take in with LoRA, and those of what is trained, padded to all ranks."""
     elements, world_size = [], dist.get_world_size()
@@ -483,6 +501,16 @@ def test_buffers_are_those_of_rank_zero_as_under_ddp(ranks, world_size):
         assert "but 'own' differs. Keep what is a rank's own in an attribute" in size
         assert number.startswith(expected)
         assert "but their number differs" in number
+
+
+def test_a_fit_does_not_compare_what_one_before_it_has_left():
+    pool = RankPool(2)
+    try:
+        for told, num_steps in pool.run(apart_and_together):
+            assert told.startswith("RanksApartError: Expected every rank to run the same modules")
+            assert num_steps == 3
+    finally:
+        pool.close()
 
 
 @pytest.mark.slow
