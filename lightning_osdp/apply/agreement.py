@@ -62,7 +62,7 @@ class Agreement:
             self._starts.append(len(parameters))
             parameters += [parameter for parameter, _ in internals.parameters_of(group)]
             internals.on_collectives(group, partial(self._note_collective, index))
-        internals.BackwardWatch(root, groups, self._note_gradients)
+        self._watch = internals.BackwardWatch(root, groups, self._note_gradients)
         self._buffers = Buffers(root)
         # by identity, for a tensor's own hash is slow
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
@@ -77,6 +77,7 @@ class Agreement:
         Call it on all ranks; it raises `RanksApartError` if they have other buffers.
         """
         self._order = self._num_steps = 0
+        self._watch.is_announced = False
         if self._group is None:
             return
         self._buffers.begin()
@@ -87,6 +88,7 @@ class Agreement:
 
     def begin_backward(self) -> None:
         """Gradients that were dropped since the last backward do not count."""
+        self._watch.is_announced = True
         for start, group in zip(self._starts, self._groups, strict=True):
             if internals.has_partial_gradients(group):
                 continue
@@ -183,6 +185,7 @@ class Agreement:
             yield
         finally:
             self._is_paused, self._has_gradient[:] = False, kept
+            self._watch.is_announced = False
 
     def _note_collective(self, unit: int, is_reduction: bool) -> None:
         if self._is_paused:

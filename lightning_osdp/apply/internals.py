@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.splitting import parameter_like
@@ -45,7 +46,9 @@ _METHODS = {
         "_lazy_init",
         "_pre_forward",
         "_post_forward",
+        "_pre_backward",
         "_register_pre_backward_hook",
+        "_register_root_post_backward_final_callback",
         "_reset_iter_state",
         "_root_post_backward_final_callback",
     ),
@@ -55,6 +58,7 @@ _METHODS = {
         "_to_sharded_post_forward",
         "is_unsharded",
         "post_backward",
+        "reshard",
         "wait_for_unshard",
     ),
     FSDPParam: (
@@ -81,6 +85,7 @@ _ATTRIBUTES = {
         "_comm_ctx.post_forward_order",
         "_state_ctx.all_states",
         "_state_ctx.post_backward_final_callback_queued",
+        "_training_state",
     ),
     "group": (
         "_all_gather_comm",
@@ -336,26 +341,42 @@ def reduce_once_unfrozen(groups: Sequence[Any]) -> None:
             ((group._orig_dtype, group._reduce_dtype),) = found
 
 
-def keep_identities(module: nn.Module) -> None:
-    """Has a tensor that is given to a unit more than once arrive as one, as without ``fully_shard``.
+def pass_inputs(module: nn.Module) -> None:
+    """Has tensors that are given to a unit arrive as without ``fully_shard``, which makes a new one of each argument.
 
-    torch makes a new one of each argument. ``nn.MultiheadAttention``, given one tensor as query, key and value, would
-    then project it three times, and save three copies.
+    One that is given more than once arrives as one: ``nn.MultiheadAttention``, given one tensor as query, key and
+    value, would project it three times, and save three copies. And gradients of it may have a graph, see `_Inputs`.
     """
     group = group_of(module)
     if group is None:
         return
-    register = group._register_post_backward_hook
 
-    def register_once(args: Any, kwargs: Any) -> Any:
+    def register(args: Any, kwargs: Any) -> Any:
         given = collect_grad_tensors((args, kwargs)) if torch.is_grad_enabled() else ()
+        if not given:
+            return args, kwargs
         once = dict.fromkeys(given)
-        if len(once) == len(given):
-            return register(args, kwargs)
-        made = dict(zip(once, RegisterPostBackwardFunction.apply(group, *once), strict=True))
+        made = dict(zip(once, _Inputs.apply(group, *once), strict=True))  # type: ignore[no-untyped-call]
         return replace_grad_tensors((args, kwargs), (made[tensor] for tensor in given))
 
-    group._register_post_backward_hook = register_once
+    group._register_post_backward_hook = register
+
+
+class _Inputs(RegisterPostBackwardFunction):
+    """Inputs of a unit, with which its backward ends.
+
+    Where gradients of them have a graph (``create_graph=True``), a later backward begins with these gradients and uses
+    the unit's weights, which this one has freed: it gathers them again.
+    """
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        state = state_of(ctx.param_group.modules[0])
+        for gradient in gradients if torch.is_grad_enabled() else ():
+            if gradient.requires_grad:
+                gradient.register_hook(state._pre_backward)
+        return RegisterPostBackwardFunction.backward(ctx, *gradients)
 
 
 def gather_for_training(groups: Sequence[Any]) -> None:
@@ -727,17 +748,39 @@ class BackwardWatch:
     gradients with the last of them. Zeros in place of gradients that are yet to come would be reduced for nothing, and
     gradients of a reentrant checkpoint, whose backward runs by itself, may come when torch takes the unit for done.
 
+    ``torch.autograd.grad`` is a backward, too, in which no parameter gets a gradient. Inside a step, forward goes on
+    after it: nothing is reduced then, and of units that is there which forward leaves.
+
     ``note`` is called with the number of a group and, for each parameter, whether it got a gradient.
+
+    Attributes:
+        is_announced: whether the next backward is one that all ranks reduce after, whatever has got a gradient here.
     """
 
     def __init__(self, root: nn.Module, groups: Sequence[Any], note: Callable[[int, list[bool]], None]) -> None:
-        self._is_ending, self._note, self._groups = False, note, groups
+        self.is_announced, self._is_ending = False, False
+        self._root, self._note, self._groups = root, note, groups
+        self._before: list[Any] | None = None  # gradients of each group, where a backward came unannounced
         for index, group in enumerate(groups):
             group.post_backward = partial(self._post_backward, group, group.post_backward, index)
         for state in state_of(root)._state_ctx.all_states:
+            begin = state._register_root_post_backward_final_callback
+            state._register_root_post_backward_final_callback = partial(self._begin, begin)
             state._root_post_backward_final_callback = partial(self._end, state._root_post_backward_final_callback)
 
+    def _begin(self, begin: Callable[[], None]) -> None:
+        if not is_in_backward(self._root):  # it is called for each unit
+            self._before = None if self.is_announced else list(map(_versions_of_gradients, self._groups))
+        begin()
+
+    def _has_got(self, index: int) -> bool:
+        """Whether parameters of a group have got gradients in this backward, or it was announced."""
+        return self._before is None or _versions_of_gradients(self._groups[index]) != self._before[index]
+
     def _post_backward(self, group: Any, post_backward: Callable[..., None], index: int, *unused: Any) -> None:
+        if not (self._is_ending or self._has_got(index)):
+            _leave_as_forward(group)
+            return
         have = [has_whole_gradient(parameter) for parameter in group.fsdp_params]
         self._note(index, have)
         if any(have) or self._is_ending:
@@ -751,6 +794,10 @@ class BackwardWatch:
         group._training_state = TrainingState.IDLE  # so that the end of backward comes to it again
 
     def _end(self, end: Callable[[], None]) -> None:
+        if not any(map(self._has_got, range(len(self._groups)))):
+            self._go_on()
+            return
+        self.is_announced = False
         self._is_ending = True
         for group in self._groups:
             is_through = group.reduce_grads and group._training_state == TrainingState.POST_BACKWARD
@@ -762,6 +809,34 @@ class BackwardWatch:
             self._is_ending = False
         for group in self._groups:
             _drop_retained(group)
+
+    def _go_on(self) -> None:
+        """After ``torch.autograd.grad``: units that it has reached may be called, and be reached, again."""
+        context = state_of(self._root)._state_ctx
+        context.post_backward_final_callback_queued = False
+        for state in context.all_states:
+            if state._training_state == TrainingState.PRE_BACKWARD:
+                state._training_state = TrainingState.IDLE
+        for group in self._groups:
+            if group._training_state == TrainingState.PRE_BACKWARD:  # its inputs need no gradients
+                _leave_as_forward(group)
+
+
+def _versions_of_gradients(group: Any) -> list[tuple[int, int]]:
+    """What is another list as soon as a parameter has got a gradient, or more of one; of what is not reduced yet."""
+    parameters = [each for each in group.fsdp_params if has_whole_gradient(each)]
+    pairs = ((each.unsharded_accumulated_grad, each._unsharded_param.grad) for each in parameters)
+    return [(id(each), each._version) for pair in pairs for each in pair if each is not None]
+
+
+def _leave_as_forward(group: Any) -> None:
+    """Has a unit that is gathered for backward be as forward leaves it: whole, a shard in each node, or its rows."""
+    if group._training_state == TrainingState.FORWARD:
+        return  # a call of it goes on
+    if group.is_unsharded:
+        group._training_state = TrainingState.FORWARD  # in which resharding is that of forward
+        group.reshard()
+    group._training_state = TrainingState.IDLE
 
 
 def on_collectives(group: Any, note: Callable[[bool], None]) -> None:

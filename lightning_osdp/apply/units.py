@@ -213,7 +213,7 @@ def shard(
             reshard_after_forward=not unit.mode.resident,
             mp_policy=_policy(unit, precision),
         )
-        internals.keep_identities(unit.handle)
+        internals.pass_inputs(unit.handle)
         internals.copy_from_first_node(unit.handle)
         for child, name, attributes in kept:
             sharded: Any = child._parameters[name]

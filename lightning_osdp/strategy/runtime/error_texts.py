@@ -21,7 +21,7 @@ from lightning_osdp.strategy.runtime.failure import is_echo
 _LINE = "_osdp_line"
 """Attribute of an error: what is printed of it if nobody catches it."""
 
-_OF_DTENSORS = {
+_EXPLAINED = {
     "its data is not allocated yet": (
         "OSDP: parameters, gradients and their norms are DTensors, of which torch.tensor() cannot"
         " make a list of values, as Lightning's grad_norm does. Take each value itself, on all ranks:"
@@ -35,8 +35,21 @@ _OF_DTENSORS = {
         " ...`.",
     ),
     **{said: f"OSDP: {told}" for said, told in ONE_MESH.items()},
+    "Checkpointing is not compatible with .grad()": (
+        "OSDP: torch.autograd.grad cannot go through a block of the plan that recomputes and offloads. Leave those"
+        ' out: OSDPStrategy(search_space=SearchSpace(activations=("keep", "recompute"))).'
+    ),
+    "appears to not have been used in the graph": (
+        "OSDP: outside the forward of its own module a parameter may be a DTensor, this rank's rows of it, to which no"
+        " graph leads. Call backward() for gradients of parameters; torch.autograd.grad gives those of inputs and"
+        " activations."
+    ),
+    "are out of bounds for storage of size 0": (
+        "OSDP: backward has come to weights of a module that are not gathered. Where gradients have a graph"
+        " (create_graph=True), all that they are gradients of must be given to the module as arguments."
+    ),
 }
-"""By torch's words: what to do where torch cannot compute with sharded tensors as a user's code does."""
+"""By words of torch, or of fairscale: what to do where a user's code cannot run with sharded tensors."""
 
 
 def place_of_shortage(sharded: ShardedModel) -> str:
@@ -45,10 +58,10 @@ def place_of_shortage(sharded: ShardedModel) -> str:
 
 
 def explain_step_error(error: BaseException, strategy: FSDPStrategy, sharded: ShardedModel) -> None:
-    """Appends what helps to an error, if memory ran out under a plan, or code cannot compute with DTensors."""
+    """Appends what helps to an error, if memory ran out under a plan, or code cannot run with sharded tensors."""
     if is_out_of_memory(error) and sharded.plan is not None:
         _append(error, _of_memory(strategy, sharded.plan, place_of_shortage(sharded)))
-    told = next((text for said, text in _OF_DTENSORS.items() if said in str(error)), None)
+    told = next((text for said, text in _EXPLAINED.items() if said in str(error)), None)
     if told is not None and told not in str(error):
         _append(error, told)
 

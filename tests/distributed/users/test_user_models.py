@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from user_runs import WIDTH, Adapter, Chain, check, ddp, differences, fitted, plan_with, refusal
 
-from lightning_osdp import OSDPStrategy
+from lightning_osdp import Block, OSDPStrategy
 
 pytestmark = pytest.mark.distributed
 
@@ -232,6 +232,141 @@ MODELS = {
 PARTLY_USED = {"by rank": ByRank, "by step and rank": BySteps, "LayerDrop": LayerDrop}
 
 
+class Asking(Chain):
+    """Asks for gradients of its inputs within its step."""
+
+    def told(self, x):
+        return self.last(self.norm(self.features(x))) * self.scale
+
+    def batch_of(self, batch):
+        x, y = (tensor.to(self.scale.dtype) for tensor in batch)
+        return x.clone().requires_grad_(), y
+
+
+class Adversarial(Asking):
+    """FGSM: learns from inputs that it is worst at, and validates on them."""
+
+    def loss(self, batch):
+        x, y = self.batch_of(batch)
+        (slope,) = torch.autograd.grad(F.mse_loss(self.told(x), y), x)
+        return F.mse_loss(self.told(x.detach() + 0.1 * slope.sign()), y) + F.mse_loss(self.told(x), y)
+
+    def validation_step(self, batch, batch_idx):
+        with torch.enable_grad():
+            self.found.append(self.loss(batch).detach())
+
+
+class Penalty(Asking):
+    """Second derivatives, as of a gradient penalty; forwards before and after the one whose slope is taken."""
+
+    def loss(self, batch):
+        x, y = self.batch_of(batch)
+        before = F.mse_loss(self.told(x), y)
+        (slope,) = torch.autograd.grad(self.told(0.5 * x).sum(), x, create_graph=True)
+        return before + (slope.norm(dim=1) - 1).square().mean() + F.mse_loss(self.told(2 * x), y)
+
+
+class PenaltyAlone(Asking):
+    """The slope of layers between which there are kinks is all that it learns from: biases have no gradient."""
+
+    def features(self, x):
+        return torch.relu(self.third(torch.relu(self.second(torch.relu(self.first(x))))))
+
+    def loss(self, batch):
+        x, _ = self.batch_of(batch)
+        (slope,) = torch.autograd.grad((self.last(self.features(x)) * self.scale).sum(), x, create_graph=True)
+        return (slope.norm(dim=1) - 1).square().mean()
+
+
+class Curvature(Asking):
+    """Third derivatives: a product with the Hessian."""
+
+    def loss(self, batch):
+        x, y = self.batch_of(batch)
+        told = self.told(x)
+        (slope,) = torch.autograd.grad(told.sum(), x, create_graph=True)
+        (curve,) = torch.autograd.grad((slope * y.sum(1, keepdim=True)).sum(), x, create_graph=True)
+        return F.mse_loss(told, y) + curve.square().mean()
+
+
+class Forces(nn.Module):
+    """An energy and its slope, which its forward asks for; a unit with or without others inside."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers, self.gain = nn.Sequential(*layers), nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        energy = self.layers(x) * self.gain
+        (slope,) = torch.autograd.grad(energy.sum(), x, create_graph=torch.is_grad_enabled())
+        return energy, slope
+
+
+class Field(Asking):
+    units = ("inner", "inner.layers.0", "inner.layers.2", "outer", "third", "norm", "last")
+
+    def __init__(self, optimizer="adamw"):
+        super().__init__(optimizer)
+        self.inner = Forces(self.first, nn.Tanh(), self.second, nn.Tanh())
+        self.outer = Forces(nn.Linear(7, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
+        del self.first, self.second
+
+    def loss(self, batch):
+        x, y = self.batch_of(batch)
+        (features, slope), (told, other) = self.inner(x), self.outer(x)
+        told = told + self.last(self.norm(self.third(features))) * self.scale
+        return F.mse_loss(told, y) + (slope - x.detach()).square().mean() + (other - x.detach()).square().mean()
+
+
+GRADIENTS = {
+    "FGSM": Adversarial,
+    "penalty": Penalty,
+    "penalty alone": PenaltyAlone,
+    "Hessian": Curvature,
+    "forces": Field,
+}
+
+
+class Closed(nn.Module):
+    """Takes its input from where it was put."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, _):
+        return self.layer(self.given)
+
+
+class Hidden(Asking):
+    units = ("first", "second", "third", "norm", "last")
+
+    def __init__(self, optimizer="adamw"):
+        super().__init__(optimizer)
+        self.second = Closed(self.second)
+
+    def features(self, x):
+        self.second.given = torch.tanh(self.first(x))
+        return torch.tanh(self.third(torch.tanh(self.second(None))))
+
+    def loss(self, batch):
+        x, y = self.batch_of(batch)
+        told = self.told(x)
+        (slope,) = torch.autograd.grad(told.sum(), x, create_graph=True)
+        return F.mse_loss(told, y) + slope.square().sum()
+
+
+class Steepness(Asking):
+    """Asks for gradients of parameters."""
+
+    def loss(self, batch):
+        x, y = self.batch_of(batch)
+        loss = F.mse_loss(self.told(x), y)
+        (slope,) = torch.autograd.grad(loss, [self.second.weight], create_graph=True)
+        return loss + slope.square().sum()
+
+
 def modelled(names=tuple(MODELS), kinds=("mixed", "zdp", "dp")):
     """Differences from DDP, by model."""
     options = {"max_steps": 4, "limit_val_batches": 1, "val_check_interval": 2}
@@ -246,6 +381,58 @@ def partly_used(kinds=("mixed",)):
     for name, make in PARTLY_USED.items():
         windows = {"accumulate_grad_batches": 2, "plan_options": {"num_micro_batches": 2}, "sync": "last"}
         found[f"{name}, in windows"] = differences(make, kinds, **options, **windows)
+    return found
+
+
+def with_gradients_inside(kinds):
+    """Differences from DDP of models that ask for gradients within their step."""
+    windows = {"accumulate_grad_batches": 2, "plan_options": {"num_micro_batches": 2}, "sync": "last"}
+    validated = {"limit_val_batches": 1, "val_check_interval": 2, "inference_mode": False}
+    options = {name: {"max_steps": 4} for name in GRADIENTS}
+    options["FGSM"] |= validated
+    options["penalty alone"]["ddp_options"] = UNUSED
+    found = {name: differences(make, kinds, **options[name]) for name, make in GRADIENTS.items()}
+    for name in ("FGSM", "penalty"):
+        found[f"{name}, in windows"] = differences(GRADIENTS[name], ("mixed",), **options[name], **windows)
+    return found
+
+
+def with_block(plan, activations):
+    return dataclasses.replace(plan, blocks=(Block(name="second", activations=activations),))
+
+
+def without_gradients_inside():
+    """What is told where gradients cannot be had in a step."""
+
+    def told(make, change=lambda plan: plan):
+        plan = change(plan_with(make, "zdp"))
+        try:
+            fitted(OSDPStrategy(plan=plan), make(), max_steps=3)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    blocks = partial(with_block, activations="recompute_offload")
+    return {"hidden": told(Hidden), "parameters": told(Steepness), "blocks": told(Adversarial, blocks)}
+
+
+def reduced_by_gradients_inside():
+    """How many reduce-scatters two steps have that ask for gradients of inputs, and two that do not."""
+    found = []
+    for make in (Adversarial, Chain):
+        reduce_scatter, calls = dist.reduce_scatter_single, []
+
+        def counted(calls=calls, reduce_scatter=reduce_scatter, **kwargs):
+            calls.append(kwargs)
+            return reduce_scatter(**kwargs)
+
+        plan = plan_with(make, "zdp")
+        dist.reduce_scatter_single = counted
+        try:
+            fitted(OSDPStrategy(plan=plan), make(), max_steps=2)
+        finally:
+            dist.reduce_scatter_single = reduce_scatter
+        found.append(len(calls))
     return found
 
 
@@ -470,6 +657,23 @@ def test_models_equal_ddp_on_four_ranks(ranks):
 @pytest.mark.parametrize("world_size", [2, slow(4)])
 def test_parameters_that_some_ranks_use_equal_ddp(ranks, world_size):
     check(ranks(world_size).run(partly_used)[0])
+
+
+@pytest.mark.parametrize(("world_size", "kinds"), [(2, ["zdp", "dp"]), slow(4, ["node", "nodes"])])
+def test_gradients_that_are_asked_for_in_a_step_equal_ddp(ranks, world_size, kinds):
+    check(ranks(world_size).run(with_gradients_inside, kinds=kinds)[0])
+
+
+def test_gradients_that_cannot_be_had_in_a_step_are_explained(ranks):
+    for told in ranks(2).run(without_gradients_inside):
+        assert "must be given to the module as arguments" in told["hidden"]
+        assert "Call backward() for gradients of parameters" in told["parameters"]
+        assert 'SearchSpace(activations=("keep", "recompute"))' in told["blocks"]
+
+
+def test_gradients_that_are_asked_for_in_a_step_reduce_nothing(ranks):
+    for asking, plain in ranks(2).run(reduced_by_gradients_inside):
+        assert asking == plain > 0
 
 
 @pytest.mark.parametrize("world_size", [2, slow(4)])
