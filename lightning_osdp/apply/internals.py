@@ -397,6 +397,36 @@ def _outside_inference_mode(call: Callable[[], None]) -> None:
         call()
 
 
+class Freezing:
+    """Has whole parameters of a unit and its shards need gradients alike, whichever of them somebody freezes.
+
+    Code that runs while a unit is gathered finds whole parameters in its module, optimizers have the shards, and torch
+    looks at the shards alone, where it gathers the unit.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._needed: list[bool] = []  # when both were last alike, while they are gathered
+        for name in ("wait_for_unshard", "_to_sharded", "_to_sharded_post_forward"):
+            setattr(group, name, partial(self._around, getattr(group, name)))
+
+    def _around(self, change: Callable[[], None]) -> None:
+        was_gathered = self._group.is_unsharded
+        if was_gathered:
+            self._make_alike()
+        change()
+        if self._group.is_unsharded and not was_gathered:
+            self._needed = [parameter.sharded_param.requires_grad for parameter in self._group.fsdp_params]
+
+    def _make_alike(self) -> None:
+        for place, parameter in enumerate(self._group.fsdp_params):
+            whole, sharded = parameter._unsharded_param, parameter.sharded_param
+            if whole.requires_grad != sharded.requires_grad:
+                whole.requires_grad_(not self._needed[place])
+                sharded.requires_grad_(not self._needed[place])
+            self._needed[place] = sharded.requires_grad
+
+
 def carry_hooks(groups: Sequence[Any]) -> None:
     """Gives the hooks of ``register_hook()`` on shards to the whole parameters, which get the gradients.
 

@@ -92,6 +92,8 @@ class ShardedModel:
         internals.reduce_once_unfrozen(self._groups)
         internals.gather_for_training(self._groups)
         self._writes, self._num_steps = internals.GatheredWrites(self._groups), 0
+        for group in self._groups:
+            internals.Freezing(group)
         self._agreement = Agreement(module, self._groups)
         self._waiting = internals.WaitingForwards(module)
         internals.set_owner(module, self)
