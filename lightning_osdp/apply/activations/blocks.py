@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch._subclasses import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import Self, override
 
 from lightning_osdp.apply.activations.offload import HostMemory
 from lightning_osdp.apply.buffers import version_of
@@ -107,7 +108,7 @@ class BlockForward:
             *args,
             *kwargs.values(),
             use_reentrant=False,
-            context_fn=lambda: (self._buffers.updated(values), self._again(values, reentrant)),
+            context_fn=lambda: (self._buffers.updated(values), _Anew(lambda: self._again(values, reentrant))),
         )
         if reentrant is not None:
             reentrant.learn_from(outputs)
@@ -119,6 +120,19 @@ class BlockForward:
             reentrant.is_learning = False
         with self._buffers.as_they_were(values):
             yield
+
+
+class _Anew(ExitStack):
+    """A context that is made anew each time: more than one backward may go through a block."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        super().__init__()
+        self._make = make
+
+    @override
+    def __enter__(self) -> Self:
+        self.enter_context(self._make())
+        return self
 
 
 def with_recomputed(blocks: Sequence[Block], names: Collection[str]) -> tuple[Block, ...]:

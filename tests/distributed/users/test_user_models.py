@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from user_runs import WIDTH, Adapter, Chain, check, ddp, differences, fitted, plan_with, refusal
+from user_runs import WIDTH, Adapter, Chain, check, ddp, difference, differences, fitted, plan_with, planned, refusal
 
 from lightning_osdp import Block, OSDPStrategy
 
@@ -397,6 +397,19 @@ def with_gradients_inside(kinds):
     return found
 
 
+def with_gradients_through_blocks():
+    """Differences from DDP of such models where a block recomputes or offloads, and of those that are planned."""
+    found = {}
+    for name in ("FGSM", "penalty"):
+        make = GRADIENTS[name]
+        expected = fitted(ddp(), make(), max_steps=3)
+        for activations in ("recompute", "offload"):
+            plan = with_block(plan_with(make, "mixed"), activations)
+            found[name, activations] = difference(fitted(OSDPStrategy(plan=plan), make(), max_steps=3), expected)
+        found[name, "planned"] = planned(make)[0]
+    return found
+
+
 def with_block(plan, activations):
     return dataclasses.replace(plan, blocks=(Block(name="second", activations=activations),))
 
@@ -662,6 +675,13 @@ def test_parameters_that_some_ranks_use_equal_ddp(ranks, world_size):
 @pytest.mark.parametrize(("world_size", "kinds"), [(2, ["zdp", "dp"]), slow(4, ["node", "nodes"])])
 def test_gradients_that_are_asked_for_in_a_step_equal_ddp(ranks, world_size, kinds):
     check(ranks(world_size).run(with_gradients_inside, kinds=kinds)[0])
+
+
+@pytest.mark.slow
+def test_gradients_that_are_asked_for_go_through_blocks_that_save_less(ranks):
+    found = ranks(2).run(with_gradients_through_blocks)[0]
+    assert len(found) == 6
+    assert max(found.values()) < 1e-10, found
 
 
 def test_gradients_that_cannot_be_had_in_a_step_are_explained(ranks):
