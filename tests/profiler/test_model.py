@@ -413,6 +413,14 @@ def in_dict(size):
     return MASKS[size][0]
 
 
+class Masked:
+    masks = {}  # noqa: RUF012
+
+    @classmethod
+    def in_class(cls, size):
+        return cls.masks.setdefault(size, torch.ones(size))
+
+
 def in_list(size):
     if not KEPT:
         KEPT.append(torch.ones(size))
@@ -427,7 +435,7 @@ def in_variable(size):
 
 @pytest.fixture
 def empty_caches():
-    for clear in (bounded.cache_clear, unbounded.cache_clear, MASKS.clear, KEPT.clear):
+    for clear in (bounded.cache_clear, unbounded.cache_clear, MASKS.clear, KEPT.clear, Masked.masks.clear):
         clear()
 
 
@@ -435,6 +443,7 @@ CACHES = {
     "bounded": lambda size: bounded(size)[0],
     "unbounded": lambda size: unbounded(size)["mask"],
     "dict": in_dict,
+    "dict of a class": Masked.in_class,
     "list": in_list,
 }
 
@@ -463,7 +472,7 @@ def test_caches_that_have_got_no_such_tensors_stay_as_they_are():
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, hidden otherwise
 def test_what_a_variable_outside_of_the_model_keeps_is_told(monkeypatch):
     monkeypatch.setitem(globals(), "LAST", None)
-    text = r"^Expected training_step to compute from its batch and its module, but a global variable, .* pass plan=\.$"
+    text = r"^Expected training_step to compute from its batch and its module, but a global variable .* pass plan=\.$"
     with pytest.raises(ProfileError, match=text):
         profile_model(Net(lambda m, x: (m(x) * in_variable(6)).sum()), BATCH)
 

@@ -47,7 +47,8 @@ def faked(
     ``module.parameters()`` returns fakes inside, one for each parameter however often it is registered or kept as an
     attribute, and frozen where the parameter is; hooks on the parameters themselves are left out. Counting modes such
     as `LiveBytes` must be entered inside. On exit everything is as before, as `untouched` says, also after an error;
-    outside of the module, what caches of functions and global dicts and lists have got of fakes is gone.
+    outside of the module, what caches of functions and dicts and lists of Python's modules and classes have got of
+    fakes is gone.
 
     Args:
         module: the model, real or on the meta device.
@@ -173,7 +174,8 @@ class _StandIns:
 def _not_kept(stand_ins: _StandIns) -> Iterator[_Storages]:
     """Has nothing keep fakes for real steps that a step keeps for the next one outside of its module.
 
-    Caches of functions (``functools.lru_cache``) that have got one are cleared, and global dicts and lists lose it.
+    Caches of functions (``functools.lru_cache``) that have got one are cleared; global dicts and lists, and those that
+    are attributes of classes, lose it.
 
     Yields:
         Takes storages that operations make; nothing is looked for where none of them is alive in the end.
@@ -196,7 +198,8 @@ def _drop_kept(mode: FakeTensorMode) -> None:
         if type(each) is _lru_cache_wrapper and not fakes.isdisjoint(map(id, tensors_in(gc.get_referents(each)))):
             each.cache_clear()
     modules = [module for name, module in [*sys.modules.items()] if not is_left_alone(name)]
-    for value in [value for module in modules for value in [*getattr(module, "__dict__", {}).values()]]:
+    classes = [each for each in objects if issubclass(type(each), type) and not is_left_alone(str(each.__module__))]
+    for value in [value for holder in (*modules, *classes) for value in [*getattr(holder, "__dict__", {}).values()]]:
         if type(value) is dict:
             for key in [key for key, item in [*value.items()] if id(item) in fakes]:
                 del value[key]

@@ -126,9 +126,9 @@ def samples_of(batch: Any, batch_size: int, samples: Sequence[int]) -> Any | Non
 def _real(returned: Any) -> Any:
     if any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(returned)):
         raise ProfileError(
-            "Expected training_step to compute from its batch and its module, but a global variable, a class attribute"
-            " or the like has kept a tensor of a run before, in which there were no values. Keep it in the module, in"
-            " a global dict or under functools.lru_cache, or pass plan=."
+            "Expected training_step to compute from its batch and its module, but a global variable or the like has"
+            " kept a tensor of a run before, in which there were no values. Keep it in the module, in a global dict or"
+            " under functools.lru_cache, or pass plan=."
         )
     return returned
 

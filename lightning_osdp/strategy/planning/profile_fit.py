@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.strategies.fsdp import _move_torchmetrics_to_device
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -84,6 +85,7 @@ class FitProfiler:
                     " bytes are as ever, step times those of its operations one by one, which are less true."
                 )
                 nn.Module.to(module, "cpu")  # Lightning's own would have self.device be the CPU from then on
+            _move_torchmetrics_to_device(module, self._device)  # also those of a model that is not
             self.batch = self._transferred(batch)
             return self._profile(self.batch)
 

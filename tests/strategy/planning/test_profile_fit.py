@@ -5,6 +5,7 @@ import random
 import lightning as L
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -179,3 +180,22 @@ def test_a_model_that_is_partly_on_the_meta_device_is_profiled_without_any_value
     assert found == {True}
     assert module.ramp.values.tolist() == list(range(8))
     assert not torch.equal(module.second.weight.to_local(), before)
+
+
+def test_metrics_of_a_model_that_is_not_on_its_device_are_there_while_it_is_profiled(fit, monkeypatch):
+    moved, profile_model = [], profile_fit.profile_model
+
+    class Noted(torchmetrics.SumMetric):
+        def to(self, *args, **kwargs):
+            moved.append(args)
+            return super().to(*args, **kwargs)
+
+    def noted(*args, **options):
+        assert moved == [(torch.device("cpu"),)]
+        return profile_model(*args, **options)
+
+    monkeypatch.setattr(profile_fit, "profile_model", noted)
+    module = PartlyThere(layer=True, buffer=False)
+    module.total = Noted()
+    fit(module)
+    assert moved
