@@ -44,9 +44,12 @@ class Competition:
     space: SearchSpace
 
     def smallest(self, settings: Sequence[Setting]) -> Setting:
-        """The setting that needs the fewest bytes; with operators split where it would not fit else."""
-        best = min(settings, key=_least_bytes)
-        for found in (self._recomputing(best), self._split(best)):
+        """The setting that needs the fewest bytes.
+
+        Where it would not fit else, with blocks that save less, with operators split, or with both.
+        """
+        first = best = min(settings, key=_least_bytes)
+        for found in (self._recomputing(first), self._split(first), self._split_recomputing(first)):
             if best.costs.least_bytes <= self.memory_limit_bytes:
                 break
             best = min((best, *found), key=_least_bytes)
@@ -128,27 +131,42 @@ class Competition:
         if peak.peak_bytes - whole <= self.memory_limit_bytes:
             yield from ever_more_slices(setting, self.space.slices)
 
+    def _all_blocks(self, setting: Setting) -> list[dict[str, str]]:
+        """For each choice but to keep what they save, all blocks that may make it."""
+        if setting.is_paper:
+            return []
+        chosen = (
+            {block.name: choice for block in setting.profile.blocks if choice in block.segments}
+            for choice in self.space.activations
+            if choice != "keep"
+        )
+        return [blocks for blocks in chosen if blocks]
+
     def _recomputing(self, setting: Setting) -> Iterator[Setting]:
         """The same with blocks that may save less: units of their own, and all of them, with units inside, too.
 
         Where units may not be shared, only with units inside.
         """
-        choices = [choice for choice in self.space.activations if choice != "keep"]
-        if setting.is_paper or not choices:
+        every = self._all_blocks(setting)
+        if not every:
             return
         bases = [setting]
         if self.space.share_units:
             yield from block_units(setting, self.space.activations)
             bases += block_units(setting)
-        for choice in choices:
-            chosen = {block.name: choice for block in setting.profile.blocks if choice in block.segments}
-            if chosen:
-                yield from (each.with_blocks(chosen) for each in bases)
+        for blocks in every:
+            yield from (each.with_blocks(blocks) for each in bases)
+
+    def _split_recomputing(self, setting: Setting) -> Iterator[Setting]:
+        """The same with all blocks saving less, with units inside, of which some are split."""
+        for blocks in self._all_blocks(setting):
+            yield from self._split(setting.with_blocks(blocks))
 
     def _with_recomputing(self, setting: Setting, before: Sequence[Assignment]) -> list[Assignment]:
         """The best with blocks that recompute or offload.
 
-        First as units of their own; then, as chosen there or all of them, with units inside, which may be split.
+        First as units of their own; then, as chosen there or all of them, with units inside, which may be split: all of
+        them, too, where only that makes them fit.
         """
         found: list[Assignment] = []
         tried: list[dict[str, str]] = []
@@ -158,6 +176,7 @@ class Competition:
             found += assigned
             chosen = (chosen_activations(one.setting, one.modes) for one in assigned)
             tried += [blocks for blocks in chosen if blocks and blocks not in tried]
+        tried += [blocks for blocks in self._all_blocks(setting) if blocks not in tried]
         for blocks in tried:
             fine = setting.with_blocks(blocks)
             if all(fine.decided.blocks != each.decided.blocks for each in settings):

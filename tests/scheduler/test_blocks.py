@@ -3,28 +3,37 @@
 import dataclasses
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from lightning_osdp.assign import Setting, ever_more_slices
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import BlockProfile
+from lightning_osdp.core.units import partition
+from lightning_osdp.cost import Workload
+from lightning_osdp.engine import FSDP2
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.scheduler import PlanMethod, make_plan
 from lightning_osdp.simulation import simulate
 
 KEEP = SearchSpace(activations=("keep",))
 RECOMPUTE = SearchSpace(activations=("keep", "recompute"))
+NO_PREFETCH = FSDP2(backward_prefetch="none")
+BLOCKS = [f"h.{block}" for block in range(6)]
 
 
 @pytest.fixture
 def deep(model, operator):
     """Six blocks of two operators of 100 bytes, each of which saves 300 bytes a sample and takes 0.1 s."""
-    operators = [
-        operator(f"h.{block}.{index}", 100, activation_bytes_per_sample=300, forward_s_per_sample=0.1)
-        for block in range(6)
-        for index in range(2)
-    ]
-    return recomputable(model(*operators), [f"h.{block}" for block in range(6)])
+    return recomputable(model(*in_blocks(operator)), BLOCKS)
+
+
+def in_blocks(operator, **costs):
+    """The operators of `deep`."""
+    costs = {"activation_bytes_per_sample": 300, "forward_s_per_sample": 0.1, **costs}
+    return [operator(f"{block}.{index}", 100, **costs) for block in BLOCKS for index in range(2)]
 
 
 def recomputable(profile, names):
@@ -192,3 +201,85 @@ def test_where_units_may_not_be_shared_blocks_recompute_with_units_inside(deep, 
         assert all(len(unit.operators) <= 1 for unit in found.units)
         numbers.append(len(found.blocks))
     assert (numbers[0], numbers[-1]) == (0, 6)
+
+
+# ---- with operators in slices
+
+
+def least_limit_bytes(profile, cluster, **space):
+    """The smallest limit under which there is a plan for eight samples, to a hundred bytes."""
+    fails, fits = 0, 10**6
+    while fits - fails > 100:
+        middle = (fails + fits) // 2
+        try:
+            planned_with_head(profile, cluster, middle, **space)
+        except InfeasibleError:
+            fails = middle
+        else:
+            fits = middle
+    return fits
+
+
+def planned_with_head(profile, cluster, limit_bytes, *, micro_batch_size=8, **space):
+    space = SearchSpace(**{"activations": RECOMPUTE.activations, "min_unit_bytes": 0, **space})
+    options = {"micro_batch_size": micro_batch_size, "search_space": space, "engine": NO_PREFETCH}
+    return plan(profile, cluster, limit_bytes, **options)
+
+
+@pytest.fixture
+def with_head(model, operator, linear):
+    """The blocks of `deep`, and behind them a larger operator that can be split."""
+    return recomputable(model(*in_blocks(operator), linear("head", 64, 64)), BLOCKS)
+
+
+def test_blocks_recompute_and_operators_are_split_where_neither_alone_is_enough(with_head, cluster):
+    recomputing = least_limit_bytes(with_head, cluster, slices=(1,))
+    split = least_limit_bytes(with_head, cluster, activations=("keep",))
+    both = least_limit_bytes(with_head, cluster)
+    assert both < 0.7 * min(recomputing, split)
+    for limit_bytes in (both, both + 10_000, min(recomputing, split) - 200):
+        found = planned_with_head(with_head, cluster, limit_bytes)
+        assert found.blocks
+        assert {unit.name: unit.num_slices for unit in found.units}["head"] > 1
+        assert simulate(found, with_head, cluster(2, seconds_per_byte=0.01)).peak.peak_bytes <= limit_bytes
+
+
+def test_the_largest_micro_batch_may_need_both(with_head, cluster):
+    limit_bytes = least_limit_bytes(with_head, cluster)
+    found = planned_with_head(with_head, cluster, limit_bytes, micro_batch_size=BatchPolicy.scale())
+    assert found.micro_batch_size == 8
+
+
+def test_where_both_are_not_enough_the_error_says_what_they_need(with_head, cluster):
+    both = least_limit_bytes(with_head, cluster)
+    with pytest.raises(InfeasibleError) as caught:
+        planned_with_head(with_head, cluster, both - 200)
+    assert f"needs at least {both / 1024:.1f} KiB" in str(caught.value)
+
+
+@settings(deadline=None, max_examples=5)
+@given(
+    features=st.sampled_from([16, 64]),
+    saved=st.sampled_from([40, 300, 1000]),
+    samples=st.integers(1, 8),
+    with_nodes=st.booleans(),
+)
+def test_what_fits_with_all_blocks_recomputing_and_operators_split_is_planned(
+    model, operator, linear, cluster, features, saved, samples, with_nodes
+):
+    operators = in_blocks(operator, activation_bytes_per_sample=saved)
+    profile = recomputable(model(*operators, linear("head", features, features)), BLOCKS)
+    ranks = dataclasses.replace(cluster(4, seconds_per_byte=0.01), node_size=2 if with_nodes else None)
+    keeping = Setting(
+        profile=profile,
+        units=partition(profile, min_unit_bytes=0),
+        cluster=ranks,
+        workload=Workload(micro_batch_size=samples),
+        engine=NO_PREFETCH,
+    )
+    recomputing = keeping.with_blocks(dict.fromkeys(BLOCKS, "recompute"))
+    space = dataclasses.replace(RECOMPUTE, min_unit_bytes=0)
+    for setting in (recomputing, *[*ever_more_slices(recomputing, space.slices)][-1:]):
+        limit_bytes = setting.costs.least_bytes
+        options = {"memory_limit_bytes": limit_bytes, "micro_batch_size": samples, "search_space": space}
+        assert make_plan(profile, ranks, engine=NO_PREFETCH, **options).peak_bytes <= limit_bytes
