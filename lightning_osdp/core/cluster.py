@@ -78,17 +78,17 @@ micro-batch (hooks, one tensor of all gradients); for each reduce-scatter; and w
 
 @dataclass(frozen=True, kw_only=True)
 class UnitOverhead:
-    """What the runtime takes for one part of a unit's work, beside collectives: affine in its parameters."""
+    """What the runtime takes for one part of a unit's work, beside collectives: affine in parameters, or gradients."""
 
     fixed_s: float = 0.0
     seconds_per_byte: float = 0.0
-    """Gathered."""
+    """Of gathered parameters, or of their gradients."""
     seconds_per_tensor: float = 0.0
-    """Each parameter has views, or a tensor, of its own."""
+    """Each parameter has views, or a gradient, of its own."""
 
-    def seconds(self, gathered_bytes: float, num_tensors: int) -> float:
+    def seconds(self, num_bytes: float, num_tensors: int) -> float:
         """Seconds of this part, once."""
-        return self.fixed_s + self.seconds_per_byte * gathered_bytes + self.seconds_per_tensor * num_tensors
+        return self.fixed_s + self.seconds_per_byte * num_bytes + self.seconds_per_tensor * num_tensors
 
 
 @dataclass(frozen=True, kw_only=True)

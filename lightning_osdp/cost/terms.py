@@ -120,11 +120,22 @@ def overhead_s(
 
 
 def overhead_part_s(unit: UnitProfile, part: str, cluster: Cluster) -> float:
-    """Seconds of one part of `Cluster.unit_overhead`, once; one rank shards nothing."""
+    """Seconds of one part of `Cluster.unit_overhead`, once; one rank shards nothing.
+
+    All parameters are gathered; all else is done with gradients, of which what is frozen has none. Of a unit that is
+    frozen as a whole, hooks alone run in backward: there is nothing to reduce, nor to leave for the next micro-batch.
+
+    References:
+        torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (``post_backward``).
+    """
     overhead = cluster.unit_overhead.get(part)
     if overhead is None or not unit.operators or cluster.world_size == 1:
         return 0.0
-    return overhead.seconds(unit.gathered_bytes, max(1, len(unit.parameters)))
+    if part == "gather":
+        return overhead.seconds(unit.gathered_bytes, max(1, len(unit.parameters)))
+    if not unit.gradient_bytes:
+        return overhead.fixed_s if part == "flatten" else 0.0
+    return overhead.seconds(unit.gradient_bytes, max(1, sum(each.is_trainable for each in unit.parameters)))
 
 
 def activations_s(

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, Link, UnitOverhead
 from lightning_osdp.core.modes import ALL_MODES, DP, MODES, ZDP
-from lightning_osdp.core.profile import ModelProfile, OperatorProfile, OptimizerProfile
+from lightning_osdp.core.profile import ModelProfile, OperatorProfile, OptimizerProfile, ParameterProfile
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import partition
-from lightning_osdp.cost import TERMS, Workload, optimizer_s, overhead_s, saved_bytes, unit_s
+from lightning_osdp.cost import TERMS, Workload, optimizer_s, overhead_part_s, overhead_s, saved_bytes, unit_s
 from lightning_osdp.cost.terms import activations_s, communication_s, compute_s
 from lightning_osdp.simulation import simulate_step
 
@@ -214,8 +214,8 @@ def test_parts_are_charged_as_often_as_they_happen(mode, per_micro_batch, once, 
     assert found_s == pytest.approx(sum(count * EACH_S[part] for part, count in counts.items()))
 
 
-def test_the_simulated_step_has_the_same_overhead(model):
-    profile = model(100, 200)
+def test_the_simulated_step_has_the_same_overhead(model, operator):
+    profile = model(100, 200, operator("frozen", 300, frozen=True))
     units = partition(profile, min_unit_bytes=0)
     workload = Workload(micro_batch_size=1, num_micro_batches=5)
     for mode in ALL_MODES:
@@ -228,6 +228,59 @@ def test_the_simulated_step_has_the_same_overhead(model):
             found = simulate_step(Step(profile=profile, units=units, cluster=cluster, workload=workload), modes)
             assert found.overhead_s == pytest.approx(sum(terms))
             assert found.time_s == pytest.approx(sum(terms))  # nothing else takes time
+
+
+def of_one_operator(*parameters):
+    """A unit of these parameters."""
+    trained = [each for each in parameters if each.is_trainable]
+    whole, trainable = (4 * sum(each.num_elements for each in chosen) for chosen in (parameters, trained))
+    made = replace(
+        OPERATOR,
+        parameters=parameters,
+        num_trainable=trainable // 4,
+        parameter_bytes=whole,
+        gathered_bytes=whole,
+        trainable_bytes=trainable,
+        gradient_bytes=trainable,
+    )
+    return partition(ModelProfile.in_turn([made]), min_unit_bytes=0)[1]
+
+
+def parameter(num_elements, *, is_trainable=True):
+    return ParameterProfile(
+        position=0, num_elements=num_elements, itemsize=4, gathered_itemsize=4, is_trainable=is_trainable
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_frozen", "num_trained", "gather_s", "gradients_s"),
+    [
+        # fixed 1 s; a second per 100 bytes, a tenth of it per tensor; 25 elements in each tensor
+        (0, 2, 1 + 2 * 1.1, 1 + 2 * 1.1),
+        (2, 1, 1 + 3 * 1.1, 1 + 1.1),
+        (3, 0, 1 + 3 * 1.1, 0.0),
+    ],
+)
+def test_what_is_frozen_is_gathered_but_has_no_gradients(num_frozen, num_trained, gather_s, gradients_s):
+    each = UnitOverhead(fixed_s=1.0, seconds_per_byte=0.01, seconds_per_tensor=0.1)
+    cluster = replace(CLUSTER, unit_overhead=dict.fromkeys(UNIT_PARTS, each))
+    frozen = [parameter(25, is_trainable=False) for _ in range(num_frozen)]
+    unit = of_one_operator(*frozen, *(parameter(25) for _ in range(num_trained)))
+    found_s = {part: overhead_part_s(unit, part, cluster) for part in UNIT_PARTS}
+    # hooks run in any case
+    expected_s = {"gather": gather_s, "flatten": gradients_s or 1.0, "reduce": gradients_s, "accumulate": gradients_s}
+    assert found_s == pytest.approx(expected_s)
+
+
+@pytest.mark.parametrize("mode", [ZDP, DP])
+def test_a_frozen_unit_saves_no_reducing_in_the_last_micro_batch_only(mode):
+    unit = of_one_operator(parameter(250_000, is_trainable=False))
+    workload = Workload(micro_batch_size=1, num_micro_batches=4)
+    every_s, last_s = (
+        overhead_s(unit, replace(mode, sync=sync), cluster=CLUSTER, workload=workload) for sync in ("every", "last")
+    )
+    gathers = 3 if mode == DP else 0  # a unit that is kept is gathered once a step
+    assert every_s - last_s == pytest.approx(gathers * EACH_S["gather"])
 
 
 def test_nothing_where_it_was_not_measured_or_the_unit_is_empty():
