@@ -99,9 +99,13 @@ class Sweep:
         return offering.smallest(self._of_size(micro_batch_size)).costs.least_bytes
 
     def fits(self, micro_batch_size: int, num_micro_batches: int | None = None) -> bool:
-        """Whether any assignment does; in as many micro-batches as the policy has it if their number is not given."""
+        """Whether any assignment does; in as many micro-batches as the policy has it if their number is not given.
+
+        Where units may be sharded in nodes the closed form is no bound, so what it has fit must do so as simulated.
+        """
         limit_bytes = self.competition.memory_limit_bytes
-        if self.smallest(micro_batch_size, num_micro_batches).costs.least_bytes <= limit_bytes:
+        costs = self.smallest(micro_batch_size, num_micro_batches).costs
+        if costs.least_bytes <= limit_bytes and costs.exact_peak(costs.least_memory_modes).peak_bytes <= limit_bytes:
             return True
         alike = self.competition.alike(self._of_size(micro_batch_size, num_micro_batches))
         return any(each.ideal.costs.exact_peak(modes).peak_bytes <= limit_bytes for each, modes in alike)
@@ -159,7 +163,8 @@ class Sweep:
             promising = max(self._open_sizes(), key=self._most_between, default=None)
             if promising is None or self._most_between(promising) <= self._best().samples_per_s * (1 + TOLERANCE):
                 break
-            self.candidate(sum(promising) // 2)
+            if self.candidate(sum(promising) // 2) is None:
+                break  # what is left open is in the gap
         return self._best() if self._candidates else None
 
     def _best_of(self, sizes: Sequence[int]) -> Candidate | None:

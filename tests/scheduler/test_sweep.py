@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from steps import TWO_NODES
 
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.search_space import SearchSpace
@@ -59,6 +60,31 @@ def test_sizes_that_cannot_be_best_are_left_out(uneven, cluster, tried):
     # everything is kept up to the largest size but the last one or two: nothing between is open for long
     assert len(assigned) < 12
     assert len(set(assigned)) == len(assigned)
+
+
+def test_the_largest_size_is_one_that_fits_as_simulated_where_that_is_more_than_the_closed_form(model, operator):
+    # two micro-batches, sharded in nodes: by the closed form 5,708 bytes and 100 a sample, and more as simulated
+    profile = model(operator("first", 8, activation_bytes_per_sample=100), *(operator(f"{i}", 800) for i in range(4)))
+    options = {
+        "memory_limit_bytes": 6_758,
+        "search_space": SearchSpace(modes=("HSDP", "HDP"), min_unit_bytes=0, share_units=False, slices=(1,)),
+    }
+    found = plan(profile, TWO_NODES, micro_batch_size=BatchPolicy.scale(num_micro_batches=2), **options)
+    assert (found.micro_batch_size, found.peak_bytes) == (9, 6_722)
+    assert plan(profile, TWO_NODES, micro_batch_size=BatchPolicy.fixed(9, 2), **options).peak_bytes == 6_722
+    with pytest.raises(InfeasibleError, match="micro-batches of 5 fit"):
+        plan(profile, TWO_NODES, micro_batch_size=BatchPolicy.fixed(10, 2), **options)
+
+
+def test_a_size_that_has_no_plan_ends_the_sweep(uneven, cluster, monkeypatch):
+    candidate = sweep.Sweep.candidate
+
+    def of_some(self, size):
+        return candidate(self, size) if size in {1, 1000} else None
+
+    monkeypatch.setattr(sweep.Sweep, "candidate", of_some)
+    options = {"memory_limit_bytes": 10**9, "micro_batch_size": BatchPolicy.scale(1000)}
+    assert plan(uneven, cluster(2, seconds_per_byte=0.01), **options).micro_batch_size == 1000
 
 
 @st.composite
