@@ -127,6 +127,7 @@ class Machine:
             contention=_CONTENTION,
             reduce_scatter_copies=False,
             host_copy_s_per_byte=1 / self.host.bytes_per_s,
+            host_copies_overlap=True,
             memory_bytes=self.memory_bytes,
         )
         if self.network is None:

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from lightning_osdp.core.cluster import CUDA_HEADROOM
+from lightning_osdp.engine import in_flight_bytes
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.machines import Machine, read_catalog
 
@@ -93,6 +94,11 @@ def test_a_users_device_is_what_its_file_says(own):
     # read and written once each
     assert cluster.unit_overhead["reduce"].seconds_per_byte == pytest.approx(2 / 2.5e11)
     assert (cluster.backend, cluster.overlaps, cluster.reduce_scatter_copies) == ("nccl", True, False)
+
+
+def test_what_blocks_copy_to_the_host_is_on_the_device_besides_as_where_a_gpu_was_measured(own):
+    cluster = Machine.parse(f"2 {own}").cluster
+    assert in_flight_bytes(cluster, [100.0, 300.0, 200.0]) == 500.0
 
 
 def test_a_ring_over_nodes_has_the_slowest_links_rate_and_the_mean_latency(own):
