@@ -29,6 +29,7 @@ from lightning_osdp.cost import (
     step_memory,
     unit_s,
 )
+from lightning_osdp.cost.peak_memory import ROUNDING_BYTES
 from lightning_osdp.engine import DEFAULT, FSDP2
 from lightning_osdp.simulation import StepClock
 
@@ -328,8 +329,10 @@ class Costs:
         return self.times_s[unit][every] - self.times_s[unit][last] if last in self.options[unit] else 0.0
 
     def accumulating_costs_bytes(self, unit: int, mode: ShardingMode) -> int:
-        """Bytes that it holds for that from one micro-batch to the next."""
-        last = replace(mode, sync="last")
+        """Bytes that it holds for that from one micro-batch to the next, beyond what it holds in any case."""
+        every, last = (replace(mode, sync=sync) for sync in ("every", "last"))
         if last not in self.options[unit]:
             return 0
-        return math.ceil(self.memory.held(self.memory.places[unit], last).window_bytes)
+        place = self.memory.places[unit]
+        more = self.memory.held(place, last).window_bytes - self.memory.held(place, every).window_bytes
+        return math.ceil(more - ROUNDING_BYTES)

@@ -76,3 +76,19 @@ def test_gradients_may_be_reduced_inside_of_nodes_alone(profile, node_size, num_
     )
     syncs = {unit.sync for unit in plan.units if unit.name}
     assert syncs == ({"node"} if node_size and num_micro_batches > 1 else {"every"})
+
+
+@pytest.mark.parametrize("mode", ["HSDP", "HDP"])
+def test_to_leave_gradients_for_the_last_micro_batch_takes_no_state_that_each_node_has_anyway(profile, mode):
+    space = SearchSpace(modes=(mode,), sync=("last",), min_unit_bytes=0, share_units=False)
+    found = make_plan(
+        profile,
+        TWO_NODES,
+        memory_limit_bytes=2**40,
+        micro_batch_size=BatchPolicy.fixed(1, 3),
+        search_space=space,
+    )
+    for unit in found.units[1:]:
+        gathered = unit.parameter_bytes if mode == "HDP" else 0
+        # whole gradients in place of those of one of eight ranks
+        assert unit.accumulate_costs_bytes == gathered + unit.parameter_bytes * 7 // 8
