@@ -239,7 +239,8 @@ class Costs:
         @cache
         def asked(options: Modes) -> list[ShardingMode]:
             every = (replace(mode, sync="every") for mode in options)
-            return list(dict.fromkeys((*options, *named.values(), *every)))
+            others = (replace(each, sync=mode.sync) for mode in options for each in freed_and_kept(mode))
+            return list(dict.fromkeys((*options, *named.values(), *every, *others)))
 
         return tuple(
             {mode: self.unit_s(unit, mode, *terms) for mode in asked(options)}
@@ -318,9 +319,9 @@ class Costs:
     def keeping_saves_s(self, unit: int, mode: ShardingMode = ZDP) -> float:
         """Seconds per optimizer step that keeping this unit gathered saves over freeing it, if nothing overlaps.
 
-        It is sharded over the same ranks as in the mode.
+        It is sharded over the same ranks as in the mode, and reduces its gradients in the same micro-batches.
         """
-        freed, kept = freed_and_kept(mode)
+        freed, kept = (replace(each, sync=mode.sync) for each in freed_and_kept(mode))
         return 0.0 if self._setting.units[unit].is_root else self.times_s[unit][freed] - self.times_s[unit][kept]
 
     def accumulating_saves_s(self, unit: int, mode: ShardingMode) -> float:

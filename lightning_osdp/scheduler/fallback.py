@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from lightning_osdp.core.modes import freed_and_kept
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
+from lightning_osdp.engine import engine_of
 
 
 @dataclass(frozen=True)
@@ -61,23 +62,52 @@ def with_smaller_micro_batch(plan: Plan, micro_batch_size: int) -> Plan:
 
 
 def _moves(plan: Plan) -> Iterator[_Move]:
-    """What can be given up; one rank keeps all units, and the root is kept."""
+    """What can be given up; one rank keeps all units, and the root is kept.
+
+    A unit that waits with its gradients and is kept is gathered once a step: whichever of both it gives up first, it is
+    no longer, and the other one is worth so much less.
+    """
     for unit in plan.units if plan.world_size > 1 else ():
         if not unit.name:
             continue
         freed, _ = freed_and_kept(unit.sharding_modes[0])
         kept = sum(mode.resident for mode in unit.sharding_modes) / unit.num_slices
+        once_s = _gathered_once_s(unit, plan)
         if unit.sync == "last":
-            reduced = replace(unit, sync="every", time_s=max(0.0, unit.time_s + unit.accumulate_saves_s))
+            reduced = replace(
+                unit,
+                sync="every",
+                time_s=max(0.0, unit.time_s + unit.accumulate_saves_s),
+                keep_saves_s=unit.keep_saves_s - once_s,
+            )
             # parameters that are held between micro-batches are there within them all the same
             freed_bytes = max(0.0, unit.accumulate_costs_bytes - kept * unit.keep_costs_bytes)
             yield _Move(reduced, freed_bytes, unit.accumulate_saves_s)
         left = sum(mode.leaves_shard for mode in unit.sharding_modes) / unit.num_slices
         if kept or left:
-            lost_s = (kept + left) * unit.keep_saves_s  # a shard in each node saves less than all of it
-            sharded = replace(unit, modes=(freed.name,) * unit.num_slices, time_s=max(0.0, unit.time_s + lost_s))
+            # a shard in each node saves less than all of it within a micro-batch
+            lost_s = kept * unit.keep_saves_s + left * (unit.keep_saves_s - once_s)
+            sharded = replace(
+                unit,
+                modes=(freed.name,) * unit.num_slices,
+                time_s=max(0.0, unit.time_s + lost_s),
+                accumulate_saves_s=unit.accumulate_saves_s - kept * once_s,
+                accumulate_costs_bytes=max(0, unit.accumulate_costs_bytes - round(kept * unit.keep_costs_bytes)),
+            )
             yield _Move(sharded, (kept + left / (plan.node_size or 1)) * unit.keep_costs_bytes, lost_s)
     yield from (_Move(block, block.frees_bytes, block.costs_s) for block in plan.recomputable)
+
+
+def _gathered_once_s(unit: Unit, plan: Plan) -> float:
+    """Of what keeping the unit saves, what comes of gathering it once a step, not once in each micro-batch."""
+    if unit.sync != "last":
+        return 0.0
+    engine, number = engine_of(plan), plan.num_micro_batches
+    freed, kept = freed_and_kept(unit.sharding_modes[0])
+    if_freed, if_kept, if_kept_throughout = (
+        engine.num_all_gathers(mode, num_micro_batches=number) for mode in (freed, kept, replace(kept, sync="last"))
+    )
+    return unit.keep_saves_s * (if_kept - if_kept_throughout) / (if_freed - if_kept_throughout)
 
 
 def _moved(plan: Plan, changed: Unit | Block) -> Plan:

@@ -67,12 +67,9 @@ def _keeping_saves_s(setting: Setting, modes: Modes) -> list[float]:
 def _saved_in_step_s(setting: Setting, modes: Modes, unit: int) -> float:
     if setting.units[unit].is_root:
         return 0.0
-    sharded_s, kept_s = (
-        setting.costs.step_time_s(
-            (*modes[:unit], replace(mode, activations=modes[unit].activations), *modes[unit + 1 :])
-        )
-        for mode in freed_and_kept(modes[unit])
-    )
+    own = modes[unit]
+    ways = (replace(mode, sync=own.sync, activations=own.activations) for mode in freed_and_kept(own))
+    sharded_s, kept_s = (setting.costs.step_time_s((*modes[:unit], mode, *modes[unit + 1 :])) for mode in ways)
     return max(0.0, sharded_s - kept_s)
 
 

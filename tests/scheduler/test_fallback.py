@@ -3,9 +3,14 @@
 import dataclasses
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
-from lightning_osdp.scheduler import freeable_bytes, with_less_memory, with_smaller_micro_batch
+from lightning_osdp.core.plans.search_space import SearchSpace
+from lightning_osdp.scheduler import freeable_bytes, make_plan, with_less_memory, with_smaller_micro_batch
+from lightning_osdp.simulation import simulate
 
 
 def unit(name, *modes, sync="every", **costs):
@@ -52,6 +57,44 @@ def test_a_unit_that_holds_parameters_and_gradients_between_micro_batches_frees_
     lower = with_less_memory(plan, 150)
     assert kept(lower)["both"] == ("ZDP", "every")
     assert lower.peak_bytes == 850
+
+
+@pytest.mark.parametrize(
+    ("reduce_s", "first"), [(0.1, ("DP", "every")), (1.0, ("ZDP", "last"))], ids=["gradients", "parameters"]
+)
+def test_whatever_such_a_unit_frees_first_nothing_is_counted_twice(reduce_s, first):
+    # two micro-batches: a gather of a second in place of four, a reduction in place of two
+    saves = {"keep_saves_s": 3.0, "accumulate_saves_s": 1.0 + reduce_s}
+    both = unit("both", "DP", sync="last", keep_costs_bytes=100, accumulate_costs_bytes=150, **saves)
+    plan = dataclasses.replace(PLAN, units=(PLAN.units[0], both))
+    assert kept(with_less_memory(plan, 1))["both"] == first
+    lower = with_less_memory(plan, 150)
+    assert kept(lower)["both"] == ("ZDP", "every")
+    assert lower.peak_bytes == 850
+    assert lower.step_time_s == pytest.approx(10 + 3.0 + reduce_s)
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    sizes=st.lists(st.sampled_from([40, 100, 300]), min_size=1, max_size=4),
+    number=st.integers(1, 4),
+    share=st.floats(0.0, 1.0),
+    latency_s=st.sampled_from([0.0, 0.5]),
+)
+def test_seconds_are_those_of_the_simulated_plan_where_nothing_overlaps(
+    model, operator, cluster, sizes, number, share, latency_s
+):
+    profile = model(*(operator(f"m{index}", size) for index, size in enumerate(sizes)))
+    ring = cluster(2, latency_s=latency_s, seconds_per_byte=0.01)
+    plan = make_plan(
+        profile,
+        ring,
+        memory_limit_bytes=10**6,
+        micro_batch_size=BatchPolicy.fixed(1, number),
+        search_space=SearchSpace(min_unit_bytes=0, share_units=False),
+    )
+    lower = with_less_memory(plan, round(share * freeable_bytes(plan)))
+    assert simulate(lower, profile, ring).time_s == pytest.approx(lower.step_time_s)
 
 
 def test_shards_that_forward_leaves_in_nodes_are_freed_too():

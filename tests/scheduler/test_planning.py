@@ -313,6 +313,11 @@ def test_where_there_is_room_gradients_are_reduced_once_a_step(uneven, cluster):
     for unit in last.units[1:]:
         assert unit.accumulate_costs_bytes == math.ceil(1.5 * unit.parameter_bytes)  # gathered, and S - S / 2
         assert unit.accumulate_saves_s == pytest.approx(2 * 2 * 0.01 / 2 * unit.parameter_bytes)
+        # freed, it would be gathered six times a step, and not once
+        assert unit.keep_saves_s == pytest.approx(5 * 0.01 / 2 * unit.parameter_bytes)
+    assert [unit.keep_saves_s for unit in every.units[1:]] == pytest.approx(
+        [3 * 0.01 / 2 * unit.parameter_bytes for unit in every.units[1:]]
+    )
 
 
 def test_with_less_room_some_units_accumulate(model, operator, cluster):

@@ -45,7 +45,8 @@ class Unit:
     time_s: float = 0.0
     """Predicted seconds per optimizer step: communication and the operators' own computation."""
     keep_saves_s: float = 0.0
-    """Predicted seconds per optimizer step that keeping every slice gathered (DP) saves over sharding it (ZDP)."""
+    """Predicted seconds per optimizer step that keeping every slice gathered (DP) saves over sharding it (ZDP), with
+    gradients reduced in the same micro-batches."""
     keep_costs_bytes: int = 0
     """Bytes that stay allocated from forward to backward if every slice is kept gathered."""
     accumulate_saves_s: float = 0.0
