@@ -293,10 +293,10 @@ def wire_bytes(plan: Plan) -> float:
 
 
 def whole_gradient_bytes(plan: Plan) -> int:
-    """Bytes of gradients that are kept whole from one micro-batch to the next."""
+    """Bytes of gradients that are kept whole from one micro-batch to the next, beyond those of reduced ones."""
     if plan.num_micro_batches == 1:
         return 0
-    return sum(unit.parameter_bytes for unit in plan.units if unit.sync == "last")
+    return round(sum(unit.whole_gradient_bytes for unit in plan.units if unit.sync == "last"))
 
 
 def format_span(values: Iterable[float], form: Callable[[float], str]) -> str:

@@ -81,8 +81,7 @@ def _moves(plan: Plan) -> Iterator[_Move]:
                 keep_saves_s=unit.keep_saves_s - once_s,
             )
             # parameters that are held between micro-batches are there within them all the same
-            freed_bytes = max(0.0, unit.accumulate_costs_bytes - kept * unit.keep_costs_bytes)
-            yield _Move(reduced, freed_bytes, unit.accumulate_saves_s)
+            yield _Move(reduced, unit.whole_gradient_bytes, unit.accumulate_saves_s)
         left = sum(mode.leaves_shard for mode in unit.sharding_modes) / unit.num_slices
         if kept or left:
             # a shard in each node saves less than all of it within a micro-batch

@@ -11,12 +11,15 @@ from lightning_osdp.report.sentences import tell_accumulation, whole_gradient_by
 MIB = 2**20
 
 
-def plan(*units, size=4, number=8, world_size=4):
+def plan(*units, size=4, number=8, world_size=4, trains=True):
     """Of (mode, sync) or (modes, sync), each unit of one MiB, after a root without parameters."""
     made = [Unit(name="", operators=(), kind="", modes=("DP",))]
     for index, (modes, sync) in enumerate(units):
         each = (modes,) if isinstance(modes, str) else modes
-        made.append(Unit(name=f"{index}", operators=(), kind="", modes=each, sync=sync, parameter_bytes=MIB))
+        kept = MIB * each.count("DP") // len(each)
+        whole = MIB * (world_size - 1) // world_size if trains else 0  # in place of a rank's part
+        of_unit = {"parameter_bytes": MIB, "keep_costs_bytes": MIB, "accumulate_costs_bytes": kept + whole}
+        made.append(Unit(name=f"{index}", operators=(), kind="", modes=each, sync=sync, **of_unit))
     return bare_plan(made, world_size=world_size, micro_batch_size=size, num_micro_batches=number)
 
 
@@ -45,8 +48,15 @@ def test_the_root_is_always_gathered_once():
 
 def test_gradients_are_kept_whole_between_micro_batches_only():
     units = [("ZDP", "last"), ("DP", "last"), ("DP", "every")]
-    assert whole_gradient_bytes(plan(*units)) == 2 * MIB
+    assert whole_gradient_bytes(plan(*units)) == 2 * 3 / 4 * MIB
+    assert whole_gradient_bytes(plan((("ZDP", "DP"), "last"))) == 3 / 4 * MIB
     assert whole_gradient_bytes(plan(*units, number=1)) == 0
+
+
+def test_what_is_frozen_has_no_gradients_to_keep_whole():
+    units = [("ZDP", "last"), ("DP", "last"), (("ZDP", "DP"), "last")]
+    assert whole_gradient_bytes(plan(*units, trains=False)) == 0
+    assert "gradients" not in tell_accumulation(plan(*units, trains=False), plan(("ZDP", "every")))
 
 
 @pytest.mark.parametrize(
@@ -54,10 +64,10 @@ def test_gradients_are_kept_whole_between_micro_batches_only():
     [
         (plan(("ZDP", "every"), ("DP", "every")), ""),
         (plan(("ZDP", "every"), ("DP", "every"), size=8, number=4), "b 4 -> 8, K 8 -> 4, 2x fewer bytes on the wire"),
-        (plan(("ZDP", "every"), ("DP", "last")), "+1.00 MiB gradients kept whole, 1.54x fewer bytes on the wire"),
+        (plan(("ZDP", "every"), ("DP", "last")), "+768 KiB gradients kept whole, 1.54x fewer bytes on the wire"),
         (
             plan(("DP", "last"), ("DP", "last"), size=8, number=4),
-            "b 4 -> 8, K 8 -> 4, +2.00 MiB gradients kept whole, 10x fewer bytes on the wire",
+            "b 4 -> 8, K 8 -> 4, +1.50 MiB gradients kept whole, 10x fewer bytes on the wire",
         ),
         (plan(("ZDP", "every"), ("DP", "every"), size=2, number=16), "b 4 -> 2, K 8 -> 16, 2x more bytes on the wire"),
         (plan(("DP", "last"), ("DP", "last"), size=32, number=1), "b 4 -> 32, K 8 -> 1, 10x fewer bytes on the wire"),

@@ -64,6 +64,12 @@ class Unit:
         """Number of slices."""
         return len(self.modes)
 
+    @property
+    def whole_gradient_bytes(self) -> float:
+        """Of `accumulate_costs_bytes`, those of gradients; the others are parameters of slices that are kept."""
+        kept = sum(mode.resident for mode in self.sharding_modes) / self.num_slices
+        return max(0.0, self.accumulate_costs_bytes - kept * self.keep_costs_bytes)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
