@@ -70,6 +70,14 @@ class Links:
     all_reduce: Link
     """A ring step there and back: it reduces and scatters, then gathers."""
 
+    def at_rate(self, rate: float) -> Links:
+        """The same links with so many times the bytes/s."""
+        return Links(
+            all_gather=self.all_gather.at_rate(rate),
+            reduce_scatter=self.reduce_scatter.at_rate(rate),
+            all_reduce=self.all_reduce.at_rate(rate),
+        )
+
 
 UNIT_PARTS = ("gather", "flatten", "reduce", "accumulate")
 """What the runtime does for a unit beside collectives: for each all-gather (views, allocating and freeing); in each
@@ -156,6 +164,22 @@ class Cluster(Stored):
     def num_ranks(self, over: str) -> int:
         """How many ranks: ``all``, or those of a ``node``."""
         return self.world_size if over == "all" or self.node_size is None else self.node_size
+
+    def as_if(self, world_size: int, *, link_rate: float = 1.0) -> Cluster:
+        """The same with so many ranks, and so many times the bytes/s on all links.
+
+        Ranks that fit in one node have the links inside of it, where these were measured.
+        """
+        ring = self._links("node" if world_size <= self.num_ranks("node") else "all")
+        return replace(
+            self,
+            world_size=world_size,
+            all_gather=ring.all_gather.at_rate(link_rate),
+            reduce_scatter=ring.reduce_scatter.at_rate(link_rate),
+            within_node=self.within_node and self.within_node.at_rate(link_rate),
+            between_nodes=self.between_nodes and self.between_nodes.at_rate(link_rate),
+            all_reduce=self.all_reduce and self.all_reduce.at_rate(link_rate),
+        )
 
     def all_gather_s(self, num_bytes: float, *, over: str = "all") -> float:
         """Seconds of one all-gather of so many bytes of the whole tensor, over ``all`` ranks or those of a ``node``.

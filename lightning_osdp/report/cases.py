@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 from lightning_osdp.core.batch_policy import BatchPolicy
@@ -48,8 +48,9 @@ def what_if(
         cluster: as it was measured.
         memory_limits_bytes: most bytes of live tensors on one rank.
         micro_batch_sizes: samples per rank and micro-batch.
-        world_sizes: numbers of ranks; none: the cluster's own. Latency per ring step and bytes/s stay as measured.
-        link_rates: bytes/s of the links over those that were measured.
+        world_sizes: numbers of ranks; none: the cluster's own. Latency per ring step and bytes/s stay as measured;
+            those inside of a node where all ranks fit in one.
+        link_rates: bytes/s of all links over those that were measured.
         num_micro_batches: of an optimizer step.
 
     Raises:
@@ -71,12 +72,7 @@ def what_if(
         try:
             plan = make_plan(
                 profile,
-                replace(
-                    cluster,
-                    world_size=ranks,
-                    all_gather=cluster.all_gather.at_rate(rate),
-                    reduce_scatter=cluster.reduce_scatter.at_rate(rate),
-                ),
+                cluster.as_if(ranks, link_rate=rate),
                 memory_limit_bytes=memory,
                 micro_batch_size=BatchPolicy.fixed(batch, num_micro_batches),
             )

@@ -85,3 +85,22 @@ def test_links_of_nodes_are_stored_and_a_cluster_without_them_is_as_it_was_writt
     plain = Cluster(world_size=16, all_gather=LINK, reduce_scatter=LINK)
     assert plain.node_size is None
     assert "node" not in plain.to_json()
+
+
+@pytest.mark.parametrize("over", ["all", "node"])
+def test_all_links_may_be_thought_of_as_faster(over):
+    measured = dataclasses.replace(TWO_NODES, between_nodes=TWO_NODES.within_node, all_reduce=SLOW)
+    faster = measured.as_if(8, link_rate=10.0)
+    for seconds in (Cluster.all_gather_s, Cluster.reduce_scatter_s):
+        assert seconds(faster, 1e6, over=over) == pytest.approx(seconds(measured, 1e6, over=over) / 10)
+    assert faster.all_reduce_between_s(1e6) == pytest.approx(measured.all_reduce_between_s(1e6) / 10)
+    assert faster.all_reduce.ring_s(1e6, 8) == pytest.approx(SLOW.ring_s(1e6, 8) / 10)
+    assert measured.as_if(8) == measured
+
+
+@pytest.mark.parametrize(("ranks", "link"), [(2, FAST), (4, FAST), (6, SLOW), (16, SLOW)])
+def test_ranks_of_one_node_have_the_links_inside_of_it(ranks, link):
+    fewer = TWO_NODES.as_if(ranks)
+    assert (fewer.all_gather, fewer.reduce_scatter) == (link, link)
+    not_measured = dataclasses.replace(TWO_NODES, within_node=None)
+    assert not_measured.as_if(ranks).all_gather == SLOW
