@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from overlapped import made, overlapped
 
 from lightning_osdp.assign import Setting, join_units
+from lightning_osdp.assign.merging import share
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.cluster import Cluster, Link
 from lightning_osdp.core.modes import DP, ZDP
@@ -61,6 +62,14 @@ def test_one_collective_takes_the_place_of_two(given_setting):
 def test_equal_units_are_joined_alike_and_then_pairs_of_pairs(given_setting):
     lists, _, _ = joined_in(given_setting(*[100] * 12))
     assert lists == {f"m{i}": tuple(f"m{j}" for j in range(i, i + 4)) for i in (0, 4, 8)}
+
+
+def test_units_that_all_differ_are_joined_by_parts_of_the_model_where_there_are_many(given_setting, monkeypatch):
+    setting = given_setting(*range(100, 116))
+    monkeypatch.setattr(share, "MAX_TRIED_UNITS", 2 * len(setting.units))
+    lists, _, _ = joined_in(setting)
+    assert sorted(name for names in lists.values() for name in names) == sorted(f"m{i}" for i in range(16))
+    assert all(len(names) > 1 for names in lists.values())
 
 
 def test_nothing_is_joined_that_saves_no_time(given_setting):

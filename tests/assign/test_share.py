@@ -6,6 +6,7 @@ import math
 import pytest
 
 from lightning_osdp.assign import Setting, share_units
+from lightning_osdp.assign.merging import share
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.cluster import Cluster, Link, UnitOverhead
 from lightning_osdp.core.modes import DP, ZDP
@@ -68,6 +69,32 @@ def test_equal_modes_in_a_block_share_its_unit_and_stacks_stay_apart(mode):
     assert names(shared) == ["", "tokens", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head"]
     assert set(modes[1:]) == {mode}
     assert shared.costs.step_time_s(modes) < given.costs.step_time_s(modes_of(given, mode))
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    """What was tried in other units."""
+    found, make = [], share.in_other_units
+
+    def record(setting, modes, what, *rest):
+        found.append(what)
+        return make(setting, modes, what, *rest)
+
+    monkeypatch.setattr(share, "in_other_units", record)
+    return found
+
+
+def test_blocks_that_all_differ_are_tried_by_parts_of_the_model_where_there_are_many(tried, monkeypatch):
+    inner = [operator(f"blocks.{i}.{part}", 4000 + 100 * i) for i in range(16) for part in ("qkv", "out", "fc")]
+    given = setting([operator("tokens", 8000), *inner, operator("head", 8000)])
+    modes = modes_of(given, ZDP)
+    apart = share_units(given, modes, memory_limit_bytes=math.inf)[0]
+    assert len(tried) == 16
+    tried.clear()
+    monkeypatch.setattr(share, "MAX_TRIED_UNITS", 4 * len(given.units))
+    together = share_units(given, modes, memory_limit_bytes=math.inf)[0]
+    assert len(tried) == 4
+    assert names(together) == names(apart) == ["", "tokens", *(f"blocks.{i}" for i in range(16)), "head"]
 
 
 def test_every_operator_stays_in_exactly_one_unit():

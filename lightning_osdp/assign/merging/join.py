@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from lightning_osdp.assign.additive import Modes
-from lightning_osdp.assign.merging.share import LARGEST_SHARE, in_other_units
+from lightning_osdp.assign.merging.share import LARGEST_SHARE, in_other_units, kinds_or_parts
 from lightning_osdp.assign.setting import Setting
 from lightning_osdp.core.units import UnitProfile, joined, may_join
 
@@ -62,18 +62,20 @@ def _join(
 
 
 def _pairs(setting: Setting, modes: Modes) -> list[list[_Pair]]:
-    """Pairs of neighbours of one mode that may be joined, equal ones together, no unit in two of the same kind."""
+    """Pairs of neighbours of one mode that may be joined, equal ones together, no unit in two of a kind."""
     most_bytes = LARGEST_SHARE * sum(unit.gathered_bytes for unit in setting.units)
+    units, joinable = setting.units, list[int]()
+    for index in range(1, len(units) - 1):
+        mode, other = modes[index : index + 2]
+        if mode != other or mode.activations != "keep" or not may_join(setting.profile, units, index):
+            continue
+        if units[index].gathered_bytes + units[index + 1].gathered_bytes <= most_bytes:
+            joinable.append(index)
+    structures = [(_structure(units[index]), _structure(units[index + 1])) for index in joinable]
     found: dict[tuple[object, ...], list[_Pair]] = {}
     taken: dict[tuple[object, ...], set[str]] = {}
-    units = [*zip(setting.units, modes, strict=True)]
-    for index in range(1, len(units) - 1):
-        (first, mode), (second, other) = units[index : index + 2]
-        if mode != other or mode.activations != "keep" or not may_join(setting.profile, setting.units, index):
-            continue
-        if first.gathered_bytes + second.gathered_bytes > most_bytes:
-            continue
-        key = (mode, _structure(first), _structure(second))
+    for index, kind in zip(joinable, kinds_or_parts(structures, joinable, len(units)), strict=True):
+        first, second, key = units[index], units[index + 1], (modes[index], kind)
         if taken.setdefault(key, set()).isdisjoint({first.name, second.name}):
             taken[key] |= {first.name, second.name}
             found.setdefault(key, []).append((first.name, second.name))

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
+from typing import NamedTuple
 
 from lightning_osdp.assign.additive import NO_GAIN, Modes
 from lightning_osdp.assign.setting import Setting
@@ -23,6 +24,11 @@ from lightning_osdp.core.units import UnitProfile, merged
 
 LARGEST_SHARE = 0.5
 """Fraction of the model's parameters that one shared unit may hold at most: two units are the least that a plan has."""
+
+MAX_TRIED_UNITS = 8192
+"""Units of all settings that are tried, at most, where blocks of each kind are tried apart: every try goes through the
+whole model. Where there are more kinds than that allows, blocks of one mode in one part of the model are tried
+together; else models in which all blocks differ would take the square of their length."""
 
 
 def share_units(setting: Setting, modes: Modes, *, memory_limit_bytes: float) -> tuple[Setting, Modes]:
@@ -36,16 +42,42 @@ def share_units(setting: Setting, modes: Modes, *, memory_limit_bytes: float) ->
     most_bytes = LARGEST_SHARE * sum(unit.gathered_bytes for unit in setting.units)
     for depth in sorted({name.count(".") for name in modules}, reverse=True):
         inside = _inside(setting.units)
-        groups: dict[tuple[ShardingMode, object], list[str]] = {}
+        blocks: list[_Block] = []
         for name in modules:
             if name.count(".") == depth and name not in stacks:
                 units = inside.get(name, [])
                 mode = _shared_mode(setting, modes, units, most_bytes)
                 if mode is not None:
-                    groups.setdefault((mode, _structure(setting, units)), []).append(name)
-        for (mode, _), names in groups.items():
+                    blocks.append(_Block(name, mode, _structure(setting, units), units[0]))
+        for mode, names in _together(blocks, len(setting.units)):
             setting, modes = _share(setting, modes, names, mode, memory_limit_bytes)
     return setting, modes
+
+
+class _Block(NamedTuple):
+    """A module that may become one unit."""
+
+    name: str
+    mode: ShardingMode
+    """Of all its units."""
+    structure: Hashable
+    place: int
+    """Of its first unit, among all units."""
+
+
+def _together(blocks: Sequence[_Block], num_units: int) -> Iterator[tuple[ShardingMode, list[str]]]:
+    """Blocks of one mode that are tried together."""
+    kinds = kinds_or_parts([block.structure for block in blocks], [block.place for block in blocks], num_units)
+    groups: dict[tuple[ShardingMode, Hashable], list[str]] = {}
+    for block, kind in zip(blocks, kinds, strict=True):
+        groups.setdefault((block.mode, kind), []).append(block.name)
+    return ((mode, names) for (mode, _), names in groups.items())
+
+
+def kinds_or_parts(kinds: Sequence[Hashable], places: Sequence[int], num_units: int) -> Sequence[Hashable]:
+    """Kinds of what is at these places among so many units; where there are too many, parts of the model instead."""
+    most = max(1, MAX_TRIED_UNITS // num_units)
+    return kinds if len(set(kinds)) <= most else [place * most // num_units for place in places]
 
 
 def _shared_mode(setting: Setting, modes: Modes, units: Sequence[int], most_bytes: float) -> ShardingMode | None:
