@@ -45,7 +45,7 @@ class Agreement:
       another's gradients, or would wait for each other for ever. In the first steps each rank tells what it is about
       to do before it does it, for it cannot while it waits. So it does in an evaluation, before it gathers a unit
       for the second time in one step: text that is generated may be longer on one rank than on another.
-    - Buffers are rank 0's when training begins, and what has changed of them again after each step.
+    - Buffers are rank 0's when training begins, and what has changed of them again before each step of an optimizer.
     """
 
     def __init__(self, root: nn.Module, groups: Sequence[Any]) -> None:

@@ -22,6 +22,8 @@ class RequeueTogether(pl.Callback):
     one in a forward would free the parameters that it computes with.
     """
 
+    reads_parameters = False  # to save reshards by itself: units need not be before every batch's end
+
     def __init__(self, trainer: pl.Trainer) -> None:
         self._signals: _SignalConnector = trainer._signal_connector
         self._received = 0  # no signal has this number
