@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -9,7 +10,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.types import Optimizable
 from lightning.pytorch.plugins.precision import FSDPPrecision
-from torch import Tensor
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
@@ -64,22 +64,19 @@ class OSDPPrecision(FSDPPrecision):
             return
         assert isinstance(optimizer, Optimizer)
         found = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        gradients = [local(gradient) for gradient in found]
         is_shared = dist.is_initialized() and dist.get_world_size() > 1
-        if not gradients and not is_shared:
+        if not found and not is_shared:
             return
-        device = gradients[0].device if gradients else self._device
-        accumulate = torch.float64 if gradients and gradients[0].dtype == torch.float64 else torch.float32
-        norms: dict[int, list[Tensor]] = {}  # by how many ranks have the same
-        for gradient, rows in zip(found, gradients, strict=True):
-            norms.setdefault(num_copies(gradient), []).append(torch.linalg.vector_norm(rows, dtype=accumulate))
-        shares = [torch.stack(each).square().sum() / number for number, each in norms.items()]
-        total = sum(shares, torch.zeros((), dtype=accumulate, device=device))
+        alike = defaultdict(list)  # for a kernel of all of them: by how many ranks have the same, and by dtype
+        for gradient in found:
+            alike[num_copies(gradient), gradient.dtype].append(local(gradient))
+        square = torch.zeros((), dtype=torch.float64, device=self._device)
+        for (number, dtype), rows in alike.items():
+            norms = torch._foreach_norm(rows, dtype=torch.float32 if torch.finfo(dtype).bits < 32 else None)
+            square += torch.stack(norms).to(square).square().sum() / number
         if is_shared:
             # A rank without any gradient of this optimizer (fewer elements than ranks) must take part all the same.
-            squares = total.to(torch.float64)
-            dist.all_reduce(squares)
-            total = squares.to(accumulate)
-        scale = torch.clamp(clip_val / (total.sqrt() + 1e-6), max=1.0)
-        for gradient in gradients:
-            gradient.mul_(scale.to(gradient.dtype))
+            dist.all_reduce(square)
+        scale = torch.clamp(clip_val / (square.sqrt() + 1e-6), max=1.0)
+        for rows in alike.values():
+            torch._foreach_mul_(rows, scale.to(rows[0]))

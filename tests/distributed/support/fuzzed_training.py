@@ -279,7 +279,9 @@ class Sharded:
 
     def step(self, clip):
         self.model.before_optimizer_step(self.optimizer)
-        OSDPPrecision("64-true").clip_grad_by_norm(self.optimizer, clip)
+        precision = OSDPPrecision("64-true")
+        precision.use_device(torch.device("cpu"))
+        precision.clip_grad_by_norm(self.optimizer, clip)
         with self.model.stepping(self.optimizer):
             self.optimizer.step()
         self.model.reshard()
