@@ -7,13 +7,12 @@ from dataclasses import replace
 
 from torch import nn
 
-from lightning_osdp import Cluster, ModelProfile
+from lightning_osdp import Cluster, ModelProfile, simulate
 from lightning_osdp.core.batch_policy import largest_fitting
 from lightning_osdp.core.modes import DP
 from lightning_osdp.core.plans.plan import Plan, Unit
-from lightning_osdp.engine import FSDP2, engine_of
+from lightning_osdp.engine import engine_of
 from lightning_osdp.profiler import fingerprint
-from lightning_osdp.simulation import StepEstimate, planned_step, simulate_step
 
 
 def plan_of(
@@ -70,11 +69,6 @@ def plan_of(
     )
 
 
-def simulated(plan: Plan, profile: ModelProfile, cluster: Cluster, *, engine: FSDP2 | None = None) -> StepEstimate:
-    """As `lightning_osdp.simulate`, also of what is not `fully_shard`; None: that, with the settings of the plan."""
-    return simulate_step(*planned_step(plan, profile, cluster), engine=engine or engine_of(plan))
-
-
 def sent_bytes(plan: Plan) -> float:
     """Bytes that a node sends to others in an optimizer step, with rings; where there are no nodes, a rank.
 
@@ -106,9 +100,7 @@ def sent_bytes(plan: Plan) -> float:
     return sent
 
 
-def largest_that_fits(
-    plan: Plan, profile: ModelProfile, cluster: Cluster, *, limit_bytes: int, engine: FSDP2 | None = None
-) -> Plan | None:
+def largest_that_fits(plan: Plan, profile: ModelProfile, cluster: Cluster, *, limit_bytes: int) -> Plan | None:
     """The plan at its best micro-batch, which is the largest that fits; None where not even one sample does.
 
     Every duration is affine in the samples, with no negative part, and a step's is made of them by sums and maxima: the
@@ -116,8 +108,7 @@ def largest_that_fits(
     """
 
     def fits(size: int) -> bool:
-        step = simulated(replace(plan, micro_batch_size=size), profile, cluster, engine=engine)
-        return step.peak.peak_bytes <= limit_bytes
+        return simulate(replace(plan, micro_batch_size=size), profile, cluster).peak.peak_bytes <= limit_bytes
 
     largest = largest_fitting(fits)
     return replace(plan, micro_batch_size=largest) if largest else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_osdp.core.modes import DP, ShardingMode
+from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.step import Step
 from lightning_osdp.engine import DEFAULT, FSDP2, num_shards
 from lightning_osdp.engine.layout import Layout
@@ -19,14 +19,14 @@ def evaluation_peak(step: Step, modes: Sequence[ShardingMode], *, engine: FSDP2 
 
         base + [P of the root and of all DP units] + max_i ( [P of ZDP units that run] + e_i )
 
-    and the buffers of all-gathers, where the engine has any. Without a backward to free it, a DP unit stays gathered
-    after its first forward, and of an hpZ unit a shard stays in each node. Lightning has zeroed the gradients. An
+    and the buffers of all-gathers. Without a backward to free it, a DP unit stays gathered after its first forward, and
+    of an hpZ unit a shard stays in each node. Lightning has zeroed the gradients. An
     evaluation batch has as many samples as a micro-batch of the training step, on which e_i is measured.
     """
     profile, units, world_size = step.profile, step.units, step.cluster.world_size
     micro_batch_size = step.workload.micro_batch_size
     layout = engine.layout(units, profile.optimizer, num_shards(step, modes))
-    stays = [engine.keeps(DP if unit.is_root else mode, world_size) for unit, mode in zip(units, modes, strict=True)]
+    stays = [unit.is_root or mode.resident for unit, mode in zip(units, modes, strict=True)]
     running = [0.0] * len(profile.segments)
     gathering = [0.0] * len(profile.segments)
     for unit, size, is_kept in zip(units, layout.units, stays, strict=True):

@@ -37,7 +37,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from lightning_osdp.core.blocks import stays_bytes, with_activations
-from lightning_osdp.core.modes import DP, ShardingMode
+from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
@@ -223,9 +223,7 @@ def step_memory(step: Step, *, activations: Sequence[str] = ("keep",), engine: F
                 moments[k] = floor
     return StepMemory(
         order=order,
-        gathered_bytes=tuple(
-            sizes[unit].gathered if engine.keeps(DP, step.cluster.world_size) else 0.0 for unit in order
-        ),
+        gathered_bytes=tuple(sizes[unit].gathered for unit in order),
         # with paddings a shard may be larger than what it is a shard of
         whole_bytes=tuple(max(0.0, sizes[unit].whole_gradient - sizes[unit].reduced) for unit in order),
         node_size=step.cluster.node_size or 1,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning_osdp.engine.change import FLIPS, check_change
 from lightning_osdp.engine.fsdp2 import AUTO, DEFAULT, FSDP2, engine_of, num_shards
 from lightning_osdp.engine.live_parts import BLOCKS_IN_FLIGHT, Moment, in_flight_bytes
-from lightning_osdp.engine.schedule import MOST_SIMULATED, Event, GatherRule, leaving_order
+from lightning_osdp.engine.schedule import MOST_SIMULATED, Event, leaving_order
 
 __all__ = [
     "AUTO",
@@ -15,7 +15,6 @@ __all__ = [
     "FSDP2",
     "MOST_SIMULATED",
     "Event",
-    "GatherRule",
     "Moment",
     "check_change",
     "engine_of",

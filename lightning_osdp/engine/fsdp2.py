@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from typing_extensions import Self
 
@@ -15,7 +15,7 @@ from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.engine.layout import Layout, gathered_bytes, layout, sent_bytes
 from lightning_osdp.engine.live_parts import LiveParts, Observer
-from lightning_osdp.engine.schedule import MOST_SIMULATED, Event, GatherRule, Host
+from lightning_osdp.engine.schedule import MOST_SIMULATED, Event, Host
 from lightning_osdp.errors import ConfigurationError
 
 Auto = Literal["auto"]
@@ -27,15 +27,14 @@ AUTO: Auto = "auto"
 class FSDP2:
     """Torch's ``fully_shard`` with its settings of prefetching, which are fields of a `Plan` by the same names.
 
-    Units are groups of parameters, each sharded along its rows; modules stay as they are. A subclass can describe
-    something else that shards, to predict it.
+    Units are groups of parameters, each sharded along its rows; modules stay as they are.
 
     Raises:
         ConfigurationError: there is no such backward prefetch.
     """
 
     backward_prefetch: str = "pre"
-    """When backward gathers the unit that comes next: one of `prefetches`, or ``auto`` where that is to be chosen."""
+    """When backward gathers the unit that comes next: one of `PREFETCH_CHOICES`; or ``auto``: that is to be chosen."""
     forward_prefetch: bool | Auto = False
     """Whether forward gathers the next unit before one runs; or ``auto``."""
     asynchronous_unshard: bool = True
@@ -46,15 +45,8 @@ class FSDP2:
     late_backward: tuple[str, ...] = ()
     """The same of backward."""
 
-    prefetches: ClassVar[tuple[str, ...]] = PREFETCH_CHOICES
-    """Settings of backward prefetch, the one first that is preferred where they are equally fast."""
-    host: ClassVar[type[Host]] = Host
-    """What goes through a step."""
-    reader: ClassVar[type[LiveParts]] = LiveParts
-    """What reads its events as bytes."""
-
     def __post_init__(self) -> None:
-        choices = (*self.prefetches, AUTO)
+        choices = (*PREFETCH_CHOICES, AUTO)
         if self.backward_prefetch not in choices:
             raise ConfigurationError(f"backward_prefetch must be one of {choices}, got {self.backward_prefetch!r}.")
 
@@ -96,24 +88,9 @@ class FSDP2:
         return self.gathering_late((), ())
 
     @property
-    def gathers_wait_for(self) -> GatherRule:
-        """What an all-gather waits for where it runs beside computing.
-
-        Asynchronous ones copy what they send in the stream that computes, others in a stream of their own. That one
-        waits until units are copied out: in forward until the one before is, elsewhere until the unit itself is.
-        [Read: ``get_all_gather_streams`` and ``wait_for_unshard`` in _fsdp_param_group.py.]
-        """
-        return "computing" if self.asynchronous_unshard else "copies"
-
-    @property
     def most_lingering(self) -> int:
         """All-gather buffers of other units that may live while forward runs one: of the one before, of the next."""
         return (not self.asynchronous_unshard) + (self.forward_prefetch is True)
-
-    def keeps(self, mode: ShardingMode, world_size: int) -> bool:
-        """Whether a unit in this mode stays gathered from forward to backward: on one rank it is copied, too."""
-        del world_size
-        return mode.resident
 
     def may_wait(self, unit: UnitProfile) -> bool:
         """Whether the unit may reduce its gradients in the last micro-batch only.
@@ -210,7 +187,7 @@ class FSDP2:
         """
         shards = num_shards(step, modes)
         found = self.layout(step.units, step.profile.optimizer, shards, rank=rank)
-        return self.reader(
+        return LiveParts(
             step,
             observer,
             layout=found,
@@ -234,7 +211,7 @@ class FSDP2:
         """
         if AUTO in {self.backward_prefetch, self.forward_prefetch}:
             raise ValueError("A prefetch that is 'auto' runs nothing: ask for alternatives().")
-        host = self.host(
+        host = Host(
             units=units,
             is_kept=is_kept,
             accumulates=accumulates,
@@ -254,7 +231,7 @@ class FSDP2:
         world_size = step.cluster.world_size
         return self.micro_batches(
             step.units,
-            [self.keeps(mode, world_size) for mode in modes],
+            [mode.resident for mode in modes],
             [mode.sync == "last" and world_size > 1 for mode in modes],
             num_micro_batches=step.workload.num_micro_batches,
             num_segments=len(step.profile.segments),

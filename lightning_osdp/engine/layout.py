@@ -35,7 +35,7 @@ class UnitBytes:
     shard: float
     """Parameters at rest."""
     gathered: float
-    """P: what lives from a gather to the unit's being freed; 0 where computing uses the parameters at rest."""
+    """P: what lives from a gather to the unit's being freed."""
     cast_shard: float
     """The shard in the dtype of computing, which lives while the unit is gathered under mixed precision."""
     gradients: float
@@ -49,7 +49,7 @@ class UnitBytes:
     reduced: float
     """s: the shard of the reduced gradient, in the dtype at rest."""
     buffer: float = 0.0
-    """What an all-gather fills, where that is not the gathered unit itself but copied into it."""
+    """What an all-gather fills, from which the gathered unit is copied; 0 on one rank."""
     last_gradient: float = 0.0
     """Gradient that lives while the others are reduced."""
     last_whole_gradient: float = 0.0

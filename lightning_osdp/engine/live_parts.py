@@ -40,9 +40,7 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from lightning_osdp.core.cluster import Cluster
-from lightning_osdp.core.profile import OperatorProfile
 from lightning_osdp.core.step import Step
-from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.engine.layout import Layout, retaining_bytes
 from lightning_osdp.engine.schedule import Event, Kind
 
@@ -397,10 +395,5 @@ class LiveParts:
             own = sum(each.num_elements * each.gathered_itemsize for each in operator.parameters if each.is_trainable)
             if of.parameters and operator.gradient_bytes > own:
                 complete = min(complete, of.first)
-            made.setdefault(index, []).append((unit, self._gradient_bytes(of, operator), complete))
+            made.setdefault(index, []).append((unit, operator.gradient_bytes, complete))
         return made
-
-    def _gradient_bytes(self, unit: UnitProfile, operator: OperatorProfile) -> int:
-        """Gradients that an operator's backward makes in this unit."""
-        del unit
-        return operator.gradient_bytes

@@ -71,10 +71,6 @@ scattered; ``reduce_in_node``: so they are in each node, and then each rank's ar
 ``all_reduce``; ``scatter_in_node``: the same without that, which the last micro-batch does for all. ``accumulate``:
 they are left whole for the next micro-batch. ``release``: what a segment had saved is gone."""
 
-GatherRule = Literal["frees", "computing", "copies"]
-"""``frees``: until units before the latest two that were freed are no longer in use. ``computing``: for all computing
-that was issued before. ``copies``: until all units before are copied out, in forward but for the latest one."""
-
 MOST_SIMULATED = 3
 """Micro-batches that are simulated one by one: first, steady, last. Further ones are like the steady one."""
 

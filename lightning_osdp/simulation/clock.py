@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple
 
-from lightning_osdp.core.modes import DP, ShardingMode
+from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.profile import Rerun
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
@@ -16,8 +16,8 @@ from lightning_osdp.engine.schedule import Kind
 from lightning_osdp.simulation.step import durations_of, timeline_of
 from lightning_osdp.simulation.timeline import Durations
 
-_TIMELESS = frozenset({"zero", "rerun", "linger", "release", "retain"})
-"""Kinds of events that take no time, and that nothing waits for; so is ``free`` but for a `GatherRule` of that name."""
+_TIMELESS = frozenset({"zero", "rerun", "linger", "free", "release", "retain"})
+"""Kinds of events that take no time, and that nothing waits for."""
 
 _IN_NODE: Mapping[str, tuple[Kind, ...]] = {"gather": ("gather_in_node",), "reduce": ("reduce_in_node", "all_reduce")}
 """Kind of a collective over all ranks -> what takes its place where a unit is in the node."""
@@ -53,7 +53,6 @@ class StepClock:
             len(step.profile.segments),
             tuple(step.profile.rerun.items()),
             engine,
-            may_keep=engine.keeps(DP, step.cluster.world_size),
             has_nodes=step.cluster.has_nodes,
         )
         """Events of a micro-batch in which every unit is freed, each with its class: see `_absent`."""
@@ -73,7 +72,7 @@ class StepClock:
                 mode: _absent(mode, is_first=index == 0, is_last=index == num_simulated - 1) for mode in different
             }
             absent = [classes[mode] for mode in modes]
-            if absent == before and timeline.gathers_wait_for != "frees":
+            if absent == before:
                 timeline.repeat()
             else:
                 timeline.read_all(
@@ -104,10 +103,10 @@ class StepClock:
 def _absent(mode: ShardingMode, *, is_first: bool, is_last: bool) -> frozenset[str]:
     """Classes of events that a unit in this mode does without in such a micro-batch.
 
-    ``freed``: those of a unit that is freed in forward, alone, and ``again`` its gathers; ``gather``, ``free``,
-    ``reduce`` and, in its place, ``accumulate``: those of all units; ``free between`` and ``gather between``: the same
-    between two calls in backward. Gathers and reductions come twice: over all ranks, and ``in node``; ``scatter in
-    node`` are those without an all-reduce between nodes.
+    ``freed``: those of a unit that is freed in forward, alone, and ``again`` its gathers; ``gather``, ``reduce`` and,
+    in its place, ``accumulate``: those of all units; ``gather between``: gathers between two calls in backward. Gathers
+    and reductions come twice: over all ranks, and ``in node``; ``scatter in node`` are those without an all-reduce
+    between nodes.
     """
     classes = {"freed", "again", "again in node"} if mode.resident else set()
     classes.add("again" if mode.regathers_over == "node" else "again in node")
@@ -122,7 +121,7 @@ def _absent(mode: ShardingMode, *, is_first: bool, is_last: bool) -> frozenset[s
         reduces = "reduce in node" if mode.sync != "node" or is_last else "scatter in node"
     classes |= _REDUCTIONS - {reduces}
     if waits and mode.resident:
-        classes |= {"free", "free between", "gather between", "gather between in node"}
+        classes |= {"gather between", "gather between in node"}
     if mode.sync == "last" and mode.resident and not is_first:
         classes |= {"gather", "gather in node"}
     return frozenset(classes)
@@ -135,7 +134,6 @@ def _classed(
     rerun: tuple[tuple[str, Rerun], ...],
     engine: FSDP2,
     *,
-    may_keep: bool,
     has_nodes: bool,
 ) -> tuple[tuple[Event, str | None], ...]:
     """Events of freed units; those of kept ones are some of these, in the same order.
@@ -151,23 +149,22 @@ def _classed(
             num_segments=num_segments,
             rerun=dict(rerun),
         )
-        for is_kept in (False, may_keep)
+        for is_kept in (False, True)
     )
-    timeless = _TIMELESS if engine.gathers_wait_for == "frees" else _TIMELESS | {"free"}
-    left = (event for event in kept if event.kind not in timeless)
+    left = (event for event in kept if event.kind not in _TIMELESS)
     expected = next(left, None)
     classed: list[tuple[Event, str | None]] = []
     is_in_backward, flattened = False, set[int]()
     for event in freed:
         kind, of = event
-        if kind in timeless:
+        if kind in _TIMELESS:
             continue
         if event != expected:
             own: str | None = "again" if kind == "gather" else "freed"
-        elif kind in {"gather", "free"} and is_in_backward and of not in flattened:
-            own = f"{kind} between"
+        elif kind == "gather" and is_in_backward and of not in flattened:
+            own = "gather between"
         else:
-            own = kind if kind in {"gather", "free", "reduce"} else None
+            own = kind if kind in {"gather", "reduce"} else None
         classed.append((event, own))
         if has_nodes:
             classed += [(Event(each, of), f"{own} in node") for each in _IN_NODE.get(kind, ())]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from lightning_osdp.core.cluster import Contention
-from lightning_osdp.engine import Event, GatherRule
+from lightning_osdp.engine import Event
 from lightning_osdp.simulation.timeline import COMMUNICATION, GATHERS, OVER, Durations, Timeline
 
 
@@ -43,10 +43,12 @@ class ContendedTimeline(Timeline):
         durations: Durations,
         contention: Contention,
         *,
-        gathers_wait_for: GatherRule,
+        asynchronous_unshard: bool,
         keeps_intervals: bool = False,
     ) -> None:
-        super().__init__(durations, overlaps=True, gathers_wait_for=gathers_wait_for, keeps_intervals=keeps_intervals)
+        super().__init__(
+            durations, overlaps=True, asynchronous_unshard=asynchronous_unshard, keeps_intervals=keeps_intervals
+        )
         self._contention = contention
         self._queues: dict[str, deque[_Collective]] = {over: deque() for over in self.communicators_s}
         """What each communicator has been asked for and has not done when computing has come to `compute_s`."""

@@ -132,13 +132,13 @@ def timeline_of(durations: Durations, cluster: Cluster, engine: FSDP2, *, keeps_
         return ContendedTimeline(
             durations,
             cluster.contention,
-            gathers_wait_for=engine.gathers_wait_for,
+            asynchronous_unshard=engine.asynchronous_unshard,
             keeps_intervals=keeps_intervals,
         )
     return Timeline(
         durations,
         overlaps=cluster.overlaps,
-        gathers_wait_for=engine.gathers_wait_for,
+        asynchronous_unshard=engine.asynchronous_unshard,
         keeps_intervals=keeps_intervals,
     )
 

@@ -5,27 +5,23 @@ between nodes goes over the links of the first, one after the other with what al
 of the device. A backend that blocks (gloo) has one resource for everything: time is the sum. Where communication
 overlaps computing, a gather begins as soon as the communicator is free and
 
-- the engine lets it (`FSDP2.gathers_wait_for`): a gather waits while the memory of two freed units may still be in
-  use; or for all computing that was issued before it; or until units before it are copied out, in forward all but the
-  latest one;
+- what it sends may be copied: an asynchronous gather copies in the stream that computes, and so waits for all computing
+  that was issued before it; a synchronous one copies in a stream of its own, which waits until units before it are
+  copied out, in forward all but the latest one;
 - computing waits for the gathers that it needs (AWAIT);
 - a reduce-scatter waits for the backward that made its gradients, and the end of backward for all of them.
 
 References:
-    torch/distributed/fsdp/_runtime_utils.py (streams, and ``_post_backward_final_callback``); collectives of one
-    process group share one stream of NCCL.
+    torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (``get_all_gather_streams``, ``wait_for_unshard``);
+    collectives of one process group share one stream of NCCL.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from lightning_osdp.engine import Event, GatherRule
-
-_FREED_IN_FLIGHT = 2
-"""``_FreeEventQueue._max_num_inflight_all_gathers`` of torch/distributed/fsdp/_limiter_utils.py."""
+from lightning_osdp.engine import Event
 
 OVER = {
     "gather": "all",
@@ -67,9 +63,9 @@ class Timeline:
     """Reads events in the order in which the host issues them; keeps intervals for a picture, where that is asked."""
 
     def __init__(
-        self, durations: Durations, *, overlaps: bool, gathers_wait_for: GatherRule, keeps_intervals: bool = False
+        self, durations: Durations, *, overlaps: bool, asynchronous_unshard: bool, keeps_intervals: bool = False
     ) -> None:
-        self.durations, self.overlaps, self.gathers_wait_for = durations, overlaps, gathers_wait_for
+        self.durations, self.overlaps, self.asynchronous_unshard = durations, overlaps, asynchronous_unshard
         self.compute_s = 0.0
         self.communicators_s = dict.fromkeys(OVER.values(), 0.0)
         self.keeps_intervals = keeps_intervals
@@ -83,7 +79,6 @@ class Timeline:
         """Unit -> seconds for which computing waited for its latest gather: that of backward, once that is over."""
         self._ready_s: dict[int, float] = {}
         self._due_s: dict[int, float] = {}  # overhead that is still to be charged
-        self._freed_s: deque[float] = deque()
         self._copied_s = self._copied_before_s = 0.0  # when the latest unit was copied out, and the one before it
         self._scattered_s = 0.0  # when the latest reduce-scatter was over
         self._pending: set[int] = set()  # units that are not copied out yet
@@ -95,7 +90,6 @@ class Timeline:
             "forward": self._forward,
             "backward": self._backward,
             "flatten": self._flatten,
-            "free": self._free,
             "accumulate": self._accumulate,
             "reduce": self._reduce,
             "reduce_in_node": self._reduce,
@@ -146,10 +140,6 @@ class Timeline:
         of = event[1]
         self._compute(event, micro_batch, self._due_s.pop(of, 0.0) + self.durations.overhead_s["flatten"][of])
 
-    def _free(self, _: Event, __: int) -> None:
-        if self.gathers_wait_for == "frees":
-            self._freed_s.append(self.compute_s)
-
     def _accumulate(self, event: Event, micro_batch: int) -> None:
         self._compute(event, micro_batch, self.durations.overhead_s["accumulate"][event[1]])
 
@@ -168,7 +158,7 @@ class Timeline:
         self._slowed_s.append(self.slowed_s)
 
     def repeat(self) -> None:
-        """One more micro-batch like the one before, of which nothing is left but what a `GatherRule` ``frees`` has."""
+        """One more micro-batch like the one before, of which nothing is left."""
         self.compute_s += self.ends_s[-1] - self.ends_s[-2]
         self.slowed_s += self._slowed_s[-1] - self._slowed_s[-2]
         self.end_backward()
@@ -183,11 +173,7 @@ class Timeline:
 
     def _may_gather_s(self) -> float:
         """When a gather that is issued now may begin."""
-        if self.gathers_wait_for == "computing":
-            return self.compute_s
-        if self.gathers_wait_for == "copies":
-            return self._copied_before_s
-        return self._freed_s.popleft() if len(self._freed_s) >= _FREED_IN_FLIGHT else 0.0
+        return self.compute_s if self.asynchronous_unshard else self._copied_before_s
 
     def _compute(self, event: Event, micro_batch: int, seconds: float) -> None:
         start_s = self.compute_s

@@ -10,6 +10,7 @@ from overlapped import SHARES, made, overlapped
 
 from lightning_osdp.assign import Setting, as_far_as_fits, assign_ahead
 from lightning_osdp.core.modes import DP, ZDP
+from lightning_osdp.core.plans.plan import PREFETCH_CHOICES
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload
 from lightning_osdp.engine import AUTO, FSDP2
@@ -94,7 +95,7 @@ def test_to_gather_late_takes_no_more_bytes_and_to_gather_ahead_no_more_time(mod
 
 
 @settings(deadline=None, max_examples=60)
-@given(case=overlapped(most=4), prefetch=st.sampled_from(FSDP2.prefetches))
+@given(case=overlapped(most=4), prefetch=st.sampled_from(PREFETCH_CHOICES))
 def test_where_all_gathers_are_synchronous_gathering_ahead_in_forward_is_no_better(model, operator, case, prefetch):
     """So it is not offered."""
     found = dataclasses.replace(made(model, operator, case), engine=FSDP2(asynchronous_unshard=False))
@@ -106,7 +107,7 @@ def test_where_all_gathers_are_synchronous_gathering_ahead_in_forward_is_no_bett
 
 
 @settings(deadline=None, max_examples=60)
-@given(case=overlapped(most=4), prefetch=st.sampled_from(FSDP2.prefetches))
+@given(case=overlapped(most=4), prefetch=st.sampled_from(PREFETCH_CHOICES))
 def test_where_nothing_overlaps_asynchronous_all_gathers_are_as_fast_and_take_no_more(model, operator, case, prefetch):
     """So synchronous ones are not offered there."""
     found = made(model, operator, case)

@@ -9,6 +9,7 @@ from steps import step_of
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.cluster import Link
 from lightning_osdp.core.modes import DP, HDP, HPZ, HSDP, ZDP
+from lightning_osdp.core.plans.plan import PREFETCH_CHOICES
 from lightning_osdp.core.profile import ModelProfile, OperatorProfile, ParameterProfile, Segment
 from lightning_osdp.cost import evaluation_peak, step_memory
 from lightning_osdp.engine import FSDP2
@@ -96,7 +97,7 @@ def closed_form(itemsize, gathered_itemsize, mode, engine, *, world_size, copies
 @pytest.mark.parametrize("copies", [True, False])
 def test_the_peak_of_equal_units_is_that_of_the_closed_form(precision, mode, world_size, copies):
     sizes = PRECISIONS[precision]
-    for prefetch, ahead, asynchronous in product(FSDP2.prefetches, (False, True), (False, True)):
+    for prefetch, ahead, asynchronous in product(PREFETCH_CHOICES, (False, True), (False, True)):
         engine = FSDP2(backward_prefetch=prefetch, forward_prefetch=ahead, asynchronous_unshard=asynchronous)
         found, bound = moments(linears(*sizes), mode, engine, world_size=world_size, copies=copies)
         expected = closed_form(*sizes, mode, engine, world_size=world_size, copies=copies)
@@ -108,7 +109,7 @@ def test_the_peak_of_equal_units_is_that_of_the_closed_form(precision, mode, wor
 @pytest.mark.parametrize(("world_size", "node_size"), [(4, 2), (8, 4), (8, 2)])
 def test_what_is_left_in_each_node_counts_until_it_is_copied_out(precision, world_size, node_size):
     sizes = PRECISIONS[precision]
-    for prefetch, ahead, asynchronous in product(FSDP2.prefetches, (False, True), (False, True)):
+    for prefetch, ahead, asynchronous in product(PREFETCH_CHOICES, (False, True), (False, True)):
         engine = FSDP2(backward_prefetch=prefetch, forward_prefetch=ahead, asynchronous_unshard=asynchronous)
         nodes = {"world_size": world_size, "node_size": node_size}
         found, bound = moments(linears(*sizes), HPZ, engine, **nodes)
@@ -121,7 +122,7 @@ def test_what_is_left_in_each_node_counts_until_it_is_copied_out(precision, worl
 @pytest.mark.parametrize(("world_size", "node_size"), [(4, 2), (8, 4), (8, 2)])
 def test_units_that_are_sharded_in_the_node_take_what_they_take_on_its_ranks_alone(mode, world_size, node_size):
     sizes, alone = PRECISIONS["fp32"], {HSDP: ZDP, HDP: DP}[mode]
-    for prefetch, ahead, asynchronous in product(FSDP2.prefetches, (False, True), (False, True)):
+    for prefetch, ahead, asynchronous in product(PREFETCH_CHOICES, (False, True), (False, True)):
         engine = FSDP2(backward_prefetch=prefetch, forward_prefetch=ahead, asynchronous_unshard=asynchronous)
         found, bound = moments(linears(*sizes), mode, engine, world_size=world_size, node_size=node_size)
         expected = closed_form(*sizes, alone, engine, world_size=node_size, copies=True)

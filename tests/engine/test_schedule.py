@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_osdp import profile_model
 from lightning_osdp.apply import internals
 from lightning_osdp.core.modes import ALL_MODES, DP, HDP, HPZ, HSDP, SYNC_CHOICES, ZDP
+from lightning_osdp.core.plans.plan import PREFETCH_CHOICES
 from lightning_osdp.core.profile import Rerun
 from lightning_osdp.core.units import merged, partition
 from lightning_osdp.engine import FSDP2, leaving_order
@@ -208,7 +209,7 @@ def test_fully_shard_does_in_this_order_what_is_predicted(case, by_block, monkey
         units = merged(profile, units, BLOCKS)
     of_nodes = [dataclasses.replace(mode, sync=sync) for mode in (HSDP, HDP) for sync in SYNC_CHOICES]
     for mode, ahead, asynchronous in product((*ALL_MODES, HPZ, *of_nodes), (False, True), (False, True)):
-        for prefetch, number in product(FSDP2.prefetches, (1, 2)):
+        for prefetch, number in product(PREFETCH_CHOICES, (1, 2)):
             engine = FSDP2(backward_prefetch=prefetch, forward_prefetch=ahead, asynchronous_unshard=asynchronous)
             allowed = [mode if engine.may_wait(unit) else dataclasses.replace(mode, sync="every") for unit in units]
             modes = [DP if unit.is_root else each for unit, each in zip(units, allowed, strict=True)]

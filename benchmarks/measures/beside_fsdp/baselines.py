@@ -19,9 +19,6 @@ from benchmarks.testbed.plans import largest_that_fits
 from lightning_osdp import Cluster, ModelProfile, profile_model
 from lightning_osdp.core.text.byte_size import format_bytes
 
-_NEARLY = 1.02
-"""Of a limit: predictions are exact to less."""
-_MOST_SAMPLES = 2**20
 BASE = Way(sharding="FULL_SHARD", is_fully_shard=True)
 """What limits and ratios refer to."""
 KEPT = Way(sharding="SHARD_GRAD_OP", is_fully_shard=True)
@@ -113,13 +110,10 @@ def _most_samples(case: Case, limit_bytes: float) -> int:
     def fits(size: int) -> bool:
         return counted_bytes(case.model, case.num_ranks, case.way, size, 1, node_size=case.node_size) <= limit_bytes
 
-    is_predicted = case.way.sharding != "DDP"
-    size = _predicted(case, limit_bytes) if is_predicted else 1
-    # what is predicted to be far beyond is not counted
-    most = _predicted(case, _NEARLY * limit_bytes) if is_predicted else _MOST_SAMPLES
+    size = _predicted(case, limit_bytes)
     while size and not fits(size):
         size -= 1
-    while size < most and fits(size + 1):
+    while fits(size + 1):
         size += 1
     return size
 
@@ -127,7 +121,7 @@ def _most_samples(case: Case, limit_bytes: float) -> int:
 def _predicted(case: Case, limit_bytes: float) -> int:
     cluster = Cluster(world_size=case.num_ranks, node_size=case.node_size, all_gather=FREE, reduce_scatter=FREE)
     plan = case.way.plan(build(case.model), world_size=case.num_ranks, node_size=case.node_size, micro_batch_size=1)
-    found = largest_that_fits(plan, _profile(case.model), cluster, limit_bytes=int(limit_bytes), engine=case.way.engine)
+    found = largest_that_fits(plan, _profile(case.model), cluster, limit_bytes=int(limit_bytes))
     return 0 if found is None else found.micro_batch_size
 
 

@@ -24,10 +24,10 @@ from benchmarks.measures.gpu.finding import Check, Finding, peak_of
 from benchmarks.measures.gpu.models import NAMES, batch_on, made, num_samples_on, unit_names
 from benchmarks.rank_faults import Case, make_plan, outcome
 from benchmarks.testbed.groups import fake_group
-from benchmarks.testbed.plans import plan_of, simulated
+from benchmarks.testbed.plans import plan_of
 from benchmarks.testbed.step import Step
 from benchmarks.testbed.training import quiet
-from lightning_osdp import Cluster, OSDPStrategy, profile_model
+from lightning_osdp import Cluster, OSDPStrategy, profile_model, simulate
 from lightning_osdp.apply.activations.blocks import BlockForwards
 from lightning_osdp.core.cluster import CUDA_HEADROOM, Link
 from lightning_osdp.core.plans.plan import Block, Plan
@@ -252,7 +252,7 @@ def _predicted_bytes(name: str, plan: Plan, device: torch.device) -> int:
     cluster = Cluster(
         world_size=plan.world_size, all_gather=_FREE, reduce_scatter=_FREE, overlaps=True, reduce_scatter_copies=False
     )
-    return simulated(plan, profile, cluster).peak.peak_bytes
+    return simulate(plan, profile, cluster).peak.peak_bytes
 
 
 def fake_groups(device: torch.device) -> Iterator[Finding]:

@@ -15,7 +15,6 @@ import torch
 from rich.table import Table
 from torch.optim import AdamW
 
-from benchmarks.fsdp1 import FSDP1
 from benchmarks.measures.section import Row, Section, Target
 from benchmarks.measures.simulated.models import Sizes, made
 from lightning_osdp import ComputePrecision, Machine, ModelProfile, TrainingStep, profile_model
@@ -57,7 +56,7 @@ class Case:
     checkpointing: str
     """``none``, ``full``, ``every second block``, or ``by operation``, as torchtitan chooses operations."""
     strategy: str = "fully_shard"
-    """Or one of Lightning's, with FSDP1: ``FULL_SHARD``, ``SHARD_GRAD_OP``; or ``DDP``."""
+    """Or one of Lightning's, which have FSDP1: ``FULL_SHARD``, ``SHARD_GRAD_OP``; or ``DDP``."""
     reshard: str = "default"
     """Of ``fully_shard``: ``always``, ``never``, or ``default``: all blocks but the last."""
     gib: float | None = None
@@ -91,7 +90,8 @@ def section(chosen: Sequence[Case]) -> Section:
 def measure(case: Case) -> dict[str, Any]:
     """The peak and the throughput of a row as `fully_shard` would have them, with a unit for each block.
 
-    Tables of llm-foundry were measured with FSDP1, of which gathering and computing overlap likewise.
+    llm-foundry and Lightning measured with FSDP1. Its collectives overlap computing likewise, and it holds no buffer
+    beside what is gathered: the nearest is ``fully_shard`` that unshards asynchronously and gathers ahead.
     """
     spec = case.machine.replace("@", str(_HERE / "h100_96.toml"))
     machine = Machine.parse(spec)
@@ -126,7 +126,7 @@ def _setting(case: Case, profile: ModelProfile, machine: Machine) -> Setting:
         units=grouped(profile, _by_block(profile)),
         cluster=cluster,
         workload=Workload(micro_batch_size=case.batch),
-        engine=FSDP2(asynchronous_unshard=False) if case.strategy == "fully_shard" else FSDP1(),
+        engine=FSDP2(asynchronous_unshard=False) if case.strategy == "fully_shard" else FSDP2(forward_prefetch=True),
     )
     names = [block.name for block in profile.blocks]
     chosen = {"full": names, "every second block": names[1::2]}.get(case.checkpointing, [])
@@ -147,7 +147,8 @@ def _modes(case: Case, setting: Setting) -> tuple[ShardingMode, ...]:
     num_blocks = len(setting.units) - 1
     freed = {"always": num_blocks, "default": num_blocks - 1, "never": 0}[case.reshard]
     if case.strategy != "fully_shard":
-        freed = num_blocks if case.strategy == "FULL_SHARD" else 0
+        # under DDP nothing is gathered: of one rank, that is a unit that is freed
+        freed = 0 if case.strategy == "SHARD_GRAD_OP" else num_blocks
     return (DP, *[ZDP] * freed, *[DP] * (num_blocks - freed))
 
 

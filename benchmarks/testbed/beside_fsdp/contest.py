@@ -19,10 +19,10 @@ import torch.distributed as dist
 from benchmarks.families import Family, build
 from benchmarks.testbed.beside_fsdp.lightning_fsdp import Baseline, Way
 from benchmarks.testbed.beside_fsdp.turns import Turns, fastest_of_slowest, fits_in_turns, seconds_of
-from benchmarks.testbed.plans import sent_bytes, simulated
+from benchmarks.testbed.plans import sent_bytes
 from benchmarks.testbed.ring import ring_reduce_scatters
 from benchmarks.testbed.training import quiet, train
-from lightning_osdp import Cluster, ModelProfile, SearchSpace, make_plan, measure_cluster, profile_model
+from lightning_osdp import Cluster, ModelProfile, SearchSpace, make_plan, measure_cluster, profile_model, simulate
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.simulation.plan import planned_step
@@ -54,7 +54,7 @@ class Entrant:
     """Peak; None where it is yet to be counted."""
     predicted_bytes: int | None
     predicted_s: float | None
-    """None for DDP."""
+    """None for what is not `Way.is_predicted`."""
     compute_s: float
     """Predicted."""
     wire_bytes: float
@@ -168,7 +168,7 @@ class _Plans:
                 node_size=self._cluster.node_size,
             )
             plan = self._with_bytes(plan)
-            rate = _num_samples(plan) / self._simulated(plan, baseline).time_s
+            rate = _num_samples(plan) / self._simulated(plan).time_s
             if baseline.name not in best or rate > best[baseline.name][0]:
                 best[baseline.name] = (rate, (baseline.name, limit, plan, baseline))
         return [
@@ -178,16 +178,16 @@ class _Plans:
 
     def entrant(self, name: str, limit: float | None, plan: Plan, baseline: Baseline | None) -> Entrant:
         """With what is predicted."""
-        estimate = self._simulated(plan, baseline)
-        is_planned = baseline is None or baseline.sharding != "DDP"
+        estimate = self._simulated(plan)
+        is_predicted = baseline is None or baseline.is_predicted
         return Entrant(
             name=name,
             limit=limit,
             way=None if baseline is None else baseline.way,
             plan=replace(plan, memory_limit_bytes=UNLIMITED).to_json(),
             counted_bytes=None if baseline is None else baseline.counted_bytes,
-            predicted_bytes=estimate.peak.peak_bytes if is_planned else None,
-            predicted_s=estimate.time_s if is_planned else None,
+            predicted_bytes=estimate.peak.peak_bytes if is_predicted else None,
+            predicted_s=estimate.time_s if is_predicted else None,
             compute_s=estimate.compute_s,
             wire_bytes=sent_bytes(plan),
         )
@@ -207,9 +207,8 @@ class _Plans:
         nearer = self._nearest(plan)
         return plan if nearer is first else planned(nearer)
 
-    def _simulated(self, plan: Plan, baseline: Baseline | None) -> StepEstimate:
-        engine = None if baseline is None else baseline.engine
-        return simulated(plan, self._nearest(plan), self._cluster, engine=engine)
+    def _simulated(self, plan: Plan) -> StepEstimate:
+        return simulate(plan, self._nearest(plan), self._cluster)
 
     def _nearest(self, plan: Plan) -> ModelProfile:
         """Of the micro-batch that is nearest to the plan's."""

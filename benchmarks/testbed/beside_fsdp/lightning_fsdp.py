@@ -15,13 +15,11 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 from typing_extensions import override
 
 from benchmarks.families import Family
-from benchmarks.fsdp1 import FSDP1
 from benchmarks.testbed.plans import plan_of
 from examples.mingpt.model import Block
 from lightning_osdp.core.modes import DP, HDP, HPZ, HSDP, ZDP, ShardingMode
 from lightning_osdp.core.plans import plan as plans
 from lightning_osdp.core.plans.plan import Plan
-from lightning_osdp.engine import FSDP2
 
 Sharding: TypeAlias = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "hpZ", "DDP"]
 _MODES = {
@@ -56,9 +54,9 @@ class Way:
         return ", ".join(parts)
 
     @property
-    def engine(self) -> FSDP2:
-        """What predicts a step; not of DDP."""
-        return FSDP2(asynchronous_unshard=False) if self.is_fully_shard or self.sharding == "hpZ" else FSDP1()
+    def is_predicted(self) -> bool:
+        """Whether `plan` predicts its steps, as ``fully_shard`` takes them."""
+        return self.is_fully_shard or self.sharding == "hpZ"
 
     def strategy(self, module: Family, *, node_size: int | None = None) -> ParallelStrategy | None:
         """For a Trainer of this module, on nodes of so many ranks; None: OSDP's own, with `plan`."""
@@ -90,7 +88,7 @@ class Way:
         num_micro_batches: int = 1,
         node_size: int | None = None,
     ) -> Plan:
-        """What the strategy does, as a plan, so that it can be predicted.
+        """What the strategy does, as a plan; of what is not `is_predicted`, the most similar one of ``fully_shard``.
 
         ``FSDPStrategy`` reduces all gradients once, at the end, and ``ModelParallelStrategy`` in every micro-batch.
         (The root of FULL_SHARD is gathered in every micro-batch, the plan's only in the first one. DDP has no plan like

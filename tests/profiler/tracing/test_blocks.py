@@ -10,12 +10,12 @@ from tiers import slow
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.fsdp1 import FSDP1
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.blocks import freed_bytes, with_activations
 from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.slices import split_operators
 from lightning_osdp.cost import exact_peak
+from lightning_osdp.engine import FSDP2
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.profiler import profile_model
 from lightning_osdp.profiler.tracing.calls import recorded_calls
@@ -77,7 +77,7 @@ def profiled(model, activations=("keep",)):
 def peak(profile, mode, world_size):
     step = step_of(profile, world_size=world_size, micro_batch_size=32)
     modes = [DP if unit.is_root else mode for unit in step.units]
-    return exact_peak(step, modes, engine=FSDP1(backward_prefetch="none"))
+    return exact_peak(step, modes, engine=FSDP2(backward_prefetch="none"))
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,9 @@ def test_the_peak_is_that_of_a_model_that_checkpoints_these_blocks_itself(model,
     mixed = with_activations(model, dict.fromkeys(recomputed, "recompute"))
     for mode, world_size in ((DP, 1), (DP, 4), (ZDP, 4)):
         found, expected = peak(mixed, mode, world_size), peak(own, mode, world_size)
-        assert found.peak_bytes == pytest.approx(expected.peak_bytes, rel=2e-3)
+        # a profile of a model's own checkpointing does not tell which units are gathered for it
+        found_bytes, expected_bytes = (each.peak_bytes - each.parts["gathered parameters"] for each in (found, expected))
+        assert found_bytes == pytest.approx(expected_bytes, rel=2e-3)
         assert (found.phase, found.operator) == (expected.phase, expected.operator)
 
 
