@@ -59,11 +59,11 @@ class Price(NamedTuple):
 
 
 def improve(
-    problem: Additive, modes: Modes, rooms: Sequence[float], *, prices: Sequence[Price], max_states: int
+    problem: Additive, modes: Modes, rooms: Sequence[float], *, prices: Sequence[Price], width: int
 ) -> tuple[Modes, float]:
     """The best modes, or the best found from these on, which fit, and the seconds that no modes that fit go below.
 
-    Rooms are those of `StepMemory.room_bytes`; about ``max_states`` states are looked at, of all units together.
+    Rooms are those of `StepMemory.room_bytes`; ``width`` states go on from each unit to the next.
     """
     memory = problem.memory
     menus = [
@@ -73,7 +73,6 @@ def improve(
     known_s = problem.time_s(modes)
     ordered_s = sum(problem.times_s[unit][modes[unit]] for unit in memory.order)
     rests = [_rests(menus, price, rooms) for price in (Price(0, 0.0), *prices)]
-    width = max(1, max_states // max(1, len(menus)))
     any_stays = any(option.held.window_bytes for menu in menus for option in menu)
     first = _State(0.0, rooms[0] if any_stays else math.inf, known_s - ordered_s, -math.inf, None)
     states, bound_s = [first], known_s

@@ -78,7 +78,7 @@ class _Found:
 
     def __init__(self, setting: Setting, rooms: Sequence[float]) -> None:
         self.setting, self.rooms, self.problem = setting, rooms, setting.costs.additive
-        self.modes: Modes = setting.costs.least_memory_modes
+        self.modes: Modes = self.problem.least_memory_modes
         self.time_s, self.stalls_s = setting.costs.clock.step(self.modes)
         self.num_left = MAX_SIMULATED_UNITS // len(setting.units)
         self._simulated = {self.modes: StepTime(self.time_s, self.stalls_s)}

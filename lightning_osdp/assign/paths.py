@@ -63,7 +63,7 @@ class Paths:
     """All of them for one setting, whose cluster overlaps."""
 
     def __init__(self, setting: Setting) -> None:
-        self._setting, self._clock, self._options = setting, setting.costs.clock, setting.costs.options
+        self._setting, self._clock, self._options = setting, setting.costs.clock, setting.costs.menus
         collectives_s = self._clock.durations.collectives_s
         self._gather_s = collectives_s["gather"]
         self._reduces_s = {"all": collectives_s["reduce"], "node": collectives_s.get("all_reduce", ())}

@@ -19,11 +19,11 @@ MAX_RELAXATIONS = 4
 ROUNDING = 1e-12
 """Step times that differ by less than this fraction are equal."""
 
-MAX_STATES = 100_000
-"""States that `nested.improve` looks at where units have two options: 0.3 s in CPython 3.11 if it needs them all."""
+MAX_EXTENDED = 200_000
+"""States that `nested.improve` makes of others at most, one for each option: up to 1 s in CPython 3.11."""
 
 MIN_WIDTH = 100
-"""States per unit below which it is not tried: with more than a thousand units. The gap is then some 0.001% anyway."""
+"""States per unit below which it is not tried: where all units together have more than two thousand options."""
 
 
 class Solved(NamedTuple):
@@ -52,11 +52,10 @@ def solve(problem: Additive, rooms: Sequence[float], *, search: str, tolerance: 
         proposals.append(problem.least_memory_modes)
     best = min((fill(problem, repair(problem, modes, rooms), rooms) for modes in proposals), key=problem.time_s)
     time_s = problem.time_s(best)
-    thorough = search != "greedy" and len(problem.options) * MIN_WIDTH <= MAX_STATES
-    if thorough and time_s > bound_s * (1 + tolerance):
-        num_states = MAX_STATES * 4 // max(2, *map(len, problem.options)) ** 2
+    width = MAX_EXTENDED // sum(map(len, problem.options))
+    if search != "greedy" and width >= MIN_WIDTH and time_s > bound_s * (1 + tolerance):
         prices = [each.price for each in relaxed]
-        best, nested_s = improve(problem, best, rooms, prices=prices, max_states=num_states)
+        best, nested_s = improve(problem, best, rooms, prices=prices, width=width)
         time_s, bound_s = problem.time_s(best), max(bound_s, nested_s)
     if time_s <= bound_s * (1 + ROUNDING):
         return Solved(best, time_s, bound_s=time_s)

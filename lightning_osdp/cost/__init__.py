@@ -18,6 +18,7 @@ from lightning_osdp.cost.terms import (
     overhead_part_s,
     overhead_s,
     reduce_s,
+    resource_s,
     unit_s,
 )
 
@@ -40,6 +41,7 @@ __all__ = [
     "overhead_s",
     "paper_memory",
     "reduce_s",
+    "resource_s",
     "saved_bytes",
     "saving_peak",
     "step_memory",

@@ -46,6 +46,28 @@ def communication_s(
     return total_s + (num_all_reduces * all_reduce_s(unit, cluster, engine) if num_all_reduces else 0.0)
 
 
+def resource_s(
+    unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
+) -> tuple[float, ...]:
+    """Seconds of an optimizer step that a unit takes of each resource, its operators' own apart.
+
+    These are computing, all-gathers over all ranks, reductions that leave the node, and collectives inside of nodes.
+    """
+    number = workload.num_micro_batches
+    in_node = engine.num_gathers_in_node(mode, unit, num_micro_batches=number)
+    over_all = engine.num_all_gathers(mode, unit, num_micro_batches=number) - in_node
+    reduces = engine.num_reduce_scatters(mode, num_micro_batches=number)
+    reduces_s = reduces * reduce_s(unit, cluster, engine, over=mode.sharded_over)
+    in_node_s = in_node * gather_s(unit, cluster, engine, over="node") if in_node else 0.0
+    if mode.sharded_over == "node":
+        between_s = engine.num_all_reduces(mode, num_micro_batches=number) * all_reduce_s(unit, cluster, engine)
+        reduces_s, in_node_s = between_s, in_node_s + reduces_s
+    own_s = sum(
+        term(unit, mode, cluster=cluster, workload=workload, engine=engine) for term in (overhead_s, activations_s)
+    )
+    return own_s, over_all * gather_s(unit, cluster, engine), reduces_s, in_node_s
+
+
 def gather_s(unit: UnitProfile, cluster: Cluster, engine: FSDP2 = DEFAULT, *, over: str = "all") -> float:
     """Seconds of one all-gather of a unit over all ranks, or inside of each ``node``.
 

@@ -1,0 +1,31 @@
+"""Menus: what a unit may do, without what another way beats in everything that a search weighs.
+
+A search weighs seconds, bytes that a unit holds from its forward to its backward, and bytes that it holds all the time.
+Where nothing overlaps seconds are one number. Where something does, seconds of computing and of each link's collectives
+are numbers of their own: what takes fewer of one and more of another may be faster or slower in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Price = tuple[float, ...]
+"""Seconds and bytes of one way to treat a unit: each counts by itself, and less is better."""
+
+
+def unbeaten(prices: Sequence[Price]) -> tuple[int, ...]:
+    """Places of the prices that no other one beats: is at most in every number. Of equal ones the first is left.
+
+    Example:
+        >>> unbeaten([(3.0, 0.0), (1.0, 8.0), (2.0, 8.0), (3.0, 0.0)])
+        (0, 1)
+    """
+
+    def beats(place: int, other: int) -> bool:
+        ours, theirs = prices[place], prices[other]
+        if ours == theirs:
+            return place < other
+        return all(mine <= its for mine, its in zip(ours, theirs, strict=True))
+
+    everyone = range(len(prices))
+    return tuple(own for own in everyone if not any(beats(other, own) for other in everyone))
