@@ -205,12 +205,14 @@ def trained(folder, names):
             module.loss(next(iter(module.same_loader())))
         module.num_calls.copy_(num_calls)
         assert not isinstance(module.up.weight, DTensor)
-        wrong[name] = differing(module, optimizer, checkpoint_fixtures.expected(name))
+        expected = checkpoint_fixtures.plainly_trained(name, checkpoint_fixtures.NUM_STEPS)
+        wrong[name] = differing(module, optimizer, expected)
         saved = {"model": state.model_state(module, "sharded")}
         saved["optimizer_0"] = state.optimizer_state(module, optimizer, "sharded")
         dcp.save(saved, checkpoint_id=Path(folder) / name)
         if dist.get_rank() == 0:
             shutil.copy(checkpoint_fixtures.FOLDER / name / "meta.pt", Path(folder) / name)
+            torch.save(expected, Path(folder) / f"{name}-expected.pt")
     return wrong
 
 
@@ -314,7 +316,7 @@ def consolidated(folder, names):
         consolidate(Path(folder) / name)
         saved = torch.load(Path(folder) / f"{name}.consolidated", weights_only=True)
         saved["optimizer_states"] = [numbered(each) for each in saved["optimizer_states"]]
-        expected = checkpoint_fixtures.expected(name)
+        expected = checkpoint_fixtures.expected(name, folder)
         for each in (saved, expected):  # in no order that is told
             each["state_dict"] = dict(sorted(each["state_dict"].items()))
         wrong[name] = unequal(saved, expected)

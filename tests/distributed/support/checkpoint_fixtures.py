@@ -104,8 +104,9 @@ def plainly_trained(name, num_steps):
     }
 
 
-def expected(name):
-    return torch.load(FOLDER / f"{name}-expected.pt", weights_only=True)
+def expected(name, folder):
+    """State of one process that trained likewise, on the machine that wrote the checkpoints: others round otherwise."""
+    return torch.load(Path(folder) / f"{name}-expected.pt", weights_only=True)
 
 
 def goes_on(checkpoints, folder=FOLDER):
@@ -119,7 +120,7 @@ def goes_on(checkpoints, folder=FOLDER):
         wrong, module = [], Varied(name)
 
         def compare(trainer, wrong=wrong, name=name):
-            wrong += [trainer.global_step, *differing(trainer, expected(name))]
+            wrong += [trainer.global_step, *differing(trainer, expected(name, folder))]
 
         fit = trainer(strategy(module), max_steps=NUM_STEPS + 2, callbacks=[AtStart(compare)])
         with mock.patch.object(entries, "rank_zero_info", told.append):
