@@ -17,6 +17,8 @@ DEMO_CONFIG ?= examples/mingpt/configs/osdp_cpu.yaml
 PYTEST_ARGS ?= --numprocesses=2 --dist=worksteal
 MINUTES ?= 60
 QUICK_BENCHMARKS := accumulation activations cluster engines headline nodes published splitting
+# What has torch, oneDNN and MKL compute as on a CPU without AVX-512.
+AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -33,7 +35,8 @@ TORCH_WANTED := $(VENV)/.torch-requirement
 help:
 	@echo "make demo   train minGPT under an OSDP plan on two CPU ranks"
 	@echo "make test   everything CI runs: lint, types, docs, unit"
-	@echo "make test-all  the same with all tests, new examples for property tests, and benchmarks in quick form"
+	@echo "make test-all  the same with all tests, new examples for property tests, benchmarks in quick form,"
+	@echo "               and the tests of make test as on a CPU without AVX-512"
 	@echo "make lint | types | docs | unit   one part of it"
 	@echo "make faults kill ranks 20 times, inside saving too, and resume; have them raise, stall and terminate"
 	@echo "make soak   train on four ranks for an hour, and see that nothing grows"
@@ -47,6 +50,7 @@ test: lint types docs unit
 
 test-all: lint types docs
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --hypothesis-profile=random
+	$(AVX2) $(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
 	for program in $(QUICK_BENCHMARKS); do $(BIN)/python benchmarks/$$program.py --quick true || exit 1; done
 
 lint: $(INSTALLED_DEV)

@@ -218,8 +218,7 @@ class OSDPStrategy(FSDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         try:
-            if self._units.model is not None:
-                explain_step_error(exception, self, self._sharded)
+            explain_step_error(exception, self, None if self._units.model is None else self._sharded)
         finally:
             self._ranks.report(exception)  # the others wait to be told
 

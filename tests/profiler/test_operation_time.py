@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from entangled_models import MODELS
+from this_cpu import skip_what_it_lacks
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,6 +35,7 @@ def only(run, *tensors):
 
 def recorded_step(name, precision="float32"):
     model, segments = MODELS[name](), [0]
+    skip_what_it_lacks(model, precision)
     with faked(model, model.batch(), CPU) as batch, OperationRecorder(lambda: segments[-1]) as recorder:
         with PRECISIONS[precision]():
             returned = own_step(model, batch)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
+from this_cpu import skip_what_it_lacks
 from torch import nn
 
 from lightning_osdp.profiler import LiveBytes
@@ -85,6 +86,7 @@ def real_and_fake(module, batch, size, step, precision="float32"):
     def sized(batch):
         return batch if size is None else resized(batch, 4, size)
 
+    skip_what_it_lacks(module, precision)
     context = PRECISIONS[precision]
     with untouched(module):
         real = count(module, sized(batch), step, context)

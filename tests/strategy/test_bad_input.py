@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger
+from this_cpu import LOW, refused_lstm
 from tiers import slow
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -124,6 +125,34 @@ def test_what_loaders_must_give(fit, loader, text):
     with pytest.raises(ProfileError) as refused:
         fit(Net(), loader)
     assert text in str(refused.value)
+
+
+class Recurrent(Net):
+    """Gives its LSTM inputs in another precision than that of autocast, if none is named."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.lstm, self.dtype_of_inputs = nn.LSTM(4, 4), dtype
+
+    def training_step(self, batch, batch_idx):
+        x, _ = self.lstm(batch[0][None].to(self.dtype_of_inputs))
+        return self.body(x).float().square().mean()
+
+
+def test_an_lstm_that_this_cpu_lacks(fit):
+    refused = {precision: told for precision in LOW if (told := refused_lstm(precision))}
+    if not refused:
+        pytest.skip("this CPU has LSTMs in every precision")
+    for precision, told in refused.items():
+        with pytest.raises(RuntimeError) as found:
+            fit(Recurrent(), precision=precision)
+        assert str(found.value) == (
+            f"{told}\nOSDP: torch has no LSTM for float32 inputs in the lower precision of autocast on this CPU, which"
+            " lacks instructions for it. Give the LSTM inputs in that precision, as in self.lstm(x.bfloat16()) for"
+            ' precision="bf16-mixed", or train with precision="32-true".'
+        )
+        fit(Recurrent(LOW[precision]), precision=precision)
+        fit(Recurrent(), precision="32-true")
 
 
 class TakesIterator(Net):

@@ -48,8 +48,13 @@ _EXPLAINED = {
         "OSDP: backward has come to weights of a module that are not gathered. Where gradients have a graph"
         " (create_graph=True), all that they are gradients of must be given to the module as arguments."
     ),
+    "LSTM forward propagation primitive": (
+        "OSDP: torch has no LSTM for float32 inputs in the lower precision of autocast on this CPU, which lacks"
+        " instructions for it. Give the LSTM inputs in that precision, as in self.lstm(x.bfloat16()) for"
+        ' precision="bf16-mixed", or train with precision="32-true".'
+    ),
 }
-"""By words of torch, or of fairscale: what to do where a user's code cannot run with sharded tensors."""
+"""By words of torch, or of fairscale: what to do where a user's code cannot run with sharded tensors, or so here."""
 
 
 def place_of_shortage(sharded: ShardedModel) -> str:
@@ -57,9 +62,9 @@ def place_of_shortage(sharded: ShardedModel) -> str:
     return sharded.place_in_step() or "the optimizer step"
 
 
-def explain_step_error(error: BaseException, strategy: FSDPStrategy, sharded: ShardedModel) -> None:
-    """Appends what helps to an error, if memory ran out under a plan, or code cannot run with sharded tensors."""
-    if is_out_of_memory(error) and sharded.plan is not None:
+def explain_step_error(error: BaseException, strategy: FSDPStrategy, sharded: ShardedModel | None) -> None:
+    """Appends what helps to an error, if memory ran out under a plan, or code cannot run so; None before sharding."""
+    if is_out_of_memory(error) and sharded is not None and sharded.plan is not None:
         _append(error, _of_memory(strategy, sharded.plan, place_of_shortage(sharded)))
     told = next((text for said, text in _EXPLAINED.items() if said in str(error)), None)
     if told is not None and told not in str(error):
