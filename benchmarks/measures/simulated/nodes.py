@@ -14,7 +14,6 @@ from torch.optim import AdamW
 
 from benchmarks.measures.section import Row, Section, Target
 from benchmarks.measures.simulated.models import LanguageModel, Sizes
-from benchmarks.measures.simulated.tables import NOTHING
 from lightning_osdp import InfeasibleError, Machine, ModelProfile, SearchSpace, make_plan, simulate
 from lightning_osdp.core.batch_policy import BatchPolicy, samples_of_rank
 from lightning_osdp.core.text.byte_size import format_bytes
@@ -37,6 +36,8 @@ MACHINES = ("8 rtx-4090", "2x8 a100-80, 100gbit", "4x8 h100-sxm, 8x400gbit", "16
 MILLIONS_OF_TOKENS = (1, 4)
 OVER_ALL = "OSDP, sharded over all ranks"
 SPACES = {"OSDP": SearchSpace(), OVER_ALL: SearchSpace(modes=("ZDP", "DP"))}
+NOTHING = 1.02
+"""Ratios below this are nothing that a simulation could tell."""
 _AS_GOOD = 0.999
 """Of the best by hand's samples/s: a sweep stops where no size can be better by more than a thousandth."""
 
