@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from lightning_osdp.cli.answer import Answer, lines, step_seconds
+from lightning_osdp.cli.answer import Answer, lines
+from lightning_osdp.cli.estimates import Estimate, Ways, beside_each_other
+from lightning_osdp.cli.files import checked_output, write_output
 from lightning_osdp.core.batch_policy import BatchPolicy, samples_of_rank
-from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.plans.document import shown
+from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.byte_size import format_bytes, parse_bytes
-from lightning_osdp.core.text.duration import format_seconds, three_digits
+from lightning_osdp.core.text.duration import three_digits
 from lightning_osdp.core.text.progress import Progress
-from lightning_osdp.errors import ConfigurationError, InfeasibleError
+from lightning_osdp.core.text.stored import CLUSTER_FILENAME, PLAN_FILENAME, PROFILE_FILENAME
+from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.machines import Machine
-from lightning_osdp.report.sentences import tell_kept, tell_peak
-from lightning_osdp.report.tables import table
-from lightning_osdp.scheduler import HandMade, made_by_hand, make_plan
-from lightning_osdp.simulation import StepEstimate, simulate
 
+_FILES = (PLAN_FILENAME, PROFILE_FILENAME, CLUSTER_FILENAME)
 _ASSUMED = (
     "Not measured: rates are the data sheet's times what programs are assumed to reach, operations are"
     " those that torch runs on CPU, and computing and communication slow each other down by a published factor. A short"
@@ -38,63 +39,135 @@ def estimate(
     sequence: int = 2048,
     data: str | None = None,
     precision: str = "bf16-mixed",
+    optimizer: str | None = None,
+    optimizer_settings: str = "{}",
+    strategy: str | None = None,
+    activations: str = "keep,recompute",
     memory: str | None = None,
     batch: int | None = None,
     global_batch: int | None = None,
     accumulate: int = 1,
+    out: str | None = None,
+    force: bool = False,
 ) -> Answer:
-    """Estimate how a model would train on a machine that you need not have, beside what people choose by hand.
+    """Estimate how a model would train on machines that you need not have, beside what people choose by hand.
 
     Args:
         model: import path of a LightningModule, package.module:Name; or a configuration of transformers, as the path of
             its JSON file or the name of its class, such as LlamaConfig.
         machine: nodes, GPUs of a node, their name and the network of a node, as in "8 h100-sxm" or
-            "4x8 h100-sxm, 400gbit"; in place of the name may be a TOML file with a device of yours.
+            "4x8 h100-sxm, 400gbit"; in place of the name may be a TOML file with a device of yours. Several stand
+            between semicolons, as in "8 a100-80; 8 h100-sxm".
         settings: arguments of the LightningModule or entries of the configuration, as JSON.
         sequence: tokens of a sample, for a configuration of transformers.
         data: import path of a function that takes a number of samples and returns a batch, for a LightningModule
             without train_dataloader.
         precision: 32-true, bf16-mixed, bf16-true or 16-mixed.
+        optimizer: import path of an optimizer of all parameters, as in torch.optim.SGD; or bytes of its state for an
+            element, such as 2 for an 8-bit Adam; by default the LightningModule's own, or AdamW.
+        optimizer_settings: its arguments, as JSON.
+        strategy: OSDP, FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD or HYBRID_SHARD_ZERO2, several between commas; by
+            default all of them.
+        activations: what blocks may do with what they save for backward, keep, recompute, offload or recompute_offload,
+            between commas; one alone is what all of them do.
         memory: limit of one rank, as in 70GiB; by default what the device has, less what is not for tensors.
         batch: samples per rank and micro-batch; by default those with the most samples/s.
         global_batch: samples of all ranks in an optimizer step, divided into the fastest micro-batches.
         accumulate: micro-batches of an optimizer step, where no global batch is given.
+        out: folder to write osdp_plan.json, osdp_profile.json and osdp_cluster.json to, which the other commands read;
+            for one machine.
+        force: whether to replace files that are there already.
     """
-    ranks = Machine.parse(machine)
-    policy = _policy(batch, global_batch, accumulate, ranks.world_size)
-    limit_bytes = ranks.memory_bytes if memory is None else parse_bytes(memory)
-    from lightning_osdp.profiler.without_weights import described  # torch
+    machines = {spec.strip(): Machine.parse(spec) for spec in machine.split(";")}
+    policies = {spec: _policy(batch, global_batch, accumulate, each.world_size) for spec, each in machines.items()}
+    ways = Ways(strategies=_names(strategy, str.upper), activations=_names(activations, str.lower) or ())
+    limit_bytes = None if memory is None else parse_bytes(memory)
+    if out is not None and len(machines) > 1:
+        raise ConfigurationError(f"Expected out with one machine, got {len(machines)}: {machine!r}. Ask one by one.")
+    written = _FILES if out is not None else ()
+    outputs = [checked_output(Path(out or "") / name, "out", force=force, inputs=[model]) for name in written]
+    from lightning_osdp.profiler.without_weights import described, optimizers_by_name  # torch
 
+    own_settings, of_optimizer = _entries(settings, "settings"), _entries(optimizer_settings, "optimizer_settings")
     with _shown() as progress:
         progress("building the model", "")
-        found = described(model, settings=_entries(settings), sequence_length=sequence, data=data)
-        profile = found.profile(ranks.rates, precision=precision, progress=progress)
-        progress("comparing what people choose by hand", "")
-        others = made_by_hand(profile, ranks.cluster, memory_limit_bytes=limit_bytes, policy=policy)
-        what = (
-            f"{model}: {three_digits(found.num_parameters / 1e9)} billion parameters, {precision}",
-            f"on {ranks}, {format_bytes(limit_bytes)} of each for tensors",
-            "",
+        found = described(
+            model,
+            settings=own_settings,
+            sequence_length=sequence,
+            data=data,
+            optimizers=None if optimizer is None else optimizers_by_name(optimizer, of_optimizer),
         )
-        try:
-            plan = make_plan(
-                profile,
-                ranks.cluster,
-                memory_limit_bytes=limit_bytes,
-                micro_batch_size=policy,
-                progress=progress,
+        profiles: dict[str, ModelProfile] = {}  # of each kind of device
+        estimates = []
+        for spec, each in machines.items():
+            if repr(each.rates) not in profiles:
+                profiles[repr(each.rates)] = found.profile(
+                    each.rates, precision=precision, activations=ways.activations, progress=progress
+                )
+            estimates.append(
+                ways.estimate(
+                    spec,
+                    each,
+                    profiles[repr(each.rates)],
+                    limit_bytes=limit_bytes or each.memory_bytes,
+                    policy=policies[spec],
+                    tokens=found.tokens,
+                    progress=progress,
+                )
             )
-        except InfeasibleError as error:
-            return Answer(
-                text=lines(*what, _compared(others, None), "", str(error), "", _ASSUMED),
-                document={"fits": False, "why": str(error), "by_hand": [asdict(each) for each in others]},
-                fits=False,
-            )
-    step = simulate(plan, profile, ranks.cluster)
+    if outputs:
+        (only,) = estimates
+        texts = (
+            None if only.chosen is None else only.chosen.to_json(),
+            only.profile.to_json(),
+            only.machine.cluster.to_json(),
+        )
+        for path, text in zip(outputs, texts, strict=True):
+            if text is not None:
+                write_output(text, path, "out")
+    return _answer(f"{model}: {_told(found.num_parameters)} parameters, {precision}", estimates)
+
+
+def _answer(what: str, estimates: Sequence[Estimate]) -> Answer:
+    fits = any(each.fits for each in estimates)
+    if len(estimates) > 1:
+        document = {"fits": fits, "machines": [each.document for each in estimates]}
+        return Answer(text=lines(what, "", beside_each_other(estimates), "", _ASSUMED), document=document, fits=fits)
+    (only,) = estimates
     return Answer(
-        text=lines(*what, _compared(others, plan), "", *_limits(plan, step), "", _ASSUMED),
-        document=_document(plan, step, others),
+        text=lines(
+            what,
+            f"on {only.machine}, {format_bytes(only.limit_bytes)} of each for tensors",
+            "",
+            only.compared(),
+            "",
+            *([only.why_not, ""] if only.why_not else []),
+            *only.sentences(),
+            "",
+            _ASSUMED,
+        ),
+        document=only.document,
+        fits=fits,
     )
+
+
+def _told(number: int) -> str:
+    """Parameters for people.
+
+    Example:
+        >>> _told(1_543_000_000), _told(254_000_000), _told(12_345)
+        ('1.54 billion', '254 million', '12,345')
+    """
+    for size, name in ((1e9, "billion"), (1e6, "million")):
+        if number >= size * 0.9995:
+            return f"{three_digits(number / size)} {name}"
+    return f"{number:,}"
+
+
+def _names(text: str | None, spelled: Callable[[str], str]) -> list[str] | None:
+    """Names that commas separate, each once."""
+    return None if text is None else list(dict.fromkeys(spelled(part.strip()) for part in text.split(",")))
 
 
 def _policy(batch: int | None, global_batch: int | None, accumulate: int, world_size: int) -> BatchPolicy:
@@ -109,14 +182,14 @@ def _policy(batch: int | None, global_batch: int | None, accumulate: int, world_
     return BatchPolicy.divide(num_samples, None if batch is None else [batch])
 
 
-def _entries(settings: str) -> Mapping[str, Any]:
-    expected = "Expected settings as a JSON object, as in --settings '{\"num_hidden_layers\": 16}'"
+def _entries(text: str, name: str) -> Mapping[str, Any]:
+    expected = f"Expected {name} as a JSON object, as in --settings '{{\"num_hidden_layers\": 16}}'"
     try:
-        found = json.loads(settings)
-    except ValueError as error:
-        raise ConfigurationError(f"{expected}, got {settings!r}: {error}.") from error
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{expected}, got {shown(text)}: {error}.") from error
     if not isinstance(found, dict):
-        raise ConfigurationError(f"{expected}, got {settings!r}.")
+        raise ConfigurationError(f"{expected}, got {shown(text)}.")
     return found
 
 
@@ -125,50 +198,3 @@ def _shown() -> Iterator[Progress]:
     """Stages in the last line of a terminal, on standard error."""
     with Console(stderr=True).status("") as status:
         yield lambda stage, detail: status.update(f"{stage} {detail}".strip())
-
-
-def _compared(others: Sequence[HandMade], plan: Plan | None) -> Any:
-    """What OSDP would choose above what people do."""
-    rows = [] if plan is None else [_row(plan, None)]
-    rows += [_row(each, plan) for each in others]
-    headings = ("", "micro-batch", "step", "samples/s", "OSDP over it", "peak")
-    return table({**dict.fromkeys(headings, "right"), "": "left"}, rows)
-
-
-def _row(each: HandMade | Plan, plan: Plan | None) -> tuple[str, ...]:
-    times = f" x {each.num_micro_batches}" if each.num_micro_batches > 1 else ""
-    fits = not isinstance(each, HandMade) or each.fits
-    return (
-        each.name if isinstance(each, HandMade) else "OSDP",
-        f"{each.micro_batch_size}{times}",
-        format_seconds(each.step_time_s) if fits else "does not fit",
-        three_digits(each.samples_per_s) if fits else "",
-        f"{plan.samples_per_s / each.samples_per_s:.2f}" if plan is not None and fits else "",
-        format_bytes(each.peak_bytes),
-    )
-
-
-def _limits(plan: Plan, step: StepEstimate) -> Iterator[str]:
-    """What takes the time, and what takes the memory."""
-    shares = {
-        "computes": step.compute_s,
-        "waits for communication": step.exposed_communication_s,
-        "copies and launches": step.overhead_s,
-        "is slowed by communication beside it": step.contention_s,
-    }
-    told = ", ".join(f"{name} {seconds / step.time_s:.0%}" for name, seconds in shares.items())
-    yield f"Of its step OSDP {told}."
-    yield f"Its peak is in {tell_peak(plan)}."
-    yield f"CUDA's allocator reserves {format_bytes(step.reserved_bytes)} for that, besides what fragments."
-    recomputing = f", {len(plan.blocks)} blocks do not keep what they save for backward" if plan.blocks else ""
-    yield f"Between forward and backward it keeps {tell_kept(plan)}{recomputing}."
-
-
-def _document(plan: Plan, step: StepEstimate, others: Sequence[HandMade]) -> dict[str, Any]:
-    return {
-        "fits": True,
-        "plan": json.loads(plan.to_json()),
-        "step": step_seconds(step),
-        "reserved_bytes": step.reserved_bytes,
-        "by_hand": [asdict(each) for each in others],
-    }

@@ -1,15 +1,16 @@
-"""What commands read: a plan, and the profile and the cluster that a fit has written beside it."""
+"""What commands read, a plan with the profile and the cluster that a fit has written beside it; and what they write."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from lightning_osdp.core.cluster import Cluster
+from lightning_osdp.core.plans.document import write_whole
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.stored import CLUSTER_FILENAME, PROFILE_FILENAME
-from lightning_osdp.errors import PlanFormatError
+from lightning_osdp.errors import ConfigurationError, PlanFormatError
 
 
 def read_profile(path: str | Path) -> ModelProfile:
@@ -34,27 +35,28 @@ def read_cluster(path: str | Path) -> Cluster:
     return cluster
 
 
-def read_all(plan: str, profile: str | None, cluster: str | None) -> tuple[Plan, ModelProfile, Cluster]:
-    """A plan, and what it was made of: by default what a fit has written beside the plan.
+def files_of(plan: str, profile: str | None, cluster: str | None) -> tuple[str, str, str]:
+    """A plan, and what it was made of: by default what a fit has written beside the plan."""
+    folder = Path(plan).parent
+    return plan, profile or str(folder / PROFILE_FILENAME), cluster or str(folder / CLUSTER_FILENAME)
+
+
+def read_all(plan: str, profile: str, cluster: str) -> tuple[Plan, ModelProfile, Cluster]:
+    """A plan, and what it was made of.
 
     Raises:
         PlanFormatError: one of them cannot be read.
         PlanMismatchError: they are of another model or another number of ranks.
     """
-    folder = Path(plan).parent
-    found = (
-        Plan.load(plan),
-        read_profile(profile or folder / PROFILE_FILENAME),
-        read_cluster(cluster or folder / CLUSTER_FILENAME),
-    )
+    found = Plan.load(plan), read_profile(profile), read_cluster(cluster)
     found[0].check_matches(found[1].fingerprint, world_size=found[2].world_size, node_size=found[2].node_size)
     return found
 
 
 def are_beside(plan: str) -> bool:
     """Whether a fit has written what this plan was made of beside it; another run may have written over that."""
-    profile, cluster = (Path(plan).parent / name for name in (PROFILE_FILENAME, CLUSTER_FILENAME))
-    if not profile.exists() or not cluster.exists():
+    _, profile, cluster = files_of(plan, None, None)
+    if not Path(profile).exists() or not Path(cluster).exists():
         return False
     found = Plan.load(plan)
     is_same_model = found.fingerprint == read_profile(profile).fingerprint
@@ -72,3 +74,38 @@ def _wrong(profile: ModelProfile) -> Iterator[str]:
     for block in profile.blocks:
         length = block.span[1] - block.span[0] + 1
         yield from (f"block {block.name!r}" for segments in block.segments.values() if len(segments) != length)
+
+
+def checked_output(path: str | Path, option: str, *, force: bool, inputs: Iterable[str | Path] = ()) -> Path:
+    """A path that may be written to: it is none that the command reads, and nothing is there, or it may be replaced.
+
+    Raises:
+        ConfigurationError: it is not so; before anything is computed.
+    """
+    path = Path(path)
+    try:
+        found, is_folder = path.exists(), path.is_dir()
+        is_input = found and any(path.samefile(each) for each in map(Path, inputs) if each.exists())
+    except (OSError, ValueError) as error:  # a path that no file can have
+        raise ConfigurationError(_cannot_write(path, option, error)) from error
+    if is_input:
+        raise ConfigurationError(f"Expected {option} to be no file that the command reads, got {str(path)!r}.")
+    if is_folder:
+        raise ConfigurationError(f"Expected a file for {option}, got the folder {str(path)!r}. Name a file in it.")
+    if found and not force:
+        raise ConfigurationError(
+            f"Expected a new file for {option}, but {str(path)!r} is there. Name another one, or give --force."
+        )
+    return path
+
+
+def write_output(text: str, path: Path, option: str) -> None:
+    """Writes what was asked for by an option, whole or not at all."""
+    try:
+        write_whole(text, path)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(_cannot_write(path, option, error)) from error
+
+
+def _cannot_write(path: Path, option: str, error: Exception) -> str:
+    return f"Expected a file that can be written for {option}, got {str(path)!r}: {error}."

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 
 from lightning_osdp.cli.answer import Answer, lines, of_plan, step_seconds
-from lightning_osdp.cli.files import are_beside, read_all
+from lightning_osdp.cli.files import are_beside, checked_output, files_of, read_all, write_output
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes, parse_bytes
 from lightning_osdp.core.text.duration import format_seconds, three_digits
 from lightning_osdp.core.text.folding import fold_names
 from lightning_osdp.core.text.stored import PLAN_FILENAME
-from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.report.advice import advise
 from lightning_osdp.report.alternatives import Alternative, Alternatives, find_alternatives
 from lightning_osdp.report.cases import Price, memory_price
@@ -42,7 +40,7 @@ def show(plan: str, *, profile: str | None = None, cluster: str | None = None) -
     """
     if profile is None and cluster is None and not are_beside(plan):
         return of_plan(Plan.load(plan), ())
-    found = read_all(plan, profile, cluster)
+    found = read_all(*files_of(plan, profile, cluster))
     return of_plan(found[0], advise(*found))
 
 
@@ -66,7 +64,7 @@ def explain(
         price: whether to plan twice for the price of memory, which takes minutes for very deep models; by default true.
     """
     more_bytes = None if more is None else parse_bytes(more)
-    found = read_all(plan, profile, cluster)
+    found = read_all(*files_of(plan, profile, cluster))
     ways = find_alternatives(*found, "" if operator == "(root)" else operator)
     of_memory = memory_price(*found, more_bytes=more_bytes) if price else None
     advice = advise(*found)
@@ -124,7 +122,12 @@ def diff(before: str, after: str) -> Answer:
 
 
 def simulate_step(
-    *, plan: str = PLAN_FILENAME, profile: str | None = None, cluster: str | None = None, trace: str | None = None
+    *,
+    plan: str = PLAN_FILENAME,
+    profile: str | None = None,
+    cluster: str | None = None,
+    trace: str | None = None,
+    force: bool = False,
 ) -> Answer:
     """Simulate one optimizer step under a plan: its time, its memory, and a trace of both.
 
@@ -133,16 +136,14 @@ def simulate_step(
         profile: path of the model's profile; by default beside the plan.
         cluster: path of the cluster; by default beside the plan.
         trace: file to write the step to, for Perfetto, chrome://tracing and viewers of torch.profiler; by default none.
+        force: whether to replace a file that is there already.
     """
-    found = read_all(plan, profile, cluster)
+    inputs = files_of(plan, profile, cluster)
+    path = None if trace is None else checked_output(trace, "trace", force=force, inputs=inputs)
+    found = read_all(*inputs)
     estimate = simulate(*found)
-    if trace is not None:
-        try:
-            Path(trace).write_text(json.dumps(chrome_trace(*found)), encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ConfigurationError(
-                f"Expected a file that can be written for trace, got {trace!r}: {error}."
-            ) from error
+    if path is not None:
+        write_output(json.dumps(chrome_trace(*found)), path, "trace")
     predicted = {
         **step_seconds(estimate),
         "evaluation_bytes": estimate.evaluation_bytes,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from lightning_osdp.cli.answer import Answer, lines, of_plan
-from lightning_osdp.cli.files import read_cluster, read_profile
+from lightning_osdp.cli.files import checked_output, read_cluster, read_profile, write_output
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.text.byte_size import format_bytes, parse_bytes
@@ -29,6 +29,7 @@ def plan(
     batch: str | None = None,
     accumulate: int = 1,
     out: str | None = None,
+    force: bool = False,
 ) -> Answer:
     """Make a plan from a saved profile and cluster.
 
@@ -39,7 +40,9 @@ def plan(
         batch: samples per rank and micro-batch; by default as profiled.
         accumulate: micro-batches of an optimizer step; by default one.
         out: file to write the plan to; by default none.
+        force: whether to replace a file that is there already.
     """
+    path = None if out is None else checked_output(out, "out", force=force, inputs=(profile, cluster))
     model, ranks = read_profile(profile), read_cluster(cluster)
     size, *more = _several(batch, "batch", int) or [model.profiled_batch_size]
     if more:
@@ -50,11 +53,8 @@ def plan(
         memory_limit_bytes=_limit_bytes(memory, ranks),
         micro_batch_size=BatchPolicy.fixed(size, accumulate),
     )
-    if out is not None:
-        try:
-            found.save(out)
-        except (OSError, ValueError) as error:
-            raise ConfigurationError(f"Expected a file that can be written for out, got {out!r}: {error}.") from error
+    if path is not None:
+        write_output(found.to_json(), path, "out")
     return of_plan(found, advise(found, model, ranks))
 
 

@@ -76,7 +76,9 @@ def _parser() -> ArgumentParser:
         command = ArgumentParser(
             description=description.partition("\n\nArgs:")[0], exit_on_error=False, formatter_class=HelpFormatter
         )
-        command.add_function_arguments(function, as_group=False, as_positional=True)
+        command.add_function_arguments(function, as_group=False, as_positional=True, skip={"force"})
+        if "force" in inspect.signature(function).parameters:
+            command.add_argument("--force", action="store_true", help="replace files that are there already")
         command.add_argument("--json", action="store_true", help="print JSON in place of text")
         commands.add_subcommand(name, command, help=summary)
     return parser

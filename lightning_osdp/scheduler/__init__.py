@@ -3,11 +3,12 @@
 (Lightning uses the word for learning rates; here it always means the choice of the micro-batch size.)
 """
 
-from lightning_osdp.scheduler.by_hand import HandMade, made_by_hand
+from lightning_osdp.scheduler.by_hand import BY_HAND, HandMade, made_by_hand
 from lightning_osdp.scheduler.fallback import freeable_bytes, with_less_memory, with_smaller_micro_batch
 from lightning_osdp.scheduler.planning import PlanMethod, make_plan
 
 __all__ = [
+    "BY_HAND",
     "HandMade",
     "PlanMethod",
     "freeable_bytes",

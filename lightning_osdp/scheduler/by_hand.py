@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Any
 
-from lightning_osdp.assign import Setting, block_units
+from lightning_osdp.assign import Assignment, Setting, assigned_as, block_units
 from lightning_osdp.core.batch_policy import MOST_SAMPLES, BatchPolicy, largest_fitting
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.modes import DP, HDP, HSDP, ZDP, modes_of
+from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.step import Workload
 from lightning_osdp.core.units import partition
 from lightning_osdp.engine import FSDP2
+from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.scheduler.planned import plan_of
 
-_NAMES = {ZDP: "FULL_SHARD", DP: "SHARD_GRAD_OP", HSDP: "HYBRID_SHARD", HDP: "HYBRID_SHARD_ZERO2"}
+BY_HAND = {"FULL_SHARD": ZDP, "SHARD_GRAD_OP": DP, "HYBRID_SHARD": HSDP, "HYBRID_SHARD_ZERO2": HDP}
+"""Names of ``FullyShardedDataParallel`` -> the mode that all units have."""
+_WAYS = {
+    "keep": "",
+    "recompute": ", checkpointing",
+    "offload": ", offloading activations",
+    "recompute_offload": ", checkpointing, offloading inputs",
+}
+"""What all blocks do with what they save -> how a name then goes on."""
 _ENGINE = FSDP2(asynchronous_unshard=False)
 """``fully_shard`` as it is by default: it prefetches in backward."""
 
@@ -32,10 +45,31 @@ class HandMade:
     """Of all ranks."""
     peak_bytes: int
     fits: bool
+    _assignment: Assignment = field(repr=False, compare=False)
+    _memory_limit_bytes: int = field(repr=False, compare=False)
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """Its fields by name."""
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that it is: nothing was chosen of it but the micro-batch."""
+        modes = self._assignment.modes[1:] or self._assignment.modes
+        names = dict.fromkeys(mode.name for mode in modes)
+        space = SearchSpace(modes=tuple(names), slices=(1,), activations=("keep",))
+        return plan_of(self._assignment, memory_limit_bytes=self._memory_limit_bytes, space=space)
 
 
 def made_by_hand(
-    profile: ModelProfile, cluster: Cluster, *, memory_limit_bytes: int, policy: BatchPolicy
+    profile: ModelProfile,
+    cluster: Cluster,
+    *,
+    memory_limit_bytes: int,
+    policy: BatchPolicy,
+    names: Collection[str] | None = None,
+    activations: Collection[str] = ("keep", "recompute"),
 ) -> list[HandMade]:
     """``fully_shard`` with a unit for each block, resharded after forward or not, with or without checkpointing.
 
@@ -48,18 +82,27 @@ def made_by_hand(
         cluster: ranks and links.
         memory_limit_bytes: most bytes of live tensors on one rank.
         policy: micro-batches that may be chosen.
+        names: strategies of `BY_HAND`; None: those that differ on this cluster.
+        activations: what all blocks may do with what they save, as far as it was profiled.
 
     Returns:
         The fastest that fits first, and those that do not fit last.
+
+    Raises:
+        ConfigurationError: there is no such strategy, or it is for several nodes.
     """
     by_block = in_blocks(profile, cluster)
-    recomputed = {block.name: "recompute" for block in profile.blocks if "recompute" in block.segments}
+    offered = [name for name, mode in BY_HAND.items() if cluster.has_nodes or not mode.needs_nodes]
+    for name in names or ():
+        if name not in offered:
+            nodes = "" if name not in BY_HAND else " on one node, or on nodes of one rank"
+            raise ConfigurationError(f"Expected one of {', '.join(offered)}, got {name!r}{nodes}.")
     found = []
-    offered = [mode for mode in _NAMES if cluster.has_nodes or not mode.needs_nodes]
-    for mode, blocks in product(offered, ({}, recomputed) if recomputed else ({},)):
-        setting = replace(by_block, modes=modes_of([mode.name], ("every", "last"))).with_blocks(blocks)
-        name = _NAMES[mode] + (", checkpointing" if blocks else "")
-        found.append(_best(name, setting, memory_limit_bytes, policy))
+    for name, choice in product(offered if names is None else names, activations):
+        blocks = {block.name: choice for block in profile.blocks if choice in block.segments}
+        if choice == "keep" or blocks:
+            setting = replace(by_block, modes=modes_of([BY_HAND[name].name], ("every", "last"))).with_blocks(blocks)
+            found.append(_best(name + _WAYS[choice], setting, memory_limit_bytes, policy))
     return sorted(found, key=lambda each: (not each.fits, -each.samples_per_s if each.fits else each.peak_bytes))
 
 
@@ -98,14 +141,15 @@ def _best(name: str, setting: Setting, memory_limit_bytes: int, policy: BatchPol
 def _with_and_without_no_sync(name: str, setting: Setting, memory_limit_bytes: int) -> Iterator[HandMade]:
     costs, workload = setting.costs, setting.workload
     for modes in costs.alike():
-        step_time_s = costs.step_time_s(modes)
-        peak_bytes = costs.exact_peak(modes).peak_bytes
+        found = assigned_as(setting, modes, bound_s=0.0)
         yield HandMade(
             name=name,
             micro_batch_size=workload.micro_batch_size,
             num_micro_batches=workload.num_micro_batches,
-            step_time_s=step_time_s,
-            samples_per_s=workload.num_samples * setting.cluster.world_size / step_time_s,
-            peak_bytes=peak_bytes,
-            fits=peak_bytes <= memory_limit_bytes,
+            step_time_s=found.step_time_s,
+            samples_per_s=workload.num_samples * setting.cluster.world_size / found.step_time_s,
+            peak_bytes=found.peak.peak_bytes,
+            fits=found.peak.peak_bytes <= memory_limit_bytes,
+            _assignment=found,
+            _memory_limit_bytes=memory_limit_bytes,
         )

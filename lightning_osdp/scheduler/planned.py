@@ -1,25 +1,72 @@
-"""What was assigned, as the units of a plan: the slices of an operator are one of them."""
+"""What was assigned, as a plan: the slices of an operator are one of its units."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from lightning_osdp.assign import Assignment, Modes, Setting, chosen_activations
 from lightning_osdp.core.blocks import freed_bytes
 from lightning_osdp.core.modes import freed_and_kept
-from lightning_osdp.core.plans.plan import Block, Unit
-from lightning_osdp.core.profile import BlockProfile
+from lightning_osdp.core.plans.plan import Block, Plan, Unit
+from lightning_osdp.core.plans.search_space import SearchSpace
+from lightning_osdp.core.profile import BlockProfile, ModelProfile
 from lightning_osdp.core.slices import slice_names
-from lightning_osdp.cost import block_s
+from lightning_osdp.core.text.byte_size import format_bytes
+from lightning_osdp.core.units import SMALL_UNIT_BYTES
+from lightning_osdp.cost import block_s, evaluation_peak
 
 _MOST_KINDS = 64
 """Units that are told apart where each takes a simulated step."""
 
 
-def planned(assignment: Assignment) -> tuple[Unit, ...]:
-    """Units of a plan, root first, then in forward order."""
-    return tuple(_units(assignment.setting, assignment.modes))
+def plan_of(
+    assignment: Assignment,
+    *,
+    memory_limit_bytes: int,
+    space: SearchSpace,
+    most_samples_per_s: float | None = None,
+    **searched: Any,
+) -> Plan:
+    """The plan that an assignment is.
+
+    Args:
+        assignment: of modes to units.
+        memory_limit_bytes: most bytes of live tensors on one rank.
+        space: what it was chosen from.
+        most_samples_per_s: what no plan exceeds; None: nothing was searched.
+        searched: other fields of the plan.
+    """
+    setting, time_s = assignment.setting, assignment.step_time_s
+    samples_per_s = setting.workload.num_samples * setting.cluster.world_size / time_s if time_s > 0 else 0.0
+    is_searched = most_samples_per_s is not None and samples_per_s > 0
+    return Plan(
+        fingerprint=dict(setting.profile.fingerprint),
+        world_size=setting.cluster.world_size,
+        node_size=setting.cluster.node_size if setting.cluster.has_nodes else None,
+        units=tuple(_units(setting, assignment.modes)),
+        blocks=_planned_blocks(assignment),
+        recomputable=_recomputable_blocks(assignment) if "recompute" in space.activations else (),
+        memory_limit_bytes=memory_limit_bytes,
+        peak_bytes=assignment.peak.peak_bytes,
+        micro_batch_size=setting.workload.micro_batch_size,
+        num_micro_batches=setting.workload.num_micro_batches,
+        step_time_s=time_s,
+        samples_per_s=samples_per_s,
+        gap=max(0.0, (most_samples_per_s or 0.0) / samples_per_s - 1) if is_searched else 0.0,
+        search_space=space,
+        cost_model=setting.cost_model,
+        **dataclasses.asdict(setting.engine),
+        peak_phase=assignment.peak.phase,
+        peak_operator=assignment.peak.operator,
+        peak_parts=dict(assignment.peak.parts),
+        evaluation_peak_bytes=math.ceil(evaluation_peak(setting, assignment.modes, engine=setting.bytes_engine)),
+        notes=tuple(filter(None, (*setting.profile.notes, assignment.note, _held_by_root(setting.profile, space)))),
+        **searched,
+    )
 
 
 def _units(setting: Setting, modes: Modes) -> Iterator[Unit]:
@@ -73,7 +120,7 @@ def _saved_in_step_s(setting: Setting, modes: Modes, unit: int) -> float:
     return max(0.0, sharded_s - kept_s)
 
 
-def planned_blocks(assignment: Assignment) -> tuple[Block, ...]:
+def _planned_blocks(assignment: Assignment) -> tuple[Block, ...]:
     """Blocks of a plan that do not keep what they save, in forward order."""
     setting = assignment.setting
     chosen = chosen_activations(setting, assignment.modes)
@@ -81,7 +128,7 @@ def planned_blocks(assignment: Assignment) -> tuple[Block, ...]:
     return tuple(_block(setting, block, chosen[block.name]) for block in changed)
 
 
-def recomputable_blocks(assignment: Assignment) -> tuple[Block, ...]:
+def _recomputable_blocks(assignment: Assignment) -> tuple[Block, ...]:
     """Blocks that keep what they save and would free some of it by recomputing, in forward order."""
     setting = assignment.setting
     chosen = chosen_activations(setting, assignment.modes)
@@ -97,4 +144,18 @@ def _block(setting: Setting, block: BlockProfile, choice: str) -> Block:
         activations=choice,
         frees_bytes=max(0, round(freed_bytes(setting.unchanged, block, choice).at(micro_batch_size))),
         costs_s=num_micro_batches * block_s(block, choice, setting.cluster, micro_batch_size),
+    )
+
+
+def _held_by_root(profile: ModelProfile, space: SearchSpace) -> str:
+    """What to say of operators that no unit but the root can have; nothing where they are small."""
+    held = [operator for operator in profile if operator.name and operator.enclosing == ("",)]
+    held_bytes = sum(operator.gathered_bytes for operator in held)
+    if held_bytes <= (SMALL_UNIT_BYTES if space.min_unit_bytes is None else space.min_unit_bytes):
+        return ""
+    others = f" and {len(held) - 1} more" if len(held) > 1 else ""
+    return (
+        f"{held[0].name}{others} ({format_bytes(held_bytes)}) can only be in the"
+        " root unit, which stays gathered: their parameters are read outside their own modules, as by a loss over"
+        " self.parameters(), shared with others, or not used at all"
     )

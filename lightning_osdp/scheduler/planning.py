@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,15 +14,13 @@ from lightning_osdp.core.plans.document import shown
 from lightning_osdp.core.plans.plan import COST_MODELS, Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import ModelProfile
-from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.progress import Progress, silent
-from lightning_osdp.core.units import SMALL_UNIT_BYTES, partition
-from lightning_osdp.cost import evaluation_peak
+from lightning_osdp.core.units import partition
 from lightning_osdp.engine import AUTO, FSDP2
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.scheduler.competition import Competition
 from lightning_osdp.scheduler.infeasible import why_infeasible
-from lightning_osdp.scheduler.planned import planned, planned_blocks, recomputable_blocks
+from lightning_osdp.scheduler.planned import plan_of
 from lightning_osdp.scheduler.sweep import Candidate, Sweep
 from lightning_osdp.search import SOLVERS
 
@@ -122,33 +119,15 @@ def _plan(best: Candidate, sweep: Sweep) -> Plan:
     plain, plain_modes = sweep.plain(best)
     plain_peak_bytes = plain.costs.exact_peak(plain_modes).peak_bytes
     ratio = setting.workload.num_samples / plain.workload.num_samples if plain_peak_bytes <= memory_limit_bytes else 0.0
-    predicts = assignment.step_time_s > 0
-    return Plan(
-        fingerprint=dict(setting.profile.fingerprint),
-        world_size=setting.cluster.world_size,
-        node_size=setting.cluster.node_size if setting.cluster.has_nodes else None,
-        units=planned(assignment),
-        blocks=planned_blocks(assignment),
-        recomputable=recomputable_blocks(assignment) if "recompute" in space.activations else (),
+    return plan_of(
+        assignment,
         memory_limit_bytes=memory_limit_bytes,
-        peak_bytes=assignment.peak.peak_bytes,
-        micro_batch_size=setting.workload.micro_batch_size,
-        num_micro_batches=setting.workload.num_micro_batches,
-        step_time_s=assignment.step_time_s,
-        samples_per_s=best.samples_per_s if predicts else 0.0,
-        gap=max(0.0, sweep.most_samples_per_s / best.samples_per_s - 1) if predicts else 0.0,
-        search_space=space,
+        space=space,
+        most_samples_per_s=sweep.most_samples_per_s,
         solver=sweep.competition.search,
-        cost_model=setting.cost_model,
-        **dataclasses.asdict(setting.engine),
         all_zdp_step_time_s=ratio * plain.costs.step_time_s(plain_modes),
         all_zdp_peak_bytes=plain_peak_bytes,
         all_zdp_how=_how(plain, plain_modes, setting),
-        peak_phase=assignment.peak.phase,
-        peak_operator=assignment.peak.operator,
-        peak_parts=dict(assignment.peak.parts),
-        evaluation_peak_bytes=math.ceil(evaluation_peak(setting, assignment.modes, engine=setting.bytes_engine)),
-        notes=tuple(filter(None, (*setting.profile.notes, assignment.note, _held_by_root(setting.profile, space)))),
     )
 
 
@@ -165,17 +144,3 @@ def _how(plain: Setting, modes: Modes, setting: Setting) -> str:
         last = any(mode.sync == "last" for mode in modes)
         told.append(f"gradients reduced in {'the last' if last else 'every'} micro-batch")
     return ", ".join(told)
-
-
-def _held_by_root(profile: ModelProfile, space: SearchSpace) -> str:
-    """What to say of operators that no unit but the root can have; nothing where they are small."""
-    held = [operator for operator in profile if operator.name and operator.enclosing == ("",)]
-    held_bytes = sum(operator.gathered_bytes for operator in held)
-    if held_bytes <= (SMALL_UNIT_BYTES if space.min_unit_bytes is None else space.min_unit_bytes):
-        return ""
-    others = f" and {len(held) - 1} more" if len(held) > 1 else ""
-    return (
-        f"{held[0].name}{others} ({format_bytes(held_bytes)}) can only be in the"
-        " root unit, which stays gathered: their parameters are read outside their own modules, as by a loss over"
-        " self.parameters(), shared with others, or not used at all"
-    )

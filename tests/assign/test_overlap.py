@@ -13,10 +13,11 @@ from lightning_osdp.assign import Setting, assign_modes, bound_later_s
 from lightning_osdp.assign.paths import Paths
 from lightning_osdp.core.cluster import UnitOverhead
 from lightning_osdp.core.modes import DP, ZDP
+from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload
 from lightning_osdp.engine import FSDP2
-from lightning_osdp.scheduler.planned import planned
+from lightning_osdp.scheduler.planned import plan_of
 
 
 def fitting(found, share):
@@ -121,7 +122,7 @@ def test_everything_is_kept_where_collectives_take_longest(chain, engine):
 @pytest.mark.parametrize(("forward_s", "saves"), [(3.0, False), (0.1, True)])
 def test_what_a_plan_says_that_keeping_saves_is_what_the_step_would(chain, forward_s, saves):
     found = chain(forward_s)
-    units = planned(assign_modes(found, memory_limit_bytes=10**6))
+    units = plan_of(assign_modes(found, memory_limit_bytes=10**6), memory_limit_bytes=10**6, space=SearchSpace()).units
     assert all((unit.keep_saves_s > 0.5) == saves for unit in units[1:])
     assert saves or all(unit.keep_saves_s == pytest.approx(0, abs=1e-9) for unit in units)
 

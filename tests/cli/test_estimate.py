@@ -123,6 +123,18 @@ def test_where_nothing_fits_the_exit_code_is_1_with_what_would(towers, run, answ
         ({"--memory": "much"}, "GiB"),
         ({"--batch": "0"}, "at least one"),
         ({"--data": "towers:nothing"}, "nothing"),
+        ({"--strategy": "DDP"}, "SHARD_GRAD_OP"),
+        ({"--strategy": "HYBRID_SHARD"}, "one node"),
+        ({"--activations": "drop"}, "recompute"),
+        ({"--activations": "recompute,offload"}, "keep among activations"),
+        ({"--optimizer": "torch.optim.Adm"}, "Adam"),
+        ({"--optimizer": "torch.nn.Linear"}, "torch.nn.Linear"),
+        ({"--optimizer": "torch.optim.SGD", "--optimizer_settings": '{"rate": 1}'}, "rate"),
+        ({"--optimizer": "100"}, "64 bytes"),
+        ({"--machine": "4 a100-40; 4 a100-50"}, "a100-40"),
+        ({"--machine": "4 a100-40; 3 a100-40", "--global_batch": "8"}, "multiple of 3"),
+        ({"--machine": "4 a100-40; 8 a100-40", "--out": "folder"}, "one machine"),
+        ({"--out": "towers.py"}, "towers.py"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(towers, run, changed, told):
@@ -134,6 +146,63 @@ def test_bad_input_is_one_line_and_exit_code_2(towers, run, changed, told):
     code, out, err = run("estimate", model, *(part for pair in given.items() for part in pair))
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert told in err
+
+
+BY_HAND = ("--strategy", "full_shard", "--activations", "recompute", "--batch", "8")
+
+
+def test_a_row_that_others_have_measured_can_be_asked_for(towers, answer, run):
+    everything = answer(*ARGUMENTS, "--batch", "8")
+    found = answer(*ARGUMENTS, *BY_HAND)
+    (only,) = found["by_hand"]
+    assert only in everything["by_hand"]
+    assert (only["name"], found["chosen"], found["fits"]) == (*["FULL_SHARD, checkpointing"] * 2, True)
+    assert (found["peak_bytes"], found["plan"]["peak_bytes"]) == (only["peak_bytes"], only["peak_bytes"])
+    assert found["step"]["time_s"] == pytest.approx(only["step_time_s"])
+    assert len(found["plan"]["blocks"]) == 6
+    assert found["saving_bytes"]["full"] == found["saving_bytes"]["sharded"] * 4
+    code, out, _ = run(*ARGUMENTS, *BY_HAND, "--memory", "20MiB")
+    assert code == 1
+    assert "does not fit" in out
+    assert "Its peak is in" in out
+
+
+def test_optimizers_are_counted_by_what_they_keep(towers, answer):
+    def state_bytes(*more):
+        plan = answer(*ARGUMENTS, *BY_HAND, *more)["plan"]
+        return round(plan["peak_parts"].get("optimizer state", 0) * 4 / 12.6e6, 1)  # of an element
+
+    assert state_bytes() == state_bytes("--optimizer", "torch.optim.Adam") == 8
+    assert state_bytes("--optimizer", "torch.optim.SGD") == 0
+    assert state_bytes("--optimizer", "torch.optim.SGD", "--optimizer_settings", '{"momentum": 0.9}') == 4
+    assert state_bytes("--optimizer", "2") == 2
+
+
+def test_several_machines_stand_beside_each_other(towers, answer, run):
+    arguments = ("estimate", "towers:Tower", "--data", "towers:batch", *BY_HAND, "--machine")
+    asked = ["2x4 a100-40, 400gbit", "2 l4"]
+    code, out, err = run(*arguments, "; ".join(asked))
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    found = answer(*arguments, "; ".join(asked))
+    assert found["fits"]
+    assert found["machines"] == [answer(*arguments, each) for each in asked]
+
+
+def test_what_is_written_is_what_other_commands_read(towers, answer, run):
+    found = answer(*ARGUMENTS, "--batch", "8", "--out", "there")
+    assert sorted(path.name for path in (towers / "there").iterdir()) == [
+        "osdp_cluster.json", "osdp_plan.json", "osdp_profile.json"
+    ]  # fmt: skip
+    assert answer("simulate", "--plan", "there/osdp_plan.json")["time_s"] == found["step"]["time_s"]
+    assert answer("show", "there/osdp_plan.json")["units"] == found["plan"]["units"]
+    assert answer("explain", "blocks.1", "--plan", "there/osdp_plan.json", "--price", "false")["others"]
+    code, _, err = run(*ARGUMENTS, *BY_HAND, "--out", "there")
+    assert code == 2
+    assert "osdp_plan.json' is there" in err
+    assert answer("simulate", "--plan", "there/osdp_plan.json")["time_s"] == found["step"]["time_s"]
+    assert run(*ARGUMENTS, *BY_HAND, "--out", "there", "--force")[0] == 0
+    assert answer("simulate", "--plan", "there/osdp_plan.json")["time_s"] != found["step"]["time_s"]
 
 
 def test_accumulate_and_a_global_batch_exclude_each_other(towers, run):

@@ -1,5 +1,6 @@
 import dataclasses
 from itertools import product
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +40,37 @@ def test_where_nothing_fits_the_exit_code_is_1_with_what_would(folder, run):
 def test_bad_input_is_one_line_and_exit_code_2(folder, run, arguments):
     code, out, err = run("plan", *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
+
+
+def linked(folder):
+    (folder / "link.json").symlink_to("osdp_profile.json")
+    return "link.json"
+
+
+@pytest.mark.parametrize("option", ["plan", "simulate"])
+@pytest.mark.parametrize("output", ["osdp_profile.json", "./osdp_cluster.json", linked, "other.json"])
+def test_nothing_of_the_users_is_overwritten(folder, run, option, output):
+    output = output if isinstance(output, str) else output(folder)
+    (folder / "other.json").write_text("kept")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    arguments = {"plan": ("plan", "--memory", "120MiB", "--out"), "simulate": ("simulate", "--trace")}[option]
+    code, out, err = run(*arguments, output)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    is_input = output != "other.json"
+    assert ("that the command reads" in err) == is_input
+    code, _, _ = run(*arguments, output, "--force")
+    assert code == (2 if is_input else 0)
+    changed = {path.name for path in folder.iterdir() if path.read_bytes() != before.get(path.name)}
+    assert changed == (set() if is_input else {"other.json"})
+
+
+def test_what_cannot_be_written_whole_is_not_there(folder, run, monkeypatch):
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("no space left on device")))
+    before = sorted(folder.iterdir())
+    code, _, err = run("plan", "--memory", "120MiB", "--out", "new.json")
+    assert code == 2
+    assert "no space left" in err
+    assert sorted(folder.iterdir()) == before
 
 
 def test_without_a_limit_and_a_cluster_that_knows_none_one_is_asked_for(folder, run, ranks):

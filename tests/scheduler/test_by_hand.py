@@ -7,8 +7,11 @@ import pytest
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Links
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.profile import BlockProfile
+from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.scheduler import made_by_hand, make_plan
+from lightning_osdp.simulation import simulate
 
 MIB = 2**20
 
@@ -128,3 +131,29 @@ def test_no_plan_is_slower_than_what_is_made_by_hand(blocks, cluster, has_nodes,
         by_hand = made_by_hand(blocks, ranks, memory_limit_bytes=limit_bytes, policy=policy)
         plan = make_plan(blocks, ranks, memory_limit_bytes=limit_bytes, micro_batch_size=policy)
         assert plan.step_time_s <= min(each.step_time_s for each in by_hand if each.fits) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("has_nodes", [False, True])
+def test_each_is_a_plan_that_is_simulated_alike(blocks, cluster, has_nodes):
+    ranks = cluster(4, seconds_per_byte=1e-9)
+    ranks = in_nodes(ranks) if has_nodes else ranks
+    for each in found_in(blocks, ranks, 2**40, BatchPolicy.fixed(2, 2)).values():
+        plan = each.plan
+        step = simulate(Plan.from_json(plan.to_json()), blocks, ranks)
+        assert step.time_s == pytest.approx(each.step_time_s) == pytest.approx(plan.step_time_s)
+        assert step.peak.peak_bytes == each.peak_bytes == plan.peak_bytes
+        assert plan.samples_per_s == each.samples_per_s
+        assert {block.name for block in plan.blocks} == (
+            {"h.0", "h.1", "h.2"} if "checkpointing" in each.name else set()
+        )
+        assert (plan.solver, plan.gap) == ("", 0.0)
+
+
+def test_strategies_and_what_blocks_do_may_be_given(blocks, cluster):
+    ranks, options = cluster(4), {"memory_limit_bytes": 2**40, "policy": BatchPolicy.fixed(2)}
+    (only,) = made_by_hand(blocks, ranks, names=["FULL_SHARD"], activations=["recompute"], **options)
+    assert only.numbers == found_in(blocks, ranks, 2**40, BatchPolicy.fixed(2))["FULL_SHARD, checkpointing"].numbers
+    assert made_by_hand(blocks, ranks, names=["FULL_SHARD"], activations=["offload"], **options) == []  # not profiled
+    for name, told in (("HYBRID_SHARD", "one node"), ("DDP", "FULL_SHARD, SHARD_GRAD_OP")):
+        with pytest.raises(ConfigurationError, match=told):
+            made_by_hand(blocks, ranks, names=[name], **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -110,7 +110,7 @@ def measure(case: Case) -> dict[str, Any]:
             "num_recomputing": len(plan.blocks),
             "cpu_s": cpu_s,
         }
-    return {"limit_bytes": limit_bytes, "by_hand": [asdict(each) for each in by_hand], "plans": plans}
+    return {"limit_bytes": limit_bytes, "by_hand": [each.numbers for each in by_hand], "plans": plans}
 
 
 @cache

@@ -65,8 +65,11 @@ def write_whole(text: str, path: str | Path) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".part")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)  # where a disk was full, or somebody interrupted
 
 
 def fields_of(kind: Any, entries: Mapping[str, object], where: str, what: str) -> dict[str, dataclasses.Field[Any]]:

@@ -1,0 +1,277 @@
+"""What a model is predicted to take on one machine, for each of those who may train it there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from rich.console import RenderableType
+
+from lightning_osdp.cli.answer import step_seconds
+from lightning_osdp.core.batch_policy import BatchPolicy
+from lightning_osdp.core.modes import ACTIVATION_CHOICES
+from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.plans.search_space import SearchSpace
+from lightning_osdp.core.profile import ModelProfile
+from lightning_osdp.core.text.byte_size import format_bytes
+from lightning_osdp.core.text.duration import format_seconds, three_digits
+from lightning_osdp.core.text.progress import Progress
+from lightning_osdp.errors import ConfigurationError, InfeasibleError
+from lightning_osdp.machines import Machine
+from lightning_osdp.report.sentences import tell_kept, tell_peak
+from lightning_osdp.report.tables import table
+from lightning_osdp.scheduler import BY_HAND, HandMade, PlanMethod, made_by_hand, make_plan
+from lightning_osdp.simulation import StepEstimate, simulate
+
+OSDP = "OSDP"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """One model on one machine."""
+
+    spec: str
+    """The machine, as it was asked for."""
+    machine: Machine
+    limit_bytes: int
+    """Of one rank, for tensors."""
+    profile: ModelProfile
+    tokens: int
+    """Of a sample; 0 where they are not known."""
+    plan: Plan | None
+    """The one that was searched, if any was and fits."""
+    why_not: str
+    """What would fit where none does."""
+    by_hand: Sequence[HandMade]
+    """The fastest that fits first, and those that do not fit last."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether any way does."""
+        return self.plan is not None or any(each.fits for each in self.by_hand)
+
+    @property
+    def name(self) -> str:
+        """Of the way that `chosen` is."""
+        return OSDP if self.plan is not None else self.by_hand[0].name if self.by_hand else ""
+
+    @cached_property
+    def chosen(self) -> Plan | None:
+        """OSDP's plan, or the best by hand, which need not fit; None where there is neither."""
+        return self.plan or (self.by_hand[0].plan if self.by_hand else None)
+
+    @cached_property
+    def step(self) -> StepEstimate | None:
+        """A step of it."""
+        return None if self.chosen is None else simulate(self.chosen, self.profile, self.machine.cluster)
+
+    def compared(self) -> RenderableType:
+        """What OSDP would choose above what people do."""
+        rows = [] if self.plan is None else [_row(self.plan, None)]
+        rows += [_row(each, self.plan) for each in self.by_hand]
+        headings = ["", "micro-batch", "step", "samples/s", *([] if self.plan is None else ["OSDP over it"]), "peak"]
+        kept = [
+            tuple(cell for cell, heading in zip(row, _HEADINGS, strict=True) if heading in headings) for row in rows
+        ]
+        return table({**dict.fromkeys(headings, "right"), "": "left"}, kept)
+
+    def sentences(self) -> Iterator[str]:
+        """What takes the time and the memory of what is chosen."""
+        plan, step = self.chosen, self.step
+        if plan is None or step is None:
+            return
+        shares = {
+            "computes": step.compute_s,
+            "waits for communication": step.exposed_communication_s,
+            "copies and launches": step.overhead_s,
+            "is slowed by communication beside it": step.contention_s,
+        }
+        told = ", ".join(f"{name} {seconds / step.time_s:.0%}" for name, seconds in shares.items())
+        yield f"Of its step {self.name} {told}."
+        if self.tokens:
+            rate = plan.samples_per_s * self.tokens
+            yield f"It takes {three_digits(rate)} tokens/s, {three_digits(rate / plan.world_size)} on each GPU."
+        yield f"Its peak is in {tell_peak(plan)}."
+        yield f"CUDA's allocator reserves {format_bytes(step.reserved_bytes)} for that, besides what fragments."
+        recomputing = f", {len(plan.blocks)} blocks do not keep what they save for backward" if plan.blocks else ""
+        yield f"Between forward and backward it keeps {tell_kept(plan)}{recomputing}."
+        host = self.saving_bytes
+        yield (
+            f"Validating {plan.micro_batch_size} {'sample' if plan.micro_batch_size == 1 else 'samples'} at once takes"
+            f" {format_bytes(step.evaluation_bytes)}. Saving a checkpoint takes {format_bytes(host['device'])}, and on"
+            f" the host {format_bytes(host['full'])} of rank 0 for a full one,"
+            f" {format_bytes(host['sharded'])} of each rank for a sharded one."
+        )
+
+    @property
+    def saving_bytes(self) -> dict[str, int]:
+        """Bytes on the device while a checkpoint is saved; and on the host, to which a GPU's state dicts go."""
+        assert self.step is not None
+        whole = sum(operator.parameter_bytes + operator.optimizer_bytes for operator in self.profile)
+        device = max(0, self.step.saving_bytes["full"] - whole)
+        return {"device": device, "full": whole, "sharded": max(0, self.step.saving_bytes["sharded"] - device)}
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """All of it, as JSON has it."""
+        found: dict[str, Any] = {
+            "machine": str(self.machine),
+            "fits": self.fits,
+            "memory_limit_bytes": self.limit_bytes,
+            "by_hand": [each.numbers for each in self.by_hand],
+        }
+        if self.why_not:
+            found["why"] = self.why_not
+        plan, step = self.chosen, self.step
+        if plan is not None and step is not None:
+            found |= {
+                "chosen": self.name,
+                "plan": json.loads(plan.to_json()),
+                "step": step_seconds(step),
+                "peak_bytes": step.peak.peak_bytes,
+                "reserved_bytes": step.reserved_bytes,
+                "evaluation_bytes": step.evaluation_bytes,
+                "saving_bytes": self.saving_bytes,
+            }
+            if self.tokens:
+                found["tokens_per_s"] = plan.samples_per_s * self.tokens
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ways:
+    """Who is asked, and what blocks may do.
+
+    Raises:
+        ConfigurationError: there is no such strategy or choice; or several choices are left to OSDP without ``keep``,
+            which it needs among them.
+    """
+
+    strategies: Collection[str] | None = None
+    """`OSDP` and names of `BY_HAND`; None: all that differ on a machine."""
+    activations: Sequence[str] = ("keep", "recompute")
+
+    def __post_init__(self) -> None:
+        for name, given, known in (
+            ("strategy", self.strategies or (), (OSDP, *BY_HAND)),
+            ("activations", self.activations, ACTIVATION_CHOICES),
+        ):
+            wrong = [each for each in given if each not in known]
+            if wrong or (name == "activations" and not given):
+                raise ConfigurationError(f"Expected {name} among {', '.join(known)}, got {', '.join(wrong) or 'none'}.")
+        if self.with_osdp and "keep" not in self.activations and len(self.activations) > 1:
+            raise ConfigurationError(
+                f"Expected keep among activations, or one of them, got {', '.join(self.activations)}. Ask strategies"
+                " without OSDP, or once for each."
+            )
+
+    @property
+    def with_osdp(self) -> bool:
+        """Whether a plan is searched."""
+        return self.strategies is None or OSDP in self.strategies
+
+    def estimate(
+        self,
+        spec: str,
+        machine: Machine,
+        profile: ModelProfile,
+        *,
+        limit_bytes: int,
+        policy: BatchPolicy,
+        tokens: int,
+        progress: Progress,
+    ) -> Estimate:
+        """Judges all of them on one machine."""
+        progress("comparing what people choose by hand", "")
+        by_hand = made_by_hand(
+            profile,
+            machine.cluster,
+            memory_limit_bytes=limit_bytes,
+            policy=policy,
+            names=None if self.strategies is None else [name for name in self.strategies if name != OSDP],
+            activations=self.activations,
+        )
+        plan, why_not = None, ""
+        if self.with_osdp:
+            chosen = "keep" in self.activations
+            given = {b.name: each for each in self.activations for b in profile.blocks if each in b.segments}
+            try:
+                plan = make_plan(
+                    profile,
+                    machine.cluster,
+                    memory_limit_bytes=limit_bytes,
+                    micro_batch_size=policy,
+                    search_space=SearchSpace(activations=tuple(self.activations) if chosen else ("keep",)),
+                    method=PlanMethod(blocks=None if chosen else given),
+                    progress=progress,
+                )
+            except InfeasibleError as error:
+                why_not = str(error)
+        return Estimate(
+            spec=spec,
+            machine=machine,
+            limit_bytes=limit_bytes,
+            profile=profile,
+            tokens=tokens,
+            plan=plan,
+            why_not=why_not,
+            by_hand=by_hand,
+        )
+
+
+_HEADINGS = ("", "micro-batch", "step", "samples/s", "OSDP over it", "peak")
+
+
+def _row(each: HandMade | Plan, plan: Plan | None) -> tuple[str, ...]:
+    fits = not isinstance(each, HandMade) or each.fits
+    return (
+        each.name if isinstance(each, HandMade) else OSDP,
+        told_micro_batch(each),
+        format_seconds(each.step_time_s) if fits else "does not fit",
+        three_digits(each.samples_per_s) if fits else "",
+        f"{plan.samples_per_s / each.samples_per_s:.2f}" if plan is not None and fits else "",
+        format_bytes(each.peak_bytes),
+    )
+
+
+def told_micro_batch(each: HandMade | Plan) -> str:
+    """Samples of a micro-batch, and how many of them where there are several."""
+    times = f" x {each.num_micro_batches}" if each.num_micro_batches > 1 else ""
+    return f"{each.micro_batch_size}{times}"
+
+
+def beside_each_other(estimates: Sequence[Estimate]) -> RenderableType:
+    """Machines as rows, each with what is chosen there."""
+    return table(
+        {
+            "machine": "left",
+            "": "left",
+            "batch": "right",
+            "step": "right",
+            "samples/s": "right",
+            "a GPU": "right",
+            "peak": "right",
+            "limit": "right",
+        },
+        [_row_of(each) for each in estimates],
+    )
+
+
+def _row_of(each: Estimate) -> tuple[str, ...]:
+    plan, limit = each.chosen, format_bytes(each.limit_bytes)
+    if plan is None or not each.fits:
+        peak = "" if plan is None else format_bytes(plan.peak_bytes)
+        return each.spec, each.name, "", "does not fit", "", "", peak, limit
+    return (
+        each.spec,
+        each.name,
+        told_micro_batch(plan),
+        format_seconds(plan.step_time_s),
+        three_digits(plan.samples_per_s),
+        three_digits(plan.samples_per_s / plan.world_size),
+        format_bytes(plan.peak_bytes),
+        limit,
+    )

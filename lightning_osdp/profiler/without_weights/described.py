@@ -1,0 +1,77 @@
+"""From the description of a model to the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.profiler.model import own_step
+from lightning_osdp.profiler.without_weights.configurations import from_configuration
+from lightning_osdp.profiler.without_weights.imported import SETTINGS, built, imported
+from lightning_osdp.profiler.without_weights.model import NUM_SAMPLES, DescribedModel
+
+_DATA = "Give as data a function that takes a number of samples and returns a batch of them."
+
+
+def described(
+    model: str,
+    *,
+    settings: Mapping[str, Any],
+    sequence_length: int,
+    data: str | None,
+    optimizers: Callable[[nn.Module], Sequence[Optimizer]] | None = None,
+) -> DescribedModel:
+    """A model from its description, without memory for its weights.
+
+    Args:
+        model: import path of a LightningModule or of a function that returns one, ``package.module:Name``; or a
+            configuration of ``transformers``: the path of its JSON file or the name of its class.
+        settings: arguments of the module, or entries of the configuration that are to be others.
+        sequence_length: tokens of a sample, for a configuration.
+        data: import path of a function of the number of samples that returns a batch, for a LightningModule; None: its
+            own ``train_dataloader`` has one.
+        optimizers: makes those of the module that it is given; None: the LightningModule's own, or AdamW.
+
+    Raises:
+        ConfigurationError: there is no such thing, or it cannot be built.
+    """
+    if ":" in model:
+        found = _lightning_module(model, settings, data)
+    elif data is None:
+        found = from_configuration(model, settings, sequence_length)
+    else:
+        raise ConfigurationError(
+            f"Expected data with a LightningModule, got {data!r} with the configuration {model!r}. Leave data out: its"
+            " batches are of sequence tokens."
+        )
+    return found if optimizers is None else replace(found, optimizers=optimizers)
+
+
+def _lightning_module(model: str, settings: Mapping[str, Any], data: str | None) -> DescribedModel:
+    make = imported(model)
+    with torch.device("meta"):
+        module = built(f"model {model!r}", SETTINGS, make, **settings)
+    if not isinstance(module, nn.Module) or not hasattr(module, "training_step"):
+        raise ConfigurationError(
+            f"Expected {model!r} to make a LightningModule, got {type(module).__name__}. Name its class, or a function"
+            " that returns one."
+        )
+    if hasattr(module, "configure_model"):
+        with torch.device("meta"):
+            built(f"model {model!r}", SETTINGS, module.configure_model)  # type: ignore[arg-type]
+
+    def first_batch() -> Any:
+        return next(iter(module.train_dataloader()))  # type: ignore[operator]
+
+    if data is not None:
+        batch = built(f"data {data!r}", _DATA, imported(data), NUM_SAMPLES)
+    else:
+        batch = built(f"a batch of {model!r}.train_dataloader", _DATA, first_batch)
+    return DescribedModel(module=module, batch=batch, run=partial(own_step, module))

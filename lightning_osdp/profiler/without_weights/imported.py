@@ -1,0 +1,38 @@
+"""The user's own code by its import path, and what of it fails."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from lightning_osdp.core.text.nearest import nearest
+from lightning_osdp.errors import ConfigurationError
+
+SETTINGS = "Give what it takes as settings."
+
+
+def imported(path: str) -> Callable[..., Any]:
+    """What stands at ``package.module:Name``."""
+    module_name, _, name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigurationError(
+            f"Expected {path!r} to be package.module:Name, but {error}. Modules of the current folder are found by"
+            " `python -m lightning_osdp`."
+        ) from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        hint = nearest(name, dir(module), "Name one that it has.")
+        raise ConfigurationError(f"Expected a class or a function {name!r} in {module_name!r}, got {found!r}. {hint}")
+    made: Callable[..., Any] = found
+    return made
+
+
+def built(what: str, advice: str, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a function returns, or a `ConfigurationError` of ``what`` with the advice."""
+    try:
+        return make(*args, **kwargs)
+    except Exception as error:  # it may do anything
+        raise ConfigurationError(f"Expected {what} to be built, but it failed: {error!r}. {advice}") from error

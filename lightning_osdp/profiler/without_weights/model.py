@@ -1,0 +1,81 @@
+"""A model on the meta device, with what it takes to profile it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_osdp.core.cluster import DeviceRates
+from lightning_osdp.core.profile import ModelProfile
+from lightning_osdp.core.text.progress import Progress, silent
+from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.profiler.model import TrainingStep, profile_model
+from lightning_osdp.profiler.precision import ComputePrecision
+
+PRECISIONS: Mapping[str, torch.dtype | None] = {
+    "32-true": None,
+    "bf16-mixed": torch.bfloat16,
+    "bf16-true": torch.bfloat16,
+    "16-mixed": torch.float16,
+}
+"""Lightning's names -> dtype that units are gathered, computed and reduced in; parameters at rest are float32."""
+NUM_SAMPLES = 2
+"""That are traced; what grows with samples is affine in them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DescribedModel:
+    """A model on the meta device, with what it takes to run its training step."""
+
+    module: nn.Module
+    batch: Any
+    run: Callable[[Any], Any]
+    """Takes the batch, returns the loss."""
+    optimizers: Callable[[nn.Module], Sequence[Optimizer]] | None = None
+    """None: the module's own."""
+    tokens: int = 0
+    """Of a sample; 0 where they are not known."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters."""
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+    def profile(
+        self,
+        rates: DeviceRates,
+        *,
+        precision: str = "bf16-mixed",
+        activations: Sequence[str] = ("keep", "recompute"),
+        progress: Progress = silent,
+    ) -> ModelProfile:
+        """What it takes on a device that one does not have.
+
+        Operations are those that torch runs on CPU: kernels of CUDA, such as those of attention, save other bytes.
+
+        Raises:
+            ConfigurationError: no such precision, or the device has no rate for it.
+            ProfileError: the training step does not run without values.
+        """
+        if precision not in PRECISIONS:
+            raise ConfigurationError(f"precision must be one of {tuple(PRECISIONS)}, got {precision!r}.")
+        dtype = PRECISIONS[precision]
+        computes_in = str(dtype or torch.float32).removeprefix("torch.")
+        if computes_in not in rates.flops_per_s:
+            raise ConfigurationError(
+                f"Expected a precision in which the device computes, {', '.join(rates.flops_per_s)}, got"
+                f" {precision!r}, which computes in {computes_in}."
+            )
+
+        def run(batch: Any) -> Any:
+            with torch.autocast("cpu", dtype=dtype, enabled="mixed" in precision):
+                return self.run(batch)
+
+        # Lightning reduces in the dtype that it computes in
+        step = TrainingStep(run, self.optimizers, ComputePrecision(dtype, reduce_dtype=dtype))
+        return profile_model(self.module, self.batch, step, rates=rates, activations=activations, progress=progress)
