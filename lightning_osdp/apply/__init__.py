@@ -9,12 +9,14 @@ from lightning_osdp.apply.plan import apply_plan, change_plan, fully_shard_argum
 from lightning_osdp.apply.prepare import check_initializable
 from lightning_osdp.apply.sharded import ShardedModel
 from lightning_osdp.apply.state import check_number
+from lightning_osdp.apply.stored import StoredShards
 from lightning_osdp.apply.units import NODE_GROUPS, ONE_MESH, called_children
 
 __all__ = [
     "NODE_GROUPS",
     "ONE_MESH",
     "ShardedModel",
+    "StoredShards",
     "apply_plan",
     "called_children",
     "change_plan",

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +25,7 @@ from lightning_osdp.apply.prepare import (
     slices_of,
     unit_initializer,
 )
+from lightning_osdp.apply.stored import StoredShards
 from lightning_osdp.apply.units import Meshes, ShardedUnit, children_and_blocks, set_prefetch, shard, without_views
 from lightning_osdp.apply.updates import stepping_on_rows, try_optimizer
 from lightning_osdp.core.blocks import RERUN
@@ -377,10 +377,11 @@ class ShardedModel:
     def whole_state(self, *, on_all_ranks: bool) -> dict[str, Any] | None:
         """Whole state dict in memory of its own, on rank 0 or on all ranks; None on the others."""
         with self._reading():
-            return state.whole_state(self.module, on_all_ranks=on_all_ranks)
+            whole = state.whole_state(self.module, on_all_ranks=on_all_ranks)
+        return whole if on_all_ranks or dist.get_rank() == 0 else None
 
     def model_state(self, state_dict_type: str) -> dict[str, Any]:
-        """State dict for a checkpoint: whole tensors on rank 0 (``"full"``), or each rank's shards (``"sharded"``)."""
+        """State dict for a checkpoint: whole on rank 0 and meta elsewhere (``"full"``), or shards (``"sharded"``)."""
         with self._reading():
             return state.model_state(self.module, state_dict_type)
 
@@ -402,10 +403,15 @@ class ShardedModel:
         with self._reading():
             state.load_optimizer(self.module, optimizer, state_dict)
 
-    def load_sharded(self, path: Path, optimizers: Sequence[Optimizer], *, strict: bool) -> None:
-        """Loads weights, and states of optimizers where there are any, from the folder of a sharded checkpoint."""
+    def load_stored(self, stored: StoredShards, weights: Mapping[str, Any], *, strict: bool) -> None:
+        """Loads weights of a sharded checkpoint, under the names that they have in ``weights``."""
         with self._reading():
-            state.load_sharded(path, self.module, optimizers, strict=strict)
+            stored.load_model(self.module, weights, strict=strict)
+
+    def load_stored_optimizers(self, stored: StoredShards, optimizers: Sequence[Optimizer]) -> None:
+        """Loads states of all optimizers from a sharded checkpoint."""
+        with self._reading():
+            stored.load_optimizers(self.module, optimizers)
 
 
 def _begin(

@@ -8,17 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -28,8 +21,8 @@ from lightning_osdp.errors import ConfigurationError, PlanMismatchError
 from lightning_osdp.splitting import JoinedShards, cut_states, cuts_of, gathered, group_of_rows, join_names, join_states
 
 
-def whole_state(module: nn.Module, *, on_all_ranks: bool) -> dict[str, Any] | None:
-    """Whole state dict in memory of its own on CPU, on rank 0 or on all ranks; None on the others.
+def whole_state(module: nn.Module, *, on_all_ranks: bool) -> dict[str, Any]:
+    """Whole state dict in memory of its own on CPU, on rank 0 or on all ranks; its tensors are on meta on the others.
 
     All ranks must call it. What the module's ``state_dict`` hooks see and return are DTensors.
     """
@@ -43,15 +36,16 @@ def whole_state(module: nn.Module, *, on_all_ranks: bool) -> dict[str, Any] | No
         is_tied = first in whole and _is_same(state[first], value)
         whole[name] = whole[first] if is_tied else _whole(value, keeps=keeps)
     state.update(whole)  # it may know versions of modules, which are saved with it
-    return state if keeps else None
+    return state
 
 
 def model_state(module: nn.Module, state_dict_type: str) -> dict[str, Any]:
-    """State dict with whole tensors on rank 0 and nothing on the others ("full"), or each rank's shards ("sharded").
+    """State dict with tensors whole on rank 0 and on meta on the others ("full"), or each rank's shards ("sharded").
 
-    All ranks must call it. Shards are DTensors in the parameters' own memory, or `JoinedShards` of split operators.
+    Hooks that see a checkpoint run on all ranks, and find the same names and shapes on each. All ranks must call it.
+    Shards are DTensors in the parameters' own memory, or `JoinedShards` of split operators.
     """
-    return module.state_dict() if state_dict_type == "sharded" else whole_state(module, on_all_ranks=False) or {}
+    return module.state_dict() if state_dict_type == "sharded" else whole_state(module, on_all_ranks=False)
 
 
 def optimizer_state(module: nn.Module, optimizer: Optimizer, state_dict_type: str) -> dict[str, Any]:
@@ -73,7 +67,7 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer, state_dict_type: st
         name: {field: _whole(value, keeps=keeps) for field, value in fields.items()}
         for name, fields in state["state"].items()
     }
-    return numbered({**state, "state": whole}) if keeps else {}
+    return numbered({**state, "state": whole})
 
 
 def numbered(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,7 +118,7 @@ def _is_same(shards: Any, other: Any) -> bool:
 
 
 def _whole(value: Any, *, keeps: bool) -> Any:
-    """A tensor whole and in memory of its own, or None; anything else as it is. All ranks must call it."""
+    """A tensor whole, in memory of its own or on meta; anything else as it is. All ranks must call it."""
     if not isinstance(value, Tensor):
         return value
     if isinstance(value, JoinedShards):
@@ -132,9 +126,9 @@ def _whole(value: Any, *, keeps: bool) -> Any:
     elif isinstance(value, DTensor):
         whole = gathered(value.detach())
     else:
-        return value.detach().to("cpu", copy=True) if keeps else None
+        return value.detach().to("cpu" if keeps else "meta", copy=True)
     is_part = whole.untyped_storage().nbytes() != whole.nbytes  # of a buffer with padding
-    return whole.to("cpu", copy=is_part) if keeps else None
+    return whole.to("cpu", copy=is_part) if keeps else whole.to("meta")
 
 
 def takes_whole(module: nn.Module) -> list[RemovableHandle]:
@@ -178,33 +172,6 @@ def load_optimizer(module: nn.Module, optimizer: Optimizer, state: Mapping[str, 
             ],
         }
     )
-
-
-def load_sharded(path: Path, module: nn.Module, optimizers: Sequence[Optimizer], *, strict: bool) -> None:
-    """Loads model and optimizers from the folder of a sharded checkpoint, of any number of ranks.
-
-    Those that an earlier version wrote with FSDP1 are among them. The folder is one of
-    ``torch.distributed.checkpoint``, with the entries ``model``, ``optimizer_0``, ``optimizer_1``, ...; of optimizers
-    without state none is stored.
-
-    All ranks must call it. Weights are read into the shards in place; without optimizers their states are left alone.
-
-    Raises:
-        CheckpointException: something of the module is not in the checkpoint, or has another shape there.
-        RuntimeError: another number of optimizers is stored.
-        PlanMismatchError: a stored optimizer has other parameter groups.
-    """
-    state = {"model": module.state_dict()}
-    load(state, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=not strict))
-    module.load_state_dict(state["model"], strict=strict)
-    metadata = FileSystemReader(path).read_metadata()
-    stored = {place[0] for place in metadata.planner_data.values()} - {"model"}
-    if not stored or not optimizers:
-        return
-    check_number(len(stored), len(optimizers))
-    parameters = whole_parameters(module)
-    for index, optimizer in enumerate(optimizers):
-        load_optimizer(module, optimizer, _read(path, metadata, f"optimizer_{index}", parameters))
 
 
 def _take_rows(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
@@ -275,30 +242,3 @@ def check_number(num_stored: int, num_optimizers: int) -> None:
             f"Expected a checkpoint with the state of {num_optimizers} optimizers, as configured, got {num_stored}."
             " Configure as many as were saved, or load the weights alone."
         )
-
-
-def _read(path: Path, metadata: Metadata, optimizer: str, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-    """State of one optimizer by name; what has the shape of one of these parameters is sharded as that is."""
-    places = metadata.planner_data
-    entries: dict[str, Any] = {}
-    for key, stored in metadata.state_dict_metadata.items():
-        if places[key][0] != optimizer:
-            continue
-        if isinstance(stored, TensorStorageMetadata):
-            entries[key] = _unread(stored, parameters.get(places[key][2]) if len(places[key]) > 2 else None)
-        else:
-            entries[key] = "read in its place"
-    load(entries, checkpoint_id=path)
-    state: dict[str, Any] = unflatten_state_dict(entries, places)[optimizer]
-    return state
-
-
-def _unread(stored: TensorStorageMetadata, parameter: Tensor | None) -> Tensor:
-    """Memory to read an entry into: shards like the parameter's, or all of what has another shape."""
-    dtype = stored.properties.dtype
-    if parameter is not None and parameter.shape == stored.size:
-        if isinstance(parameter, JoinedShards):
-            return parameter.empty_like(dtype)
-        if isinstance(parameter, DTensor):
-            return torch.empty_like(parameter, dtype=dtype)
-    return torch.empty(stored.size, dtype=dtype)

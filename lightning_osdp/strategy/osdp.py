@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -132,6 +132,7 @@ class OSDPStrategy(FSDPStrategy):
         self._units = Units(self, options)  # which have the plan
         self._ranks, self._generators = RanksTogether(self), Generators()
         self._setting_up = ExitStack()
+        self._loading: load.Loading | None = None  # the checkpoint that the Trainer restores
         # what was alive when fit began, on CPU, where what is alive is counted
         self.census: Census | None = None
         # What the plan decides is given here, so that LightningCLI does not offer it.
@@ -392,9 +393,28 @@ class OSDPStrategy(FSDPStrategy):
         trainer = module.trainer
         with load.in_reach(self.broadcast(checkpoint_path), self) as given:
             path = on_rank_zero(lambda: load.to_load(given, trainer))
-            loaded = load.load(path, self._sharded, trainer, weights_only=weights_only)
+            self._loading = load.Loading(path, trainer, weights_only=weights_only)
+        loaded = self._loading.content
         if trainer.state.fn == TrainerFn.FITTING:
             self._units.division.resume(trainer, loaded)
             self._generators.resume(loaded, self.root_device)
             entries.tell_of_change(self.plan, loaded)
         return loaded
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        """Unlike FSDPStrategy's: all is loaded in Lightning's own order, after hooks have seen the checkpoint."""
+        return True
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self._loading is not None
+        self._loading.load_model(checkpoint, self._sharded, strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self._loading is not None
+        assert self.lightning_module is not None
+        self._loading.load_optimizers(checkpoint, self._sharded, self.lightning_module.trainer)
+        self._loading = None

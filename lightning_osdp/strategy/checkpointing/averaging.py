@@ -73,7 +73,7 @@ def average_shards(trainer: pl.Trainer, sharded: ShardedModel, device: torch.dev
 class AveragedShards(nn.Module):
     """An average of a sharded model: a parameter for each of its shards and a copy of each buffer, in its order.
 
-    Its state dict has whole tensors under the names of the user's own model; all ranks must ask for it, rank 0 gets it.
+    Its state dict is whole, under the names of the user's own model; all ranks must ask for it, rank 0 gets values.
     """
 
     def __init__(self, sharded: ShardedModel, device: torch.device) -> None:
@@ -95,7 +95,7 @@ class AveragedShards(nn.Module):
     def state_dict(self, *_: Any, destination: dict[str, Any] | None = None, prefix: str = "", **__: Any) -> Any:
         found = {} if destination is None else destination
         with self._in_model():
-            whole = self._sharded.whole_state(on_all_ranks=False) or {}
+            whole = self._sharded.model_state("full")
         found.update({prefix + name: value for name, value in whole.items()})
         return found
 

@@ -29,10 +29,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lightning_osdp.apply import ShardedModel, check_number
+from lightning_osdp.apply import ShardedModel, StoredShards, check_number
 from lightning_osdp.callbacks.peak import callbacks_of
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.strategy.checkpointing.averaging import is_averaging
 from lightning_osdp.strategy.checkpointing.saving import SHARD_METADATA, is_of_checkpoint, saved_at
 from lightning_osdp.strategy.runtime.all_ranks import from_all_ranks, in_step
 
@@ -109,44 +108,77 @@ def why_incomplete(path: Path) -> str | None:
     return None if is_zipfile(path / _METADATA_FILENAME) else f"{_METADATA_FILENAME} is not there or ends too early"
 
 
-def load(path: Path, sharded: ShardedModel, trainer: pl.Trainer, *, weights_only: bool | None) -> dict[str, Any]:
-    """Loads the model, and in a fit optimizers, from a full or sharded checkpoint; returns the rest of it.
+class Loading:
+    """A checkpoint, full or sharded, that has been read: hooks may change its content before anything is loaded.
 
-    The trainer's callbacks may have added groups of parameters to optimizers. Where a fit averages weights, the whole
-    weights of a full checkpoint are returned, too. Raises a `ConfigurationError` if the path is neither, or the
-    checkpoint cannot be read, or is of another model.
+    Raises:
+        ConfigurationError: the path is neither, or the checkpoint cannot be read, or is of another model.
+
+    Attributes:
+        content: what is in it. Weights, and states of optimizers, of a full one stay in the file until they are loaded;
+            of a sharded one there are the names of weights, whose tensors are on meta.
     """
-    is_sharded = _is_sharded_checkpoint(path)
-    if not is_sharded and not path.is_file():
-        raise ConfigurationError(
-            f"Expected a checkpoint at {str(path)!r}: a file with the full state, or a folder with shards written by"
-            " this strategy. Found neither."
-        )
-    is_fitting, strict = trainer.state.fn == TrainerFn.FITTING, trainer.lightning_module.strict_loading
-    optimizers = trainer.optimizers if is_fitting else []
-    checkpoint = read_saved(path / _METADATA_FILENAME if is_sharded else path, weights_only=weights_only)
-    if optimizers:
-        _restore_groups(trainer, checkpoint)
-    if is_sharded:
-        with _fitting(path):
-            sharded.load_sharded(path, optimizers, strict=strict)
-        return _copied(checkpoint)
-    if "state_dict" not in checkpoint:
-        raise ConfigurationError(
-            f"Expected a checkpoint of the Trainer at {str(path)!r}, with weights under 'state_dict', got one without."
-            " To load bare weights, call load_state_dict of the LightningModule before fit."
-        )
-    weights = checkpoint["state_dict"] if is_averaging(trainer) else checkpoint.pop("state_dict")
-    with _fitting(path):
-        sharded.load_model(weights, strict=strict)
-    states = checkpoint.get("optimizer_states")
-    if states is not None and optimizers:
-        check_number(len(states), len(optimizers))
-        for optimizer, state in zip(optimizers, states, strict=True):
-            sharded.load_optimizer(optimizer, state)
-    # Each rank has taken its part of these; whole they stay in the file.
-    in_file = {} if states is None else {"optimizer_states": checkpoint.pop("optimizer_states")}
-    return {**_copied(checkpoint), **in_file}
+
+    def __init__(self, path: Path, trainer: pl.Trainer, *, weights_only: bool | None) -> None:
+        is_sharded = _is_sharded_checkpoint(path)
+        if not is_sharded and not path.is_file():
+            raise ConfigurationError(
+                f"Expected a checkpoint at {str(path)!r}: a file with the full state, or a folder with shards written"
+                " by this strategy. Found neither."
+            )
+        self._path, self._stored = path, StoredShards(path) if is_sharded else None
+        saved = read_saved(path / _METADATA_FILENAME if is_sharded else path, weights_only=weights_only)
+        if self._stored is not None:
+            saved["state_dict"] = dict(self._stored.weights)
+            if "lr_schedulers" in saved:  # without them weights alone were saved
+                saved["optimizer_states"] = [{} for _ in range(self._stored.num_optimizers)]
+        if "state_dict" not in saved:
+            raise ConfigurationError(
+                f"Expected a checkpoint of the Trainer at {str(path)!r}, with weights under 'state_dict', got one"
+                " without. To load bare weights, call load_state_dict of the LightningModule before fit."
+            )
+        if trainer.state.fn == TrainerFn.FITTING and "optimizer_states" in saved:
+            check_number(len(saved["optimizer_states"]), len(trainer.optimizers))
+        in_file: dict[str, Any] = {key: saved.pop(key) for key in ("state_dict", "optimizer_states") if key in saved}
+        # the file may change while the rest is in use
+        copied = apply_to_collection(saved, dtype=Tensor, function=lambda tensor: tensor.detach().clone())
+        self.content: dict[str, Any] = {**copied, **in_file}
+
+    def load_model(self, content: Mapping[str, Any], sharded: ShardedModel, *, strict: bool) -> None:
+        """Loads the model from what hooks have left of the content."""
+        with self._fitting():
+            if self._stored is None:
+                sharded.load_model(content["state_dict"], strict=strict)
+            else:
+                sharded.load_stored(self._stored, content["state_dict"], strict=strict)
+
+    def load_optimizers(self, content: Mapping[str, Any], sharded: ShardedModel, trainer: pl.Trainer) -> None:
+        """Loads optimizers likewise; the trainer's callbacks may have added groups of parameters to them."""
+        _restore_groups(trainer, content)
+        if self._stored is None:
+            for optimizer, state in zip(trainer.optimizers, content["optimizer_states"], strict=False):
+                sharded.load_optimizer(optimizer, state)
+        elif content["optimizer_states"]:
+            with self._fitting():
+                sharded.load_stored_optimizers(self._stored, trainer.optimizers)
+
+    @contextmanager
+    def _fitting(self) -> Iterator[None]:
+        """Has errors of loading into a model name the checkpoint, and what of the two does not fit."""
+        try:
+            yield
+        except (CheckpointException, RuntimeError) as error:
+            if isinstance(error, CheckpointException):
+                rank, (first, _) = min(error.failures.items())
+                reason = f"rank {rank} found: {type(first).__name__}: {first}"
+            elif "Error(s) in loading state_dict" in str(error):
+                reason = "; ".join(line.strip(" \t.") for line in str(error).splitlines()[1:])
+            else:
+                raise
+            raise ConfigurationError(
+                f"Expected a complete checkpoint of this model at {str(self._path)!r}, but {reason.rstrip('.')}. Load"
+                " it into the model that was saved, or use another checkpoint."
+            ) from error
 
 
 def _restore_groups(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
@@ -182,28 +214,3 @@ def read_saved(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
             f"Expected a dict in checkpoint {str(path)!r}, got {type(saved).__name__}. Use a checkpoint of the Trainer."
         )
     return saved
-
-
-def _copied(saved: dict[str, Any]) -> dict[str, Any]:
-    """The same with tensors in memory of their own, for the file may change while they are in use."""
-    copy: dict[str, Any] = apply_to_collection(saved, dtype=Tensor, function=lambda tensor: tensor.detach().clone())
-    return copy
-
-
-@contextmanager
-def _fitting(path: Path) -> Iterator[None]:
-    """Has errors of loading into a model name the checkpoint, and what of the two does not fit."""
-    try:
-        yield
-    except (CheckpointException, RuntimeError) as error:
-        if isinstance(error, CheckpointException):
-            rank, (first, _) = min(error.failures.items())
-            reason = f"rank {rank} found: {type(first).__name__}: {first}"
-        elif "Error(s) in loading state_dict" in str(error):
-            reason = "; ".join(line.strip(" \t.") for line in str(error).splitlines()[1:])
-        else:
-            raise
-        raise ConfigurationError(
-            f"Expected a complete checkpoint of this model at {str(path)!r}, but {reason.rstrip('.')}. Load it into the"
-            " model that was saved, or use another checkpoint."
-        ) from error

@@ -6,10 +6,12 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from traceback import walk_tb
 from types import TracebackType
 
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
 from lightning_osdp.apply import ONE_MESH, ShardedModel
 from lightning_osdp.callbacks.peak import callbacks_of
@@ -56,6 +58,13 @@ _EXPLAINED = {
 }
 """By words of torch, or of fairscale: what to do where a user's code cannot run with sharded tensors, or so here."""
 
+_WITHOUT_VALUES = (
+    "OSDP: while a full checkpoint is saved, weights and states of optimizers have values on rank 0 alone; on other"
+    " ranks their tensors are on device meta. on_save_checkpoint may rename, add and leave out entries on all ranks;"
+    " let it read values within `if trainer.is_global_zero: ...`, or take them from"
+    " trainer.strategy.whole_state_dict(on_all_ranks=True)."
+)
+
 
 def place_of_shortage(sharded: ShardedModel) -> str:
     """Where in a step the model is whose memory ran out."""
@@ -67,8 +76,17 @@ def explain_step_error(error: BaseException, strategy: FSDPStrategy, sharded: Sh
     if is_out_of_memory(error) and sharded is not None and sharded.plan is not None:
         _append(error, _of_memory(strategy, sharded.plan, place_of_shortage(sharded)))
     told = next((text for said, text in _EXPLAINED.items() if said in str(error)), None)
+    if strategy.global_rank and "meta" in str(error).lower() and _is_saving(error):
+        told = _WITHOUT_VALUES
     if told is not None and told not in str(error):
         _append(error, told)
+
+
+def _is_saving(error: BaseException) -> bool:
+    """Whether it was raised while Lightning collects what a checkpoint has."""
+    return any(
+        frame.f_code is _CheckpointConnector.dump_checkpoint.__code__ for frame, _ in walk_tb(error.__traceback__)
+    )
 
 
 def _of_memory(strategy: FSDPStrategy, plan: Plan, place: str) -> str:
