@@ -38,6 +38,8 @@ LINGER_S = 5.0
 TEARDOWN_S = 120.0
 """Longest that a failed rank takes to tear down, what loggers send included: on its device may wait a collective that
 never ends, and whatever waits for the device, such as moving the model, waits with it."""
+PATIENCE_S = 2.0
+"""After so much of it, the error is printed: nobody may see what Python would print in the end."""
 LAST_WORDS_S = 5.0
 """Longest that a process takes to say where it is before it is ended: its output may be blocked, too."""
 SILENCE_S = 4.0
@@ -87,7 +89,7 @@ class FailureWatch:
         self._count_collectives, self._num_beats = num_collectives, 0
         self._num_collectives, self._since_s = -1, 0.0  # when this rank was seen to enter the last collective
         self._first: str | None = None  # what the rank that failed first had to say, once this one knows
-        self._teardown = threading.Timer(TEARDOWN_S, os._exit, (1,))  # begins when this rank has failed
+        self._timers: list[threading.Timer] = []  # which begin when this rank has failed
         self._knows, self._stopped = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="osdp-failure-watch", daemon=True)
 
@@ -105,7 +107,7 @@ class FailureWatch:
         """Stops watching, for this rank is done; its thread is gone then, as it must be before the interpreter ends."""
         is_first = not self._stopped.is_set()
         self._end_thread()
-        self._teardown.cancel()
+        self._cancel_timers()
         if is_first and self._first is None:
             try:
                 self._store.set(self._beats[self._rank], _LEFT)
@@ -134,9 +136,14 @@ class FailureWatch:
             log.debug("The store is gone, and with it the others", exc_info=True)
             self._learn(_STORE_GONE)
         self._end_thread()
-        self._teardown.cancel()
-        self._teardown = _timer(TEARDOWN_S, partial(self._end_now, self._first or mine, TEARDOWN_S))
+        self._cancel_timers()
+        self._timers.append(_timer(TEARDOWN_S, partial(self._end_now, self._first or mine, TEARDOWN_S)))
         return None if self._first == mine else self._first
+
+    def tell_if_slow(self, error: BaseException) -> None:
+        """Prints an error that was reported, with its traceback, if this rank does not stop watching soon."""
+        said = "Rank %d failed, and its teardown waits, perhaps for ranks that wait for this one."
+        self._timers.append(_timer(PATIENCE_S, partial(log.error, said, self._rank, exc_info=error)))
 
     def have_all_raised(self) -> bool:
         """Whether all ranks have raised at the same point, to do something together; waits, and tells all the same."""
@@ -259,6 +266,10 @@ class FailureWatch:
         log.error("%s\n%s\n%s", text, ending, place)
         logging.shutdown()
         os._exit(1)
+
+    def _cancel_timers(self) -> None:
+        while self._timers:
+            self._timers.pop().cancel()
 
     def _end_thread(self) -> None:
         self._stopped.set()

@@ -93,6 +93,8 @@ class RanksTogether:
             print_one_line(error, f"OSDP: rank {rank} ends as rank {first} does: {text}")
         elif first is None and cause is not None and is_echo(error):
             print_one_line(error, f"OSDP: rank {rank} ends, for another one failed. {cause}")
+        elif isinstance(error, Exception):
+            self._watch.tell_if_slow(error)
         if isinstance(error, SIGTERMException):
             log.error("%s Rank %d ended between two steps.", cause, rank)
             # Lightning's launcher kills this process as soon as another one ends with an error.

@@ -143,6 +143,33 @@ def test_a_failed_rank_tears_down_in_bounded_time():
     assert "in teardown" in found.stderr
 
 
+def test_an_error_is_printed_in_full_before_a_teardown_that_never_ends():
+    found = ended(
+        """
+        from unittest import mock
+        from lightning_osdp.strategy.runtime.ranks import RanksTogether
+
+        failure.PATIENCE_S, failure.TEARDOWN_S = 0.05, 2
+
+        def training_step():
+            raise ValueError("no loss")
+
+        ranks = RanksTogether(mock.Mock(global_rank=0))
+        ranks._watch = watch
+        try:
+            training_step()
+        except ValueError as error:
+            ranks.report(error)
+        time.sleep(60)
+        """
+    )
+    told, _, ending = found.stderr.partition("Rank 0 has not ended by itself in 2 s: ending it.")
+    assert "its teardown waits, perhaps for ranks that wait for this one.\nTraceback" in told
+    assert "in training_step\nValueError: no loss\n" in told
+    assert "time.sleep" not in told
+    assert ending
+
+
 @pytest.mark.slow
 def test_output_that_is_blocked_holds_up_no_end():
     found = ended(
@@ -164,13 +191,16 @@ def test_output_that_is_blocked_holds_up_no_end():
 def test_a_rank_that_has_torn_down_goes_on():
     found = ended(
         """
+        failure.PATIENCE_S = 0.2
         watch.report(ValueError("no loss"))
+        watch.tell_if_slow(ValueError("no loss"))
         watch.stop()
         time.sleep(1)
         sys.exit(3)
         """
     )
     assert found.returncode == 3
+    assert "teardown waits" not in found.stderr
 
 
 @pytest.mark.skipif(not hasattr(signal, "alarm"), reason="the timer is the kernel's")
