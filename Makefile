@@ -16,7 +16,8 @@ TORCH ?= torch==2.13.0
 DEMO_CONFIG ?= examples/mingpt/configs/osdp_cpu.yaml
 PYTEST_ARGS ?= --numprocesses=2 --dist=worksteal
 MINUTES ?= 60
-QUICK_BENCHMARKS := accumulation activations cluster engines headline nodes published splitting
+QUICK_BENCHMARKS := cluster engines published
+QUICK_CONTESTS := accumulation activations headline nodes splitting
 # What has torch, oneDNN and MKL compute as on a CPU without AVX-512.
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 
@@ -52,6 +53,7 @@ test-all: lint types docs
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --hypothesis-profile=random
 	$(AVX2) $(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
 	for program in $(QUICK_BENCHMARKS); do $(BIN)/python benchmarks/$$program.py --quick true || exit 1; done
+	for contest in $(QUICK_CONTESTS); do $(BIN)/python benchmarks/contest.py $$contest --quick true || exit 1; done
 
 lint: $(INSTALLED_DEV)
 	$(BIN)/ruff check .

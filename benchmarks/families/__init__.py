@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from benchmarks.families.base import OPTIMIZERS, Batch, Family
@@ -34,7 +36,7 @@ def build(name: str, *, optimizer: str = "adamw", seed: int = 0) -> Family:
     Raises:
         ValueError: there is no such family or optimizer.
     """
-    families = {**FAMILIES, **SHAPES}
+    families: dict[str, Callable[[str], Family]] = {**FAMILIES, **SHAPES}
     for what, given, known in (("family", name, families), ("optimizer", optimizer, OPTIMIZERS)):
         if given not in known:
             raise ValueError(f"Expected {what} to be one of {tuple(known)}, got {given!r}.")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from benchmarks.families.base import Batch, Family
+from benchmarks.families.dense import TwoLayers
 from benchmarks.families.text import MinGPT, next_token_loss
 from examples.mingpt.model import Block, GPTConfig
 
@@ -57,7 +59,7 @@ def _gpt(
     return Shaped
 
 
-SHAPES: Mapping[str, type[Family]] = {
+SHAPES: Mapping[str, Callable[[str], Family]] = {
     "6 x 512": _gpt(6, 512, num_heads=8),
     "12 x 256": _gpt(12, 256, num_heads=4),
     "24 x 128": _gpt(24, 128, num_heads=4),  # the paper's narrow and deep one in 1/256 of its parameters: 96 x 1024
@@ -65,6 +67,7 @@ SHAPES: Mapping[str, type[Family]] = {
     "2 x 768": _gpt(2, 768, num_heads=8),  # the paper's wide and shallow one in 1/256 of its parameters: 2 x 12288
     "256 to 768": Growing,
     "128 to 512": Growing128To512,
+    **{f"2 Linears of {size}": partial(TwoLayers, size) for size in (1024, 2048, 4096, 8192, 12288)},
     "tiny": _gpt(3, 32, num_heads=2, vocabulary_size=32, sequence_length=16),
 }
-"""By layers x width, or by widths; 10 to 38 million parameters but for the last."""
+"""By layers x width, or by widths; the transformers have 10 to 38 million parameters, but for the last."""

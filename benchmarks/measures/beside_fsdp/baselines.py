@@ -2,102 +2,109 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 from rich.table import Table
 
 from benchmarks.families import build
-from benchmarks.measures.accuracy.memory import FREE
+from benchmarks.measures.accuracy.memory import ANY_RATES, FREE
+from benchmarks.measures.beside_fsdp.cases import BASE, Contest
 from benchmarks.measures.section import Results, Row, Section, measured
 from benchmarks.testbed.beside_fsdp.lightning_fsdp import Baseline, Way
 from benchmarks.testbed.groups import fake_group, simulated_group
 from benchmarks.testbed.memory import count_step
 from benchmarks.testbed.plans import largest_that_fits
-from lightning_osdp import Cluster, ModelProfile, profile_model
+from lightning_osdp import Cluster, ModelProfile, profile_model, simulate
+from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes
-
-BASE = Way(sharding="FULL_SHARD", is_fully_shard=True)
-"""What limits and ratios refer to."""
-KEPT = Way(sharding="SHARD_GRAD_OP", is_fully_shard=True)
-FULL_SHARD, SHARD_GRAD_OP = Way(sharding="FULL_SHARD"), Way(sharding="SHARD_GRAD_OP")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    """One way to train on rank 0 of N."""
+class Ranks:
+    """A model on ranks of so many; what is counted on rank 0 is counted for these."""
 
     model: str
     num_ranks: int
-    way: Way
-    limits: tuple[float, ...]
-    """Factors of the peak of `BASE` with one sample: one micro-batch a step is counted with the most samples that
-    fit each."""
-    samples_per_step: int
-    """All divisions of so many are counted."""
     node_size: int | None = None
     """Ranks of a node; None: all are in one."""
 
+    @property
+    def section(self) -> str:
+        """Name in a results file."""
+        return f"peaks, {self.model} on {self.num_ranks} ranks"
 
-def known(models: Iterable[str], results: Results, *, is_fresh: bool, **asked: Any) -> dict[str, list[Baseline]]:
-    """Of each model what takes part, with its peaks; counts and prints what the results do not have, or all if fresh.
 
-    Other arguments are those of `section`.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Case(Ranks):
+    """One way to train on rank 0."""
+
+    way: Way
+    divisions: tuple[tuple[int, int], ...]
+    """Micro-batch and number of micro-batches that are counted."""
+    limits: tuple[float, ...]
+    """Factors of the peak of `BASE` with one sample: one micro-batch a step is counted with the most samples that
+    fit each."""
+
+
+Baselines: TypeAlias = Mapping[Ranks, Sequence[Baseline]]
+
+
+def counted(contests: Sequence[Contest], results: Results, *, is_fresh: bool) -> Baselines:
+    """What takes part in contests, with its peaks; counts and prints what the results do not have, or all if fresh."""
     found = {}
-    for model in models:
-        counted = section(model, **asked)
-        measured(counted, results, is_fresh=is_fresh)
-        found[model] = baselines_of(results.stored(counted.name))
+    ranks = [_ranks(model, contest) for contest in contests for model in contest.models]
+    for each in dict.fromkeys(ranks):
+        among = [contest for contest in contests if each in [_ranks(model, contest) for model in contest.models]]
+        section = Section(name=each.section, cases=_cases(each, among), measure=measure, table=table)
+        measured(section, results, is_fresh=is_fresh)
+        found[each] = [
+            Baseline(**row["case"]["way"], **{name: peak[name] for name in _SIZES})
+            for row in results.stored(section.name)
+            for peak in row["peaks"]
+        ]
     return found
 
 
-def section(
-    model: str,
-    num_ranks: int,
-    *,
-    ways: Sequence[Way],
-    limits: Sequence[float] = (),
-    samples_per_step: int,
-    node_size: int | None = None,
-) -> Section:
-    """One case for each way."""
-    return Section(
-        name=f"baselines, {model}",
-        cases=[
-            Case(
-                model=model,
-                num_ranks=num_ranks,
-                way=way,
-                limits=tuple(limits),
-                samples_per_step=samples_per_step,
-                node_size=node_size,
-            )
-            for way in ways
-        ],
-        measure=measure,
-        table=table,
-    )
+_SIZES = ("micro_batch_size", "num_micro_batches", "counted_bytes")
+
+
+def _ranks(model: str, contest: Contest) -> Ranks:
+    return Ranks(model=model, num_ranks=contest.num_ranks, node_size=contest.node_size)
+
+
+def _cases(ranks: Ranks, contests: Sequence[Contest]) -> list[Case]:
+    divisions, limits = dict[tuple[int, int], None](), dict[float, None]()
+    for contest in contests:
+        sizes = (contest.micro_batch_size, contest.num_micro_batches)
+        divisions[sizes] = None
+        if contest.division == "auto":
+            samples = sizes[0] * sizes[1]
+            divisions |= {(size, samples // size): None for size in range(1, samples + 1) if samples % size == 0}
+        if contest.division == "scale":
+            limits |= {limit: None for limit in contest.limits if limit is not None}
+    ways = dict.fromkeys(way for contest in contests for way in contest.rivals)
+    return [
+        Case(**vars(ranks), way=way, divisions=tuple(sorted(divisions)), limits=tuple(sorted(limits))) for way in ways
+    ]
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Counts live bytes in one process as rank 0 of N."""
-    of_all = case.samples_per_step
-    sizes = [(size, of_all // size) for size in range(1, of_all + 1) if of_all % size == 0]
+    """Counts live bytes in one process as rank 0 of N; predicted are those of a plan."""
+    sizes = [*case.divisions]
     for limit in case.limits:
-        sizes.append((1, 1))
-        limit_bytes = limit * counted_bytes(case.model, case.num_ranks, BASE, 1, 1, node_size=case.node_size)
-        sizes += [(most, 1) for most in [_most_samples(case, limit_bytes)] if most]
+        most = _most_samples(case, limit * counted_bytes(case, BASE, 1, 1))
+        sizes += [(most, 1)] if most else []
     return {
         "peaks": [
             {
                 "micro_batch_size": size,
                 "num_micro_batches": number,
-                "counted_bytes": counted_bytes(
-                    case.model, case.num_ranks, case.way, size, number, node_size=case.node_size
-                ),
+                "counted_bytes": counted_bytes(case, case.way, size, number),
+                "predicted_bytes": _predicted_bytes(case, size, number) if case.way.is_predicted else None,
             }
             for size, number in dict.fromkeys(sizes)
         ]
@@ -106,58 +113,77 @@ def measure(case: Case) -> dict[str, Any]:
 
 def _most_samples(case: Case, limit_bytes: float) -> int:
     """Of one micro-batch under a limit, counted; 0 where none fits."""
-
-    def fits(size: int) -> bool:
-        return counted_bytes(case.model, case.num_ranks, case.way, size, 1, node_size=case.node_size) <= limit_bytes
-
-    size = _predicted(case, limit_bytes)
-    while size and not fits(size):
+    plan = _plan(case, case.way, 1, 1)
+    found = largest_that_fits(plan, _profile(case.model), _cluster(case), limit_bytes=int(limit_bytes))
+    size = 0 if found is None else found.micro_batch_size
+    while size and counted_bytes(case, case.way, size, 1) > limit_bytes:
         size -= 1
-    while fits(size + 1):
+    while counted_bytes(case, case.way, size + 1, 1) <= limit_bytes:
         size += 1
     return size
 
 
-def _predicted(case: Case, limit_bytes: float) -> int:
-    cluster = Cluster(world_size=case.num_ranks, node_size=case.node_size, all_gather=FREE, reduce_scatter=FREE)
-    plan = case.way.plan(build(case.model), world_size=case.num_ranks, node_size=case.node_size, micro_batch_size=1)
-    found = largest_that_fits(plan, _profile(case.model), cluster, limit_bytes=int(limit_bytes))
-    return 0 if found is None else found.micro_batch_size
+def _predicted_bytes(case: Case, micro_batch_size: int, num_micro_batches: int) -> int:
+    plan = _plan(case, case.way, micro_batch_size, num_micro_batches)
+    return simulate(plan, _profile(case.model), _cluster(case)).peak.peak_bytes
+
+
+def _plan(ranks: Ranks, way: Way, micro_batch_size: int, num_micro_batches: int) -> Plan:
+    return way.plan(
+        build(ranks.model),
+        world_size=ranks.num_ranks,
+        node_size=ranks.node_size,
+        micro_batch_size=micro_batch_size,
+        num_micro_batches=num_micro_batches,
+    )
+
+
+def _cluster(ranks: Ranks) -> Cluster:
+    return Cluster(
+        world_size=ranks.num_ranks,
+        node_size=ranks.node_size,
+        all_gather=FREE,
+        reduce_scatter=FREE,
+        reduce_scatter_copies=False,
+    )
 
 
 @cache
 def _profile(model: str) -> ModelProfile:
-    return profile_model(build(model), build(model).batch(2), activations=("keep", "recompute"))
+    with torch.device("meta"):
+        module = build(model)
+    return profile_model(module, module.batch(2), rates=ANY_RATES, activations=("keep", "recompute"))
+
+
+def counted_bytes(ranks: Ranks, way: Way, micro_batch_size: int, num_micro_batches: int) -> int:
+    """Peak of one step of Lightning's Trainer."""
+    of = Ranks(model=ranks.model, num_ranks=ranks.num_ranks, node_size=ranks.node_size)
+    return _counted_bytes(of, way, micro_batch_size, num_micro_batches)
 
 
 @cache
-def counted_bytes(
-    model: str, num_ranks: int, way: Way, micro_batch_size: int, num_micro_batches: int, *, node_size: int | None
-) -> int:
-    """Peak of one step of Lightning's Trainer."""
+def _counted_bytes(ranks: Ranks, way: Way, micro_batch_size: int, num_micro_batches: int) -> int:
     # a gradient bucket that is reduced needs a result, which the fake backend does not give
-    with simulated_group(num_ranks) if way.sharding == "DDP" else fake_group(num_ranks):
-        module = build(model)
-        plan = way.plan(
-            module,
-            world_size=num_ranks,
-            micro_batch_size=micro_batch_size,
-            num_micro_batches=num_micro_batches,
-            node_size=node_size,
-        )
-        return count_step(module, plan, strategy=way.strategy(module, node_size=node_size)).peak_bytes
+    with simulated_group(ranks.num_ranks) if way.sharding == "DDP" else fake_group(ranks.num_ranks):
+        module = build(ranks.model)
+        plan = _plan(ranks, way, micro_batch_size, num_micro_batches)
+        return count_step(module, plan, strategy=way.strategy(module, node_size=ranks.node_size)).peak_bytes
 
 
 def table(rows: Sequence[Row]) -> Table:
     """One line per size."""
-    drawn = Table("who", "b x K", title="Counted peaks of what OSDP is compared with")
-    drawn.add_column("peak", justify="right")
-    for baseline in baselines_of(rows):
-        division = f"{baseline.micro_batch_size} x {baseline.num_micro_batches}"
-        drawn.add_row(baseline.name, division, format_bytes(baseline.counted_bytes))
+    drawn = Table("model", "who", "b x K", title="Counted peaks of what OSDP is compared with")
+    for column in ("peak", "predicted"):
+        drawn.add_column(column, justify="right")
+    for row in rows:
+        name = Way(**row["case"]["way"]).name
+        for peak in row["peaks"]:
+            found, predicted = peak["counted_bytes"], peak.get("predicted_bytes")
+            drawn.add_row(
+                row["case"]["model"],
+                name,
+                f"{peak['micro_batch_size']} x {peak['num_micro_batches']}",
+                format_bytes(found),
+                "" if predicted is None else f"{predicted / found - 1:+.2%}",
+            )
     return drawn
-
-
-def baselines_of(rows: Sequence[Row]) -> list[Baseline]:
-    """What was counted."""
-    return [Baseline(**row["case"]["way"], **peak) for row in rows for peak in row["peaks"]]

@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
+from itertools import groupby
+from statistics import mean
 from typing import Any
 
 from rich.table import Table
 
 from benchmarks.families import build
-from benchmarks.measures.accuracy.fits import MARGIN
-from benchmarks.measures.beside_fsdp.baselines import BASE
+from benchmarks.measures.beside_fsdp.baselines import Baselines, Ranks, counted_bytes
+from benchmarks.measures.beside_fsdp.cases import BASE, Contest, Goal
 from benchmarks.measures.links import on_links_that_can_be_had, on_ranks, rate_of
 from benchmarks.measures.section import Row, Section, Target
 from benchmarks.testbed.beside_fsdp.contest import UNLIMITED, Division, Entrant
 from benchmarks.testbed.beside_fsdp.lightning_fsdp import Baseline
 from benchmarks.testbed.groups import fake_group
-from benchmarks.testbed.limit import lives_under
 from benchmarks.testbed.memory import count_step
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes
 
 BEYOND_LIMIT = 1.001
 """What a plan may be counted to take, of its limit: losses, of a few bytes, are not predicted."""
-
-Spaces = Mapping[str, Mapping[str, Any]]
-"""Fields of the search space of each of OSDP's plans, by name: ``OSDP``, which has everything, is one of them."""
+OF_BEST_OTHER = 0.97
+"""Samples/s that OSDP has at least, of those of the best other."""
+PREDICTED = 0.1
+"""How far a predicted ratio may be off."""
+SENT = 0.05
+"""How far the bytes that a node sends may be from the closed forms, headers included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,45 +50,49 @@ class Case:
     num_rounds: int
     node_size: int | None = None
     """Ranks of a node, which share a link; None: each has its own."""
-    is_limited: bool = False
-    """Whether OSDP's plan for the first limit has to live in a process that cannot take more."""
 
 
-def section(
-    name: str,
-    cases: Sequence[Case],
-    baselines: Mapping[str, Sequence[Baseline]],
-    *,
-    spaces: Spaces,
-    targets: Callable[[Sequence[Row]], list[Target]],
-) -> Section:
+def section(name: str, contest: Contest, baselines: Baselines, *, num_rounds: int) -> Section:
     """Cases whose links can be had here."""
+    cases = [
+        Case(
+            model=model,
+            num_ranks=contest.num_ranks,
+            node_size=contest.node_size,
+            rate_mbit=rate_mbit,
+            division=contest.division,
+            limits=contest.limits,
+            micro_batch_size=contest.micro_batch_size,
+            num_micro_batches=contest.num_micro_batches,
+            num_rounds=num_rounds,
+        )
+        for rate_mbit in contest.rates_mbit
+        for model in contest.models
+    ]
     return Section(
         name=name,
         cases=on_links_that_can_be_had(cases),
-        measure=partial(measure, baselines=baselines, spaces=spaces),
-        table=table,
-        targets=targets,
+        measure=partial(measure, contest=contest, baselines=baselines),
+        table=partial(table, base=contest.base),
+        targets=partial(targets, contest=contest),
     )
 
 
-def measure(case: Case, *, baselines: Mapping[str, Sequence[Baseline]], spaces: Spaces) -> dict[str, Any]:
+def measure(case: Case, *, contest: Contest, baselines: Baselines) -> dict[str, Any]:
     """Steps of all that take part, in turns; then the peaks of OSDP's plans, counted."""
-    sizes = (case.micro_batch_size, case.num_micro_batches)
-    known = [each for each in baselines[case.model] if _may_take_part(each, case)]
-    (base,) = (
-        each
-        for each in baselines[case.model]
-        if each.way == BASE and (each.micro_batch_size, each.num_micro_batches) == sizes
-    )
+    ranks = Ranks(model=case.model, num_ranks=case.num_ranks, node_size=case.node_size)
+    is_limited = any(limit is not None for limit in case.limits)
+    base_bytes = counted_bytes(ranks, BASE, case.micro_batch_size, case.num_micro_batches) if is_limited else 0
     found = on_ranks(
         case.num_ranks,
         case.rate_mbit,
         "benchmarks.testbed.beside_fsdp.contest:on_one_rank",
         model=case.model,
-        baselines=[asdict(each) for each in known],
-        limits=[(limit, UNLIMITED if limit is None else round(limit * base.counted_bytes)) for limit in case.limits],
-        spaces=spaces,
+        baselines=[
+            asdict(each) for each in baselines[ranks] if each.way in contest.rivals and _may_take_part(each, case)
+        ],
+        limits=[(limit, UNLIMITED if limit is None else round(limit * base_bytes)) for limit in case.limits],
+        spaces=contest.spaces,
         micro_batch_size=case.micro_batch_size,
         num_micro_batches=case.num_micro_batches,
         division=case.division,
@@ -92,27 +100,9 @@ def measure(case: Case, *, baselines: Mapping[str, Sequence[Baseline]], spaces: 
         node_size=case.node_size,
         ranks_per_host=case.node_size or 1,
     )
-    entrants = [Entrant(**fields) for fields in found]
-    row: Row = {
-        "base_bytes": base.counted_bytes,
-        "entrants": [_summary(case.model, entrant) for entrant in entrants],
-    }
-    if case.is_limited:
-        (osdp,) = (each for each in entrants if each.name == "OSDP" and each.limit == case.limits[0])
-        row["hard"] = _under_hard_limits(case, osdp, base.counted_bytes)
-    return row
-
-
-def _under_hard_limits(case: Case, entrant: Entrant, base_bytes: int) -> dict[str, bool]:
-    """Whether training lives a little above its limit, and a little below its peak."""
-    assert entrant.limit is not None
-    assert entrant.predicted_bytes is not None
-    plan = Plan.from_json(entrant.plan)
-    above = round(entrant.limit * base_bytes * (1 + MARGIN))
-    below = round(entrant.predicted_bytes * (1 - MARGIN))
     return {
-        "lives above the limit": lives_under(above, case.model, plan).lived,
-        "lives below the peak": lives_under(below, case.model, plan).lived,
+        "base_bytes": base_bytes,
+        "entrants": [_summary(case.model, Entrant(**fields)) for fields in found],
     }
 
 
@@ -126,57 +116,56 @@ def _may_take_part(baseline: Baseline, case: Case) -> bool:
 
 
 def _summary(model: str, entrant: Entrant) -> Row:
-    """What to keep of one: its plan as counts of modes, its peak counted."""
+    """What to keep of one: its plan as counts of modes, its peak counted; of OSDP's plans units for a picture."""
     plan = Plan.from_json(entrant.plan)
     modes = Counter(f"{mode} {unit.sync}" for unit in plan.units if unit.name for mode in unit.modes)
     parts = [f"{number} {mode}" for mode, number in sorted(modes.items())]
     if plan.blocks:
         parts.append(f"{len(plan.blocks)} blocks recompute")
-    known_bytes = entrant.counted_bytes
     return {
         "name": entrant.name,
         "limit": entrant.limit,
         "plan": ", ".join(parts),
-        "parameter_bytes": sum(unit.parameter_bytes for unit in plan.units),
-        "strip": strip(plan),
         "micro_batch_size": plan.micro_batch_size,
         "num_micro_batches": plan.num_micro_batches,
-        "counted_bytes": counted_bytes(model, entrant.plan) if known_bytes is None else known_bytes,
+        "counted_bytes": entrant.counted_bytes or _counted_bytes(model, entrant.plan),
         "predicted_bytes": entrant.predicted_bytes,
         "predicted_s": entrant.predicted_s,
         "measured_s": entrant.measured_s,
         "compute_s": entrant.compute_s,
         "wire_bytes": entrant.wire_bytes,
         "sent_bytes": entrant.sent_bytes,
+        **({"strip": strip(plan)} if entrant.name == "OSDP" else {}),
     }
 
 
 def strip(plan: Plan) -> list[list[Any]]:
-    """For a picture: of each unit but the root bytes, modes of its slices, micro-batches that reduce, activations."""
+    """Units but the root: how many follow each other alike, bytes of one, modes of slices, sync, activations."""
     inside = {block.name: block.activations for block in plan.blocks}
-    return [
+    units = [
         [
             unit.parameter_bytes,
-            list(unit.modes),
+            " ".join(unit.modes),
             unit.sync,
             next((how for name, how in inside.items() if f"{unit.name}.".startswith(f"{name}.")), "keep"),
         ]
         for unit in plan.units
         if unit.name
     ]
+    return [[len([*alike]), *unit] for unit, alike in groupby(units)]
 
 
 @cache
-def counted_bytes(model: str, plan: str) -> int:
+def _counted_bytes(model: str, plan: str) -> int:
     """Peak of a step of OSDP's plan, as JSON, in one process as rank 0 of its ranks."""
     made = Plan.from_json(plan)
     with fake_group(made.world_size):
         return count_step(build(model), made).peak_bytes
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(rows: Sequence[Row], *, base: str) -> Table:
     """One line for each that took part."""
-    drawn = Table("model", "links", "limit", "who", "b x K", "units", title=f"Samples/s over {BASE.name}")
+    drawn = Table("model", "links", "limit", "who", "b x K", "units", title=f"Samples/s over {base}")
     for column in (
         "peak counted",
         "predicted",
@@ -191,6 +180,7 @@ def table(rows: Sequence[Row]) -> Table:
         drawn.add_column(column, justify="right")
     for row in rows:
         for entrant in row["entrants"]:
+            sent, wire = entrant.get("sent_bytes"), entrant.get("wire_bytes")
             drawn.add_row(
                 row["case"]["model"],
                 rate_of(row),
@@ -198,26 +188,26 @@ def table(rows: Sequence[Row]) -> Table:
                 entrant["name"],
                 f"{entrant['micro_batch_size']} x {entrant['num_micro_batches']}",
                 entrant["plan"],
-                format_bytes(entrant["counted_bytes"]),
+                "" if entrant["counted_bytes"] is None else format_bytes(entrant["counted_bytes"]),
                 _percent(entrant["predicted_bytes"], entrant["counted_bytes"]),
                 f"{entrant['measured_s']:.2f} s",
                 "" if entrant["predicted_s"] is None else f"{entrant['predicted_s']:.2f} s",
-                *(_times(ratio(row, entrant, of)) for of in ("measured_s", "predicted_s")),
-                _times(bound(row, entrant)),
-                format_bytes(entrant["sent_bytes"]) if entrant.get("sent_bytes") else "",
-                _percent(entrant["wire_bytes"], entrant["sent_bytes"]) if entrant.get("sent_bytes") else "",
+                *(_times(ratio(row, entrant, base, of)) for of in ("measured_s", "predicted_s")),
+                _times(bound(row, entrant, base)),
+                format_bytes(sent) if sent else "",
+                _percent(wire, sent) if sent else "",
             )
     return drawn
 
 
-def ratio(row: Row, entrant: Row, of: str = "measured_s", over: str = BASE.name) -> float | None:
+def ratio(row: Row, entrant: Row, over: str, of: str = "measured_s") -> float | None:
     """Samples/s over those of another under the same limit; None where one of them has none.
 
     Args:
         row: in which both are.
         entrant: one of the row.
-        of: ``measured_s`` or ``predicted_s``.
         over: name of the other.
+        of: ``measured_s`` or ``predicted_s``.
     """
     other = named(row, over, entrant["limit"])
     if other is None or other[of] is None or entrant[of] is None:
@@ -226,16 +216,16 @@ def ratio(row: Row, entrant: Row, of: str = "measured_s", over: str = BASE.name)
     return found
 
 
-def bound(row: Row, entrant: Row) -> float | None:
-    """Ratio to `BASE` if steps took their computing, and their bytes at the rate of the links, and nothing else."""
-    other = named(row, BASE.name, entrant["limit"])
-    if other is None:
+def bound(row: Row, entrant: Row, over: str) -> float | None:
+    """Ratio to another if steps took their computing, and their bytes at the rate of the links, and nothing else."""
+    other = named(row, over, entrant["limit"])
+    if other is None or "wire_bytes" not in entrant:
         return None
     rate = row["case"]["rate_mbit"]
-    return (num_samples(entrant) / bound_s(entrant, rate)) / (num_samples(other) / bound_s(other, rate))
+    return (num_samples(entrant) / _bound_s(entrant, rate)) / (num_samples(other) / _bound_s(other, rate))
 
 
-def bound_s(entrant: Row, rate_mbit: float | None) -> float:
+def _bound_s(entrant: Row, rate_mbit: float | None) -> float:
     """Seconds that a step takes at least: its computing, as predicted, and its bytes at the rate of the links."""
     seconds_per_byte = 0.0 if rate_mbit is None else 8 / (rate_mbit * 1e6)
     seconds: float = entrant["compute_s"] + entrant["wire_bytes"] * seconds_per_byte
@@ -248,14 +238,10 @@ def num_samples(entrant: Row) -> int:
     return number
 
 
-def within(row: Row, limit: float | None) -> list[Row]:
-    """Those that took part under a limit."""
-    return [entrant for entrant in row["entrants"] if entrant["limit"] == limit]
-
-
 def named(row: Row, name: str, limit: float | None) -> Row | None:
     """One that took part under a limit; None where it does not fit."""
-    return next((each for each in within(row, limit) if each["name"] == name), None)
+    found = (each for each in row["entrants"] if (each["name"], each["limit"]) == (name, limit))
+    return next(found, None)
 
 
 def over_limit(row: Row, entrant: Row) -> float:
@@ -264,21 +250,77 @@ def over_limit(row: Row, entrant: Row) -> float:
     return found
 
 
-def of_best_other(row: Row, entrant: Row) -> float:
-    """Samples/s over those of the best that is not OSDP under the same limit."""
-    others = [each for each in within(row, entrant["limit"]) if not each["name"].startswith("OSDP")]
-    return max_rate([entrant]) / max_rate(others)
+def of_best_other(row: Row, entrant: Row) -> float | None:
+    """Samples/s over those of the best that is not OSDP under the same limit; None where nobody else fits."""
+    others = [
+        ratio(row, entrant, each["name"])
+        for each in row["entrants"]
+        if each["limit"] == entrant["limit"] and not each["name"].startswith("OSDP")
+    ]
+    return min((each for each in others if each is not None), default=None)
 
 
-def max_rate(entrants: Sequence[Row]) -> float:
-    """Samples/s of a rank, of the best."""
-    rates: list[float] = [num_samples(each) / each["measured_s"] for each in entrants]
-    return max(rates)
+def targets(rows: Sequence[Row], *, contest: Contest) -> list[Target]:
+    """The goals of a contest; then what holds in every cell: memory, the best other, predictions, bytes sent."""
+    found = [target for goal in contest.goals for target in _of_goal(rows, goal)]
+    for row in rows:
+        where = f"{row['case']['model']}, {rate_of(row)}"
+        found += _of_memory(row, where)
+        if row["case"]["rate_mbit"] is not None:
+            found += _of_speed(row, where, contest.base)
+    return found
+
+
+def _of_goal(rows: Sequence[Row], goal: Goal) -> Iterator[Target]:
+    ratios = [
+        found
+        for row in rows
+        for entrant in row["entrants"]
+        if entrant["name"] == goal.who
+        and (goal.limits is None or entrant["limit"] in goal.limits)
+        and row["case"]["rate_mbit"] is not None
+        and (goal.at_mbit is None or row["case"]["rate_mbit"] == goal.at_mbit)
+        and (found := ratio(row, entrant, goal.over)) is not None
+    ]
+    for what, limit, of in (("mean", goal.mean, mean), ("best", goal.best, max), ("least", goal.least, min)):
+        if ratios and limit is not None:
+            name = f"{goal.who} over {goal.over}{_under(goal.limits or ())}: {what}"
+            yield Target(name=name, limit=limit, measured=of(ratios), is_least=True)
+
+
+def _of_memory(row: Row, where: str) -> Iterator[Target]:
+    limited = [each for each in row["entrants"] if each["limit"] is not None and each["name"].startswith("OSDP")]
+    if limited:
+        worst = max(limited, key=lambda each: over_limit(row, each))
+        name = f"{where}{_under([worst['limit']])}, {worst['name']}: bytes of the limit"
+        yield Target(name=name, limit=BEYOND_LIMIT, measured=over_limit(row, worst))
+
+
+def _of_speed(row: Row, where: str, base: str) -> Iterator[Target]:
+    off, sent = [], []
+    for each in row["entrants"]:
+        under = _under([each["limit"]])
+        measured, predicted = (ratio(row, each, base, of) for of in ("measured_s", "predicted_s"))
+        if measured is not None and predicted is not None:
+            off.append((abs(predicted / measured - 1), f"{under}, {each['name']}"))
+        if row["case"].get("node_size"):
+            sent.append((abs(each["sent_bytes"] / each["wire_bytes"] - 1), f"{under}, {each['name']}"))
+        if each["name"] == "OSDP" and (of_best := of_best_other(row, each)) is not None:
+            name = f"{where}{under}: OSDP over the best other"
+            yield Target(name=name, limit=OF_BEST_OTHER, measured=of_best, is_least=True)
+    for found, limit, what in ((off, PREDICTED, "predicted ratio is"), (sent, SENT, "bytes sent are")):
+        if found:
+            worst, who = max(found)
+            yield Target(name=f"{where}{who}: {what} off by", limit=limit, measured=worst)
+
+
+def _under(limits: Sequence[float | None]) -> str:
+    return "".join(", unlimited" if limit is None else f", {limit:g}x" for limit in limits)
 
 
 def _times(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}x"
 
 
-def _percent(predicted: float | None, found: float) -> str:
-    return "" if predicted is None else f"{predicted / found - 1:+.2%}"
+def _percent(predicted: float | None, found: float | None) -> str:
+    return "" if predicted is None or found is None else f"{predicted / found - 1:+.2%}"

@@ -22,9 +22,19 @@ from benchmarks.testbed.beside_fsdp.turns import Turns, fastest_of_slowest, fits
 from benchmarks.testbed.plans import sent_bytes
 from benchmarks.testbed.ring import ring_reduce_scatters
 from benchmarks.testbed.training import quiet, train
-from lightning_osdp import Cluster, ModelProfile, SearchSpace, make_plan, measure_cluster, profile_model, simulate
+from lightning_osdp import (
+    Cluster,
+    ModelProfile,
+    PlanMethod,
+    SearchSpace,
+    make_plan,
+    measure_cluster,
+    profile_model,
+    simulate,
+)
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.slices import slice_names
 from lightning_osdp.simulation.plan import planned_step
 from lightning_osdp.simulation.step import StepEstimate
 from lightning_osdp.strategy.runtime.all_ranks import in_step
@@ -47,7 +57,7 @@ class Entrant:
     limit: float | None
     """Factor of the counted peak of fully_shard FULL_SHARD; None: unlimited."""
     way: Way | None
-    """Of Lightning's; None: OSDP."""
+    """None: a plan that OSDP has searched."""
     plan: str
     """As JSON; where two take the same steps, one was run for both."""
     counted_bytes: int | None
@@ -92,7 +102,7 @@ def on_one_rank(
         baselines: fields of each `Baseline` that may take part under the limits that it fits; of those that are one and
             the same way, the one that is predicted to train most samples in a second.
         limits: factor and bytes of each.
-        spaces: fields of the `SearchSpace` of each of OSDP's plans, by name.
+        spaces: fields of the `SearchSpace` of each of OSDP's plans, by name; ``recomputes``: whether all blocks do.
         micro_batch_size: the least that is profiled.
         num_micro_batches: in an optimizer step.
         division: what may be chosen of them.
@@ -112,9 +122,8 @@ def on_one_rank(
         entrants: list[Entrant] = []
         if dist.get_rank() == 0:
             known = [Baseline(**fields) for fields in baselines]
-            chosen = {name: _space(fields) for name, fields in spaces.items()}
             policy = _policy(division, micro_batch_size, num_micro_batches)
-            plans = _Plans(build(model), profiles, cluster, policy, chosen)
+            plans = _Plans(build(model), profiles, cluster, policy, spaces)
             for limit, limit_bytes in limits:
                 fitting = [each for each in known if each.counted_bytes <= limit_bytes]
                 entrants += [plans.entrant(*entry) for entry in plans.entries(fitting, limit, limit_bytes)]
@@ -137,11 +146,6 @@ def _profiled(division: Division, micro_batch_size: int, num_micro_batches: int)
     return sorted({micro_batch_size, micro_batch_size * (1 if division == "held" else num_micro_batches)})
 
 
-def _space(fields: Mapping[str, Any]) -> SearchSpace:
-    lists: dict[str, Any] = {name: tuple(value) for name, value in fields.items()}
-    return SearchSpace(**lists)
-
-
 class _Plans:
     """Plans for a model on these ranks, as rank 0 sees them."""
 
@@ -151,7 +155,7 @@ class _Plans:
         profiles: Sequence[ModelProfile],
         cluster: Cluster,
         policy: BatchPolicy,
-        spaces: Mapping[str, SearchSpace],
+        spaces: Mapping[str, Mapping[str, Any]],
     ) -> None:
         self._module, self._profiles, self._cluster = module, profiles, cluster
         self._policy, self._spaces = policy, spaces
@@ -192,14 +196,18 @@ class _Plans:
             wire_bytes=sent_bytes(plan),
         )
 
-    def _searched(self, space: SearchSpace, limit_bytes: int) -> Plan:
+    def _searched(self, space: Mapping[str, Any], limit_bytes: int) -> Plan:
+        fields = {**space}
+        recomputes = fields.pop("recomputes", False)
+
         def planned(profile: ModelProfile) -> Plan:
             return make_plan(
                 profile,
                 self._cluster,
                 memory_limit_bytes=limit_bytes,
                 micro_batch_size=self._policy,
-                search_space=space,
+                search_space=SearchSpace(**fields),
+                method=PlanMethod(blocks={block.name: "recompute" for block in profile.blocks} if recomputes else None),
             )
 
         first = self._profiles[0]
@@ -217,7 +225,13 @@ class _Plans:
     def _with_bytes(self, plan: Plan) -> Plan:
         step, _ = planned_step(plan, self._profiles[0], self._cluster)
         sizes = {unit.name: unit.gathered_bytes for unit in step.units}
-        return replace(plan, units=tuple(replace(unit, parameter_bytes=sizes[unit.name]) for unit in plan.units))
+        return replace(
+            plan,
+            units=tuple(
+                replace(unit, parameter_bytes=sum(sizes[name] for name in slice_names(unit.name, unit.num_slices)))
+                for unit in plan.units
+            ),
+        )
 
 
 def _num_samples(plan: Plan) -> int:

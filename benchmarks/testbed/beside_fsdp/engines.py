@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.families import Family, build
 from benchmarks.testbed.beside_fsdp.contest import after_the_first_steps
-from benchmarks.testbed.beside_fsdp.lightning_fsdp import Sharding, Way
+from benchmarks.testbed.beside_fsdp.lightning_fsdp import Way
 from benchmarks.testbed.beside_fsdp.turns import Turns, fits_in_turns, seconds_of, slowest_ranks
 from benchmarks.testbed.memory import WARM_UP_STEPS, count_step
 from benchmarks.testbed.ring import ring_reduce_scatters, use_ring
@@ -37,7 +37,7 @@ _BY_HAND: dict[str, dict[str, bool]] = {
     BY_HAND_ON_ROWS: {"on_rows": True},
     REPLICATED: {"is_replicated": True},
 }
-_SHARDINGS: dict[str, Sharding] = {"ZDP": "FULL_SHARD", "DP": "SHARD_GRAD_OP"}
+_SHARDINGS: dict[str, str] = {"ZDP": "FULL_SHARD", "DP": "SHARD_GRAD_OP"}
 _NUM_COUNTED = 5
 """Steps, of whose peaks the least counts: a thread of gloo may hold a tensor longer than a step does."""
 
@@ -102,7 +102,7 @@ def peaks(*, model: str, mode: str, contestants: Sequence[str]) -> dict[str, int
 
 def _strategy(name: str, mode: str, module: Family) -> Any:
     """Lightning's own, or none where it is OSDP's."""
-    shardings: dict[str, Sharding] = {LIGHTNING: _SHARDINGS[mode], DDP: "DDP"}
+    shardings: dict[str, str] = {LIGHTNING: _SHARDINGS[mode], DDP: "DDP"}
     return Way(sharding=shardings[name]).strategy(module) if name in shardings else None
 
 

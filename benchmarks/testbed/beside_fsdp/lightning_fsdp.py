@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, ParallelStrategy
@@ -17,31 +18,27 @@ from typing_extensions import override
 from benchmarks.families import Family
 from benchmarks.testbed.plans import plan_of
 from examples.mingpt.model import Block
-from lightning_osdp.core.modes import DP, HDP, HPZ, HSDP, ZDP, ShardingMode
+from lightning_osdp.core.modes import DP, HDP, HPZ, HSDP, NAMED_MODES, ZDP, ShardingMode
 from lightning_osdp.core.plans import plan as plans
 from lightning_osdp.core.plans.plan import Plan
 
-Sharding: TypeAlias = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "hpZ", "DDP"]
-_MODES = {
-    "FULL_SHARD": ZDP,
-    "SHARD_GRAD_OP": DP,
-    "HYBRID_SHARD": HSDP,
-    "HYBRID_SHARD_ZERO2": HDP,
-    "hpZ": HPZ,
-}
+_SHARDINGS = {"FULL_SHARD": ZDP, "SHARD_GRAD_OP": DP, "HYBRID_SHARD": HSDP, "HYBRID_SHARD_ZERO2": HDP}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
     """One way to train without OSDP."""
 
-    sharding: Sharding
-    """DDP: none at all, and then none of the others. hpZ: an OSDP plan by hand, as Lightning has no strategy for it.
-    The two hybrid ones shard over the ranks of a node; torch calls the second ``_HYBRID_SHARD_ZERO2``."""
+    sharding: str
+    """``FULL_SHARD``, ``SHARD_GRAD_OP``; ``HYBRID_SHARD`` or ``HYBRID_SHARD_ZERO2``, over the ranks of a node, of which
+    torch calls the second ``_HYBRID_SHARD_ZERO2``; ``DDP``, and then none of the others. Or modes of OSDP, one for each
+    slice of an operator, such as ``hpZ`` or ``ZDP DP``: a plan by hand."""
     is_fully_shard: bool = False
     """Whether ``fully_shard`` shards, as users of ``ModelParallelStrategy`` call it, or ``FSDPStrategy``."""
     by_operator: bool = False
     """Whether every Linear is a unit, as the paper's baseline has it, or every block."""
+    inside: str | None = None
+    """Of a plan by hand, the part of a name that all operators have in these modes; others are whole and ZDP."""
     recomputes: bool = False
     """Whether blocks are checkpointed. Lightning does so inside of the units that are blocks, which is torch's best
     order, and around the units that are inside of blocks, which is the paper's."""
@@ -50,19 +47,22 @@ class Way:
     def name(self) -> str:
         """For people, and to tell one from the others."""
         sharding = f"fully_shard {self.sharding}" if self.is_fully_shard else self.sharding
+        if self._is_by_hand and " " in sharding:
+            sharding = " + ".join(f"{number} {mode}" for mode, number in Counter(sharding.split()).items())
+        sharding = f"{sharding} of {self.inside}" if self.inside else sharding
         parts = [sharding, *["a unit for each Linear"] * self.by_operator, *["checkpointing"] * self.recomputes]
         return ", ".join(parts)
 
     @property
     def is_predicted(self) -> bool:
         """Whether `plan` predicts its steps, as ``fully_shard`` takes them."""
-        return self.is_fully_shard or self.sharding == "hpZ"
+        return self.is_fully_shard or self._is_by_hand
 
     def strategy(self, module: Family, *, node_size: int | None = None) -> ParallelStrategy | None:
         """For a Trainer of this module, on nodes of so many ranks; None: OSDP's own, with `plan`."""
         if self.sharding == "DDP":
             return DDPStrategy()
-        if self.sharding == "hpZ":
+        if self._is_by_hand:
             return None
         world = dist.group.WORLD
         assert world is not None
@@ -94,10 +94,11 @@ class Way:
         (The root of FULL_SHARD is gathered in every micro-batch, the plan's only in the first one. DDP has no plan like
         it: of that for SHARD_GRAD_OP, only the micro-batches are its own.)
         """
-        kind, mode = self._kind, self._mode
-        modes = {name: mode.name for name, child in module.named_modules() if isinstance(child, kind)}
+        mode, names = self._mode, [name for name, child in module.named_modules() if isinstance(child, self._kind)]
+        slices = tuple(self.sharding.split()) if self._is_by_hand else (mode.name,)
+        modes = {name: slices if f".{self.inside or ''}" in f".{name}" else (ZDP.name,) for name in names}
         if mode.sharded_over == "node":
-            modes[""] = HDP.name
+            modes[""] = (HDP.name,)
         plan = plan_of(
             module,
             modes,
@@ -120,8 +121,12 @@ class Way:
         return nn.Linear if self.by_operator else Block
 
     @property
+    def _is_by_hand(self) -> bool:
+        return all(each in NAMED_MODES for each in self.sharding.split())
+
+    @property
     def _mode(self) -> ShardingMode:
-        return _MODES.get(self.sharding, DP)
+        return HPZ if self.sharding == HPZ.name else _SHARDINGS.get(self.sharding, DP)
 
     def _fully_shard(self, module: Family, mesh: DeviceMesh) -> None:
         """Once, in ``configure_model``; checkpointing is inside of the units."""

@@ -1,0 +1,237 @@
+"""The contests: who trains what, where, in how much memory, and what is to be reached. A new one is a row here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from benchmarks.testbed.beside_fsdp.contest import Division
+from benchmarks.testbed.beside_fsdp.lightning_fsdp import Way
+from lightning_osdp.core.modes import MODES
+
+_NUM_QUICK_RIVALS = 4
+Spaces: TypeAlias = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """Samples/s that are to be reached, as a ratio, over all models and limits on some links."""
+
+    over: str
+    who: str = "OSDP"
+    at_mbit: float | None = 200.0
+    """None: links of any rate."""
+    limits: tuple[float | None, ...] | None = None
+    """None: under any limit."""
+    mean: float | None = None
+    best: float | None = None
+    least: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contest:
+    """One section of a contest: every model on links of every rate, all that take part under every limit."""
+
+    models: tuple[str, ...]
+    """Names for `benchmarks.families.build`."""
+    num_ranks: int = 4
+    node_size: int | None = None
+    """Ranks of a node, which share a link; None: each has its own."""
+    rates_mbit: tuple[float | None, ...] = (200.0, 1000.0)
+    """10^6 bit/s; None: not shaped. Without any, peaks are counted, and nobody trains."""
+    limits: tuple[float | None, ...] = (None,)
+    """Factors of the counted peak of `BASE` with these micro-batches; None: unlimited."""
+    rivals: tuple[Way, ...]
+    """Whom OSDP is compared with; ratios are over the first."""
+    spaces: Spaces
+    """OSDP's plans by name, each with the fields of its search space; ``recomputes``: whether all blocks do."""
+    division: Division = "held"
+    micro_batch_size: int = 1
+    num_micro_batches: int = 1
+    goals: tuple[Goal, ...] = ()
+    drawn: tuple[str, ...] = ()
+    """Who is in the picture; none: there is no picture."""
+
+    @property
+    def base(self) -> str:
+        """Whom ratios are over."""
+        return self.rivals[0].name
+
+    @property
+    def quick(self) -> Contest:
+        """The same for a tiny model, of which all is gone through in a minute or two."""
+        return replace(
+            self,
+            models=("tiny",),
+            num_ranks=2 * (self.node_size or 1),
+            rates_mbit=(None,) if self.rates_mbit else (),
+            rivals=self.rivals[:_NUM_QUICK_RIVALS],
+            micro_batch_size=1,
+            num_micro_batches=min(2, self.num_micro_batches),
+        )
+
+
+BASE = Way(sharding="FULL_SHARD", is_fully_shard=True)
+"""Whose peak limits refer to."""
+KEPT = Way(sharding="SHARD_GRAD_OP", is_fully_shard=True)
+CHECKPOINTING = Way(sharding="FULL_SHARD", is_fully_shard=True, recomputes=True)
+FULL_SHARD, SHARD_GRAD_OP = Way(sharding="FULL_SHARD"), Way(sharding="SHARD_GRAD_OP")
+HYBRID, HYBRID_ZERO2, HPZ = Way(sharding="HYBRID_SHARD"), Way(sharding="HYBRID_SHARD_ZERO2"), Way(sharding="hpZ")
+HYBRID_CHECKPOINTING = replace(HYBRID, recomputes=True)
+DDP = Way(sharding="DDP")
+_BY_LINEAR = Way(sharding="FULL_SHARD", is_fully_shard=True, by_operator=True, recomputes=True)
+"""The paper's order: a unit for each Linear, inside of blocks that are checkpointed."""
+
+_MODES_ONLY = {"slices": [1], "sync": ["every"], "activations": ["keep"]}
+SPLIT = "OSDP, modes + splitting"
+_ONE: Spaces = {"OSDP, modes": _MODES_ONLY, SPLIT: {"sync": ["every"], "activations": ["keep"]}, "OSDP": {}}
+"""One decision more at a time; with one micro-batch a step there is nothing to accumulate."""
+_GLOBAL: Spaces = {**_ONE, "OSDP, modes + splitting + accumulation": {"activations": ["keep"]}, "OSDP": {}}
+OVER_ALL = "OSDP, sharded over all ranks"
+
+_HEADLINE = Contest(
+    # the paper's three families, in 1/256 of its parameters where it says how many
+    models=("24 x 128", "2 x 768", "128 to 512"),
+    limits=(1.15, 1.5),
+    rivals=(
+        BASE,
+        CHECKPOINTING,
+        FULL_SHARD,
+        DDP,
+        KEPT,
+        replace(KEPT, recomputes=True),
+        SHARD_GRAD_OP,
+        replace(FULL_SHARD, by_operator=True),
+        replace(SHARD_GRAD_OP, by_operator=True),
+        replace(FULL_SHARD, recomputes=True),
+        replace(FULL_SHARD, by_operator=True, recomputes=True),
+        replace(SHARD_GRAD_OP, recomputes=True),
+    ),
+    division="scale",
+    spaces=_ONE,
+    goals=(
+        Goal(over=BASE.name, who=SPLIT, mean=1.3, best=1.92),
+        Goal(over=CHECKPOINTING.name, mean=1.5, best=2.08),
+    ),
+    drawn=(BASE.name, CHECKPOINTING.name, KEPT.name, FULL_SHARD.name, *_GLOBAL),
+)
+_NODES = Contest(
+    models=_HEADLINE.models,
+    node_size=2,
+    limits=(1.15, 1.5, 2.0),
+    rivals=(
+        BASE,
+        HYBRID,
+        HPZ,
+        DDP,
+        CHECKPOINTING,
+        HYBRID_ZERO2,
+        *(each for way in (FULL_SHARD, SHARD_GRAD_OP) for each in (way, replace(way, recomputes=True))),
+        HYBRID_CHECKPOINTING,
+        *(replace(way, recomputes=True) for way in (HYBRID_ZERO2, HPZ)),
+    ),
+    division="scale",
+    spaces={OVER_ALL: {"modes": [*MODES, HPZ.sharding]}, "OSDP": {}},
+    drawn=(
+        *(way.name for way in (BASE, CHECKPOINTING, SHARD_GRAD_OP, HPZ, HYBRID, HYBRID_CHECKPOINTING, HYBRID_ZERO2)),
+        OVER_ALL,
+        "OSDP",
+    ),
+)
+_ACCUMULATION = Contest(
+    models=("6 x 512",),
+    limits=(1.0, 1.15, None),
+    rivals=(BASE, KEPT, FULL_SHARD, SHARD_GRAD_OP),
+    micro_batch_size=2,
+    num_micro_batches=4,
+    spaces={"OSDP": {"activations": ["keep"]}},
+)
+_EVERYWHERE = "OSDP, all blocks recompute"
+_SLICES = tuple(
+    Way(sharding=" ".join([mode] * number), by_operator=True) for mode in ("ZDP", "DP") for number in (1, 2, 4, 8, 16)
+)
+_LINEARS = Contest(models=("2 Linears of 1024",), rates_mbit=(), rivals=_SLICES, spaces={})
+
+CONTESTS: Mapping[str, Mapping[str, Contest]] = {
+    "headline": {
+        # the paper's figure 5: one micro-batch a step, of any size
+        "one": _HEADLINE,
+        # a global batch that is fixed, however it is divided
+        "global": replace(
+            _HEADLINE, division="auto", num_micro_batches=4, spaces=_GLOBAL, goals=(Goal(over=BASE.name, mean=1.3),)
+        ),
+        "loose": replace(_HEADLINE, limits=(2.0,), goals=()),
+    },
+    "nodes": {
+        # bytes that nodes send each other, beside closed forms: the same at any rate
+        "bytes": replace(
+            _NODES,
+            models=_NODES.models[:1],
+            rates_mbit=(1000.0,),
+            limits=(None,),
+            division="held",
+            num_micro_batches=4,
+            spaces={},
+            drawn=(),
+        ),
+        "global": replace(_NODES, division="auto", num_micro_batches=4),
+        "one": _NODES,
+    },
+    "accumulation": {
+        # the user's micro-batches
+        "held": replace(
+            _ACCUMULATION,
+            goals=tuple(
+                Goal(over=BASE.name, limits=(limit,), least=least)
+                for limit, least in ((1.0, 1.15), (1.15, 1.6), (None, 2.9))
+            ),
+        ),
+        # the samples of a step divided anew
+        "auto": replace(_ACCUMULATION, division="auto"),
+    },
+    "activations": {
+        # where memory is too short for fully_shard without checkpointing
+        "recompute": Contest(
+            models=("12 x 256", "3 x 1024", "256 to 768"),
+            limits=(0.95,),
+            rivals=(CHECKPOINTING, _BY_LINEAR),
+            micro_batch_size=2,
+            spaces={_EVERYWHERE: {"recomputes": True}, "OSDP": {"activations": ["keep", "recompute"]}},
+            goals=(
+                Goal(over=CHECKPOINTING.name, least=1.25),
+                Goal(over=_BY_LINEAR.name, least=1.5),
+                Goal(over=_EVERYWHERE, at_mbit=None, least=0.97),
+            ),
+        ),
+    },
+    "splitting": {
+        # two layers in slices: peaks on rank 0 of eight
+        "peaks": replace(
+            _LINEARS,
+            models=tuple(f"2 Linears of {size}" for size in (1024, 2048, 4096, 8192, 12288)),
+            num_ranks=8,
+            micro_batch_size=16,
+        ),
+        "time": replace(
+            _LINEARS,
+            models=tuple(f"2 Linears of {size}" for size in (1024, 2048, 4096)),
+            num_ranks=2,
+            rates_mbit=(None,),
+            micro_batch_size=64,
+        ),
+        # so many of four slices ZDP and the rest DP, all other Linears whole and ZDP
+        "decisions": Contest(
+            models=("mingpt",),
+            rates_mbit=(200.0,),
+            rivals=tuple(
+                Way(sharding=" ".join(["ZDP"] * number + ["DP"] * (4 - number)), by_operator=True, inside=inside)
+                for inside in ("attention", "mlp")
+                for number in range(5)
+            ),
+            spaces={},
+            micro_batch_size=2,
+        ),
+    },
+}
+"""Contest -> section -> who takes part in it; a file in ``results`` for each contest."""

@@ -1,1 +1,0 @@
-"""What operators in slices cost and save."""
