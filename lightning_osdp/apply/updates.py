@@ -224,6 +224,7 @@ def _stepped(optimizer: Optimizer, *, is_cut: bool) -> list[Tensor]:
     memo |= {id(value): value for value in attributes.values() if isinstance(value, nn.Module)}
     tried: list[list[nn.Parameter]] = []
     starts: list[tuple[Tensor, nn.Parameter]] = []
+    gradients: list[tuple[nn.Parameter, Tensor]] = []
     for group in optimizer.param_groups:
         by_kind: dict[Any, nn.Parameter] = {}
         for parameter in group["params"]:
@@ -234,7 +235,7 @@ def _stepped(optimizer: Optimizer, *, is_cut: bool) -> list[Tensor]:
                     start, gradient = _small(parameter)
                     by_kind[kind] = small = nn.Parameter(made(start.clone(), parameter))
                     internals.mark_shard(small)
-                    small.grad = made(gradient, parameter)
+                    gradients.append((small, made(gradient, parameter)))
                     starts.append((start, small))
                 memo[id(parameter)] = by_kind[kind]
         tried.append(list(by_kind.values()))
@@ -245,9 +246,16 @@ def _stepped(optimizer: Optimizer, *, is_cut: bool) -> list[Tensor]:
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):  # around it are hooks of all optimizers
         step = step.__wrapped__
+
+    def backward() -> Tensor:
+        for small, gradient in gradients:
+            small.grad = gradient.clone()  # which a step may clear or change
+        return torch.zeros(())
+
     for _ in range(_NUM_STEPS):
+        backward()
         with on_rows(trial):
-            step(trial, closure=lambda: torch.zeros(()))
+            step(trial, closure=backward)
     ends = [small.detach() for _, small in starts]
     wholes = [end.full_tensor() if isinstance(end, DTensor) else end for end in ends]
     return [whole - start for whole, (start, _) in zip(wholes, starts, strict=True)]

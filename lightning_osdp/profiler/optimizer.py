@@ -91,9 +91,9 @@ def profile_optimizers(
     ratio, pairs = 0.0, set[Pair]()
     for probe in [_Sample(optimizer, device, _two_sizes) for optimizer in optimizers]:
         if probe.updated and is_foreach:
-            ratio = max(ratio, _foreach_ratio(probe.optimizer, probe.updated))
+            ratio = max(ratio, _foreach_ratio(probe))
         elif probe.updated:
-            pairs |= _turn_pairs(probe.optimizer, probe.updated)
+            pairs |= _turn_pairs(probe)
     profile = OptimizerProfile(
         s_per_element=total_s / elements if elements else 0.0,
         fixed_s=sum(fixed_s for fixed_s, _ in fixed),
@@ -138,19 +138,30 @@ class _Sample:
         for parameter, elements in zip(every, num_elements(groups), strict=True):
             shape = _rows_of(parameter, elements)
             twin = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=device), parameter.requires_grad)
-            twin.grad = torch.zeros_like(twin) if parameter.requires_grad else None
             self.parameters[parameter] = twin
         self.updated = [p for p in self.parameters.values() if p.requires_grad]
+        self.gradients = [torch.zeros_like(p) for p in self.updated]
         try:
             self.optimizer = _replica(optimizer, self.parameters, device)
             if self.updated:
-                self.optimizer.step(_no_loss)  # makes its state
+                self.step()  # makes its state
         except Exception as error:  # an optimizer may do anything
             raise ProfileError(
                 f"Expected {type(optimizer).__name__} to take a step on zero gradients of parameters with other"
                 f" numbers of rows, as shards have, so that its state can be measured, but it failed: {error!r}."
                 " Pass plan= to skip profiling."
             ) from error
+
+    def step(self) -> None:
+        """A step with gradients, which its closure gives again: it may have cleared those that it has looked at."""
+        self._give_gradients()
+        self.optimizer.step(self._give_gradients)
+
+    def _give_gradients(self) -> float:
+        for parameter, gradient in zip(self.updated, self.gradients, strict=True):
+            if parameter.grad is None:
+                parameter.grad = gradient
+        return 0.0
 
     def state_bytes(self, parameter: Tensor) -> int:
         """Bytes of state that the optimizer would keep for all elements of the parameter."""
@@ -180,10 +191,10 @@ class _Sample:
         if not self.updated:
             return 0, 0.0
         if rates is None:
-            step_s = fastest_s(lambda: self.optimizer.step(_no_loss), self.device, repeats=_REPEATS)
+            step_s = fastest_s(self.step, self.device, repeats=_REPEATS)
         else:
             with OperationRecorder() as recorder:
-                self.optimizer.step(_no_loss)
+                self.step()
             step_s = sum(segment_seconds(recorder.operations, partial(roofline_s, rates=rates)).values())
         return sum(p.numel() for p in self.updated), step_s
 
@@ -256,17 +267,17 @@ def _two_sizes(groups: Sequence[Sequence[Tensor]]) -> list[int]:
     return sizes
 
 
-def _turn_pairs(optimizer: Optimizer, updated: Sequence[Tensor]) -> set[Pair]:
+def _turn_pairs(probe: _Sample) -> set[Pair]:
     """Pairs of every moment of a step over parameters of `_two_sizes`, to the quarter: masks are of bytes.
 
     From then on the optimizer updates only the first few parameters of each group: later ones tell nothing more.
     """
-    for group in optimizer.param_groups:
+    for group in probe.optimizer.param_groups:
         trainable = [p for p in group["params"] if p.requires_grad]
         group["params"][:] = trainable[:_NUM_TURNS] or group["params"]
-    itemsize = max(parameter.element_size() for parameter in updated)
+    itemsize = max(parameter.element_size() for parameter in probe.updated)
     pairs = set()
-    for num_bytes in _temporary_bytes(optimizer, updated):
+    for num_bytes in _temporary_bytes(probe):
         own = round(num_bytes / itemsize / _BIG * 4) / 4
         rest = round((num_bytes / itemsize - own * _BIG) / _SMALL * 4) / 4
         pairs.add((rest, own) if own else (0.0, rest))  # the small one's own turn
@@ -287,23 +298,23 @@ def front(pairs: Collection[Pair]) -> tuple[Pair, ...]:
     return tuple(sorted(pair for pair in pairs if any(pair) and not is_below(pair)))
 
 
-def _foreach_ratio(optimizer: Optimizer, updated: Sequence[Tensor]) -> float:
+def _foreach_ratio(probe: _Sample) -> float:
     """Most bytes of temporaries over those of the largest group."""
-    groups = ([p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups)
+    groups = ([p for p in group["params"] if p.requires_grad] for group in probe.optimizer.param_groups)
     largest: int = max(sum(p.nbytes for p in group) for group in groups)
-    return max(_temporary_bytes(optimizer, updated)) / largest
+    return max(_temporary_bytes(probe)) / largest
 
 
-def _temporary_bytes(optimizer: Optimizer, updated: Sequence[Tensor]) -> set[int]:
+def _temporary_bytes(probe: _Sample) -> set[int]:
     """Every number of bytes that live during a step besides what lives before it."""
-    live = _Counts(updated[0].device.type)
+    live = _Counts(probe.device.type)
     with live:
-        live.track([*updated, *(p.grad for p in updated if p.grad is not None)])
-        live.track(tensors_in(list(optimizer.state.values())))
+        live.track([*probe.updated, *probe.gradients])
+        live.track(tensors_in(list(probe.optimizer.state.values())))
         before = live.current_bytes
         live.counts = {before}
         for _ in range(_NUM_STEPS):
-            optimizer.step(_no_loss)
+            probe.step()
     return {count - before for count in live.counts}
 
 
@@ -321,7 +332,3 @@ class _Counts(LiveBytes):
     def _forget(self, key: int) -> None:
         super()._forget(key)
         self.counts.add(self.current_bytes)
-
-
-def _no_loss() -> float:
-    return 0.0

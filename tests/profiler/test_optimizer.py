@@ -153,6 +153,24 @@ def test_an_optimizer_of_ones_own():
     assert profiled(lambda m: WithAttributes(m.parameters(), 0.1))[0][:2] == [2 * WEIGHT, 2 * BIAS]
 
 
+class Clearing(SGD):
+    """Clears gradients, and needs those of its closure."""
+
+    def step(self, closure=None):
+        torch.stack([p.grad.norm() for group in self.param_groups for p in group["params"]])
+        self.zero_grad()
+        closure()
+        torch.stack([p.grad.norm() for group in self.param_groups for p in group["params"]])
+        super().step()
+        self.zero_grad()
+
+
+def test_an_optimizer_that_needs_gradients_in_every_step_and_of_its_closure():
+    states, profile = profiled(lambda m: Clearing(m.parameters(), lr=0.1, momentum=0.9))
+    assert states[:2] == [WEIGHT, BIAS]
+    assert profile.fixed_s > 0
+
+
 class Broken(SGD):
     def step(self, closure=None):
         raise NotImplementedError("no step today")

@@ -211,6 +211,55 @@ def assigned():
     }
 
 
+class Sharpness(torch.optim.Optimizer):
+    """Looks where a step up the gradient would be, takes the closure's gradients there, and steps from where it was."""
+
+    def __init__(self, parameters, base, rho=0.1, **options):
+        super().__init__(parameters, {"rho": rho, **options})
+        self.base = base(self.param_groups, **options)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        closure = torch.enable_grad()(closure)
+        moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in moved]).norm()
+        for p in moved:
+            self.state[p]["before"] = p.data.clone()
+            p.add_(p.grad * (self.param_groups[0]["rho"] / (norm + 1e-12)))
+        self.zero_grad()
+        loss = closure()
+        for p in moved:
+            p.data = self.state[p]["before"]
+        self.base.step()
+        return loss
+
+
+class Sharp(GAN):
+    """One optimizer whose step needs the closure's gradients."""
+
+    def judge(self, batch):
+        loss = self.entropy(self.generator(batch[0].float()), 1.0)
+        self.manual_backward(loss)
+        self.found.append(loss.detach().clone())
+        return loss
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        self.judge(batch)
+        optimizer.step(lambda: self.judge(batch))
+        optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        return Sharpness(self.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
+
+
+def sharp():
+    """Difference from DDP of an optimizer that clears gradients and needs those of its closure."""
+    own, expected = trained(Sharp, ours(), 1), trained(Sharp, ddp, 1)
+    return compared(own, expected), largest_difference(expected[1], Sharp().state_dict()), len(own[0].losses)
+
+
 @pytest.mark.slow
 def test_manual_optimization_with_one_and_two_optimizers_equals_ddp_and_resumes(ranks):
     for found in ranks(2).run(manual_training):
@@ -244,3 +293,10 @@ def test_slopes_that_are_penalised_and_parameters_that_are_frozen_in_a_step_equa
     for found in ranks(2).run(penalised_and_frozen):
         assert found["penalised"] < 1e-6
         assert found["frozen"] < 1e-6
+
+
+def test_an_optimizer_that_needs_the_gradients_of_its_closure_equals_ddp(ranks):
+    for off, moved, num_losses in ranks(2).run(sharp):
+        assert off < 1e-6
+        assert moved > 1e-3
+        assert num_losses == 12

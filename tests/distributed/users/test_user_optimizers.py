@@ -82,6 +82,23 @@ class BySetting(torch.optim.Optimizer):
         return loss
 
 
+class Sharp(torch.optim.SGD):
+    """Takes the gradients of its closure twice: where the weights are, and a step up from there."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        closure = torch.enable_grad()(closure)
+        loss = closure()
+        moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        ups = [0.05 * p.grad / torch.stack([each.grad.norm() for each in moved]).norm() for p in moved]
+        torch._foreach_add_(moved, ups)
+        self.zero_grad()
+        closure()
+        torch._foreach_sub_(moved, ups)
+        super().step()
+        return loss
+
+
 def decaying(parameters, **options):
     """AdamW that decays matrices alone."""
     parameters = list(parameters)
@@ -115,6 +132,7 @@ OPTIMIZERS = {
     "Lamb": Lamb,
     "ByForeach": ByForeach,
     "BySetting": BySetting,
+    "Sharp": partial(Sharp, lr=0.05, momentum=0.9),
 }
 
 
