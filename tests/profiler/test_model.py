@@ -434,16 +434,20 @@ def in_variable(size):
 
 
 @pytest.fixture
-def empty_caches():
-    for clear in (bounded.cache_clear, unbounded.cache_clear, MASKS.clear, KEPT.clear, Masked.masks.clear):
-        clear()
+def empty_caches(monkeypatch):
+    """Makes them anew: what was imported when tests were collected is frozen, and not among all objects."""
+    monkeypatch.setitem(globals(), "bounded", functools.lru_cache(maxsize=8)(bounded.__wrapped__))
+    monkeypatch.setitem(globals(), "unbounded", functools.cache(unbounded.__wrapped__))
+    monkeypatch.setitem(globals(), "Masked", type("Masked", (), {**vars(Masked), "masks": {}}))
+    MASKS.clear()
+    KEPT.clear()
 
 
 CACHES = {
     "bounded": lambda size: bounded(size)[0],
     "unbounded": lambda size: unbounded(size)["mask"],
     "dict": in_dict,
-    "dict of a class": Masked.in_class,
+    "dict of a class": lambda size: Masked.in_class(size),  # noqa: PLW0108 - the class of that moment
     "list": in_list,
 }
 
