@@ -169,6 +169,11 @@ class Ways:
             )
 
     @property
+    def profiled(self) -> tuple[str, ...]:
+        """Of what blocks may do, what has to be known: what they are is found out where they might recompute."""
+        return tuple(dict.fromkeys(("keep", "recompute", *self.activations)))
+
+    @property
     def with_osdp(self) -> bool:
         """Whether a plan is searched."""
         return self.strategies is None or OSDP in self.strategies

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,7 +37,8 @@ def estimate(
     *,
     machine: str,
     settings: str = "{}",
-    sequence: int = 2048,
+    sequence: int | None = None,
+    task: str | None = None,
     data: str | None = None,
     precision: str = "bf16-mixed",
     optimizer: str | None = None,
@@ -59,7 +61,9 @@ def estimate(
             "4x8 h100-sxm, 400gbit"; in place of the name may be a TOML file with a device of yours. Several stand
             between semicolons, as in "8 a100-80; 8 h100-sxm".
         settings: arguments of the LightningModule or entries of the configuration, as JSON.
-        sequence: tokens of a sample, for a configuration of transformers.
+        sequence: tokens of a sample, for a configuration of transformers, or values of a sound; by default 2048 tokens.
+        task: which model of a configuration, as in transformers.AutoModelFor..., such as MaskedLM; by default that of
+            its architectures, or what it is mostly for.
         data: import path of a function that takes a number of samples and returns a batch, for a LightningModule
             without train_dataloader.
         precision: 32-true, bf16-mixed, bf16-true or 16-mixed.
@@ -96,6 +100,7 @@ def estimate(
             settings=own_settings,
             sequence_length=sequence,
             data=data,
+            task=task,
             optimizers=None if optimizer is None else optimizers_by_name(optimizer, of_optimizer),
         )
         profiles: dict[str, ModelProfile] = {}  # of each kind of device
@@ -103,7 +108,7 @@ def estimate(
         for spec, each in machines.items():
             if repr(each.rates) not in profiles:
                 profiles[repr(each.rates)] = found.profile(
-                    each.rates, precision=precision, activations=ways.activations, progress=progress
+                    each.rates, precision=precision, activations=ways.profiled, progress=progress
                 )
             estimates.append(
                 ways.estimate(
@@ -126,13 +131,17 @@ def estimate(
         for path, text in zip(outputs, texts, strict=True):
             if text is not None:
                 write_output(text, path, "out")
-    return _answer(f"{model}: {_told(found.num_parameters)} parameters, {precision}", estimates)
+    built = found.document
+    told = f"{model}, {built['class']}: {_told_number(built['num_parameters'])} parameters, {precision}"
+    if built["inputs"]:
+        told += f"; a sample has {', '.join(itertools.starmap(_told_input, built['inputs'].items()))}"
+    return _answer(told, {"model": built}, estimates)
 
 
-def _answer(what: str, estimates: Sequence[Estimate]) -> Answer:
+def _answer(what: str, about: Mapping[str, Any], estimates: Sequence[Estimate]) -> Answer:
     fits = any(each.fits for each in estimates)
     if len(estimates) > 1:
-        document = {"fits": fits, "machines": [each.document for each in estimates]}
+        document = {"fits": fits, **about, "machines": [each.document for each in estimates]}
         return Answer(text=lines(what, "", beside_each_other(estimates), "", _ASSUMED), document=document, fits=fits)
     (only,) = estimates
     return Answer(
@@ -147,22 +156,26 @@ def _answer(what: str, estimates: Sequence[Estimate]) -> Answer:
             "",
             _ASSUMED,
         ),
-        document=only.document,
+        document={**about, **only.document},
         fits=fits,
     )
 
 
-def _told(number: int) -> str:
+def _told_number(number: int) -> str:
     """Parameters for people.
 
     Example:
-        >>> _told(1_543_000_000), _told(254_000_000), _told(12_345)
+        >>> _told_number(1_543_000_000), _told_number(254_000_000), _told_number(12_345)
         ('1.54 billion', '254 million', '12,345')
     """
     for size, name in ((1e9, "billion"), (1e6, "million")):
         if number >= size * 0.9995:
             return f"{three_digits(number / size)} {name}"
     return f"{number:,}"
+
+
+def _told_input(name: str, sizes: Sequence[int]) -> str:
+    return f"{name} {' x '.join(map(str, sizes)) or '1'}"
 
 
 def _names(text: str | None, spelled: Callable[[str], str]) -> list[str] | None:

@@ -5,6 +5,7 @@ import math
 import sys
 
 import pytest
+import torch
 
 MODULE = """
 import torch
@@ -127,6 +128,8 @@ def test_where_nothing_fits_the_exit_code_is_1_with_what_would(towers, run, answ
         ({"--strategy": "HYBRID_SHARD"}, "one node"),
         ({"--activations": "drop"}, "recompute"),
         ({"--activations": "recompute,offload"}, "keep among activations"),
+        ({"--sequence": "8"}, "with a configuration"),
+        ({"--task": "CausalLM"}, "with a configuration"),
         ({"--optimizer": "torch.optim.Adm"}, "Adam"),
         ({"--optimizer": "torch.nn.Linear"}, "torch.nn.Linear"),
         ({"--optimizer": "torch.optim.SGD", "--optimizer_settings": '{"rate": 1}'}, "rate"),
@@ -160,6 +163,9 @@ def test_a_row_that_others_have_measured_can_be_asked_for(towers, answer, run):
     assert (found["peak_bytes"], found["plan"]["peak_bytes"]) == (only["peak_bytes"], only["peak_bytes"])
     assert found["step"]["time_s"] == pytest.approx(only["step_time_s"])
     assert len(found["plan"]["blocks"]) == 6
+    kept = answer(*ARGUMENTS, *BY_HAND, "--activations", "keep")
+    assert [each["name"] for each in kept["by_hand"]] == ["FULL_SHARD"]
+    assert len(kept["plan"]["units"]) == len(found["plan"]["units"]) == 7  # blocks and the root
     assert found["saving_bytes"]["full"] == found["saving_bytes"]["sharded"] * 4
     code, out, _ = run(*ARGUMENTS, *BY_HAND, "--memory", "20MiB")
     assert code == 1
@@ -227,3 +233,89 @@ def test_a_configuration_of_transformers_is_a_model_without_weights(towers, answ
     code, _, err = run("estimate", "LlamaConfig", "--data", "towers:batch", *arguments)
     assert code == 2
     assert "towers:batch" in err
+
+
+SMALL = {
+    "BertConfig": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "T5Config": {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4},
+    "BartConfig": {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 128,
+                   "decoder_ffn_dim": 128},
+    "WhisperConfig": {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+                      "decoder_attention_heads": 4, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128},
+    "ViTConfig": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "Wav2Vec2Config": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+                       "num_conv_pos_embedding_groups": 4},
+    "CLIPConfig": {"text_config": {"num_hidden_layers": 2}, "vision_config": {"num_hidden_layers": 2}},
+    "GPT2Config": {"n_layer": 2, "n_embd": 64, "n_head": 4},
+    "OPTConfig": {"num_hidden_layers": 2, "hidden_size": 64, "ffn_dim": 128, "num_attention_heads": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "sequence", "kind", "inputs"),
+    [
+        ("BertConfig", None, 512, "BertForMaskedLM", {"input_ids": [512], "labels": [512]}),
+        (
+            "BertConfig",
+            "SequenceClassification",
+            16,
+            "BertForSequenceClassification",
+            {"input_ids": [16], "labels": []},
+        ),
+        ("T5Config", None, 16, "T5ForConditionalGeneration", {"input_ids": [16], "labels": [16]}),
+        ("BartConfig", None, 16, "BartForConditionalGeneration", {"input_ids": [16], "labels": [16]}),
+        ("WhisperConfig", None, 16, "WhisperForConditionalGeneration", {"input_features": [80, 3000], "labels": [16]}),
+        ("ViTConfig", None, None, "ViTForImageClassification", {"pixel_values": [3, 224, 224], "labels": []}),
+        ("Wav2Vec2Config", None, 16000, "Wav2Vec2ForCTC", {"input_values": [16000]}),
+        ("CLIPConfig", None, 77, "CLIPModel", {"input_ids": [77], "pixel_values": [3, 224, 224]}),
+    ],
+)
+def test_a_configuration_is_built_as_what_it_is(towers, answer, run, name, task, sequence, kind, inputs):
+    transformers = pytest.importorskip("transformers")
+    arguments = ["estimate", name, "--settings", json.dumps(SMALL[name]), *FIXED]
+    for option, value in (("--task", task), ("--sequence", sequence)):
+        arguments += [] if value is None else [option, value]
+    found = answer(*arguments)["model"]
+    with torch.device("meta"):
+        whole = getattr(transformers, kind)(getattr(transformers, name)(**SMALL[name])).num_parameters()
+    assert found == {"class": kind, "num_parameters": whole, "inputs": inputs}
+    assert kind in run(*arguments)[1]
+
+
+FIXED = ("--machine", "2 l4", "--batch", "2", "--strategy", "FULL_SHARD", "--activations", "keep")
+
+
+def test_the_class_is_that_of_the_architectures(towers, answer, run):
+    pytest.importorskip("transformers")
+    entries = {"model_type": "bert", "architectures": ["BertForTokenClassification"], **SMALL["BertConfig"]}
+    (towers / "config.json").write_text(json.dumps(entries))
+    found = answer("estimate", "config.json", "--sequence", "16", *FIXED)["model"]
+    assert (found["class"], found["inputs"]) == ("BertForTokenClassification", {"input_ids": [16], "labels": [16]})
+    decoder = answer("estimate", "BertConfig", "--settings", json.dumps({**SMALL["BertConfig"], "is_decoder": True}),
+                     "--sequence", "16", *FIXED)  # fmt: skip
+    assert decoder["model"]["class"] == "BertLMHeadModel"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "told"),
+    [
+        ("GPT2Config", ("--sequence", "4096"), "--sequence 1024"),
+        ("OPTConfig", ("--sequence", "2049"), "--sequence 2048"),  # of its table two are no positions
+        ("BertConfig", (), "at most 512"),
+        ("WhisperConfig", ("--sequence", "449"), "--sequence 448"),
+        ("WhisperConfig", ("--sequence", "0"), "at least 1"),
+        ("WhisperConfig", ("--task", "CausalLM"), "SpeechSeq2Seq"),  # its decoder alone
+        ("ViTConfig", ("--sequence", "16"), "takes none"),
+        ("Wav2Vec2Config", (), "--sequence 160000"),
+        ("DetrConfig", (), "LightningModule"),
+        ("Speech2TextConfig", (), "LightningModule"),
+        ("BertConfig", ("--settings", '{"architectures": ["BertModel"]}'), "SequenceClassification"),
+        ("BertConfig", ("--settings", '{"hidden_size": -8}'), "hidden_size"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_with_the_way_out(towers, run, name, options, told):
+    pytest.importorskip("transformers")
+    settings = () if "--settings" in options else ("--settings", json.dumps(SMALL.get(name, {})))
+    code, out, err = run("estimate", name, *settings, *options, *FIXED)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert told in err

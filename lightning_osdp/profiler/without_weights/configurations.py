@@ -1,25 +1,53 @@
-"""Configurations of transformers as models."""
+"""Configurations of transformers as models, each of the class that it is for."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import AdamW
 
 from lightning_osdp.core.text.nearest import nearest
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.profiler.without_weights.imported import SETTINGS, built
-from lightning_osdp.profiler.without_weights.model import NUM_SAMPLES, DescribedModel
+from lightning_osdp.profiler.without_weights.inputs import OWN, batch_for
+from lightning_osdp.profiler.without_weights.model import DescribedModel
+
+_TASKS = (
+    "Seq2SeqLM",
+    "SpeechSeq2Seq",
+    "MaskedLM",
+    "CausalLM",
+    "CTC",
+    "ZeroShotImageClassification",
+    "ImageClassification",
+    "AudioClassification",
+    "SequenceClassification",
+    "TokenClassification",
+    "QuestionAnswering",
+)
+"""Of ``transformers.AutoModelFor...``: those with a loss for which inputs can be made, the one first that a
+configuration is for where it does not say."""
+_AS_TRAINED = {
+    "use_cache": False,
+    # all layers in every step, as ranks that shard need them
+    "layerdrop": 0.0,
+    "encoder_layerdrop": 0.0,
+    "decoder_layerdrop": 0.0,
+    # masks whose sizes are drawn
+    "apply_spec_augment": False,
+}
 
 
-def from_configuration(model: str, settings: Mapping[str, Any], sequence_length: int) -> DescribedModel:
-    """The model of a configuration, by its class or its file, and a batch of so many tokens a sample."""
+def from_configuration(
+    model: str, settings: Mapping[str, Any], sequence_length: int | None, task: str | None
+) -> DescribedModel:
+    """The model of a configuration, by its class or its file, and a batch of inputs as it takes them."""
     try:
         import transformers
     except ImportError as error:
@@ -27,23 +55,42 @@ def from_configuration(model: str, settings: Mapping[str, Any], sequence_length:
             f"Expected transformers for the configuration {model!r}, but it is not installed: pip install transformers."
         ) from error
     config = _configuration(transformers, model, settings)
-    config.use_cache = False
+    kind, task = _class_of(transformers, config, task)
+    for name, value in _AS_TRAINED.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0  # which a configuration of generating has
     with torch.device("meta"):
-        module = built(f"configuration {model!r}", SETTINGS, transformers.AutoModelForCausalLM.from_config, config)
+        module = built(f"configuration {model!r}", SETTINGS, kind, config)
+    _without_scalars(module)
     module.train()
+    batch = batch_for(module, task, sequence_length)
 
-    def run(batch: Mapping[str, Tensor]) -> Tensor:
-        loss: Tensor = module(**batch).loss
+    def run(batch: Mapping[str, Any]) -> Tensor:
+        loss: Tensor = _likelihood(module, batch) if task == "CTC" else module(**batch).loss
         return loss
 
-    tokens = torch.zeros(NUM_SAMPLES, sequence_length, dtype=torch.long)
     return DescribedModel(
         module=module,
-        batch={"input_ids": tokens, "labels": tokens.clone()},
+        batch=batch,
         run=run,
         optimizers=lambda module: [AdamW(module.parameters())],
-        tokens=sequence_length,
+        tokens=batch["input_ids"].shape[1] if task in ("MaskedLM", "CausalLM") else 0,
     )
+
+
+def _likelihood(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """In place of CTC's loss, whose sizes depend on values: all of its tensors but the small one of alignments."""
+    return -module(**batch).logits.float().log_softmax(-1).mean()  # type: ignore[no-any-return]
+
+
+def _without_scalars(module: nn.Module) -> None:
+    """Makes scalar parameters tensors of one element, as ``fully_shard`` needs them."""
+    for child in module.modules():
+        for name, parameter in child.named_parameters(recurse=False):
+            if parameter.dim() == 0:
+                setattr(child, name, nn.Parameter(parameter.detach().reshape(1), parameter.requires_grad))
 
 
 def _configuration(transformers: ModuleType, model: str, settings: Mapping[str, Any]) -> Any:
@@ -51,7 +98,7 @@ def _configuration(transformers: ModuleType, model: str, settings: Mapping[str, 
         try:
             entries = json.loads(Path(model).read_text(encoding="utf-8"))
             name = entries["model_type"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigurationError(
                 f"Expected a configuration of transformers at {model!r}, with its model_type, but it cannot be read:"
                 f" {error!r}."
@@ -67,3 +114,39 @@ def _configuration(transformers: ModuleType, model: str, settings: Mapping[str, 
             f" {model!r}. {hint}"
         )
     return built(f"configuration {model!r}", SETTINGS, kind, **settings)
+
+
+def _class_of(transformers: ModuleType, config: Any, task: str | None) -> tuple[type[nn.Module], str]:
+    """The class that a configuration is for, and its task: the given one, that of its architectures, or the first."""
+    classes = dict(_classes(transformers, config))
+    title = type(config).__name__
+    there_are = f"There are {', '.join(classes) or 'none'}. {OWN}"
+    if task is not None:
+        if task not in classes:
+            raise ConfigurationError(f"Expected a task of {title}, got {task!r}. {there_are}")
+        return classes[task], task
+    named = getattr(config, "architectures", None) or []
+    for name in named:
+        found = next((each for each, kind in classes.items() if kind.__name__ == name), None)
+        if found is not None:
+            return classes[found], found
+    if named:
+        raise ConfigurationError(
+            f"Expected architectures of {title} with a loss for which inputs can be made, got {', '.join(named)}. Give"
+            f" one of its tasks as --task. {there_are}"
+        )
+    if not classes:
+        raise ConfigurationError(f"Expected a configuration of a model with a loss, got {title}. {OWN}")
+    is_decoder = getattr(config, "is_decoder", False)
+    first = next((each for each in classes if not (is_decoder and each == "MaskedLM")), next(iter(classes)))
+    return classes[first], first
+
+
+def _classes(transformers: ModuleType, config: Any) -> Iterator[tuple[str, type[nn.Module]]]:
+    for task in _TASKS:
+        if task == "CausalLM" and getattr(config, "is_encoder_decoder", False):
+            continue  # its decoder alone
+        mapping = getattr(transformers, f"AutoModelFor{task}")._model_mapping
+        if type(config) in mapping:
+            kinds = mapping[type(config)]
+            yield task, kinds[0] if isinstance(kinds, (tuple, list)) else kinds

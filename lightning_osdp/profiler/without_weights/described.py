@@ -24,8 +24,9 @@ def described(
     model: str,
     *,
     settings: Mapping[str, Any],
-    sequence_length: int,
-    data: str | None,
+    sequence_length: int | None = None,
+    data: str | None = None,
+    task: str | None = None,
     optimizers: Callable[[nn.Module], Sequence[Optimizer]] | None = None,
 ) -> DescribedModel:
     """A model from its description, without memory for its weights.
@@ -34,22 +35,27 @@ def described(
         model: import path of a LightningModule or of a function that returns one, ``package.module:Name``; or a
             configuration of ``transformers``: the path of its JSON file or the name of its class.
         settings: arguments of the module, or entries of the configuration that are to be others.
-        sequence_length: tokens of a sample, for a configuration.
+        sequence_length: tokens of a sample, or values of a sound, for a configuration; None: 2048 tokens.
         data: import path of a function of the number of samples that returns a batch, for a LightningModule; None: its
             own ``train_dataloader`` has one.
+        task: which of the models that a configuration is for, as ``transformers.AutoModelFor...`` has it; None: that
+            of its architectures, or the first that there is.
         optimizers: makes those of the module that it is given; None: the LightningModule's own, or AdamW.
 
     Raises:
         ConfigurationError: there is no such thing, or it cannot be built.
     """
     if ":" in model:
+        for option, value in (("sequence", sequence_length), ("task", task)):
+            if value is not None:
+                raise ConfigurationError(f"Expected {option} with a configuration, got {value!r} with {model!r}.")
         found = _lightning_module(model, settings, data)
     elif data is None:
-        found = from_configuration(model, settings, sequence_length)
+        found = from_configuration(model, settings, sequence_length, task)
     else:
         raise ConfigurationError(
             f"Expected data with a LightningModule, got {data!r} with the configuration {model!r}. Leave data out: its"
-            " batches are of sequence tokens."
+            " batches are made."
         )
     return found if optimizers is None else replace(found, optimizers=optimizers)
 

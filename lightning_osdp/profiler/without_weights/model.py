@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_osdp.core.cluster import DeviceRates
@@ -45,6 +45,13 @@ class DescribedModel:
     def num_parameters(self) -> int:
         """Elements of all parameters."""
         return sum(parameter.numel() for parameter in self.module.parameters())
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """What it is, as JSON has it: its class, its parameters, and the sizes of a sample's tensors by name."""
+        named = self.batch if isinstance(self.batch, dict) else {}
+        inputs = {name: list(value.shape[1:]) for name, value in named.items() if isinstance(value, Tensor)}
+        return {"class": type(self.module).__name__, "num_parameters": self.num_parameters, "inputs": inputs}
 
     def profile(
         self,
