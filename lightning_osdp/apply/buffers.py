@@ -24,6 +24,9 @@ _NUM_LOOKED = 2
 class Buffers:
     """The buffers of a module, of which those that have changed are copied from rank 0.
 
+    What is not saved stays each rank's own as long as ranks have other sizes of it, as of caches that grow to the
+    longest sequence that a rank has seen.
+
     The version of a tensor tells of what changes it in place, but not of ``buffer.data.mul_()``: values are compared in
     the first steps, and what has changed so counts as changed in all steps from then on.
     """
@@ -36,7 +39,7 @@ class Buffers:
     def begin(self) -> None:
         """Training begins: all buffers that there are count as changed."""
         found = {
-            id(buffer): _Place(f"{path}.{name}".lstrip("."), child._buffers, name)
+            id(buffer): _Place(f"{path}.{name}".lstrip("."), child, name)
             for path, child in self._root.named_modules()
             for name, buffer in child._buffers.items()
             if type(buffer) is Tensor and buffer.layout is torch.strided and not buffer.is_meta
@@ -66,13 +69,15 @@ class Buffers:
             hosts: all ranks, where those of the default group cannot reach each other's host memory.
 
         Raises:
-            RanksApartError: a buffer has another size on another rank.
+            RanksApartError: a buffer that is saved has another size on another rank.
         """
-        for place, most, negated_least in zip(self._places, told[1::3], told[2::3], strict=True):
-            if most + negated_least > 0:
+        changed: list[_Place] = []
+        for place, has_changed, most, negated_least in zip(self._places, *(told[i::3] for i in range(3)), strict=True):
+            if most + negated_least == 0:
+                changed += [place] if has_changed else []
+            elif place.is_persistent:
                 raise apart(repr(place.name))
         self._num_steps += 1
-        changed = [place for place, has_changed in zip(self._places, told[::3], strict=True) if has_changed]
         _copy_from_rank_zero([place.buffer for place in changed if place.buffer is not None], hosts)
         for place in changed:
             place.note(is_looking=self._is_looking)
@@ -81,8 +86,9 @@ class Buffers:
 class _Place:
     """Where a module has a buffer, and what that was when ranks last had the same."""
 
-    def __init__(self, name: str, buffers: dict[str, Any], key: str) -> None:
-        self.name, self._buffers, self._key = name, buffers, key
+    def __init__(self, name: str, module: nn.Module, key: str) -> None:
+        self.name, self._buffers, self._key = name, module._buffers, key
+        self.is_persistent = key not in module._non_persistent_buffers_set
         self._seen: weakref.ref[Tensor] | None = None
         self._version = self._hash = 0
         self._is_untold = False

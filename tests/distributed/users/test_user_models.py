@@ -554,7 +554,7 @@ class Remembering(Normalised):
         super().__init__("adamw")
         drawn = torch.Generator().manual_seed(dist.get_rank())
         for name in ("in_place", "by_data", "assigned", "late"):
-            self.register_buffer(name, torch.rand(WIDTH, generator=drawn))
+            self.register_buffer(name, torch.rand(WIDTH, generator=drawn), persistent=name != "assigned")
         expanded = torch.full((1,), dist.get_rank()).expand(3)
         self.register_buffer("expanded", expanded if is_expanded else expanded.clone())  # which DDP cannot broadcast
         self.register_buffer("validated", torch.zeros(()))
@@ -575,6 +575,23 @@ class Remembering(Normalised):
         self.log("val_loss", self.loss(batch), sync_dist=True)
 
 
+class Growing(Chain):
+    """Has a cache of positions, as far as this rank's longest sequence needs it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("positions", self.computed(WIDTH), persistent=False)
+
+    def computed(self, length):
+        return torch.arange(length, dtype=self.scale.dtype).cos()
+
+    def features(self, x):
+        length = WIDTH + (1 + dist.get_rank()) * (self.trainer.global_step // 2)
+        if len(self.positions) < length:
+            self.positions = self.computed(length)
+        return super().features(x) + self.positions[length - WIDTH : length]
+
+
 class Unlike(Chain):
     """Has a buffer that is larger on rank 1, or that only rank 1 has."""
 
@@ -592,6 +609,8 @@ def remembered():
         "each step": differences(Remembering, ("mixed", "dp"), max_steps=6, **options),
         "windows": differences(Remembering, ("dp",), max_steps=6, **options, **windows),
     }
+    own = {"ddp_options": {"broadcast_buffers": False}, "limit_val_batches": 1, "val_check_interval": 2}
+    found["growing"] = differences(Growing, ("mixed",), max_steps=6, **own)
     plan = plan_with(Chain, "zdp")
     refused = [refusal(lambda name=name: fitted(OSDPStrategy(plan=plan), Unlike(name))) for name in ("size", "number")]
     return found, refused
