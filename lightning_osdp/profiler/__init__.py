@@ -11,7 +11,7 @@ from lightning_osdp.profiler.step.fake_model import without_values
 from lightning_osdp.profiler.step.run_step import loss_in, resized, why_not_mean
 from lightning_osdp.profiler.step.snapshot import tensors_in, untouched
 from lightning_osdp.profiler.step_time import Together
-from lightning_osdp.profiler.tracing.operators import fingerprint
+from lightning_osdp.profiler.tracing.operators import check_parameters, fingerprint
 
 __all__ = [
     "Census",
@@ -19,6 +19,7 @@ __all__ = [
     "LiveBytes",
     "Together",
     "TrainingStep",
+    "check_parameters",
     "default_memory_limit_bytes",
     "empty_cache",
     "fingerprint",

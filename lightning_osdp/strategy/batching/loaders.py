@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.data import _reinstantiate_wrapped_cls, sized_len
 from lightning.pytorch.trainer.connectors.data_connector import (
+    _parse_num_batches,
     _process_dataloader,
     _request_dataloader,
     _resolve_overfit_batches,
 )
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES, CombinedLoader
 from lightning.pytorch.utilities.data import _get_dataloader_init_args_and_kwargs
 from torch.utils.data import BatchSampler, DataLoader
+from typing_extensions import Self, override
 
 from lightning_osdp.errors import ProfileError
 
@@ -68,12 +72,58 @@ def forget_loaders(trainer: pl.Trainer) -> None:
     loop = trainer.fit_loop
     if loop._combined_loader is None:
         return
-    if loop._data_fetcher is not None:
-        loop._data_fetcher.teardown()
-        loop._data_fetcher = None
-    loop._combined_loader = None
+    loop._combined_loader.reset()
+    loop._combined_loader = loop._data_fetcher = None
     loop.max_batches = float("inf")
     loop._last_train_dl_reload_epoch = float("-inf")
+
+
+class _Unread(CombinedLoader):
+    """Loaders that can be asked for their lengths and give no batch."""
+
+    @override
+    def __iter__(self) -> Self:
+        self._iterator = _SUPPORTED_MODES[self._mode]["iterator"](self.flattened, self._limits)
+        return self
+
+    @override
+    def __next__(self) -> Any:
+        raise StopIteration
+
+
+@contextmanager
+def shown(trainer: pl.Trainer, loaders: CombinedLoader) -> Iterator[None]:
+    """Within it, the Trainer trains on these loaders for all who ask, and none of them is read.
+
+    Whatever is assigned to an attribute of the Trainer meanwhile is forgotten.
+    """
+    loop = trainer.fit_loop
+    before = [(holder, dict(vars(holder))) for holder in (trainer, loop)]
+    lengths = [sized_len(loader) for loader in loaders.flattened]
+    unread = _Unread(loaders.iterables, loaders._mode)
+    unread.limits = [
+        _parse_num_batches(RunningStage.TRAINING, math.inf if length is None else length, trainer.limit_train_batches)
+        for length in lengths
+    ]
+    number = sized_len(iter(unread))
+    loop._combined_loader, loop.max_batches = unread, math.inf if number is None else number
+    trainer.val_check_batch = _batches_to_validation(trainer, loop.max_batches)
+    try:
+        yield
+    finally:
+        for holder, attributes in before:
+            vars(holder).clear()
+            vars(holder).update(attributes)
+
+
+def _batches_to_validation(trainer: pl.Trainer, num_batches: float) -> float | None:
+    """After how many batches Lightning validates; None where that is after some time."""
+    interval = trainer.val_check_interval
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        return None
+    if isinstance(interval, int):
+        return interval
+    return num_batches if math.isinf(num_batches) else max(1, int(num_batches * interval))
 
 
 def common_size(loaders: CombinedLoader) -> int | None:

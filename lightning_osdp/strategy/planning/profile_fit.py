@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dis
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +15,7 @@ from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_osdp.apply import check_initializable
 from lightning_osdp.callbacks.peak import elements_in
@@ -22,6 +25,7 @@ from lightning_osdp.errors import ConfigurationError, ProfileError
 from lightning_osdp.profiler import (
     ComputePrecision,
     TrainingStep,
+    check_parameters,
     empty_cache,
     is_out_of_memory,
     profile_model,
@@ -31,15 +35,16 @@ from lightning_osdp.profiler import (
     without_values,
 )
 from lightning_osdp.strategy.batching.first_batch import Peeked, first_batch, longest, samples_in
-from lightning_osdp.strategy.batching.loaders import forget_loaders, training_loaders
+from lightning_osdp.strategy.batching.loaders import shown, training_loaders, why_kept, with_batch_size
 from lightning_osdp.strategy.checkpointing.averaging import with_averages
 from lightning_osdp.strategy.options import Options
 from lightning_osdp.strategy.planning.training_step import (
-    Group,
-    automatic_step,
-    configured_optimizers,
+    as_in_training,
+    configured,
+    groups_of,
+    idle_optimizers,
     in_children,
-    muted,
+    names_in,
     summed_step,
     to_device,
     training_step,
@@ -56,14 +61,12 @@ class FitProfiler:
     """Profiles the module of a Trainer that is about to fit. All ranks call it.
 
     `first` sets what the fit begins with: its `loaders`, the sources `peeked` at that can be read only once, the
-    `batch` on the device, and the parameter `groups` of its optimizers.
+    `batch` on the device, and the `optimizers` of the whole model, with the names in their `groups`.
     """
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, options: Options, progress: Progress) -> None:
         self._trainer, self._module, self._options, self._progress = trainer, module, options, progress
         self._device = trainer.strategy.root_device
-        self._schedules: list[Any] = []
-        self.groups: list[Group] = []
         self._is_too_large = False
 
     def first(self) -> ModelProfile:
@@ -74,6 +77,7 @@ class FitProfiler:
                 "Expected a GPU for synchronised batch normalisation, got ranks on CPU, where torch.nn.SyncBatchNorm"
                 " does not run. Leave out sync_batchnorm=True, or train on GPUs."
             )
+        check_parameters(module)
         check_initializable(module, self._device)
         self.loaders = training_loaders(self._trainer)
         batch, self.peeked = self._chosen(self.loaders)
@@ -87,6 +91,9 @@ class FitProfiler:
                 nn.Module.to(module, "cpu")  # Lightning's own would have self.device be the CPU from then on
             _move_torchmetrics_to_device(module, self._device)  # also those of a model that is not
             self.batch = self._transferred(batch)
+            with shown(self._trainer, self._shown):
+                self.optimizers = idle_optimizers(self._trainer, module)
+            self.groups = groups_of(self.optimizers.optimizers, partial(names_in, module))
             return self._profile(self.batch)
 
     def nearer(self, model: ModelProfile, num_samples: int, *, free_bytes: int) -> ModelProfile:
@@ -106,13 +113,23 @@ class FitProfiler:
 
     def why_not_mean(self) -> str | None:
         """Why another division into micro-batches may train differently, by what the model does."""
-        for schedule in self._schedules:
-            given = schedule if isinstance(schedule, dict) else {}
-            if given.get("interval") == "step" and given.get("frequency", 1) != 1:
-                return f"a learning-rate schedule with frequency {given['frequency']} counts micro-batches"
+        for schedule in self.optimizers.schedules:
+            if schedule.interval == "step" and schedule.frequency != 1:
+                return f"a learning-rate schedule with frequency {schedule.frequency} counts micro-batches"
         module = self._module
-        with muted(self._trainer, module), self._without_values():
+        with self._as_in_training(), self._without_values():
             return why_not_mean(module, training_step(module), self.batch, batch_size=samples_in(self.batch))
+
+    def _as_in_training(self) -> AbstractContextManager[None]:
+        return as_in_training(self._trainer, self._module, self._shown, self.optimizers)
+
+    @property
+    def _shown(self) -> CombinedLoader:
+        """The training loaders with the micro-batch that was asked for; one that is to be chosen is the user's own."""
+        wanted, found = self._options.batch_size, copy.copy(self.loaders)
+        if isinstance(wanted, int) and why_kept(found) is None:
+            found.flattened = [with_batch_size(loader, wanted) for loader in found.flattened]
+        return found
 
     def _without_values(self) -> AbstractContextManager[None]:
         """Where some of the model's values are not on the device, none are there within it."""
@@ -170,14 +187,17 @@ class FitProfiler:
         if config is not None:
             left_out = tuple(config._module_classes_to_ignore)
             precision = ComputePrecision(config.param_dtype, left_out, config.reduce_dtype)
-        with self._without_values(), muted(trainer, module), _needing_hooks(module):
-            step = (automatic_step if module.automatic_optimization else summed_step)(trainer, module)
+        with self._without_values(), self._as_in_training(), _needing_hooks(module):
+            step = (training_step if module.automatic_optimization else summed_step)(module)
 
             def run(batch: Any) -> Any:
                 with trainer.precision_plugin.train_step_context():
                     return step(batch)
 
-            optimizers = configured_optimizers(trainer, self._schedules, self.groups)
+            def optimizers(replica: nn.Module) -> Sequence[Optimizer]:
+                assert isinstance(replica, pl.LightningModule)
+                return configured(trainer, replica).optimizers
+
             profile = profile_model(
                 module,
                 batch,
@@ -203,7 +223,6 @@ class FitProfiler:
                 f" but memory ran out: {error}. Use a smaller batch with batch_size='scale', or pass plan=."
             ) from error
         finally:
-            forget_loaders(self._trainer)
             empty_cache(self._device)
 
 

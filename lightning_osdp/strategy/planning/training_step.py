@@ -7,23 +7,30 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cache, partial
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple, cast
 
 import lightning.pytorch as pl
-from lightning.pytorch.core.optimizer import _configure_optimizers
-from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.core.optimizer import (
+    _configure_optimizers,
+    _configure_schedulers_automatic_opt,
+    _configure_schedulers_manual_opt,
+)
+from lightning.pytorch.loggers.logger import DummyLogger, Logger
 from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_osdp.apply import called_children, do_nothing
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.errors import ConfigurationError, ProfileError
-from lightning_osdp.strategy.batching.loaders import forget_loaders
+from lightning_osdp.profiler import untouched
+from lightning_osdp.strategy.batching.loaders import shown
 
 _MOVED = {"lr", "initial_lr", "max_lr", "min_lr", "momentum", "base_momentum", "max_momentum", "betas"}
 """Options that schedules move; which of them a group has, its parameters tell."""
@@ -36,30 +43,17 @@ def training_step(module: pl.LightningModule) -> Callable[[Any], Any]:
     return lambda batch: module.training_step(*step_arguments(module, batch))
 
 
-def automatic_step(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[Any], Any]:
-    """As `training_step`, with optimizers and schedules to look at if it asks."""
-    run, stand_ins = training_step(module), cache(partial(_stand_ins, trainer, module))
-
-    def step(batch: Any) -> Any:
-        with _replaced(module, **_given(stand_ins)):
-            return run(batch)
-
-    return step
-
-
-def summed_step(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[Any], Tensor]:
+def summed_step(module: pl.LightningModule) -> Callable[[Any], Tensor]:
     """A manual ``module.training_step`` as a function of the batch that returns the sum of its losses.
 
     All graphs are alive at once then, and every parameter gets all of its gradients: no step of the user's takes more.
     """
-    stand_ins = _stand_ins(trainer, module)
 
     def step(batch: Any) -> Tensor:
         losses: list[Tensor] = []
         with _replaced(
             module,
             manual_backward=lambda loss, *_, **__: losses.append(loss),
-            **_given(lambda: stand_ins),
             toggle_optimizer=do_nothing,
             untoggle_optimizer=do_nothing,
             clip_gradients=do_nothing,
@@ -97,12 +91,95 @@ def to_device(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> An
 def muted(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
     """Whatever the module logs meanwhile goes nowhere."""
     loggers = trainer.loggers
-    trainer.loggers = [DummyLogger()] if loggers else []
+    trainer.loggers = [cast(Logger, _Silent(logger)) for logger in loggers]
     try:
         with _replaced(module, log=do_nothing, log_dict=do_nothing, print=do_nothing):
             yield
     finally:
         trainer.loggers = loggers
+
+
+class _Silent:
+    """A logger to read of, of its own kind, whose methods and experiment do nothing."""
+
+    def __init__(self, logger: Any) -> None:
+        self._logger, self.experiment = logger, DummyLogger().experiment
+
+    @property  # type: ignore[misc]  # which isinstance asks
+    def __class__(self) -> Any:
+        return type(self._logger)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._logger, name)
+        return do_nothing if callable(value) else value
+
+
+@contextmanager
+def as_in_training(
+    trainer: pl.Trainer, module: pl.LightningModule, loaders: CombinedLoader, optimizers: Optimizers
+) -> Iterator[None]:
+    """Within it, a step reads of a Trainer in setup and of its module what it will read in training.
+
+    Neither does anything: nothing is logged, no loader gives a batch, and optimizers and schedules do not step. What
+    validation sets up is not there yet, as in training before the first.
+    """
+    strategy = trainer.strategy
+    before = strategy._optimizers, strategy._lightning_optimizers, strategy.lr_scheduler_configs
+    with shown(trainer, loaders), muted(trainer, module):
+        strategy.optimizers, strategy.lr_scheduler_configs = list(optimizers.optimizers), list(optimizers.schedules)
+        for optimizer in strategy._lightning_optimizers:
+            _idle(optimizer, toggle_model=lambda **_: nullcontext())
+        try:
+            yield
+        finally:
+            strategy._optimizers, strategy._lightning_optimizers, strategy.lr_scheduler_configs = before
+
+
+class Optimizers(NamedTuple):
+    """What ``configure_optimizers`` makes, as Lightning keeps it."""
+
+    optimizers: Sequence[Optimizer]
+    schedules: Sequence[LRSchedulerConfig]
+
+
+def configured(trainer: pl.Trainer, replica: pl.LightningModule) -> Optimizers:
+    """Runs ``configure_optimizers`` of a copy of the LightningModule, in every form that Lightning accepts."""
+    replica.trainer = trainer
+    try:
+        returned = call._call_lightning_module_hook(trainer, "configure_optimizers", pl_module=replica)
+    finally:
+        replica.trainer = None
+    if returned is None or returned == []:
+        raise ProfileError(
+            f"Expected configure_optimizers to return an optimizer, got {returned}."
+            " Return one, or use another strategy: there is nothing to plan without training."
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning warns when it configures its own
+        optimizers, schedules, monitor = _configure_optimizers(returned)
+        if replica.automatic_optimization:
+            return Optimizers(optimizers, _configure_schedulers_automatic_opt(schedules, monitor))
+        return Optimizers(optimizers, _configure_schedulers_manual_opt(schedules))
+
+
+def idle_optimizers(trainer: pl.Trainer, module: pl.LightningModule) -> Optimizers:
+    """Those of the module's own parameters, which do nothing."""
+    with untouched(module):
+        found = configured(trainer, copy.copy(module))
+    module.trainer = trainer  # of modules inside it, too, which the copy has in common with it
+    for optimizer in found.optimizers:
+        _idle(optimizer)
+    for schedule in found.schedules:
+        vars(schedule.scheduler).update(step=do_nothing)
+    return found
+
+
+def _idle(optimizer: Any, **others: Callable[..., Any]) -> None:
+    vars(optimizer).update(step=_call, zero_grad=do_nothing, **others)
+
+
+def _call(closure: Callable[[], Any] | None = None, **_: Any) -> Any:
+    return None if closure is None else closure()
 
 
 def check_in_children(module: pl.LightningModule) -> None:
@@ -126,35 +203,6 @@ def in_children(profile: ModelProfile) -> ModelProfile:
             for operator in profile
         ),
     )
-
-
-def configured_optimizers(
-    trainer: pl.Trainer, schedules: list[Any], groups: list[Group] | None = None
-) -> Callable[[nn.Module], Sequence[Optimizer]]:
-    """Runs ``configure_optimizers`` on a copy of the LightningModule, in every form that Lightning accepts.
-
-    The two lists get its learning-rate schedules, as they are returned, and the parameter groups of its optimizers.
-    """
-
-    def configure(replica: nn.Module) -> Sequence[Optimizer]:
-        assert isinstance(replica, pl.LightningModule)
-        replica.trainer = trainer
-        try:
-            returned = call._call_lightning_module_hook(trainer, "configure_optimizers", pl_module=replica)
-            if returned is None or returned == []:
-                raise ProfileError(
-                    f"Expected configure_optimizers to return an optimizer, got {returned}."
-                    " Return one, or use another strategy: there is nothing to plan without training."
-                )
-            optimizers, schedules[:], _ = _configure_optimizers(returned)
-            if groups is not None:
-                groups[:] = groups_of(optimizers, partial(names_in, replica))
-        finally:
-            replica.trainer = None
-            forget_loaders(trainer)
-        return list(optimizers)
-
-    return configure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,46 +263,6 @@ def _difference(whole: Group | None, sharded: Group | None) -> str:
 def _listed(names: Iterable[str]) -> str:
     found = sorted(names)
     return ", ".join(map(repr, found[:3])) + f" and {len(found) - 3} more" * (len(found) > 3)
-
-
-def _stand_ins(trainer: pl.Trainer, module: pl.LightningModule) -> tuple[list[_Idle], list[_Idle]]:
-    """What is there in place of the optimizers and schedules that are yet to be configured."""
-    schedules: list[Any] = []
-    optimizers = configured_optimizers(trainer, schedules)(copy.copy(module))
-    module.trainer = trainer  # of modules inside it, too, which the copy has in common with it
-    schedulers = [_Idle(each["scheduler"] if isinstance(each, dict) else each) for each in schedules]
-    return [_Idle(optimizer) for optimizer in optimizers], schedulers
-
-
-def _given(stand_ins: Callable[[], tuple[list[_Idle], list[_Idle]]]) -> dict[str, Callable[..., Any]]:
-    """Methods that give them as Lightning's do."""
-    return {
-        "optimizers": lambda *_, **__: _as_lightning_gives(stand_ins()[0]),
-        "lr_schedulers": lambda: _as_lightning_gives(stand_ins()[1]) or None,
-    }
-
-
-def _as_lightning_gives(found: list[_Idle]) -> _Idle | list[_Idle]:
-    return found[0] if len(found) == 1 else list(found)
-
-
-class _Idle:
-    """An optimizer or a learning-rate schedule that is asked to do something, and does not."""
-
-    def __init__(self, real: Any) -> None:
-        self._real = real
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
-
-    def step(self, closure: Callable[[], Any] | None = None, **_: Any) -> Any:
-        return closure() if callable(closure) else None
-
-    def zero_grad(self, *_: Any, **__: Any) -> None: ...
-
-    @contextmanager
-    def toggle_model(self, **_: Any) -> Iterator[None]:
-        yield
 
 
 @contextmanager

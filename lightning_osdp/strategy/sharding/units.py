@@ -39,6 +39,7 @@ from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.strategy.batching.division import Division, given_division
+from lightning_osdp.strategy.batching.loaders import forget_loaders
 from lightning_osdp.strategy.checkpointing import averaging, saving
 from lightning_osdp.strategy.checkpointing.entries import read_plan
 from lightning_osdp.strategy.options import Options
@@ -160,6 +161,7 @@ class Units:
         """Before one is chosen, from loaders and a Trainer as the user has them."""
         self.division.end(trainer)
         self.division = Division()
+        forget_loaders(trainer)  # of which a hook may have asked for the length
 
     def _settings(self) -> dict[str, str]:
         """What units are made with besides a plan."""

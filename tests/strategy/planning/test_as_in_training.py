@@ -1,0 +1,172 @@
+"""A step reads of its Trainer and module the same while it is profiled and compared as in training."""
+
+import inspect
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_osdp import Cluster, OSDPStrategy
+from lightning_osdp.core.cluster import Link
+from lightning_osdp.strategy.planning import plan_fit
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+LEFT_OUT = {"val_dataloaders", "num_val_batches", "num_sanity_val_batches", "should_stop"}
+"""The first three are there when validation is about to run, which in training, too, may be after the first step. The
+last is what `Reader` writes."""
+OURS = ("lightning_osdp.callbacks", "lightning_osdp.strategy.runtime", "lightning_osdp.strategy.sharding")
+"""Has callbacks that the strategy adds; they look at nothing but training."""
+PLAIN = (bool, int, float, str, type(None), torch.device, torch.dtype)
+
+
+def told(value):
+    """What can be compared of a value that two objects may have."""
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, torch.Tensor):
+        return "tensor"  # whole, fake or a shard
+    if isinstance(value, (list, tuple)):
+        return [told(each) for each in value if not type(each).__module__.startswith(OURS)]
+    if isinstance(value, dict):
+        return {key: told(each) for key, each in value.items()}
+    read = [value.__class__.__name__.removeprefix("FSDP")]
+    for name in ("param_groups", "batch_size", "log_dir", "name", "version", "interval", "frequency", "base_lrs"):
+        found = getattr(value, name, None)
+        read.append(found if isinstance(found, (int, str)) else told(found) if isinstance(found, list) else "")
+    if isinstance(value, DataLoader):
+        read.append(len(value))
+    return read
+
+
+def public(holder):
+    """Everything that can be read of an object by a public name, without a call."""
+    names = {*dir(type(holder)), *vars(holder)}
+    found = {}
+    for name in sorted(name for name in names if not name.startswith("_")):
+        try:
+            value = getattr(holder, name)
+        except (RuntimeError, AttributeError) as error:  # Lightning refuses to tell some outside of where they are
+            value = repr(error)
+        if not inspect.isroutine(value):
+            found[name] = value
+    return found
+
+
+class Reader(L.LightningModule):
+    """Notes in each step what it can read; what it writes to its Trainer while it is profiled is forgotten."""
+
+    def __init__(self, note, *, is_manual=False):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.automatic_optimization, self.note, self.is_training = not is_manual, note, False
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.is_training = True
+
+    def training_step(self, batch, batch_idx):
+        own = {name: value for name, value in public(self).items() if name not in vars(self)}
+        called = {
+            "optimizers()": self.optimizers(),
+            "optimizers(raw)": self.optimizers(use_pl_optimizer=False),
+            "lr_schedulers()": self.lr_schedulers(),
+            "optimizer": isinstance(self.optimizers(), torch.optim.Adam) and self.optimizers().optimizer,
+            "last lr": self.lr_schedulers().get_last_lr(),
+            "logger": isinstance(self.logger, CSVLogger),
+        }
+        read = {"Trainer": public(self.trainer), "module": own, "called": called}
+        self.note((self.is_training, {whose: {k: told(v) for k, v in found.items()} for whose, found in read.items()}))
+        if not self.is_training:
+            self.trainer.should_stop = True
+        self.logger.log_metrics({"x": 1.0})
+        self.logger.experiment.log_metrics({"x": 1.0})
+        loss = self.second(self.first(batch)).square().mean()
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            with optimizer.toggle_model():
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+            self.lr_schedulers().step()
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, self.trainer.estimated_stepping_batches)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+
+class Counting(Reader):
+    """Has asked for the length of its training before there is a plan."""
+
+    def setup(self, stage):
+        self.trainer.estimated_stepping_batches  # noqa: B018 (reading makes the loaders)
+
+    def training_step(self, batch, batch_idx):
+        self.note(len(batch))
+        return self.first(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.first.parameters(), lr=0.1)
+
+
+@pytest.fixture
+def fit(tmp_path, monkeypatch):
+    """Fits a module for three steps; links are stated."""
+    link = Link(latency_s=1e-5, seconds_per_byte=1e-9)
+    stated = Cluster(world_size=1, all_gather=link, reduce_scatter=link, memory_bytes=2**34)
+    monkeypatch.setattr(plan_fit, "measure_cluster", lambda *_, **__: stated)
+
+    def run(module, **options):
+        trainer = L.Trainer(
+            strategy=OSDPStrategy(**options),
+            accelerator="cpu",
+            devices=1,
+            max_epochs=1,
+            limit_train_batches=3,
+            logger=CSVLogger(tmp_path),
+            log_every_n_steps=1,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+        )
+        trainer.fit(module, DataLoader(torch.ones(28, 4), batch_size=7), DataLoader(torch.ones(8, 4)))
+        assert trainer.global_step == 3
+        return trainer
+
+    return run
+
+
+@pytest.mark.parametrize("batch_size", ["auto", 3], ids=str)
+@pytest.mark.parametrize("is_manual", [False, True], ids=["automatic", "manual"])
+def test_all_that_a_step_can_read_is_what_it_reads_in_training(fit, caplog, batch_size, is_manual):
+    seen = []
+    fit(Reader(seen.append, is_manual=is_manual), batch_size=batch_size)
+    assert "micro-batches stay" not in caplog.text  # nor is there a reason not to divide them
+    (_, expected), *_ = [each for each in seen if each[0]]
+    found = [read for is_training, read in seen if not is_training]
+    assert any(read["Trainer"]["num_training_batches"] == 3 for read in found)
+    for read in found:
+        for whose, names in expected.items():
+            differing = {
+                name: (read[whose].get(name), value)
+                for name, value in names.items()
+                if name not in LEFT_OUT and read[whose].get(name) != value
+            }
+            assert differing == {}
+
+
+def test_loaders_that_a_hook_has_asked_for_are_made_anew_as_planned(fit):
+    sizes = []
+    plan = fit(Counting(sizes.append), batch_size=3).strategy.plan
+    assert (plan.micro_batch_size, sizes[-3:]) == (3, [3, 3, 3])
+    sizes.clear()
+    fit(Counting(sizes.append), plan=plan)
+    assert sizes == [3, 3, 3]
