@@ -197,7 +197,7 @@ def main(
         "targets": [{**asdict(target), "is_met": target.is_met} for target in reached],
     }
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=2) + "\n")
+    output.write_text(json.dumps(result) + "\n")
     print(f"Written to {output}")
 
 

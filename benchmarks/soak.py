@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import fields
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -117,13 +118,21 @@ def found_in(folder: Path, minutes: float) -> dict[str, Any]:
         "date": datetime.now(tz=timezone.utc).date().isoformat(),
         "machine": f"{machine()}, torch {torch.__version__}",
         "minutes": minutes,
-        "ranks": [[asdict(sample) for sample in samples] for samples in read(folder, NUM_RANKS)],
+        "ranks": [in_columns(samples) for samples in read(folder, NUM_RANKS)],
     }
+
+
+def in_columns(samples: Sequence[Sample]) -> dict[str, list[float]]:
+    """What a file has of one rank."""
+    return {field.name: [getattr(sample, field.name) for sample in samples] for field in fields(Sample)}
 
 
 def growths(result: dict[str, Any]) -> list[dict[str, Growth]]:
     """By rank, and by what is held."""
-    ranks = [[Sample(**row) for row in rows] for rows in result["ranks"]]
+    ranks = [
+        [Sample(**dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
+        for columns in result["ranks"]
+    ]
     return [{quantity: growth(samples, quantity) for quantity in HELD} for samples in ranks]
 
 
@@ -134,7 +143,7 @@ def is_flat(quantity: str, found: Growth) -> bool:
 
 def table(result: dict[str, Any]) -> Table:
     """A row for each rank and quantity."""
-    last = result["ranks"][0][-1]
+    last = {name: values[-1] for name, values in result["ranks"][0].items()}
     title = f"{len(result['ranks'])} ranks, {last['seconds'] / 60:.3g} minutes, {last['step']} steps ({result['date']})"
     table = Table(title=title)
     for name in ("rank", "held", "second fifth", "last fifth", "growth", "flat"):
@@ -175,12 +184,10 @@ def main(
 
 
 def as_text(result: dict[str, Any]) -> str:
-    """JSON with one line per sample."""
-    ranks = ",\n".join(
-        "    [\n" + ",\n".join(f"      {json.dumps(row)}" for row in rows) + "\n    ]" for rows in result["ranks"]
-    )
-    head = "".join(f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in result.items() if key != "ranks")
-    return f'{{\n{head}  "ranks": [\n{ranks}\n  ]\n}}\n'
+    """JSON with one line per rank."""
+    ranks = ",\n".join(json.dumps(columns, separators=(",", ":")) for columns in result["ranks"])
+    head = "".join(f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in result.items() if key != "ranks")
+    return f'{{\n{head}"ranks": [\n{ranks}\n]\n}}\n'
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import sys
@@ -79,7 +80,7 @@ class Results:
         known = self.stored(section.name)
         rows: list[Row] = []
         for index, case in enumerate(section.cases):
-            fields = json.loads(json.dumps(asdict(case)))  # as a file has them
+            fields = _rounded(json.loads(json.dumps(asdict(case))))  # as a file has them
             found = next((row for row in known if _given(row["case"]) == _given(fields)), None)
             if found is None:
                 progress(f"{section.name} {index + 1} of {len(section.cases)}: {case}")
@@ -132,10 +133,21 @@ def _as_text(sections: dict[str, Any]) -> str:
     """JSON with one line per row."""
     texts = []
     for name, section in sections.items():
-        rows = ",\n".join(f"    {json.dumps(row)}" for row in section["rows"])
-        head = f'{json.dumps(name)}: {{\n  "date": {json.dumps(section["date"])},\n'
-        texts.append(f'{head}  "machine": {json.dumps(section["machine"])},\n  "rows": [\n{rows}\n  ]\n}}')
+        rows = ",\n".join(f"{json.dumps(_rounded(row), separators=(',', ':'))}" for row in section["rows"])
+        head = f'{json.dumps(name)}: {{\n"date": {json.dumps(section["date"])},\n'
+        texts.append(f'{head}"machine": {json.dumps(section["machine"])},\n"rows": [\n{rows}\n]\n}}')
     return "{\n" + ",\n".join(texts) + "\n}\n"
+
+
+def _rounded(value: Any) -> Any:
+    """The same with five digits of each float, which is more than measurements have; whole ones as whole numbers."""
+    if isinstance(value, dict):
+        return {name: _rounded(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(each) for each in value]
+    if not isinstance(value, float) or not math.isfinite(value):
+        return value
+    return int(value) if value.is_integer() else float(f"{value:.5g}")
 
 
 def machine() -> str:

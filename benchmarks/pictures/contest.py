@@ -17,7 +17,7 @@ from benchmarks.measures.section import Row
 from benchmarks.pictures import save
 
 _BASE = "#000000"
-_COLOURS = ("#777777", "#56B4E9", "#009E73", "#0072B2", "#A6DBA0", "#CC79A7", "#F0E442", "#E69F00")
+_COLOURS = ("#777777", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#CC79A7", "#A6DBA0", "#0072B2")
 _OSDP = "#D55E00"
 _MODES = {
     "DP": ("#0072B2", "kept gathered (DP)"),
@@ -38,16 +38,14 @@ def draw(rows: Sequence[Row], contest: Contest, folder: Path, name: str) -> None
 
 def draw_ratios(rows: Sequence[Row], path: Path, contest: Contest) -> None:
     """Ratios of samples/s by model and limit, with bounds; and the memory that each used."""
-    colours = {
-        **dict(zip(contest.drawn[1:-1], _COLOURS, strict=False)),
-        contest.drawn[-1]: _OSDP,
-        contest.drawn[0]: _BASE,
-    }
+    present = {entrant["name"] for row in rows for entrant in row["entrants"]}
+    palette = zip(contest.drawn, (_BASE, *_COLOURS), strict=False)
+    colours = {name: _OSDP if name == "OSDP" else colour for name, colour in palette if name in present}
     figure = Figure(figsize=(11, 3.2 * 2), layout="constrained")
     speed, memory = figure.subplots(2, 1, sharex=True)
     width = 0.88 / len(colours)
     cells = [(row, limit) for row in rows for limit in row["case"]["limits"]]
-    for index, name in enumerate(contest.drawn):
+    for index, name in enumerate(colours):
         found = [
             (place + (index - len(colours) / 2) * width, row, entrant)
             for place, (row, limit) in enumerate(cells)
@@ -65,8 +63,8 @@ def draw_ratios(rows: Sequence[Row], path: Path, contest: Contest) -> None:
     speed.set(ylabel=f"samples/s / {contest.base}'s")
     memory.set(ylabel="peak counted / limit", ylim=(0, 1.1))
     names = [f"{row['case']['model']}\n{rate_of(row)}\n{limit:g}x" for row, limit in cells]
-    memory.set_xticks(range(len(cells)), [name.replace(" Mbit", "\nMbit") for name in names], fontsize=7)
-    patches: list[Any] = [Patch(color=colours[name], label=name) for name in contest.drawn]
+    memory.set_xticks(range(len(cells)), [name.replace(" Mbit", "\nMbit") for name in names], fontsize=6)
+    patches: list[Any] = [Patch(color=colour, label=name) for name, colour in colours.items()]
     figure.legend(handles=patches, loc="outside upper center", ncols=4, fontsize=8)
     save(figure, path)
 

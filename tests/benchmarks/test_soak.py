@@ -1,10 +1,9 @@
 """What a soak says of what ranks hold."""
 
-import json
 import subprocess
 import sys
 import threading
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -63,8 +62,8 @@ def test_what_grows_all_the_time_is_seen_and_what_grows_in_the_warm_up_is_not(qu
 
 @pytest.mark.parametrize(("leak_bytes", "verdict", "code"), [(0, "yes", 0), (100_000, "NO", 1)])
 def test_a_result_is_shown_drawn_and_judged(tmp_path, capsys, leak_bytes, verdict, code):
-    rows = [asdict(taken) for taken in samples_with("resident_bytes", lambda s: leak_bytes * s)]
-    (tmp_path / "soak.json").write_text(json.dumps({"date": "2026-11-21", "ranks": [rows]}))
+    columns = soak.in_columns(samples_with("resident_bytes", lambda s: leak_bytes * s))
+    (tmp_path / "soak.json").write_text(soak.as_text({"date": "2026-11-21", "ranks": [columns]}))
     with pytest.raises(SystemExit) as ended:
         soak.main(output=tmp_path / "soak.json", picture=tmp_path / "soak.svg", draw_only=True)
     assert ended.value.code == code

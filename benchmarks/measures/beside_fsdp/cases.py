@@ -85,9 +85,10 @@ _BY_LINEAR = Way(sharding="FULL_SHARD", is_fully_shard=True, by_operator=True, r
 
 _MODES_ONLY = {"slices": [1], "sync": ["every"], "activations": ["keep"]}
 SPLIT = "OSDP, modes + splitting"
-_ONE: Spaces = {"OSDP, modes": _MODES_ONLY, SPLIT: {"sync": ["every"], "activations": ["keep"]}, "OSDP": {}}
+_EVERY: Spaces = {"OSDP, modes": _MODES_ONLY, SPLIT: {"sync": ["every"], "activations": ["keep"]}}
+_ONE: Spaces = {**_EVERY, "OSDP": {}}
 """One decision more at a time; with one micro-batch a step there is nothing to accumulate."""
-_GLOBAL: Spaces = {**_ONE, "OSDP, modes + splitting + accumulation": {"activations": ["keep"]}, "OSDP": {}}
+_GLOBAL: Spaces = {**_EVERY, "OSDP, modes + splitting + accumulation": {"activations": ["keep"]}, "OSDP": {}}
 OVER_ALL = "OSDP, sharded over all ranks"
 
 _HEADLINE = Contest(
