@@ -5,14 +5,14 @@ Operators of DTensors find out anew in each step, for each parameter, that every
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
@@ -20,6 +20,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 from lightning_osdp.apply import internals
 from lightning_osdp.apply.units import ONE_MESH
 from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.optimizers import copied
 
 _ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
 """Of torch's: each element of a parameter depends on that element of the gradient and of states, and on numbers."""
@@ -27,6 +28,19 @@ _NUM_STEPS = 2
 """Those in which an optimizer is tried."""
 _TOLERANCE = 0.05
 """Of the largest step: Muon rounds to bfloat16, and norms of two shards are off by a third."""
+
+
+def share_gradients(optimizer: Optimizer) -> None:
+    """Has all ranks have the gradients of rank 0 for scalars, which each rank has all of. Call it on all ranks.
+
+    Each rank has added them up in an order of its own: rounding would drive the ranks' scalars apart.
+    """
+    scalars = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor) and not p.dim()]
+    gradients = [internals.local(p.grad) for p in scalars if p.grad is not None]
+    if gradients:
+        shared = torch.stack(gradients)
+        dist.broadcast(shared, src=0)
+        torch._foreach_copy_(gradients, list(shared.unbind()))
 
 
 @contextmanager
@@ -216,12 +230,7 @@ def _stepped(optimizer: Optimizer, *, is_cut: bool) -> list[Tensor]:
     def made(values: Tensor, parameter: DTensor) -> Tensor:
         return distribute_tensor(values, parameter.device_mesh, parameter.placements) if is_cut else values
 
-    trial: Any = object.__new__(type(optimizer))
-    attributes = {**vars(optimizer), "state": defaultdict(dict)}  # whatever the state is, it need not be copied
-    attributes.pop("step", None)  # a schedule's, which would step the optimizer itself
-    attributes |= {name: OrderedDict() for name in attributes if name.endswith("_hooks")}
-    memo: dict[int, object] = {id(optimizer): trial}
-    memo |= {id(value): value for value in attributes.values() if isinstance(value, nn.Module)}
+    memo: dict[int, Any] = {}
     tried: list[list[nn.Parameter]] = []
     starts: list[tuple[Tensor, nn.Parameter]] = []
     gradients: list[tuple[nn.Parameter, Tensor]] = []
@@ -239,7 +248,7 @@ def _stepped(optimizer: Optimizer, *, is_cut: bool) -> list[Tensor]:
                     starts.append((start, small))
                 memo[id(parameter)] = by_kind[kind]
         tried.append(list(by_kind.values()))
-    trial.__dict__ = copy.deepcopy(attributes, memo)
+    trial = copied(optimizer, memo, state=defaultdict(dict))  # whatever the state is, it need not be copied
     for group, parameters in zip(trial.param_groups, tried, strict=True):
         group["params"] = parameters
     trial.param_groups[:] = [group for group in trial.param_groups if group["params"]]
@@ -263,7 +272,7 @@ def _stepped(optimizer: Optimizer, *, is_cut: bool) -> list[Tensor]:
 
 def _small(parameter: DTensor) -> tuple[Tensor, Tensor]:
     """Values with few rows, more than ranks and unevenly many, and a gradient."""
-    shape = (2 * parameter.device_mesh.size() + 1, *(3 for _ in range(parameter.dim() - 1)))
+    shape = (2 * parameter.device_mesh.size() + 1, *(3 for _ in range(parameter.dim() - 1)))[: parameter.dim()]
     places = torch.arange(torch.Size(shape).numel(), device=parameter.device, dtype=torch.float64).view(shape)
     return places.square().cos().to(parameter.dtype), places.square().sin().to(parameter.dtype)  # of full rank
 

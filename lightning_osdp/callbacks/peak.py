@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lightning_osdp.optimizers import states_of
 from lightning_osdp.profiler import Census, LiveBytes
 
 T = TypeVar("T", bound=pl.Callback)
@@ -159,7 +160,7 @@ def living_tensors(model: nn.Module | None, optimizers: Iterable[Any]) -> Iterab
     yield from model.buffers()
     for optimizer in optimizers:
         assert isinstance(optimizer, Optimizer)
-        yield from tensors_in(list(optimizer.state.values()))
+        yield from tensors_in([list(state.values()) for state in states_of(optimizer)])
 
 
 def planned_tensors(trainer: pl.Trainer) -> Iterator[Tensor]:

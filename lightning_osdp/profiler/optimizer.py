@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.errors import ProfileError
+from lightning_osdp.optimizers import copied, states_of
 from lightning_osdp.profiler.live_tensors import LiveBytes
 from lightning_osdp.profiler.machine.stopwatch import fastest_s
 from lightning_osdp.profiler.operation_time import OperationRecorder, roofline_s, segment_seconds
@@ -144,7 +145,9 @@ class _Sample:
         try:
             self.optimizer = _replica(optimizer, self.parameters, device)
             if self.updated:
-                self.step()  # makes its state
+                is_alone = len(states_of(self.optimizer)) == 1
+                for _ in range(1 if is_alone else _NUM_STEPS):  # make its state; averages of steps come after some
+                    self.step()
         except Exception as error:  # an optimizer may do anything
             raise ProfileError(
                 f"Expected {type(optimizer).__name__} to take a step on zero gradients of parameters with other"
@@ -173,7 +176,7 @@ class _Sample:
             is_by_row = twin.dim() > 1 and len(value) == len(twin) > 1  # as of Adafactor
             return len(parameter) / len(twin) if is_by_row else 1.0
 
-        values = tensors_in(self.optimizer.state.get(twin, {}))
+        values = tensors_in([state.get(twin, {}) for state in states_of(self.optimizer)])
         return sum(round(value.nbytes * factor(value)) for value in values if value.dim() > 0)
 
     @property
@@ -223,9 +226,12 @@ def _choose_foreach(optimizers: Sequence[Optimizer]) -> None:
 
 
 def _rows_of(parameter: Tensor, num_elements: int) -> tuple[int, ...]:
-    """Shape of about so many elements of a parameter: whole rows of it, as a shard has them, or narrower ones."""
-    if parameter.dim() == 0 or num_elements == parameter.numel():
-        return tuple(parameter.shape)
+    """Shape of about so many elements of a parameter: whole rows of it, as a shard has them, or narrower ones.
+
+    A scalar is a row, so that what is kept of it can be told from counts of steps.
+    """
+    if num_elements == parameter.numel():
+        return tuple(parameter.shape) or (1,)
     per_row = parameter.shape[1:].numel()
     if 0 < per_row <= num_elements:
         return (num_elements // per_row, *parameter.shape[1:])
@@ -245,16 +251,11 @@ def _replica(optimizer: Optimizer, parameters: Mapping[Tensor, nn.Parameter], de
     """The optimizer with other parameters; state that it made at once is zeroed, in the new shapes."""
     memo: dict[int, Any] = {id(old): new for old, new in parameters.items()}
     for old, new in parameters.items():
-        for value in tensors_in(optimizer.state.get(old, {})):
+        for value in tensors_in([state.get(old, {}) for state in states_of(optimizer)]):
             shape = new.shape if value.shape == old.shape else value.shape
             if value.is_meta:
                 memo[id(value)] = torch.zeros(shape, dtype=value.dtype, device=device)
-    # Not copy.deepcopy(optimizer): that leaves out all but groups and state, such as the parameter list of LBFGS. A
-    # learning rate scheduler has put a `step` of its own there, bound to the original; hooks may hold anything.
-    kept = {k: v for k, v in vars(optimizer).items() if k != "step" and not k.endswith("_hooks")}
-    replica = copy.copy(optimizer)
-    vars(replica).update(copy.deepcopy(kept, memo))
-    return replica
+    return copied(optimizer, memo)
 
 
 def _two_sizes(groups: Sequence[Sequence[Tensor]]) -> list[int]:
@@ -310,7 +311,7 @@ def _temporary_bytes(probe: _Sample) -> set[int]:
     live = _Counts(probe.device.type)
     with live:
         live.track([*probe.updated, *probe.gradients])
-        live.track(tensors_in(list(probe.optimizer.state.values())))
+        live.track(tensors_in([list(state.values()) for state in states_of(probe.optimizer)]))
         before = live.current_bytes
         live.counts = {before}
         for _ in range(_NUM_STEPS):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import gc
 import time
@@ -25,6 +24,7 @@ from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.errors import InfeasibleError
+from lightning_osdp.optimizers import copied, states_of
 from lightning_osdp.profiler import Census, LiveBytes, empty_cache, is_out_of_memory, loss_in, untouched
 from lightning_osdp.scheduler import freeable_bytes, with_less_memory, with_smaller_micro_batch
 from lightning_osdp.strategy.batching.division import Division
@@ -151,7 +151,7 @@ def run_dry(trainer: pl.Trainer, sharded: ShardedModel) -> DryRun:
 def _taken(trainer: pl.Trainer, strategy: FSDPStrategy, sharded: ShardedModel, others: Sequence[Tensor]) -> DryRun:
     """Takes the step, and says where memory ran out, if it did; other errors are raised."""
     batch = _next_batch(trainer)
-    fresh = [_copied(optimizer) for optimizer in strategy.optimizers if not optimizer.state]
+    fresh = [_copied(optimizer) for optimizer in strategy.optimizers if not any(states_of(optimizer))]
     counted = None
     if strategy.root_device.type == "cpu":  # where nothing else limits live tensors
         assert sharded.plan is not None
@@ -174,9 +174,9 @@ def _taken(trainer: pl.Trainer, strategy: FSDPStrategy, sharded: ShardedModel, o
 
 
 def _copied(optimizer: Optimizer) -> Optimizer:
-    """An optimizer of the same parameters with a state, and hooks, of its own."""
+    """An optimizer of the same parameters with a state of its own."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return copy.deepcopy(optimizer, {id(parameter): parameter for parameter in parameters})
+    return copied(optimizer, {id(parameter): parameter for parameter in parameters})
 
 
 def _window(trainer: pl.Trainer, strategy: FSDPStrategy, batch: Any) -> None:

@@ -1,4 +1,5 @@
 import threading
+from collections import defaultdict
 from functools import partial
 
 import pytest
@@ -51,6 +52,35 @@ def test_state_bytes_are_those_of_as_many_copies_of_the_parameter(make, states):
     found, profile = profiled(lambda m: make(m.parameters()))
     assert found[:2] == [states * WEIGHT, states * BIAS]
     assert profile.fixed_s > 0
+
+
+class Averaging(Optimizer):
+    """Steps of another optimizer, and an average of its own after some; does not call torch's constructor."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.num_steps = optimizer, 0
+        self.param_groups, self.defaults, self.state = optimizer.param_groups, optimizer.defaults, defaultdict(dict)
+
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+        self.num_steps += 1
+        if self.num_steps == 5:
+            for parameter in (p for group in self.param_groups for p in group["params"]):
+                self.state[parameter]["average"] = parameter.detach().clone()
+
+
+def test_the_state_of_an_optimizer_that_wraps_another_is_that_of_both():
+    found, profile = profiled(lambda m: Averaging(AdamW(m.parameters())))
+    assert found[:2] == [3 * WEIGHT, 3 * BIAS]
+    assert profile.temporaries
+    assert not hasattr(Averaging.step, "hooked")  # it would look for hooks, which this one has not made
+
+
+def test_the_state_of_a_scalar_is_that_of_one_element():
+    module = nn.ParameterList([torch.tensor(1.0), torch.ones(3)])
+    found, profile = profiled(lambda m: AdamW(m.parameters()), module=module)
+    assert found == [2 * 4, 2 * 12]
+    assert profile.temporaries == profiled(lambda m: AdamW(m.parameters()))[1].temporaries
 
 
 def test_an_optimizer_of_matrices_alone():

@@ -1,5 +1,6 @@
 """Optimizers on shards, and gradients before they step: as under DDP, or refused before training."""
 
+from collections import defaultdict
 from functools import partial
 
 import pytest
@@ -99,6 +100,37 @@ class Sharp(torch.optim.SGD):
         return loss
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Steps of another optimizer, and back to an average of them; as many write it, without ``super().__init__()``."""
+
+    def __init__(self, optimizer, k=2, alpha=0.5):
+        self.optimizer, self.k, self.alpha = optimizer, k, alpha
+        self.param_groups, self.defaults, self.state = optimizer.param_groups, optimizer.defaults, defaultdict(dict)
+        self.num_steps = 0
+
+    def step(self, closure=None):
+        loss = self.optimizer.step(closure)
+        self.num_steps += 1
+        if self.num_steps % self.k == 0:
+            for group in self.param_groups:
+                for fast in group["params"]:
+                    state = self.state[fast]
+                    slow = state["slow"] = state.get("slow", torch.zeros_like(fast.data))
+                    slow += (fast.data - slow) * self.alpha
+                    fast.data.copy_(slow)
+        return loss
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self):
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self.optimizer.load_state_dict(state_dict)
+        self.param_groups = self.optimizer.param_groups
+
+
 def decaying(parameters, **options):
     """AdamW that decays matrices alone."""
     parameters = list(parameters)
@@ -133,6 +165,7 @@ OPTIMIZERS = {
     "ByForeach": ByForeach,
     "BySetting": BySetting,
     "Sharp": partial(Sharp, lr=0.05, momentum=0.9),
+    "Lookahead": lambda parameters: Lookahead(decaying(parameters)),
 }
 
 
@@ -365,12 +398,12 @@ def gradients(kinds):
 @pytest.mark.slow
 def test_optimizers_that_can_update_shards_equal_ddp(ranks):
     found = ranks(2).run(optimized)[0]
-    assert len(found) == 25
+    assert len(found) == 27
     check(found)
 
 
 def test_optimizers_equal_ddp_on_four_ranks(ranks):
-    check(ranks(4).run(optimized, names=["AdamW, default", "Lamb", "BySetting"])[0])
+    check(ranks(4).run(optimized, names=["AdamW, default", "Lamb", "BySetting", "Lookahead"])[0])
 
 
 @pytest.mark.slow

@@ -1,0 +1,46 @@
+"""Optimizers that people write: those inside of others, and copies, of other parameters or with states of their own."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+T = TypeVar("T", bound=Optimizer)
+
+
+def states_of(optimizer: Optimizer) -> list[Any]:
+    """Its state, by parameter, and those of the optimizers inside it, whose steps it takes."""
+    inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer) and value is not optimizer]
+    found = [optimizer.state, *(state for each in inner for state in states_of(each))]
+    return list({id(state): state for state in found}.values())
+
+
+def copied(optimizer: T, memo: dict[int, Any], **attributes: Any) -> T:
+    """An optimizer with all attributes, where ``copy.deepcopy`` leaves out all but groups and state.
+
+    It has no hooks, which may hold anything, and no ``step`` that a schedule has put there, which is bound to the
+    original. A module is the same. An optimizer inside, which does the steps of one that wraps it, is copied likewise.
+    The constructor of one that wraps need not have called torch's; ``copy.deepcopy`` would have its class ask for what
+    that makes.
+
+    Args:
+        optimizer: the original.
+        memo: what stands for objects in it, by their ids; as of ``copy.deepcopy``.
+        **attributes: to be copied in place of its own.
+    """
+    made: T = object.__new__(type(optimizer))
+    memo[id(optimizer)] = made
+    own = {**vars(optimizer), **attributes}
+    own.pop("step", None)
+    own |= {name: OrderedDict() for name in own if name.endswith("_hooks")}
+    for value in own.values():
+        if isinstance(value, nn.Module):
+            memo[id(value)] = value
+        elif isinstance(value, Optimizer) and id(value) not in memo:
+            copied(value, memo)
+    vars(made).update(copy.deepcopy(own, memo))
+    return made
