@@ -68,8 +68,8 @@ class Agreement:
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._has_gradient = [False] * len(self._places)
         self._has_dropped = False  # since the last backward
-        owners = (owner for group in groups for owner in internals.parameters_of(group))
-        self._in_nodes = [owner for parameter, owner in owners if internals.num_copies(parameter) > 1]
+        owners = (each for group in groups for each in internals.parameters_of(group))
+        self._in_nodes = [owner for parameter, owner in owners if internals.is_in_nodes(parameter)]
 
     def begin_fit(self) -> None:
         """Training begins, and nothing counts of a fit that ended with an error, where ranks may have been apart.

@@ -28,6 +28,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup, RegisterPostBackwardFunction
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -63,11 +64,14 @@ _METHODS = {
     ),
     FSDPParam: (
         "_init_sharded_post_forward_param_metadata",
+        "_get_grad_inner_tensor",
         "_setattr_on_modules",
         "init_unsharded_param",
+        "reset_sharded_param",
         "_sharded_local_tensor",
         "to_sharded_dtensor",
         "to_sharded_post_forward",
+        "to_sharded_post_forward_dtensor",
     ),
     TrainingState: ("FORWARD", "PRE_BACKWARD", "POST_BACKWARD", "IDLE"),
 }
@@ -339,6 +343,63 @@ def reduce_once_unfrozen(groups: Sequence[Any]) -> None:
         }
         if group._orig_dtype is None and len(found) == 1:
             ((group._orig_dtype, group._reduce_dtype),) = found
+
+
+@contextmanager
+def taking_scalars(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Within it, ``fully_shard`` makes a unit of modules that have parameters without dimensions, which it refuses."""
+    rows: dict[nn.Parameter, nn.Parameter] = {}
+    places = set()
+    for child in (child for module in modules for child in module.modules()):
+        for name, scalar in child._parameters.items():
+            if scalar is not None and not scalar.dim() and not isinstance(scalar, DTensor):
+                row = nn.Parameter(scalar.detach().view(1), requires_grad=scalar.requires_grad)
+                child._parameters[name] = rows.setdefault(scalar, row)
+                places.add((child, name))
+    yield
+    for parameter in group_of(modules[0]).fsdp_params if places else ():
+        if (parameter._module_info.module, parameter._module_info.param_name) in places:
+            parameter.__class__ = _Scalar
+            parameter.begin()
+
+
+class _Scalar(FSDPParam):
+    """A parameter without dimensions, all of which each rank has.
+
+    In collectives of its unit it is a row. All gather that of rank 0; its gradient is one row for each rank.
+    """
+
+    def begin(self) -> None:
+        """Is called where ``fully_shard`` has just taken it for one row, which is in the shard of one rank."""
+        mesh = self.mesh_info.mesh
+        self._orig_size = self.sharded_size = self.sharded_post_forward_size = torch.Size()
+        self._contiguous_orig_stride = self.contiguous_sharded_stride = ()
+        self.contiguous_sharded_post_forward_stride = ()
+        described = TensorMeta(torch.Size(), (), self.sharded_param.dtype)
+        self._sharding_spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=described)
+        scalar = self.to_sharded_dtensor(self._sharded_param_data.view(()))
+        self.sharded_param = nn.Parameter(scalar, requires_grad=self.sharded_param.requires_grad)
+        self._setattr_on_modules(self.sharded_param)
+
+    @override
+    def reset_sharded_param(self) -> None:
+        """After somebody has changed what the module has."""
+        own: Any = getattr(self._module_info.module, self._module_info.param_name)
+        self.sharded_param, self._sharding_spec = own, own._spec
+        self._sharded_param_data = own._local_tensor.view(1)
+
+    @override
+    def _init_sharded_post_forward_param_metadata(self, param: Tensor) -> None:
+        """Nothing: it is the same in a node as over all ranks."""
+
+    @override
+    def to_sharded_post_forward_dtensor(self, tensor: Tensor) -> DTensor:
+        nodes: Any = self.post_forward_mesh_info
+        return DTensor.from_local(tensor, nodes.mesh)
+
+    @override
+    def _get_grad_inner_tensor(self, grad: Tensor) -> Tensor:
+        return grad.detach().repeat(self.mesh_info.shard_mesh_size)
 
 
 def pass_inputs(module: nn.Module) -> None:
@@ -754,6 +815,8 @@ def _has_other_memory(parameter: Any) -> bool:
 def _own_rows(group: Any, parameter: Any) -> tuple[Tensor, Tensor]:
     """This rank's rows of a gathered parameter, and its shard."""
     whole, shard, mesh = parameter._unsharded_param.detach(), parameter._sharded_local_tensor, group.mesh_info
+    if not whole.dim():
+        return whole, shard
     first = min(mesh.shard_mesh_rank * -(-len(whole) // mesh.shard_mesh_size), len(whole))  # as torch.chunk cuts
     return whole.narrow(0, first, len(shard)), shard
 
@@ -909,13 +972,18 @@ def sharded_zeros(group: Any) -> Iterator[tuple[nn.Parameter, DTensor]]:
             yield parameter.sharded_param, parameter.to_sharded_dtensor(zeros)
 
 
-def copy_from_first_node(module: nn.Module) -> None:
-    """Has each node have the shards of the first one, of a unit that each node has all of: ranks may begin unlike."""
+def copy_from_first(module: nn.Module) -> None:
+    """Has ranks that have the same of a unit have what the first of them has: they may begin unlike.
+
+    Of a scalar that is rank 0, and of a unit that each node has all of the rank in the first node.
+    """
     group = group_of(module)
-    if group is None or not isinstance(group.mesh_info, HSDPMeshInfo):
-        return
-    for parameter in group.fsdp_params:
-        if not parameter.sharded_param.is_meta:
+    for parameter in () if group is None else group.fsdp_params:
+        if parameter.sharded_param.is_meta:
+            continue
+        if isinstance(parameter, _Scalar):
+            dist.broadcast(parameter._sharded_local_tensor, src=0)
+        elif isinstance(group.mesh_info, HSDPMeshInfo):
             dist.broadcast(parameter._sharded_local_tensor, group=group.mesh_info.replicate_process_group, group_src=0)
 
 
@@ -935,6 +1003,11 @@ def hash_of(tensor: Tensor) -> int:
     flat = tensor.detach().flatten()
     bits = flat.view(torch.int16 if flat.itemsize > 1 else torch.int8)
     return int(sum(piece.sum() for piece in bits.split(_PIECE))) % (2**31 - 1)
+
+
+def is_in_nodes(tensor: Tensor) -> bool:
+    """Whether each node has all of a tensor."""
+    return isinstance(tensor, DTensor) and tensor.device_mesh.ndim > 1
 
 
 def num_copies(tensor: Tensor) -> int:

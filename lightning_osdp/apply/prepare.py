@@ -31,11 +31,6 @@ def check_shardable(module: nn.Module) -> None:
                 " Leave that call out: the plan decides it."
             )
     for name, parameter in module.named_parameters():
-        if parameter.dim() == 0:
-            raise ConfigurationError(
-                f"Expected parameters with at least one dimension, which fully_shard cuts into rows, got a scalar,"
-                f" {name!r}. Make it a tensor of one element, torch.nn.Parameter(value.reshape(1))."
-            )
         if parameter._post_accumulate_grad_hooks:
             raise ConfigurationError(
                 f"Expected no register_post_accumulate_grad_hook before the model is sharded, got one of {name!r}:"

@@ -27,7 +27,7 @@ from lightning_osdp.apply.prepare import (
 )
 from lightning_osdp.apply.stored import StoredShards
 from lightning_osdp.apply.units import Meshes, ShardedUnit, children_and_blocks, set_prefetch, shard, without_views
-from lightning_osdp.apply.updates import stepping_on_rows, try_optimizer
+from lightning_osdp.apply.updates import share_gradients, stepping_on_rows, try_optimizer
 from lightning_osdp.core.blocks import RERUN
 from lightning_osdp.core.modes import ShardingMode, freed_and_kept
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
@@ -160,12 +160,12 @@ class ShardedModel:
         """Training is about to begin: of a step that an error or the end of a fit broke off, nothing is left.
 
         Nodes begin with the same weights, whatever their ranks have done to shards since they were made, and all ranks
-        with the buffers of rank 0.
+        with the scalars and buffers of rank 0.
         """
         self._forget_step()
         self._num_steps, self._writes.is_looking = 0, True
         for unit in self.units:
-            internals.copy_from_first_node(unit.handle)
+            internals.copy_from_first(unit.handle)
         self._agreement.begin_fit()
 
     def run(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -201,6 +201,7 @@ class ShardedModel:
         self._num_steps += 1
         self._writes.is_looking = self._num_steps < _NUM_LOOKED
         self._agreement.settle(optimizer)
+        share_gradients(optimizer)
 
     def stepping(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """To call ``step()`` of an optimizer in, with or without a closure."""

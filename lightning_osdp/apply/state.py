@@ -188,7 +188,8 @@ def _rows(whole: Tensor, like: DTensor) -> DTensor:
     if isinstance(whole, DTensor):
         return whole
     group = group_of_rows(like)
-    assert group is not None
+    if group is None:  # each rank has all of a scalar
+        return of_rows(whole.detach(), like)
     first = min(group.rank() * -(-len(like) // group.size()), len(like))  # as torch.chunk cuts
     return of_rows(whole.detach().narrow(0, first, len(like.to_local())), like)
 

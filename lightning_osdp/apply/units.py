@@ -207,14 +207,15 @@ def shard(
             if unit.name:
                 module.register_forward_hook(_without_views)
         kept = [(child, name, vars(parameter)) for child, name, parameter in _own_parameters(unit)]
-        fully_shard(
-            list(unit.modules) if len(unit.modules) > 1 else unit.modules[0],
-            mesh=meshes.of(unit.mode),
-            reshard_after_forward=not unit.mode.resident,
-            mp_policy=_policy(unit, precision),
-        )
+        with internals.taking_scalars(unit.modules):
+            fully_shard(
+                list(unit.modules) if len(unit.modules) > 1 else unit.modules[0],
+                mesh=meshes.of(unit.mode),
+                reshard_after_forward=not unit.mode.resident,
+                mp_policy=_policy(unit, precision),
+            )
         internals.pass_inputs(unit.handle)
-        internals.copy_from_first_node(unit.handle)
+        internals.copy_from_first(unit.handle)
         for child, name, attributes in kept:
             sharded: Any = child._parameters[name]
             vars(sharded).update(attributes)

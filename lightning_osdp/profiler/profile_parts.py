@@ -62,7 +62,7 @@ def profile_operators(
                         itemsize=p.element_size(),
                         gathered_itemsize=_itemsize(p, dtype),
                         reduced_itemsize=_itemsize(p, reduce_dtype) if reduce_dtype else None,
-                        num_rows=p.shape[0],
+                        num_rows=p.shape[0] if p.dim() else 1,
                         is_trainable=p.requires_grad,
                         state_bytes_per_element=optimized[p].state_bytes / max(1, p.numel()) if p in optimized else 0.0,
                         group=optimized[p].group if p in optimized else 0,

@@ -74,11 +74,6 @@ def check_parameters(module: nn.Module) -> None:
                 f"Expected parameters of known shapes, but {name!r} is created by the first batch (a lazy module)."
                 " Run one batch through the model in configure_model, or state the layer's sizes."
             )
-        if parameter.dim() == 0:
-            raise ProfileError(
-                f"fully_shard cannot shard a scalar parameter, but {name!r} has shape []."
-                " Make it a tensor of one element, torch.nn.Parameter(value.reshape(1))."
-            )
 
 
 def find_operators(module: nn.Module, calls: Calls) -> list[Operator]:

@@ -27,13 +27,13 @@ KINDS = {
 
 
 class Chain(Base):
-    """Layers, a norm, and a parameter in the root."""
+    """Layers, a norm, and a scalar parameter in the root."""
 
     def __init__(self, optimizer="adamw"):
         super().__init__(optimizer)
         self.first, self.second, self.third = nn.Linear(7, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.norm, self.last = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3)
-        self.scale = nn.Parameter(torch.ones(1))
+        self.scale = nn.Parameter(torch.tensor(1.0))
 
     def features(self, x):
         return torch.tanh(self.third(torch.tanh(self.second(torch.tanh(self.first(x))))))

@@ -635,12 +635,6 @@ class Sharded(Chain):
             self.is_sharded = fully_shard(self.second) is not None
 
 
-class Scalar(Chain):
-    def __init__(self, optimizer="adamw"):
-        super().__init__(optimizer)
-        self.scale = nn.Parameter(torch.tensor(1.0))
-
-
 class Dtypes(Chain):
     def __init__(self, optimizer="adamw"):
         super().__init__(optimizer)
@@ -653,7 +647,7 @@ class Strided(Chain):
         self.first.weight = nn.Parameter(torch.randn(7, WIDTH).t())
 
 
-BAD_MODELS = {"sharded": Sharded, "scalar": Scalar, "dtypes": Dtypes, "strided": Strided}
+BAD_MODELS = {"sharded": Sharded, "dtypes": Dtypes, "strided": Strided}
 BAD_OPTIONS = {
     "limit_all_gathers": {"limit_all_gathers": False},
     "BACKWARD_POST": {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
@@ -770,7 +764,6 @@ def test_bf16_mixed_is_ddps_and_buffers_stay_float32(ranks):
 
 REMEDIES = {
     "sharded": "leave out a fully_shard of your own",
-    "scalar": "Make it a tensor of one element",
     "dtypes": "Give them one dtype",
     "strided": "Make it contiguous",
     "limit_all_gathers": "Leave it out",

@@ -214,15 +214,6 @@ def test_a_model_without_parameters_is_refused():
         check_parameters(nn.ReLU())
 
 
-def test_a_scalar_parameter_is_refused():
-    model = nn.ParameterDict({"temperature": torch.tensor(1.0)})
-    text = (
-        r"^fully_shard cannot shard a scalar parameter, but 'temperature' has shape \[\]\. .*value\.reshape\(1\)\)\.$"
-    )
-    with pytest.raises(ProfileError, match=text):
-        check_parameters(model)
-
-
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
 def test_a_lazy_module_is_refused():
     with pytest.raises(ProfileError, match=r"'0\.weight' is created by the first batch .*in configure_model"):
