@@ -1,14 +1,14 @@
-"""Optimal sharded data parallel training for PyTorch Lightning; importing it registers ``strategy="osdp"``."""
+"""Optimal sharded data parallel training for PyTorch Lightning; importing it registers ``strategy="osdp"``.
+
+What needs torch or Lightning is imported when it is first asked for: planning and `lightning-osdp` need neither.
+"""
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.strategies import StrategyRegistry
-
-from lightning_osdp.apply import apply_plan, change_plan
-from lightning_osdp.callbacks.peak import AllocatorPeaks
-from lightning_osdp.callbacks.plan_monitor import Measured, PlanMonitor
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Cluster, Contention, DeviceRates, Link, Links, UnitOverhead
@@ -39,7 +39,7 @@ from lightning_osdp.errors import (
     UntraceableError,
 )
 from lightning_osdp.machines import Device, Interconnect, Machine
-from lightning_osdp.profiler import ComputePrecision, Together, TrainingStep, measure_cluster, profile_model
+from lightning_osdp.registration import register
 from lightning_osdp.report.advice import Advice, advise
 from lightning_osdp.report.alternatives import Alternative, Alternatives, find_alternatives
 from lightning_osdp.report.cases import Case, Price, memory_price, what_if
@@ -49,19 +49,45 @@ from lightning_osdp.report.tables import render_plan
 from lightning_osdp.report.trace import chrome_trace
 from lightning_osdp.scheduler import HandMade, PlanMethod, made_by_hand, make_plan
 from lightning_osdp.simulation import Interval, StepEstimate, simulate
-from lightning_osdp.strategy import OSDPPrecision, OSDPStrategy
-from lightning_osdp.strategy.runtime.launcher import REGISTERED
+
+if TYPE_CHECKING:
+    from lightning_osdp.apply import apply_plan, change_plan
+    from lightning_osdp.callbacks.peak import AllocatorPeaks
+    from lightning_osdp.callbacks.plan_monitor import Measured, PlanMonitor
+    from lightning_osdp.profiler import ComputePrecision, Together, TrainingStep, measure_cluster, profile_model
+    from lightning_osdp.strategy import OSDPPrecision, OSDPStrategy
 
 __version__ = version("lightning-osdp")
+_LATER = {
+    "AllocatorPeaks": "callbacks.peak",
+    "ComputePrecision": "profiler",
+    "Measured": "callbacks.plan_monitor",
+    "OSDPPrecision": "strategy",
+    "OSDPStrategy": "strategy",
+    "PlanMonitor": "callbacks.plan_monitor",
+    "Together": "profiler",
+    "TrainingStep": "profiler",
+    "apply_plan": "apply",
+    "change_plan": "apply",
+    "measure_cluster": "profiler",
+    "profile_model": "profiler",
+}
+"""Public name -> the part of the package that has it, which imports torch."""
 
-for _name, _start_method in REGISTERED.items():
-    if _name not in StrategyRegistry:
-        StrategyRegistry.register(
-            _name,
-            OSDPStrategy,
-            description=f"Optimal Sharded Data Parallel: sharded as far as memory demands; ranks by {_start_method!r}",
-            start_method=_start_method,
-        )
+register()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})
+
 
 __all__ = [
     "FSDP2",

@@ -13,9 +13,8 @@ PACKAGE = Path(lightning_osdp.__file__).parent
 PLANNER = ["errors", "core", "engine", "cost", "simulation", "search", "assign", "scheduler", "report"]
 BLOCKED = ["torch", "lightning", "fairscale", "torchmetrics"]
 
-# The package's own __init__ imports everything; a bare module in its place leaves only what is asked for.
 PRELUDE = f"""
-import importlib, sys, types
+import importlib, sys
 
 class Blocker:
     def find_spec(self, name, path=None, target=None):
@@ -23,9 +22,6 @@ class Blocker:
             raise ImportError(f"{{name}} is blocked")
 
 sys.meta_path.insert(0, Blocker())
-bare = types.ModuleType("lightning_osdp")
-bare.__path__ = [{str(PACKAGE)!r}]
-sys.modules["lightning_osdp"] = bare
 """
 
 

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import textwrap
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 
@@ -165,9 +164,8 @@ def test_the_version_is_told(capsys):
     assert lightning_osdp.__version__ == version("lightning-osdp")
 
 
-PACKAGE = Path(lightning_osdp.__file__).parent
 RUN = """
-import sys, types
+import sys
 
 class Blocker:
     def find_spec(self, name, path=None, target=None):
@@ -175,10 +173,6 @@ class Blocker:
             raise ImportError(f"{{name}} is blocked")
 
 sys.meta_path.insert(0, Blocker())
-bare = types.ModuleType("lightning_osdp")
-bare.__path__ = [{package!r}]
-sys.modules["lightning_osdp"] = bare
-
 from lightning_osdp.cli import main
 sys.exit(main({arguments!r}))
 """
@@ -186,7 +180,7 @@ sys.exit(main({arguments!r}))
 
 def fresh(*arguments, **options):
     """A process in which torch and Lightning cannot be imported."""
-    code = textwrap.dedent(RUN.format(package=str(PACKAGE), arguments=[*arguments]))
+    code = textwrap.dedent(RUN.format(arguments=[*arguments]))
     return subprocess.run([sys.executable, "-c", code], text=True, check=False, timeout=120, **options)
 
 
@@ -197,7 +191,7 @@ def test_no_command_needs_torch_or_lightning(folder):
 
 
 def test_whoever_reads_may_stop_early(folder):
-    command = [sys.executable, "-c", RUN.format(package=str(PACKAGE), arguments=["show", "osdp_plan.json"])]
+    command = [sys.executable, "-c", RUN.format(arguments=["show", "osdp_plan.json"])]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.close()
         errors = process.stderr.read()

@@ -31,14 +31,6 @@ from lightning_osdp.errors import ConfigurationError
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 """``"popen"`` runs the script once per rank; the others fork or spawn workers and leave this process to wait."""
 
-REGISTERED: dict[str, StartMethod] = {
-    "osdp": "popen",
-    "osdp_spawn": "spawn",
-    "osdp_fork": "fork",
-    "osdp_notebook": "fork",
-}
-"""Names for ``Trainer(strategy=...)``, as Lightning has them for DDP."""
-
 
 def check_interactive(launcher: _Launcher | None, start_method: StartMethod) -> None:
     """Raises a `ConfigurationError` in a notebook or interactive session that cannot start ranks so."""

@@ -1,0 +1,78 @@
+"""The strategy's names for ``Trainer(strategy=...)``, which Lightning has as soon as it is there.
+
+Lightning knows strategies of others by `StrategyRegistry` only, and to import it takes seconds that programs without a
+Trainer need not wait. So names are registered at once where it is imported already, and else when it is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+_REGISTRY = "lightning.pytorch.strategies"
+NAMES = {"osdp": "popen", "osdp_spawn": "spawn", "osdp_fork": "fork", "osdp_notebook": "fork"}
+"""Names, as Lightning has them for DDP -> how ranks start."""
+
+
+def register() -> None:
+    """Registers the names now, or when Lightning is imported."""
+    if _REGISTRY in sys.modules:
+        _register_in(sys.modules[_REGISTRY])
+        _import_strategy()
+    elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _WhenImported())
+
+
+class _WhenImported(MetaPathFinder):
+    """Leaves it to others to find modules, and does something once some of Lightning's have been run."""
+
+    def __init__(self) -> None:
+        self._then: dict[str, Callable[[ModuleType], object]] = {
+            _REGISTRY: _register_in,
+            # which finds classes of strategies by their names only where they are imported
+            "lightning.pytorch.cli": lambda _: _import_strategy(),
+        }
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        del path, target
+        then = self._then.pop(fullname, None)
+        spec = None if then is None else find_spec(fullname)
+        if then is None or spec is None or spec.loader is None:
+            return spec
+        run = spec.loader.exec_module
+
+        def run_and_then(module: ModuleType) -> None:
+            run(module)
+            then(module)
+
+        spec.loader.exec_module = run_and_then  # type: ignore[method-assign]
+        return spec
+
+
+def _register_in(module: ModuleType) -> None:
+    for name, start_method in NAMES.items():
+        if name not in module.StrategyRegistry:
+            module.StrategyRegistry.register(
+                name,
+                _strategy,
+                description="Optimal Sharded Data Parallel: sharded as far as memory demands; ranks by"
+                f" {start_method!r}",
+                start_method=start_method,
+            )
+
+
+def _strategy(**options: Any) -> Any:
+    return _import_strategy()(**options)
+
+
+def _import_strategy() -> type[Any]:
+    from lightning_osdp.strategy import OSDPStrategy  # torch and Lightning
+
+    return OSDPStrategy
