@@ -520,7 +520,7 @@ def reduced_elements():
         return reduce_scatter(**kwargs)
 
     module = Adapted()
-    rows = [(len(p), p[0].numel()) for p in module.parameters() if p.requires_grad]
+    rows = [((*p.shape, 1)[0], p.shape[1:].numel()) for p in module.parameters() if p.requires_grad]
     expected = sum(-(-num_rows // world_size) * world_size * size for num_rows, size in rows)
     plan = plan_with(Adapted, "mixed")
     dist.reduce_scatter_single = counted
