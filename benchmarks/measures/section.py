@@ -84,7 +84,8 @@ class Results:
             found = next((row for row in known if _given(row["case"]) == _given(fields)), None)
             if found is None:
                 progress(f"{section.name} {index + 1} of {len(section.cases)}: {case}")
-                found = {"case": fields, **section.measure(case)}
+                new: Row = _rounded({"case": fields, **section.measure(case)})
+                found = new
                 known = [*known, found]
                 self._write(section.name, known)
             rows.append(found)
@@ -133,14 +134,14 @@ def _as_text(sections: dict[str, Any]) -> str:
     """JSON with one line per row."""
     texts = []
     for name, section in sections.items():
-        rows = ",\n".join(f"{json.dumps(_rounded(row), separators=(',', ':'))}" for row in section["rows"])
+        rows = ",\n".join(f"{json.dumps(row, separators=(',', ':'))}" for row in section["rows"])
         head = f'{json.dumps(name)}: {{\n"date": {json.dumps(section["date"])},\n'
         texts.append(f'{head}"machine": {json.dumps(section["machine"])},\n"rows": [\n{rows}\n]\n}}')
     return "{\n" + ",\n".join(texts) + "\n}\n"
 
 
 def _rounded(value: Any) -> Any:
-    """The same with five digits of each float, which is more than measurements have; whole ones as whole numbers."""
+    """Five digits of each float, which is more than measurements have; whole floats become whole numbers."""
     if isinstance(value, dict):
         return {name: _rounded(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -8,6 +8,7 @@ import pytest
 from benchmarks import contest as program
 from benchmarks.families import build
 from benchmarks.measures.accuracy.memory import ANY_RATES
+from benchmarks.measures.accuracy.peaks import TOO_HIGH, TOO_LOW
 from benchmarks.measures.beside_fsdp.baselines import counted
 from benchmarks.measures.beside_fsdp.cases import BASE, CONTESTS, HYBRID, Contest, Goal
 from benchmarks.measures.beside_fsdp.contest import named, section, strip, targets
@@ -41,7 +42,7 @@ def test_all_that_fit_take_part(name, tmp_path, capsys):
             if entrant["limit"] is not None:
                 assert entrant["counted_bytes"] <= entrant["limit"] * row["base_bytes"] * 1.001
             if entrant["predicted_bytes"] is not None:
-                assert entrant["predicted_bytes"] == pytest.approx(entrant["counted_bytes"], rel=5e-3)
+                assert 1 - TOO_LOW < entrant["predicted_bytes"] / entrant["counted_bytes"] < 1 + TOO_HIGH
             if contest.division == "auto":
                 assert entrant["micro_batch_size"] * entrant["num_micro_batches"] == 2
         assert all(target.is_met for target in targets([row], contest=contest))  # those of memory: links are not shaped
