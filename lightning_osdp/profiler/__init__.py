@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from lightning_osdp.profiler.live_tensors import Census, LiveBytes
 from lightning_osdp.profiler.machine.cluster import measure_cluster
-from lightning_osdp.profiler.machine.memory import default_memory_limit_bytes, empty_cache, is_out_of_memory
+from lightning_osdp.profiler.machine.memory import (
+    default_memory_limit_bytes,
+    empty_cache,
+    is_out_of_memory,
+    raise_if_fatal,
+)
 from lightning_osdp.profiler.model import TrainingStep, profile_model
 from lightning_osdp.profiler.precision import ComputePrecision
 from lightning_osdp.profiler.step.fake_model import without_values
@@ -27,6 +32,7 @@ __all__ = [
     "loss_in",
     "measure_cluster",
     "profile_model",
+    "raise_if_fatal",
     "resized",
     "tensors_in",
     "untouched",

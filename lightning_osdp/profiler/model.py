@@ -18,7 +18,7 @@ from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.progress import Progress, silent
 from lightning_osdp.errors import ProfileError, RanksApartError
-from lightning_osdp.profiler.machine.memory import is_out_of_memory
+from lightning_osdp.profiler.machine.memory import is_out_of_memory, raise_if_fatal
 from lightning_osdp.profiler.operation_time import estimate_step, replayed_s, roofline_s
 from lightning_osdp.profiler.optimizer import profile_optimizers
 from lightning_osdp.profiler.precision import ComputePrecision
@@ -192,6 +192,7 @@ def _seconds(
                 seconds = estimate_step(step, trace.short, size, seconds_of)
             found[size] = seconds
         except Exception as error:
+            raise_if_fatal(error)
             if not found or isinstance(error, RanksApartError):
                 raise
             _log.warning("OSDP: the model does not run on %d samples (%s): time is taken as proportional.", size, error)

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.errors import ConfigurationError, UntraceableError
-from lightning_osdp.profiler.machine.memory import is_out_of_memory
+from lightning_osdp.profiler.machine.memory import is_out_of_memory, raise_if_fatal
 from lightning_osdp.profiler.machine.stopwatch import fastest_s
 from lightning_osdp.profiler.step.run_step import StepRunner, loss_in
 from lightning_osdp.profiler.step.snapshot import storage_key
@@ -246,6 +246,7 @@ def replayed_s(operation: Operation, device: torch.device) -> float:
 
             return fastest_s(call, device, repeats=_REPEATS, num_calls=num_calls, budget_s=_REPEAT_BUDGET_S)
     except Exception as error:  # an operation may do anything with values that it does not expect
+        raise_if_fatal(error)
         if is_out_of_memory(error):
             raise
         raise UntraceableError(

@@ -25,13 +25,13 @@ from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.optimizers import copied, states_of
-from lightning_osdp.profiler import Census, LiveBytes, empty_cache, is_out_of_memory, loss_in, untouched
+from lightning_osdp.profiler import Census, LiveBytes, empty_cache, is_out_of_memory, loss_in, raise_if_fatal, untouched
 from lightning_osdp.scheduler import freeable_bytes, with_less_memory, with_smaller_micro_batch
 from lightning_osdp.strategy.batching.division import Division
 from lightning_osdp.strategy.batching.first_batch import first_batch, read_once_source
 from lightning_osdp.strategy.planning.publish import publish
 from lightning_osdp.strategy.planning.training_step import muted, step_arguments, to_device
-from lightning_osdp.strategy.runtime.all_ranks import from_all_ranks, on_rank_zero
+from lightning_osdp.strategy.runtime.all_ranks import in_step, on_rank_zero
 from lightning_osdp.strategy.runtime.error_texts import place_of_shortage
 from lightning_osdp.strategy.sharding.units import Units
 
@@ -61,7 +61,7 @@ def plan_that_fits(trainer: pl.Trainer, units: Units) -> None:
     for tries_left in range(MAX_TRIES, -1, -1):
         plan, began_s = model.sharded.plan, time.perf_counter()
         assert plan is not None
-        dry_runs = from_all_ranks(run_dry(trainer, model.sharded))
+        dry_runs = in_step(partial(run_dry, trainer, model.sharded), stage="dry run")
         _tell(dry_runs, time.perf_counter() - began_s)
         failed = next(((rank, each) for rank, each in enumerate(dry_runs) if each.place), None)
         if failed is None:
@@ -123,7 +123,8 @@ def run_dry(trainer: pl.Trainer, sharded: ShardedModel) -> DryRun:
     optimizer steps on gradients of zero, and weights are put back from a copy on the host. On CPU tensors are counted,
     those that no plan predicts too, and more than the memory limit of the plan counts as out of memory.
 
-    An error of another kind says nothing of memory, as what units gather is wrong. Call it on all ranks.
+    An error of another kind says nothing of memory, as what units gather is wrong; one after which the device computes
+    nothing any more is raised.
     """
     strategy, module = trainer.strategy, trainer.lightning_module
     assert isinstance(strategy, FSDPStrategy)
@@ -137,6 +138,7 @@ def run_dry(trainer: pl.Trainer, sharded: ShardedModel) -> DryRun:
         try:
             found = _taken(trainer, strategy, sharded, others)
         except Exception as error:
+            raise_if_fatal(error)
             found = DryRun(error=f"{type(error).__name__}: {error}")
     if found.place:
         gc.collect()  # what the error held

@@ -13,6 +13,9 @@ from lightning_osdp.core.cluster import CUDA_HEADROOM
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
 """In a RuntimeError: of torch's allocator on CPU (Linux, Windows), of the CUDA runtime and NCCL, of its libraries."""
 
+_CUDA_ERROR = "CUDA error: "
+"""In a RuntimeError of the CUDA runtime and its libraries."""
+
 _WIDTH = 64
 """Of matrices that are multiplied for what libraries keep."""
 
@@ -26,6 +29,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+
+
+def raise_if_fatal(error: BaseException) -> None:
+    """Raises an error again after which its device computes nothing any more, as after an illegal access to memory.
+
+    Whoever passes over what fails in one way to try another asks first: all that follows on such a device fails, too,
+    with errors that name other places. Memory that runs out is no such error.
+    """
+    is_of_device = isinstance(error, torch.AcceleratorError) or _CUDA_ERROR in str(error)
+    if is_of_device and not is_out_of_memory(error):
+        raise error
 
 
 def default_memory_limit_bytes(device: torch.device, *, local_ranks: int, planned_bytes: int = 0) -> int:

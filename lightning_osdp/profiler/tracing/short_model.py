@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_osdp.errors import UntraceableError
+from lightning_osdp.profiler.machine.memory import raise_if_fatal
 from lightning_osdp.profiler.step.run_step import StepRunner, check_loss
 from lightning_osdp.profiler.step.snapshot import storage_key, tensors_in
 from lightning_osdp.profiler.tracing.calls import Calls, recorded_calls
@@ -112,6 +113,7 @@ def short_model(step: StepRunner) -> tuple[Calls, ShortModel] | None:
             with _without(cuts):
                 short = _logged(step, {})
         except Exception as error:  # a model may count on all of its blocks
+            raise_if_fatal(error)
             _log.info("OSDP: every block is traced, for without some of them the model fails: %r", error)
         else:
             if _does_the_same(full, cuts, short):

@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_osdp.core.profile import Span
 from lightning_osdp.errors import ProfileError, UntraceableError
+from lightning_osdp.profiler.machine.memory import raise_if_fatal
 from lightning_osdp.profiler.step.run_step import StepRunner, TrialRun, another_size, check_loss
 from lightning_osdp.profiler.tracing.calls import Calls, recorded_calls
 from lightning_osdp.profiler.tracing.saved_bytes import (
@@ -111,6 +112,7 @@ def _by_choice(
             with trial(size) as (run, batch):
                 trace_evaluation(module, batch, calls, run, parts)
         except Exception as error:  # a training step may need gradients, as for a penalty on them
+            raise_if_fatal(error)
             _log.info(
                 "OSDP: without gradients the step does not run (%s): evaluation is taken as training.", _cause(error)
             )
@@ -122,6 +124,7 @@ def _by_choice(
     try:
         found["keep"][other] = kept(other)
     except Exception as error:  # a model may be made for one size only
+        raise_if_fatal(error)
         _log.warning(
             "OSDP: the model does not run on %d samples (%s): bytes and time are taken as proportional.",
             other,
@@ -131,6 +134,7 @@ def _by_choice(
         try:
             found[choice] = {size: traced(size, choice) for size in found["keep"]}
         except Exception as error:  # a model may not bear to be run again, or read what it has saved  # noqa: PERF203
+            raise_if_fatal(error)
             reason = str(_cause(error)).strip().partition("\n")[0]
             configs = [getattr(child, "config", None) for child in module.modules()]
             keeps_cache = any(getattr(config, "use_cache", False) is True for config in configs)

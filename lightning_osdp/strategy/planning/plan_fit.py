@@ -20,7 +20,7 @@ from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.errors import ConfigurationError, ProfileError
-from lightning_osdp.profiler import fingerprint, measure_cluster
+from lightning_osdp.profiler import fingerprint, measure_cluster, raise_if_fatal
 from lightning_osdp.report.sentences import tell_accumulation
 from lightning_osdp.scheduler import PlanMethod, make_plan
 from lightning_osdp.strategy.batching.division import Division, Windows, allowed_micro_batches, given_division
@@ -169,6 +169,7 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options) 
         try:
             measured = on_all_ranks(lambda: profiler.nearer(profile, plan.micro_batch_size, free_bytes=free_bytes))
         except Exception as error:  # of the user's step, on every rank
+            raise_if_fatal(error)
             measured = profile
             rank_zero_warn(
                 f"OSDP: a micro-batch of {plan.micro_batch_size} samples cannot be profiled ({type(error).__name__}:"

@@ -242,6 +242,25 @@ class Odd(Restless):
         return loss
 
 
+class Broken(Restless):
+    """Breaks rank 1's device in its first micro-batch."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if dist.get_rank() == 1 and len(CALLS) == 1:
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+        return loss
+
+
+def broken():
+    """What is said of a device that is broken in a dry run."""
+    try:
+        fitted(planned(number=1), dry_run=True, module=Broken())
+    except (OSDPError, RuntimeError) as error:
+        return type(error).__name__, str(error)
+    return None
+
+
 class Once(Restless):
     """Trains on a generator."""
 
@@ -470,3 +489,13 @@ def test_all_ranks_fail_together_where_an_optimizer_never_has_the_memory(ranks):
     for kind, text in pool.run(short_in_the_optimizer, columns=7, times=100):
         assert kind == "InfeasibleError"
         assert "in the dry run rank 1 ran out of memory in the optimizer step" in text
+
+
+def test_all_ranks_fail_together_where_a_dry_run_breaks_a_device(ranks):
+    pool = ranks(2)
+    pool.timeout_s = 60
+    error = "CUDA error: device-side assert triggered"
+    assert pool.run(broken) == [
+        ("OSDPError", f"Rank 1 failed, so every rank stops: AcceleratorError: {error}"),
+        ("AcceleratorError", error),
+    ]
