@@ -366,13 +366,18 @@ class OSDPStrategy(FSDPStrategy):
         assert self.lightning_module is not None
         if averaging.is_averaging(self.lightning_module.trainer):
             self._sharded.reshard()  # the state dict would have views of what is gathered, where the average goes next
-        return self._sharded.model_state(self._state_dict_type)
+        return self._with_values(self._sharded.model_state(self._state_dict_type))
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
-        return self._sharded.optimizer_state(optimizer, self._state_dict_type)
+        return self._with_values(self._sharded.optimizer_state(optimizer, self._state_dict_type))
+
+    def _with_values(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Nothing on ranks without values, as FSDPStrategy has it, but where hooks will see names and shapes."""
+        has_values = self._state_dict_type == "sharded" or self.global_rank == 0
+        return state if has_values or saving.is_seen_by_hooks() else {}
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,6 +23,7 @@ from lightning.fabric.strategies.fsdp import _distributed_checkpoint_save
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
@@ -80,6 +82,12 @@ def save_shards(checkpoint: dict[str, Any], path: str | Path, storage_options: A
         _put_in_place(folder)
 
     on_rank_zero(complete)
+
+
+def is_seen_by_hooks() -> bool:
+    """Whether Lightning collects a checkpoint, which hooks on all ranks will see, and it is not another who asks."""
+    collect = _CheckpointConnector.dump_checkpoint.__code__
+    return any(frame.f_code is collect for frame, _ in walk_stack(None))
 
 
 def check_folders(trainer: pl.Trainer, state_dict_type: str) -> None:

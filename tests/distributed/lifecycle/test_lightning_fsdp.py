@@ -281,8 +281,7 @@ def states(min_unit_bytes):
         wrong += [] if is_equal(start.weights, ours[0]) else ["weights under DDP"]
         wrong += [] if is_equal(start.moments, ours[1]) else ["moments under DDP"]
     else:
-        tensors = [*ours[0].values(), *(value for each in ours[1]["state"].values() for value in each.values())]
-        wrong += [] if all(value.is_meta for value in tensors) else ["values on another rank"]
+        wrong += [] if ours == ({}, {}) else ["state on another rank"]
     module = Net()
     plain = fitted(module, ddp())
     plain.save_checkpoint(folder / "ddp.ckpt")
