@@ -20,7 +20,7 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 TIMEOUT_S = 240
-_IMPORTED = ["lightning_osdp", "torch._dynamo", "torch.distributed.checkpoint"]
+_IMPORTED = ["lightning_osdp.strategy", "torch._dynamo", "torch.distributed.checkpoint"]
 """Once, by the process that ranks are forked from. It runs no operation: no thread of torch is lost with the fork."""
 
 
