@@ -1,17 +1,19 @@
 """Everything of torch's ``fully_shard`` that is used and not public: this file, and no other.
 
-Seen in torch 2.13; `check_torch` and `check_units` say clearly what a torch of another version lacks.
+Seen in torch 2.13 to 2.15; `check_torch` and `check_units` say clearly what a torch of another version lacks. Most of
+that refuses it; what is in `_DISPENSABLE` is done without.
 """
 
 from __future__ import annotations
 
 import gc
 import math
+import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -37,6 +39,10 @@ from typing_extensions import override
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.splitting import parameter_like
 
+T = TypeVar("T")
+
+_TRIED = "2.13 to 2.15"
+"""Versions of torch whose ``fully_shard`` was read and run."""
 _METHODS = {
     FSDPModule: (
         "_orig_cls_mro_index",
@@ -50,7 +56,6 @@ _METHODS = {
         "_pre_backward",
         "_register_pre_backward_hook",
         "_register_root_post_backward_final_callback",
-        "_reset_iter_state",
         "_root_post_backward_final_callback",
     ),
     FSDPParamGroup: (
@@ -70,7 +75,6 @@ _METHODS = {
         "reset_sharded_param",
         "_sharded_local_tensor",
         "to_sharded_dtensor",
-        "to_sharded_post_forward",
         "to_sharded_post_forward_dtensor",
     ),
     TrainingState: ("FORWARD", "PRE_BACKWARD", "POST_BACKWARD", "IDLE"),
@@ -92,11 +96,7 @@ _ATTRIBUTES = {
         "_training_state",
     ),
     "group": (
-        "_all_gather_comm",
         "_all_gather_result",
-        "_orig_dtype",
-        "_reduce_dtype",
-        "_reduce_scatter_comm",
         "_module_to_pre_load_state_dict_hook_handle",
         "_module_to_pre_save_state_dict_hook_handle",
         "_partial_reduce_output",
@@ -109,7 +109,10 @@ _ATTRIBUTES = {
         "mesh_info.shard_mesh_rank",
         "mesh_info.shard_mesh_size",
         "mesh_info.shard_process_group",
+        "modules",
         "post_forward_mesh_info",
+        "reduce_grads",
+        "reduce_scatter_unused_params",
     ),
     "parameter": (
         "_contiguous_orig_stride",
@@ -126,8 +129,32 @@ _ATTRIBUTES = {
     ),
 }
 """What it uses of the objects that make a unit; `_unsharded_param` of a parameter comes with its first all-gather."""
+_IN_NODES = "a mode that leaves a shard in each node"
+_AHEAD = "asynchronous_unshard, so that steps may take longer than predicted"
+_ONCE = "that a tensor given to a unit twice arrives as one"
+_WHOLE = "gathered(), and a fit of a model that was evaluated first"
+_DISPENSABLE = {
+    "FSDPModule._orig_cls_mro_index": _WHOLE,
+    "FSDPModule._set_unshard_async_op": _AHEAD,
+    "FSDPParam._init_sharded_post_forward_param_metadata": _IN_NODES,
+    "FSDPParam._setattr_on_modules": _WHOLE,
+    "FSDPParamGroup._register_post_backward_hook": _ONCE,
+    "FSDPParamGroup._to_sharded_post_forward": _IN_NODES,
+    "group._module_to_pre_load_state_dict_hook_handle": _WHOLE,
+    "group._module_to_pre_save_state_dict_hook_handle": _WHOLE,
+    "group.post_forward_mesh_info": _IN_NODES,
+    "parameter._module_info": _WHOLE,
+    "parameter._post_load_hook_handle": _WHOLE,
+    "parameter.post_forward_mesh_info": _IN_NODES,
+    "state._modules": _WHOLE,
+    "state._post_forward_hook_handle": _WHOLE,
+    "state._pre_forward_hook_handle": _WHOLE,
+}
+"""What trains without it, by name: what there is not then."""
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 """Attributes that it gives to all modules inside a unit."""
+_FREEING = ("_to_sharded", "_to_sharded_post_forward")
+"""Methods of a unit that free what is gathered."""
 _SHARD = "_osdp_shard"
 """Attribute of parameters that are shards of a unit."""
 _PROCESS_GROUPS = ("shard_process_group", "replicate_process_group")
@@ -137,19 +164,40 @@ _PIECE, _SAMPLED = 2**18, 2**12
 
 
 def check_torch() -> None:
-    """Raises `ConfigurationError` where the classes of this torch lack something that this file uses of them."""
-    used = [(kind, name) for kind, names in _METHODS.items() for name in names]
-    _refuse([f"{kind.__name__}.{name}" for kind, name in used if not hasattr(kind, name)])
+    """Raises `ConfigurationError` where the classes of this torch lack something that training needs."""
+    _refuse(name for name in _lacking((), ()) if name not in _DISPENSABLE)
 
 
 def check_units(root: nn.Module) -> None:
-    """The same of the objects that ``fully_shard`` has made of a module."""
-    states = dict.fromkeys(state_of(child) for child in root.modules() if isinstance(child, FSDPModule))
+    """The same of the objects that ``fully_shard`` has made of a module; rank 0 warns of what there is not."""
+    states = list(dict.fromkeys(state_of(child) for child in root.modules() if isinstance(child, FSDPModule)))
     groups = [group for state in states for group in getattr(state, "_fsdp_param_groups", ())]
+    if any(len(getattr(state, "_fsdp_param_groups", ())) > 1 for state in states):
+        raise ConfigurationError(
+            f"Expected fully_shard to gather all parameters of a unit together, but in torch {torch.__version__}"
+            f" {len(states)} units have {len(groups)} groups of parameters. Install torch {_TRIED}."
+        )
+    lacking = _lacking(states, groups)
+    _refuse(name for name in lacking if name not in _DISPENSABLE)
+    told = f"OSDP: torch {torch.__version__} was not tried ({_TRIED} were)" if _version() > (2, 15) else ""
+    if lacking:
+        without = dict.fromkeys(_DISPENSABLE[name] for name in lacking)
+        told = f"OSDP: torch {torch.__version__} lacks {', '.join(lacking)}: there is not {'; nor '.join(without)}"
+    if told and dist.get_rank() == 0:
+        warnings.warn(f"{told}. Training goes on.", stacklevel=2)
+
+
+def _version() -> tuple[int, ...]:
+    return tuple(map(int, torch.__version__.split(".")[:2]))
+
+
+def _lacking(states: Sequence[Any], groups: Sequence[Any]) -> list[str]:
+    """Names that this file uses of classes and of these objects, and that are not there."""
+    classes = [(kind.__name__, name, kind) for kind, names in _METHODS.items() for name in names]
     parameters = [parameter for group in groups for parameter in getattr(group, "fsdp_params", ())]
-    objects = {"state": list(states), "group": groups, "parameter": parameters}
-    used = ((kind, path, each) for kind, found in objects.items() for path in _ATTRIBUTES[kind] for each in found)
-    _refuse(dict.fromkeys(f"{kind}.{path}" for kind, path, each in used if not _has(each, path)))
+    objects = {"state": states, "group": groups, "parameter": parameters}
+    used = [(kind, path, each) for kind, found in objects.items() for path in _ATTRIBUTES[kind] for each in found]
+    return list(dict.fromkeys(f"{kind}.{path}" for kind, path, each in (*classes, *used) if not _has(each, path)))
 
 
 def _has(found: Any, path: str) -> bool:
@@ -157,11 +205,16 @@ def _has(found: Any, path: str) -> bool:
     return hasattr(found, first) and (not inner or _has(getattr(found, first), inner))
 
 
-def _refuse(missing: Collection[str]) -> None:
-    if missing:
+def _require(what: str, states: Sequence[Any] = (), groups: Sequence[Any] = ()) -> None:
+    """Raises `ConfigurationError` where torch lacks something that one of the values of `_DISPENSABLE` needs."""
+    _refuse((name for name in _lacking(states, groups) if _DISPENSABLE.get(name) == what), f", for {what}")
+
+
+def _refuse(missing: Iterable[str], use: str = "") -> None:
+    if names := ", ".join(missing):
         raise ConfigurationError(
-            f"Expected a torch whose fully_shard is built as that of 2.13, got {torch.__version__} without"
-            f" {', '.join(missing)}. Install torch 2.13."
+            f"Expected a torch whose fully_shard is built as that of {_TRIED}{use}, got {torch.__version__} without"
+            f" {names}. Install torch {_TRIED}."
         )
 
 
@@ -303,7 +356,7 @@ def _handlers() -> Any:
     return DTensor._op_dispatcher._custom_op_handlers
 
 
-def state_of(module: nn.Module) -> Any:
+def state_of(module: Any) -> Any:
     """The state of a unit, given any of its modules, also while it is a `plain` one."""
     state = _get_module_state(module)
     assert isinstance(state, FSDPState)
@@ -331,13 +384,13 @@ def begin(root: nn.Module) -> None:
     state_of(root)._lazy_init()
 
 
-def reduce_once_unfrozen(groups: Sequence[Any]) -> None:
-    """Has units whose parameters are all frozen reduce gradients like the others when somebody unfreezes them.
+def _reduce_unfrozen(groups: Sequence[Any]) -> None:
+    """Has units whose parameters were all frozen reduce gradients like the others once somebody has unfrozen them.
 
-    In which dtype gradients are reduced and kept torch 2.13 learns once, from parameters that are trained then: those
-    of such units would stay in the low precision of mixed precision (pytorch#186998).
+    In which dtype gradients are reduced and kept torch 2.13 learns before a first forward, or in ``unshard()``, from
+    parameters that are trained then: those of such units would stay in low precision (pytorch#186998, fixed in 2.14).
     """
-    for group in groups:
+    for group in groups if _version() < (2, 14) else ():
         found = {
             (each.orig_dtype, each.reduce_dtype) for each in group.fsdp_params if each.orig_dtype.is_floating_point
         }
@@ -409,7 +462,7 @@ def pass_inputs(module: nn.Module) -> None:
     value, would project it three times, and save three copies. And gradients of it may have a graph, see `_Inputs`.
     """
     group = group_of(module)
-    if group is None:
+    if group is None or not hasattr(group, "_register_post_backward_hook"):
         return
 
     def register(args: Any, kwargs: Any) -> Any:
@@ -423,6 +476,16 @@ def pass_inputs(module: nn.Module) -> None:
     group._register_post_backward_hook = register
 
 
+def typed_as_local(function: T) -> T:
+    """Has spmd_types, with which a newer torch checks its own tensors if it is installed, take a function for local."""
+    with suppress(ImportError):
+        from spmd_types import register_local_autograd_function
+
+        register_local_autograd_function(function)
+    return function
+
+
+@typed_as_local
 class _Inputs(RegisterPostBackwardFunction):
     """Inputs of a unit, with which its backward ends.
 
@@ -458,6 +521,13 @@ def _outside_inference_mode(call: Callable[[], None]) -> None:
         call()
 
 
+def _wrap(group: Any, names: Iterable[str], around: Callable[[Any], None]) -> None:
+    """Has a unit call something with its own method, wherever torch calls one of these, as far as there are such."""
+    for name in names:
+        if hasattr(group, name):
+            setattr(group, name, partial(around, getattr(group, name)))
+
+
 class Freezing:
     """Has whole parameters of a unit and its shards need gradients alike, whichever of them somebody freezes.
 
@@ -468,8 +538,7 @@ class Freezing:
     def __init__(self, group: Any) -> None:
         self._group = group
         self._needed: list[bool] = []  # when both were last alike, while they are gathered
-        for name in ("wait_for_unshard", "_to_sharded", "_to_sharded_post_forward"):
-            setattr(group, name, partial(self._around, getattr(group, name)))
+        _wrap(group, ("wait_for_unshard", *_FREEING), self._around)
 
     def _around(self, change: Callable[[], None]) -> None:
         was_gathered = self._group.is_unsharded
@@ -521,15 +590,18 @@ def plain(module: nn.Module, groups: Sequence[Any], *, writes: bool) -> Iterator
             error they do not.
     """
     inside = set(module.modules())
+    units = [child for child in inside if isinstance(child, FSDPModule)]
+    states = list(dict.fromkeys(map(state_of, units)))
+    _require(_WHOLE, states, groups)
     whole = {}
     for group in groups:
         for parameter in group.fsdp_params:
             info = parameter._module_info
             if not inside.isdisjoint((info.module, *info.shared_modules)):
                 whole[parameter] = _whole_parameter(parameter.sharded_param)
-    units = [child for child in inside if isinstance(child, FSDPModule)]
     with ExitStack() as stack:
-        for state in dict.fromkeys(map(state_of, units)):
+        stack.callback(_gather_again, groups)  # when all are units again
+        for state in states:
             for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
                 stack.enter_context(_without(handle))
         for child in inside:
@@ -543,7 +615,6 @@ def plain(module: nn.Module, groups: Sequence[Any], *, writes: bool) -> Iterator
         finally:
             for parameter in whole:
                 parameter._setattr_on_modules(parameter.sharded_param)
-            _gather_again(groups)
 
 
 def _gather_again(groups: Sequence[Any]) -> None:
@@ -552,8 +623,7 @@ def _gather_again(groups: Sequence[Any]) -> None:
         _gather_after(groups[0].comm_ctx)
     for group in groups:
         if group._training_state == TrainingState.FORWARD:
-            group.unshard()
-            group.wait_for_unshard()
+            group.modules[0].unshard()
 
 
 def _gather_after(context: Any) -> None:
@@ -641,6 +711,7 @@ def reshard_after_forward(module: Any, *, is_kept: bool, nodes: DeviceMesh | Non
     group = group_of(module)
     if nodes is None or is_kept or group is None:
         return
+    _require(_IN_NODES, groups=[group])
     # As fully_shard's own int has it, which cannot be changed later, and makes process groups for each unit.
     group.post_forward_mesh_info = HSDPMeshInfo(nodes, shard_mesh_dim=1, replicate_mesh_dim=0)
     for parameter in group.fsdp_params:
@@ -651,7 +722,8 @@ def reshard_after_forward(module: Any, *, is_kept: bool, nodes: DeviceMesh | Non
 def set_asynchronous(root: nn.Module, *, is_asynchronous: bool) -> None:
     """Whether all-gathers are waited for where they are needed, and not where they are issued."""
     assert isinstance(root, FSDPModule)
-    root._set_unshard_async_op(is_asynchronous)
+    if hasattr(root, "_set_unshard_async_op"):
+        root._set_unshard_async_op(is_asynchronous)
 
 
 def run_as_forward(root: nn.Module, step: Callable[..., Any], args: Any, kwargs: Any, own: Callable[[Any], Any]) -> Any:
@@ -692,7 +764,8 @@ def _drop_retained(group: Any) -> None:
 
 def forget_step(root: nn.Module, groups: Sequence[Any]) -> None:
     """Gives up whatever a step was in the middle of, gradients that wait included."""
-    state_of(root)._reset_iter_state()
+    assert isinstance(root, FSDPModule)
+    root.reset_iter_state()
     forget_gradients(groups)
 
 
@@ -701,9 +774,10 @@ def forget_gradients(groups: Sequence[Any]) -> None:
     for group in groups:
         group._partial_reduce_output = None
         for parameter in group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
+            if parameter.unsharded_accumulated_grad is not None:  # since torch 2.15 it is the one above
+                parameter.unsharded_accumulated_grad = None
 
 
 class WaitingForwards:
@@ -765,8 +839,7 @@ class GatheredWrites:
         self._versions: dict[Any, int] = {}
         self._is_untold: set[Any] = set()
         for group in groups:
-            for name in ("_to_sharded", "_to_sharded_post_forward"):
-                setattr(group, name, partial(self._free, group, getattr(group, name)))
+            _wrap(group, _FREEING, partial(self._free, group))
 
     def _free(self, group: Any, free: Callable[[], None]) -> None:
         try:
@@ -863,6 +936,7 @@ class BackwardWatch:
 
     def _begin(self, begin: Callable[[], None]) -> None:
         if not is_in_backward(self._root):  # it is called for each unit
+            _reduce_unfrozen(self._groups)
             self._before = None if self.is_announced else list(map(_versions_of_gradients, self._groups))
         begin()
 
@@ -934,8 +1008,8 @@ def _leave_as_forward(group: Any) -> None:
 
 def on_collectives(group: Any, note: Callable[[bool], None]) -> None:
     """Calls ``note`` before each all-gather (False) and reduce-scatter (True) of a unit."""
-    group._all_gather_comm = NotedCollective(group._all_gather_comm, partial(note, False))
-    group._reduce_scatter_comm = NotedCollective(group._reduce_scatter_comm, partial(note, True))
+    group.modules[0].set_custom_all_gather(_NotedCollective("all_gather_single", partial(note, False)))
+    group.modules[0].set_custom_reduce_scatter(_NotedCollective("reduce_scatter_single", partial(note, True)))
 
 
 def has_whole_gradient(parameter: Any) -> bool:
@@ -1059,7 +1133,8 @@ def on_process_groups(groups: Sequence[Any], others: Mapping[dist.ProcessGroup, 
     """Within it, units and DTensors run their collectives on other process groups, given by those that they run on."""
     kept = []
     for group in groups:
-        for info in {id(info): info for info in (group.mesh_info, group.post_forward_mesh_info)}.values():
+        in_forward = getattr(group, "post_forward_mesh_info", None)
+        for info in {id(info): info for info in (group.mesh_info, in_forward)}.values():
             found = {name: getattr(info, name) for name in _PROCESS_GROUPS if hasattr(info, name)}
             kept += [(info, name, own) for name, own in found.items()]
     try:
@@ -1112,6 +1187,7 @@ def make_plain(module: nn.Module) -> None:
     """Undoes ``fully_shard`` for a module and all inside it: whole parameters, no hooks, its own class."""
     whole, handles = {}, list[Any]()
     states = list(dict.fromkeys(state_of(child) for child in module.modules() if isinstance(child, FSDPModule)))
+    _require(_WHOLE, states, [group for state in states for group in state._fsdp_param_groups])
     for state in states:
         handles += [state._pre_forward_hook_handle, state._post_forward_hook_handle]
         for group in state._fsdp_param_groups:
@@ -1135,14 +1211,17 @@ def make_plain(module: nn.Module) -> None:
             child.__dict__.pop(name, None)
 
 
-class NotedCollective:
-    """A unit's own all-gather or reduce-scatter, which calls ``note`` before each that it runs."""
+class _NotedCollective:
+    """An all-gather or reduce-scatter of a unit, as torch's own, which calls ``note`` before each that it runs."""
 
-    def __init__(self, own: Any, note: Callable[[], None]) -> None:
-        self._own, self._note = own, note
-        self.allocate: Callable[..., Tensor] = own.allocate  # what it fills, or reads
+    def __init__(self, name: str, note: Callable[[], None]) -> None:
+        self._name, self._note = name, note
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory that the collective fills, or reads."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Runs one."""
         self._note()
-        return self._own(*args, **kwargs)
+        return getattr(dist, self._name)(output_tensor, input_tensor, *args, **kwargs)

@@ -81,15 +81,17 @@ class ShardedModel:
             self._forwards.choose(plan.blocks, units=[unit.name for unit in units])
             self._meshes.add_nodes(plan)
         shard(self.units, self._meshes, mixed_precision, initialize)
-        self._reshard_after_forward()
         internals.begin(module)
         internals.check_units(module)
+        for unit in self.units:
+            internals.pass_inputs(unit.handle)
+            internals.copy_from_first(unit.handle)
+        self._reshard_after_forward()
         for child in module.modules():
             if isinstance(child, FSDPModule):
                 child.set_reduce_scatter_unused_params(True, recurse=False)
         self._set_prefetch()
         internals.set_asynchronous(module, is_asynchronous=plan is not None and plan.asynchronous_unshard)
-        internals.reduce_once_unfrozen(self._groups)
         internals.gather_for_training(self._groups)
         self._writes, self._num_steps = internals.GatheredWrites(self._groups), 0
         for group in self._groups:

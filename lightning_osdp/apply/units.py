@@ -214,8 +214,6 @@ def shard(
                 reshard_after_forward=not unit.mode.resident,
                 mp_policy=_policy(unit, precision),
             )
-        internals.pass_inputs(unit.handle)
-        internals.copy_from_first(unit.handle)
         for child, name, attributes in kept:
             sharded: Any = child._parameters[name]
             vars(sharded).update(attributes)
@@ -304,7 +302,7 @@ class _Gathering:
 
     def __init__(self, handle: nn.Module) -> None:
         self._handle: Any = handle
-        self._made_for = internals.group_of(handle)
+        self._made_for = internals.state_of(handle)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # as torch does with its own hooks of a unit
     def __call__(self, _: nn.Module, __: Any, output: Any) -> None:
@@ -319,7 +317,7 @@ class _Gathering:
 
     def _gather(self, _: Tensor) -> None:
         # hooks outlive the units: what is sharded anew has other ones
-        if isinstance(self._handle, FSDPModule) and internals.group_of(self._handle) is self._made_for:
+        if isinstance(self._handle, FSDPModule) and internals.state_of(self._handle) is self._made_for:
             self._handle.unshard()  # nothing where it is there
 
 
@@ -333,6 +331,7 @@ def _no_view(tensor: Tensor) -> Tensor:
     return _Alias.apply(tensor) if is_view else tensor  # type: ignore[no-untyped-call]
 
 
+@internals.typed_as_local
 class _Alias(torch.autograd.Function):
     """The same values in the same memory, as a tensor of its own."""
 

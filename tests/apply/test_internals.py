@@ -1,5 +1,8 @@
 """What torch's ``fully_shard`` has that is not public, and does as is assumed: another torch fails here first."""
 
+import dataclasses
+import inspect
+import re
 import subprocess
 import sys
 
@@ -9,13 +12,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_param, _fsdp_param_group, _fsdp_state
 from torch.distributed.tensor import DTensor
 
-from lightning_osdp.apply import internals
+from benchmarks.testbed.plans import plan_of
+from lightning_osdp.apply import ShardedModel, internals, units
 from lightning_osdp.errors import ConfigurationError
 
-METHODS = [(kind, name) for kind, names in internals._METHODS.items() for name in names]
-ATTRIBUTES = [f"{kind}.{path}".rpartition(".")[::2] for kind, paths in internals._ATTRIBUTES.items() for path in paths]
+METHODS = [f"{kind.__name__}.{name}" for kind, names in internals._METHODS.items() for name in names]
+ATTRIBUTES = [f"{kind}.{path}" for kind, paths in internals._ATTRIBUTES.items() for path in paths]
 
 
 class Net(nn.Module):
@@ -49,18 +54,103 @@ def groups(net):
     return [internals.group_of(each) for each in (net, net.first, net.second)]
 
 
-def objects(net):
-    """One of each kind that internals.py reaches into."""
-    state = internals.state_of(net)
-    group = internals.group_of(net)
+def holders():
+    """Classes that have what internals.py uses of the objects of a unit, by where it finds them."""
     return {
-        "state": state,
-        "state._comm_ctx": state._comm_ctx,
-        "state._state_ctx": state._state_ctx,
-        "group": group,
-        "group.mesh_info": group.mesh_info,
-        "parameter": group.fsdp_params[0],
+        "state": _fsdp_state.FSDPState,
+        "state._comm_ctx": _fsdp_param_group.FSDPCommContext,
+        "state._state_ctx": _fsdp_state.FSDPStateContext,
+        "group": _fsdp_param_group.FSDPParamGroup,
+        "group.mesh_info": _fsdp_common.FSDPMeshInfo,
+        "parameter": _fsdp_param.FSDPParam,
     }
+
+
+class Renamed:
+    """An attribute that internals.py does not find, as if torch had it under another name; torch itself finds it."""
+
+    def __init__(self, holder, name):
+        self.name, self.own = name, inspect.getattr_static(holder, name, None)
+
+    def __get__(self, instance, owner):
+        if sys._getframe(1).f_code.co_filename == internals.__file__:
+            raise AttributeError(self.name)
+        if instance is not None and self.name in vars(instance):
+            return vars(instance)[self.name]
+        if self.own is None:
+            raise AttributeError(self.name)
+        return self.own.__get__(instance, owner) if hasattr(self.own, "__get__") else self.own
+
+    def __set__(self, instance, value):
+        assert sys._getframe(1).f_code.co_filename != internals.__file__, f"{self.name} is set, and nobody looks"
+        if isinstance(self.own, property):
+            self.own.__set__(instance, value)
+        else:
+            vars(instance)[self.name] = value
+
+    def __delete__(self, instance):
+        del vars(instance)[self.name]
+
+
+def train(model, step, optimizer_step):
+    """Losses of some steps, of which one accumulates, and the weights afterwards."""
+    losses, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for index in range(4):
+        loss = step(torch.full((2, 3), index + 1.0)).square().mean()
+        losses.append(loss.item())
+        optimizer_step(loss, optimizer)
+        optimizer.zero_grad()
+    return losses
+
+
+def plainly_trained():
+    def step(loss, optimizer):
+        loss.backward()
+        optimizer.step()
+
+    module = Net()
+    losses = train(module, module, step)
+    return losses, [2 * parameter.detach() for parameter in module.parameters()]
+
+
+def trained():
+    """The same under a plan, with all else that a fit may do; what may be refused is told."""
+    module, told = Net(), []
+    plan = plan_of(module, {"first": "ZDP", "second": "DP"}, world_size=1, micro_batch_size=2)
+    sharded = ShardedModel.planned(module, plan, device=torch.device("cpu"))
+
+    def step(loss, optimizer):
+        sharded.before_backward()
+        loss.backward()
+        sharded.after_backward()
+        sharded.before_optimizer_step(optimizer)
+        with sharded.stepping(optimizer):
+            optimizer.step()
+        sharded.reshard()
+
+    def run(x):
+        return sharded.run(module.forward, x)
+
+    def twice():
+        with sharded.gathered(module, writes=True), torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(2)
+
+    sharded.begin_fit()
+    losses = train(module, run, step)
+    with sharded.alone():
+        run(torch.ones(2, 3)).sum().backward()
+    sharded.use(dataclasses.replace(plan, units=plan.units))
+    with torch.no_grad():
+        sharded.evaluate(module.forward, torch.ones(2, 3))
+    try:
+        twice()
+        weights = [internals.local(parameter).clone() for parameter in module.parameters()]
+        sharded.undo()
+    except ConfigurationError as error:
+        told.append(str(error))
+        weights = [2 * internals.local(parameter) for parameter in module.parameters()]
+    return losses, weights, told
 
 
 def test_this_torch_has_everything(net):
@@ -68,23 +158,72 @@ def test_this_torch_has_everything(net):
     internals.check_units(net)
 
 
-@pytest.mark.parametrize(("kind", "name"), METHODS)
-def test_a_class_that_lacks_one_is_named(monkeypatch, kind, name):
-    holder = next(base for base in kind.__mro__ if name in vars(base))
-    if isinstance(kind, type(internals.TrainingState)):  # members of an Enum cannot be deleted
-        monkeypatch.setitem(internals._METHODS, kind, (f"{name}_2",))
+@pytest.mark.parametrize("name", [*METHODS, *ATTRIBUTES])
+def test_a_torch_that_lacks_one_trains_or_is_refused(monkeypatch, name):
+    """Never an error from inside a step, and never other losses."""
+    path, _, attribute = name.rpartition(".")
+    kinds = {kind.__name__: kind for kind in internals._METHODS}
+    if path == "TrainingState":  # members of an Enum cannot be replaced
+        names = [f"{each}_2" if each == attribute else each for each in internals._METHODS[kinds[path]]]
+        monkeypatch.setitem(internals._METHODS, kinds[path], names)
         name = f"{name}_2"
     else:
-        monkeypatch.delattr(holder, name)
-    expected = rf"^Expected a torch .*as that of 2\.13, got .* without {kind.__name__}\.{name}\. Install torch 2\.13\.$"
+        holder = {**kinds, **holders()}[path]
+        monkeypatch.setattr(holder, attribute, Renamed(holder, attribute), raising=False)
+    lacking = rf"torch {re.escape(torch.__version__)} lacks {re.escape(name)}: there is not "
+    expected = (
+        rf"^Expected a torch whose .* 2\.13 to 2\.15(, for .*)?, got .* without {re.escape(name)}\. Install torch"
+    )
+    if name not in internals._DISPENSABLE:
+        with pytest.raises(ConfigurationError, match=expected):
+            trained()
+        return
+    with pytest.warns(UserWarning, match=lacking) as warned:
+        losses, weights, told = trained()
+    assert len(warned) == 1
+    torch.testing.assert_close((losses, weights), plainly_trained())
+    assert len(told) == (internals._DISPENSABLE[name] == internals._WHOLE)
+    assert all(re.match(expected, each) for each in told)
+
+
+def test_a_torch_that_lacks_nothing_trains_without_a_word():
+    losses, weights, told = trained()
+    torch.testing.assert_close((losses, weights), plainly_trained())
+    assert told == []
+
+
+def test_a_torch_that_nobody_has_tried_trains_with_one_warning(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.16.1+cpu"))
+    with pytest.warns(
+        UserWarning, match=r"^OSDP: torch 2\.16\.1\+cpu was not tried \(2\.13 to 2\.15 were\)\. Training"
+    ):
+        losses, weights, _ = trained()
+    torch.testing.assert_close((losses, weights), plainly_trained())
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("group", "post_forward_mesh_info"),
+        ("parameter", "post_forward_mesh_info"),
+        ("parameter", "_init_sharded_post_forward_param_metadata"),
+        ("group", "_to_sharded_post_forward"),
+    ],
+)
+def test_a_shard_in_each_node_is_refused_where_torch_lacks_it(monkeypatch, net, kind, name):
+    monkeypatch.setattr(holders()[kind], name, Renamed(holders()[kind], name), raising=False)
+    nodes = init_device_mesh("cpu", (1, 1), mesh_dim_names=("nodes", "node"))
+    with pytest.raises(ConfigurationError, match=rf", for a mode that leaves a shard in each node, got .*\.{name}\."):
+        internals.reshard_after_forward(net.first, is_kept=False, nodes=nodes)
+
+
+def test_a_unit_of_several_groups_of_parameters_is_refused(net):
+    state = internals.state_of(net.first)
+    state._fsdp_param_groups.append(state._fsdp_param_groups[0])
+    expected = (
+        r"^Expected fully_shard to gather all parameters of a unit together, but in torch .* 4 units have 4 groups"
+    )
     with pytest.raises(ConfigurationError, match=expected):
-        internals.check_torch()
-
-
-@pytest.mark.parametrize(("path", "name"), ATTRIBUTES)
-def test_an_object_that_lacks_one_is_named(net, path, name):
-    delattr(objects(net)[path], name)
-    with pytest.raises(ConfigurationError, match=rf" without {path}\.{name}[,.]"):
         internals.check_units(net)
 
 
@@ -172,7 +311,6 @@ def test_gradients_that_are_not_reduced_are_whole_until_a_step_is_forgotten(net,
     net(torch.ones(2, 3)).sum().backward()
     owners = [owner for group in groups for _, owner in internals.parameters_of(group)]
     assert all(internals.has_whole_gradient(owner) for owner in owners)
-    assert all(owner.unsharded_accumulated_grad is None for owner in owners)  # but where it has a dtype of its own
     assert all(parameter.grad is None for parameter in net.parameters())
     internals.reshard(net, groups)
     assert all(internals.has_whole_gradient(owner) for owner in owners)
@@ -203,9 +341,9 @@ def test_all_gathers_within_a_step_wait_for_what_was_written_to_shards(net, grou
             told.append("waits")
 
     def noted(name, function):
-        def call(*args):
+        def call(*args, **kwargs):
             told.append(name)
-            return function(*args)
+            return function(*args, **kwargs)
 
         return call
 
@@ -240,15 +378,21 @@ def test_collectives_run_on_the_process_group_of_the_unit(net, groups):
     dist.destroy_process_group(other)
 
 
-def test_a_units_all_gather_may_be_replaced(groups):
-    heard, own = [], groups[0]._all_gather_comm
+def test_collectives_of_a_unit_are_told_and_as_torchs_own(groups):
+    heard, world = [], dist.group.WORLD
     internals.on_collectives(groups[0], heard.append)
-    noted = groups[0]._all_gather_comm
-    memory = noted.allocate((3,), dtype=torch.float32, device=torch.device("cpu"))
-    noted(output_tensor=memory, input_tensor=torch.arange(3.0), group=dist.group.WORLD)
+    gather, reduce = groups[0]._all_gather_comm, groups[0]._reduce_scatter_comm
+    memory = gather.allocate((3,), dtype=torch.float32, device=torch.device("cpu"))
+    gather(output_tensor=memory, input_tensor=torch.arange(3.0), group=world, async_op=True).wait()
     assert memory.tolist() == [0, 1, 2]
-    assert heard == [False]
-    assert noted._own is own
+    reduce(output_tensor=memory, input_tensor=torch.ones(3), group=world, op=dist.ReduceOp.SUM)
+    assert memory.tolist() == [1, 1, 1]
+    assert heard == [False, True]
+
+
+def test_functions_of_units_are_known_to_spmd_types():
+    registered = pytest.importorskip("spmd_types._local_registration")._LOCAL_AUTOGRAD_FUNCTIONS
+    assert {internals._Inputs, units._Alias} <= registered
 
 
 def test_zeros_are_sharded_as_gradients_are(net, groups):
