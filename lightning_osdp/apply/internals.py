@@ -19,16 +19,8 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-from torch.distributed._composable_state import _get_module_state, _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._common_utils import collect_grad_tensors, replace_grad_tensors
-from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup, RegisterPostBackwardFunction
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import Optimizer
@@ -38,6 +30,19 @@ from typing_extensions import override
 
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.splitting import parameter_like
+
+try:
+    from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+    from torch.distributed._composable_state import _get_module_state, _module_state_mapping
+    from torch.distributed.fsdp._common_utils import collect_grad_tensors, replace_grad_tensors
+    from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup, RegisterPostBackwardFunction
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+except ImportError as error:
+    _text = f"Expected a torch with the parts of fully_shard that 2.13 to 2.15 have, got {torch.__version__}: {error}"
+    raise ImportError(_text) from error
 
 T = TypeVar("T")
 

@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 import re
-import subprocess
+import runpy
 import sys
 
 import pytest
@@ -227,15 +227,11 @@ def test_a_unit_of_several_groups_of_parameters_is_refused(net):
         internals.check_units(net)
 
 
-@pytest.mark.slow
-def test_the_package_is_imported_where_fully_shard_has_no_all_gathers_of_its_own():
-    code = (
-        "import torch.distributed.fsdp._fully_shard._fsdp_param_group\n"
-        "import torch.distributed.fsdp._fully_shard._fsdp_collectives as collectives\n"
-        "del collectives.DefaultAllGather\n"  # as in an older torch
-        "import lightning_osdp\n"
-    )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+def test_a_torch_without_a_part_of_fully_shard_says_so_when_it_is_imported(monkeypatch):
+    monkeypatch.delattr(_fsdp_param_group, "RegisterPostBackwardFunction")
+    expected = r"^Expected a torch with the parts of fully_shard that 2\.13 to 2\.15 have, got .*: cannot import name"
+    with pytest.raises(ImportError, match=expected):
+        runpy.run_path(internals.__file__)
 
 
 def test_what_is_written_while_it_is_gathered_is_in_the_shards(net, groups):

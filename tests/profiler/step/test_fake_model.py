@@ -232,7 +232,7 @@ def test_recurrent_layers_may_be_told_to_flatten_their_parameters(monkeypatch):
 def test_what_torch_has_no_rule_for_is_told_by_the_error_alone(caplog, capfd):
     layer = nn.Linear(4, 4)
     with (
-        pytest.raises(UntraceableError, match="Expected (inputs of BF16 type|mat_a to be BFloat16)"),
+        pytest.raises(UntraceableError, match=r"Expected (inputs of BF16 type|mat_a to be BFloat16)"),
         faked(layer, torch.ones(4, 4), torch.device("cpu")) as batch,
     ):
         torch._grouped_mm(batch, layer.weight.expand(2, 4, 4), offs=torch.tensor([2, 4], dtype=torch.int32))
