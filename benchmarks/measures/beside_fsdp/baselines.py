@@ -25,7 +25,7 @@ from lightning_osdp.core.text.byte_size import format_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """A model on ranks of so many; what is counted on rank 0 is counted for these."""
+    """Model, and the ranks on which it trains; peaks are counted on rank 0."""
 
     model: str
     num_ranks: int
@@ -40,7 +40,7 @@ class Ranks:
 
 @dataclass(frozen=True, kw_only=True)
 class Case(Ranks):
-    """One way to train on rank 0."""
+    """One way to train, counted at several sizes of micro-batches."""
 
     way: Way
     divisions: tuple[tuple[int, int], ...]
@@ -54,7 +54,7 @@ Baselines: TypeAlias = Mapping[Ranks, Sequence[Baseline]]
 
 
 def counted(contests: Sequence[Contest], results: Results, *, is_fresh: bool) -> Baselines:
-    """What takes part in contests, with its peaks; counts and prints what the results do not have, or all if fresh."""
+    """Ways to train of contests with their peaks; counts and prints those that the results lack, or all if fresh."""
     found = {}
     ranks = [_ranks(model, contest) for contest in contests for model in contest.models]
     for each in dict.fromkeys(ranks):
@@ -112,7 +112,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def _most_samples(case: Case, limit_bytes: float) -> int:
-    """Of one micro-batch under a limit, counted; 0 where none fits."""
+    """Samples of the largest micro-batch that is counted to fit; 0 where none fits."""
     plan = _plan(case, case.way, 1, 1)
     found = largest_that_fits(plan, _profile(case.model), _cluster(case), limit_bytes=int(limit_bytes))
     size = 0 if found is None else found.micro_batch_size
@@ -171,7 +171,7 @@ def _counted_bytes(ranks: Ranks, way: Way, micro_batch_size: int, num_micro_batc
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """One line per size."""
+    """Draws one line for each size."""
     drawn = Table("model", "who", "b x K", title="Counted peaks of what OSDP is compared with")
     for column in ("peak", "predicted"):
         drawn.add_column(column, justify="right")

@@ -1,4 +1,4 @@
-"""The contests: who trains what, where, in how much memory, and what is to be reached. A new one is a row here."""
+"""Table of contests: who trains what, where, in how much memory, and what is to be reached. A new one is a row."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Goal:
 
 @dataclass(frozen=True, kw_only=True)
 class Contest:
-    """One section of a contest: every model on links of every rate, all that take part under every limit."""
+    """Section of a contest: every model on links of every rate, and all that take part under every limit."""
 
     models: tuple[str, ...]
     """Names for `benchmarks.families.build`."""
@@ -43,7 +43,7 @@ class Contest:
     limits: tuple[float | None, ...] = (None,)
     """Factors of the counted peak of `BASE` with these micro-batches; None: unlimited."""
     rivals: tuple[Way, ...]
-    """Whom OSDP is compared with; ratios are over the first."""
+    """Ways to train that OSDP is compared with; ratios are over the first."""
     spaces: Spaces
     """OSDP's plans by name, each with the fields of its search space; ``recomputes``: whether all blocks do."""
     division: Division = "held"
@@ -51,16 +51,16 @@ class Contest:
     num_micro_batches: int = 1
     goals: tuple[Goal, ...] = ()
     drawn: tuple[str, ...] = ()
-    """Who is in the picture; none: there is no picture."""
+    """Names that are in the picture; none: there is no picture."""
 
     @property
     def base(self) -> str:
-        """Whom ratios are over."""
+        """Name of the rival that ratios are over."""
         return self.rivals[0].name
 
     @property
     def quick(self) -> Contest:
-        """The same for a tiny model, of which all is gone through in a minute or two."""
+        """Contest of a tiny model on links that are not shaped, which takes a minute or two."""
         return replace(
             self,
             models=("tiny",),
@@ -73,7 +73,7 @@ class Contest:
 
 
 BASE = Way(sharding="FULL_SHARD", is_fully_shard=True)
-"""Whose peak limits refer to."""
+"""Way to train whose peak limits refer to."""
 KEPT = Way(sharding="SHARD_GRAD_OP", is_fully_shard=True)
 CHECKPOINTING = Way(sharding="FULL_SHARD", is_fully_shard=True, recomputes=True)
 FULL_SHARD, SHARD_GRAD_OP = Way(sharding="FULL_SHARD"), Way(sharding="SHARD_GRAD_OP")
@@ -87,7 +87,7 @@ _MODES_ONLY = {"slices": [1], "sync": ["every"], "activations": ["keep"]}
 SPLIT = "OSDP, modes + splitting"
 _EVERY: Spaces = {"OSDP, modes": _MODES_ONLY, SPLIT: {"sync": ["every"], "activations": ["keep"]}}
 _ONE: Spaces = {**_EVERY, "OSDP": {}}
-"""One decision more at a time; with one micro-batch a step there is nothing to accumulate."""
+"""Plans that may decide one thing more at a time; with one micro-batch a step there is nothing to accumulate."""
 _GLOBAL: Spaces = {**_EVERY, "OSDP, modes + splitting + accumulation": {"activations": ["keep"]}, "OSDP": {}}
 OVER_ALL = "OSDP, sharded over all ranks"
 

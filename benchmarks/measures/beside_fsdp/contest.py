@@ -25,13 +25,13 @@ from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.text.byte_size import format_bytes
 
 BEYOND_LIMIT = 1.001
-"""What a plan may be counted to take, of its limit: losses, of a few bytes, are not predicted."""
+"""Share of its limit that a plan may be counted to take: losses, of a few bytes, are not predicted."""
 OF_BEST_OTHER = 0.97
 """Samples/s that OSDP has at least, of those of the best other."""
 PREDICTED = 0.1
-"""How far a predicted ratio may be off."""
+"""Largest error of a predicted ratio."""
 SENT = 0.05
-"""How far the bytes that a node sends may be from the closed forms, headers included."""
+"""Largest distance of the bytes that a node sends from the closed forms, headers included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Case:
 
 
 def section(name: str, contest: Contest, baselines: Baselines, *, num_rounds: int) -> Section:
-    """Cases whose links can be had here."""
+    """Section of all cases whose links can be had here."""
     cases = [
         Case(
             model=model,
@@ -79,7 +79,7 @@ def section(name: str, contest: Contest, baselines: Baselines, *, num_rounds: in
 
 
 def measure(case: Case, *, contest: Contest, baselines: Baselines) -> dict[str, Any]:
-    """Steps of all that take part, in turns; then the peaks of OSDP's plans, counted."""
+    """Takes steps of all that take part, in turns; then counts the peaks of OSDP's plans."""
     ranks = Ranks(model=case.model, num_ranks=case.num_ranks, node_size=case.node_size)
     is_limited = any(limit is not None for limit in case.limits)
     base_bytes = counted_bytes(ranks, BASE, case.micro_batch_size, case.num_micro_batches) if is_limited else 0
@@ -116,7 +116,7 @@ def _may_take_part(baseline: Baseline, case: Case) -> bool:
 
 
 def _summary(model: str, entrant: Entrant) -> Row:
-    """What to keep of one: its plan as counts of modes, its peak counted; of OSDP's plans units for a picture."""
+    """Keeps numbers, the plan as counts of modes, and of OSDP's plan its units for a picture."""
     plan = Plan.from_json(entrant.plan)
     modes = Counter(f"{mode} {unit.sync}" for unit in plan.units if unit.name for mode in unit.modes)
     parts = [f"{number} {mode}" for mode, number in sorted(modes.items())]
@@ -164,7 +164,7 @@ def _counted_bytes(model: str, plan: str) -> int:
 
 
 def table(rows: Sequence[Row], *, base: str) -> Table:
-    """One line for each that took part."""
+    """Draws one line for each that took part."""
     drawn = Table("model", "links", "limit", "who", "b x K", "units", title=f"Samples/s over {base}")
     for column in (
         "peak counted",
@@ -233,19 +233,19 @@ def _bound_s(entrant: Row, rate_mbit: float | None) -> float:
 
 
 def num_samples(entrant: Row) -> int:
-    """Of a rank and step."""
+    """Samples of a rank and step."""
     number: int = entrant["micro_batch_size"] * entrant["num_micro_batches"]
     return number
 
 
 def named(row: Row, name: str, limit: float | None) -> Row | None:
-    """One that took part under a limit; None where it does not fit."""
+    """Entrant under a limit; None where it does not fit."""
     found = (each for each in row["entrants"] if (each["name"], each["limit"]) == (name, limit))
     return next(found, None)
 
 
 def over_limit(row: Row, entrant: Row) -> float:
-    """What was counted of an entrant over what its limit allows; it has one."""
+    """Counted bytes of an entrant over those that its limit allows."""
     found: float = entrant["counted_bytes"] / (entrant["limit"] * row["base_bytes"])
     return found
 
@@ -261,7 +261,7 @@ def of_best_other(row: Row, entrant: Row) -> float | None:
 
 
 def targets(rows: Sequence[Row], *, contest: Contest) -> list[Target]:
-    """The goals of a contest; then what holds in every cell: memory, the best other, predictions, bytes sent."""
+    """Goals of a contest; then what holds in every cell: memory, the best other, predictions, bytes sent."""
     found = [target for goal in contest.goals for target in _of_goal(rows, goal)]
     for row in rows:
         where = f"{row['case']['model']}, {rate_of(row)}"
