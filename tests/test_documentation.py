@@ -54,7 +54,7 @@ def test_the_architecture_shows_every_top_level_module():
 
 
 def test_the_architecture_shows_the_layers_that_are_checked():
-    drawn = re.search(r"^cli >.*?errors$", ARCHITECTURE, re.MULTILINE | re.DOTALL).group()
+    drawn = re.search(r"^cli \|.*?errors$", ARCHITECTURE, re.MULTILINE | re.DOTALL).group()
     layers = re.search(r"^layers = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
     assert re.split(r"\s+>\s+", drawn) == re.findall(r'"([^"]+)"', layers.group(1))
 
@@ -112,7 +112,8 @@ def needed_by(name, members):
     functions += [getattr(each, "fget", None) or getattr(each, "__func__", None) or each for each in own]
     shown = list(hints.values()) if hasattr(found, "_fields") else [hints[each] for each in members if each in hints]
     for function in functions:
-        shown += hints_of(function).values() if inspect.isfunction(function) else ()
+        hinted = hints_of(function) if inspect.isfunction(function) else {}
+        shown += [hint for each, hint in hinted.items() if not each.startswith("_")]  # private fields are not passed
     return {each for hint in shown for each in classes_in(hint)}
 
 

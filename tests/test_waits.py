@@ -39,6 +39,7 @@ ALLOWED = {
     ("strategy/options.py", "_percent"): NO_TENSOR,
     ("strategy/planning/profile_fit.py", "_is_moved"): IN_SETUP,
     ("strategy/planning/profile_fit.py", "first"): IN_SETUP,
+    ("strategy/precision.py", "clip_grad_by_norm"): ON_THE_DEVICE,
     ("strategy/runtime/all_ranks.py", "said_by_rank_zero"): ON_THE_HOST,
 }
 WAITING = {"item", "tolist", "numpy", "cpu", "cuda", "synchronize", "nonzero", "equal"}
