@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
-from lightning_osdp.assign import Assignment, Setting, assigned_as, block_units
+from lightning_osdp.assign import Setting, assigned_as, block_units
 from lightning_osdp.core.batch_policy import MOST_SAMPLES, BatchPolicy, largest_fitting
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.modes import DP, HDP, HSDP, ZDP, modes_of
@@ -45,8 +46,7 @@ class HandMade:
     """Of all ranks."""
     peak_bytes: int
     fits: bool
-    _assignment: Assignment = field(repr=False, compare=False)
-    _memory_limit_bytes: int = field(repr=False, compare=False)
+    _make_plan: Callable[[], Plan] = field(repr=False, compare=False)
 
     @property
     def numbers(self) -> dict[str, Any]:
@@ -56,10 +56,7 @@ class HandMade:
     @property
     def plan(self) -> Plan:
         """The plan that it is: nothing was chosen of it but the micro-batch."""
-        modes = self._assignment.modes[1:] or self._assignment.modes
-        names = dict.fromkeys(mode.name for mode in modes)
-        space = SearchSpace(modes=tuple(names), slices=(1,), activations=("keep",))
-        return plan_of(self._assignment, memory_limit_bytes=self._memory_limit_bytes, space=space)
+        return self._make_plan()
 
 
 def made_by_hand(
@@ -142,6 +139,8 @@ def _with_and_without_no_sync(name: str, setting: Setting, memory_limit_bytes: i
     costs, workload = setting.costs, setting.workload
     for modes in costs.alike():
         found = assigned_as(setting, modes, bound_s=0.0)
+        names = dict.fromkeys(mode.name for mode in modes[1:] or modes)
+        space = SearchSpace(modes=tuple(names), slices=(1,), activations=("keep",))
         yield HandMade(
             name=name,
             micro_batch_size=workload.micro_batch_size,
@@ -150,6 +149,5 @@ def _with_and_without_no_sync(name: str, setting: Setting, memory_limit_bytes: i
             samples_per_s=workload.num_samples * setting.cluster.world_size / found.step_time_s,
             peak_bytes=found.peak.peak_bytes,
             fits=found.peak.peak_bytes <= memory_limit_bytes,
-            _assignment=found,
-            _memory_limit_bytes=memory_limit_bytes,
+            _make_plan=partial(plan_of, found, memory_limit_bytes=memory_limit_bytes, space=space),
         )
