@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -125,11 +124,15 @@ _ATTRIBUTES = {
         "_orig_size",
         "_param_fqn",
         "_post_load_hook_handle",
+        "_sharded_param_data",
+        "_sharding_spec",
         "all_gather_outputs",
+        "contiguous_sharded_stride",
         "orig_dtype",
         "post_forward_mesh_info",
         "reduce_dtype",
         "sharded_param",
+        "sharded_size",
         "unsharded_accumulated_grad",
     ),
 }
@@ -142,13 +145,11 @@ _DISPENSABLE = {
     "FSDPModule._orig_cls_mro_index": _WHOLE,
     "FSDPModule._set_unshard_async_op": _AHEAD,
     "FSDPParam._init_sharded_post_forward_param_metadata": _IN_NODES,
-    "FSDPParam._setattr_on_modules": _WHOLE,
     "FSDPParamGroup._register_post_backward_hook": _ONCE,
     "FSDPParamGroup._to_sharded_post_forward": _IN_NODES,
     "group._module_to_pre_load_state_dict_hook_handle": _WHOLE,
     "group._module_to_pre_save_state_dict_hook_handle": _WHOLE,
     "group.post_forward_mesh_info": _IN_NODES,
-    "parameter._module_info": _WHOLE,
     "parameter._post_load_hook_handle": _WHOLE,
     "parameter.post_forward_mesh_info": _IN_NODES,
     "state._modules": _WHOLE,
@@ -156,6 +157,18 @@ _DISPENSABLE = {
     "state._pre_forward_hook_handle": _WHOLE,
 }
 """What trains without it, by name: what there is not then."""
+_OF_SCALARS = {
+    "group.fsdp_params",
+    "parameter._contiguous_orig_stride",
+    "parameter._module_info",
+    "parameter._orig_size",
+    "parameter._sharded_param_data",
+    "parameter._sharding_spec",
+    "parameter.contiguous_sharded_stride",
+    "parameter.sharded_param",
+    "parameter.sharded_size",
+}
+"""What is needed before units are checked, where a model has parameters without dimensions."""
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 """Attributes that it gives to all modules inside a unit."""
 _FREEING = ("_to_sharded", "_to_sharded_post_forward")
@@ -415,6 +428,9 @@ def taking_scalars(modules: Sequence[nn.Module]) -> Iterator[None]:
                 child._parameters[name] = rows.setdefault(scalar, row)
                 places.add((child, name))
     yield
+    if places:
+        _refuse(name for name in _lacking([state_of(modules[0])], ()) if name == "state._fsdp_param_groups")
+        _refuse(name for name in _lacking((), [group_of(modules[0])]) if name in _OF_SCALARS)
     for parameter in group_of(modules[0]).fsdp_params if places else ():
         if (parameter._module_info.module, parameter._module_info.param_name) in places:
             parameter.__class__ = _Scalar
@@ -429,13 +445,11 @@ class _Scalar(FSDPParam):
 
     def begin(self) -> None:
         """Is called where ``fully_shard`` has just taken it for one row, which is in the shard of one rank."""
-        mesh = self.mesh_info.mesh
         self._orig_size = self.sharded_size = self.sharded_post_forward_size = torch.Size()
         self._contiguous_orig_stride = self.contiguous_sharded_stride = ()
         self.contiguous_sharded_post_forward_stride = ()
-        described = TensorMeta(torch.Size(), (), self.sharded_param.dtype)
-        self._sharding_spec = DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=described)
         scalar = self.to_sharded_dtensor(self._sharded_param_data.view(()))
+        self._sharding_spec = scalar._spec
         self.sharded_param = nn.Parameter(scalar, requires_grad=self.sharded_param.requires_grad)
         self._setattr_on_modules(self.sharded_param)
 
@@ -449,6 +463,11 @@ class _Scalar(FSDPParam):
     @override
     def _init_sharded_post_forward_param_metadata(self, param: Tensor) -> None:
         """Nothing: it is the same in a node as over all ranks."""
+
+    @override
+    def to_sharded_dtensor(self, tensor: Tensor) -> DTensor:
+        mesh: Any = self.mesh_info.mesh
+        return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim)
 
     @override
     def to_sharded_post_forward_dtensor(self, tensor: Tensor) -> DTensor:

@@ -103,19 +103,30 @@ def train(model, step, optimizer_step):
     return losses
 
 
+class Scaled(Net):
+    """With a scalar, which is no shard."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
 def plainly_trained():
     def step(loss, optimizer):
         loss.backward()
         optimizer.step()
 
-    module = Net()
+    module = Scaled()
     losses = train(module, module, step)
     return losses, [2 * parameter.detach() for parameter in module.parameters()]
 
 
 def trained():
     """The same under a plan, with all else that a fit may do; what may be refused is told."""
-    module, told = Net(), []
+    module, told = Scaled(), []
     plan = plan_of(module, {"first": "ZDP", "second": "DP"}, world_size=1, micro_batch_size=2)
     sharded = ShardedModel.planned(module, plan, device=torch.device("cpu"))
 
