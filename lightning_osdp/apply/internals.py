@@ -1032,8 +1032,17 @@ def _leave_as_forward(group: Any) -> None:
 
 def on_collectives(group: Any, note: Callable[[bool], None]) -> None:
     """Calls ``note`` before each all-gather (False) and reduce-scatter (True) of a unit."""
-    group.modules[0].set_custom_all_gather(_NotedCollective("all_gather_single", partial(note, False)))
-    group.modules[0].set_custom_reduce_scatter(_NotedCollective("reduce_scatter_single", partial(note, True)))
+
+    def gather(output_tensor: Tensor, input_tensor: Tensor, **kwargs: Any) -> Any:
+        note(False)
+        return dist.all_gather_single(output_tensor, input_tensor, **kwargs)
+
+    def reduce(output_tensor: Tensor, input_tensor: Tensor, **kwargs: Any) -> Any:
+        note(True)
+        return dist.reduce_scatter_single(output=output_tensor, input=input_tensor, **kwargs)
+
+    group.modules[0].set_custom_all_gather(_Collective(gather))
+    group.modules[0].set_custom_reduce_scatter(_Collective(reduce))
 
 
 def has_whole_gradient(parameter: Any) -> bool:
@@ -1235,17 +1244,16 @@ def make_plain(module: nn.Module) -> None:
             child.__dict__.pop(name, None)
 
 
-class _NotedCollective:
-    """An all-gather or reduce-scatter of a unit, as torch's own, which calls ``note`` before each that it runs."""
+class _Collective:
+    """An all-gather or reduce-scatter of units, in memory as torch's own."""
 
-    def __init__(self, name: str, note: Callable[[], None]) -> None:
-        self._name, self._note = name, note
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._run = run
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory that the collective fills, or reads."""
         return torch.empty(size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one."""
-        self._note()
-        return getattr(dist, self._name)(output_tensor, input_tensor, *args, **kwargs)
+        return self._run(*args, **kwargs)
