@@ -11,7 +11,7 @@ from lightning_osdp import Cluster, ModelProfile, simulate
 from lightning_osdp.core.batch_policy import largest_fitting
 from lightning_osdp.core.modes import DP
 from lightning_osdp.core.plans.plan import Plan, Unit
-from lightning_osdp.engine import engine_of
+from lightning_osdp.engine import COLLECTIVES, effects_of
 from lightning_osdp.profiler import fingerprint
 
 
@@ -83,20 +83,17 @@ def sent_bytes(plan: Plan) -> float:
 
     What is left out is as in `lightning_osdp.report.sentences.wire_bytes`.
     """
-    engine, number, sent = engine_of(plan), plan.num_micro_batches, 0.0
+    sent = 0.0
     for unit in plan.units:
         for mode in unit.sharding_modes:
             kept = mode if unit.name or mode.resident else DP  # the root is never freed
-            if kept.sharded_over == "node":
-                assert plan.node_size is not None
-                reduces = engine.num_all_reduces(kept, num_micro_batches=number)
-                times = 2 * reduces * (1 - plan.node_size / plan.world_size)
-            else:
-                reduces = engine.num_reduce_scatters(kept, num_micro_batches=number)
-                in_nodes = engine.num_gathers_in_node(kept, num_micro_batches=number)
-                gathers = engine.num_all_gathers(kept, num_micro_batches=number) - in_nodes
-                times = (gathers + reduces) * (1 - 1 / plan.world_size)
-            sent += times * unit.parameter_bytes / unit.num_slices
+            for kind, number in effects_of(kept).counts(num_micro_batches=plan.num_micro_batches).items():
+                collective = COLLECTIVES.get(kind)
+                if collective is not None and collective.link == "all":
+                    ranks = plan.world_size
+                    is_sum = collective.operation == "all_reduce"
+                    times = 2 * (1 - (plan.node_size or ranks) / ranks) if is_sum else 1 - 1 / ranks
+                    sent += number * times * unit.parameter_bytes / unit.num_slices
     return sent
 
 

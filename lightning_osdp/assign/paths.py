@@ -34,6 +34,7 @@ from lightning_osdp.assign.additive import Additive
 from lightning_osdp.assign.setting import Setting
 from lightning_osdp.core.modes import ZDP, ShardingMode
 from lightning_osdp.cost import block_s, copied_s
+from lightning_osdp.engine import COLLECTIVES, effects_of
 
 _FILLER = 1e-9
 """Weight of a detour to a unit that is kept: it costs nothing now, and something in modes that free the unit."""
@@ -66,11 +67,15 @@ class Paths:
         self._setting, self._clock, self._options = setting, setting.costs.clock, setting.costs.menus
         collectives_s = self._clock.durations.collectives_s
         self._gather_s = collectives_s["gather"]
-        self._reduces_s = {"all": collectives_s["reduce"], "node": collectives_s.get("all_reduce", ())}
+        self._reduces_s = {
+            kind: collectives_s[kind]
+            for kind, each in COLLECTIVES.items()
+            if kind in collectives_s and each.link == "all" and each.operation != "all_gather"
+        }
         self._num_micro_batches = setting.workload.num_micro_batches
-        offered = {mode for options in self._options for mode in options}
-        self._may_accumulate = any(mode.sync != "every" for mode in offered)
-        self._may_wait = not self._may_accumulate and all(mode.sharded_over == "all" for mode in offered)
+        offered = {effects_of(mode) for options in self._options for mode in options}
+        self._may_accumulate = any(each.waits for each in offered)
+        self._may_wait = not self._may_accumulate and all(each.sharded_over == "all" for each in offered)
         # Micro-batches of a step in which a gather comes after every reduce-scatter that was issued before it. Where
         # units may leave theirs to the last micro-batch, a gather of another one need not have waited for anything.
         self._num_ordered = 1 if self._may_accumulate else self._num_micro_batches
@@ -89,8 +94,8 @@ class Paths:
         before_s, busy_s, reduces_s = [0.0], [0.0], [0.0]
         most_forward_s, most_backward_s = self._most_of_segments_s()
         passed_s = 0.0  # the most of all modes, of what is on a path whatever it passes by
-        for (kind, of), event_class in self._clock.events:
-            if kind == "gather" and event_class == "again":
+        for (kind, of), is_again in self._clock.freed_events:
+            if kind == "gather" and is_again:
                 regathered[of] = len(reduces_s) - 1
                 self._regathers.append((of, regathered[of]))
             elif kind == "gather":
@@ -117,7 +122,7 @@ class Paths:
             elif kind == "reduce":
                 before_s.append(computed_s)
                 busy_s.append(computed_s + passed_s)
-                reduces_s.append(self._reduces_s["all"][of])
+                reduces_s.append(self._reduces_s["reduce"][of])
         self._constants_s = before_s
         """Seconds of a micro-batch before each reduce-scatter, whatever the modes; 0: none."""
 
@@ -183,19 +188,19 @@ class Paths:
 
     def _is_again(self, mode: ShardingMode) -> bool:
         """Whether a unit is gathered again over all ranks, where paths are."""
-        return not mode.resident and mode.regathers_over == "all"
+        return effects_of(mode).left_over == "all"
 
     def _num_gathers(self, mode: ShardingMode) -> int:
         """How often a step gathers a unit over all ranks that is not there, whether or not forward frees it."""
-        if mode.sharded_over == "node":
+        effects = effects_of(mode)
+        if effects.sharded_over != "all":
             return 0
-        return 1 if mode.resident and mode.sync == "last" else self._num_micro_batches
+        return 1 if effects.stays else self._num_micro_batches
 
     def _all_reduces_s(self, unit: int, mode: ShardingMode) -> float:
         """Seconds that a step reduces a unit's gradients beyond nodes."""
-        engine = self._setting.engine
-        count = engine.num_reduce_scatters if mode.sharded_over == "all" else engine.num_all_reduces
-        return count(mode, num_micro_batches=self._num_micro_batches) * self._reduces_s[mode.sharded_over][unit]
+        counts = effects_of(mode).counts(num_micro_batches=self._num_micro_batches)
+        return sum(counts[kind] * seconds[unit] for kind, seconds in self._reduces_s.items() if counts[kind])
 
     def at(self, path: Path) -> Additive:
         """The seconds of one path."""

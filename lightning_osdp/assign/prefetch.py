@@ -19,7 +19,7 @@ from lightning_osdp.assign.additive import Modes
 from lightning_osdp.assign.assign import Assignment, assign_modes
 from lightning_osdp.assign.setting import Setting
 from lightning_osdp.cost.peak_memory import ROUNDING_BYTES
-from lightning_osdp.engine import Event, Moment
+from lightning_osdp.engine import GATHERS, Event, Moment
 
 _MAX_ROUNDS = 4
 """Times that units are found that must not be gathered ahead; mostly the first one finds all of them."""
@@ -89,7 +89,7 @@ def _ahead_above(setting: Setting, modes: Modes, memory_limit_bytes: int) -> lis
     for events in setting.engine.events_of(step, modes):
         live.begin_micro_batch()
         for event, following in zip(events, [*events[1:], None], strict=True):
-            if event.kind in {"gather", "gather_in_node"} and following != Event("await", event.of):
+            if event.kind in GATHERS and following != Event("await", event.of):
                 ahead.add(event.of)
             elif event.kind == "await":
                 ahead.discard(event.of)

@@ -162,8 +162,8 @@ class Cluster(Stored):
         return size is not None and 1 < size < ranks and ranks % size == 0
 
     def num_ranks(self, over: str) -> int:
-        """How many ranks: ``all``, or those of a ``node``."""
-        return self.world_size if over == "all" or self.node_size is None else self.node_size
+        """How many ranks: ``all``, those of a ``node``, or ``one``."""
+        return {"all": self.world_size, "node": self.node_size or self.world_size, "one": 1}[over]
 
     def as_if(self, world_size: int, *, link_rate: float = 1.0) -> Cluster:
         """The same with so many ranks, and so many times the bytes/s on all links.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.step import Step
-from lightning_osdp.engine import DEFAULT, FSDP2, num_shards
+from lightning_osdp.engine import DEFAULT, FSDP2, effects_of, num_shards
 from lightning_osdp.engine.layout import Layout
 
 
@@ -23,10 +23,11 @@ def evaluation_peak(step: Step, modes: Sequence[ShardingMode], *, engine: FSDP2 
     of an hpZ unit a shard stays in each node. Lightning has zeroed the gradients. An
     evaluation batch has as many samples as a micro-batch of the training step, on which e_i is measured.
     """
-    profile, units, world_size = step.profile, step.units, step.cluster.world_size
+    profile, units = step.profile, step.units
     micro_batch_size = step.workload.micro_batch_size
     layout = engine.layout(units, profile.optimizer, num_shards(step, modes))
-    stays = [unit.is_root or mode.resident for unit, mode in zip(units, modes, strict=True)]
+    effects = [effects_of(mode) for mode in modes]
+    stays = [unit.is_root or each.is_kept for unit, each in zip(units, effects, strict=True)]
     running = [0.0] * len(profile.segments)
     gathering = [0.0] * len(profile.segments)
     for unit, size, is_kept in zip(units, layout.units, stays, strict=True):
@@ -36,9 +37,9 @@ def evaluation_peak(step: Step, modes: Sequence[ShardingMode], *, engine: FSDP2 
                 running[segment] += size.gathered
     kept = sum(size.gathered for size, is_kept in zip(layout.units, stays, strict=True) if is_kept)
     kept += sum(
-        size.gathered / (step.cluster.node_size or world_size)
-        for size, mode in zip(layout.units, modes, strict=True)
-        if mode.leaves_shard
+        size.gathered / step.cluster.num_ranks(each.left_over)
+        for size, each in zip(layout.units, effects, strict=True)
+        if each.leaves_shard
     )
     transient = (
         whole + max(segment.evaluation_bytes.at(micro_batch_size), cast)
@@ -64,7 +65,9 @@ def saving_peak(step: Step, modes: Sequence[ShardingMode], *, is_sharded: bool, 
     # state dicts gather units in the dtype at rest
     gathered = [size.shard * number if number > 1 else 0.0 for size, number in zip(layout.units, shards, strict=True)]
     left = sum(
-        num_bytes for unit, mode, num_bytes in zip(units, modes, gathered, strict=True) if unit.is_root or mode.resident
+        num_bytes
+        for unit, mode, num_bytes in zip(units, modes, gathered, strict=True)
+        if unit.is_root or effects_of(mode).is_kept
     )
     one = max((num_bytes + size.shard for num_bytes, size in zip(gathered, layout.units, strict=True)), default=0.0)
     return _between_steps(step, layout) + left + one + states

@@ -27,7 +27,7 @@ from functools import lru_cache
 from lightning_osdp.core.profile import Rerun
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.engine import FSDP2, MOST_SIMULATED, Event, Moment, leaving_order
+from lightning_osdp.engine import FREED, FSDP2, MOST_SIMULATED, Event, Moment, leaving_order
 
 
 def largest_moments(step: Step, engine: FSDP2) -> tuple[dict[int, Moment], Moment]:
@@ -75,8 +75,7 @@ def _events(
     """Of micro-batches in which every unit is ZDP; they do not depend on how many samples these have."""
     return engine.micro_batches(
         units,
-        [False] * len(units),
-        [False] * len(units),
+        [FREED] * len(units),
         num_micro_batches=num_micro_batches,
         num_segments=num_segments,
         rerun=dict(rerun),

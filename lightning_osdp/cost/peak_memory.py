@@ -42,7 +42,7 @@ from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.cost.moments import largest_moments
-from lightning_osdp.engine import DEFAULT, FSDP2, Moment, in_flight_bytes, leaving_order
+from lightning_osdp.engine import DEFAULT, FSDP2, Effects, Moment, effects_of, in_flight_bytes, leaving_order
 
 ROUNDING_BYTES = 1e-3
 """What the rounding of sums may add to a peak, which is else rounded up to whole bytes."""
@@ -123,14 +123,18 @@ class StepMemory:
         return found
 
     def _holds(self, place: int, mode: ShardingMode) -> Held:
-        gathered = self.gathered_bytes[place] if mode.resident else 0.0
-        saved = self.saved_bytes[place].get(mode.activations, 0.0)
-        if mode.leaves_shard:
-            saved += self.gathered_bytes[place] / self.node_size
-        states = self.more_states_bytes(self.order[place], mode)
-        if mode.sync == "last":
-            return Held(saved, states + gathered + self.whole_bytes[place])
-        return Held(gathered + saved, states)
+        effects, saved = effects_of(mode), self.saved_bytes[place].get(mode.activations, 0.0)
+        left = self._left_bytes(place, effects)
+        always = self.more_states_bytes(self.order[place], mode) + (left if effects.stays else 0.0)
+        if effects.holds_whole_gradients:
+            always += self.whole_bytes[place]
+        return Held(saved if effects.stays else saved + left, always)
+
+    def _left_bytes(self, place: int, effects: Effects) -> float:
+        """Bytes that forward leaves of a unit beyond what is there between steps."""
+        if effects.left_over == effects.sharded_over:
+            return 0.0
+        return self.gathered_bytes[place] / (1 if effects.is_kept else self.node_size)
 
     def held_at(self, num_freed: int, unit: int, mode: ShardingMode) -> float:
         """Bytes of one unit when the first ``num_freed`` are freed."""
@@ -142,7 +146,7 @@ class StepMemory:
 
     def more_states_bytes(self, unit: int, mode: ShardingMode) -> float:
         """Bytes of a unit's shard, state and reduced gradient beyond those over all ranks."""
-        return self.states_bytes[unit] if mode.sharded_over == "node" and self.states_bytes else 0.0
+        return self.states_bytes[unit] if self.states_bytes and effects_of(mode).sharded_over != "all" else 0.0
 
     def kept_bytes(self, modes: Sequence[ShardingMode]) -> list[float]:
         """For k = 0, 1, ...: bytes that units hold with these modes, one per unit, when the first k are freed."""
@@ -170,7 +174,11 @@ class StepMemory:
         if self.update is not None and self.update.num_bytes + states >= self.moments[k].num_bytes + kept[k]:
             return PeakMemory.of(self.update, besides=replicated)
         chosen = [modes[unit] for unit in self.order]
-        whole = sum(num_bytes for mode, num_bytes in zip(chosen, self.whole_bytes, strict=True) if mode.sync == "last")
+        whole = sum(
+            num_bytes
+            for mode, num_bytes in zip(chosen, self.whole_bytes, strict=True)
+            if effects_of(mode).holds_whole_gradients
+        )
         saved = sum(
             of_choice.get(mode.activations, 0.0)
             for mode, of_choice in zip(chosen[:k], self.saved_bytes[:k], strict=True)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from lightning_osdp.core.blocks import RERUN
-from lightning_osdp.core.cluster import Cluster
+from lightning_osdp.core.cluster import UNIT_PARTS, Cluster
 from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.profile import BlockProfile, ModelProfile
 from lightning_osdp.core.step import Workload
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.engine import DEFAULT, FSDP2
+from lightning_osdp.engine import COLLECTIVES, DEFAULT, FSDP2, OVERHEAD, Collective, effects_of
 
 
 def communication_s(
@@ -34,57 +34,46 @@ def communication_s(
     References:
         OSDP (Jiang et al. 2022), equation 2.
     """
-    num_micro_batches = workload.num_micro_batches
-    num_gathers = engine.num_all_gathers(mode, unit, num_micro_batches=num_micro_batches)
-    num_reduces = engine.num_reduce_scatters(mode, num_micro_batches=num_micro_batches)
-    in_node = engine.num_gathers_in_node(mode, unit, num_micro_batches=num_micro_batches)
-    total_s = (num_gathers - in_node) * gather_s(unit, cluster, engine)
-    if in_node:
-        total_s += in_node * gather_s(unit, cluster, engine, over="node")
-    total_s += num_reduces * reduce_s(unit, cluster, engine, over=mode.sharded_over)
-    num_all_reduces = engine.num_all_reduces(mode, num_micro_batches=num_micro_batches)
-    return total_s + (num_all_reduces * all_reduce_s(unit, cluster, engine) if num_all_reduces else 0.0)
+    seconds = collectives_s(unit, mode, cluster=cluster, workload=workload, engine=engine)
+    return sum(seconds.values())
+
+
+def collectives_s(
+    unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
+) -> Mapping[Collective, float]:
+    """The same by collective, in the order of `COLLECTIVES`."""
+    counts = effects_of(mode).counts(unit, num_micro_batches=workload.num_micro_batches)
+    numbers: dict[Collective, int] = {}
+    for kind, collective in COLLECTIVES.items():
+        if counts[kind]:
+            numbers[collective] = numbers.get(collective, 0) + counts[kind]
+    return {each: number * collective_s(unit, each, cluster, engine) for each, number in numbers.items()}
 
 
 def resource_s(
     unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
 ) -> tuple[float, ...]:
-    """Seconds of an optimizer step that a unit takes of each resource, its operators' own apart.
-
-    These are computing, all-gathers over all ranks, reductions that leave the node, and collectives inside of nodes.
-    """
-    number = workload.num_micro_batches
-    in_node = engine.num_gathers_in_node(mode, unit, num_micro_batches=number)
-    over_all = engine.num_all_gathers(mode, unit, num_micro_batches=number) - in_node
-    reduces = engine.num_reduce_scatters(mode, num_micro_batches=number)
-    reduces_s = reduces * reduce_s(unit, cluster, engine, over=mode.sharded_over)
-    in_node_s = in_node * gather_s(unit, cluster, engine, over="node") if in_node else 0.0
-    if mode.sharded_over == "node":
-        between_s = engine.num_all_reduces(mode, num_micro_batches=number) * all_reduce_s(unit, cluster, engine)
-        reduces_s, in_node_s = between_s, in_node_s + reduces_s
+    """Seconds of an optimizer step that a unit takes of computing, its operators' own apart, and of each collective."""
+    seconds = collectives_s(unit, mode, cluster=cluster, workload=workload, engine=engine)
     own_s = sum(
         term(unit, mode, cluster=cluster, workload=workload, engine=engine) for term in (overhead_s, activations_s)
     )
-    return own_s, over_all * gather_s(unit, cluster, engine), reduces_s, in_node_s
+    return own_s, *(seconds.get(each, 0.0) for each in dict.fromkeys(COLLECTIVES.values()))
 
 
-def gather_s(unit: UnitProfile, cluster: Cluster, engine: FSDP2 = DEFAULT, *, over: str = "all") -> float:
-    """Seconds of one all-gather of a unit over all ranks, or inside of each ``node``.
+def collective_s(unit: UnitProfile, collective: Collective, cluster: Cluster, engine: FSDP2 = DEFAULT) -> float:
+    """Seconds of one of a unit's collectives.
 
-    There it has a little less padding where the unit is sharded in the node; that is left out.
+    An all-gather inside of nodes has a little less padding where the unit is sharded in the node; that is left out. An
+    all-reduce is of what a reduce-scatter inside of nodes leaves a rank.
     """
-    num_bytes = engine.all_gather_bytes(unit, cluster.world_size)
-    return cluster.all_gather_s(num_bytes, over=over) if num_bytes else 0.0
-
-
-def reduce_s(unit: UnitProfile, cluster: Cluster, engine: FSDP2 = DEFAULT, *, over: str = "all") -> float:
-    """Seconds of one reduce-scatter of its gradients, likewise."""
-    num_bytes = engine.reduce_scatter_bytes(unit, cluster.num_ranks(over))
-    return cluster.reduce_scatter_s(num_bytes, over=over) if num_bytes else 0.0
-
-
-def all_reduce_s(unit: UnitProfile, cluster: Cluster, engine: FSDP2 = DEFAULT) -> float:
-    """Seconds of the all-reduce between nodes of what a reduce-scatter inside of them leaves a rank."""
+    operation, over, _ = collective
+    if operation == "all_gather":
+        num_bytes = engine.all_gather_bytes(unit, cluster.world_size)
+        return cluster.all_gather_s(num_bytes, over=over) if num_bytes else 0.0
+    if operation == "reduce_scatter":
+        num_bytes = engine.reduce_scatter_bytes(unit, cluster.num_ranks(over))
+        return cluster.reduce_scatter_s(num_bytes, over=over) if num_bytes else 0.0
     num_shards = cluster.num_ranks("node")
     num_bytes = engine.reduce_scatter_bytes(unit, num_shards) / num_shards
     return cluster.all_reduce_between_s(num_bytes) if num_bytes else 0.0
@@ -112,10 +101,8 @@ def optimizer_s(profile: ModelProfile, cluster: Cluster) -> float:
 
 def more_optimizer_s(profile: ModelProfile, cluster: Cluster, unit: UnitProfile, mode: ShardingMode) -> float:
     """Seconds that the optimizer step takes beyond `optimizer_s` where a unit is sharded over fewer ranks."""
-    if mode.sharded_over == "all":
-        return 0.0
     trainable = sum(operator.num_trainable for operator in unit.operators)
-    of_rank = trainable / cluster.num_ranks(mode.sharded_over) - trainable / cluster.world_size
+    of_rank = trainable / cluster.num_ranks(effects_of(mode).sharded_over) - trainable / cluster.world_size
     return profile.optimizer.s_per_element * of_rank
 
 
@@ -130,15 +117,12 @@ def overhead_s(
 
     The paper has no such term. [Empirical, measured by `profiler.measure_unit_overhead` in every run.]
     """
-    num_micro_batches = workload.num_micro_batches
-    num_reduces = engine.num_reduce_scatters(mode, num_micro_batches=num_micro_batches)
-    counts = {
-        "gather": engine.num_all_gathers(mode, unit, num_micro_batches=num_micro_batches),
-        "flatten": num_micro_batches,
-        "reduce": num_reduces,
-        "accumulate": num_micro_batches - num_reduces,
-    }
-    return sum(count * overhead_part_s(unit, part, cluster) for part, count in counts.items())
+    del engine
+    counts = effects_of(mode).counts(unit, num_micro_batches=workload.num_micro_batches)
+    numbers = dict.fromkeys(UNIT_PARTS, 0) | {"flatten": workload.num_micro_batches}
+    for kind, part in OVERHEAD.items():
+        numbers[part] += counts[kind]
+    return sum(number * overhead_part_s(unit, part, cluster) for part, number in numbers.items())
 
 
 def overhead_part_s(unit: UnitProfile, part: str, cluster: Cluster) -> float:

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 from lightning_osdp.engine.change import FLIPS, check_change
+from lightning_osdp.engine.effects import FREED, KEPT, Effects, effects_in, effects_of, num_all_gathers
+from lightning_osdp.engine.events import COLLECTIVES, GATHERS, OVERHEAD, Collective, Event
 from lightning_osdp.engine.fsdp2 import AUTO, DEFAULT, FSDP2, engine_of, num_shards
 from lightning_osdp.engine.live_parts import BLOCKS_IN_FLIGHT, Moment, in_flight_bytes
-from lightning_osdp.engine.schedule import MOST_SIMULATED, Event, leaving_order
+from lightning_osdp.engine.schedule import MOST_SIMULATED, leaving_order
 
 __all__ = [
     "AUTO",
     "BLOCKS_IN_FLIGHT",
+    "COLLECTIVES",
     "DEFAULT",
     "FLIPS",
+    "FREED",
     "FSDP2",
+    "GATHERS",
+    "KEPT",
     "MOST_SIMULATED",
+    "OVERHEAD",
+    "Collective",
+    "Effects",
     "Event",
     "Moment",
     "check_change",
+    "effects_in",
+    "effects_of",
     "engine_of",
     "in_flight_bytes",
     "leaving_order",
+    "num_all_gathers",
     "num_shards",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -13,9 +13,11 @@ from lightning_osdp.core.plans.plan import PREFETCH_CHOICES, Plan
 from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
+from lightning_osdp.engine.effects import Effects, effects_in, effects_of
+from lightning_osdp.engine.events import Event
 from lightning_osdp.engine.layout import Layout, gathered_bytes, layout, sent_bytes
 from lightning_osdp.engine.live_parts import LiveParts, Observer
-from lightning_osdp.engine.schedule import MOST_SIMULATED, Event, Host
+from lightning_osdp.engine.schedule import MOST_SIMULATED, Host
 from lightning_osdp.errors import ConfigurationError
 
 Auto = Literal["auto"]
@@ -99,47 +101,6 @@ class FSDP2:
         """
         return len(unit.calls) == 1
 
-    def num_all_gathers(
-        self, mode: ShardingMode, unit: UnitProfile | None = None, *, num_micro_batches: int = 1
-    ) -> int:
-        """All-gathers per optimizer step of a unit in this mode.
-
-        One at each call in forward, and one for each that backward comes to: less those that find the unit there. A
-        unit that is kept is there at all calls in forward, and at the first that backward comes to. Where no unit is
-        given, it is one that forward calls once.
-        """
-        num_calls = 1 if unit is None else len(unit.calls)
-        num_reached = 1 if unit is None else sum(last >= unit.trained_from for _, last in unit.calls)
-        if not mode.resident:
-            return num_micro_batches * (num_calls + num_reached)
-        return (1 if mode.sync == "last" else num_micro_batches) * max(1, num_reached)
-
-    def num_gathers_in_node(
-        self, mode: ShardingMode, unit: UnitProfile | None = None, *, num_micro_batches: int = 1
-    ) -> int:
-        """How many of `num_all_gathers` are inside of nodes.
-
-        All where the unit is sharded there. Where forward has left a shard there, those that follow after; in backward
-        it is freed for good: of a unit that is called twice, the second all-gather is over all ranks.
-        """
-        if mode.sharded_over == "node":
-            return self.num_all_gathers(mode, unit, num_micro_batches=num_micro_batches)
-        if not mode.leaves_shard:
-            return 0
-        kept = replace(mode, resident=True, sync="every")
-        every, first = (self.num_all_gathers(each, unit, num_micro_batches=num_micro_batches) for each in (mode, kept))
-        return every - first
-
-    def num_reduce_scatters(self, mode: ShardingMode, *, num_micro_batches: int = 1) -> int:
-        """Reduce-scatters per optimizer step of a unit in this mode."""
-        return 1 if mode.sync == "last" else num_micro_batches
-
-    def num_all_reduces(self, mode: ShardingMode, *, num_micro_batches: int = 1) -> int:
-        """All-reduces between nodes per optimizer step of a unit in this mode."""
-        if mode.sharded_over == "all":
-            return 0
-        return num_micro_batches if mode.sync == "every" else 1
-
     def all_gather_bytes(self, unit: UnitProfile, num_shards: int) -> float:
         """Bytes of the whole tensor that an all-gather of the unit, sharded over so many ranks, makes."""
         return gathered_bytes(unit, num_shards)
@@ -197,24 +158,24 @@ class FSDP2:
         )
 
     def micro_batches(
-        self,
-        units: Sequence[UnitProfile],
-        is_kept: Sequence[bool],
-        accumulates: Sequence[bool],
-        *,
-        num_micro_batches: int = 1,
-        **of_host: Any,
+        self, units: Sequence[UnitProfile], effects: Sequence[Effects], *, num_micro_batches: int = 1, **of_host: Any
     ) -> list[list[Event]]:
         """Events of forward, loss and backward in the first, a steady and the last micro-batch, as many as there are.
 
         Arguments are those of `Host`, but for settings of prefetching.
         """
+        hosts = self.hosts(units, effects, num_micro_batches=num_micro_batches, **of_host)
+        return [host.events for host in hosts]
+
+    def hosts(
+        self, units: Sequence[UnitProfile], effects: Sequence[Effects], *, num_micro_batches: int = 1, **of_host: Any
+    ) -> Iterator[Host]:
+        """The host after each of these micro-batches, with the events of that one."""
         if AUTO in {self.backward_prefetch, self.forward_prefetch}:
             raise ValueError("A prefetch that is 'auto' runs nothing: ask for alternatives().")
         host = Host(
             units=units,
-            is_kept=is_kept,
-            accumulates=accumulates,
+            effects=effects,
             backward_prefetch=self.backward_prefetch,
             forward_prefetch=self.forward_prefetch is True,
             late_forward=self.late_forward,
@@ -222,23 +183,18 @@ class FSDP2:
             **of_host,
         )
         num_simulated = min(MOST_SIMULATED, num_micro_batches)
-        return [
-            host.micro_batch(is_first=index == 0, is_last=index == num_simulated - 1) for index in range(num_simulated)
-        ]
+        for index in range(num_simulated):
+            host.micro_batch(is_first=index == 0, is_last=index == num_simulated - 1)
+            yield host
 
     def events_of(self, step: Step, modes: Sequence[ShardingMode]) -> list[list[Event]]:
         """Events of the micro-batches that are simulated, with these modes, one per unit."""
-        world_size = step.cluster.world_size
         return self.micro_batches(
             step.units,
-            [mode.resident for mode in modes],
-            [mode.sync == "last" and world_size > 1 for mode in modes],
+            effects_in(step, modes),
             num_micro_batches=step.workload.num_micro_batches,
             num_segments=len(step.profile.segments),
             rerun=step.profile.rerun,
-            leaves_shard={unit for unit, mode in enumerate(modes) if mode.leaves_shard},
-            in_node={unit for unit, mode in enumerate(modes) if mode.sharded_over == "node"},
-            all_reduced_last={unit for unit, mode in enumerate(modes) if mode.sync == "node"},
         )
 
 
@@ -246,7 +202,7 @@ def num_shards(step: Step, modes: Sequence[ShardingMode] = ()) -> tuple[int, ...
     """The number of ranks that each unit of a step is sharded over in these modes; without any, all ranks."""
     if not modes:
         return (step.cluster.world_size,) * len(step.units)
-    return tuple(step.cluster.num_ranks(mode.sharded_over) for mode in modes)
+    return tuple(step.cluster.num_ranks(effects_of(mode).sharded_over) for mode in modes)
 
 
 DEFAULT = FSDP2()

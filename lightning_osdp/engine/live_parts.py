@@ -41,8 +41,8 @@ from typing import get_args
 
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.step import Step
+from lightning_osdp.engine.events import Event, Kind
 from lightning_osdp.engine.layout import Layout, retaining_bytes
-from lightning_osdp.engine.schedule import Event, Kind
 
 
 @dataclass(frozen=True, kw_only=True)

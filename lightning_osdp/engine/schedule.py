@@ -38,53 +38,14 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
 
 from lightning_osdp.core.profile import Rerun
 from lightning_osdp.core.units import UnitProfile
-
-Kind = Literal[
-    "gather",
-    "await",
-    "linger",
-    "forward",
-    "free",
-    "retain",
-    "gather_in_node",
-    "zero",
-    "rerun",
-    "backward",
-    "flatten",
-    "accumulate",
-    "reduce",
-    "reduce_in_node",
-    "all_reduce",
-    "scatter_in_node",
-    "release",
-]
-"""``gather``: an all-gather is issued. ``await``: what follows needs the gathered unit. ``linger``: what awaited it was
-a forward that is run again. ``retain``: forward leaves a shard of a unit in each node, then frees it.
-``gather_in_node``: an all-gather is issued in each node, from these or of a unit that is sharded there. ``zero``:
-Lightning drops the gradients of the step before, between the first forward and its backward. ``rerun``: forward again,
-in backward. ``flatten``: a unit's gradients are complete, before it is freed. ``reduce``: they are reduced and
-scattered; ``reduce_in_node``: so they are in each node, and then each rank's are reduced between nodes,
-``all_reduce``; ``scatter_in_node``: the same without that, which the last micro-batch does for all. ``accumulate``:
-they are left whole for the next micro-batch. ``release``: what a segment had saved is gone."""
+from lightning_osdp.engine.effects import Effects
+from lightning_osdp.engine.events import GATHER_OVER, Event, Kind, event
 
 MOST_SIMULATED = 3
 """Micro-batches that are simulated one by one: first, steady, last. Further ones are like the steady one."""
-
-
-class Event(NamedTuple):
-    """One thing that the host has done."""
-
-    kind: Kind
-    of: int
-    """The segment that is run (``forward``, ``rerun``, ``backward``, ``release``), else the unit."""
-
-
-_event = lru_cache(maxsize=2**16)(Event)
-"""One object for each event: a search goes through the same ones again and again."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -93,20 +54,12 @@ class Host:
 
     units: Sequence[UnitProfile]
     """Root first, if any, then in forward order."""
-    is_kept: Sequence[bool]
-    """Whether a unit stays gathered from its first call in forward to the end of its backward."""
-    accumulates: Sequence[bool]
-    """Whether only the last micro-batch reduces a unit's gradients."""
+    effects: Sequence[Effects]
+    """Of each unit's treatment."""
     num_segments: int
     """Of the model, the loss included."""
     rerun: Mapping[str, Rerun]
     """Blocks that recompute."""
-    leaves_shard: Collection[int] = ()
-    """Units of which forward leaves a shard in each node."""
-    in_node: Collection[int] = ()
-    """Units that are sharded over the ranks of a node."""
-    all_reduced_last: Collection[int] = ()
-    """Of these, units that the last micro-batch alone reduces between nodes."""
     merges_calls: bool = False
     """Whether a unit that forward calls again is taken as gathered from its first call to its last."""
     backward_prefetch: str
@@ -179,6 +132,9 @@ class Host:
         """Events of forward, loss and backward in one more micro-batch."""
         self.is_first, self.is_last = is_first, is_last
         self.events: list[Event] = []
+        self.turns: list[int] = []
+        """Of each event, the turn of the host in which it was issued. Turns are the same whatever the effects."""
+        self.turn = 0
         self.called: set[int] = set()  # by forward
         self.reached: set[int] = set()  # by backward: none of them is prefetched again
         self.forward()
@@ -187,13 +143,16 @@ class Host:
 
     def note(self, kind: Kind, of: int) -> None:
         """One more event."""
-        self.events.append(_event(kind, of))
+        self.events.append(event(kind, of))
+        self.turns.append(self.turn)
 
     def gather(self, unit: int) -> None:
         """Unless it is there."""
+        self.turn += 1
         if unit not in self.gathered:
             self.gathered.add(unit)
-            self.note("gather_in_node" if unit in self.retained or unit in self.in_node else "gather", unit)
+            effects = self.effects[unit]
+            self.note(GATHER_OVER[effects.left_over if unit in self.retained else effects.sharded_over], unit)
 
     def need(self, unit: int) -> None:
         """What follows computes with it."""
@@ -207,11 +166,19 @@ class Host:
         self.note("free", unit)
 
     def free_in_forward(self, unit: int) -> None:
-        """The same, or a shard in each node besides."""
-        if unit in self.leaves_shard:
+        """The same, or a larger shard besides; or nothing, where it is kept."""
+        self.turn += 1
+        if self.effects[unit].is_kept or unit not in self.gathered:
+            return
+        if self.effects[unit].leaves_shard:
             self.retained.add(unit)
             self.note("retain", unit)
         self.free(unit)
+
+    def run(self, kind: Kind, of: int) -> None:
+        """An event that comes whatever the effects."""
+        self.turn += 1
+        self.note(kind, of)
 
     def forward(self) -> None:
         """All of it, the loss included."""
@@ -219,18 +186,17 @@ class Host:
             self.need(unit)
         for segment in range(self.num_segments):
             for unit in sorted(self.starts[segment]):
-                if unit in self.called and unit in self.gathered and not self.is_kept[unit]:
+                if unit in self.called:
                     self.free_in_forward(unit)  # a module may be called twice in one segment
                 self.called.add(unit)
                 self.need(unit)
             for unit in self.ahead[segment]:
                 self.gather(unit)
-            self.note("forward", segment)
+            self.run("forward", segment)
             for unit in sorted(set(self.leaves[segment]), key=self.place.__getitem__):
-                if not self.is_kept[unit]:
-                    self.free_in_forward(unit)
+                self.free_in_forward(unit)
         if self.is_first:
-            self.note("zero", 0)
+            self.run("zero", 0)
 
     def backward(self) -> None:
         """All of it."""
@@ -239,13 +205,13 @@ class Host:
         for segment in range(self.num_segments - 1, -1, -1):
             if segment >= self.trained_from:
                 self.come_to(segment)
-            self.note("backward", segment)
+            self.run("backward", segment)
             for unit, is_through in self.returns[segment]:
                 if is_through:
                     self.reduce(unit)
                 elif not self.merges_calls:
                     self.leave(unit)
-            self.note("release", segment)
+            self.run("release", segment)
         for unit in (*self.root, *self.at_the_end):
             self.reduce(unit)
 
@@ -292,27 +258,22 @@ class Host:
                 self.note("linger", unit)
             for unit in inside.intersection(self.ahead[segment]):
                 self.gather(unit)
-            self.note("rerun", segment)
+            self.run("rerun", segment)
 
     def leave(self, unit: int) -> None:
         """Backward is through with a call of it."""
-        if not (self.accumulates[unit] and self.is_kept[unit] and not self.is_last):
+        self.turn += 1
+        if self.is_last or not self.effects[unit].stays:
             self.free(unit)
             self.retained.discard(unit)
 
     def reduce(self, unit: int) -> None:
         """Backward is through with it."""
-        self.note("flatten", unit)
+        self.run("flatten", unit)
         self.leave(unit)
-        if self.accumulates[unit] and not self.is_last:
-            self.note("accumulate", unit)
-        elif unit in self.all_reduced_last and not self.is_last:
-            self.note("scatter_in_node", unit)
-        elif unit in self.in_node:
-            self.note("reduce_in_node", unit)
-            self.note("all_reduce", unit)
-        else:
-            self.note("reduce", unit)
+        self.turn += 1
+        for kind in self.effects[unit].reductions[self.is_last]:
+            self.note(kind, unit)
 
 
 def leaving_order(units: Sequence[UnitProfile]) -> tuple[int, ...]:

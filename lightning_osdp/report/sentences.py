@@ -15,7 +15,7 @@ from lightning_osdp.core.plans.plan import Block, Plan, Unit
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds, three_digits
 from lightning_osdp.core.text.folding import fold_names
-from lightning_osdp.engine import engine_of
+from lightning_osdp.engine import COLLECTIVES, Collective, effects_of
 
 MOST_PATTERNS = 8
 """Folded names that one row spells out."""
@@ -271,25 +271,26 @@ def wire_bytes(plan: Plan) -> float:
     Frozen units, which reduce nothing, modules that forward calls more than once, and units inside of blocks that are
     run again are counted as any other.
     """
-    engine, number, sent = engine_of(plan), plan.num_micro_batches, 0.0
+    sent = 0.0
     for unit in plan.units:
         modes = unit.sharding_modes
         if not unit.name:  # the root is never freed
             modes = (freed_and_kept(modes[0])[1],)
-        gathers = sum(engine.num_all_gathers(mode, num_micro_batches=number) for mode in modes) / len(modes)
-        in_nodes = sum(engine.num_gathers_in_node(mode, num_micro_batches=number) for mode in modes) / len(modes)
-        reduces = engine.num_reduce_scatters(modes[0], num_micro_batches=number)
-        node_size = plan.node_size or plan.world_size
-        over_all = gathers - in_nodes
-        if modes[0].sharded_over == "node":
-            in_nodes += reduces
-            num_all_reduces = engine.num_all_reduces(modes[0], num_micro_batches=number)
-            sent += num_all_reduces * unit.parameter_bytes / node_size * 2 * (1 - node_size / plan.world_size)
-        else:
-            over_all += reduces
-        sent += over_all * unit.parameter_bytes * (plan.world_size - 1) / plan.world_size
-        sent += in_nodes * unit.parameter_bytes * (node_size - 1) / node_size
+        for mode in modes:
+            for kind, number in effects_of(mode).counts(num_micro_batches=plan.num_micro_batches).items():
+                sent += number * _sent_share(COLLECTIVES.get(kind), plan) * unit.parameter_bytes / len(modes)
     return sent
+
+
+def _sent_share(collective: Collective | None, plan: Plan) -> float:
+    """Of a unit's bytes, the fraction that a rank sends in a collective."""
+    ranks, node_size = plan.world_size, plan.node_size or plan.world_size
+    if collective is None:
+        return 0.0
+    if collective.operation == "all_reduce":
+        return 2 * (1 - node_size / ranks) / node_size
+    number = {"all": ranks, "node": node_size}[collective.over]
+    return (number - 1) / number
 
 
 def whole_gradient_bytes(plan: Plan) -> int:

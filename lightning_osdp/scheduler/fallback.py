@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from lightning_osdp.core.modes import freed_and_kept
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
-from lightning_osdp.engine import engine_of
+from lightning_osdp.engine import effects_of, num_all_gathers
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,10 @@ def _gathered_once_s(unit: Unit, plan: Plan) -> float:
     """Of what keeping the unit saves, what comes of gathering it once a step, not once in each micro-batch."""
     if unit.sync != "last":
         return 0.0
-    engine, number = engine_of(plan), plan.num_micro_batches
     freed, kept = freed_and_kept(unit.sharding_modes[0])
     if_freed, if_kept, if_kept_throughout = (
-        engine.num_all_gathers(mode, num_micro_batches=number) for mode in (freed, kept, replace(kept, sync="last"))
+        num_all_gathers(effects_of(mode).counts(num_micro_batches=plan.num_micro_batches))
+        for mode in (freed, kept, replace(kept, sync="last"))
     )
     return unit.keep_saves_s * (if_kept - if_kept_throughout) / (if_freed - if_kept_throughout)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from lightning_osdp.core.modes import ShardingMode
@@ -11,19 +11,21 @@ from lightning_osdp.core.profile import Rerun
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.cost import block_s, copied_s, more_optimizer_s, optimizer_s
-from lightning_osdp.engine import DEFAULT, FSDP2, MOST_SIMULATED, Event
-from lightning_osdp.engine.schedule import Kind
+from lightning_osdp.engine import DEFAULT, FREED, FSDP2, KEPT, MOST_SIMULATED, Effects, Event, effects_in
 from lightning_osdp.simulation.step import durations_of, timeline_of
 from lightning_osdp.simulation.timeline import Durations
 
 _TIMELESS = frozenset({"zero", "rerun", "linger", "free", "release", "retain"})
 """Kinds of events that take no time, and that nothing waits for."""
 
-_IN_NODE: Mapping[str, tuple[Kind, ...]] = {"gather": ("gather_in_node",), "reduce": ("reduce_in_node", "all_reduce")}
-"""Kind of a collective over all ranks -> what takes its place where a unit is in the node."""
+_SEGMENTS = ("forward", "backward")
+"""Kinds of events that run a segment."""
 
-_REDUCTIONS = frozenset({"reduce", "reduce in node", "scatter in node", "accumulate"})
-"""Classes of what is done with a unit's gradients: one of these, see `_absent`."""
+_Run = tuple[Mapping[int, tuple[Event, ...]], ...]
+"""By micro-batch, the events that take time in each turn of the host."""
+
+_Turns = list[tuple[int, tuple[tuple[Event, ...], ...]]]
+"""Of each turn of the host, the unit that it is about, -1 for a segment, and its events by number of the effects."""
 
 
 class StepTime(NamedTuple):
@@ -37,8 +39,8 @@ class StepTime(NamedTuple):
 class StepClock:
     """The time of `simulate_step` for any modes, with what no mode changes worked out once.
 
-    All blocks of the step keep what they save. A unit's events depend on its own mode alone: one that is kept does
-    without some of those of one that is freed.
+    All blocks of the step keep what they save. A unit's events depend on its own mode alone, and the host takes the
+    same turns in all modes: so those of any mix are taken from steps in which all units are treated alike.
     """
 
     def __init__(self, step: Step, engine: FSDP2 = DEFAULT) -> None:
@@ -48,41 +50,31 @@ class StepClock:
         """Where all units are sharded over all ranks; no modes take less."""
         self.durations = durations_of(step, engine)
         self.units, self.micro_batch_size = step.units, step.workload.micro_batch_size
-        self.events = _classed(
-            step.units,
-            len(step.profile.segments),
-            tuple(step.profile.rerun.items()),
-            engine,
-            has_nodes=step.cluster.has_nodes,
-        )
-        """Events of a micro-batch in which every unit is freed, each with its class: see `_absent`."""
-        self._joined, self._places = _joined(self.events, len(step.profile.segments))
-        self._joined_s = self.durations._replace(
-            forward_s=_added(self.durations.forward_s, self._places["forward"]),
-            backward_s=_added(self.durations.backward_s, self._places["backward"]),
-        )
+        self._step = step
+        self._number_of: dict[ShardingMode, int] = {}
+        self._effects: list[Effects] = []
+        """What was asked for so far, by number."""
+        self._learn({FREED})
 
     def step(self, modes: Sequence[ShardingMode]) -> StepTime:
         """One optimizer step with these modes, one per unit."""
+        if not self._number_of.keys() >= (different := set(modes)):
+            found = dict(zip(different, effects_in(self._step, [*different]), strict=True))
+            self._learn(found.values())
+            self._number_of |= {mode: self._effects.index(each) for mode, each in found.items()}
+        numbers = [*map(self._number_of.__getitem__, modes), 0]  # what belongs to no unit is the same in all
         timeline = timeline_of(self._with_activations(modes), self.cluster, self.engine)
-        num_simulated = min(MOST_SIMULATED, self.num_micro_batches)
-        different, before = set(modes), None
-        for index in range(num_simulated):
-            classes = {
-                mode: _absent(mode, is_first=index == 0, is_last=index == num_simulated - 1) for mode in different
-            }
-            absent = [classes[mode] for mode in modes]
-            if absent == before:
+        before: list[Event] = []
+        for turns in self._turns:
+            events = [event for unit, ways in turns for event in ways[numbers[unit]]]
+            if events == before:
                 timeline.repeat()
             else:
-                timeline.read_all(
-                    [event for event, kind in self._joined if kind is None or kind not in absent[event[1]]]
-                )
-            before = absent
+                timeline.read_all(events)
+            before = events
         update_s = self.optimizer_s + sum(
             more_optimizer_s(self.profile, self.cluster, unit, mode)
             for unit, mode in zip(self.units, modes, strict=True)
-            if mode.sharded_over != "all"
         )
         return StepTime(timeline.total_s(self.num_micro_batches) + update_s, timeline.stalls_s)
 
@@ -98,103 +90,88 @@ class StepClock:
             backward_s[self._places["backward"][unit.last]] += block_s(*around) - of_forward_s
         return self._joined_s._replace(forward_s=forward_s, backward_s=backward_s)
 
+    def _learn(self, effects: Iterable[Effects]) -> None:
+        """Goes through a step in which all units are treated with each of these."""
+        self._effects = [*dict.fromkeys([*self._effects, *effects])]
+        runs = [self._run(each) for each in self._effects]
+        merged = [_merged(alike) for alike in zip(*runs, strict=True)]
+        made = [_joined(turns, len(self.profile.segments)) for turns in merged]
+        self._turns, self._places = [turns for turns, _ in made], made[0][1]
+        self._joined_s = self.durations._replace(
+            forward_s=_added(self.durations.forward_s, self._places["forward"]),
+            backward_s=_added(self.durations.backward_s, self._places["backward"]),
+        )
 
-@cache
-def _absent(mode: ShardingMode, *, is_first: bool, is_last: bool) -> frozenset[str]:
-    """Classes of events that a unit in this mode does without in such a micro-batch.
+    def _run(self, effects: Effects) -> _Run:
+        return _run(
+            self.units,
+            len(self.profile.segments),
+            tuple(self.profile.rerun.items()),
+            self.engine,
+            effects,
+            num_micro_batches=min(MOST_SIMULATED, self.num_micro_batches),
+        )
 
-    ``freed``: those of a unit that is freed in forward, alone, and ``again`` its gathers; ``gather``, ``reduce`` and,
-    in its place, ``accumulate``: those of all units; ``gather between``: gathers between two calls in backward. Gathers
-    and reductions come twice: over all ranks, and ``in node``; ``scatter in node`` are those without an all-reduce
-    between nodes.
-    """
-    classes = {"freed", "again", "again in node"} if mode.resident else set()
-    classes.add("again" if mode.regathers_over == "node" else "again in node")
-    elsewhere = "" if mode.sharded_over == "node" else " in node"
-    classes |= {f"{each}{elsewhere}" for each in ("gather", "gather between")}
-    waits = mode.sync == "last" and not is_last
-    if waits:
-        reduces = "accumulate"
-    elif mode.sharded_over == "all":
-        reduces = "reduce"
-    else:
-        reduces = "reduce in node" if mode.sync != "node" or is_last else "scatter in node"
-    classes |= _REDUCTIONS - {reduces}
-    if waits and mode.resident:
-        classes |= {"gather between", "gather between in node"}
-    if mode.sync == "last" and mode.resident and not is_first:
-        classes |= {"gather", "gather in node"}
-    return frozenset(classes)
+    @cached_property
+    def freed_events(self) -> list[tuple[Event, bool]]:
+        """Events of the first micro-batch in which every unit is freed; whether a unit that is kept does without."""
+        freed, kept = (self._run(effects)[0] for effects in (FREED, KEPT))
+        return [(event, event not in kept.get(turn, ())) for turn, events in freed.items() for event in events]
 
 
-@lru_cache(maxsize=128)
-def _classed(
+@lru_cache(maxsize=512)
+def _run(
     units: tuple[UnitProfile, ...],
     num_segments: int,
     rerun: tuple[tuple[str, Rerun], ...],
     engine: FSDP2,
+    effects: Effects,
     *,
-    has_nodes: bool,
-) -> tuple[tuple[Event, str | None], ...]:
-    """Events of freed units; those of kept ones are some of these, in the same order.
+    num_micro_batches: int,
+) -> _Run:
+    """A step in which all units are treated alike."""
+    found: list[Mapping[int, tuple[Event, ...]]] = []
+    for host in engine.hosts(
+        units,
+        [effects] * len(units),
+        num_micro_batches=num_micro_batches,
+        num_segments=num_segments,
+        rerun=dict(rerun),
+    ):
+        by_turn: dict[int, tuple[Event, ...]] = {}
+        for turn, event in zip(host.turns, host.events, strict=True):
+            if event.kind not in _TIMELESS:
+                by_turn[turn] = (*by_turn.get(turn, ()), event)
+        found.append(by_turn)
+    return tuple(found)
 
-    Each ``reduce`` is followed by the ``accumulate`` that may take its place; and where there are nodes, each gather
-    and reduction by what takes its place inside of them.
+
+def _merged(runs: Sequence[Mapping[int, tuple[Event, ...]]]) -> _Turns:
+    """Turns of the same micro-batch under several effects."""
+    turns: _Turns = []
+    for turn in sorted(set[int]().union(*runs)):
+        ways = tuple(run.get(turn, ()) for run in runs)
+        event = next(way[0] for way in ways if way)
+        turns.append((-1 if event.kind in _SEGMENTS else event.of, ways))
+    return turns
+
+
+def _joined(turns: _Turns, num_segments: int) -> tuple[_Turns, Mapping[str, Sequence[int]]]:
+    """Turns in which segments that are run one after the other are one, and the segment that each is then part of.
+
+    Nothing can begin between them: of a unit that is a whole block, most turns are such segments.
     """
-    (freed,), (kept,) = (
-        engine.micro_batches(
-            units,
-            [is_kept] * len(units),
-            [False] * len(units),
-            num_segments=num_segments,
-            rerun=dict(rerun),
-        )
-        for is_kept in (False, True)
-    )
-    left = (event for event in kept if event.kind not in _TIMELESS)
-    expected = next(left, None)
-    classed: list[tuple[Event, str | None]] = []
-    is_in_backward, flattened = False, set[int]()
-    for event in freed:
-        kind, of = event
-        if kind in _TIMELESS:
-            continue
-        if event != expected:
-            own: str | None = "again" if kind == "gather" else "freed"
-        elif kind == "gather" and is_in_backward and of not in flattened:
-            own = "gather between"
+    places = {kind: [*range(num_segments)] for kind in _SEGMENTS}
+    joined: _Turns = []
+    last: Event | None = None
+    """The segment with which `joined` ends, if it does."""
+    for unit, ways in turns:
+        event = ways[0][0] if unit < 0 else None
+        if event is not None and last is not None and event.kind == last.kind:
+            places[event.kind][event.of] = last.of
         else:
-            own = kind if kind in {"gather", "reduce"} else None
-        classed.append((event, own))
-        if has_nodes:
-            classed += [(Event(each, of), f"{own} in node") for each in _IN_NODE.get(kind, ())]
-        if event == expected:
-            expected = next(left, None)
-            is_in_backward = is_in_backward or event == Event("forward", num_segments - 1)
-            if kind == "flatten":
-                flattened.add(of)
-            if kind == "reduce":
-                classed.append((Event("accumulate", of), "accumulate"))
-                if has_nodes:
-                    classed.append((Event("scatter_in_node", of), "scatter in node"))
-    return tuple(classed)
-
-
-def _joined(
-    events: Sequence[tuple[Event, str | None]], num_segments: int
-) -> tuple[list[tuple[Event, str | None]], Mapping[str, Sequence[int]]]:
-    """Events in which segments that are run one after the other are one, and the segment that each is then part of.
-
-    Nothing can begin between them: of a unit that is a whole block, most events are such segments.
-    """
-    places = {kind: [*range(num_segments)] for kind in ("forward", "backward")}
-    joined: list[tuple[Event, str | None]] = []
-    for event, own in events:
-        before = joined[-1][0] if joined else None
-        if before is not None and event.kind == before.kind and event.kind in places:
-            places[event.kind][event.of] = before.of
-        else:
-            joined.append((event, own))
+            joined.append((unit, ways))
+            last = event
     return joined, places
 
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from lightning_osdp.core.cluster import Contention
-from lightning_osdp.engine import Event
-from lightning_osdp.simulation.timeline import COMMUNICATION, GATHERS, OVER, Durations, Timeline
+from lightning_osdp.engine import COLLECTIVES, Event
+from lightning_osdp.simulation.timeline import COMMUNICATION, Durations, Timeline
 
 
 @dataclass(eq=False, slots=True)
@@ -50,7 +50,7 @@ class ContendedTimeline(Timeline):
             durations, overlaps=True, asynchronous_unshard=asynchronous_unshard, keeps_intervals=keeps_intervals
         )
         self._contention = contention
-        self._queues: dict[str, deque[_Collective]] = {over: deque() for over in self.communicators_s}
+        self._queues: dict[str, deque[_Collective]] = {link: deque() for link in self.communicators_s}
         """What each communicator has been asked for and has not done when computing has come to `compute_s`."""
         self._running: list[_Collective] = []
         """What communicators work on, one each, the one that is done first in front."""
@@ -68,15 +68,15 @@ class ContendedTimeline(Timeline):
     def _communicate(self, event: Event, micro_batch: int, may_start_s: float) -> float:
         """When it is done, as far as that is known; the rest is in the queues."""
         kind, of = event
-        over = OVER[kind]
-        queue = self._queues[over]
+        operation, _, link = COLLECTIVES[kind]
+        queue = self._queues[link]
         # an all-reduce between nodes is of what the reduce-scatter issued before it has summed inside of them
-        after = self._queues["node"][-1] if kind == "all_reduce" and self._queues["node"] else None
+        after = self._queues["node"][-1] if operation == "all_reduce" and self._queues["node"] else None
         issued = _Collective(event, micro_batch, self.durations.collectives_s[kind][of], after)
-        if kind in GATHERS:
+        if operation == "all_gather":
             self._gathers[of] = issued
         if not queue and after is None:
-            issued.start_s = max(self.communicators_s[over], may_start_s)
+            issued.start_s = max(self.communicators_s[link], may_start_s)
             self._catch_up(issued)
         if issued.end_s is not None:
             return issued.end_s
@@ -158,7 +158,7 @@ class ContendedTimeline(Timeline):
         for each in self._running:
             each.left_s -= worked_s
             if each.left_s <= 0 or (is_first_done and each is first):
-                self._queues[OVER[each.event[0]]].popleft()
+                self._queues[COLLECTIVES[each.event.kind].link].popleft()
                 self._end(each, self.compute_s)
                 is_any_done = True
         if is_any_done:
@@ -166,7 +166,7 @@ class ContendedTimeline(Timeline):
 
     def _end(self, collective: _Collective, end_s: float) -> None:
         collective.end_s, collective.left_s = end_s, 0.0
-        self.communicators_s[OVER[collective.event[0]]] = end_s
+        self.communicators_s[COLLECTIVES[collective.event.kind].link] = end_s
         if self.keeps_intervals:
             assert collective.start_s is not None
             self._keep(COMMUNICATION, collective.event, collective.micro_batch, collective.start_s, end_s)

@@ -11,16 +11,14 @@ from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.step import Step
 from lightning_osdp.cost import (
     PeakMemory,
-    all_reduce_s,
+    collective_s,
     evaluation_peak,
-    gather_s,
     more_optimizer_s,
     optimizer_s,
     overhead_part_s,
-    reduce_s,
     saving_peak,
 )
-from lightning_osdp.engine import DEFAULT, FSDP2, Event, Moment
+from lightning_osdp.engine import COLLECTIVES, DEFAULT, FSDP2, OVERHEAD, Event, Moment
 from lightning_osdp.simulation.contention import ContendedTimeline
 from lightning_osdp.simulation.timeline import Durations, Interval, Timeline
 
@@ -151,25 +149,14 @@ def durations_of(step: Step, engine: FSDP2) -> Durations:
     for (_, last), num_bytes in profile.copied:
         copies_s[last] += num_bytes.at(micro_batch_size) * cluster.host_copy_s_per_byte
     segments = [*zip(profile.segments, copies_s, strict=True)]
-    collectives_s = {
-        "gather": [gather_s(unit, cluster, engine) for unit in units],
-        "reduce": [reduce_s(unit, cluster, engine) for unit in units],
-    }
-    if cluster.has_nodes:
-        collectives_s |= {
-            "gather_in_node": [gather_s(unit, cluster, engine, over="node") for unit in units],
-            "reduce_in_node": [reduce_s(unit, cluster, engine, over="node") for unit in units],
-            "all_reduce": [all_reduce_s(unit, cluster, engine) for unit in units],
-        }
-        collectives_s["scatter_in_node"] = collectives_s["reduce_in_node"]
-    overhead_s = {part: [overhead_part_s(unit, part, cluster) for unit in units] for part in UNIT_PARTS}
+    parts_s = {part: [overhead_part_s(unit, part, cluster) for unit in units] for part in UNIT_PARTS}
+    offered = [each for each in dict.fromkeys(COLLECTIVES.values()) if cluster.has_nodes or each.over == "all"]
+    seconds = {each: [collective_s(unit, each, cluster, engine) for unit in units] for each in offered}
     return Durations(
         forward_s=[segment.forward_s.at(micro_batch_size) + s for segment, s in segments],
         backward_s=[segment.backward_s.at(micro_batch_size) + s for segment, s in segments],
-        collectives_s=collectives_s,
-        overhead_s=overhead_s
-        | {f"{part}_in_node": overhead_s[part] for part in ("gather", "reduce")}
-        | {"scatter_in_node": overhead_s["reduce"]},
+        collectives_s={kind: seconds[each] for kind, each in COLLECTIVES.items() if each in seconds},
+        overhead_s={kind: parts_s[part] for kind, part in OVERHEAD.items()},
     )
 
 

@@ -21,19 +21,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from lightning_osdp.engine import Event
+from lightning_osdp.engine import COLLECTIVES, Event
 
-OVER = {
-    "gather": "all",
-    "reduce": "all",
-    "all_reduce": "all",
-    "gather_in_node": "node",
-    "reduce_in_node": "node",
-    "scatter_in_node": "node",
-}
-"""Kind of a collective -> on whose links it is: those of ``all`` ranks, or of a ``node``."""
-
-GATHERS = frozenset({"gather", "gather_in_node"})
 COMPUTE, COMMUNICATION = "compute", "communication"
 
 
@@ -67,7 +56,7 @@ class Timeline:
     ) -> None:
         self.durations, self.overlaps, self.asynchronous_unshard = durations, overlaps, asynchronous_unshard
         self.compute_s = 0.0
-        self.communicators_s = dict.fromkeys(OVER.values(), 0.0)
+        self.communicators_s = {each.link: 0.0 for each in COLLECTIVES.values()}
         self.keeps_intervals = keeps_intervals
         self.intervals: list[Interval] = []
         self.ends_s = [0.0]
@@ -84,18 +73,14 @@ class Timeline:
         self._pending: set[int] = set()  # units that are not copied out yet
         self._is_in_backward = False
         self._readers: dict[str, Callable[[Event, int], None]] = {
-            "gather": self._gather,
-            "gather_in_node": self._gather,
             "await": self._await,
             "forward": self._forward,
             "backward": self._backward,
             "flatten": self._flatten,
             "accumulate": self._accumulate,
-            "reduce": self._reduce,
-            "reduce_in_node": self._reduce,
-            "scatter_in_node": self._reduce,
-            "all_reduce": self._all_reduce,
         }
+        of_operation = {"all_gather": self._gather, "reduce_scatter": self._reduce, "all_reduce": self._all_reduce}
+        self._readers |= {kind: of_operation[each.operation] for kind, each in COLLECTIVES.items()}
 
     @property
     def now_s(self) -> float:
@@ -190,9 +175,9 @@ class Timeline:
         self.compute_s = max(self.compute_s, self._ready_s.get(of, 0.0))
 
     def _communicate(self, event: Event, micro_batch: int, may_start_s: float) -> float:
-        over = OVER[event.kind]
-        start_s = max(self.communicators_s[over], may_start_s)
-        end_s = self.communicators_s[over] = start_s + self.durations.collectives_s[event.kind][event.of]
+        link = COLLECTIVES[event.kind].link
+        start_s = max(self.communicators_s[link], may_start_s)
+        end_s = self.communicators_s[link] = start_s + self.durations.collectives_s[event.kind][event.of]
         if not self.overlaps:
             self._wait_for_all()
         if self.keeps_intervals:
@@ -202,8 +187,8 @@ class Timeline:
     def _wait_for_all(self) -> None:
         """Nothing begins before everything issued so far is done."""
         self.compute_s = self.now_s
-        for over in self.communicators_s:
-            self.communicators_s[over] = self.compute_s
+        for link in self.communicators_s:
+            self.communicators_s[link] = self.compute_s
 
     def _keep(self, resource: str, event: Event, micro_batch: int, start_s: float, end_s: float) -> None:
         if end_s > start_s:

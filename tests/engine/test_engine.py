@@ -12,7 +12,7 @@ from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.step import Workload
 from lightning_osdp.core.units import partition
-from lightning_osdp.engine import AUTO, DEFAULT, FSDP2, engine_of
+from lightning_osdp.engine import AUTO, DEFAULT, FSDP2, effects_of, engine_of, num_all_gathers
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.scheduler import make_plan
 from lightning_osdp.simulation import simulate
@@ -23,20 +23,23 @@ def called(model, operator, num_calls):
     return partition(model(operator("first", 100), operator("m", 100, num_calls=num_calls)), min_unit_bytes=0)[2]
 
 
+def collectives(mode, unit=None, num_micro_batches=1):
+    """All-gathers and reductions of a step."""
+    counts = effects_of(mode).counts(unit, num_micro_batches=num_micro_batches)
+    return num_all_gathers(counts), counts["reduce"]
+
+
+def num_gathers(mode, unit):
+    return collectives(mode, unit)[0]
+
+
 def test_zdp_gathers_in_forward_and_again_in_backward_and_dp_once():
-    assert [DEFAULT.num_all_gathers(mode) for mode in (ZDP, DP)] == [2, 1]
-    assert [DEFAULT.num_reduce_scatters(mode) for mode in (ZDP, DP)] == [1, 1]
+    assert [collectives(mode) for mode in (ZDP, DP)] == [(2, 1), (1, 1)]
 
 
 def test_with_four_micro_batches_only_dp_that_reduces_in_the_last_gathers_once_a_step():
-    collectives = {
-        (mode.name, mode.sync): (
-            DEFAULT.num_all_gathers(mode, num_micro_batches=4),
-            DEFAULT.num_reduce_scatters(mode, num_micro_batches=4),
-        )
-        for mode in ALL_MODES
-    }
-    assert collectives == {
+    found = {(mode.name, mode.sync): collectives(mode, num_micro_batches=4) for mode in ALL_MODES}
+    assert found == {
         ("ZDP", "every"): (8, 4),
         ("DP", "every"): (4, 4),
         ("ZDP", "last"): (8, 1),
@@ -96,15 +99,15 @@ def test_a_prefetch_that_the_engine_has_not_is_refused(prefetch):
 
 def test_a_unit_is_gathered_at_every_call_but_where_it_is_there(model, operator):
     units = [called(model, operator, num_calls) for num_calls in (1, 2, 3)]
-    assert [FSDP2().num_all_gathers(ZDP, unit) for unit in units] == [2, 4, 6]
-    assert [FSDP2().num_all_gathers(DP, unit) for unit in units] == [1, 2, 3]
+    assert [num_gathers(ZDP, unit) for unit in units] == [2, 4, 6]
+    assert [num_gathers(DP, unit) for unit in units] == [1, 2, 3]
     assert [FSDP2().may_wait(unit) for unit in units] == [True, False, False]
 
 
 def test_backward_does_not_gather_what_it_does_not_come_to(model, operator):
     profile = model(operator("frozen", 100, frozen=True), operator("m", 100), operator("after", 100, frozen=True))
     units = partition(profile, min_unit_bytes=0)
-    assert [FSDP2().num_all_gathers(ZDP, unit) for unit in units[1:]] == [1, 2, 2]
+    assert [num_gathers(ZDP, unit) for unit in units[1:]] == [1, 2, 2]
 
 
 def test_a_unit_that_is_called_again_may_not_wait(model, operator, cluster):

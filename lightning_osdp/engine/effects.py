@@ -1,0 +1,117 @@
+"""Effects: what the treatment of a unit does in an optimizer step, whatever its values are called.
+
+Everything else that the planner knows of a treatment follows from these: the schedule of events, bytes that are alive,
+seconds of collectives and of the runtime, the closed form of the peak, and what clocks and bounds tell apart.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from lightning_osdp.core.modes import ShardingMode
+from lightning_osdp.core.step import Step
+from lightning_osdp.core.units import UnitProfile
+from lightning_osdp.engine.events import GATHER_OVER, GATHERS, Kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effects:
+    """What happens to one unit. Ranks are ``all``, those of a ``node``, or ``one``: `Cluster.num_ranks`."""
+
+    sharded_over: str
+    """Ranks that the unit is sharded over between steps."""
+    left_over: str
+    """Ranks over which forward leaves it sharded: it holds 1/n of it on each of n. On ``one`` it stays unsharded until
+    its backward is over."""
+    reductions: tuple[tuple[Kind, ...], tuple[Kind, ...]]
+    """What happens to its complete gradients: in every micro-batch but the last, and in the last one."""
+    stays: bool = False
+    """Whether what forward leaves stays from one micro-batch to the next."""
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is unsharded from its forward to the end of its backward."""
+        return self.left_over == "one"
+
+    @property
+    def leaves_shard(self) -> bool:
+        """Whether forward leaves a shard of it that is larger than the one it has between steps."""
+        return not self.is_kept and self.left_over != self.sharded_over
+
+    @cached_property
+    def holds_whole_gradients(self) -> bool:
+        """Whether its gradients are whole from one micro-batch to the next."""
+        return "accumulate" in self.reductions[0]
+
+    @property
+    def waits(self) -> bool:
+        """Whether the last micro-batch reduces gradients in another way than those before."""
+        return self.reductions[0] != self.reductions[1]
+
+    def counts(self, unit: UnitProfile | None = None, *, num_micro_batches: int = 1) -> Mapping[Kind, int]:
+        """How often each collective is issued in an optimizer step, and gradients are left whole, by kind of event.
+
+        A unit is gathered at each call in forward, and at each that backward comes to: less those that find it there.
+        One that is kept is there at all calls in forward, and at the first that backward comes to; after that nothing
+        is left of it but what is sharded between steps. Where no unit is given, it is one that forward calls once.
+        """
+        num_calls = 1 if unit is None else len(unit.calls)
+        num_reached = 1 if unit is None else sum(last >= unit.trained_from for _, last in unit.calls)
+        return _counts(self, num_calls, num_reached, num_micro_batches)
+
+
+@lru_cache(maxsize=2**12)
+def _counts(effects: Effects, num_calls: int, num_reached: int, num_micro_batches: int) -> Mapping[Kind, int]:
+    counts = Counter[Kind]()
+    first = max(1, num_reached)
+    counts[GATHER_OVER[effects.sharded_over]] += first * (1 if effects.stays else num_micro_batches)
+    if not effects.is_kept:
+        counts[GATHER_OVER[effects.left_over]] += (num_calls + num_reached - first) * num_micro_batches
+    for kinds, number in zip(effects.reductions, (num_micro_batches - 1, 1), strict=True):
+        for kind in kinds:
+            counts[kind] += number
+    return counts
+
+
+def num_all_gathers(counts: Mapping[Kind, int]) -> int:
+    """All-gathers over whatever ranks, of `Effects.counts`."""
+    return sum(number for kind, number in counts.items() if kind in GATHERS)
+
+
+_REDUCTIONS: Mapping[tuple[str, str], tuple[tuple[Kind, ...], tuple[Kind, ...]]] = {
+    ("all", "every"): (("reduce",), ("reduce",)),
+    ("all", "last"): (("accumulate",), ("reduce",)),
+    ("node", "every"): (("reduce_in_node", "all_reduce"), ("reduce_in_node", "all_reduce")),
+    ("node", "node"): (("scatter_in_node",), ("reduce_in_node", "all_reduce")),
+    ("node", "last"): (("accumulate",), ("reduce_in_node", "all_reduce")),
+}
+"""Ranks that a unit is sharded over, and which micro-batches reduce its gradients -> `Effects.reductions`."""
+
+
+@lru_cache(maxsize=2**10)
+def effects_of(mode: ShardingMode) -> Effects:
+    """What a unit's treatment does on several ranks."""
+    left_over = "one" if mode.resident else mode.regathers_over
+    reductions = _REDUCTIONS[mode.sharded_over, mode.sync]
+    return Effects(
+        sharded_over=mode.sharded_over,
+        left_over=left_over,
+        reductions=reductions,
+        stays=left_over == "one" and "accumulate" in reductions[0],
+    )
+
+
+FREED = Effects(sharded_over="all", left_over="all", reductions=_REDUCTIONS["all", "every"])
+"""Of a unit that holds least: it is freed after forward, and reduces its gradients at once."""
+KEPT = replace(FREED, left_over="one")
+
+
+def effects_in(step: Step, modes: Sequence[ShardingMode]) -> list[Effects]:
+    """Effects of these modes, one per unit; one rank leaves no gradients to be reduced later."""
+    found = [effects_of(mode) for mode in modes]
+    if step.cluster.world_size > 1:
+        return found
+    return [replace(each, reductions=FREED.reductions, stays=False) if each.waits else each for each in found]

@@ -1,0 +1,84 @@
+"""Events of an optimizer step, and what each kind of them uses: ranks and a link, or the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+Kind = Literal[
+    "gather",
+    "await",
+    "linger",
+    "forward",
+    "free",
+    "retain",
+    "gather_in_node",
+    "zero",
+    "rerun",
+    "backward",
+    "flatten",
+    "accumulate",
+    "reduce",
+    "reduce_in_node",
+    "all_reduce",
+    "scatter_in_node",
+    "release",
+]
+"""``gather``: an all-gather is issued. ``gather_in_node``: so it is in each node, of a unit that is sharded there, or
+of which forward has left a shard there. ``await``: what follows needs the unsharded unit. ``linger``: a forward that is
+run again has awaited it. ``retain``: forward leaves a shard of a unit in each node, then frees it. ``zero``: Lightning
+drops the gradients of the step before, between the first forward and its backward. ``rerun``: forward again, in
+backward. ``flatten``: a unit's gradients are complete, before it is freed. ``reduce``: they are reduced and scattered.
+``reduce_in_node``: so they are in each node, and then each rank's are reduced between nodes, ``all_reduce``.
+``scatter_in_node``: the same without that, which the last micro-batch does for all. ``accumulate``: they are left whole
+for the next micro-batch. ``release``: what a segment had saved is gone."""
+
+
+class Event(NamedTuple):
+    """One thing that the host has done."""
+
+    kind: Kind
+    of: int
+    """The segment that is run (``forward``, ``rerun``, ``backward``, ``release``), else the unit."""
+
+
+event = lru_cache(maxsize=2**16)(Event)
+"""One object for each event: a search goes through the same ones again and again."""
+
+
+class Collective(NamedTuple):
+    """What a kind of event issues."""
+
+    operation: Literal["all_gather", "reduce_scatter", "all_reduce"]
+    over: str
+    """Ranks that take part: ``all``, those of a ``node``, or those that have the same place in all ``nodes``."""
+    link: str
+    """Whose links it takes: those of ``all`` ranks, or of a ``node``. Collectives of one link run one by one."""
+
+
+COLLECTIVES: Mapping[Kind, Collective] = {
+    "gather": Collective("all_gather", "all", "all"),
+    "gather_in_node": Collective("all_gather", "node", "node"),
+    "reduce": Collective("reduce_scatter", "all", "all"),
+    "reduce_in_node": Collective("reduce_scatter", "node", "node"),
+    "scatter_in_node": Collective("reduce_scatter", "node", "node"),
+    "all_reduce": Collective("all_reduce", "nodes", "all"),
+}
+"""Kind of an event -> the collective that it issues, if any."""
+
+GATHER_OVER: Mapping[str, Kind] = {"all": "gather", "node": "gather_in_node"}
+"""Ranks that hold a unit's shards -> the event that gathers it from these."""
+
+GATHERS = frozenset(GATHER_OVER.values())
+
+OVERHEAD: Mapping[Kind, str] = {
+    "gather": "gather",
+    "gather_in_node": "gather",
+    "flatten": "flatten",
+    "reduce": "reduce",
+    "reduce_in_node": "reduce",
+    "scatter_in_node": "reduce",
+    "accumulate": "accumulate",
+}
+"""Kind of an event -> the part of `Cluster.unit_overhead` that the runtime takes for it."""
