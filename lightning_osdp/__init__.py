@@ -10,6 +10,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from lightning_osdp.core.affine import Affine
+from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Cluster, Contention, DeviceRates, Link, Links, UnitOverhead
 from lightning_osdp.core.plans.plan import Block, Decision, Plan, Unit
@@ -144,6 +145,7 @@ __all__ = [
     "StepEstimate",
     "Together",
     "TrainingStep",
+    "Treatment",
     "Unit",
     "UnitOverhead",
     "UntraceableError",

@@ -162,6 +162,7 @@ def test_the_public_names_are_these():
         "StepEstimate",
         "Together",
         "TrainingStep",
+        "Treatment",
         "Unit",
         "UnitOverhead",
         "UntraceableError",

@@ -3,7 +3,6 @@
 Where a change is meant to predict otherwise, `python tests/test_predictions.py` writes them anew.
 """
 
-import dataclasses
 import json
 import random
 from pathlib import Path
@@ -12,7 +11,7 @@ import corpus
 import pytest
 
 from lightning_osdp.assign import Setting, block_units
-from lightning_osdp.core.modes import NAMED_MODES, modes_of
+from lightning_osdp.core.axes import NAMED_MODES, modes_of
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import TERMS
 from lightning_osdp.simulation import simulate_step
@@ -50,10 +49,9 @@ def drawn_mode(draw, setting, unit):
     waits = setting.workload.num_micro_batches > 1 and setting.cluster.world_size > 1 and len(unit.calls) == 1
     syncs = ["every", "last", "node"] if name in {"HSDP", "HDP"} else ["every", "last"]
     saves = unit.block is not None and len(setting.activations) > 1
-    return dataclasses.replace(
-        NAMED_MODES[name],
-        sync=draw.choice(syncs) if waits else "every",
-        activations=draw.choice(["keep", "recompute", "offload"]) if saves else "keep",
+    return NAMED_MODES[name].but(
+        reduce=draw.choice(syncs) if waits else "every",
+        saves=draw.choice(["keep", "recompute", "offload"]) if saves else "keep",
     )
 
 

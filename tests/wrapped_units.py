@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_osdp.apply import internals
 from lightning_osdp.apply.activations.blocks import BlockForward
+from lightning_osdp.core.axes import named
 from lightning_osdp.core.plans.plan import Unit
 
 
@@ -32,7 +33,8 @@ class Nested(nn.Module):
 def plan(units, world_size=1, node_size=None):
     """A plan from {unit: (operators, mode)}; the root's mode is DP or HDP."""
     made = [
-        Unit(name=name, operators=tuple(operators), kind="", modes=(mode,)) for name, (operators, mode) in units.items()
+        Unit(name=name, operators=tuple(operators), kind="", treatments=named(mode))
+        for name, (operators, mode) in units.items()
     ]
     return bare_plan(made, world_size=world_size, node_size=node_size)
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from torch import nn
 
 from lightning_osdp import Cluster, ModelProfile, simulate
+from lightning_osdp.core.axes import DP, named
 from lightning_osdp.core.batch_policy import largest_fitting
-from lightning_osdp.core.modes import DP
 from lightning_osdp.core.plans.plan import Plan, Unit
 from lightning_osdp.engine import COLLECTIVES, effects_of
 from lightning_osdp.profiler import fingerprint
@@ -52,7 +52,7 @@ def plan_of(
         fingerprint=fingerprint(module),
         world_size=world_size,
         units=tuple(
-            Unit(name=unit, operators=tuple(operators), kind="", modes=_of_slices(modes.get(unit, "DP")))
+            Unit(name=unit, operators=tuple(operators), kind="", treatments=named(*_of_slices(modes.get(unit, "DP"))))
             for unit, operators in held.items()
         ),
         memory_limit_bytes=2**62,
@@ -85,8 +85,8 @@ def sent_bytes(plan: Plan) -> float:
     """
     sent = 0.0
     for unit in plan.units:
-        for mode in unit.sharding_modes:
-            kept = mode if unit.name or mode.resident else DP  # the root is never freed
+        for mode in unit.treatments:
+            kept = mode if unit.name or effects_of(mode).is_kept else DP  # the root is never freed
             for kind, number in effects_of(kept).counts(num_micro_batches=plan.num_micro_batches).items():
                 collective = COLLECTIVES.get(kind)
                 if collective is not None and collective.link == "all":

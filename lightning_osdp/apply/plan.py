@@ -51,8 +51,8 @@ def apply_plan(module: nn.Module, plan: Plan, *, device: torch.device, **fsdp_kw
 def change_plan(module: nn.Module, plan: Plan) -> None:
     """Has a module go on under another plan, between two optimizer steps. Call it on all ranks.
 
-    What may differ is how units are sharded (``modes``, but not over which ranks between steps), when they reduce
-    gradients (``sync``), what blocks do with what they save (``blocks``), prefetching and ``asynchronous_unshard``.
+    What may differ is what forward leaves of units (``keep`` of their treatments), when they reduce gradients
+    (``reduce``), what blocks do with what they save (``blocks``), prefetching and ``asynchronous_unshard``.
     Nothing else changes: parameters, names, states and random numbers are what they are under one plan alone, and so
     are the weights that come of it, but for the order in which ``sync`` has gradients added up.
 

@@ -26,10 +26,10 @@ from lightning_osdp.apply.prepare import (
     unit_initializer,
 )
 from lightning_osdp.apply.stored import StoredShards
+from lightning_osdp.apply.treatments import accumulate, arguments_of, change
 from lightning_osdp.apply.units import Meshes, ShardedUnit, children_and_blocks, set_prefetch, shard, without_views
 from lightning_osdp.apply.updates import share_gradients, stepping_on_rows, try_optimizer
-from lightning_osdp.core.blocks import RERUN
-from lightning_osdp.core.modes import ShardingMode, freed_and_kept
+from lightning_osdp.core.axes import RERUN, Treatment, freed_and_kept
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
@@ -80,13 +80,13 @@ class ShardedModel:
         if plan is not None:
             self._forwards.choose(plan.blocks, units=[unit.name for unit in units])
             self._meshes.add_nodes(plan)
-        shard(self.units, self._meshes, mixed_precision, initialize)
+        shard(self.units, partial(arguments_of, meshes=self._meshes), mixed_precision, initialize)
         internals.begin(module)
         internals.check_units(module)
         for unit in self.units:
             internals.pass_inputs(unit.handle)
             internals.copy_from_first(unit.handle)
-        self._reshard_after_forward()
+            change(unit, self._meshes, None)
         for child in module.modules():
             if isinstance(child, FSDPModule):
                 child.set_reduce_scatter_unused_params(True, recurse=False)
@@ -215,12 +215,11 @@ class ShardedModel:
 
         They are whole, or, where each micro-batch reduces them inside of nodes, as those have left them.
         """
-        waiting = [unit for unit in self.units if unit.mode.sync != "every"]
-        _set_reducing(waiting, False)
+        accumulate(self.units, is_last=False)
         try:
             yield
         finally:
-            _set_reducing(waiting, True)
+            accumulate(self.units, is_last=True)
 
     def reshard(self) -> None:
         """Has every parameter be this rank's shard, and nothing be left of an all-gather; gradients stay."""
@@ -239,20 +238,14 @@ class ShardedModel:
         self._agreement.check_plan(plan, partial(self._check_use, plan, may_divide=may_divide))
         self.reshard()
         self._forwards.choose(self._blocks_of(plan), units=[unit.name for unit in self.units])
-        modes = {name: mode for unit in plan.units for name, mode in _modes(unit)}
-        self.units = tuple(dataclasses.replace(unit, mode=modes[unit.name]) for unit in self.units)
-        self.plan = plan
+        self.plan, before = plan, self.units
+        treatments = dict(each for unit in plan.units for each in _treatments(unit))
+        self.units = tuple(dataclasses.replace(unit, treatment=treatments[unit.name]) for unit in before)
         self._meshes.add_nodes(plan)
-        self._reshard_after_forward()
+        for unit, was in zip(self.units, before, strict=True):
+            change(unit, self._meshes, was.treatment)
         internals.set_asynchronous(self.module, is_asynchronous=plan.asynchronous_unshard)
         self._set_prefetch()
-
-    def _reshard_after_forward(self) -> None:
-        """Has forward free units, keep them, or leave a shard in each node, as their modes say."""
-        for unit in self.units:
-            if unit.name:
-                nodes = self._meshes.nodes if unit.mode.leaves_shard else None
-                internals.reshard_after_forward(unit.handle, is_kept=unit.mode.resident, nodes=nodes)
 
     def _check_use(self, plan: Plan, *, may_divide: bool) -> None:
         """See `use`; of this rank alone."""
@@ -287,7 +280,7 @@ class ShardedModel:
         set_prefetch(
             self.units,
             DEFAULT if self.plan is None else engine_of(self.plan),
-            rerun=[block.name for block in blocks if block.activations in RERUN],
+            rerun=[block.name for block in blocks if block.treatment["saves"] in RERUN],
         )
 
     def place_in_step(self) -> str:
@@ -449,7 +442,9 @@ def _planned_units(module: nn.Module, plan: Plan, initialize: Callable[[nn.Modul
             found = [tuple(modules[name] for name in modules_of(unit))]
         else:
             found = [(each,) for each in slices_of(modules[unit.name], unit.num_slices, initialize)]
-        yield from (ShardedUnit(name, each, mode) for (name, mode), each in zip(_modes(unit), found, strict=True))
+        yield from (
+            ShardedUnit(name, each, treatment) for (name, treatment), each in zip(_treatments(unit), found, strict=True)
+        )
 
 
 def _initialize(param_init_fn: Callable[[nn.Module], None], unit: nn.Module) -> None:
@@ -459,23 +454,12 @@ def _initialize(param_init_fn: Callable[[nn.Module], None], unit: nn.Module) -> 
             param_init_fn(child)
 
 
-def _set_reducing(units: Sequence[ShardedUnit], reduces: bool) -> None:
-    """Whether backward reduces these units' gradients, or does so between nodes; else kept ones stay gathered, too."""
-    for unit in units:
-        if unit.mode.sync == "node":
-            unit.handle.set_requires_all_reduce(reduces, recurse=False)
-            continue
-        unit.handle.set_requires_gradient_sync(reduces, recurse=False)
-        if unit.mode.resident:
-            unit.handle.set_reshard_after_backward(reduces, recurse=False)
-
-
-def _modes(unit: Unit) -> Iterator[tuple[str, ShardingMode]]:
-    """Modes of a plan's unit, by the name that each of its slices has as a unit; the root is kept whatever it says."""
-    modes = unit.sharding_modes
+def _treatments(unit: Unit) -> Iterator[tuple[str, Treatment]]:
+    """Treatments of a plan's unit, by the name that each of its slices has as a unit; the root is kept anyway."""
+    treatments = unit.treatments
     if not unit.name:
-        modes = (freed_and_kept(modes[0])[1],)
-    return zip(slice_names(unit.name, unit.num_slices), modes, strict=True)
+        treatments = (freed_and_kept(treatments[0])[1],)
+    return zip(slice_names(unit.name, unit.num_slices), treatments, strict=True)
 
 
 def _told(name: str) -> str:

@@ -19,9 +19,9 @@ from typing_extensions import override
 
 from lightning_osdp.apply import internals
 from lightning_osdp.apply.activations.blocks import is_inside
-from lightning_osdp.core.modes import DP, ZDP, ShardingMode
+from lightning_osdp.core.axes import DP, ZDP, Treatment
 from lightning_osdp.core.plans.plan import Plan
-from lightning_osdp.engine import FSDP2
+from lightning_osdp.engine import FSDP2, effects_of
 from lightning_osdp.splitting import compiled_whole
 
 _NAMES = ("nodes", "node")
@@ -60,14 +60,14 @@ class Meshes:
         assert plan.node_size is not None
         self.nodes = _mesh_of_nodes(world, self._device.type, plan.node_size)
         self._warm_up(self.nodes.get_group("node"))
-        if any(mode.sharded_over == "node" for unit in plan.units for mode in unit.sharding_modes):
+        if any("home" in treatment for unit in plan.units for treatment in unit.treatments):
             internals.mix_meshes()
             if self._device.type != "cpu":
                 dist.all_reduce(torch.zeros(1, device=self._device), group=self.nodes.get_group("nodes"))
 
-    def of(self, mode: ShardingMode) -> DeviceMesh:
-        """What a unit in this mode is sharded over between steps."""
-        if mode.sharded_over != "node":
+    def of(self, treatment: Treatment) -> DeviceMesh:
+        """What a unit in this treatment is sharded over between steps."""
+        if effects_of(treatment).sharded_over == "all":
             return self._all_ranks
         assert self.nodes is not None
         return self.nodes
@@ -125,7 +125,7 @@ class ShardedUnit:
     """Of the unit or slice; the empty string is the root."""
     modules: tuple[nn.Module, ...]
     """In forward order."""
-    mode: ShardingMode = DP
+    treatment: Treatment = DP
 
     @property
     def handle(self) -> Any:
@@ -189,7 +189,7 @@ def _blocks_in(module: nn.Module, num_holders: Mapping[nn.Parameter, int], min_u
 
 def shard(
     units: Sequence[ShardedUnit],
-    meshes: Meshes,
+    arguments: Callable[[ShardedUnit], Mapping[str, Any]],
     precision: MixedPrecision | None,
     initialize: Callable[[nn.Module], None],
 ) -> None:
@@ -197,6 +197,7 @@ def shard(
 
     Otherwise in the order of the modules, in which they are initialised where they are one unit: a buffer that several
     units have is initialised by the first of its owners. Units are given root first, then in forward order.
+    ``arguments`` are those of ``fully_shard`` that a unit's treatment asks for.
     """
     (root,) = (unit.handle for unit in units if not unit.name)
     places = {module: place for place, module in enumerate(_children_first(root, set()))}
@@ -210,9 +211,8 @@ def shard(
         with internals.taking_scalars(unit.modules):
             fully_shard(
                 list(unit.modules) if len(unit.modules) > 1 else unit.modules[0],
-                mesh=meshes.of(unit.mode),
-                reshard_after_forward=not unit.mode.resident,
                 mp_policy=_policy(unit, precision),
+                **arguments(unit),
             )
         for child, name, attributes in kept:
             sharded: Any = child._parameters[name]

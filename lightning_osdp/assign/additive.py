@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from lightning_osdp.core.modes import ShardingMode
+from lightning_osdp.core.axes import Treatment
 from lightning_osdp.cost import StepMemory
 
-Modes = tuple[ShardingMode, ...]
+Modes = tuple[Treatment, ...]
 """One mode per unit."""
 
 
@@ -17,7 +17,7 @@ NO_GAIN = 1e-9
 """Fraction of the step time below which nothing is saved."""
 
 
-def sum_s(constant_s: float, times_s: Sequence[Mapping[ShardingMode, float]], modes: Sequence[ShardingMode]) -> float:
+def sum_s(constant_s: float, times_s: Sequence[Mapping[Treatment, float]], modes: Sequence[Treatment]) -> float:
     """Seconds with these modes, one per unit, where they add up."""
     return constant_s + sum(of_unit[mode] for of_unit, mode in zip(times_s, modes, strict=True))
 
@@ -28,13 +28,13 @@ class Additive:
 
     options: tuple[Modes, ...]
     """Modes that each unit may take, least memory first."""
-    times_s: Sequence[Mapping[ShardingMode, float]]
+    times_s: Sequence[Mapping[Treatment, float]]
     """Per unit and mode."""
     constant_s: float
     """Seconds that no mode changes."""
     memory: StepMemory
 
-    def time_s(self, modes: Sequence[ShardingMode]) -> float:
+    def time_s(self, modes: Sequence[Treatment]) -> float:
         """Seconds with these modes, one per unit."""
         return sum_s(self.constant_s, self.times_s, modes)
 

@@ -11,7 +11,7 @@ from lightning_osdp.assign.overlap import solve_overlapped
 from lightning_osdp.assign.paths import Paths
 from lightning_osdp.assign.setting import Setting
 from lightning_osdp.assign.solve import fill, solve
-from lightning_osdp.core.modes import HDP
+from lightning_osdp.core.axes import HDP
 from lightning_osdp.cost import PeakMemory
 
 MAX_TRIES = 6
@@ -68,7 +68,7 @@ def assign_modes(
 
 
 def _retains(found: Assignment) -> bool:
-    return any(mode.regathers_over == "node" for mode in found.modes)
+    return any(mode.needs_nodes for mode in found.modes)
 
 
 def assigned_as(setting: Setting, modes: Modes, *, bound_s: float | None) -> Assignment:
@@ -113,7 +113,7 @@ def fill_spare(assignment: Assignment, *, memory_limit_bytes: int) -> Assignment
     are outside the space that the bound is about: they can only be faster. So is the root in the node, as other units.
     """
     setting, costs = assignment.setting, assignment.setting.costs
-    if setting.is_paper and {mode.sync for options in costs.options for mode in options} == {"every"}:
+    if setting.is_paper and not any("reduce" in mode for options in costs.options for mode in options):
         return assignment
     rooms, modes, step_time_s = costs.memory.room_bytes(memory_limit_bytes), assignment.modes, assignment.step_time_s
     fits, fails = 0.0, sum(sorted(costs.memory.gathered_bytes)[-2:])
@@ -130,7 +130,7 @@ def fill_spare(assignment: Assignment, *, memory_limit_bytes: int) -> Assignment
         if fits == fails:
             break
         spare_bytes = (fits + fails) / 2
-    if any(mode.sharded_over == "node" for options in costs.options for mode in options):
+    if any("home" in mode for options in costs.options for mode in options):
         found = tuple(HDP if unit.is_root else mode for unit, mode in zip(setting.units, modes, strict=True))
         found_s = costs.step_time_s(found)
         if found_s < step_time_s and costs.exact_peak(found).peak_bytes <= memory_limit_bytes:

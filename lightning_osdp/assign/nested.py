@@ -28,16 +28,16 @@ from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 from lightning_osdp.assign.additive import Additive, Modes
-from lightning_osdp.core.modes import ShardingMode
+from lightning_osdp.core.axes import Treatment
 from lightning_osdp.cost import Held
 
-_Path: TypeAlias = "tuple[ShardingMode, _Path] | None"
+_Path: TypeAlias = "tuple[Treatment, _Path] | None"
 
 
 class _Option(NamedTuple):
     held: Held
     time_s: float
-    mode: ShardingMode
+    mode: Treatment
 
 
 class _State(NamedTuple):

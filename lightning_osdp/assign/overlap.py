@@ -14,7 +14,7 @@ from lightning_osdp.assign.additive import NO_GAIN, Additive, Modes
 from lightning_osdp.assign.paths import Path, Paths
 from lightning_osdp.assign.setting import Setting
 from lightning_osdp.assign.solve import Solved, fill, solve, violated
-from lightning_osdp.core.modes import ShardingMode
+from lightning_osdp.core.axes import Treatment
 from lightning_osdp.simulation.clock import StepTime
 
 MAX_PATHS = 4
@@ -101,14 +101,14 @@ class _Found:
             for modes in moves
         )
 
-    def with_modes(self, changed: Mapping[int, ShardingMode]) -> Modes:
+    def with_modes(self, changed: Mapping[int, Treatment]) -> Modes:
         """The best modes with others for some units."""
         return tuple(changed.get(unit, mode) for unit, mode in enumerate(self.modes))
 
     def kept(self, unit: int) -> Modes:
         """Options with the least communication: of those over all ranks, and of all."""
         options, times_s = self.problem.options[unit][::-1], self.problem.times_s[unit]
-        over_all = [mode for mode in options if mode.sharded_over == "all"]
+        over_all = [mode for mode in options if "home" not in mode]
         fastest = (min(each, key=times_s.__getitem__) for each in (over_all, options) if each)
         return tuple(dict.fromkeys(fastest))
 
@@ -134,7 +134,8 @@ def _replaced(found: _Found) -> Iterator[Modes]:
     yield fill(problem, modes, found.rooms)
     groups: dict[tuple[object, ...], list[int]] = {}
     for unit, num_bytes in zip(problem.memory.order, problem.memory.gathered_bytes, strict=True):
-        groups.setdefault((num_bytes, *problem.times_s[unit].values()), []).append(unit)
+        seconds = (problem.times_s[unit][mode] for mode in problem.options[unit])
+        groups.setdefault((num_bytes, *seconds), []).append(unit)
     for units in groups.values():
         count = sum(modes[unit] is not problem.options[unit][0] for unit in units)
         if 0 < count < len(units):

@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from lightning_osdp.assign.additive import Additive
 from lightning_osdp.assign.setting import Setting
-from lightning_osdp.core.modes import ZDP, ShardingMode
+from lightning_osdp.core.axes import ZDP, Treatment
 from lightning_osdp.cost import block_s, copied_s
 from lightning_osdp.engine import COLLECTIVES, effects_of
 
@@ -132,14 +132,14 @@ class Paths:
         around = (self._setting.cluster, self._setting.workload.micro_batch_size)
         for unit, options in zip(self._setting.units, self._options, strict=True):
             if unit.block is not None:
-                copies_s = {mode: copied_s(unit.block, mode.activations, *around) for mode in options}
+                copies_s = {mode: copied_s(unit.block, mode["saves"], *around) for mode in options}
                 forward_s[unit.last] = max(copies_s.values())
                 backward_s[unit.last] = max(
-                    block_s(unit.block, mode.activations, *around) - copies_s[mode] for mode in options
+                    block_s(unit.block, mode["saves"], *around) - copies_s[mode] for mode in options
                 )
         return forward_s, backward_s
 
-    def longest(self, modes: Sequence[ShardingMode]) -> Path:
+    def longest(self, modes: Sequence[Treatment]) -> Path:
         """The path that takes longest with these modes, one per unit."""
         detours_s: list[float] = [0.0]
         taken: list[_Detour | None] = [None]
@@ -160,7 +160,7 @@ class Paths:
         """Seconds of a step that no modes go below, as if memory were no concern."""
         return max(self._direct_s(self._options)) + self._clock.optimizer_s
 
-    def _direct_s(self, options: Sequence[Sequence[ShardingMode]]) -> list[float]:
+    def _direct_s(self, options: Sequence[Sequence[Treatment]]) -> list[float]:
         """For each turn, the seconds of a step's path without detours: of each unit the least of its options."""
         more_s = [0.0] * (len(self._constants_s) + 1)
         for unit, turn in self._flattened.items():
@@ -182,22 +182,22 @@ class Paths:
             for constant_s, own_s in zip(self._constants_s, accumulate(more_s), strict=False)
         ]
 
-    def _own_s(self, unit: int, mode: ShardingMode) -> float:
+    def _own_s(self, unit: int, mode: Treatment) -> float:
         """Seconds of a step, before the unit's gradients are reduced, that depend on its mode alone."""
         return self._setting.costs.unit_s(self._setting.units[unit], mode, "overhead", "activations")
 
-    def _is_again(self, mode: ShardingMode) -> bool:
+    def _is_again(self, mode: Treatment) -> bool:
         """Whether a unit is gathered again over all ranks, where paths are."""
         return effects_of(mode).left_over == "all"
 
-    def _num_gathers(self, mode: ShardingMode) -> int:
+    def _num_gathers(self, mode: Treatment) -> int:
         """How often a step gathers a unit over all ranks that is not there, whether or not forward frees it."""
         effects = effects_of(mode)
         if effects.sharded_over != "all":
             return 0
         return 1 if effects.stays else self._num_micro_batches
 
-    def _all_reduces_s(self, unit: int, mode: ShardingMode) -> float:
+    def _all_reduces_s(self, unit: int, mode: Treatment) -> float:
         """Seconds that a step reduces a unit's gradients beyond nodes."""
         counts = effects_of(mode).counts(num_micro_batches=self._num_micro_batches)
         return sum(counts[kind] * seconds[unit] for kind, seconds in self._reduces_s.items() if counts[kind])

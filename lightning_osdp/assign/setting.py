@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 from lightning_osdp.assign.additive import Additive, Modes, sum_s
 from lightning_osdp.assign.menu import Price, unbeaten
+from lightning_osdp.core.axes import ALL_MODES, DP, ZDP, Subject, Treatment, freed_and_kept
 from lightning_osdp.core.blocks import with_activations
-from lightning_osdp.core.modes import ALL_MODES, DP, MODES, NAMED_MODES, ZDP, ShardingMode, freed_and_kept
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.slices import slice_names, split_operators
 from lightning_osdp.core.step import Step
@@ -170,6 +170,18 @@ class Setting(Step):
         return Costs(self)
 
 
+class _Once(dict[Treatment, float]):
+    """Seconds by treatment, each worked out when it is first asked for."""
+
+    def __init__(self, find: Callable[[Treatment], float]) -> None:
+        super().__init__()
+        self._find = find
+
+    def __missing__(self, mode: Treatment) -> float:
+        found = self[mode] = self._find(mode)
+        return found
+
+
 class Costs:
     """Seconds and bytes of a setting in any modes, each worked out when it is first asked for, and kept."""
 
@@ -179,38 +191,35 @@ class Costs:
     @cached_property
     def options(self) -> tuple[Modes, ...]:
         """Modes that each unit may take, the one with the least memory first; the root stays gathered in any mode."""
-        options = cache(self._options)
+        setting = self._setting
+        accumulates = setting.workload.num_micro_batches > 1 and setting.cluster.world_size > 1
+        has_nodes, known = setting.cluster.has_nodes and not setting.is_paper, cache(self._within)
         return tuple(
-            (DP,) if unit.is_root else options(self._choices(unit), *self._in_backward(unit))
-            for unit in self._setting.units
+            (DP,)
+            if unit.is_root
+            else known(
+                Subject(
+                    has_nodes=has_nodes,
+                    is_reached=unit.last >= unit.trained_from,
+                    may_wait=accumulates and setting.engine.may_wait(unit),
+                ),
+                self._choices(unit),
+            )
+            for unit in setting.units
         )
 
     def _choices(self, unit: UnitProfile) -> tuple[str, ...]:
         """What it may do with what it saves, the least first."""
-        profiled = () if unit.block is None else unit.block.segments
-        choices = (choice for choice in self._setting.activations if choice == "keep" or choice in profiled)
+        offered = (Treatment(saves=choice) for choice in self._setting.activations)
+        subject = Subject(profiled=() if unit.block is None else unit.block.segments)
+        choices = dict.fromkeys(each.within(subject)["saves"] for each in offered)
         samples = self._setting.workload.micro_batch_size
         return tuple(sorted(choices, key=lambda choice: saved_bytes(unit, choice, samples)))
 
-    def _in_backward(self, unit: UnitProfile) -> tuple[bool, bool]:
-        """Whether backward comes to it, and whether its gradients may wait for the last micro-batch."""
-        setting = self._setting
-        accumulates = setting.workload.num_micro_batches > 1 and setting.cluster.world_size > 1
-        return unit.last >= unit.trained_from, accumulates and setting.engine.may_wait(unit)
-
-    def _options(self, choices: tuple[str, ...], comes_back: bool, may_wait: bool) -> Modes:
-        setting, modes = self._setting, self._setting.modes
-        if setting.is_paper or not setting.cluster.has_nodes:
-            modes = tuple(mode.over_all for mode in modes)
-        elif not comes_back:  # backward, which would gather what is left in nodes
-            modes = tuple(mode.over_all if mode.leaves_shard else mode for mode in modes)
-        modes = tuple(dict.fromkeys(modes))
-        if not may_wait:
-            modes = tuple(dict.fromkeys(replace(mode, sync="every") for mode in modes))
-        elif any(mode.sync == "node" for mode in modes):  # which takes no more time or memory than every
-            modes = tuple(mode for mode in modes if mode.sharded_over == "all" or mode.sync != "every")
-            modes = tuple(sorted(modes, key=lambda mode: mode.sync == "last"))  # which holds most
-        return tuple(replace(mode, activations=choice) for choice in choices for mode in modes)
+    def _within(self, subject: Subject, choices: tuple[str, ...]) -> Modes:
+        """What is offered, as far as it applies."""
+        modes = dict.fromkeys(mode.within(subject) for mode in self._setting.modes)
+        return tuple(mode.but(saves=choice) for choice in choices for mode in modes)
 
     @cached_property
     def menus(self) -> tuple[Modes, ...]:
@@ -226,7 +235,7 @@ class Costs:
             menus.append(known[options, prices])
         return tuple(menus)
 
-    def _price(self, unit: int, mode: ShardingMode) -> Price:
+    def _price(self, unit: int, mode: Treatment) -> Price:
         """Seconds, by resource where something overlaps, and the bytes that are held within and between micro-batches.
 
         What hardly differs by rounding is equal: in the ninth digit of a time, in a thousandth of a byte.
@@ -243,13 +252,13 @@ class Costs:
     def alike(self) -> Iterator[Modes]:
         """Each of the modes that are offered for all units alike, as far as they may be; so people choose by hand."""
 
-        def of(unit: UnitProfile, options: Modes, mode: ShardingMode) -> ShardingMode:
+        def of(unit: UnitProfile, options: Modes, mode: Treatment) -> Treatment:
             if unit.is_root:
-                return replace(freed_and_kept(mode)[1], sync="every")
-            return next((each for each in (mode, replace(mode, sync="every")) if each in options), options[0])
+                return freed_and_kept(mode)[1].only("home", "keep")
+            return next((each for each in (mode, mode.only("home", "keep")) if each in options), options[0])
 
         offered = dict.fromkeys(
-            mode for options in self.options[1:] or self.options for mode in options if mode.activations == "keep"
+            mode for options in self.options[1:] or self.options for mode in options if "saves" not in mode
         )
         units = self._setting.units
         made = (tuple(of(*each, mode) for each in zip(units, self.options, strict=True)) for mode in offered)
@@ -261,23 +270,15 @@ class Costs:
         return tuple(options[0] for options in self.options)
 
     @cached_property
-    def times_s(self) -> tuple[Mapping[ShardingMode, float], ...]:
-        """Seconds of each unit in every mode that there is, offered or not, if nothing overlaps."""
+    def times_s(self) -> tuple[Mapping[Treatment, float], ...]:
+        """Seconds of each unit in every treatment that there is, offered or not, if nothing overlaps."""
         terms = tuple(PAPER_TERMS if self._setting.is_paper else TERMS)
-        named = NAMED_MODES if self._setting.cluster.has_nodes else MODES
+        return tuple(_Once(partial(self._unit_s, unit, terms)) for unit in self._setting.units)
 
-        @cache
-        def asked(options: Modes) -> list[ShardingMode]:
-            every = (replace(mode, sync="every") for mode in options)
-            others = (replace(each, sync=mode.sync) for mode in options for each in freed_and_kept(mode))
-            return list(dict.fromkeys((*options, *named.values(), *every, *others)))
+    def _unit_s(self, unit: UnitProfile, terms: tuple[str, ...], mode: Treatment) -> float:
+        return self.unit_s(unit, mode, *terms)
 
-        return tuple(
-            {mode: self.unit_s(unit, mode, *terms) for mode in asked(options)}
-            for unit, options in zip(self._setting.units, self.options, strict=True)
-        )
-
-    def unit_s(self, unit: UnitProfile, mode: ShardingMode, *terms: str) -> float:
+    def unit_s(self, unit: UnitProfile, mode: Treatment, *terms: str) -> float:
         """Seconds of a step that a unit takes by these `cost.TERMS`; of its update, what is beyond ZDP's."""
         step = self._setting
         update_s = 0.0 if step.is_paper else more_optimizer_s(step.profile, step.cluster, unit, mode)
@@ -325,17 +326,17 @@ class Costs:
         """The simulator of its time."""
         return StepClock(self._setting, self._setting.engine)
 
-    def step_time_s(self, modes: Sequence[ShardingMode]) -> float:
+    def step_time_s(self, modes: Sequence[Treatment]) -> float:
         """Predicted seconds of one optimizer step: simulated, which is the sum where nothing overlaps."""
         if self._setting.overlaps:
             return self.clock.step(modes).time_s
         return sum_s(self._constant_s, self.times_s, modes)  # as `additive`, without its memory
 
-    def peak(self, modes: Sequence[ShardingMode]) -> PeakMemory:
+    def peak(self, modes: Sequence[Treatment]) -> PeakMemory:
         """Predicted peak of one optimizer step, or a bound on it: see `StepMemory`."""
         return self.memory.peak(modes)
 
-    def exact_peak(self, modes: Sequence[ShardingMode]) -> PeakMemory:
+    def exact_peak(self, modes: Sequence[Treatment]) -> PeakMemory:
         """Predicted peak of one optimizer step."""
         if self._setting.is_paper:
             return self.peak(modes)
@@ -346,22 +347,22 @@ class Costs:
         """What the step needs in the modes with the least memory, and with as little gathered ahead as may be."""
         return self._setting.ideal.costs.peak(self.least_memory_modes).peak_bytes
 
-    def keeping_saves_s(self, unit: int, mode: ShardingMode = ZDP) -> float:
+    def keeping_saves_s(self, unit: int, mode: Treatment = ZDP) -> float:
         """Seconds per optimizer step that keeping this unit gathered saves over freeing it, if nothing overlaps.
 
         It is sharded over the same ranks as in the mode, and reduces its gradients in the same micro-batches.
         """
-        freed, kept = (replace(each, sync=mode.sync) for each in freed_and_kept(mode))
+        freed, kept = freed_and_kept(mode)
         return 0.0 if self._setting.units[unit].is_root else self.times_s[unit][freed] - self.times_s[unit][kept]
 
-    def accumulating_saves_s(self, unit: int, mode: ShardingMode) -> float:
+    def accumulating_saves_s(self, unit: int, mode: Treatment) -> float:
         """Seconds per optimizer step that reducing this unit's gradients in the last micro-batch only saves."""
-        every, last = (replace(mode, sync=sync) for sync in ("every", "last"))
+        every, last = (mode.but(reduce=each) for each in ("every", "last"))
         return self.times_s[unit][every] - self.times_s[unit][last] if last in self.options[unit] else 0.0
 
-    def accumulating_costs_bytes(self, unit: int, mode: ShardingMode) -> int:
+    def accumulating_costs_bytes(self, unit: int, mode: Treatment) -> int:
         """Bytes that it holds for that from one micro-batch to the next, beyond what it holds in any case."""
-        every, last = (replace(mode, sync=sync) for sync in ("every", "last"))
+        every, last = (mode.but(reduce=each) for each in ("every", "last"))
         if last not in self.options[unit]:
             return 0
         place = self.memory.places[unit]

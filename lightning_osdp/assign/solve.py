@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from lightning_osdp.assign.additive import Additive, Modes
 from lightning_osdp.assign.nested import Price, improve
-from lightning_osdp.core.modes import ShardingMode
+from lightning_osdp.core.axes import Treatment
 from lightning_osdp.search import SOLVERS, Choice, Group, Problem, Solution
 from lightning_osdp.search.bound import relax
 
@@ -165,7 +165,7 @@ def repair(problem: Additive, modes: Modes, rooms: Sequence[float]) -> Modes:
     return tuple(repaired)
 
 
-def _less_what_stays(problem: Additive, modes: list[ShardingMode], rooms: Sequence[float]) -> list[float]:
+def _less_what_stays(problem: Additive, modes: list[Treatment], rooms: Sequence[float]) -> list[float]:
     """Room for what is held within a micro-batch; drops from the modes what there is no room for between two."""
     memory, losses, stays = problem.memory, [], 0.0
     least = memory.kept_bytes(problem.least_memory_modes)

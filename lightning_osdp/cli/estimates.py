@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import RenderableType
 
 from lightning_osdp.cli.answer import step_seconds
+from lightning_osdp.core.axes import ACTIVATION_CHOICES
 from lightning_osdp.core.batch_policy import BatchPolicy
-from lightning_osdp.core.modes import ACTIVATION_CHOICES
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import ModelProfile

@@ -11,11 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from lightning_osdp.core.affine import ZERO, Affine
+from lightning_osdp.core.axes import RERUN
 from lightning_osdp.core.profile import BlockProfile, ModelProfile, Rerun, Segment, Span
 from lightning_osdp.errors import ConfigurationError
-
-RERUN = ("recompute", "recompute_offload")
-"""Choices that run a block's forward again in backward."""
 
 
 def with_activations(profile: ModelProfile, activations: Mapping[str, str]) -> ModelProfile:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from typing_extensions import Self
 
+from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.blocks import with_activations
 from lightning_osdp.core.cluster import Cluster
-from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile
 
@@ -39,8 +39,8 @@ class Step:
     cluster: Cluster
     workload: Workload
 
-    def in_modes(self, modes: Sequence[ShardingMode]) -> Self:
+    def in_modes(self, modes: Sequence[Treatment]) -> Self:
         """The step with blocks as the modes of their units have them; itself where all keep what they save."""
-        chosen = {unit.name: mode.activations for unit, mode in zip(self.units, modes, strict=True)}
+        chosen = {unit.name: mode["saves"] for unit, mode in zip(self.units, modes, strict=True)}
         profile = with_activations(self.profile, chosen)
         return self if profile is self.profile else replace(self, profile=profile)

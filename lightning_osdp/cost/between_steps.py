@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_osdp.core.modes import ShardingMode
+from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.step import Step
 from lightning_osdp.engine import DEFAULT, FSDP2, effects_of, num_shards
 from lightning_osdp.engine.layout import Layout
 
 
-def evaluation_peak(step: Step, modes: Sequence[ShardingMode], *, engine: FSDP2 = DEFAULT) -> float:
+def evaluation_peak(step: Step, modes: Sequence[Treatment], *, engine: FSDP2 = DEFAULT) -> float:
     """Most bytes alive on one rank while the model runs forward without gradients.
 
         base + [P of the root and of all DP units] + max_i ( [P of ZDP units that run] + e_i )
@@ -50,7 +50,7 @@ def evaluation_peak(step: Step, modes: Sequence[ShardingMode], *, engine: FSDP2 
     return states + kept + lingering + max(transient)
 
 
-def saving_peak(step: Step, modes: Sequence[ShardingMode], *, is_sharded: bool, engine: FSDP2 = DEFAULT) -> float:
+def saving_peak(step: Step, modes: Sequence[Treatment], *, is_sharded: bool, engine: FSDP2 = DEFAULT) -> float:
     """Most bytes alive on rank 0 while a checkpoint of model and optimizer is made on the device; a bound.
 
     State dicts of the model and of its optimizer live together: of all parameters in a full checkpoint, of this rank's

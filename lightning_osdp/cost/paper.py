@@ -13,17 +13,17 @@ References:
 
 from __future__ import annotations
 
-from lightning_osdp.core.modes import DP, ZDP, ShardingMode
+from lightning_osdp.core.axes import DP, ZDP, Treatment
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.cost.peak_memory import StepMemory
-from lightning_osdp.engine import Moment, leaving_order
+from lightning_osdp.engine import Moment, effects_of, leaving_order
 
 PAPER_TERMS = ("communication", "compute")
 """Terms of `cost.TERMS` that the paper adds up."""
 
 
-def model_states_bytes(unit: UnitProfile, mode: ShardingMode, world_size: int) -> float:
+def model_states_bytes(unit: UnitProfile, mode: Treatment, world_size: int) -> float:
     """Bytes of parameters, gradients and optimizer state on one rank.
 
         m_ZDP = (parameters + gradients + optimizer) / N
@@ -36,7 +36,7 @@ def model_states_bytes(unit: UnitProfile, mode: ShardingMode, world_size: int) -
         OSDP (Jiang et al. 2022), appendix B (profiler), with the deviation above.
     """
     sharded = unit.trainable_bytes + unit.optimizer_bytes
-    if mode.resident:
+    if effects_of(mode).is_kept:
         return unit.gathered_bytes + sharded / world_size
     return (sharded + unit.parameter_bytes) / world_size
 

@@ -36,8 +36,8 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
+from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.blocks import stays_bytes, with_activations
-from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
@@ -110,11 +110,11 @@ class StepMemory:
         return {unit: place for place, unit in enumerate(self.order)}
 
     @cached_property
-    def _held(self) -> list[dict[ShardingMode, Held]]:
+    def _held(self) -> list[dict[Treatment, Held]]:
         """By place, what was asked for before."""
         return [{} for _ in self.order]
 
-    def held(self, place: int, mode: ShardingMode) -> Held:
+    def held(self, place: int, mode: Treatment) -> Held:
         """What the unit at this place of `order` holds in a mode."""
         known = self._held[place]
         found = known.get(mode)
@@ -122,8 +122,8 @@ class StepMemory:
             found = known[mode] = self._holds(place, mode)
         return found
 
-    def _holds(self, place: int, mode: ShardingMode) -> Held:
-        effects, saved = effects_of(mode), self.saved_bytes[place].get(mode.activations, 0.0)
+    def _holds(self, place: int, mode: Treatment) -> Held:
+        effects, saved = effects_of(mode), self.saved_bytes[place].get(mode["saves"], 0.0)
         left = self._left_bytes(place, effects)
         always = self.more_states_bytes(self.order[place], mode) + (left if effects.stays else 0.0)
         if effects.holds_whole_gradients:
@@ -136,7 +136,7 @@ class StepMemory:
             return 0.0
         return self.gathered_bytes[place] / (1 if effects.is_kept else self.node_size)
 
-    def held_at(self, num_freed: int, unit: int, mode: ShardingMode) -> float:
+    def held_at(self, num_freed: int, unit: int, mode: Treatment) -> float:
         """Bytes of one unit when the first ``num_freed`` are freed."""
         place = self.places.get(unit)
         if place is None:  # the root
@@ -144,11 +144,11 @@ class StepMemory:
         held = self.held(place, mode)
         return held.window_bytes + (held.prefix_bytes if place < num_freed else 0.0)
 
-    def more_states_bytes(self, unit: int, mode: ShardingMode) -> float:
+    def more_states_bytes(self, unit: int, mode: Treatment) -> float:
         """Bytes of a unit's shard, state and reduced gradient beyond those over all ranks."""
         return self.states_bytes[unit] if self.states_bytes and effects_of(mode).sharded_over != "all" else 0.0
 
-    def kept_bytes(self, modes: Sequence[ShardingMode]) -> list[float]:
+    def kept_bytes(self, modes: Sequence[Treatment]) -> list[float]:
         """For k = 0, 1, ...: bytes that units hold with these modes, one per unit, when the first k are freed."""
         held = [self.held(place, modes[unit]) for place, unit in enumerate(self.order)]
         roots = set(range(len(modes))).difference(self.order)
@@ -165,7 +165,7 @@ class StepMemory:
         falling = [rooms.get(k, math.inf) for k in range(len(self.order), -1, -1)]
         return list(accumulate(falling, min))[::-1]
 
-    def peak(self, modes: Sequence[ShardingMode]) -> PeakMemory:
+    def peak(self, modes: Sequence[Treatment]) -> PeakMemory:
         """The largest moment with these modes, one per unit."""
         kept = self.kept_bytes(modes)
         k = max(self.moments, key=lambda k: self.moments[k].num_bytes + kept[k])
@@ -180,8 +180,7 @@ class StepMemory:
             if effects_of(mode).holds_whole_gradients
         )
         saved = sum(
-            of_choice.get(mode.activations, 0.0)
-            for mode, of_choice in zip(chosen[:k], self.saved_bytes[:k], strict=True)
+            of_choice.get(mode["saves"], 0.0) for mode, of_choice in zip(chosen[:k], self.saved_bytes[:k], strict=True)
         )
         besides = {
             "gathered parameters": kept[k] - whole - saved - states,
@@ -191,7 +190,7 @@ class StepMemory:
         return PeakMemory.of(self.moments[k], besides=besides | replicated)
 
 
-def exact_peak(step: Step, modes: Sequence[ShardingMode], *, engine: FSDP2 = DEFAULT) -> PeakMemory:
+def exact_peak(step: Step, modes: Sequence[Treatment], *, engine: FSDP2 = DEFAULT) -> PeakMemory:
     """Peak of one optimizer step in these modes, one per unit, event by event."""
     step = step.in_modes(modes)
     largest: list[Moment] = []

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from lightning_osdp.core.blocks import RERUN
+from lightning_osdp.core.axes import RERUN, Treatment
 from lightning_osdp.core.cluster import UNIT_PARTS, Cluster
-from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.profile import BlockProfile, ModelProfile
 from lightning_osdp.core.step import Workload
 from lightning_osdp.core.units import UnitProfile
@@ -14,7 +13,7 @@ from lightning_osdp.engine import COLLECTIVES, DEFAULT, FSDP2, OVERHEAD, Collect
 
 
 def communication_s(
-    unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
+    unit: UnitProfile, mode: Treatment, *, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
 ) -> float:
     """All-gathers and reduce-scatters.
 
@@ -39,7 +38,7 @@ def communication_s(
 
 
 def collectives_s(
-    unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
+    unit: UnitProfile, mode: Treatment, *, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
 ) -> Mapping[Collective, float]:
     """The same by collective, in the order of `COLLECTIVES`."""
     counts = effects_of(mode).counts(unit, num_micro_batches=workload.num_micro_batches)
@@ -51,7 +50,7 @@ def collectives_s(
 
 
 def resource_s(
-    unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
+    unit: UnitProfile, mode: Treatment, *, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
 ) -> tuple[float, ...]:
     """Seconds of an optimizer step that a unit takes of computing, its operators' own apart, and of each collective."""
     seconds = collectives_s(unit, mode, cluster=cluster, workload=workload, engine=engine)
@@ -80,7 +79,7 @@ def collective_s(unit: UnitProfile, collective: Collective, cluster: Cluster, en
 
 
 def compute_s(
-    unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
+    unit: UnitProfile, mode: Treatment, *, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
 ) -> float:
     """Forward and backward of the unit's operators, ``K (fixed + b gamma)``; the same in every mode.
 
@@ -99,7 +98,7 @@ def optimizer_s(profile: ModelProfile, cluster: Cluster) -> float:
     return profile.optimizer.fixed_s + profile.optimizer.s_per_element * trainable / cluster.world_size
 
 
-def more_optimizer_s(profile: ModelProfile, cluster: Cluster, unit: UnitProfile, mode: ShardingMode) -> float:
+def more_optimizer_s(profile: ModelProfile, cluster: Cluster, unit: UnitProfile, mode: Treatment) -> float:
     """Seconds that the optimizer step takes beyond `optimizer_s` where a unit is sharded over fewer ranks."""
     trainable = sum(operator.num_trainable for operator in unit.operators)
     of_rank = trainable / cluster.num_ranks(effects_of(mode).sharded_over) - trainable / cluster.world_size
@@ -107,7 +106,7 @@ def more_optimizer_s(profile: ModelProfile, cluster: Cluster, unit: UnitProfile,
 
 
 def overhead_s(
-    unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
+    unit: UnitProfile, mode: Treatment, *, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
 ) -> float:
     """Hooks, views and copies beside collectives and operators, as measured on the cluster; none where it was not.
 
@@ -145,11 +144,11 @@ def overhead_part_s(unit: UnitProfile, part: str, cluster: Cluster) -> float:
 
 
 def activations_s(
-    unit: UnitProfile, mode: ShardingMode, *, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
+    unit: UnitProfile, mode: Treatment, *, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
 ) -> float:
     """Seconds that the unit's block takes for running again, and for copies to host memory and back."""
     del engine
-    return workload.num_micro_batches * block_s(unit.block, mode.activations, cluster, workload.micro_batch_size)
+    return workload.num_micro_batches * block_s(unit.block, mode["saves"], cluster, workload.micro_batch_size)
 
 
 def block_s(block: BlockProfile | None, choice: str, cluster: Cluster, micro_batch_size: int) -> float:
@@ -176,7 +175,7 @@ TERMS: dict[str, Callable[..., float]] = {
 
 def unit_s(
     unit: UnitProfile,
-    mode: ShardingMode,
+    mode: Treatment,
     *,
     cluster: Cluster,
     workload: Workload,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
+from lightning_osdp.core.axes import AXES, Treatment
 from lightning_osdp.core.plans.document import shown
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.engine.fsdp2 import FSDP2
@@ -13,11 +14,11 @@ from lightning_osdp.errors import PlanMismatchError
 
 _DIVISION = ("micro_batch_size", "num_micro_batches")
 _SETTINGS = tuple(field.name for field in fields(FSDP2))
-FLIPS = frozenset({"modes", "sync", "activations", *_SETTINGS})
-"""Fields of a plan, its units and its blocks that may change."""
+FLIPS = frozenset({*(axis.name for axis in AXES.values() if axis.can_change), *_SETTINGS})
+"""Axes, and settings of a plan, that may change."""
 _OF_PLAN = ("world_size", "node_size", *_DIVISION, *_SETTINGS)
 """Fields that say what is run; all others predict or tell."""
-_OF_UNIT = ("operators", "modules", "num_slices", "modes", "sync")
+_OF_UNIT = ("operators", "modules", "num_slices")
 
 
 def check_change(current: Plan, plan: Plan, *, may_divide: bool = False) -> None:
@@ -56,9 +57,11 @@ def _compared(current: Plan, plan: Plan) -> Iterator[tuple[str, str, Any, Any]]:
         for used, planned in zip(current.units, plan.units, strict=True):
             for field in _OF_UNIT:
                 yield field, f"{field!r} of unit {used.name!r}", getattr(used, field), getattr(planned, field)
-            used_over, planned_over = (each.sharding_modes[0].sharded_over for each in (used, planned))
-            yield "sharded_over", f"the ranks that unit {used.name!r} is sharded over", used_over, planned_over
-    used_of, planned_of = ({block.name: block.activations for block in each.blocks} for each in (current, plan))
+            for axis in AXES:
+                old, new = (tuple(dict.fromkeys(own[axis] for own in each.treatments)) for each in (used, planned))
+                yield axis, f"{axis!r} of unit {used.name!r}", old, new
+    used_of, planned_of = ({block.name: block.treatment for block in each.blocks} for each in (current, plan))
     for name in dict.fromkeys([*used_of, *planned_of]):
-        what = f"'activations' of block {name!r}"
-        yield "activations", what, used_of.get(name, "keep"), planned_of.get(name, "keep")
+        for axis in AXES:
+            before, after = (each.get(name, Treatment())[axis] for each in (used_of, planned_of))
+            yield axis, f"{axis!r} of block {name!r}", before, after

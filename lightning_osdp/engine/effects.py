@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from lightning_osdp.core.modes import ShardingMode
+from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.engine.events import GATHER_OVER, GATHERS, Kind
@@ -92,12 +92,13 @@ _REDUCTIONS: Mapping[tuple[str, str], tuple[tuple[Kind, ...], tuple[Kind, ...]]]
 
 
 @lru_cache(maxsize=2**10)
-def effects_of(mode: ShardingMode) -> Effects:
+def effects_of(treatment: Treatment) -> Effects:
     """What a unit's treatment does on several ranks."""
-    left_over = "one" if mode.resident else mode.regathers_over
-    reductions = _REDUCTIONS[mode.sharded_over, mode.sync]
+    home = treatment["home"]
+    left_over = {"nothing": home, "node": "node", "whole": "one"}[treatment["keep"]]
+    reductions = _REDUCTIONS[home, treatment["reduce"]]
     return Effects(
-        sharded_over=mode.sharded_over,
+        sharded_over=home,
         left_over=left_over,
         reductions=reductions,
         stays=left_over == "one" and "accumulate" in reductions[0],
@@ -109,7 +110,7 @@ FREED = Effects(sharded_over="all", left_over="all", reductions=_REDUCTIONS["all
 KEPT = replace(FREED, left_over="one")
 
 
-def effects_in(step: Step, modes: Sequence[ShardingMode]) -> list[Effects]:
+def effects_in(step: Step, modes: Sequence[Treatment]) -> list[Effects]:
     """Effects of these modes, one per unit; one rank leaves no gradients to be reduced later."""
     found = [effects_of(mode) for mode in modes]
     if step.cluster.world_size > 1:

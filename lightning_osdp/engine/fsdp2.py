@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from typing_extensions import Self
 
-from lightning_osdp.core.modes import ShardingMode
+from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.plans.plan import PREFETCH_CHOICES, Plan
 from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.core.step import Step
@@ -133,7 +133,7 @@ class FSDP2:
         step: Step,
         observer: Observer,
         *,
-        modes: Sequence[ShardingMode] = (),
+        modes: Sequence[Treatment] = (),
         rank: int | None = None,
         is_bound: bool = False,
     ) -> LiveParts:
@@ -187,7 +187,7 @@ class FSDP2:
             host.micro_batch(is_first=index == 0, is_last=index == num_simulated - 1)
             yield host
 
-    def events_of(self, step: Step, modes: Sequence[ShardingMode]) -> list[list[Event]]:
+    def events_of(self, step: Step, modes: Sequence[Treatment]) -> list[list[Event]]:
         """Events of the micro-batches that are simulated, with these modes, one per unit."""
         return self.micro_batches(
             step.units,
@@ -198,7 +198,7 @@ class FSDP2:
         )
 
 
-def num_shards(step: Step, modes: Sequence[ShardingMode] = ()) -> tuple[int, ...]:
+def num_shards(step: Step, modes: Sequence[Treatment] = ()) -> tuple[int, ...]:
     """The number of ranks that each unit of a step is sharded over in these modes; without any, all ranks."""
     if not modes:
         return (step.cluster.world_size,) * len(step.units)

@@ -12,8 +12,8 @@ from math import inf
 from typing import NamedTuple
 
 from lightning_osdp.core.affine import ZERO
+from lightning_osdp.core.axes import freed_and_kept
 from lightning_osdp.core.cluster import Cluster
-from lightning_osdp.core.modes import freed_and_kept
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.byte_size import format_at_least, format_bytes
@@ -109,10 +109,11 @@ class _Move(NamedTuple):
 def _moves(plan: Plan) -> Iterator[_Move]:
     """What could be kept that is not: parameters, gradients from one micro-batch to the next, what blocks save."""
     for unit in plan.units if plan.world_size > 1 else ():
-        _, kept = freed_and_kept(unit.sharding_modes[0])
-        modes = (kept.name,) * unit.num_slices
-        if unit.name and unit.modes != modes and unit.keep_saves_s > 0 and kept.name in plan.search_space.modes:
-            yield _Move(replace(unit, modes=modes), unit.keep_costs_bytes / unit.keep_saves_s)
+        _, kept = freed_and_kept(unit.treatments[0])
+        treatments = (kept,) * unit.num_slices
+        is_offered = kept.name in plan.search_space.modes
+        if unit.name and unit.treatments != treatments and unit.keep_saves_s > 0 and is_offered:
+            yield _Move(replace(unit, treatments=treatments), unit.keep_costs_bytes / unit.keep_saves_s)
     for block in plan.blocks if not plan.has_given_blocks else ():
         if block.costs_s > 0:
             yield _Move(block, block.frees_bytes / block.costs_s)

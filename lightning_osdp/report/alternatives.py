@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
+from lightning_osdp.core.axes import SYNC_CHOICES, Subject, Treatment, freed_and_kept
 from lightning_osdp.core.cluster import Cluster
-from lightning_osdp.core.modes import NAMED_MODES, SYNC_CHOICES, freed_and_kept
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import ModelProfile
@@ -15,7 +15,7 @@ from lightning_osdp.core.slices import slice_names
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.core.text.nearest import nearest
-from lightning_osdp.engine import engine_of
+from lightning_osdp.engine import effects_of, engine_of
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.report.sentences import is_inside, name_treatment
 from lightning_osdp.simulation import planned_step, simulate
@@ -101,11 +101,12 @@ def find_alternatives(plan: Plan, profile: ModelProfile, cluster: Cluster, opera
     def simulated(changed: Unit, choice: str) -> Alternative:
         units = tuple(changed if each is unit else each for each in plan.units)
         others = tuple(each for each in plan.blocks if each.name != block)
-        chosen = others if choice == KEEP else (*others, Block(name=block, activations=choice))
+        treatment = Treatment(saves=choice)
+        chosen = (*others, Block(name=block, treatment=treatment)) if treatment else others
         estimate = simulate(replace(plan, units=units, blocks=chosen), profile, cluster)
         words = [*name_treatment(changed).split("\n"), choice]
         return Alternative(
-            name=", ".join(words[:-1] if choice == KEEP else words),
+            name=", ".join(words if treatment else words[:-1]),
             modes=changed.modes,
             sync=changed.sync,
             activations=choice,
@@ -149,15 +150,15 @@ def _treatments(plan: Plan, unit: Unit, profile: ModelProfile, cluster: Cluster)
     step, _ = planned_step(plan, profile, cluster)
     first, *_ = slice_names(unit.name, unit.num_slices)
     (of,) = (each for each in step.units if each.name == first)
-    accumulates = plan.num_micro_batches > 1 and engine_of(plan).may_wait(of)
-    in_node = unit.sharding_modes[0].sharded_over == "node"
-    syncs = [sync for sync in SYNC_CHOICES if sync != "node" or in_node] if accumulates else [unit.sync]
+    subject = Subject(may_wait=plan.num_micro_batches > 1 and engine_of(plan).may_wait(of))
+    treatments = (each.but(reduce=sync) for each in unit.treatments[:1] for sync in SYNC_CHOICES)
+    syncs = dict.fromkeys(each.within(subject)["reduce"] for each in treatments)
     for num_kept, sync in product(range(unit.num_slices + 1), syncs):
-        yield replace(unit, modes=_keeping(unit.modes, num_kept), sync=sync)
+        yield replace(unit, treatments=_keeping(unit.treatments, num_kept, sync))
 
 
-def _keeping(modes: tuple[str, ...], num_kept: int) -> tuple[str, ...]:
+def _keeping(treatments: tuple[Treatment, ...], num_kept: int, sync: str) -> tuple[Treatment, ...]:
     """So many slices kept: of the planned ones the first, and then of the others the first."""
-    kept_first = sorted(range(len(modes)), key=lambda index: not NAMED_MODES[modes[index]].resident)
-    freed, kept = freed_and_kept(NAMED_MODES[modes[0]])
-    return tuple(kept.name if index in kept_first[:num_kept] else freed.name for index in range(len(modes)))
+    kept_first = sorted(range(len(treatments)), key=lambda index: not effects_of(treatments[index]).is_kept)
+    freed, kept = freed_and_kept(treatments[0].but(reduce=sync))
+    return tuple(kept if index in kept_first[:num_kept] else freed for index in range(len(treatments)))

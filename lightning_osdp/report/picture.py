@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
-from lightning_osdp.core.modes import DP, HDP, HPZ, HSDP, MODES, ZDP
+from lightning_osdp.core.axes import DP, HDP, HPZ, HSDP, MODES, ZDP
 from lightning_osdp.core.plans.plan import Plan, Unit
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from lightning_osdp.core.modes import NAMED_MODES, ZDP, freed_and_kept
+from lightning_osdp.core.axes import NAMED_MODES, ZDP, freed_and_kept
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds, three_digits
@@ -81,7 +81,7 @@ def name_treatment(unit: Unit) -> str:
         text = unit.modes[0]
     else:
         text = " + ".join(f"{counts[mode]} {mode}" for mode in NAMED_MODES if counts[mode])
-    if unit.sync != "every":
+    if "reduce" in unit.treatments[0]:
         text += f"\nsync {unit.sync}"
     return text
 
@@ -95,7 +95,7 @@ def explain(units: Sequence[Unit], plan: Plan) -> str:
         return "always kept: the root unit is never freed" if unit.operators else "holds no parameters"
     if not is_predicted(plan):
         return NOT_PREDICTED
-    num_kept = sum(NAMED_MODES[mode].resident for mode in unit.modes)
+    num_kept = sum(effects_of(each).is_kept for each in unit.treatments)
     kept = num_kept / unit.num_slices
     if num_kept == 0:
         why = f"keeping it would {_if_kept(units, 1.0, plan)}"
@@ -106,7 +106,7 @@ def explain(units: Sequence[Unit], plan: Plan) -> str:
             f"keeping {num_kept} of {unit.num_slices} slices, {_takes(units, kept)}, {_saves(units, kept)};"
             f" keeping the rest would {_if_kept(units, 1 - kept, plan)}"
         )
-    if unit.sync == "last":
+    if effects_of(unit.treatments[0]).holds_whole_gradients:
         held = format_span([each.accumulate_costs_bytes for each in units], format_bytes)
         why += f"; {held} held between micro-batches {_seconds([each.accumulate_saves_s for each in units], 'save')}"
     return why
@@ -179,9 +179,9 @@ def tell_peak(plan: Plan) -> str:
 def tell_kept(plan: Plan) -> str:
     """``12 of 19 units unsharded, a shard of 3 in each node``: what is kept between forward and backward."""
     units = [unit for unit in plan.units if unit.name]
-    modes = [mode for unit in units for mode in unit.sharding_modes]
-    kept = sum(mode.resident for mode in modes)
-    in_nodes = sum(mode.regathers_over == "node" and not mode.resident for mode in modes)
+    modes = [effects_of(each) for unit in units for each in unit.treatments]
+    kept = sum(each.is_kept for each in modes)
+    in_nodes = sum(not each.is_kept and each.left_over != "all" for each in modes)
     what = f"slices of {len(units)} units" if len(modes) > len(units) else "units"
     shards = f", a shard of {in_nodes} in each node" if in_nodes else ""
     return f"{kept} of {len(modes)} {what} unsharded{shards}"
@@ -207,7 +207,7 @@ def _gain(plan: Plan) -> str:
     if plan.world_size == 1:
         return f"none: {ONE_RANK}"
     chosen = [unit for unit in plan.units if unit.name != ""]
-    if not plan.blocks and all({*unit.modes} == {ZDP.name} and unit.sync == "every" for unit in chosen):
+    if not plan.blocks and all({*unit.treatments} == {ZDP} for unit in chosen):
         return f"none: this plan is {plain}"
     if is_predicted(plan) and plan.all_zdp_peak_bytes > plan.memory_limit_bytes:
         return f"plain FSDP does not fit: it takes at least {format_bytes(plan.all_zdp_peak_bytes)}"
@@ -273,7 +273,7 @@ def wire_bytes(plan: Plan) -> float:
     """
     sent = 0.0
     for unit in plan.units:
-        modes = unit.sharding_modes
+        modes = unit.treatments
         if not unit.name:  # the root is never freed
             modes = (freed_and_kept(modes[0])[1],)
         for mode in modes:
@@ -297,7 +297,8 @@ def whole_gradient_bytes(plan: Plan) -> int:
     """Bytes of gradients that are kept whole from one micro-batch to the next, beyond those of reduced ones."""
     if plan.num_micro_batches == 1:
         return 0
-    return round(sum(unit.whole_gradient_bytes for unit in plan.units if unit.sync == "last"))
+    waiting = (unit for unit in plan.units if effects_of(unit.treatments[0]).holds_whole_gradients)
+    return round(sum(unit.whole_gradient_bytes for unit in waiting))
 
 
 def format_span(values: Iterable[float], form: Callable[[float], str]) -> str:

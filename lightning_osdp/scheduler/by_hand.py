@@ -9,9 +9,9 @@ from itertools import product
 from typing import Any
 
 from lightning_osdp.assign import Setting, assigned_as, block_units
+from lightning_osdp.core.axes import DP, HDP, HSDP, ZDP, modes_of
 from lightning_osdp.core.batch_policy import MOST_SAMPLES, BatchPolicy, largest_fitting
 from lightning_osdp.core.cluster import Cluster
-from lightning_osdp.core.modes import DP, HDP, HSDP, ZDP, modes_of
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import ModelProfile

@@ -21,7 +21,7 @@ from lightning_osdp.assign import (
     join_units,
     share_units,
 )
-from lightning_osdp.core.modes import ZDP, modes_of
+from lightning_osdp.core.axes import ZDP, modes_of
 from lightning_osdp.core.plans.search_space import SearchSpace
 
 _least_bytes = attrgetter("costs.least_bytes")
@@ -76,7 +76,7 @@ class Competition:
         With several micro-batches, gradients are reduced in each or, where that is offered, in the last one.
         """
         # ZDP in every micro-batch, whether it was offered or not
-        setting = replace(setting, modes=modes_of([ZDP.name], {"every", *(mode.sync for mode in setting.modes)}))
+        setting = replace(setting, modes=modes_of([ZDP.name], {"every", *(mode["reduce"] for mode in setting.modes)}))
         for each in self._keeping_and_recomputing(setting):
             yield each, each.all_zdp_modes
             last = tuple(options[-1] for options in each.costs.options)

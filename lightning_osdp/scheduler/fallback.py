@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from lightning_osdp.core.modes import freed_and_kept
+from lightning_osdp.core.axes import freed_and_kept
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
 from lightning_osdp.engine import effects_of, num_all_gathers
 
@@ -70,25 +70,23 @@ def _moves(plan: Plan) -> Iterator[_Move]:
     for unit in plan.units if plan.world_size > 1 else ():
         if not unit.name:
             continue
-        freed, _ = freed_and_kept(unit.sharding_modes[0])
-        kept = sum(mode.resident for mode in unit.sharding_modes) / unit.num_slices
+        effects = [effects_of(each) for each in unit.treatments]
+        kept = sum(each.is_kept for each in effects) / unit.num_slices
         once_s = _gathered_once_s(unit, plan)
-        if unit.sync == "last":
+        if effects[0].holds_whole_gradients:
             reduced = replace(
-                unit,
-                sync="every",
+                unit.treated(reduce="every"),
                 time_s=max(0.0, unit.time_s + unit.accumulate_saves_s),
                 keep_saves_s=unit.keep_saves_s - once_s,
             )
             # parameters that are held between micro-batches are there within them all the same
             yield _Move(reduced, unit.whole_gradient_bytes, unit.accumulate_saves_s)
-        left = sum(mode.leaves_shard for mode in unit.sharding_modes) / unit.num_slices
+        left = sum(each.leaves_shard for each in effects) / unit.num_slices
         if kept or left:
             # a shard in each node saves less than all of it within a micro-batch
             lost_s = kept * unit.keep_saves_s + left * (unit.keep_saves_s - once_s)
             sharded = replace(
-                unit,
-                modes=(freed.name,) * unit.num_slices,
+                unit.treated(keep="nothing"),
                 time_s=max(0.0, unit.time_s + lost_s),
                 accumulate_saves_s=unit.accumulate_saves_s - kept * once_s,
                 accumulate_costs_bytes=max(0, unit.accumulate_costs_bytes - round(kept * unit.keep_costs_bytes)),
@@ -99,12 +97,13 @@ def _moves(plan: Plan) -> Iterator[_Move]:
 
 def _gathered_once_s(unit: Unit, plan: Plan) -> float:
     """Of what keeping the unit saves, what comes of gathering it once a step, not once in each micro-batch."""
-    if unit.sync != "last":
+    own = unit.treatments[0]
+    if not effects_of(own).holds_whole_gradients:
         return 0.0
-    freed, kept = freed_and_kept(unit.sharding_modes[0])
+    freed, kept = freed_and_kept(own)
     if_freed, if_kept, if_kept_throughout = (
         num_all_gathers(effects_of(mode).counts(num_micro_batches=plan.num_micro_batches))
-        for mode in (freed, kept, replace(kept, sync="last"))
+        for mode in (freed, kept.but(reduce="every"), kept)
     )
     return unit.keep_saves_s * (if_kept - if_kept_throughout) / (if_freed - if_kept_throughout)
 

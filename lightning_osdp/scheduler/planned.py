@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from lightning_osdp.assign import Assignment, Modes, Setting, chosen_activations
+from lightning_osdp.core.axes import Treatment, freed_and_kept
 from lightning_osdp.core.blocks import freed_bytes
-from lightning_osdp.core.modes import freed_and_kept
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import BlockProfile, ModelProfile
@@ -85,9 +84,8 @@ def _units(setting: Setting, modes: Modes) -> Iterator[Unit]:
             name=name,
             operators=(name,) if name in slices else tuple(operator.name for operator in unit.operators),
             kind=unit.kind,
-            modes=tuple(mode.name for _, mode in each),
+            treatments=tuple(mode.but(saves="keep") for _, mode in each),
             modules=unit.modules,
-            sync=each[0][1].sync,
             parameter_bytes=parameter_bytes,
             time_s=sum(costs.times_s[index][mode] for index, mode in each),
             keep_saves_s=sum(saves_s[index] for index, _ in each),
@@ -114,9 +112,9 @@ def _keeping_saves_s(setting: Setting, modes: Modes) -> list[float]:
 def _saved_in_step_s(setting: Setting, modes: Modes, unit: int) -> float:
     if setting.units[unit].is_root:
         return 0.0
-    own = modes[unit]
-    ways = (replace(mode, sync=own.sync, activations=own.activations) for mode in freed_and_kept(own))
-    sharded_s, kept_s = (setting.costs.step_time_s((*modes[:unit], mode, *modes[unit + 1 :])) for mode in ways)
+    sharded_s, kept_s = (
+        setting.costs.step_time_s((*modes[:unit], mode, *modes[unit + 1 :])) for mode in freed_and_kept(modes[unit])
+    )
     return max(0.0, sharded_s - kept_s)
 
 
@@ -141,7 +139,7 @@ def _block(setting: Setting, block: BlockProfile, choice: str) -> Block:
     micro_batch_size, num_micro_batches = setting.workload.micro_batch_size, setting.workload.num_micro_batches
     return Block(
         name=block.name,
-        activations=choice,
+        treatment=Treatment(saves=choice),
         frees_bytes=max(0, round(freed_bytes(setting.unchanged, block, choice).at(micro_batch_size))),
         costs_s=num_micro_batches * block_s(block, choice, setting.cluster, micro_batch_size),
     )

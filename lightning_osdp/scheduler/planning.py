@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_osdp.assign import Modes, Setting
+from lightning_osdp.core.axes import modes_of
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Cluster
-from lightning_osdp.core.modes import modes_of
 from lightning_osdp.core.plans.document import shown
 from lightning_osdp.core.plans.plan import COST_MODELS, Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
@@ -141,6 +141,6 @@ def _how(plain: Setting, modes: Modes, setting: Setting) -> str:
     if plain.decided.blocks:
         told.append("all blocks recomputing")
     if num_micro_batches > 1:
-        last = any(mode.sync == "last" for mode in modes)
+        last = any("reduce" in mode for mode in modes)
         told.append(f"gradients reduced in {'the last' if last else 'every'} micro-batch")
     return ", ".join(told)

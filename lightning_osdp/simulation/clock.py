@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from lightning_osdp.core.modes import ShardingMode
+from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.profile import Rerun
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
@@ -51,12 +51,12 @@ class StepClock:
         self.durations = durations_of(step, engine)
         self.units, self.micro_batch_size = step.units, step.workload.micro_batch_size
         self._step = step
-        self._number_of: dict[ShardingMode, int] = {}
+        self._number_of: dict[Treatment, int] = {}
         self._effects: list[Effects] = []
         """What was asked for so far, by number."""
         self._learn({FREED})
 
-    def step(self, modes: Sequence[ShardingMode]) -> StepTime:
+    def step(self, modes: Sequence[Treatment]) -> StepTime:
         """One optimizer step with these modes, one per unit."""
         if not self._number_of.keys() >= (different := set(modes)):
             found = dict(zip(different, effects_in(self._step, [*different]), strict=True))
@@ -78,13 +78,13 @@ class StepClock:
         )
         return StepTime(timeline.total_s(self.num_micro_batches) + update_s, timeline.stalls_s)
 
-    def _with_activations(self, modes: Sequence[ShardingMode]) -> Durations:
+    def _with_activations(self, modes: Sequence[Treatment]) -> Durations:
         """Seconds of every event where blocks do with what they save as the modes say."""
-        if all(mode.activations == "keep" for mode in modes):
+        if not any("saves" in mode for mode in modes):
             return self._joined_s
         forward_s, backward_s = list(self._joined_s.forward_s), list(self._joined_s.backward_s)
         for unit, mode in zip(self.units, modes, strict=True):
-            around = (unit.block, mode.activations, self.cluster, self.micro_batch_size)
+            around = (unit.block, mode["saves"], self.cluster, self.micro_batch_size)
             of_forward_s = copied_s(*around)
             forward_s[self._places["forward"][unit.last]] += of_forward_s
             backward_s[self._places["backward"][unit.last]] += block_s(*around) - of_forward_s

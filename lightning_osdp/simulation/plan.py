@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.blocks import with_activations
 from lightning_osdp.core.cluster import Cluster
-from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.slices import slice_names, split_operators
@@ -32,7 +32,7 @@ def simulate(plan: Plan, profile: ModelProfile, cluster: Cluster) -> StepEstimat
     return simulate_step(*planned_step(plan, profile, cluster), engine=engine_of(plan))
 
 
-def planned_step(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Step, tuple[ShardingMode, ...]]:
+def planned_step(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[Step, tuple[Treatment, ...]]:
     """The step that a plan is for, with blocks and slices as planned, and the modes of its units.
 
     Raises:
@@ -40,12 +40,12 @@ def planned_step(plan: Plan, profile: ModelProfile, cluster: Cluster) -> tuple[S
             has operators that the model has not.
     """
     _check_names(plan, profile)
-    profile = with_activations(profile, {block.name: block.activations for block in plan.blocks})
+    profile = with_activations(profile, {block.name: block.treatment["saves"] for block in plan.blocks})
     profile = split_operators(profile, {unit.name: unit.num_slices for unit in plan.units})
     operators: dict[str, tuple[str, ...]] = {}
-    modes: dict[str, ShardingMode] = {}
+    modes: dict[str, Treatment] = {}
     for unit in plan.units:
-        for name, mode in zip(slice_names(unit.name, unit.num_slices), unit.sharding_modes, strict=True):
+        for name, mode in zip(slice_names(unit.name, unit.num_slices), unit.treatments, strict=True):
             operators[name] = unit.operators if unit.num_slices == 1 else (name,)
             modes[name] = mode
     units = grouped(profile, operators, {unit.name: unit.modules for unit in plan.units if unit.modules})

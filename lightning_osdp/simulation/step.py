@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, Contention
-from lightning_osdp.core.modes import ShardingMode
 from lightning_osdp.core.step import Step
 from lightning_osdp.cost import (
     PeakMemory,
@@ -58,7 +58,7 @@ class StepEstimate:
 
 
 def simulate_step(
-    step: Step, modes: Sequence[ShardingMode], *, engine: FSDP2 = DEFAULT, rank: int | None = None
+    step: Step, modes: Sequence[Treatment], *, engine: FSDP2 = DEFAULT, rank: int | None = None
 ) -> StepEstimate:
     """Goes through one optimizer step.
 

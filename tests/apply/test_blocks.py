@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_osdp.apply.activations.blocks import BlockForwards
+from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.plans.plan import Block
 from lightning_osdp.errors import PlanMismatchError
 from lightning_osdp.profiler import LiveBytes
@@ -63,7 +64,7 @@ def apply(net, blocks, units=()):
 
 def with_blocks(activations, *, reentrant=False, net=None):
     net = net or Net()
-    blocks = [Block(name=f"parts.{i}", activations=activations) for i in range(3)]
+    blocks = [Block(name=f"parts.{i}", treatment=Treatment(saves=activations)) for i in range(3)]
     units = ["first", *(block.name for block in blocks)] if reentrant else []
     return net, apply(net, blocks, units)
 
@@ -191,7 +192,7 @@ def test_buffers_that_change_only_in_training_are_updated_once_after_an_evaluati
     torch.manual_seed(0)
     plain = nn.Sequential(Average(), Average())
     blocks = copy.deepcopy(plain)
-    apply(blocks, [Block(name=name, activations="recompute") for name in "01"])
+    apply(blocks, [Block(name=name, treatment=Treatment(saves="recompute")) for name in "01"])
     x = torch.randn(4, 8)
     for is_training in (False, True):
         for net in (plain, blocks):
@@ -226,7 +227,7 @@ def test_buffers_that_begin_to_change_late_are_updated_once(activations):
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(8, 8), Warming(), Warming())
     blocks = copy.deepcopy(plain)
-    apply(blocks, [Block(name=name, activations=activations) for name in "12"], list("12"))
+    apply(blocks, [Block(name=name, treatment=Treatment(saves=activations)) for name in "12"], list("12"))
     for step in range(5):
         x = torch.randn(4, 8)
         for net in (plain, blocks):
@@ -296,7 +297,7 @@ def test_bytes_that_a_block_keeps_on_the_device_and_on_the_host(activations, on_
     net = nn.Sequential(nn.Linear(32, 32), Attention())
     memory = None
     if activations != "keep":
-        memory = apply(net, [Block(name="1", activations=activations)])
+        memory = apply(net, [Block(name="1", treatment=Treatment(saves=activations))])
     batch = torch.ones(8, 64, 32)
     with LiveBytes("cpu") as live:
         live.track([batch, *net.parameters(), *net.buffers()])
@@ -319,7 +320,7 @@ def test_what_is_changed_in_place_after_it_was_saved_is_copied_again():
     net = nn.Sequential(InPlace())
     x = torch.randn(4, 4, requires_grad=True)
     (expected,) = torch.autograd.grad(net(x), x)
-    apply(net, [Block(name="0", activations="offload")])
+    apply(net, [Block(name="0", treatment=Treatment(saves="offload"))])
     (found,) = torch.autograd.grad(net(x), x)
     torch.testing.assert_close(found, expected)
 
@@ -335,7 +336,7 @@ def test_what_is_changed_in_place_after_it_was_saved_is_copied_again():
 def test_names_that_cannot_be_blocks_are_refused(names, message):
     net = Net()
     with pytest.raises(PlanMismatchError, match=f"Expected each block .*{message}. Plan anew by leaving out `plan=`."):
-        apply(net, [Block(name=name, activations="recompute") for name in names])
+        apply(net, [Block(name=name, treatment=Treatment(saves="recompute")) for name in names])
     assert all("forward" not in vars(module) for module in net.modules())
 
 
@@ -350,7 +351,7 @@ def saved_bytes(net):
 
 
 def chosen(*names, activations="recompute"):
-    return [Block(name=f"parts.{name}", activations=activations) for name in names]
+    return [Block(name=f"parts.{name}", treatment=Treatment(saves=activations)) for name in names]
 
 
 def test_what_blocks_do_may_change_from_step_to_step():
@@ -402,7 +403,11 @@ def test_a_compiled_block_does_as_chosen(activations):
     net[1].compile(backend="eager")
     expected = torch.autograd.grad(net(x).sum(), [*net.parameters()])
     counts = []
-    for blocks in ([Block(name="1", activations=activations)], [], [Block(name="1", activations=activations)]):
+    for blocks in (
+        [Block(name="1", treatment=Treatment(saves=activations))],
+        [],
+        [Block(name="1", treatment=Treatment(saves=activations))],
+    ):
         forwards.choose(blocks, units=())
         with LiveBytes("cpu") as live:
             loss = net(x).sum()

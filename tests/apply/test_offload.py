@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_osdp.apply.activations.blocks import BlockForwards
 from lightning_osdp.apply.activations.offload import CopyStream, HostMemory
+from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.plans.plan import Block
 from lightning_osdp.profiler import LiveBytes
 
@@ -73,7 +74,9 @@ def offloading(net, stream, *, activations="offload", units=()):
     forwards = BlockForwards(net, CPU)
     forwards.memory = HostMemory(CPU, stream)
     names = [name for name, child in net.named_children() if isinstance(child, Part)]
-    forwards.choose([Block(name=name, activations=activations) for name in names], units=names if units else ())
+    forwards.choose(
+        [Block(name=name, treatment=Treatment(saves=activations)) for name in names], units=names if units else ()
+    )
     return forwards.memory
 
 

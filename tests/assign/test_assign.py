@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from lightning_osdp.assign import assign_modes, fill_spare
 from lightning_osdp.assign.nested import Price, improve
 from lightning_osdp.assign.solve import fill, repair
+from lightning_osdp.core.axes import ALL_MODES, DP, ZDP, modes_of
 from lightning_osdp.core.cluster import Cluster, Link
-from lightning_osdp.core.modes import ALL_MODES, DP, ZDP, modes_of
 from lightning_osdp.cost import Workload, step_memory
 from lightning_osdp.search import SOLVERS
 

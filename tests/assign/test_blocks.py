@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from lightning_osdp.assign import Setting, assign_modes, block_units, chosen_activations
 from lightning_osdp.core.affine import Affine
+from lightning_osdp.core.axes import DP, ZDP
 from lightning_osdp.core.cluster import Cluster, Link
-from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.profile import BlockProfile
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload

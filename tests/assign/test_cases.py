@@ -8,7 +8,7 @@ import pytest
 
 from lightning_osdp.assign import assign_modes
 from lightning_osdp.core.affine import Affine
-from lightning_osdp.core.modes import DP, ZDP
+from lightning_osdp.core.axes import DP, ZDP
 from lightning_osdp.core.profile import OptimizerProfile, Segment
 from lightning_osdp.cost import Workload
 from lightning_osdp.errors import ConfigurationError

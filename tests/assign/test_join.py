@@ -11,8 +11,8 @@ from overlapped import made, overlapped
 from lightning_osdp.assign import Setting, join_units
 from lightning_osdp.assign.merging import share
 from lightning_osdp.core.affine import Affine
+from lightning_osdp.core.axes import DP, ZDP
 from lightning_osdp.core.cluster import Cluster, Link
-from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import Rerun

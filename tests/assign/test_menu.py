@@ -9,7 +9,7 @@ import pytest
 
 from lightning_osdp.assign import Setting, assign_modes, block_units
 from lightning_osdp.assign.menu import unbeaten
-from lightning_osdp.core.modes import NAMED_MODES, modes_of
+from lightning_osdp.core.axes import NAMED_MODES, modes_of
 from lightning_osdp.core.units import partition
 from lightning_osdp.engine import FSDP2
 

@@ -7,9 +7,9 @@ import pytest
 from steps import FAST, SLOW, TWO_NODES
 
 from lightning_osdp.assign import assign_modes, fill_spare
-from lightning_osdp.core.modes import NAMED_MODES, modes_of
+from lightning_osdp.core.axes import NAMED_MODES, modes_of
 from lightning_osdp.cost import Workload
-from lightning_osdp.engine import FSDP2
+from lightning_osdp.engine import FSDP2, effects_of
 from lightning_osdp.search import SOLVERS
 
 OPERATORS = [
@@ -88,12 +88,12 @@ def test_what_is_reduced_in_the_node_holds_no_whole_gradients_between_micro_batc
     found = given(setting, num_micro_batches=3)
     memory, states = found.costs.memory, found.costs.memory.states_bytes
     for place, unit in enumerate(memory.order):
-        mode = dataclasses.replace(NAMED_MODES[reduced], sync="node")
+        mode = NAMED_MODES[reduced].but(reduce="node")
         assert mode in found.costs.options[unit]
-        kept = memory.gathered_bytes[place] if mode.resident else 0.0
+        kept = memory.gathered_bytes[place] if effects_of(mode).is_kept else 0.0
         assert memory.held(place, mode) == (kept, states[unit])
     only = dataclasses.replace(found, modes=modes_of(["HSDP", "HDP"]))
-    assert [options[0].sync for options in only.costs.options[1:]] == ["node"] * len(OPERATORS)
+    assert [options[0]["reduce"] for options in only.costs.menus[1:]] == ["node"] * len(OPERATORS)
 
 
 def test_without_nodes_what_would_be_left_in_one_is_sharded(setting):

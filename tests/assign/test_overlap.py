@@ -11,8 +11,8 @@ from overlapped import SHARES, made, overlapped
 
 from lightning_osdp.assign import Setting, assign_modes, bound_later_s
 from lightning_osdp.assign.paths import Paths
+from lightning_osdp.core.axes import DP, ZDP
 from lightning_osdp.core.cluster import UnitOverhead
-from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from overlapped import SHARES, made, overlapped
 
 from lightning_osdp.assign import Setting, as_far_as_fits, assign_ahead
-from lightning_osdp.core.modes import DP, ZDP
+from lightning_osdp.core.axes import DP, ZDP
 from lightning_osdp.core.plans.plan import PREFETCH_CHOICES
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload

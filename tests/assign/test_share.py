@@ -8,8 +8,8 @@ import pytest
 from lightning_osdp.assign import Setting, share_units
 from lightning_osdp.assign.merging import share
 from lightning_osdp.core.affine import Affine
+from lightning_osdp.core.axes import DP, ZDP
 from lightning_osdp.core.cluster import Cluster, Link, UnitOverhead
-from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.profile import ModelProfile, OperatorProfile, Segment
 from lightning_osdp.core.units import merged, partition
 from lightning_osdp.cost import Workload

@@ -1,12 +1,10 @@
 """Operators split into more slices where that lowers the peak."""
 
-import dataclasses
-
 import pytest
 
 from lightning_osdp.assign import Setting, assign_modes, ever_more_slices
 from lightning_osdp.assign.merging.slices import agreed_on
-from lightning_osdp.core.modes import DP, ZDP
+from lightning_osdp.core.axes import DP, ZDP
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload
 from lightning_osdp.engine import FSDP2
@@ -51,7 +49,7 @@ def test_no_operator_has_more_slices_than_are_offered_or_than_it_has_features(wi
 
 def test_slices_of_an_operator_reduce_their_gradients_alike(wide):
     split = next(ever_more_slices(wide.at(1, 4), (1, 2)))
-    last = dataclasses.replace(DP, sync="last")
+    last = DP.but(reduce="last")
     chosen = {"": DP, "a": last, "large.slices.0": last, "large.slices.1": ZDP, "b": DP}
     agreed = agreed_on(split, tuple(chosen[unit.name] for unit in split.units))
     assert dict(zip([unit.name for unit in split.units], agreed, strict=True)) == {**chosen, "large.slices.0": DP}

@@ -8,13 +8,14 @@ import torch
 
 from lightning_osdp import Plan, PlanMonitor
 from lightning_osdp.callbacks.peak import WARM_UP_STEPS, AllocatorPeaks, AllocatorWatch, PeakCounter
+from lightning_osdp.core.axes import named
 from lightning_osdp.core.plans.plan import Unit
 
 CUDA = torch.device("cuda", 0)
 PLAN = Plan(
     fingerprint={},
     world_size=1,
-    units=(Unit(name="", operators=("net",), kind="Linear", modes=("DP",), parameter_bytes=4, time_s=0.0),),
+    units=(Unit(name="", operators=("net",), kind="Linear", treatments=named("DP"), parameter_bytes=4, time_s=0.0),),
     memory_limit_bytes=2**20,
     peak_bytes=50,
     micro_batch_size=1,

@@ -2,6 +2,7 @@ import dataclasses
 
 import pytest
 
+from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.plans.plan import Block
 from lightning_osdp.report.difference import compare_plans
 
@@ -12,7 +13,7 @@ def plan(planned):
 
 
 def changed(plan, name, **fields):
-    units = tuple(dataclasses.replace(unit, **fields) if unit.name == name else unit for unit in plan.units)
+    units = tuple(unit.treated(**fields) if unit.name == name else unit for unit in plan.units)
     return dataclasses.replace(plan, units=units)
 
 
@@ -23,16 +24,19 @@ def test_of_equal_plans_nothing_differs(plan, folder, answer):
 
 
 def test_operators_that_change_alike_are_told_together(plan):
-    after = changed(changed(plan, "h.0.attn", modes=("ZDP",)), "h.2.attn", modes=("ZDP",))
+    after = changed(changed(plan, "h.0.attn", keep="nothing"), "h.2.attn", keep="nothing")
     (decided,) = compare_plans(plan, after).decisions
     assert decided.operators == ("h.0.attn", "h.2.attn")
     assert (decided.before, decided.after) == ("DP", "ZDP")
 
 
 def test_sync_activations_and_prefetch_are_compared(plan):
-    after = changed(plan, "head", sync="last")
+    after = changed(plan, "head", reduce="last")
     after = dataclasses.replace(
-        after, blocks=(Block(name="h.3", activations="recompute"),), backward_prefetch="none", forward_prefetch=True
+        after,
+        blocks=(Block(name="h.3", treatment=Treatment(saves="recompute")),),
+        backward_prefetch="none",
+        forward_prefetch=True,
     )
     before = dataclasses.replace(plan, backward_prefetch="pre", forward_prefetch=False)
     found = compare_plans(before, after)

@@ -3,6 +3,7 @@ from itertools import product
 
 import pytest
 
+from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.plan import Block
 from lightning_osdp.core.plans.search_space import SearchSpace
@@ -22,9 +23,9 @@ def brute_force(plan, profile, ranks, unit, block):
     syncs = ("every", "last") if plan.num_micro_batches > 1 else ("every",)
     found = {}
     for mode, sync, choice in product(("ZDP", "DP"), syncs, ("keep", "recompute") if block else ("keep",)):
-        units = [dataclasses.replace(each, modes=(mode,), sync=sync) if each is unit else each for each in plan.units]
+        units = [each.in_modes(mode, sync=sync) if each is unit else each for each in plan.units]
         blocks = [each for each in plan.blocks if each.name != block]
-        blocks += [Block(name=block, activations=choice)] if choice != "keep" else []
+        blocks += [Block(name=block, treatment=Treatment(saves=choice))] if choice != "keep" else []
         estimate = simulate(dataclasses.replace(plan, units=tuple(units), blocks=tuple(blocks)), profile, ranks)
         found[mode, sync, choice] = estimate.time_s, estimate.peak.peak_bytes
     return found
@@ -54,7 +55,7 @@ def test_of_a_split_operator_every_number_of_slices_is_an_alternative(model, lin
     plan = make_plan(profile, cluster(2), memory_limit_bytes=10**6, micro_batch_size=1, search_space=whole)
     root, _, b = plan.units
     split = dataclasses.replace(
-        plan, units=(root, dataclasses.replace(b, name="a", operators=("a",), modes=("ZDP", "DP", "ZDP", "ZDP")), b)
+        plan, units=(root, dataclasses.replace(b.in_modes("ZDP", "DP", "ZDP", "ZDP"), name="a", operators=("a",)), b)
     )
     ways = find_alternatives(split, profile, cluster(2), "a")
     assert {each.modes for each in ways.others} == {
@@ -69,7 +70,7 @@ def test_of_a_split_operator_every_number_of_slices_is_an_alternative(model, lin
 def test_the_reason_is_what_is_faster_and_whether_it_fits(planned, profile, ranks):
     everything = planned(1000, share_units=False)
     assert "No other way is faster" in find_alternatives(everything, profile, ranks, "h.0.attn").why()
-    units = [dataclasses.replace(unit, modes=("ZDP",)) if unit.name == "wte" else unit for unit in everything.units]
+    units = [unit.in_modes("ZDP") if unit.name == "wte" else unit for unit in everything.units]
     freed = dataclasses.replace(everything, units=tuple(units))
     peak_bytes = simulate(freed, profile, ranks).peak.peak_bytes
     ways = find_alternatives(dataclasses.replace(freed, memory_limit_bytes=peak_bytes), profile, ranks, "wte")
@@ -90,7 +91,7 @@ def test_the_reason_is_what_is_faster_and_whether_it_fits(planned, profile, rank
 
 def test_offloading_is_an_alternative_where_the_plan_offloads(planned, profile, ranks):
     plan = planned(1000)
-    offloading = dataclasses.replace(plan, blocks=(Block(name="h.1", activations="offload"),))
+    offloading = dataclasses.replace(plan, blocks=(Block(name="h.1", treatment=Treatment(saves="offload")),))
     activations = [
         {each.activations for each in find_alternatives(each, profile, ranks, "h.0.mlp").others}
         for each in (plan, offloading)

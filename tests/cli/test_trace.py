@@ -8,6 +8,7 @@ import pytest
 from torch._inductor.analysis.profile_analysis import JsonProfile
 from torch.profiler._trace_validator import validate_trace
 
+from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.plans.plan import Block
 from lightning_osdp.report.trace import STREAMS, chrome_trace
 from lightning_osdp.simulation import simulate
@@ -20,7 +21,7 @@ REQUIRED = {
 
 
 def offloading(plan):
-    return dataclasses.replace(plan, blocks=(Block(name="h.1", activations="offload"),))
+    return dataclasses.replace(plan, blocks=(Block(name="h.1", treatment=Treatment(saves="offload")),))
 
 
 CASES = {

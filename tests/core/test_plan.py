@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_osdp.core.modes import ACTIVATION_CHOICES, MODES
+from lightning_osdp.core.axes import ACTIVATION_CHOICES, MODES, Treatment, named
 from lightning_osdp.core.plans.plan import (
     COST_MODELS,
     PREFETCH_CHOICES,
@@ -23,8 +23,8 @@ from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.errors import OSDPError, PlanFormatError, PlanMismatchError
 
-ROOT = Unit(name="", operators=("norm",), kind="LayerNorm", modes=("DP",), parameter_bytes=64)
-HEAD = Unit(name="head", operators=("head",), kind="Linear", modes=("ZDP", "ZDP", "DP"), time_s=1.5e-3)
+ROOT = Unit(name="", operators=("norm",), kind="LayerNorm", treatments=named("DP"), parameter_bytes=64)
+HEAD = Unit(name="head", operators=("head",), kind="Linear", treatments=named("ZDP", "ZDP", "DP"), time_s=1.5e-3)
 PLAN = Plan(
     fingerprint={"norm.weight": "(16,) float32", "head.weight": "(4, 16) float32"},
     world_size=2,
@@ -62,7 +62,7 @@ def refused(text: str, message: str) -> None:
 
 
 def test_decisions_are_one_per_operator_of_every_unit():
-    shared = Unit(name="block", operators=("block.a", "block.b"), kind="Linear", modes=("DP",))
+    shared = Unit(name="block", operators=("block.a", "block.b"), kind="Linear", treatments=named("DP"))
     assert dataclasses.replace(PLAN, units=(ROOT, shared, HEAD)).decisions == (
         Decision(operator="norm", unit="", modes=("DP",)),
         Decision(operator="block.a", unit="block", modes=("DP",)),
@@ -101,8 +101,10 @@ def plans(draw: st.DrawFn) -> Plan:
             name=name,
             operators=tuple(operator for operator, owner in zip(operators, owners, strict=True) if owner == name),
             kind=draw(NAMES),
-            modes=tuple(draw(st.lists(st.sampled_from([*MODES]), min_size=1, max_size=4))),
-            sync=draw(st.sampled_from(("every", "last"))),
+            treatments=named(
+                *tuple(draw(st.lists(st.sampled_from([*MODES]), min_size=1, max_size=4))),
+                reduce=draw(st.sampled_from(("every", "last"))),
+            ),
             parameter_bytes=draw(BYTES),
             time_s=draw(TIMES),
             keep_saves_s=draw(st.floats(-1, 1)),
@@ -122,7 +124,11 @@ def plans(draw: st.DrawFn) -> Plan:
         samples_per_s=draw(TIMES),
         gap=draw(TIMES),
         blocks=tuple(
-            Block(name=name, activations=draw(st.sampled_from(ACTIVATION_CHOICES[1:])), frees_bytes=draw(BYTES))
+            Block(
+                name=name,
+                treatment=Treatment(saves=draw(st.sampled_from(ACTIVATION_CHOICES[1:]))),
+                frees_bytes=draw(BYTES),
+            )
             for name in draw(st.lists(st.text("ab", min_size=1, max_size=3), unique=True, max_size=3))
         ),
         search_space=SearchSpace(
@@ -280,11 +286,11 @@ def test_json_that_is_no_object_is_refused(text, kind):
     refused(text, f"Expected the plan to hold a JSON object, got {kind}.")
 
 
-@pytest.mark.parametrize("version", [SCHEMA_VERSION + 1, SCHEMA_VERSION - 1, 0, "1", None, ...])
+@pytest.mark.parametrize("version", [SCHEMA_VERSION + 1, SCHEMA_VERSION - 2, 0, "1", None, ...])
 def test_another_schema_version_is_refused(version):
     refused(
         edited(schema_version=version),
-        f"Expected the plan to have schema_version 3, got {None if version is ... else version!r}."
+        f"Expected the plan to have schema_version 4, got {None if version is ... else version!r}."
         " Plan anew with this version of lightning_osdp, or use the version that wrote the plan.",
     )
 
@@ -359,13 +365,9 @@ def test_an_entry_of_another_type_is_refused(name, value, expected):
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("modes", "DP", "a list of texts"),
-        ("modes", [1], "a list of texts"),
-        ("modes", [["DP"]], "a list of texts"),
         ("operators", {"head": "DP"}, "a list of texts"),
         ("name", None, "a text"),
         ("name", {}, "a text"),
-        ("sync", True, "a text"),
         ("parameter_bytes", 1.5, "a whole number below 2^63"),
         ("parameter_bytes", False, "a whole number below 2^63"),
         ("time_s", float("nan"), "a finite number"),
@@ -428,7 +430,7 @@ def test_units_that_are_gathered_late_are_those_of_the_plan(field):
 
 
 def test_modules_are_grouped_in_one_unit_each():
-    whole = {"modes": ["ZDP"], "modules": ["embedding", "head"]}
+    whole = {"treatments": [{}], "modules": ["embedding", "head"]}
     assert Plan.from_json(edited_unit(**whole)).units[1].modules == ("embedding", "head")
     refused(
         edited_unit(**whole | {"modules": ["head", "head"]}),
@@ -460,16 +462,25 @@ def test_an_unknown_cost_model_is_refused():
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
+        ({"treatments": "DP"}, "'treatments' of units[1] of the plan to be a list of at least one, got 'DP'."),
+        ({"treatments": []}, "'treatments' of units[1] of the plan to be a list of at least one, got []."),
+        ({"treatments": ["DP"]}, "a treatment of units[1] of the plan to be an object of values by axis, got 'DP'."),
         (
-            {"modes": ["zdp"]},
-            "mode of unit 'head' of the plan to be one of ('ZDP', 'hpZ', 'DP', 'HSDP', 'HDP'), got 'zdp'.",
+            {"treatments": [{"moves": "activations"}]},
+            "axes of units[1] of the plan to be among ('home', 'keep', 'reduce', 'saves'), got 'moves'.",
         ),
         (
-            {"modes": ["DP", "TP"]},
-            "mode of unit 'head' of the plan to be one of ('ZDP', 'hpZ', 'DP', 'HSDP', 'HDP'), got 'TP'.",
+            {"treatments": [{"keep": "all"}]},
+            "'keep' of units[1] of the plan to be one of ('nothing', 'node', 'whole'), got 'all'.",
         ),
-        ({"modes": []}, "unit 'head' of the plan to have at least one mode, got none."),
-        ({"sync": "never"}, "sync of unit 'head' of the plan to be one of ('every', 'last', 'node'), got 'never'."),
+        (
+            {"treatments": [{"keep": 1}]},
+            "'keep' of units[1] of the plan to be one of ('nothing', 'node', 'whole'), got 1.",
+        ),
+        (
+            {"treatments": [{"saves": "recompute"}]},
+            "the treatment of unit 'head' of the plan to be that of a unit, got Treatment(saves='recompute').",
+        ),
         ({"name": ""}, "units and operators of the plan once each, got unit '' of the plan again."),
         ({"operators": ["norm"]}, "units and operators of the plan once each, got unit 'head' of the plan again."),
         ({"operators": ["a", "a"]}, "units and operators of the plan once each, got unit 'head' of the plan again."),
@@ -484,20 +495,24 @@ def test_a_unit_that_cannot_be_applied_is_refused(entries, message):
     [
         (3, "'blocks' of the plan to be a list, got 3."),
         (
-            [{"name": "a", "activations": "keep"}],
-            f"activations of block 'a' of the plan to be one of {ACTIVATION_CHOICES[1:]}, got 'keep'.",
+            [{"name": "a", "treatment": {"saves": "keep"}}],
+            "block 'a' of the plan to do something else than to keep what it saves. Leave it out.",
         ),
-        ([{"name": "a", "activations": "offload"}] * 2, "blocks of the plan once each, got ['a', 'a']."),
         (
-            [{"name": "a", "activations": "offload"}, {"name": "a.b.c", "activations": "recompute"}],
+            [{"name": "a", "treatment": {"keep": "whole"}}],
+            "the treatment of block 'a' of the plan to be that of a block, got Treatment(keep='whole').",
+        ),
+        ([{"name": "a", "treatment": {"saves": "offload"}}] * 2, "blocks of the plan once each, got ['a', 'a']."),
+        (
+            [{"name": "a", "treatment": {"saves": "offload"}}, {"name": "a.b.c", "treatment": {"saves": "recompute"}}],
             "no block of the plan inside another, and not the root, got block 'a.b.c' of the plan.",
         ),
         (
-            [{"name": "", "activations": "offload"}],
+            [{"name": "", "treatment": {"saves": "offload"}}],
             "no block of the plan inside another, and not the root, got block '' of the plan.",
         ),
         (
-            [{"name": "a", "activations": "offload", "frees_bytes": -1}],
+            [{"name": "a", "treatment": {"saves": "offload"}, "frees_bytes": -1}],
             "'frees_bytes' of block 'a' of the plan to be at least 0, got -1.",
         ),
     ],
@@ -567,13 +582,38 @@ def test_the_first_differences_are_named(fingerprint, world_size, differences):
 
 
 def in_nodes(**fields):
-    units = tuple(dataclasses.replace(unit, modes=("hpZ",)) if unit.name else unit for unit in PLAN.units)
+    units = tuple(unit.in_modes("hpZ") if unit.name else unit for unit in PLAN.units)
     return dataclasses.replace(PLAN, units=units, **{"world_size": 8, "node_size": 4, **fields})
 
 
+def test_a_plan_of_schema_3_is_read():
+    document = json.loads(
+        dataclasses.replace(PLAN, blocks=(Block(name="a", treatment=Treatment(saves="offload")),)).to_json()
+    )
+    del document["decisions"]
+    document |= {"schema_version": 3, "blocks": [{"name": "a", "activations": "offload"}]}
+    for unit, modes, sync in zip(document["units"], (["DP"], ["ZDP", "DP", "DP"]), ("every", "last"), strict=True):
+        del unit["treatments"]
+        unit |= {"modes": modes, "sync": sync}
+    read = Plan.from_json(json.dumps(document))
+    assert [unit.treatments for unit in read.units] == [named("DP"), named("ZDP", "DP", "DP", reduce="last")]
+    assert (read.schema_version, read.blocks[0].activations) == (SCHEMA_VERSION, "offload")
+    assert Plan.from_json(read.to_json()) == read
+    document["units"][1]["modes"] = ["TP"]
+    refused(
+        json.dumps(document),
+        "Expected a treatment of units[1] of the plan to be an object of values by axis, got 'TP'.",
+    )
+    document["units"][1] |= {"modes": ["ZDP"], "sync": "never"}
+    refused(
+        json.dumps(document),
+        "Expected 'reduce' of units[1] of the plan to be one of ('every', 'node', 'last'), got 'never'.",
+    )
+
+
 def test_slices_of_an_operator_are_sharded_over_the_same_ranks():
-    units = (ROOT, dataclasses.replace(HEAD, modes=("HSDP", "ZDP")))
-    message = r"all slices of unit 'head' of the plan over the same ranks, got modes \('HSDP', 'ZDP'\)"
+    units = (ROOT, HEAD.in_modes("HSDP", "ZDP"))
+    message = "all slices of unit 'head' of the plan to have the same values of .*'home', 'reduce', 'saves'.*, got"
     with pytest.raises(PlanFormatError, match=message):
         Plan.from_json(dataclasses.replace(in_nodes(), units=units).to_json())
 
@@ -581,11 +621,11 @@ def test_slices_of_an_operator_are_sharded_over_the_same_ranks():
 @pytest.mark.parametrize("mode", ["ZDP", "hpZ", "DP"])
 def test_what_is_reduced_in_the_node_first_is_sharded_there(mode):
     def plan(mode):
-        units = (dataclasses.replace(unit, modes=(mode,), sync="node") if unit.name else unit for unit in PLAN.units)
+        units = (unit.in_modes(mode, sync="node") if unit.name else unit for unit in PLAN.units)
         return dataclasses.replace(in_nodes(), units=tuple(units))
 
     assert Plan.from_json(plan("HSDP").to_json()) == plan("HSDP")
-    with pytest.raises(PlanFormatError, match=rf"sharded in the node for sync 'node', got modes \('{mode}',\)"):
+    with pytest.raises(PlanFormatError, match="'reduce' of 'node' does not go with the others"):
         Plan.from_json(plan(mode).to_json())
 
 

@@ -2,6 +2,7 @@ import dataclasses
 
 import pytest
 
+from lightning_osdp.core.axes import Treatment, named
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
 
 MIB = 2**20
@@ -9,9 +10,12 @@ PLAN = Plan(
     fingerprint={"a.weight": "[2] float32"},
     world_size=2,
     units=(
-        Unit(name="", operators=("ln",), kind="LayerNorm", modes=("DP",)),
-        *(Unit(name=f"h.{index}", operators=(f"h.{index}",), kind="Linear", modes=("ZDP",)) for index in range(3)),
-        Unit(name="fc", operators=("fc",), kind="Linear", modes=("ZDP", "DP")),
+        Unit(name="", operators=("ln",), kind="LayerNorm", treatments=named("DP")),
+        *(
+            Unit(name=f"h.{index}", operators=(f"h.{index}",), kind="Linear", treatments=named("ZDP"))
+            for index in range(3)
+        ),
+        Unit(name="fc", operators=("fc",), kind="Linear", treatments=named("ZDP", "DP")),
     ),
     memory_limit_bytes=64 * MIB,
     peak_bytes=62 * MIB,
@@ -20,7 +24,7 @@ PLAN = Plan(
     step_time_s=0.18,
     samples_per_s=88.9,
     gap=0.0036,
-    blocks=(Block(name="h.0", activations="recompute"),),
+    blocks=(Block(name="h.0", treatment=Treatment(saves="recompute")),),
     all_zdp_step_time_s=0.2,
     peak_phase="forward",
     peak_operator="fc",

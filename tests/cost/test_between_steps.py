@@ -10,7 +10,7 @@ import pytest
 from steps import step_of
 
 from lightning_osdp.core.affine import Affine
-from lightning_osdp.core.modes import DP, ZDP
+from lightning_osdp.core.axes import DP, ZDP
 from lightning_osdp.cost import evaluation_peak, saving_peak
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from steps import step_of
 
-from lightning_osdp.core.modes import DP, ZDP
+from lightning_osdp.core.axes import DP, ZDP
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import PAPER_TERMS, TERMS, paper_memory

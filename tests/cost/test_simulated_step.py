@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from steps import step_of
 
-from lightning_osdp.core.modes import DP, ZDP
+from lightning_osdp.core.axes import DP, ZDP
 from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload, exact_peak, step_memory
-from lightning_osdp.engine import leaving_order
+from lightning_osdp.engine import effects_of, leaving_order
 
 
 @st.composite
@@ -92,7 +92,7 @@ def test_the_closed_form_is_no_less_than_the_peak_of_any_modes(model, operator, 
     units = partition(profile, min_unit_bytes=min_unit_bytes)
     may_wait = arguments["workload"].num_micro_batches > 1 and arguments["world_size"] > 1
     modes = [
-        DP if unit.is_root else replace(DP if dp else ZDP, sync="last" if may_wait and last else "every")
+        DP if unit.is_root else (DP if dp else ZDP).but(reduce="last" if may_wait and last else "every")
         for unit, dp, last in zip(units, kept, waits, strict=False)
     ]
     exact = exact_peak(judged(profile, units, **arguments), modes, engine=arguments["engine"]).peak_bytes
@@ -137,7 +137,7 @@ class Simulation:
         self.profile, self.units, self.engine = profile, units, engine
         self.world_size, self.is_sharded, self.samples = world_size, world_size > 1, samples
         self.order, self.trained_from = leaving_order(units), units[0].trained_from
-        self.kept = {u for u, mode in enumerate(modes) if mode.resident}
+        self.kept = {u for u, mode in enumerate(modes) if effects_of(mode).is_kept}
         self.shard = [unit.trainable_bytes / world_size for unit in units]
         states = sum(unit.parameter_bytes + unit.optimizer_bytes for unit in units) / world_size
         self.bytes = {

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_osdp.core.axes import ALL_MODES, DP, MODES, ZDP
 from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, Link, UnitOverhead
-from lightning_osdp.core.modes import ALL_MODES, DP, MODES, ZDP
 from lightning_osdp.core.profile import ModelProfile, OperatorProfile, OptimizerProfile, ParameterProfile
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import partition
@@ -203,8 +203,8 @@ ROOT, UNIT = partition(ModelProfile.in_turn([OPERATOR]), min_unit_bytes=0)
         (ZDP, {"gather": 2, "flatten": 1, "reduce": 1}, {}),
         (DP, {"gather": 1, "flatten": 1, "reduce": 1}, {}),
         # the last micro-batch reduces, all others accumulate
-        (replace(ZDP, sync="last"), {"gather": 2, "flatten": 1, "accumulate": 1}, {"reduce": 1, "accumulate": -1}),
-        (replace(DP, sync="last"), {"flatten": 1, "accumulate": 1}, {"gather": 1, "reduce": 1, "accumulate": -1}),
+        (ZDP.but(reduce="last"), {"gather": 2, "flatten": 1, "accumulate": 1}, {"reduce": 1, "accumulate": -1}),
+        (DP.but(reduce="last"), {"flatten": 1, "accumulate": 1}, {"gather": 1, "reduce": 1, "accumulate": -1}),
     ],
 )
 def test_parts_are_charged_as_often_as_they_happen(mode, per_micro_batch, once, num_micro_batches):
@@ -277,7 +277,7 @@ def test_a_frozen_unit_saves_no_reducing_in_the_last_micro_batch_only(mode):
     unit = of_one_operator(parameter(250_000, is_trainable=False))
     workload = Workload(micro_batch_size=1, num_micro_batches=4)
     every_s, last_s = (
-        overhead_s(unit, replace(mode, sync=sync), cluster=CLUSTER, workload=workload) for sync in ("every", "last")
+        overhead_s(unit, mode.but(reduce=sync), cluster=CLUSTER, workload=workload) for sync in ("every", "last")
     )
     gathers = 3 if mode == DP else 0  # a unit that is kept is gathered once a step
     assert every_s - last_s == pytest.approx(gathers * EACH_S["gather"])
@@ -297,7 +297,7 @@ def test_nothing_where_it_was_not_measured_or_the_unit_is_empty():
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_to_keep_activations_takes_their_bytes_of_one_micro_batch_and_no_time(unit, cluster, workload, mode):
     saving = unit(8, activation_bytes_per_sample=2.5)
-    assert [saved_bytes(saving, mode.activations, size) for size in (1, 6)] == [2.5, 15.0]
+    assert [saved_bytes(saving, mode["saves"], size) for size in (1, 6)] == [2.5, 15.0]
     for ranks, size, number in [(1, 1, 1), (4, 1, 1), (4, 6, 1), (4, 6, 5)]:
         assert activations_s(saving, mode, cluster=cluster(ranks), workload=workload(size, number)) == 0.0
 

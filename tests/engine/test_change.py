@@ -5,20 +5,21 @@ import dataclasses
 import pytest
 from plans import bare_plan
 
+from lightning_osdp.core.axes import Treatment, named
 from lightning_osdp.core.plans.plan import Block, Unit
 from lightning_osdp.engine import FLIPS, check_change
 from lightning_osdp.errors import PlanMismatchError
 
 
 def unit(name, modes=("ZDP",), **fields):
-    return Unit(name=name, operators=(name,), kind="Linear", modes=modes, **fields)
+    return Unit(name=name, operators=(name,), kind="Linear", treatments=named(*modes), **fields)
 
 
 PLAN = bare_plan(
     (unit("", ("DP",)), unit("a"), unit("b", ("DP", "ZDP"))),
     fingerprint={"a.weight": "(2, 2) float32", "b.weight": "(2, 2) float32"},
     world_size=2,
-    blocks=(Block(name="a", activations="recompute"),),
+    blocks=(Block(name="a", treatment=Treatment(saves="recompute")),),
     micro_batch_size=4,
     num_micro_batches=2,
 )
@@ -29,11 +30,11 @@ def with_unit(**fields):
     return dataclasses.replace(PLAN, units=units)
 
 
-OFFLOADED = dataclasses.replace(PLAN, blocks=(Block(name="b", activations="offload"),))
+OFFLOADED = dataclasses.replace(PLAN, blocks=(Block(name="b", treatment=Treatment(saves="offload")),))
 CHANGES = {
-    "modes": with_unit(modes=("ZDP", "DP")),
-    "sync": with_unit(sync="last"),
-    "activations": OFFLOADED,
+    "keep": with_unit(treatments=named("ZDP", "DP")),
+    "reduce": with_unit(treatments=named("DP", "ZDP", reduce="last")),
+    "saves": OFFLOADED,
     "backward_prefetch": dataclasses.replace(PLAN, backward_prefetch="none"),
     "forward_prefetch": dataclasses.replace(PLAN, forward_prefetch=True),
     "asynchronous_unshard": dataclasses.replace(PLAN, asynchronous_unshard=False),
@@ -79,7 +80,11 @@ def test_what_a_plan_predicts_and_tells_may_be_anything():
         ),
         (with_unit(operators=("b", "c")), r"'operators' of unit 'b' is \('b',\) in use and \('b', 'c'\) in the plan"),
         (with_unit(modules=("b", "c")), r"'modules' of unit 'b' is \(\) in use and \('b', 'c'\) in the plan"),
-        (with_unit(modes=("DP",)), "'num_slices' of unit 'b' is 2 in use and 1 in the plan"),
+        (
+            with_unit(treatments=named("HDP", "HSDP")),
+            r"'home' of unit 'b' is \('all',\) in use and \('node',\) in the plan",
+        ),
+        (with_unit(treatments=named("DP")), "'num_slices' of unit 'b' is 2 in use and 1 in the plan"),
     ],
 )
 def test_what_cannot_change_is_refused_with_both_values(plan, text):

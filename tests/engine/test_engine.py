@@ -6,8 +6,8 @@ import pytest
 from steps import step_of
 
 from lightning_osdp.assign import Setting
+from lightning_osdp.core.axes import ALL_MODES, DP, ZDP
 from lightning_osdp.core.batch_policy import BatchPolicy
-from lightning_osdp.core.modes import ALL_MODES, DP, ZDP
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.step import Workload
@@ -38,7 +38,7 @@ def test_zdp_gathers_in_forward_and_again_in_backward_and_dp_once():
 
 
 def test_with_four_micro_batches_only_dp_that_reduces_in_the_last_gathers_once_a_step():
-    found = {(mode.name, mode.sync): collectives(mode, num_micro_batches=4) for mode in ALL_MODES}
+    found = {(mode.name, mode["reduce"]): collectives(mode, num_micro_batches=4) for mode in ALL_MODES}
     assert found == {
         ("ZDP", "every"): (8, 4),
         ("DP", "every"): (4, 4),
@@ -118,7 +118,7 @@ def test_a_unit_that_is_called_again_may_not_wait(model, operator, cluster):
         cluster=cluster(2),
         workload=Workload(micro_batch_size=1, num_micro_batches=2),
     )
-    assert [{mode.sync for mode in options} for options in found.costs.options] == [
+    assert [{mode["reduce"] for mode in options} for options in found.costs.options] == [
         {"every"},
         {"every", "last"},
         {"every"},

@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_osdp import profile_model
 from lightning_osdp.apply import internals
-from lightning_osdp.core.modes import ALL_MODES, DP, HDP, HPZ, HSDP, SYNC_CHOICES, ZDP
+from lightning_osdp.core.axes import ALL_MODES, DP, HDP, HPZ, HSDP, SYNC_CHOICES, ZDP
 from lightning_osdp.core.plans.plan import PREFETCH_CHOICES
 from lightning_osdp.core.profile import Rerun
 from lightning_osdp.core.units import merged, partition
-from lightning_osdp.engine import FSDP2, leaving_order
+from lightning_osdp.engine import FSDP2, effects_of, leaving_order
 
 WIDTH = 8
 WORLD_SIZE, NODE_SIZE = 4, 2
@@ -82,14 +82,16 @@ def sharded(model, units, modes, engine, rerun):
     nodes = init_device_mesh("cpu", (WORLD_SIZE // NODE_SIZE, NODE_SIZE), mesh_dim_names=("nodes", "node"))
     places = {unit.name: place for place, unit in enumerate(units)}
     for unit in sorted(units, key=lambda unit: unit.name.count(".") + bool(unit.name), reverse=True):
-        in_node = modes[places[unit.name]].sharded_over == "node"
+        in_node = "home" in modes[places[unit.name]]
         fully_shard(model.get_submodule(unit.name), mesh=nodes if in_node else None)
     modules = [model.get_submodule(unit.name) for unit in units]
     order, places = leaving_order(units), {unit: place for place, unit in enumerate(leaving_order(units))}
     comes_back = [any(last >= unit.trained_from for _, last in unit.calls) for unit in units]
     for index, (module, mode) in enumerate(zip(modules, modes, strict=True)):
         if index:
-            internals.reshard_after_forward(module, is_kept=mode.resident, nodes=nodes if mode.leaves_shard else None)
+            internals.reshard_after_forward(
+                module, is_kept=effects_of(mode).is_kept, nodes=nodes if effects_of(mode).leaves_shard else None
+            )
         module._set_unshard_async_op(engine.asynchronous_unshard)
         place = places.get(index, len(order))
         before = order[place - 1] if place else index
@@ -155,11 +157,11 @@ def done(model, units, modes, engine, num_micro_batches, monkeypatch, rerun):
                 seen.clear()
                 is_last = index == num_micro_batches - 1
                 for module, mode in zip(modules, modes, strict=True):
-                    waits = mode.sync == "last" and not is_last
+                    waits = mode["reduce"] == "last" and not is_last
                     module.set_requires_gradient_sync(not waits, recurse=False)
-                    if mode.sync == "node":
+                    if mode["reduce"] == "node":
                         module.set_requires_all_reduce(is_last, recurse=False)
-                    module.set_reshard_after_backward(not (waits and mode.resident), recurse=False)
+                    module.set_reshard_after_backward(not (waits and effects_of(mode).is_kept), recurse=False)
                 model(torch.randn(4, WIDTH)).backward()
                 found.append(list(seen))
             for parameter in model.parameters():
@@ -207,11 +209,11 @@ def test_fully_shard_does_in_this_order_what_is_predicted(case, by_block, monkey
     units = partition(profile, min_unit_bytes=0)
     if by_block:
         units = merged(profile, units, BLOCKS)
-    of_nodes = [dataclasses.replace(mode, sync=sync) for mode in (HSDP, HDP) for sync in SYNC_CHOICES]
+    of_nodes = [mode.but(reduce=sync) for mode in (HSDP, HDP) for sync in SYNC_CHOICES]
     for mode, ahead, asynchronous in product((*ALL_MODES, HPZ, *of_nodes), (False, True), (False, True)):
         for prefetch, number in product(PREFETCH_CHOICES, (1, 2)):
             engine = FSDP2(backward_prefetch=prefetch, forward_prefetch=ahead, asynchronous_unshard=asynchronous)
-            allowed = [mode if engine.may_wait(unit) else dataclasses.replace(mode, sync="every") for unit in units]
+            allowed = [mode if engine.may_wait(unit) else mode.but(reduce="every") for unit in units]
             modes = [DP if unit.is_root else each for unit, each in zip(units, allowed, strict=True)]
             seen = done(Model(**CASES[case]), units, modes, engine, number, monkeypatch, profile.rerun)
             expected = predicted(profile, units, modes, engine, number)

@@ -7,7 +7,7 @@ from entangled_models import MODELS
 from plans import bare_plan
 
 from lightning_osdp.apply import ShardedModel
-from lightning_osdp.core.modes import NAMED_MODES
+from lightning_osdp.core.axes import NAMED_MODES, named
 from lightning_osdp.core.plans.plan import Unit
 from lightning_osdp.core.units import partition
 from lightning_osdp.profiler import fingerprint, profile_model
@@ -22,7 +22,7 @@ def plan_of(profile, world_size, modes=("ZDP",), min_unit_bytes=0):
                 name=unit.name,
                 operators=tuple(operator.name for operator in unit.operators),
                 kind=unit.kind,
-                modes=(modes[index % len(modes)],),
+                treatments=named(modes[index % len(modes)]),
             )
             for index, unit in enumerate(units)
         ),

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from plans import bare_plan
 
+from lightning_osdp.core.axes import named
 from lightning_osdp.core.plans.plan import Unit
 from lightning_osdp.report.sentences import tell_accumulation, whole_gradient_bytes, wire_bytes
 
@@ -13,13 +14,13 @@ MIB = 2**20
 
 def plan(*units, size=4, number=8, world_size=4, trains=True):
     """Of (mode, sync) or (modes, sync), each unit of one MiB, after a root without parameters."""
-    made = [Unit(name="", operators=(), kind="", modes=("DP",))]
+    made = [Unit(name="", operators=(), kind="", treatments=named("DP"))]
     for index, (modes, sync) in enumerate(units):
         each = (modes,) if isinstance(modes, str) else modes
         kept = MIB * each.count("DP") // len(each)
         whole = MIB * (world_size - 1) // world_size if trains else 0  # in place of a rank's part
         of_unit = {"parameter_bytes": MIB, "keep_costs_bytes": MIB, "accumulate_costs_bytes": kept + whole}
-        made.append(Unit(name=f"{index}", operators=(), kind="", modes=each, sync=sync, **of_unit))
+        made.append(Unit(name=f"{index}", operators=(), kind="", treatments=named(*each, reduce=sync), **of_unit))
     return bare_plan(made, world_size=world_size, micro_batch_size=size, num_micro_batches=number)
 
 
@@ -42,7 +43,7 @@ def test_bytes_on_the_wire_are_those_of_the_collectives(unit, collectives):
 
 def test_the_root_is_always_gathered_once():
     sharded = plan(("ZDP", "every"))
-    root = dataclasses.replace(sharded.units[0], modes=("ZDP",), parameter_bytes=MIB)
+    root = dataclasses.replace(sharded.units[0].in_modes("ZDP"), parameter_bytes=MIB)
     assert wire_bytes(dataclasses.replace(sharded, units=(root,))) == 16 * MIB * 3 / 4
 
 

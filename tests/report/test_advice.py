@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_osdp.core.affine import Affine
+from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.plans.plan import Block
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import BlockProfile, Segment
@@ -49,7 +50,7 @@ def build(model, operator):
 def planned(profile, ranks, *kept, limit_bytes=None, space=SPACE, **fields):
     """A plan that keeps some operators, in one micro-batch of one sample, by default under the limit that it needs."""
     plan = make_plan(profile, ranks, memory_limit_bytes=MUCH, micro_batch_size=1, search_space=space)
-    units = [dataclasses.replace(unit, modes=("DP" if unit.name in kept else "ZDP",)) for unit in plan.units]
+    units = [unit.in_modes("DP" if unit.name in kept else "ZDP") for unit in plan.units]
     plan = dataclasses.replace(plan, units=tuple(units), **fields)
     needed_bytes = simulate(plan, profile, ranks).peak.peak_bytes
     return dataclasses.replace(plan, memory_limit_bytes=limit_bytes or needed_bytes)
@@ -216,7 +217,7 @@ def recomputing(profile):
 @pytest.mark.parametrize(("more_bytes", "is_told"), [(MUCH, True), (0, False)])
 def test_blocks_that_need_not_have_been_told_to_recompute(build, ranks, more_bytes, is_told):
     profile = recomputing(build())
-    asked = Block(name="a", activations="recompute", frees_bytes=50, costs_s=1.0)
+    asked = Block(name="a", treatment=Treatment(saves="recompute"), frees_bytes=50, costs_s=1.0)
     given = dataclasses.replace(SPACE, activations=("keep",))
     plan = planned(profile, ranks, "a", "b", blocks=(asked,), search_space=given)
     plan = dataclasses.replace(plan, memory_limit_bytes=plan.memory_limit_bytes + more_bytes)
@@ -231,7 +232,7 @@ def test_blocks_that_need_not_have_been_told_to_recompute(build, ranks, more_byt
 
 def test_blocks_that_were_chosen_to_recompute_keep_with_a_larger_limit(build, ranks):
     profile = recomputing(build())
-    chosen = Block(name="a", activations="recompute", frees_bytes=50, costs_s=1.0)
+    chosen = Block(name="a", treatment=Treatment(saves="recompute"), frees_bytes=50, costs_s=1.0)
     found = by_change(planned(profile, ranks, "a", "b", blocks=(chosen,)), profile, ranks)
     assert found["memory_limit"].saves == pytest.approx(1 / 4)
     assert "1 more block keeps activations" in found["memory_limit"].sentence

@@ -6,6 +6,7 @@ from xml.etree import ElementTree as ET
 import matplotlib as mpl
 import pytest
 
+from lightning_osdp.core.axes import Treatment, named
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
 from lightning_osdp.engine import Moment
@@ -22,7 +23,7 @@ def unit(name, *modes, mib=4):
         name=name,
         operators=(name,),
         kind="Linear",
-        modes=modes,
+        treatments=named(*modes),
         parameter_bytes=int(mib * MIB),
         time_s=mib * 1e-3,
         keep_saves_s=mib * 3e-4,
@@ -63,8 +64,8 @@ MOMENTS = (
 RECOMPUTING = dataclasses.replace(
     PLAN,
     blocks=(
-        Block(name="wide", activations="recompute", frees_bytes=MIB, costs_s=1e-3),
-        Block(name="h", activations="recompute_offload"),
+        Block(name="wide", treatment=Treatment(saves="recompute"), frees_bytes=MIB, costs_s=1e-3),
+        Block(name="h", treatment=Treatment(saves="recompute_offload")),
     ),
 )
 

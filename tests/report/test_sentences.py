@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from lightning_osdp.core.axes import Treatment, named
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
@@ -19,20 +20,20 @@ from lightning_osdp.report.sentences import (
 )
 
 MIB = 2**20
-ROOT = Unit(name="", operators=("norm",), kind="LayerNorm", modes=("ZDP",))
+ROOT = Unit(name="", operators=("norm",), kind="LayerNorm", treatments=named("ZDP"))
 LINEAR = Unit(
     name="fc",
     operators=("fc",),
     kind="Linear",
-    modes=("ZDP",),
+    treatments=named("ZDP"),
     parameter_bytes=8 * MIB,
     time_s=5e-3,
     keep_saves_s=1.2e-3,
     keep_costs_bytes=4 * MIB,
 )
-KEPT = dataclasses.replace(LINEAR, modes=("DP",))
-HALF = dataclasses.replace(LINEAR, modes=("ZDP", "DP", "DP", "ZDP"))
-WAITS = dataclasses.replace(KEPT, sync="last", accumulate_saves_s=2.4e-3, accumulate_costs_bytes=12 * MIB)
+KEPT = LINEAR.in_modes("DP")
+HALF = LINEAR.in_modes("ZDP", "DP", "DP", "ZDP")
+WAITS = dataclasses.replace(KEPT.treated(reduce="last"), accumulate_saves_s=2.4e-3, accumulate_costs_bytes=12 * MIB)
 PLAN = Plan(
     fingerprint={},
     world_size=2,
@@ -54,7 +55,7 @@ NOT_PREDICTED = dataclasses.replace(
 ONE_RANK = dataclasses.replace(PLAN, world_size=1)
 
 
-def named(unit: Unit, name: str, **changes: object) -> Unit:
+def renamed(unit: Unit, name: str, **changes: object) -> Unit:
     return dataclasses.replace(unit, name=name, operators=(name,), **changes)
 
 
@@ -72,10 +73,10 @@ def summary(plan: Plan) -> dict[str, str]:
 def test_equal_units_come_together_and_other_modes_of_the_same_operators_next():
     units = [
         ROOT,
-        named(LINEAR, "h.0"),
-        named(KEPT, "k"),
-        named(LINEAR, "small", parameter_bytes=1),
-        named(LINEAR, "h.1"),
+        renamed(LINEAR, "h.0"),
+        renamed(KEPT, "k"),
+        renamed(LINEAR, "small", parameter_bytes=1),
+        renamed(LINEAR, "h.1"),
     ]
     names = [[unit.name for unit in group] for group in group_equal(units)]
     assert names == [[""], ["h.0", "h.1"], ["k"], ["small"]]
@@ -85,42 +86,44 @@ def test_equal_units_come_together_and_other_modes_of_the_same_operators_next():
     "change",
     [
         {"kind": "Conv1d"},
-        {"modes": ("DP",)},
-        {"modes": ("ZDP", "ZDP")},
-        {"sync": "last"},
+        {"treatments": named("DP")},
+        {"treatments": named("ZDP", "ZDP")},
+        {"treatments": named("ZDP", reduce="last")},
         {"parameter_bytes": 1},
         {"name": ""},
     ],
 )
 def test_units_that_differ_in_what_a_reader_sees_stay_apart(change):
-    assert len(group_equal([LINEAR, dataclasses.replace(named(LINEAR, "other"), **change)])) == 2
+    assert len(group_equal([LINEAR, dataclasses.replace(renamed(LINEAR, "other"), **change)])) == 2
 
 
 @pytest.mark.parametrize("change", [{"time_s": 1.0}, {"keep_saves_s": 1.0}, {"keep_costs_bytes": 1}, {"operators": ()}])
 def test_units_that_differ_in_measured_numbers_alone_share_a_row(change):
-    assert len(group_equal([LINEAR, dataclasses.replace(named(LINEAR, "other"), **change)])) == 1
+    assert len(group_equal([LINEAR, dataclasses.replace(renamed(LINEAR, "other"), **change)])) == 1
 
 
 def test_the_order_of_slices_does_not_matter():
-    assert len(group_equal([HALF, named(HALF, "other", modes=("DP", "ZDP", "ZDP", "DP"))])) == 1
+    assert len(group_equal([HALF, renamed(HALF, "other", treatments=named("DP", "ZDP", "ZDP", "DP"))])) == 1
 
 
 # ---- names and treatment
 
 
 def test_operators_of_a_group_are_folded():
-    units = [Unit(name=f"h.{i}", operators=(f"h.{i}.ln_1", f"h.{i}.ln_2"), kind="", modes=("DP",)) for i in range(6)]
+    units = [
+        Unit(name=f"h.{i}", operators=(f"h.{i}.ln_1", f"h.{i}.ln_2"), kind="", treatments=named("DP")) for i in range(6)
+    ]
     assert name_operators(units) == "h.{0-5}.{ln_1,ln_2}"
 
 
 def test_the_root_is_named_as_such_with_what_it_holds():
-    root = Unit(name="", operators=("wpe", "h.0.ln", "h.1.ln", ""), kind="", modes=("DP",))
+    root = Unit(name="", operators=("wpe", "h.0.ln", "h.1.ln", ""), kind="", treatments=named("DP"))
     assert name_operators([root]) == "(root) wpe\nh.{0-1}.ln\n(itself)"
     assert name_operators([dataclasses.replace(root, operators=())]) == "(root)"
 
 
 def test_a_long_list_of_names_is_cut_and_counted():
-    root = Unit(name="block", operators=tuple("abcdefghijk"), kind="", modes=("DP",))
+    root = Unit(name="block", operators=tuple("abcdefghijk"), kind="", treatments=named("DP"))
     assert name_operators([root]) == "a\nb\nc\nd\ne\nf\ng\nh\nand 3 more"
 
 
@@ -128,12 +131,12 @@ def test_a_long_list_of_names_is_cut_and_counted():
     ("change", "text"),
     [
         ({}, "ZDP"),
-        ({"modes": ("DP",)}, "DP"),
-        ({"modes": ("DP", "ZDP", "DP", "DP")}, "1 ZDP + 3 DP"),
-        ({"modes": ("ZDP", "ZDP")}, "2 ZDP"),
-        ({"modes": ("DP", "DP")}, "2 DP"),
-        ({"sync": "last"}, "ZDP\nsync last"),
-        ({"modes": ("DP",), "sync": "last"}, "DP\nsync last"),
+        ({"treatments": named("DP")}, "DP"),
+        ({"treatments": named("DP", "ZDP", "DP", "DP")}, "1 ZDP + 3 DP"),
+        ({"treatments": named("ZDP", "ZDP")}, "2 ZDP"),
+        ({"treatments": named("DP", "DP")}, "2 DP"),
+        ({"treatments": named("ZDP", reduce="last")}, "ZDP\nsync last"),
+        ({"treatments": named("DP", reduce="last")}, "DP\nsync last"),
     ],
 )
 def test_the_mode_is_given_per_slice_with_what_departs_from_plain_fsdp(change, text):
@@ -164,7 +167,7 @@ def test_values_that_read_differently_are_given_as_a_range(values, form, text):
     [
         (KEPT, PLAN, "keeping 4.00 MiB saves 1.20 ms"),
         (dataclasses.replace(KEPT, keep_saves_s=0.0), PLAN, "keeping 4.00 MiB saves no time"),
-        (dataclasses.replace(KEPT, modes=("DP", "DP")), PLAN, "keeping 4.00 MiB saves 1.20 ms"),
+        (KEPT.in_modes("DP", "DP"), PLAN, "keeping 4.00 MiB saves 1.20 ms"),
         (LINEAR, with_left(2 * MIB), "keeping it would save 1.20 ms but take 4.00 MiB; 2.00 MiB are left"),
         (
             LINEAR,
@@ -264,7 +267,7 @@ def test_the_gap_is_certified_and_so_rounded_up(gap, sentence):
         (ONE_RANK, "none: modes make no difference with one rank"),
         (dataclasses.replace(PLAN, units=(ROOT, LINEAR)), "none: this plan is plain FSDP"),
         (
-            dataclasses.replace(PLAN, units=(ROOT, LINEAR, dataclasses.replace(LINEAR, sync="last"))),
+            dataclasses.replace(PLAN, units=(ROOT, LINEAR, LINEAR.treated(reduce="last"))),
             "25.0% more samples/s than plain FSDP: 250 ms a step, peak 48.0 MiB",
         ),
         (
@@ -292,11 +295,11 @@ def test_the_papers_peak_is_in_no_operator():
 
 
 def test_shards_that_are_left_in_nodes_are_counted_beside_what_stays_whole():
-    in_node = named(LINEAR, "h.0", modes=("hpZ",))
-    units = (ROOT, LINEAR, in_node, named(LINEAR, "h.1", modes=("hpZ",)), named(KEPT, "head"))
+    in_node = renamed(LINEAR, "h.0", treatments=named("hpZ"))
+    units = (ROOT, LINEAR, in_node, renamed(LINEAR, "h.1", treatments=named("hpZ")), renamed(KEPT, "head"))
     assert tell_kept(dataclasses.replace(PLAN, units=units)) == "1 of 4 units unsharded, a shard of 2 in each node"
     assert tell_kept(PLAN) == "1 of 2 units unsharded"
-    sliced = dataclasses.replace(PLAN, units=(*units, named(HALF, "split")))
+    sliced = dataclasses.replace(PLAN, units=(*units, renamed(HALF, "split")))
     assert tell_kept(sliced) == "3 of 8 slices of 5 units unsharded, a shard of 2 in each node"
 
 
@@ -312,10 +315,10 @@ def test_every_note_of_the_plan_is_shown():
 
 def test_blocks_with_equal_choices_are_told_together():
     blocks = (
-        Block(name="h.0", activations="recompute", frees_bytes=3 * MIB, costs_s=0.001),
-        Block(name="h.1", activations="recompute", frees_bytes=2 * MIB, costs_s=0.0005),
-        Block(name="h.2", activations="offload", frees_bytes=MIB, costs_s=0.25),
-        Block(name="h.3", activations="recompute_offload"),
+        Block(name="h.0", treatment=Treatment(saves="recompute"), frees_bytes=3 * MIB, costs_s=0.001),
+        Block(name="h.1", treatment=Treatment(saves="recompute"), frees_bytes=2 * MIB, costs_s=0.0005),
+        Block(name="h.2", treatment=Treatment(saves="offload"), frees_bytes=MIB, costs_s=0.25),
+        Block(name="h.3", treatment=Treatment(saves="recompute_offload")),
     )
     plan = dataclasses.replace(PLAN, blocks=blocks)
     told = [

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from rich.console import Console
 
+from lightning_osdp.core.axes import named
 from lightning_osdp.core.plans.plan import Plan, Unit
 from lightning_osdp.report.tables import comparison_table, plan_table, render, render_plan
 
@@ -18,7 +19,7 @@ def linear(name: str, *modes: str, mib: int = 4) -> Unit:
         name=name,
         operators=(name,),
         kind="Linear",
-        modes=modes,
+        treatments=named(*modes),
         parameter_bytes=mib * MIB,
         time_s=mib * 1e-3,
         keep_saves_s=mib * 3e-4,
@@ -30,7 +31,13 @@ PLAN = Plan(
     fingerprint={},
     world_size=2,
     units=(
-        Unit(name="", operators=("wpe", "ln_f"), kind="Embedding, LayerNorm", modes=("ZDP",), parameter_bytes=70_000),
+        Unit(
+            name="",
+            operators=("wpe", "ln_f"),
+            kind="Embedding, LayerNorm",
+            treatments=named("ZDP"),
+            parameter_bytes=70_000,
+        ),
         *(linear(f"h.{i}.attn.{name}", "DP" if i < 2 else "ZDP") for i in range(4) for name in ("qkv", "proj")),
         *(linear(f"h.{i}.fc", "ZDP", "DP", mib=6) for i in range(4)),
         linear("head", "DP", mib=2),
@@ -160,7 +167,7 @@ def test_one_rank_is_said_to_make_no_difference():
 
 
 def test_a_unit_without_operators_has_a_row_too():
-    root = Unit(name="", operators=(), kind="", modes=("ZDP",))
+    root = Unit(name="", operators=(), kind="", treatments=named("ZDP"))
     (line,) = body(render_plan(dataclasses.replace(PLAN, units=(root,)), width=170))
     assert line.split() == ["(root)", "1", "-", "ZDP", "0", "B", "0", "ms", "holds", "no", "parameters"]
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_osdp.core.axes import Treatment, named
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
 from lightning_osdp.core.plans.search_space import SearchSpace
@@ -14,7 +15,7 @@ from lightning_osdp.simulation import simulate
 
 
 def unit(name, *modes, sync="every", **costs):
-    return Unit(name=name, operators=(name,), kind="Linear", modes=modes, sync=sync, time_s=1.0, **costs)
+    return Unit(name=name, operators=(name,), kind="Linear", treatments=named(*modes, reduce=sync), time_s=1.0, **costs)
 
 
 PLAN = Plan(
@@ -166,7 +167,7 @@ def test_smaller_micro_batches_make_up_the_same_step():
 
 
 def block(name, frees_bytes, costs_s):
-    return Block(name=name, activations="recompute", frees_bytes=frees_bytes, costs_s=costs_s)
+    return Block(name=name, treatment=Treatment(saves="recompute"), frees_bytes=frees_bytes, costs_s=costs_s)
 
 
 WITH_BLOCKS = dataclasses.replace(

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from lightning_osdp.assign import Setting
 from lightning_osdp.core.affine import Affine
+from lightning_osdp.core.axes import DP, HDP, NAMED_MODES, ZDP, Subject, modes_of
 from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, Link, Links, UnitOverhead
-from lightning_osdp.core.modes import DP, HDP, NAMED_MODES, ZDP, modes_of
 from lightning_osdp.core.profile import OptimizerProfile, Segment
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload
@@ -98,11 +98,11 @@ def chosen(found, choices):
     waits = found.workload.num_micro_batches > 1 and found.cluster.world_size > 1
     modes = []
     for unit, choice in zip(found.units, choices, strict=False):
-        mode = choice if waits and found.engine.may_wait(unit) else dataclasses.replace(choice, sync="every")
-        if not found.cluster.has_nodes or (mode.leaves_shard and unit.last < unit.trained_from):
-            mode = mode.over_all
+        mode = choice if waits and found.engine.may_wait(unit) else choice.but(reduce="every")
+        has_nodes, is_reached = found.cluster.has_nodes, unit.last >= unit.trained_from
+        mode = mode.within(Subject(has_nodes=has_nodes, is_reached=is_reached))
         if unit.is_root:
-            mode = HDP if found.cluster.has_nodes and mode.sharded_over == "node" else DP
+            mode = HDP if found.cluster.has_nodes and mode["home"] == "node" else DP
         modes.append(mode)
     return modes
 

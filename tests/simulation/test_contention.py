@@ -9,8 +9,8 @@ from overlapped import made, overlapped
 from steps import step_of
 
 from lightning_osdp.core.affine import Affine
+from lightning_osdp.core.axes import DP, HDP, HSDP, ZDP
 from lightning_osdp.core.cluster import Cluster, Contention, Link, Links
-from lightning_osdp.core.modes import DP, HDP, HSDP, ZDP
 from lightning_osdp.engine import FSDP2
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.simulation import StepClock, simulate_step

@@ -7,7 +7,7 @@ import pytest
 from steps import step_of
 
 from lightning_osdp.core.affine import Affine
-from lightning_osdp.core.modes import DP, ZDP
+from lightning_osdp.core.axes import DP, ZDP
 from lightning_osdp.core.profile import ParameterProfile
 from lightning_osdp.cost import exact_peak, step_memory
 from lightning_osdp.engine import FSDP2

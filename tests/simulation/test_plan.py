@@ -2,6 +2,7 @@ import dataclasses
 
 import pytest
 
+from lightning_osdp.core.axes import named
 from lightning_osdp.engine import FSDP2
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.scheduler import make_plan
@@ -40,12 +41,12 @@ def test_the_largest_moment_is_the_peak_of_the_plan(profile, cluster, world_size
 
 def test_slices_of_what_cannot_be_split_are_refused(profile, cluster):
     plan = make_plan(profile, cluster(2), memory_limit_bytes=2**20, micro_batch_size=3)
-    split = dataclasses.replace(plan.units[1], modes=("ZDP", "DP"))
+    split = plan.units[1].in_modes("ZDP", "DP")
     with pytest.raises(ConfigurationError, match=r"an operator that can be split, got 'h\.0\.m0' \(Linear\)"):
         simulate(dataclasses.replace(plan, units=(plan.units[0], split, *plan.units[2:])), profile, cluster(2))
 
 
-@pytest.mark.parametrize("changes", [{"operators": ("h.9",)}, {"name": "h.0", "modes": ("ZDP", "DP")}])
+@pytest.mark.parametrize("changes", [{"operators": ("h.9",)}, {"name": "h.0", "treatments": named("ZDP", "DP")}])
 def test_units_of_other_operators_are_refused(profile, cluster, changes):
     plan = make_plan(profile, cluster(2), memory_limit_bytes=2**20, micro_batch_size=3)
     other = dataclasses.replace(plan.units[1], **{"operators": ("h.0.m0", "h.0.m1"), **changes})
@@ -62,7 +63,7 @@ def test_slices_are_gathered_one_after_the_other(model, linear, cluster):
     states = 3 * 8800 / 2
 
     def peak_bytes(*modes):
-        units = [dataclasses.replace(unit, modes=modes) for unit in plan.units[1:]]
+        units = [unit.in_modes(*modes) for unit in plan.units[1:]]
         return simulate(dataclasses.replace(plan, units=(plan.units[0], *units)), profile, cluster(2)).peak.peak_bytes
 
     # a is copied out, or has gradients, beside what b has sent and reduced
@@ -75,8 +76,8 @@ def test_modules_in_one_unit_are_gathered_from_the_first_to_the_last(model, oper
     profile = model(operator("a", 100), operator("b", 200), operator("c", 400))
     plan = make_plan(profile, cluster(2), memory_limit_bytes=2**20, micro_batch_size=1)
     root, *_, b, _ = plan.units
-    ends = dataclasses.replace(b, name="a", operators=("a", "c"), modules=("a", "c"), modes=("ZDP",))
-    middle = dataclasses.replace(b, modes=("ZDP",))
+    ends = dataclasses.replace(b.in_modes("ZDP"), name="a", operators=("a", "c"), modules=("a", "c"))
+    middle = b.in_modes("ZDP")
     step, _ = planned_step(dataclasses.replace(plan, units=(root, ends, middle)), profile, cluster(2))
     assert [unit.calls for unit in step.units] == [((0, 3),), ((0, 2),), ((1, 1),)]
     apart = dataclasses.replace(ends, modules=())

@@ -6,7 +6,7 @@ import pytest
 from steps import step_of
 
 from lightning_osdp.core.affine import Affine
-from lightning_osdp.core.modes import DP, ZDP
+from lightning_osdp.core.axes import DP, ZDP
 from lightning_osdp.engine import FSDP2
 from lightning_osdp.simulation import simulate_step
 

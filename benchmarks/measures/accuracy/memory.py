@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -18,8 +18,8 @@ from benchmarks.measures.section import Section
 from benchmarks.testbed.groups import fake_group
 from benchmarks.testbed.memory import StepBytes, count_step
 from lightning_osdp import OSDPStrategy, Plan, TrainingStep, profile_model
+from lightning_osdp.core.axes import DP, HDP, NAMED_MODES, ZDP, Treatment, named
 from lightning_osdp.core.cluster import Cluster, DeviceRates, Link
-from lightning_osdp.core.modes import DP, HDP, NAMED_MODES, ZDP, ShardingMode
 from lightning_osdp.core.plans.plan import Block, Unit
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile, partition
@@ -227,7 +227,7 @@ def phases(estimate: StepEstimate) -> dict[str, int]:
     return found
 
 
-def _modes(case: Case, units: Sequence[UnitProfile]) -> list[ShardingMode]:
+def _modes(case: Case, units: Sequence[UnitProfile]) -> list[Treatment]:
     draw = random.Random(f"{case.family} {case.seed} modes")
     choices = {"zdp": (ZDP,), "dp": (DP,), "mix": (ZDP, DP), "nodes": (*NAMED_MODES.values(),)}[case.modes]
     roots = (DP, HDP) if case.modes == "nodes" else (DP,)
@@ -235,21 +235,21 @@ def _modes(case: Case, units: Sequence[UnitProfile]) -> list[ShardingMode]:
     syncs = ["every", "last"] if case.sync == "mix" else [case.sync]
     can_wait = case.num_micro_batches > 1 and case.world_size > 1
     return [
-        replace(mode, sync=draw.choice([*syncs, "node"] if mode.sharded_over == "node" else syncs))
+        mode.but(reduce=draw.choice([*syncs, "node"] if mode["home"] == "node" else syncs))
         if can_wait and not unit.is_root
         else mode
         for unit, mode in zip(units, modes, strict=True)
     ]
 
 
-def _modes_of_slices(case: Case, unit: UnitProfile, mode: ShardingMode) -> tuple[str, ...]:
+def _modes_of_slices(case: Case, unit: UnitProfile, mode: Treatment) -> tuple[str, ...]:
     """The unit's mode, or one for each slice of its operator where it is split."""
     cuts = [operator.cut for operator in unit.operators if operator.cut is not None and operator.name == unit.name]
     if case.most_slices == 1 or len(unit.operators) != 1 or not cuts:
         return (mode.name,)
     draw = random.Random(f"{case.family} {case.seed} {unit.name} slices")
     number = min(draw.randint(1, case.most_slices), cuts[0].num_features)
-    alike = tuple(name for name, each in NAMED_MODES.items() if each.sharded_over == mode.sharded_over)
+    alike = tuple(name for name, each in NAMED_MODES.items() if each["home"] == mode["home"])
     choices = {"mix": (ZDP.name, DP.name), "nodes": alike}.get(case.modes, (mode.name,))
     return tuple(draw.choice(choices) for _ in range(number)) if number > 1 else (mode.name,)
 
@@ -258,7 +258,7 @@ def _blocks(profile: ModelProfile, case: Case) -> tuple[Block, ...]:
     draw = random.Random(f"{case.family} {case.seed} activations")
     choices = ("keep", "recompute") if case.activations == "mix" else (case.activations,)
     chosen = [(block.name, draw.choice(choices)) for block in profile.blocks]
-    return tuple(Block(name=name, activations=choice) for name, choice in chosen if choice != "keep")
+    return tuple(Block(name=name, treatment=Treatment(saves=choice)) for name, choice in chosen if choice != "keep")
 
 
 def _plan(profile: ModelProfile, units: Sequence[UnitProfile], case: Case) -> Plan:
@@ -271,8 +271,7 @@ def _plan(profile: ModelProfile, units: Sequence[UnitProfile], case: Case) -> Pl
                 name=unit.name,
                 operators=tuple(operator.name for operator in unit.operators),
                 kind=unit.kind,
-                modes=_modes_of_slices(case, unit, mode),
-                sync=mode.sync,
+                treatments=named(*_modes_of_slices(case, unit, mode), reduce=mode["reduce"]),
             )
             for unit, mode in zip(units, _modes(case, units), strict=True)
         ),

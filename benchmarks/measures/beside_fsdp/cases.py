@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from benchmarks.testbed.beside_fsdp.contest import Division
 from benchmarks.testbed.beside_fsdp.lightning_fsdp import Way
-from lightning_osdp.core.modes import MODES
+from lightning_osdp.core.axes import MODES
 
 _NUM_QUICK_RIVALS = 4
 Spaces: TypeAlias = Mapping[str, Mapping[str, Any]]

@@ -29,6 +29,7 @@ from benchmarks.testbed.step import Step
 from benchmarks.testbed.training import quiet
 from lightning_osdp import Cluster, OSDPStrategy, profile_model, simulate
 from lightning_osdp.apply.activations.blocks import BlockForwards
+from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.cluster import CUDA_HEADROOM, Link
 from lightning_osdp.core.plans.plan import Block, Plan
 from lightning_osdp.profiler import LiveBytes, TrainingStep, is_out_of_memory
@@ -216,7 +217,7 @@ def offload(device: torch.device) -> Iterator[Finding]:
     for choice in ("keep", "offload", "recompute", "recompute_offload"):
         module = made("gpt").to(device)
         batch, forwards = batch_on(device, module), BlockForwards(module, device)
-        chosen = [Block(name=name, activations=choice) for name in unit_names(module)]
+        chosen = [Block(name=name, treatment=Treatment(saves=choice)) for name in unit_names(module)]
         forwards.choose(chosen if choice != "keep" else [], units=())
         module.loss(batch).backward()
         module.zero_grad()

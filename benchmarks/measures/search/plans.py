@@ -16,9 +16,9 @@ from rich.table import Table
 
 from lightning_osdp.assign import Setting, assign_modes
 from lightning_osdp.core.affine import Affine
+from lightning_osdp.core.axes import DP
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Cluster, Link, UnitOverhead
-from lightning_osdp.core.modes import DP
 from lightning_osdp.core.profile import ModelProfile, OperatorProfile, Segment
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.core.units import partition

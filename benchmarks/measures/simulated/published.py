@@ -19,8 +19,8 @@ from benchmarks.measures.section import Row, Section, Target
 from benchmarks.measures.simulated.models import Sizes, made
 from lightning_osdp import ComputePrecision, Machine, ModelProfile, TrainingStep, profile_model
 from lightning_osdp.assign import Setting
+from lightning_osdp.core.axes import DP, ZDP, Treatment
 from lightning_osdp.core.cluster import CUDA_HEADROOM
-from lightning_osdp.core.modes import DP, ZDP, ShardingMode
 from lightning_osdp.core.step import Workload
 from lightning_osdp.core.units import grouped
 from lightning_osdp.engine import FSDP2
@@ -142,7 +142,7 @@ def _by_block(profile: ModelProfile) -> dict[str, list[str]]:
     return found
 
 
-def _modes(case: Case, setting: Setting) -> tuple[ShardingMode, ...]:
+def _modes(case: Case, setting: Setting) -> tuple[Treatment, ...]:
     """Whether each unit is resharded after forward; the root is not."""
     num_blocks = len(setting.units) - 1
     freed = {"always": num_blocks, "default": num_blocks - 1, "never": 0}[case.reshard]

@@ -25,6 +25,7 @@ from lightning_osdp.apply import internals
 from lightning_osdp.apply.updates import stepping_on_rows
 from lightning_osdp.callbacks.peak import living_tensors
 from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.engine import effects_of
 from lightning_osdp.profiler import LiveBytes
 
 BY_HAND, BY_HAND_ON_ROWS = "fully_shard by hand", "fully_shard by hand, steps on rows"
@@ -62,7 +63,7 @@ class ByHand:
         for unit in plan.units:
             if unit.name:
                 block = module.get_submodule(unit.name)
-                fully_shard(block, mesh=mesh, reshard_after_forward=not unit.sharding_modes[0].resident)
+                fully_shard(block, mesh=mesh, reshard_after_forward=not effects_of(unit.treatments[0]).is_kept)
         fully_shard(module, mesh=mesh)
         register_fsdp_forward_method(module, "loss")
         internals.set_asynchronous(module, is_asynchronous=True)

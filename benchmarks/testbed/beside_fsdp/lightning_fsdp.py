@@ -18,9 +18,10 @@ from typing_extensions import override
 from benchmarks.families import Family
 from benchmarks.testbed.plans import plan_of
 from examples.mingpt.model import Block
-from lightning_osdp.core.modes import DP, HDP, HPZ, HSDP, NAMED_MODES, ZDP, ShardingMode
+from lightning_osdp.core.axes import DP, HDP, HPZ, HSDP, NAMED_MODES, ZDP, Treatment
 from lightning_osdp.core.plans import plan as plans
 from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.engine import effects_of
 
 _SHARDINGS = {"FULL_SHARD": ZDP, "SHARD_GRAD_OP": DP, "HYBRID_SHARD": HSDP, "HYBRID_SHARD_ZERO2": HDP}
 
@@ -66,7 +67,7 @@ class Way:
             return None
         world = dist.group.WORLD
         assert world is not None
-        nodes = node_size if self._mode.sharded_over == "node" else None
+        nodes = node_size if self._mode["home"] == "node" else None
         if self.is_fully_shard:
             # on the instance, where Lightning finds it as if the class had it
             module.configure_model = partial(self._fully_shard, module, _mesh(world, nodes))  # type: ignore[method-assign]
@@ -97,7 +98,7 @@ class Way:
         mode, names = self._mode, [name for name, child in module.named_modules() if isinstance(child, self._kind)]
         slices = tuple(self.sharding.split()) if self._is_by_hand else (mode.name,)
         modes = {name: slices if f".{self.inside or ''}" in f".{name}" else (ZDP.name,) for name in names}
-        if mode.sharded_over == "node":
+        if mode["home"] == "node":
             modes[""] = (HDP.name,)
         plan = plan_of(
             module,
@@ -112,8 +113,8 @@ class Way:
         sync = "last" if num_micro_batches > 1 and not self.is_fully_shard else "every"
         return replace(
             plan,
-            units=tuple(replace(unit, sync=sync) for unit in plan.units),
-            blocks=tuple(plans.Block(name=name, activations="recompute") for name in blocks),
+            units=tuple(unit.treated(reduce=sync) for unit in plan.units),
+            blocks=tuple(plans.Block(name=name, treatment=Treatment(saves="recompute")) for name in blocks),
         )
 
     @property
@@ -125,7 +126,7 @@ class Way:
         return all(each in NAMED_MODES for each in self.sharding.split())
 
     @property
-    def _mode(self) -> ShardingMode:
+    def _mode(self) -> Treatment:
         return HPZ if self.sharding == HPZ.name else _SHARDINGS.get(self.sharding, DP)
 
     def _fully_shard(self, module: Family, mesh: DeviceMesh) -> None:
@@ -135,7 +136,7 @@ class Way:
         if self.recomputes:
             apply_activation_checkpointing(module, check_fn=lambda child: isinstance(child, Block))
         for child in [child for child in module.modules() if isinstance(child, self._kind)]:
-            fully_shard(child, mesh=mesh, reshard_after_forward=not self._mode.resident)
+            fully_shard(child, mesh=mesh, reshard_after_forward=not effects_of(self._mode).is_kept)
         fully_shard(module, mesh=mesh)
         register_fsdp_forward_method(module, "training_step")
 

@@ -21,6 +21,7 @@ from typing_extensions import Self, override
 
 from lightning_osdp.apply.activations.offload import HostMemory
 from lightning_osdp.apply.buffers import version_of
+from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.plans.plan import Block
 from lightning_osdp.errors import PlanMismatchError
 
@@ -55,7 +56,7 @@ class BlockForwards:
                 is_unit = block.name in units and not any(unit.startswith(f"{block.name}.") for unit in units)
                 self._of[own] = own.forward = BlockForward(own, self.memory, is_unit=is_unit)
         for own, forward in self._of.items():
-            forward.choose(chosen[own].activations if own in chosen else "keep")
+            forward.choose(chosen[own].treatment["saves"] if own in chosen else "keep")
 
 
 class BlockForward:
@@ -140,7 +141,7 @@ def with_recomputed(blocks: Sequence[Block], names: Collection[str]) -> tuple[Bl
     planned = [block.name for block in blocks]
     more = [name for name in names if name not in planned and not is_inside(name, planned)]
     kept = [block for block in blocks if not is_inside(block.name, more)]
-    return (*kept, *(Block(name=name, activations="recompute") for name in more))
+    return (*kept, *(Block(name=name, treatment=Treatment(saves="recompute")) for name in more))
 
 
 def is_inside(name: str, names: Collection[str]) -> bool:

@@ -45,5 +45,5 @@ def _rest_in_root(setting: Setting, units: tuple[UnitProfile, ...]) -> tuple[Uni
 
 def chosen_activations(setting: Setting, modes: Modes) -> dict[str, str]:
     """Blocks that do not keep what they save -> what they do, with these modes, one per unit."""
-    chosen = {unit.name: mode.activations for unit, mode in zip(setting.units, modes, strict=True)}
+    chosen = {unit.name: mode["saves"] for unit, mode in zip(setting.units, modes, strict=True)}
     return {name: choice for name, choice in {**chosen, **setting.decided.blocks}.items() if choice != "keep"}

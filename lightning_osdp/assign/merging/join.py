@@ -67,7 +67,7 @@ def _pairs(setting: Setting, modes: Modes) -> list[list[_Pair]]:
     units, joinable = setting.units, list[int]()
     for index in range(1, len(units) - 1):
         mode, other = modes[index : index + 2]
-        if mode != other or mode.activations != "keep" or not may_join(setting.profile, units, index):
+        if mode != other or "saves" in mode or not may_join(setting.profile, units, index):
             continue
         if units[index].gathered_bytes + units[index + 1].gathered_bytes <= most_bytes:
             joinable.append(index)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from lightning_osdp.assign.additive import NO_GAIN, Modes
 from lightning_osdp.assign.setting import Setting
-from lightning_osdp.core.modes import DP, ShardingMode
+from lightning_osdp.core.axes import DP, Treatment
 from lightning_osdp.core.units import UnitProfile, merged
 
 LARGEST_SHARE = 0.5
@@ -58,17 +58,17 @@ class _Block(NamedTuple):
     """A module that may become one unit."""
 
     name: str
-    mode: ShardingMode
+    mode: Treatment
     """Of all its units."""
     structure: Hashable
     place: int
     """Of its first unit, among all units."""
 
 
-def _together(blocks: Sequence[_Block], num_units: int) -> Iterator[tuple[ShardingMode, list[str]]]:
+def _together(blocks: Sequence[_Block], num_units: int) -> Iterator[tuple[Treatment, list[str]]]:
     """Blocks of one mode that are tried together."""
     kinds = kinds_or_parts([block.structure for block in blocks], [block.place for block in blocks], num_units)
-    groups: dict[tuple[ShardingMode, Hashable], list[str]] = {}
+    groups: dict[tuple[Treatment, Hashable], list[str]] = {}
     for block, kind in zip(blocks, kinds, strict=True):
         groups.setdefault((block.mode, kind), []).append(block.name)
     return ((mode, names) for (mode, _), names in groups.items())
@@ -80,17 +80,17 @@ def kinds_or_parts(kinds: Sequence[Hashable], places: Sequence[int], num_units: 
     return kinds if len(set(kinds)) <= most else [place * most // num_units for place in places]
 
 
-def _shared_mode(setting: Setting, modes: Modes, units: Sequence[int], most_bytes: float) -> ShardingMode | None:
+def _shared_mode(setting: Setting, modes: Modes, units: Sequence[int], most_bytes: float) -> Treatment | None:
     """Of a block with these units; None where they differ in mode, are one already, hold too much or recompute."""
     chosen = {modes[index] for index in units}
     if len(units) < 2 or len(chosen) > 1 or sum(setting.units[i].gathered_bytes for i in units) > most_bytes:
         return None
     mode = chosen.pop()
-    return mode if mode.activations == "keep" else None  # what recomputes is a block by itself
+    return None if "saves" in mode else mode  # what recomputes is a block by itself
 
 
 def _share(
-    setting: Setting, modes: Modes, names: Sequence[str], mode: ShardingMode, memory_limit_bytes: float
+    setting: Setting, modes: Modes, names: Sequence[str], mode: Treatment, memory_limit_bytes: float
 ) -> tuple[Setting, Modes]:
     """As many of the last blocks as fit, found by halving."""
     before_s = setting.costs.step_time_s(modes)
@@ -115,7 +115,7 @@ def in_other_units(
     modes: Modes,
     what: Hashable,
     make: Callable[[], tuple[UnitProfile, ...] | None],
-    changed: Mapping[str, ShardingMode] = MappingProxyType({}),
+    changed: Mapping[str, Treatment] = MappingProxyType({}),
 ) -> tuple[Setting, Modes] | None:
     """The setting in other units, which are made once, and their modes; None where there are no such units.
 

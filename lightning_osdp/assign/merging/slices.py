@@ -7,7 +7,6 @@ own, which costs latency and overhead, so slices compete with whole operators by
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -56,11 +55,10 @@ def agreed_on(setting: Setting, modes: Modes) -> Modes:
     agreed = list(modes)
     for name, number in setting.decided.num_slices.items():
         slices = [places[part] for part in slice_names(name, number)]
-        if len({(modes[index].sync, modes[index].sharded_over) for index in slices}) > 1:
+        if len({modes[index].of_all_slices for index in slices}) > 1:
             for index in slices:
-                mode, options = modes[index], setting.costs.options[index]
-                every = dataclasses.replace(mode if mode.sharded_over == "all" else mode.over_all, sync="every")
-                agreed[index] = every if every in options else options[0]
+                mode, options = modes[index].but(home="all", reduce="every"), setting.costs.options[index]
+                agreed[index] = mode if mode in options else options[0]
     return tuple(agreed)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.errors import PlanFormatError
 
@@ -47,6 +48,8 @@ _KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
         "an object of whole numbers below 2^63",
         lambda value: isinstance(value, dict) and all(map(_is_whole, value.values())),
     ),
+    "Treatment": ("a treatment", lambda value: isinstance(value, Treatment)),
+    "tuple[Treatment, ...]": ("a list of treatments", lambda value: isinstance(value, tuple)),
     "tuple[Unit, ...]": ("a list of units", lambda value: isinstance(value, tuple)),
     "tuple[Block, ...]": ("a list of blocks", lambda value: isinstance(value, tuple)),
     "SearchSpace": ("a search space", lambda value: isinstance(value, SearchSpace)),

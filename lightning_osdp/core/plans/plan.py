@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from lightning_osdp.core.modes import ACTIVATION_CHOICES, NAMED_MODES, SYNC_CHOICES, ShardingMode
+from lightning_osdp.core.axes import ANYTHING, AXES, NAMED_MODES, Treatment, named
 from lightning_osdp.core.plans.document import read_dataclass, shown, write_whole
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.slices import slice_names
@@ -17,7 +18,7 @@ from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds, three_digits
 from lightning_osdp.errors import ConfigurationError, PlanFormatError, PlanMismatchError
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 PREFETCH_CHOICES = ("pre", "none")
 """Settings of backward prefetch."""
 COST_MODELS = ("simulate", "paper")
@@ -33,13 +34,11 @@ class Unit:
     """Qualified names of the operators whose parameters it holds, in forward order."""
     kind: str
     """Class names of the operators, for reports."""
-    modes: tuple[str, ...]
-    """Sharding mode of each slice; one slice where the operator is not split."""
+    treatments: tuple[Treatment, ...]
+    """How each slice is treated; one slice where the operator is not split."""
     modules: tuple[str, ...] = ()
     """Modules that are grouped in this unit, where that is not just the module of its name: it stays gathered from the
     first of their calls to the last."""
-    sync: str = "every"
-    """Which micro-batches reduce gradients: one of ``core.modes.SYNC_CHOICES``."""
     parameter_bytes: int = 0
     """Gathered parameters of all slices."""
     time_s: float = 0.0
@@ -55,19 +54,32 @@ class Unit:
     """Bytes that stay allocated from one micro-batch to the next for that."""
 
     @property
-    def sharding_modes(self) -> tuple[ShardingMode, ...]:
-        """What the names of `modes` and `sync` stand for, one per slice."""
-        return tuple(replace(NAMED_MODES[mode], sync=self.sync) for mode in self.modes)
+    def modes(self) -> tuple[str, ...]:
+        """Names of how parameters are treated, one per slice: ``DP``, ``ZDP`` and others of ``core.axes``."""
+        return tuple(treatment.name for treatment in self.treatments)
+
+    @property
+    def sync(self) -> str:
+        """Which micro-batches reduce gradients: one of ``core.axes.SYNC_CHOICES``."""
+        return self.treatments[0]["reduce"]
 
     @property
     def num_slices(self) -> int:
         """Number of slices."""
-        return len(self.modes)
+        return len(self.treatments)
+
+    def in_modes(self, *names: str, sync: str | None = None) -> Unit:
+        """The same in treatments of these names, one per slice; it reduces gradients as before, if ``sync`` is None."""
+        return replace(self, treatments=named(*names, reduce=self.sync if sync is None else sync))
+
+    def treated(self, **changed: str) -> Unit:
+        """The same with other values in some axes, in all slices."""
+        return replace(self, treatments=tuple(treatment.but(**changed) for treatment in self.treatments))
 
     @property
     def whole_gradient_bytes(self) -> float:
         """Of `accumulate_costs_bytes`, those of gradients; the others are parameters of slices that are kept."""
-        kept = sum(mode.resident for mode in self.sharding_modes) / self.num_slices
+        kept = sum(each["keep"] == "whole" for each in self.treatments) / self.num_slices
         return max(0.0, self.accumulate_costs_bytes - kept * self.keep_costs_bytes)
 
 
@@ -86,12 +98,17 @@ class Block:
 
     name: str
     """Qualified name of the module; none is inside another."""
-    activations: str
-    """One of `ACTIVATION_CHOICES`, not ``keep``."""
+    treatment: Treatment
+    """What it does with them."""
     frees_bytes: int = 0
     """Bytes of a micro-batch that do not stay on the device from its forward to its backward."""
     costs_s: float = 0.0
     """Predicted seconds per optimizer step that this takes."""
+
+    @property
+    def activations(self) -> str:
+        """One of ``core.axes.ACTIVATION_CHOICES``, not ``keep``."""
+        return self.treatment["saves"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,12 +188,12 @@ class Plan:
     @property
     def needs_nodes(self) -> bool:
         """Whether a unit is treated otherwise inside of nodes than between them."""
-        return any(mode.needs_nodes for unit in self.units for mode in unit.sharding_modes)
+        return any(treatment.needs_nodes for unit in self.units for treatment in unit.treatments)
 
     @property
     def has_given_blocks(self) -> bool:
         """Whether its `blocks` were not chosen: nothing but to keep what they save was offered."""
-        return bool(self.blocks) and self.search_space.activations == ("keep",)
+        return bool(self.blocks) and len(self.search_space.activations) == 1
 
     @property
     def predicted_gain(self) -> float:
@@ -189,6 +206,11 @@ class Plan:
         # asdict copies a dict but cannot copy other mappings, such as a MappingProxyType
         plain = replace(self, fingerprint=dict(self.fingerprint), peak_parts=dict(self.peak_parts))
         document = dataclasses.asdict(plain)
+        for own, unit in zip(document["units"], self.units, strict=True):
+            own["treatments"] = [dict(treatment) for treatment in unit.treatments]
+        for name in ("blocks", "recomputable"):
+            for own, block in zip(document[name], getattr(self, name), strict=True):
+                own["treatment"] = dict(block.treatment)
         document["decisions"] = [dataclasses.asdict(decision) for decision in self.decisions]
         ordered = {"schema_version": document.pop("schema_version"), **document}
         return json.dumps(ordered, indent=2) + "\n"
@@ -299,7 +321,9 @@ def _read(document: object, source: str) -> Plan:
     if not isinstance(document, dict):
         raise PlanFormatError(f"Expected {source} to hold a JSON object, got {type(document).__name__}.")
     version = document.get("schema_version")
-    if version != SCHEMA_VERSION:
+    if version == 3:
+        document = _from_schema_3(document)
+    elif version != SCHEMA_VERSION:
         raise PlanFormatError(
             f"Expected {source} to have schema_version {SCHEMA_VERSION}, got {shown(version)}."
             " Plan anew with this version of lightning_osdp, or use the version that wrote the plan."
@@ -308,13 +332,13 @@ def _read(document: object, source: str) -> Plan:
     units = entries.get("units")
     if not isinstance(units, list) or not units:
         raise PlanFormatError(f"Expected 'units' of {source} to be a non-empty list, got {shown(units)}.")
-    entries["units"] = tuple(read_dataclass(Unit, unit, f"units[{i}] of {source}") for i, unit in enumerate(units))
+    entries["units"] = tuple(_read_unit(unit, f"units[{i}] of {source}") for i, unit in enumerate(units))
     for field_name in ("blocks", "recomputable"):
         blocks = entries.get(field_name, [])
         if not isinstance(blocks, list):
             raise PlanFormatError(f"Expected {field_name!r} of {source} to be a list, got {shown(blocks)}.")
         entries[field_name] = tuple(
-            read_dataclass(Block, block, f"{field_name}[{i}] of {source}") for i, block in enumerate(blocks)
+            _read_block(block, f"{field_name}[{i}] of {source}") for i, block in enumerate(blocks)
         )
     if "search_space" in entries:
         entries["search_space"] = _read_search_space(entries["search_space"], f"'search_space' of {source}")
@@ -350,9 +374,70 @@ def _check_least(value: Plan | Unit | Block, where: str, least: int, *fields: st
             raise PlanFormatError(f"Expected {name!r} of {where} to be at least {least}, got {found!r}.")
 
 
+def _from_schema_3(document: dict[str, Any]) -> dict[str, Any]:
+    """A plan as schema 4 has it: units had names of modes and one ``sync``, blocks had ``activations``."""
+    found = {**document, "schema_version": SCHEMA_VERSION}
+    if isinstance(found.get("units"), list):
+        found["units"] = [_unit_from_schema_3(unit) if isinstance(unit, dict) else unit for unit in found["units"]]
+    for name in ("blocks", "recomputable"):
+        if isinstance(found.get(name), list):
+            found[name] = [
+                {**{k: v for k, v in block.items() if k != "activations"}, "treatment": {"saves": block["activations"]}}
+                if isinstance(block, dict) and "activations" in block
+                else block
+                for block in found[name]
+            ]
+    return found
+
+
+def _unit_from_schema_3(unit: dict[str, Any]) -> dict[str, Any]:
+    modes, sync = unit.get("modes"), unit.get("sync", "every")
+    if not isinstance(modes, list):
+        return unit
+    left = {name: value for name, value in unit.items() if name not in {"modes", "sync"}}
+    treatments = [{**NAMED_MODES[mode], "reduce": sync} if mode in [*NAMED_MODES] else mode for mode in modes]
+    return {**left, "treatments": treatments}
+
+
+def _read_unit(entries: object, where: str) -> Unit:
+    if isinstance(entries, dict) and "treatments" in entries:
+        given = entries["treatments"]
+        if not isinstance(given, list) or not given:
+            raise PlanFormatError(f"Expected 'treatments' of {where} to be a list of at least one, got {shown(given)}.")
+        entries = {**entries, "treatments": tuple(_read_treatment(each, where) for each in given)}
+    return read_dataclass(Unit, entries, where)
+
+
+def _read_block(entries: object, where: str) -> Block:
+    if isinstance(entries, dict) and "treatment" in entries:
+        entries = {**entries, "treatment": _read_treatment(entries["treatment"], where)}
+    return read_dataclass(Block, entries, where)
+
+
+def _read_treatment(given: object, where: str) -> Treatment:
+    if not isinstance(given, dict):
+        raise PlanFormatError(f"Expected a treatment of {where} to be an object of values by axis, got {shown(given)}.")
+    for name, value in given.items():
+        if name not in AXES:
+            raise PlanFormatError(f"Expected axes of {where} to be among {tuple(AXES)}, got {shown(name)}.")
+        _check_choice(repr(name), value, AXES[name].values, where)
+    return Treatment(**given)
+
+
 def _check_choice(what: str, value: str, choices: tuple[str, ...], where: str) -> None:
     if value not in choices:
         raise PlanFormatError(f"Expected {what} of {where} to be one of {choices}, got {value!r}.")
+
+
+def _check_treatment(treatment: Treatment, on: str, where: str) -> None:
+    if any(AXES[name].on != on for name in treatment):
+        raise PlanFormatError(f"Expected the treatment of {where} to be that of a {on}, got {treatment!r}.")
+    wrong = next((name for name, value in treatment.items() if treatment.within(ANYTHING)[name] != value), None)
+    if wrong is not None:
+        raise PlanFormatError(
+            f"Expected the treatment of {where} to be one that there is, got {treatment!r}: {wrong!r} of"
+            f" {treatment[wrong]!r} does not go with the others. Leave one of them out."
+        )
 
 
 def _check_units(units: tuple[Unit, ...], source: str) -> None:
@@ -361,20 +446,12 @@ def _check_units(units: tuple[Unit, ...], source: str) -> None:
     seen_modules: set[str] = set()
     for unit in units:
         where = f"unit {unit.name!r} of {source}"
-        if not unit.modes:
-            raise PlanFormatError(f"Expected {where} to have at least one mode, got none.")
-        for mode in unit.modes:
-            _check_choice("mode", mode, tuple(NAMED_MODES), where)
-        if len({NAMED_MODES[mode].sharded_over for mode in unit.modes}) > 1:
+        for treatment in unit.treatments:
+            _check_treatment(treatment, "unit", where)
+        if len({treatment.of_all_slices for treatment in unit.treatments}) > 1:
+            shared = tuple(name for name, axis in AXES.items() if not axis.by_slice)
             raise PlanFormatError(
-                f"Expected all slices of {where} over the same ranks, got modes {unit.modes}. Give them modes of nodes"
-                " (HSDP, HDP), or none of these."
-            )
-        _check_choice("sync", unit.sync, SYNC_CHOICES, where)
-        if unit.sync == "node" and any(NAMED_MODES[mode].sharded_over != "node" for mode in unit.modes):
-            raise PlanFormatError(
-                f"Expected {where} to be sharded in the node for sync 'node', got modes {unit.modes}. Use HSDP or HDP,"
-                " or another sync."
+                f"Expected all slices of {where} to have the same values of {shared}, got {shown(unit.treatments)}."
             )
         _check_least(unit, where, 0, "parameter_bytes", "time_s", "keep_costs_bytes", "accumulate_costs_bytes")
         repeated = seen_operators.intersection(unit.operators) | ({unit.name} & seen_units)
@@ -397,7 +474,9 @@ def _check_blocks(blocks: tuple[Block, ...], source: str) -> None:
         raise PlanFormatError(f"Expected blocks of {source} once each, got {[block.name for block in blocks]}.")
     for block in blocks:
         where = f"block {block.name!r} of {source}"
-        _check_choice("activations", block.activations, ACTIVATION_CHOICES[1:], where)
+        _check_treatment(block.treatment, "block", where)
+        if not block.treatment:
+            raise PlanFormatError(f"Expected {where} to do something else than to keep what it saves. Leave it out.")
         _check_least(block, where, 0, "frees_bytes")
         parts = block.name.split(".")
         around = {".".join(parts[:length]) for length in range(1, len(parts))}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from lightning_osdp.core.modes import ACTIVATION_CHOICES, NAMED_MODES, SYNC_CHOICES, modes_of
+from lightning_osdp.core.axes import ACTIVATION_CHOICES, NAMED_MODES, SYNC_CHOICES, modes_of
 from lightning_osdp.errors import ConfigurationError
 
 

@@ -111,7 +111,7 @@ def _given_plan(module: pl.LightningModule, options: Options) -> Plan:
 
 def check_accumulates_in_fp32(plan: Plan, options: Options, precision: str) -> None:
     """Returns if the plan adds up gradients in float32 where that was asked for."""
-    found = next((unit for unit in plan.units if unit.sync != "every"), None)
+    found = next((unit for unit in plan.units if "reduce" in unit.treatments[0]), None)
     if options.accumulate_in_fp32 and "mixed" in precision and found is not None:
         raise ConfigurationError(
             f"Expected a plan with sync='every' for accumulate_in_fp32=True in {precision}, got sync={found.sync!r} for"
@@ -197,7 +197,7 @@ def _compared(plan: Plan, windows: Windows | None) -> str:
     """What dividing and accumulating as planned costs and saves, in a sentence; empty if nothing is different."""
     size = plan.micro_batch_size if windows is None else windows.micro_batch_size
     number = plan.micro_batch_size * plan.num_micro_batches // size
-    units = tuple(replace(unit, sync="every") for unit in plan.units)
+    units = tuple(unit.treated(reduce="every") for unit in plan.units)
     return tell_accumulation(plan, replace(plan, micro_batch_size=size, num_micro_batches=number, units=units))
 
 

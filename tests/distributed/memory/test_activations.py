@@ -23,7 +23,7 @@ from benchmarks.testbed.plans import plan_of
 from lightning_osdp import OSDPStrategy, SearchSpace
 from lightning_osdp.apply import ShardedModel
 from lightning_osdp.apply.activations.blocks import Reentrant
-from lightning_osdp.core.modes import ACTIVATION_CHOICES
+from lightning_osdp.core.axes import ACTIVATION_CHOICES, Treatment
 from lightning_osdp.core.plans.plan import Block
 from lightning_osdp.core.plans.plan import Block as PlannedBlock
 from lightning_osdp.errors import InfeasibleError
@@ -59,8 +59,11 @@ def plan_with(module, activations, *, units, modes, num_micro_batches, sync):
         chosen |= {name: SLICES[kind] for name in chosen if (kind := name.rpartition(".")[2]) in SLICES}
     world_size = dist.get_world_size()
     plan = plan_of(module, chosen, world_size=world_size, micro_batch_size=4, num_micro_batches=num_micro_batches)
-    synced = tuple(dataclasses.replace(unit, sync=sync if unit.name else "every") for unit in plan.units)
-    blocks = [Block(name=name, activations=choice) for name, choice in zip(BLOCKS, POLICIES[activations], strict=True)]
+    synced = tuple(unit.treated(reduce=sync if unit.name else "every") for unit in plan.units)
+    blocks = [
+        Block(name=name, treatment=Treatment(saves=choice))
+        for name, choice in zip(BLOCKS, POLICIES[activations], strict=True)
+    ]
     blocks = tuple(block for block in blocks if block.activations != "keep")
     return dataclasses.replace(plan, units=synced, blocks=blocks)
 
@@ -172,7 +175,11 @@ def fitted(strategy, *, kind=DroppingGPT, ckpt_path=None, **options):
 def plan_of_gpt(activations, kind=DroppingGPT):
     """A plan in which every other unit is DP and both blocks do the same."""
     plan = plan_for(kind("sgd"), "mixed", world_size=dist.get_world_size())
-    blocks = [PlannedBlock(name=f"blocks.{i}", activations=activations) for i in range(2) if activations != "keep"]
+    blocks = [
+        PlannedBlock(name=f"blocks.{i}", treatment=Treatment(saves=activations))
+        for i in range(2)
+        if activations != "keep"
+    ]
     return dataclasses.replace(plan, blocks=tuple(blocks))
 
 
@@ -261,7 +268,7 @@ def transformers_gpt2(limit_bytes):
     modes = dict.fromkeys(blocks, "ZDP")
     keeping = plan_of(LongGPT2(), modes, world_size=dist.get_world_size(), micro_batch_size=4)
     kept, losses, _ = fitted(OSDPStrategy(plan=keeping), kind=LongGPT2)
-    planned = [PlannedBlock(name=name, activations="recompute_offload") for name in blocks]
+    planned = [PlannedBlock(name=name, treatment=Treatment(saves="recompute_offload")) for name in blocks]
     moved = dataclasses.replace(keeping, blocks=tuple(planned))
     space, found = SearchSpace(slices=(1,)), []
     limited = OSDPStrategy(memory_limit=f"{limit_bytes}B", search_space=space, batch_size="keep")

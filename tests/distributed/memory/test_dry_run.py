@@ -95,7 +95,7 @@ def planned(modes="dp", *, number=2, sync=("last", "every"), **options):
     """A plan for `Restless`; units take turns in when they reduce."""
     plan = plan_for(Restless(), modes, world_size=dist.get_world_size(), num_micro_batches=number)
     units = [
-        dataclasses.replace(unit, sync=sync[index % len(sync)] if unit.name and number > 1 else "every")
+        unit.treated(reduce=sync[index % len(sync)] if unit.name and number > 1 else "every")
         for index, unit in enumerate(plan.units)
     ]
     return agreed(dataclasses.replace(plan, units=tuple(units), **options))
@@ -380,7 +380,7 @@ def short_in_the_optimizer(columns, times, node_size=None):
     """Notes after rank 1 ran out of memory so often in optimizers of dry runs; what differs from a plan like that."""
     plan = planned(number=1)
     if node_size is not None:
-        units = [dataclasses.replace(unit, modes=("HDP",)) for unit in plan.units[:2]]
+        units = [unit.in_modes("HDP") for unit in plan.units[:2]]
         plan = dataclasses.replace(plan, units=(*units, *plan.units[2:]), node_size=node_size)
     fitted(plan, dry_run=False, module=ByNorms())  # DTensors remember its mesh, which is equal to the next one
     COLUMNS[:] = [columns] * times

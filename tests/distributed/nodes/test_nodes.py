@@ -167,7 +167,7 @@ def evaluates_in_inference_mode(modes):
 def plan_in_nodes(modes, units="operators"):
     """Of the module that `parts` trains."""
     plan = parts.base_plan(units)
-    whole = [dataclasses.replace(unit, modes=("ZDP",)) for unit in plan.units]
+    whole = [unit.in_modes("ZDP") for unit in plan.units]
     return in_nodes(dataclasses.replace(plan, units=tuple(whole)), modes)
 
 
@@ -232,7 +232,7 @@ def refused_inside_a_step():
     """What is said of a change of the plan while gradients are reduced inside of nodes alone; whether it goes after."""
     plan = plan_in_nodes("hsdp")
     root, *units = plan.units
-    units = [root, *(dataclasses.replace(unit, sync="node") for unit in units)]
+    units = [root, *(unit.treated(reduce="node") for unit in units)]
     waiting = dataclasses.replace(plan, units=tuple(units))
     run, (first, *_) = parts.Run(waiting), batches()
     with run.model.accumulating():
@@ -288,9 +288,7 @@ def changes(seed, modes):
 
     def drawn(plan):
         units = [
-            dataclasses.replace(unit, modes=tuple(draw.choice(staying(mode)) for mode in unit.modes))
-            if unit.name
-            else unit
+            unit.in_modes(*tuple(draw.choice(staying(mode)) for mode in unit.modes)) if unit.name else unit
             for unit in plan.units
         ]
         return dataclasses.replace(plan, units=tuple(units))
@@ -307,7 +305,7 @@ def left_after_evaluation():
     """Bytes that units hold beyond their shards after an evaluation, and once they are resharded; those predicted."""
     module = parts.module_of()
     plan = dataclasses.replace(parts.base_plan("operators"), node_size=NODE_SIZE)
-    units = [dataclasses.replace(unit, modes=("hpZ",)) if unit.name else unit for unit in plan.units]
+    units = [unit.in_modes("hpZ") if unit.name else unit for unit in plan.units]
     run = parts.Run(dataclasses.replace(plan, units=tuple(units)))
     batch = parts.batches_of(module, dist.get_rank(), 1)[0]
 

@@ -81,8 +81,7 @@ def plan_for(module, modes, *, world_size, micro_batch_size=BATCH_SIZE, num_micr
     )
     chosen = {"zdp": ["ZDP"], "dp": ["DP"], "mixed": ["DP", "ZDP"]}[modes]
     units = [
-        unit if unit.name == "" else dataclasses.replace(unit, modes=(chosen[index % len(chosen)],))
-        for index, unit in enumerate(plan.units)
+        unit if unit.name == "" else unit.in_modes(chosen[index % len(chosen)]) for index, unit in enumerate(plan.units)
     ]
     return dataclasses.replace(plan, units=tuple(units))
 
@@ -164,9 +163,9 @@ def in_nodes(plan, modes, sync="every", sliced=()):
         if unit.name:
             chosen = staying(mode)[:2] if unit.name.endswith(tuple(sliced)) else [mode]
             reduces = "last" if sync == "node" and mode not in IN_NODES else sync
-            units.append(dataclasses.replace(unit, modes=tuple(chosen), sync=reduces))
+            units.append(unit.in_modes(*tuple(chosen), sync=reduces))
         else:
-            units.append(dataclasses.replace(unit, modes=(ROOTS.get(modes, "DP"),)))
+            units.append(unit.in_modes(ROOTS.get(modes, "DP")))
     return dataclasses.replace(plan, units=tuple(units), node_size=NODE_SIZE)
 
 

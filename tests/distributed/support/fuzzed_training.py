@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_osdp import OSDPPrecision, OSDPStrategy, change_plan
 from lightning_osdp.apply import ShardedModel
 from lightning_osdp.apply.state import whole_parameters
+from lightning_osdp.core.axes import Treatment, named
 from lightning_osdp.core.plans.plan import Block, Unit
 from lightning_osdp.profiler import fingerprint
 
@@ -174,13 +175,18 @@ class Net(L.LightningModule):
         return x, torch.randn(3, self.head.out_features, generator=generator, dtype=torch.float64)
 
 
+def unit_of(modes, sync="every", **fields):
+    """A unit of a plan by the names of its modes."""
+    return Unit(kind="", treatments=named(*modes, reduce=sync), **fields)
+
+
 def plan_of(case, world_size):
     """From plain data."""
     return bare_plan(
-        (Unit(kind="", **unit) for unit in case["units"]),
+        (unit_of(**unit) for unit in case["units"]),
         world_size=world_size,
         node_size=case.get("node_size"),
-        blocks=tuple(Block(name=name, activations=activations) for name, activations in case["blocks"]),
+        blocks=tuple(Block(name=name, treatment=Treatment(saves=activations)) for name, activations in case["blocks"]),
         **case["options"],
     )
 
@@ -321,8 +327,8 @@ class Sharded:
                 chosen = [IN_NODE[mode] for mode in chosen]
             elif reduces == "node":
                 reduces = "last"
-            units.append(dataclasses.replace(unit, modes=tuple(chosen), sync=reduces))
-        blocks = tuple(Block(name=name, activations=activations) for name, activations in blocks)
+            units.append(unit.in_modes(*tuple(chosen), sync=reduces))
+        blocks = tuple(Block(name=name, treatment=Treatment(saves=activations)) for name, activations in blocks)
         change_plan(self.module, dataclasses.replace(self.model.plan, units=tuple(units), blocks=blocks, **options))
 
     def alone(self):

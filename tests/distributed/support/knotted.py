@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp import OSDPPrecision, OSDPStrategy
-from lightning_osdp.core.modes import NAMED_MODES
+from lightning_osdp.core.axes import NAMED_MODES
 
 UNITS = ("first", "twice", "partly", "frozen", "last")
 
@@ -47,9 +47,9 @@ def plan_with(kinds, num_micro_batches, dtype="float64", of=Knotted):
         module, modes, world_size=dist.get_world_size(), micro_batch_size=4, num_micro_batches=num_micro_batches
     )
     syncs = {unit: sync for unit, (_, sync) in zip(UNITS, kinds, strict=True)}
-    units = tuple(dataclasses.replace(unit, sync=syncs.get(unit.name, "every")) for unit in plan.units)
+    units = tuple(unit.treated(reduce=syncs.get(unit.name, "every")) for unit in plan.units)
     if any(NAMED_MODES[mode].needs_nodes for mode, _ in kinds):
-        units = tuple(unit if unit.name else dataclasses.replace(unit, modes=("HDP",)) for unit in units)
+        units = tuple(unit if unit.name else unit.in_modes("HDP") for unit in units)
         plan = dataclasses.replace(plan, node_size=2)
     return dataclasses.replace(plan, units=units)
 

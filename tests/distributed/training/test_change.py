@@ -38,7 +38,7 @@ from lightning_osdp import OSDPPrecision, OSDPStrategy, change_plan, profile_mod
 from lightning_osdp.apply import ShardedModel, internals
 from lightning_osdp.callbacks.peak import living_tensors
 from lightning_osdp.callbacks.plan_monitor import PlanMonitor
-from lightning_osdp.core.modes import ACTIVATION_CHOICES
+from lightning_osdp.core.axes import ACTIVATION_CHOICES, Treatment
 from lightning_osdp.core.plans.plan import Block
 from lightning_osdp.engine import engine_of
 from lightning_osdp.profiler import LiveBytes
@@ -52,21 +52,19 @@ NESTED = (["pair"], ["pair", "alone"], BLOCKS, BLOCKS[:1], [])
 
 def _with_modes(plan, draw):
     units = [
-        dataclasses.replace(unit, modes=tuple(draw.choice(["ZDP", "DP"]) for _ in unit.modes) if unit.name else ("DP",))
+        unit.in_modes(*(tuple(draw.choice(["ZDP", "DP"]) for _ in unit.modes) if unit.name else ("DP",)))
         for unit in plan.units
     ]
     return dataclasses.replace(plan, units=tuple(units))
 
 
 def _with_sync(plan, draw):
-    units = [
-        dataclasses.replace(unit, sync=draw.choice(["every", "last"]) if unit.name else "every") for unit in plan.units
-    ]
+    units = [unit.treated(reduce=draw.choice(["every", "last"]) if unit.name else "every") for unit in plan.units]
     return dataclasses.replace(plan, units=tuple(units))
 
 
 def _with_blocks(plan, draw, choices=ACTIVATION_CHOICES[1:]):
-    blocks = [Block(name=name, activations=draw.choice(choices)) for name in draw.choice(NESTED)]
+    blocks = [Block(name=name, treatment=Treatment(saves=draw.choice(choices))) for name in draw.choice(NESTED)]
     return dataclasses.replace(plan, blocks=tuple(blocks))
 
 
@@ -193,8 +191,10 @@ def refusals():
     root, *units = plan.units
     refused("another model", dataclasses.replace(plan, fingerprint={**plan.fingerprint, "gate": "another"}))
     refused("micro-batches", dataclasses.replace(plan, num_micro_batches=1))
-    refused("no block", dataclasses.replace(plan, blocks=(Block(name="nowhere", activations="recompute"),)))
-    refused("no mode", dataclasses.replace(plan, units=(root, dataclasses.replace(units[0], modes=("X",)), *units[1:])))
+    refused(
+        "no block", dataclasses.replace(plan, blocks=(Block(name="nowhere", treatment=Treatment(saves="recompute")),))
+    )
+    refused("no mode", dataclasses.replace(plan, units=(root, units[0].treated(reduce="node"), *units[1:])))
     refused("another on one rank", dataclasses.replace(other, notes=(f"rank {rank}",)))
     refused("nonsense on one rank", dataclasses.replace(other, world_size=9) if rank else other)
     refused("a part", other, of=module.pair)
@@ -322,7 +322,10 @@ class Asking(L.Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if trainer.global_step == 1 and self.told is None:
             self.told = failure(lambda: change_plan(pl_module, with_sync(self.plan, "last")))
-            blocks = (Block(name="pair.before", activations="offload"), Block(name="alone", activations="offload"))
+            blocks = (
+                Block(name="pair.before", treatment=Treatment(saves="offload")),
+                Block(name="alone", treatment=Treatment(saves="offload")),
+            )
             change_plan(pl_module, dataclasses.replace(self.plan, blocks=blocks))
             names = {module: name for name, module in pl_module.named_modules()}
             self.done = {names[forward.block]: forward.activations for forward in block_forwards(pl_module)}
@@ -394,7 +397,7 @@ REFUSED = {
     "no block": ("PlanMismatchError", "but 'nowhere' is not there"),
     "no mode": (
         "PlanFormatError",
-        "Expected mode of unit 'first' of the plan to be one of ('ZDP', 'hpZ', 'DP', 'HSDP', 'HDP'), got 'X'",
+        "Expected the treatment of unit 'first' of the plan to be one that there is, got Treatment(",
     ),
     "another on one rank": ("PlanMismatchError", "Expected all ranks to change to the same plan, but that of rank 1"),
     "nonsense on one rank": ("PlanMismatchError", "but world_size is 2 in use and 9 in the plan"),

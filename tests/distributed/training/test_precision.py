@@ -73,7 +73,7 @@ def overflows(clip=None, in_nodes=False):
     plan = plan_for(module, "mixed", world_size=dist.get_world_size())
     if in_nodes:
         turns = zip(plan.units, itertools.cycle(["HDP", "ZDP", "HSDP"]), strict=False)
-        units = tuple(dataclasses.replace(unit, modes=(mode,)) for unit, mode in turns)
+        units = tuple(unit.in_modes(mode) for unit, mode in turns)
         plan = dataclasses.replace(plan, units=units, node_size=2)
     strategy = OSDPStrategy(plan=plan, node_size=plan.node_size)
     fit = trainer(strategy, precision="16-mixed", max_steps=4, gradient_clip_val=clip, callbacks=[Steps()])

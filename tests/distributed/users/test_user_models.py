@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from user_runs import WIDTH, Adapter, Chain, check, ddp, difference, differences, fitted, plan_with, planned, refusal
 
 from lightning_osdp import Block, OSDPStrategy
+from lightning_osdp.core.axes import Treatment
 
 pytestmark = pytest.mark.distributed
 
@@ -411,7 +412,7 @@ def with_gradients_through_blocks():
 
 
 def with_block(plan, activations):
-    return dataclasses.replace(plan, blocks=(Block(name="second", activations=activations),))
+    return dataclasses.replace(plan, blocks=(Block(name="second", treatment=Treatment(saves=activations)),))
 
 
 def without_gradients_inside():

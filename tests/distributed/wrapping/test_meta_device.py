@@ -14,7 +14,7 @@ from wrapped_units import plan, units_of
 
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.apply import ShardedModel
-from lightning_osdp.core.modes import NAMED_MODES
+from lightning_osdp.core.axes import NAMED_MODES
 from lightning_osdp.errors import OSDPError
 from lightning_osdp.profiler import LiveBytes
 

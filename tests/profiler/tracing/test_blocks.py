@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_osdp.core.affine import Affine
+from lightning_osdp.core.axes import DP, ZDP
 from lightning_osdp.core.blocks import freed_bytes, with_activations
-from lightning_osdp.core.modes import DP, ZDP
 from lightning_osdp.core.slices import split_operators
 from lightning_osdp.cost import exact_peak
 from lightning_osdp.engine import FSDP2

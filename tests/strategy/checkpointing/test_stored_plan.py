@@ -10,11 +10,12 @@ import torch
 from plans import bare_plan
 
 from lightning_osdp import PlanFormatError
+from lightning_osdp.core.axes import named
 from lightning_osdp.core.plans.plan import Unit
 from lightning_osdp.strategy.checkpointing import entries
 
 PLAN = bare_plan(
-    [Unit(name="", operators=("",), kind="Linear", modes=("DP",))],
+    [Unit(name="", operators=("",), kind="Linear", treatments=named("DP"))],
     fingerprint={"weight": "float32[3]"},
     world_size=2,
     peak_bytes=100,
@@ -148,7 +149,7 @@ def test_another_cluster_is_told_of(told):
 
 
 def test_another_plan_of_as_many_ranks_can_be_undone(told):
-    units = (dataclasses.replace(PLAN.units[0], sync="last"),)
+    units = (PLAN.units[0].treated(reduce="last"),)
     (text,) = told(dataclasses.replace(PLAN, units=units), PLAN)
     assert text.endswith(" Pass the checkpoint's path as plan= to keep it.")
 

@@ -9,6 +9,7 @@ import torch
 from plans import bare_plan
 
 from lightning_osdp import Cluster, Link, ModelProfile
+from lightning_osdp.core.axes import named
 from lightning_osdp.core.plans.plan import Unit
 from lightning_osdp.core.profile import Segment
 from lightning_osdp.strategy.planning import publish
@@ -55,7 +56,7 @@ def test_nothing_is_said_where_it_fits_or_goes_to_the_host_or_nothing_is_saved(t
     assert told(**given) == []
 
 
-ROOT = Unit(name="", operators=("net",), kind="Linear", modes=("DP",), parameter_bytes=4, time_s=0.0)
+ROOT = Unit(name="", operators=("net",), kind="Linear", treatments=named("DP"), parameter_bytes=4, time_s=0.0)
 PLAN = bare_plan([ROOT], memory_limit_bytes=2**20)
 LINK = Link(latency_s=1e-5, seconds_per_byte=1e-9)
 CLUSTER = Cluster(world_size=2, all_gather=LINK, reduce_scatter=LINK)

@@ -1,0 +1,97 @@
+"""Axes and treatments as values; what a treatment does in a step is in `engine.effects`."""
+
+import pickle
+
+import pytest
+
+from lightning_osdp.core.axes import (
+    ANYTHING,
+    AXES,
+    DP,
+    HDP,
+    HPZ,
+    HSDP,
+    MODES,
+    NAMED_MODES,
+    ONE_NODE,
+    ZDP,
+    Subject,
+    Treatment,
+    freed_and_kept,
+    modes_of,
+    named,
+)
+
+
+def test_treatments_are_found_by_their_names_least_memory_first():
+    expected = [("ZDP", ZDP), ("hpZ", HPZ), ("DP", DP), ("HSDP", HSDP), ("HDP", HDP)]
+    assert list(NAMED_MODES.items()) == expected
+    assert [mode.but(reduce="last", saves="recompute").name for mode in NAMED_MODES.values()] == [*NAMED_MODES]
+    assert named("DP", "HSDP", reduce="last") == (DP.but(reduce="last"), HSDP.but(reduce="last"))
+
+
+def test_those_without_nodes_are_there_on_any_cluster():
+    assert list(MODES.items()) == [("ZDP", ZDP), ("DP", DP)]
+
+
+def test_without_nodes_a_treatment_is_what_it_is_over_all_ranks():
+    for mode, plain in ((ZDP, ZDP), (HPZ, ZDP), (DP, DP), (HSDP, ZDP), (HDP, DP)):
+        last = mode.but(reduce="last", saves="recompute")
+        assert last.within(ONE_NODE) == plain.but(reduce="last", saves="recompute")
+        assert mode.needs_nodes == (mode is not plain)
+    assert HDP.but(reduce="node").within(ONE_NODE) == DP
+
+
+def test_values_apply_where_their_axes_say():
+    assert Treatment(keep="node", home="node").within(ANYTHING) == HSDP
+    assert DP.but(reduce="node").within(ANYTHING) == DP
+    assert HPZ.within(Subject(is_reached=False)) == ZDP
+    assert HDP.but(reduce="last").within(Subject(may_wait=False)) == HDP
+    saving = Treatment(saves="offload")
+    assert saving.within(Subject(profiled=["recompute"])) == ZDP
+    assert saving.within(Subject(profiled=["recompute", "offload"])) == saving
+
+
+def test_what_frees_and_what_keeps_a_unit_are_over_the_same_ranks():
+    assert {mode.name: freed_and_kept(mode) for mode in NAMED_MODES.values()} == {
+        "ZDP": (ZDP, DP),
+        "hpZ": (ZDP, DP),
+        "DP": (ZDP, DP),
+        "HSDP": (HSDP, HDP),
+        "HDP": (HSDP, HDP),
+    }
+
+
+def test_only_treatments_that_there_are_are_offered():
+    assert modes_of(["DP", "HSDP"], ["last", "node"]) == (
+        DP.but(reduce="last"),
+        HSDP.but(reduce="last"),
+        HSDP.but(reduce="node"),
+    )
+
+
+def test_defaults_are_left_out_and_equal_treatments_are_one():
+    kept = Treatment(reduce="last", keep="whole", home="all", saves="keep")
+    assert (dict(kept), kept["home"], "home" in kept) == ({"keep": "whole", "reduce": "last"}, "all", False)
+    assert repr(kept) == "Treatment(keep='whole', reduce='last')"
+    assert (kept, hash(kept)) == (DP.but(reduce="last"), hash(DP.but(reduce="last")))
+    assert kept != ZDP != {}
+    assert kept.only("keep", "saves") == DP
+    assert kept.of_all_slices == Treatment(reduce="last")
+    assert pickle.loads(pickle.dumps(kept)) == kept
+    assert not ZDP
+
+
+def test_what_there_is_not_is_refused():
+    with pytest.raises(KeyError, match="moves"):
+        Treatment(moves="activations")
+    with pytest.raises(KeyError, match=r"Expected 'keep' to be one of .*'nothing', 'node', 'whole'.*, got 'all'"):
+        Treatment(keep="all")
+    with pytest.raises(TypeError):
+        ZDP["keep"] = "whole"
+
+
+def test_every_axis_has_its_default_among_its_values():
+    for name, axis in AXES.items():
+        assert (axis.name, axis.default in axis.values) == (name, True)
+        assert axis.applies(axis.default, ZDP, Subject(has_nodes=False, is_reached=False, may_wait=False, profiled=()))
