@@ -1,7 +1,8 @@
-"""What competes at one micro-batch size: prefetch settings, units of an operator or of a block, slices, recomputing."""
+"""What competes at one micro-batch size: the best treatments of each of the `structures`, and what people choose."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,22 +16,17 @@ from lightning_osdp.assign import (
     as_far_as_fits,
     assign_ahead,
     assigned_as,
-    block_units,
-    chosen_activations,
-    ever_more_slices,
     join_units,
     share_units,
 )
 from lightning_osdp.core.axes import ZDP, modes_of
 from lightning_osdp.core.plans.search_space import SearchSpace
+from lightning_osdp.scheduler.structures import MOST_TRIED, SMALLER, STRUCTURES, Attempt, all_blocks, blocks
+
+_log = logging.getLogger(__name__)
 
 _least_bytes = attrgetter("costs.least_bytes")
 _step_time_s = attrgetter("step_time_s")
-
-
-def _least_s(setting: Setting) -> float:
-    """Seconds of the step as if memory were no concern."""
-    return setting.costs.step_time_s(setting.costs.additive.fastest_modes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,26 +45,22 @@ class Competition:
         Where it would not fit else, with blocks that save less, with operators split, or with both.
         """
         first = best = min(settings, key=_least_bytes)
-        for found in (self._recomputing(first), self._split(first), self._split_recomputing(first)):
+        attempt = Attempt(settings=(first,), space=self.space, memory_limit_bytes=self.memory_limit_bytes)
+        for structure in SMALLER:
             if best.costs.least_bytes <= self.memory_limit_bytes:
                 break
-            best = min((best, *found), key=_least_bytes)
+            best = min((best, *structure.make(attempt)), key=_least_bytes)
         return best.ideal
 
     def assigned(self, settings: Sequence[Setting]) -> list[Assignment]:
-        """The best modes of each setting that fits."""
-        found: list[Assignment] = []
-        for setting in (*settings, *self._by_block(settings)):
-            found += self._assigned(setting, found)
-        fastest = min(found, key=_step_time_s, default=None)
-        if fastest is not None and fastest.step_time_s <= _least_s(fastest.setting.all_ahead) * (1 + NO_GAIN):
-            return found
-        engine = None if fastest is None else fastest.setting.all_ahead.engine
-        smallest = min(settings, key=_least_bytes)
-        base = next((each for each in settings if each.engine == engine), smallest)
-        for each in self._split(base):
-            found += self._assigned(each, found)
-        return found + self._with_recomputing(base, found)
+        """The best modes of each structure that fits; which were tried is in `Attempt.log`."""
+        attempt = Attempt(settings=settings, space=self.space, memory_limit_bytes=self.memory_limit_bytes)
+        for structure in STRUCTURES:
+            for setting in structure.make(attempt) if structure.is_worth_it(attempt) else ():
+                if len(attempt.log) < MOST_TRIED:
+                    attempt.note(structure, setting, self._assigned(setting, attempt.found))
+        _log.debug("tried at micro-batch %d: %s", settings[0].workload.micro_batch_size, attempt.log)
+        return attempt.found
 
     def plain(self, setting: Setting) -> Iterator[tuple[Setting, Modes]]:
         """Plain FSDP: nothing is kept after forward, and activations are kept or blocks recompute all of them.
@@ -85,7 +77,8 @@ class Competition:
 
     def alike(self, settings: Sequence[Setting]) -> Iterator[tuple[Setting, Modes]]:
         """What people choose by hand: all units in one mode, each a block where there are any, else an operator."""
-        for setting in self._by_block(settings) or settings:
+        attempt = Attempt(settings=settings, space=self.space, memory_limit_bytes=self.memory_limit_bytes)
+        for setting in [*blocks(attempt)] or settings:
             for each in self._keeping_and_recomputing(setting):
                 yield from ((each, modes) for modes in each.costs.alike())
 
@@ -107,8 +100,8 @@ class Competition:
     def _keeping_and_recomputing(self, setting: Setting) -> Iterator[Setting]:
         """With blocks that keep what they save, and where they may with such as recompute all of it."""
         yield setting
-        recomputing = {block.name: "recompute" for block in setting.profile.blocks if "recompute" in block.segments}
-        if "recompute" in self.space.activations and recomputing and not setting.is_paper:
+        recomputing = all_blocks(setting, "recompute")
+        if "recompute" in self.space.activations and recomputing:
             yield setting.with_blocks(recomputing)
 
     def shared(self, setting: Setting, modes: Modes) -> tuple[Setting, Modes]:
@@ -116,74 +109,6 @@ class Competition:
         if not self.space.share_units:
             return setting, modes
         return share_units(setting, modes, memory_limit_bytes=self.memory_limit_bytes)
-
-    def _by_block(self, settings: Sequence[Setting]) -> list[Setting]:
-        """The same with a unit for each block, where units may be shared."""
-        plain = [setting for setting in settings if self.space.share_units and not setting.is_paper]
-        return [by_block for setting in plain for by_block in block_units(setting)]
-
-    def _split(self, setting: Setting) -> Iterator[Setting]:
-        """The same with operators split, where that can help."""
-        if setting.cluster.world_size == 1 or len(self.space.slices) == 1:
-            return
-        peak = setting.costs.peak(setting.costs.least_memory_modes)
-        whole = sum(peak.parts.get(part, 0) for part in ("gathered parameters", "unsharded gradients"))
-        if peak.peak_bytes - whole <= self.memory_limit_bytes:
-            yield from ever_more_slices(setting, self.space.slices)
-
-    def _all_blocks(self, setting: Setting) -> list[dict[str, str]]:
-        """For each choice but to keep what they save, all blocks that may make it."""
-        if setting.is_paper:
-            return []
-        chosen = (
-            {block.name: choice for block in setting.profile.blocks if choice in block.segments}
-            for choice in self.space.activations
-            if choice != "keep"
-        )
-        return [blocks for blocks in chosen if blocks]
-
-    def _recomputing(self, setting: Setting) -> Iterator[Setting]:
-        """The same with blocks that may save less: units of their own, and all of them, with units inside, too.
-
-        Where units may not be shared, only with units inside.
-        """
-        every = self._all_blocks(setting)
-        if not every:
-            return
-        bases = [setting]
-        if self.space.share_units:
-            yield from block_units(setting, self.space.activations)
-            bases += block_units(setting)
-        for blocks in every:
-            yield from (each.with_blocks(blocks) for each in bases)
-
-    def _split_recomputing(self, setting: Setting) -> Iterator[Setting]:
-        """The same with all blocks saving less, with units inside, of which some are split."""
-        for blocks in self._all_blocks(setting):
-            yield from self._split(setting.with_blocks(blocks))
-
-    def _with_recomputing(self, setting: Setting, before: Sequence[Assignment]) -> list[Assignment]:
-        """The best with blocks that recompute or offload.
-
-        First as units of their own; then, as chosen there or all of them, with units inside, which may be split: all of
-        them, too, where only that makes them fit.
-        """
-        found: list[Assignment] = []
-        tried: list[dict[str, str]] = []
-        settings = list(self._recomputing(setting))
-        for each in settings:
-            assigned = self._assigned(each, [*before, *found])
-            found += assigned
-            chosen = (chosen_activations(one.setting, one.modes) for one in assigned)
-            tried += [blocks for blocks in chosen if blocks and blocks not in tried]
-        tried += [blocks for blocks in self._all_blocks(setting) if blocks not in tried]
-        for blocks in tried:
-            fine = setting.with_blocks(blocks)
-            if all(fine.decided.blocks != each.decided.blocks for each in settings):
-                found += self._assigned(fine, [*before, *found])
-            for split in self._split(fine):
-                found += self._assigned(split, [*before, *found])
-        return found
 
     def _assigned(self, setting: Setting, before: Sequence[Assignment]) -> list[Assignment]:
         """The best modes of a setting, and of those that its units shared make of it where that is faster.

@@ -1,0 +1,172 @@
+"""Structures: what is decided before treatments, and the order in which structures are tried.
+
+A structure says which modules are units, which blocks stand alone or have their treatment decided beforehand, and which
+operators are in slices. Each makes settings of those that there are, and the best treatments of each setting compete.
+Later structures ask what was found with earlier ones. Of those made after others have been found, units that share a
+mode may be made one, see `assign.merging`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from operator import attrgetter
+from typing import NamedTuple
+
+from lightning_osdp.assign import NO_GAIN, Assignment, Setting, block_units, chosen_activations, ever_more_slices
+from lightning_osdp.core.axes import Treatment
+from lightning_osdp.core.plans.search_space import SearchSpace
+
+MOST_TRIED = 256
+"""Settings that are tried at one micro-batch size, at most: what is left then is not looked at."""
+
+
+class Tried(NamedTuple):
+    """One setting."""
+
+    structure: str
+    num_units: int
+    time_s: float | None
+    """The step time of its best treatments; None where none fit, or are worth it."""
+
+
+@dataclass(kw_only=True)
+class Attempt:
+    """What was given, and what has been found so far."""
+
+    settings: Sequence[Setting]
+    """A unit for each operator, with each setting of prefetching."""
+    space: SearchSpace
+    memory_limit_bytes: int
+    found: list[Assignment] = field(default_factory=list)
+    log: list[Tried] = field(default_factory=list)
+    decided: list[Mapping[str, str]] = field(default_factory=list)
+    """What was decided of blocks in each setting that was tried."""
+
+    @cached_property
+    def is_fastest(self) -> bool:
+        """Whether nothing can be faster than what was found by the time of asking, as if memory were no concern."""
+        fastest = min(self.found, key=attrgetter("step_time_s"), default=None)
+        if fastest is None:
+            return False
+        costs = fastest.setting.all_ahead.costs
+        return fastest.step_time_s <= costs.step_time_s(costs.additive.fastest_modes) * (1 + NO_GAIN)
+
+    @cached_property
+    def base(self) -> Setting:
+        """A unit for each operator, with the prefetching of the fastest that was found when it is first asked for."""
+        fastest = min(self.found, key=attrgetter("step_time_s"), default=None)
+        engine = None if fastest is None else fastest.setting.all_ahead.engine
+        smallest = min(self.settings, key=attrgetter("costs.least_bytes"))
+        return next((each for each in self.settings if each.engine == engine), smallest)
+
+    def note(self, structure: Structure, setting: Setting, assigned: Sequence[Assignment]) -> None:
+        """Takes what was found with a setting."""
+        self.found += assigned
+        self.decided.append(setting.decided.blocks)
+        time_s = min((each.step_time_s for each in assigned), default=None)
+        self.log.append(Tried(structure.name, len(setting.units), time_s))
+
+
+class Structure(NamedTuple):
+    """One way to make settings."""
+
+    name: str
+    make: Callable[[Attempt], Iterator[Setting]]
+    is_worth_it: Callable[[Attempt], bool]
+
+
+def _always(_: Attempt) -> bool:
+    return True
+
+
+def _may_be_faster(attempt: Attempt) -> bool:
+    return not attempt.is_fastest
+
+
+def operators(attempt: Attempt) -> Iterator[Setting]:
+    """A unit for each operator."""
+    yield from attempt.settings
+
+
+def blocks(attempt: Attempt) -> Iterator[Setting]:
+    """A unit for each block, where units may be shared."""
+    for setting in attempt.settings:
+        if attempt.space.share_units and not setting.is_paper:
+            yield from block_units(setting)
+
+
+def slices(attempt: Attempt) -> Iterator[Setting]:
+    """A unit for each operator, of which some are split."""
+    yield from _split(attempt, attempt.base)
+
+
+def saving_blocks(attempt: Attempt) -> Iterator[Setting]:
+    """Blocks that may save less: units of their own, each as it likes; then all of them, with units inside, too.
+
+    Where units may not be shared, only with units inside.
+    """
+    setting = attempt.base
+    every = [chosen for choice in attempt.space.activations if (chosen := all_blocks(setting, choice))]
+    if not every:
+        return
+    bases = [setting]
+    if attempt.space.share_units:
+        yield from block_units(setting, attempt.space.activations)
+        bases += block_units(setting)
+    for chosen in every:
+        yield from (each.with_blocks(chosen) for each in bases)
+
+
+def inside_of_saving_blocks(attempt: Attempt) -> Iterator[Setting]:
+    """Blocks that save less as was found best, with a unit for each operator inside."""
+    for chosen in _found_blocks(attempt):
+        if chosen not in attempt.decided:
+            yield attempt.base.with_blocks(chosen)
+
+
+def slices_inside_of_saving_blocks(attempt: Attempt) -> Iterator[Setting]:
+    """The same, or all blocks, with some of the operators split: where only that makes them fit, too."""
+    setting = attempt.base
+    every = [chosen for choice in attempt.space.activations if (chosen := all_blocks(setting, choice))]
+    found = _found_blocks(attempt)
+    for chosen in (*found, *(each for each in every if each not in found)):
+        yield from _split(attempt, setting.with_blocks(chosen))
+
+
+STRUCTURES = (
+    Structure("operators", operators, _always),
+    Structure("blocks", blocks, _always),
+    Structure("blocks that save less", saving_blocks, _may_be_faster),
+    Structure("units inside of them", inside_of_saving_blocks, _may_be_faster),
+    Structure("slices", slices, _may_be_faster),
+    Structure("slices inside of blocks that save less", slices_inside_of_saving_blocks, _may_be_faster),
+)
+"""In the order in which they are tried."""
+
+SMALLER = (STRUCTURES[2], STRUCTURES[4], STRUCTURES[5])
+"""What may take fewer bytes than a unit for each operator, in the order in which it is looked for."""
+
+
+def all_blocks(setting: Setting, choice: str) -> dict[str, str]:
+    """All blocks that may save less in this way; none where that is what they do by themselves."""
+    if setting.is_paper or not Treatment(saves=choice):
+        return {}
+    return {block.name: choice for block in setting.profile.blocks if choice in block.segments}
+
+
+def _found_blocks(attempt: Attempt) -> list[dict[str, str]]:
+    found = (chosen_activations(one.setting, one.modes) for one in attempt.found)
+    return [*{tuple(chosen.items()): chosen for chosen in found if chosen}.values()]
+
+
+def _split(attempt: Attempt, setting: Setting) -> Iterator[Setting]:
+    """The same with operators split, where that can help."""
+    choices = attempt.space.slices
+    if setting.cluster.world_size == 1 or len(choices) == 1:
+        return
+    peak = setting.costs.peak(setting.costs.least_memory_modes)
+    whole = sum(peak.parts.get(part, 0) for part in ("gathered parameters", "unsharded gradients"))
+    if peak.peak_bytes - whole <= attempt.memory_limit_bytes:
+        yield from ever_more_slices(setting, choices)
