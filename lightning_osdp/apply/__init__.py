@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_osdp.apply.activations.blocks import is_inside, with_recomputed
-from lightning_osdp.apply.agreement import new_host_group, reaches_hosts
+from lightning_osdp.apply.hosts import new_host_group, reaches_hosts
 from lightning_osdp.apply.internals import do_nothing, local, num_copies, refuse_copy
 from lightning_osdp.apply.plan import apply_plan, change_plan, fully_shard_arguments
 from lightning_osdp.apply.prepare import check_initializable

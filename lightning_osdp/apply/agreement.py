@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_osdp.apply import internals
 from lightning_osdp.apply.buffers import Buffers, apart
+from lightning_osdp.apply.hosts import new_host_group
 from lightning_osdp.apply.units import OVER_ALL
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.errors import OSDPError, PlanMismatchError, RanksApartError
@@ -241,25 +242,6 @@ class Agreement:
 def _own_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
     """What ranks talk to each other by in no order but this file's; one for all models, for each has its threads."""
     return new_host_group(world)
-
-
-def new_host_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Another group of all ranks, of which hosts wait for each other as long as in this one."""
-    backends = {world._get_backend(device) for device in world._device_types}
-    timeouts = [each.options._timeout for each in backends if each.name() in {"gloo", "nccl"}]
-    group: dist.ProcessGroup = dist.new_group(
-        backend=None if reaches_hosts(world) else "gloo", timeout=max(timeouts, default=None)
-    )
-    return group
-
-
-def reaches_hosts(group: dist.ProcessGroup) -> bool:
-    """Whether ranks can tell each other what is in memory of their hosts, as they cannot by NCCL.
-
-    A group without backends, as test-beds have, is taken to do whatever it is asked.
-    """
-    types = {device.type for device in group._device_types}
-    return not types or "cpu" in types
 
 
 def _check_same(most: int, negated_least: int) -> None:

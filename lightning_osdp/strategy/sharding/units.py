@@ -44,6 +44,7 @@ from lightning_osdp.strategy.batching.loaders import forget_loaders
 from lightning_osdp.strategy.checkpointing import averaging, saving
 from lightning_osdp.strategy.checkpointing.entries import read_plan
 from lightning_osdp.strategy.options import Options
+from lightning_osdp.strategy.planning.gpu_notes import tell_of_gpu
 from lightning_osdp.strategy.planning.plan_fit import Choice, check_accumulates_in_fp32, chosen, planned_by_hand
 from lightning_osdp.strategy.planning.publish import publish, tell_of_unfreezing
 from lightning_osdp.strategy.planning.training_step import check_same_groups, groups_of
@@ -128,6 +129,8 @@ class Units:
         arguments = fully_shard_arguments({**strategy.kwargs, "mixed_precision": strategy.mixed_precision_config})
         arguments["device"] = strategy.root_device
         self._forget_division(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            tell_of_gpu(module, strategy.root_device)
         choose = chosen if module.automatic_optimization else planned_by_hand
         choice = choose(module, options, known=known)
         if isinstance(choice, str):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_osdp.apply import agreement
+from lightning_osdp.apply import agreement, hosts
 from lightning_osdp.apply.units import warm_up
 from lightning_osdp.errors import OSDPError
 from lightning_osdp.strategy.runtime import all_ranks
@@ -67,7 +67,7 @@ def told_beside_a_device():
         cached.cache_clear()
     with (
         mock.patch.object(all_ranks, "reaches_hosts", return_value=False),
-        mock.patch.object(agreement, "reaches_hosts", return_value=False),
+        mock.patch.object(hosts, "reaches_hosts", return_value=False),
     ):
         own, group = agreement._own_group(dist.group.WORLD), all_ranks.host_group()
         before = default._get_sequence_number_for_group()
@@ -84,7 +84,7 @@ def told_beside_a_device():
 def made_beside(minutes):
     """How long ranks wait in a group that is made beside one whose ranks wait for so many minutes."""
     given = dist.new_group(timeout=timedelta(minutes=minutes))
-    made = agreement.new_host_group(given)
+    made = hosts.new_host_group(given)
     found = made._get_backend(CPU).options._timeout
     for each in (made, given):
         dist.destroy_process_group(each)

@@ -1,0 +1,45 @@
+"""What a GPU does with a model that no plan counts, said before training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.nn.modules.conv import _ConvNd
+
+
+def tell_of_gpu(module: nn.Module, device: torch.device) -> None:
+    """Warns of CUDA graphs, and of algorithms of convolutions that are tried."""
+    if device.type == "cuda":
+        for note in _notes(module):
+            rank_zero_warn(f"OSDP: {note}")
+
+
+def _notes(module: nn.Module) -> Iterator[str]:
+    graphed = [name for name, child in module.named_modules() if _records_graphs(child)]
+    if graphed:
+        yield (
+            f"{graphed[0] or 'the model'!r} is compiled with CUDA graphs, which hold addresses of parameters. A unit"
+            " has others whenever it is gathered, so that graphs are recorded anew, and in the end not used. Compile"
+            ' without them: mode="default" or "max-autotune-no-cudagraphs".'
+        )
+    if torch.backends.cudnn.benchmark and any(isinstance(child, _ConvNd) for child in module.modules()):
+        yield (
+            "cuDNN tries algorithms for each new shape of a convolution's input (benchmark=True), with workspaces that"
+            " no plan counts. If memory runs out in the first steps, leave benchmark out, or pass a lower memory_limit."
+        )
+
+
+def _records_graphs(module: nn.Module) -> bool:
+    """Whether what compiles this module, as a wrapper, in place or by Lightning, has graphs recorded."""
+    if isinstance(module, OptimizedModule):
+        config = module.dynamo_ctx.compiler_config
+    elif getattr(module, "_compiler_ctx", None) is not None:
+        config = module._compiler_ctx["dynamo_ctx"].compiler_config  # type: ignore[index,union-attr]
+    else:
+        get_config = getattr(module._compiled_call_impl, "get_compiler_config", None)
+        config = None if get_config is None else get_config()
+    return bool((config or {}).get("triton.cudagraphs"))
