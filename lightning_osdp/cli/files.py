@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from lightning_osdp.core.cluster import Cluster
+from lightning_osdp.core.cluster import MOST_RANKS, Cluster
 from lightning_osdp.core.plans.document import write_whole
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.profile import ModelProfile
@@ -25,8 +25,10 @@ def read_profile(path: str | Path) -> ModelProfile:
 def read_cluster(path: str | Path) -> Cluster:
     """The cluster in a file; raises `PlanFormatError` if there is none, or it has no ranks."""
     cluster = Cluster.load(path)
-    if cluster.world_size < 1:
-        raise PlanFormatError(f"Expected at least one rank in cluster {str(path)!r}, got {cluster.world_size}.")
+    if not 1 <= cluster.world_size <= MOST_RANKS:
+        raise PlanFormatError(
+            f"Expected at least one rank in cluster {str(path)!r}, and at most 2^20, got {cluster.world_size}."
+        )
     if cluster.node_size is not None and (cluster.node_size < 1 or cluster.world_size % cluster.node_size):
         raise PlanFormatError(
             f"Expected a node_size that divides the {cluster.world_size} ranks of cluster {str(path)!r}, got"

@@ -46,7 +46,7 @@ class Affine:
         """
         slope = (value - other_value) / (size - other_size)
         slope = min(max(slope, 0.0), value / size)
-        return cls(fixed=value - size * slope, per_sample=slope)
+        return cls(fixed=max(0.0, value - size * slope), per_sample=slope)  # which rounding may take below
 
     @classmethod
     def proportional(cls, size: int, value: float) -> Affine:

@@ -108,5 +108,5 @@ def largest_fitting(fits: Callable[[int], bool], most: int = MOST_SAMPLES) -> in
 
 
 def _check(name: str, number: object, expected: str = "at least 1") -> None:
-    if not isinstance(number, int) or number < 1:
+    if not isinstance(number, int) or not 1 <= number < 2**63:
         raise ConfigurationError(f"{name} must be {expected}, got {number!r}.")

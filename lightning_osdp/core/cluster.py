@@ -13,6 +13,9 @@ CUDA_HEADROOM = 0.1
 """Fraction of the free device memory that a default limit leaves alone, for what no plan counts: rounding and
 fragmentation of the caching allocator. [Assumption, not a measurement.]"""
 
+MOST_RANKS = 2**20
+"""That a question may be about."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Link:

@@ -102,7 +102,7 @@ def read_catalog(path: str | Path | None = None) -> Catalog:
 def _parse(text: str, source: str) -> Catalog:
     try:
         found = read_value(Catalog, tomllib.loads(text), source)
-    except (tomllib.TOMLDecodeError, PlanFormatError) as error:
+    except (tomllib.TOMLDecodeError, PlanFormatError, RecursionError) as error:
         raise ConfigurationError(f"Expected tables [devices.NAME] and [links.NAME] in {source}: {error}") from error
     assert isinstance(found, Catalog)
     for table in (found.devices, found.links):

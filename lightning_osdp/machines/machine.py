@@ -5,13 +5,22 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from lightning_osdp.core.cluster import CUDA_HEADROOM, Cluster, Contention, DeviceRates, Link, Links, UnitOverhead
+from lightning_osdp.core.cluster import (
+    CUDA_HEADROOM,
+    MOST_RANKS,
+    Cluster,
+    Contention,
+    DeviceRates,
+    Link,
+    Links,
+    UnitOverhead,
+)
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.machines.catalog import Catalog, Device, Interconnect, read_catalog
 
 _SPEC = re.compile(
-    r"\s*((?P<nodes>\d+)\s*x\s*)?((?P<ranks>\d+)\s+)?(?P<device>[^,]*[^,\s])\s*"
-    r"(,\s*((?P<ports>\d+)\s*x\s*)?(?P<gbit>\d+(\.\d+)?)\s*gbit(/s)?\s*)?",
+    r"\s*((?P<nodes>\d{1,7})\s*x\s*)?((?P<ranks>\d{1,7})\s+)?(?P<device>[^,]*[^,\s])\s*"
+    r"(,\s*((?P<ports>\d{1,7})\s*x\s*)?(?P<gbit>\d{1,7}(\.\d+)?)\s*gbit(/s)?\s*)?",
     re.IGNORECASE,
 )
 CONTEXT_MIB = 1536
@@ -60,8 +69,10 @@ class Machine:
                 f" Gbit/s each, got {text!r}."
             )
         nodes, ranks = int(match["nodes"] or 1), int(match["ranks"] or 1)
-        if nodes < 1 or ranks < 1:
-            raise ConfigurationError(f"Expected at least one node and one GPU in it, got {text!r}.")
+        if not 1 <= nodes * ranks <= MOST_RANKS:
+            raise ConfigurationError(
+                f"Expected at least one node and one GPU in it, at most 2^20 in all, got {text!r}."
+            )
         gbit = float(match["gbit"]) * int(match["ports"] or 1) if match["gbit"] else None
         if gbit == 0:
             raise ConfigurationError(f"Expected a network of more than 0 Gbit/s, got {text!r}.")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from lightning_osdp.core.batch_policy import BatchPolicy
-from lightning_osdp.core.cluster import Cluster
+from lightning_osdp.core.cluster import MOST_RANKS, Cluster
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
@@ -57,9 +57,10 @@ def what_if(
         ConfigurationError: a number below 1, a rate that is not positive, or links that were not measured.
     """
     world_sizes = world_sizes or (cluster.world_size,)
-    if min(world_sizes) < 1 or not all(0 < rate < math.inf for rate in link_rates):
+    if min(world_sizes) < 1 or max(world_sizes) > MOST_RANKS or not all(0 < rate < math.inf for rate in link_rates):
         raise ConfigurationError(
-            f"Expected at least one rank and links with a positive rate, got {[*world_sizes]} and {[*link_rates]}."
+            f"Expected at least one rank, at most 2^20, and links with a positive rate, got {[*world_sizes]} and"
+            f" {[*link_rates]}."
         )
     if cluster.world_size == 1 < max(world_sizes):
         raise ConfigurationError(

@@ -348,6 +348,8 @@ def _read(document: object, source: str) -> Plan:
     _check_least(plan, source, 1, "world_size", "micro_batch_size", "num_micro_batches", "memory_limit_bytes")
     _check_least(plan, source, 0, "peak_bytes", "step_time_s", "samples_per_s", "gap", "all_zdp_step_time_s")
     _check_least(plan, source, 0, "all_zdp_peak_bytes", "evaluation_peak_bytes")
+    if min(plan.peak_parts.values(), default=0) < 0:
+        raise PlanFormatError(f"Expected 'peak_parts' of {source} to be at least 0, got {shown(plan.peak_parts)}.")
     _check_choice("'backward_prefetch'", plan.backward_prefetch, PREFETCH_CHOICES, source)
     _check_choice("'cost_model'", plan.cost_model, COST_MODELS, source)
     _check_late(plan, source)

@@ -44,8 +44,8 @@ def parse_bytes(value: int | str) -> int:
             )
         # binary fractions would lose a byte: 1.001 * 1000 is 1000.9999999999999
         num_bytes = int(Decimal(match["number"]) * _FACTORS[match["unit"].lower()])
-    if num_bytes <= 0:
-        raise ConfigurationError(f"A memory size must be at least one byte, got {shown(value)}.")
+    if not 0 < num_bytes < 2**63:
+        raise ConfigurationError(f"A memory size must be below 2^63 and at least one byte, got {shown(value)}.")
     return num_bytes
 
 

@@ -132,6 +132,7 @@ def read_value(hint: Any, value: Any, where: str) -> Any:
         types_ = (int,) if hint is int else (int, float)
         is_number = isinstance(value, types_) and not isinstance(value, bool) and -_MOST < value < _MOST
         _check(is_number, "a whole number" if hint is int else "a finite number", value, where)
+        _check(value >= 0, "at least 0", value, where)
     else:
         _check(type(value) is hint, {str: "a text", bool: "true or false"}[hint], value, where)
     return value

@@ -158,7 +158,7 @@ class _Follower:
         if not self.position.in_backward:
             beside = self.live.peak_bytes - self.static_bytes - self.total_saved
             part.forward_workspace_bytes = max(part.forward_workspace_bytes, beside)
-            part.handed_bytes = self.live.current_bytes - self.static_bytes - self.total_saved
+            part.handed_bytes = max(0, self.live.current_bytes - self.static_bytes - self.total_saved)
             self.saved_before[now] = self.total_saved
         else:
             peak_bytes = self.live.peak_bytes - self.static_bytes - self.saved_before[now]
