@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -12,6 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.report.advice import Advice
 from lightning_osdp.report.tables import plan_table, render
 from lightning_osdp.simulation import StepEstimate
@@ -29,10 +31,31 @@ class Answer:
 
 
 def write(answer: Answer, *, as_json: bool) -> None:
-    """Writes it to standard output."""
+    """Writes it to standard output, which somebody may have closed, or stopped to read.
+
+    Raises:
+        ConfigurationError: it cannot be written, as on a full disk.
+    """
+    out = sys.stdout
+    if out is None:
+        return
     text = json.dumps(answer.document, indent=2) + "\n" if as_json else render(answer.text, width=Console().width)
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    try:
+        out.write(_spelled(text, out.encoding or "ascii"))
+        out.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())  # where what is left to flush goes
+        if not isinstance(error, BrokenPipeError):
+            raise ConfigurationError(f"Expected standard output that can be written to: {error}.") from error
+
+
+def _spelled(text: str, encoding: str) -> str:
+    """In the letters of a locale, of which lines of tables and names need not be."""
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.replace("\u2500", "-").encode(encoding, "backslashreplace").decode(encoding)
+    return text
 
 
 def of_plan(plan: Plan, advice: Sequence[Advice]) -> Answer:

@@ -1,24 +1,28 @@
 """Arguments in, an exit code out.
 
-0: done. 1: nothing fits. 2: bad input, told in one sentence.
+0: done. 1: nothing fits. 2: bad input, told in one sentence. 70: a mistake in here. 130: interrupted.
 """
 
 from __future__ import annotations
 
 import inspect
-import os
 import sys
+import traceback
 from argparse import ArgumentError, HelpFormatter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout, suppress
 from importlib.metadata import version
+from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_osdp.cli import estimating, looking, planning
 from lightning_osdp.cli.answer import Answer, write
-from lightning_osdp.errors import InfeasibleError, OSDPError
+from lightning_osdp.errors import ConfigurationError, InfeasibleError, OSDPError
 
-DONE, DOES_NOT_FIT, BAD_INPUT = 0, 1, 2
+_MOST_LETTERS = 2000
+"""Of an error, which may repeat what was given."""
+DONE, DOES_NOT_FIT, BAD_INPUT, INTERNAL, INTERRUPTED = 0, 1, 2, 70, 130
 
 COMMANDS: Mapping[str, Callable[..., Answer]] = {
     "estimate": estimating.estimate,
@@ -33,30 +37,57 @@ COMMANDS: Mapping[str, Callable[..., Answer]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and writes its answer to standard output.
+    """Runs one command and writes its answer to standard output, and everything else to standard error.
 
     Returns:
         The exit code.
     """
     try:
-        given = _parser().parse_args(arguments)
-        name = given.subcommand
-        chosen: Namespace = given[name]
-        as_json = chosen.pop("json")
-        answer = COMMANDS[name](**chosen.as_dict())
+        command, options, as_json = _parsed(arguments)
+        answer = _asked(command, options)
         write(answer, as_json=as_json)
     except InfeasibleError as error:
-        return _fail(error, DOES_NOT_FIT)
+        return _fail(str(error), DOES_NOT_FIT)
     except (OSDPError, ArgumentError) as error:
-        return _fail(error, BAD_INPUT)
-    except BrokenPipeError:  # who reads has seen enough; what is left to flush goes nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return DONE
+        return _fail(str(error), BAD_INPUT)
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+    except Exception as error:  # a mistake in here must not read as an answer
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        told = f"internal error, {error!r} at {at.filename}:{at.lineno}. Please report it with the command."
+        return _fail(told, INTERNAL)
     return DONE if answer.fits else DOES_NOT_FIT
 
 
-def _fail(error: Exception, code: int) -> int:
-    sys.stderr.write(f"lightning-osdp: {' '.join(str(error).split())}\n")
+def _parsed(arguments: Sequence[str] | None) -> tuple[str, Mapping[str, Any], bool]:
+    """A command, its options, and whether to answer in JSON."""
+    given = _parser().parse_args(arguments)
+    chosen: Namespace = given[given.subcommand]
+    as_json = chosen.pop("json")
+    return given.subcommand, chosen.as_dict(), as_json
+
+
+def _asked(command: str, options: Mapping[str, Any]) -> Answer:
+    """The answer of a command; what the user's own code prints or does is no part of it."""
+    try:
+        with redirect_stdout(sys.stderr):
+            return COMMANDS[command](**options)
+    except SystemExit as error:
+        raise ConfigurationError(
+            f"Expected the model's own code to return, but it ended the program with {error.code!r}."
+        ) from error
+
+
+def _fail(why: str, code: int) -> int:
+    if sys.stderr is not None:  # which somebody may have closed
+        with suppress(OSError):
+            line = " ".join(why.split())
+            line = (
+                line
+                if len(line) <= _MOST_LETTERS
+                else f"{line[: _MOST_LETTERS // 2]} ... {line[-_MOST_LETTERS // 2 :]}"
+            )
+            sys.stderr.write(f"lightning-osdp: {line}\n")
     return code
 
 
@@ -64,7 +95,7 @@ def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="lightning-osdp",
         description="Look into a plan of lightning_osdp, or make another one from the profile that a fit has written.",
-        epilog="Exit codes: 0 done, 1 nothing fits, 2 bad input.",
+        epilog="Exit codes: 0 done, 1 nothing fits, 2 bad input, 70 internal error, 130 interrupted.",
         version=version("lightning-osdp"),
         exit_on_error=False,
         formatter_class=HelpFormatter,  # jsonargparse's own tells annotations, too

@@ -119,7 +119,7 @@ def profile_model(
         seconds = _seconds(step, trace, rates, together, progress)
     progress("profiling the optimizer", "")
     with untouched(module):
-        optimizer, optimized = profile_optimizers(module, training.optimizers or _own_optimizers, device, rates=rates)
+        optimizer, optimized = profile_optimizers(module, training.optimizers or own_optimizers, device, rates=rates)
     operators = find_operators(module, trace.calls)
     segments, crossings = profile_segments(operators, trace, seconds), profile_crossings(trace)
     may_be_units = {name for operator in operators for name in (operator.name, *operator.enclosing) if name}
@@ -216,7 +216,8 @@ def own_step(module: nn.Module, batch: Any) -> Any:
         return module.training_step(batch, 0)  # type: ignore[operator]
 
 
-def _own_optimizers(module: nn.Module) -> Sequence[Optimizer]:
+def own_optimizers(module: nn.Module) -> Sequence[Optimizer]:
+    """Those that the module configures."""
     configured = module.configure_optimizers()  # type: ignore[operator]
     optimizers = [configured] if isinstance(configured, Optimizer) else configured
     if not isinstance(optimizers, (list, tuple)) or not all(isinstance(o, Optimizer) for o in optimizers):

@@ -41,6 +41,27 @@ class Broken(Tower):
 def batch(num_samples, width=512):
     return torch.zeros(num_samples, width)
 
+class Exits(Tower):
+    def training_step(self, batch, batch_idx):
+        raise SystemExit(0)
+
+class Recurses(Tower):
+    def training_step(self, batch, batch_idx):
+        return self.training_step(batch, batch_idx)
+
+class Interrupted(Tower):
+    def training_step(self, batch, batch_idx):
+        raise KeyboardInterrupt
+
+class NoOptimizer(Tower):
+    def configure_optimizers(self):
+        raise ValueError("no such optimizer")
+
+class Prints(Tower):
+    def training_step(self, batch, batch_idx):
+        print("{a line of the user's}")
+        return super().training_step(batch, batch_idx)
+
 NUMBER = 3
 """
 
@@ -48,6 +69,8 @@ NUMBER = 3
 @pytest.fixture
 def towers(tmp_path, monkeypatch):
     (tmp_path / "towers.py").write_text(MODULE)
+    (tmp_path / "exits.py").write_text("raise SystemExit(0)")
+    (tmp_path / "raises.py").write_text("1 / 0")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delitem(sys.modules, "towers", raising=False)
@@ -113,6 +136,18 @@ def test_where_nothing_fits_the_exit_code_is_1_with_what_would(towers, run, answ
         ({"model": "towers:batch"}, "towers:batch"),
         ({"model": "towers:Broken"}, "no such step"),
         ({"model": "Tower"}, "Tower"),
+        ({"model": "towers:Exits"}, "ended the program with 0"),
+        ({"model": "towers:Recurses"}, "recursion"),
+        ({"model": "towers:NoOptimizer"}, "no such optimizer"),
+        ({"model": "exits:Tower"}, "ended the program with 0"),
+        ({"model": "raises:Tower"}, "division by zero"),
+        ({"--settings": "[" * 100_000}, "JSON"),
+        ({"--batch": "[" * 100_000}, "batch"),
+        ({"--batch": "9" * 30}, "at least one"),
+        ({"--memory": "9" * 5000}, "2^63"),
+        ({"--machine": f"{2**20 + 1} a100-40"}, "at most 2^20"),
+        ({"--machine": "9" * 5000 + " a100-40"}, "device"),
+        ({"--machine": "-4 a100-40"}, "device"),
         ({"model": "nothing.json"}, "nothing.json"),
         ({"--machine": "4 a100-50"}, "a100-40"),
         ({"--machine": "2x4 a100-40"}, "gbit"),
@@ -149,6 +184,7 @@ def test_bad_input_is_one_line_and_exit_code_2(towers, run, changed, told):
     code, out, err = run("estimate", model, *(part for pair in given.items() for part in pair))
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert told in err
+    assert len(err) < 3000
 
 
 BY_HAND = ("--strategy", "full_shard", "--activations", "recompute", "--batch", "8")
@@ -209,6 +245,18 @@ def test_what_is_written_is_what_other_commands_read(towers, answer, run):
     assert answer("simulate", "--plan", "there/osdp_plan.json")["time_s"] == found["step"]["time_s"]
     assert run(*ARGUMENTS, *BY_HAND, "--out", "there", "--force")[0] == 0
     assert answer("simulate", "--plan", "there/osdp_plan.json")["time_s"] != found["step"]["time_s"]
+
+
+def test_what_the_model_prints_is_no_part_of_the_answer(towers, run):
+    code, out, err = run("estimate", "towers:Prints", *ARGUMENTS[2:], *BY_HAND, "--json")
+    assert code == 0
+    assert json.loads(out)["fits"]
+    assert "a line of the user's" in err
+
+
+def test_an_interrupted_command_ends_with_130(towers, run):
+    code, out, err = run("estimate", "towers:Interrupted", *ARGUMENTS[2:], *BY_HAND)
+    assert (code, out, err) == (130, "", "lightning-osdp: interrupted\n")
 
 
 def test_accumulate_and_a_global_batch_exclude_each_other(towers, run):

@@ -2,14 +2,17 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import textwrap
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
 import lightning_osdp
+from lightning_osdp.cli import program
 from lightning_osdp.cli.program import COMMANDS
 from lightning_osdp.core.plans.plan import SCHEMA_VERSION
 from lightning_osdp.report.advice import advise
@@ -188,6 +191,76 @@ def test_no_command_needs_torch_or_lightning(folder):
     done = fresh("explain", "wte", capture_output=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("wte: unit ")
+
+
+def test_a_mistake_of_the_program_is_one_line_and_exit_code_70(folder, run, monkeypatch):
+    def broken(plan: str):
+        raise TypeError(f"of {plan}\nin two lines")
+
+    monkeypatch.setattr(program, "COMMANDS", {**COMMANDS, "show": broken})
+    code, out, err = run("show", "osdp_plan.json")
+    assert (code, out, err.count("\n")) == (70, "", 1)
+    assert "internal error, TypeError" in err
+    assert "test_program.py" in err
+
+
+def edited_numbers():
+    yield "osdp_profile.json", "segments", lambda value: value[0].update(saved_bytes={"per_sample": -1.0})
+    yield "osdp_profile.json", "operators", lambda value: value[0].update(parameter_bytes=-1)
+    yield "osdp_profile.json", "optimizer", lambda value: value.update(s_per_element=-1e-9)
+    yield "osdp_cluster.json", "all_gather", lambda value: value.update(seconds_per_byte=-3e-9)
+    yield "osdp_plan.json", "units", lambda value: value[1].update(time_s=-1.0)
+    yield "osdp_plan.json", "peak_parts", lambda value: value.update(batch=-1)
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_negative_numbers_are_refused(folder, run, number):
+    name, entry, edit = [*edited_numbers()][number]
+    document = json.loads((folder / name).read_text())
+    edit(document.get("value", document)[entry])
+    (folder / name).write_text(json.dumps(document))
+    code, out, err = run("simulate")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "at least 0" in err
+
+
+def test_numbers_of_ranks_have_bounds(folder, run, ranks):
+    code, _, err = run("what-if", "--ranks", f"{2**20 + 1}")
+    assert (code, "at most 2^20" in err) == (2, True)
+    dataclasses.replace(ranks, world_size=2**40).save("osdp_cluster.json")
+    code, _, err = run("plan")
+    assert (code, "at most 2^20" in err) == (2, True)
+
+
+def test_large_and_deep_files_are_told(folder, run):
+    (folder / "osdp_profile.json").write_text("[" * 2**20)
+    (folder / "osdp_cluster.json").write_text('{"kind": "Cluster", "value": ' + "[0]," * 2**20)
+    for command in (("simulate",), ("plan", "--profile", "osdp_cluster.json")):
+        code, out, err = run(*command)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert len(err) < 500
+
+
+@pytest.mark.parametrize("columns", ["40", "20"])
+def test_narrow_terminals_have_all_of_it(folder, run, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    for command in (("show", "osdp_plan.json"), ("explain", "wte", "--price", "false"), ("simulate",)):
+        code, out, _ = run(*command)
+        assert code == 0
+        assert max(map(len, out.splitlines())) <= int(columns)
+
+
+def test_other_locales_full_disks_and_closed_outputs(folder):
+    ascii_only = fresh("simulate", capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert (ascii_only.returncode, ascii_only.stderr) == (0, "")
+    assert "-----" in ascii_only.stdout
+    with Path("/dev/full").open("w") as full:
+        done = fresh("simulate", stdout=full, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "No space left" in done.stderr
+    code = RUN.format(arguments=["simulate"])
+    closed = subprocess.run(["sh", "-c", 'exec "$0" -c "$1" >&- 2>&-', sys.executable, code], check=False, timeout=120)
+    assert closed.returncode == 0
 
 
 def test_whoever_reads_may_stop_early(folder):

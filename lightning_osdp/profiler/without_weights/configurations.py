@@ -65,7 +65,7 @@ def from_configuration(
         module = built(f"configuration {model!r}", SETTINGS, kind, config)
     _without_scalars(module)
     module.train()
-    batch = batch_for(module, task, sequence_length)
+    batch = built(f"inputs of {kind.__name__}", SETTINGS, batch_for, module, task, sequence_length)
 
     def run(batch: Mapping[str, Any]) -> Tensor:
         loss: Tensor = _likelihood(module, batch) if task == "CTC" else module(**batch).loss

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_osdp.core.text.nearest import nearest
-from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.errors import ConfigurationError, OSDPError
 
 SETTINGS = "Give what it takes as settings."
 
@@ -22,6 +22,8 @@ def imported(path: str) -> Callable[..., Any]:
             f"Expected {path!r} to be package.module:Name, but {error}. Modules of the current folder are found by"
             " `python -m lightning_osdp`."
         ) from error
+    except Exception as error:  # it may do anything
+        raise ConfigurationError(f"Expected {module_name!r} to be imported, but it failed: {error!r}.") from error
     found = getattr(module, name, None)
     if not callable(found):
         hint = nearest(name, dir(module), "Name one that it has.")
@@ -34,5 +36,7 @@ def built(what: str, advice: str, make: Callable[..., Any], *args: Any, **kwargs
     """What a function returns, or a `ConfigurationError` of ``what`` with the advice."""
     try:
         return make(*args, **kwargs)
+    except OSDPError:
+        raise
     except Exception as error:  # it may do anything
         raise ConfigurationError(f"Expected {what} to be built, but it failed: {error!r}. {advice}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.progress import Progress, silent
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.profiler.model import TrainingStep, profile_model
+from lightning_osdp.profiler.model import TrainingStep, own_optimizers, profile_model
 from lightning_osdp.profiler.precision import ComputePrecision
+from lightning_osdp.profiler.without_weights.imported import built
 
 PRECISIONS: Mapping[str, torch.dtype | None] = {
     "32-true": None,
@@ -24,6 +26,7 @@ PRECISIONS: Mapping[str, torch.dtype | None] = {
     "16-mixed": torch.float16,
 }
 """Lightning's names -> dtype that units are gathered, computed and reduced in; parameters at rest are float32."""
+_OPTIMIZERS = "Let configure_optimizers need no Trainer and no values, or name an optimizer."
 NUM_SAMPLES = 2
 """That are traced; what grows with samples is affine in them."""
 
@@ -84,5 +87,6 @@ class DescribedModel:
                 return self.run(batch)
 
         # Lightning reduces in the dtype that it computes in
-        step = TrainingStep(run, self.optimizers, ComputePrecision(dtype, reduce_dtype=dtype))
+        optimizers = partial(built, "optimizers of the model", _OPTIMIZERS, self.optimizers or own_optimizers)
+        step = TrainingStep(run, optimizers, ComputePrecision(dtype, reduce_dtype=dtype))
         return profile_model(self.module, self.batch, step, rates=rates, activations=activations, progress=progress)
