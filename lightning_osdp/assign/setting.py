@@ -201,6 +201,7 @@ class Costs:
                 Subject(
                     has_nodes=has_nodes,
                     is_reached=unit.last >= unit.trained_from,
+                    is_trained=unit.gradient_bytes > 0,
                     may_wait=accumulates and setting.engine.may_wait(unit),
                 ),
                 self._choices(unit),

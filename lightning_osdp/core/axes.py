@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from typing_extensions import override
@@ -21,6 +22,8 @@ class Subject:
     """Whether there are several nodes with several ranks each."""
     is_reached: bool = True
     """Whether backward comes to the unit."""
+    is_trained: bool = True
+    """Whether it has anything to train."""
     may_wait: bool = True
     """Whether its gradients may wait for the last of several micro-batches: not where forward calls it again."""
     profiled: Collection[str] | None = None
@@ -242,9 +245,19 @@ def freed_and_kept(treatment: Treatment) -> tuple[Treatment, Treatment]:
 
 
 def modes_of(names: Collection[str] = tuple(MODES), sync: Collection[str] = SYNC_CHOICES) -> tuple[Treatment, ...]:
-    """Treatments of these names, with each of these choices of micro-batches that reduce; least memory first."""
+    """Treatments of these names, with each of these choices of micro-batches that reduce; least memory first.
+
+    All values are offered of axes of units that neither says anything of.
+    """
     modes = [mode for name, mode in NAMED_MODES.items() if name in names]
-    offered = (mode.but(reduce=each) for each in SYNC_CHOICES if each in sync for mode in modes)
+    others = [axis for axis in AXES.values() if axis.on == "unit" and axis.name not in {"home", "keep", "reduce"}]
+    values = [
+        dict(zip((axis.name for axis in others), each, strict=True))
+        for each in product(*(axis.values for axis in others))
+    ]
+    offered = (
+        mode.but(reduce=each, **more) for each in SYNC_CHOICES if each in sync for mode in modes for more in values
+    )
     return tuple(each for each in offered if each.within(ANYTHING) == each)
 
 

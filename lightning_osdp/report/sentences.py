@@ -21,6 +21,8 @@ MOST_PATTERNS = 8
 """Folded names that one row spells out."""
 NOT_PREDICTED = "not predicted"
 ONE_RANK = "modes make no difference with one rank"
+_TOLD = frozenset({"home", "keep", "reduce"})
+"""Axes that names of treatments tell, and `name_treatment` in words of its own."""
 _WAYS = {
     "recompute": "recomputed in backward",
     "offload": "offloaded to host memory",
@@ -83,7 +85,8 @@ def name_treatment(unit: Unit) -> str:
         text = " + ".join(f"{counts[mode]} {mode}" for mode in NAMED_MODES if counts[mode])
     if "reduce" in unit.treatments[0]:
         text += f"\nsync {unit.sync}"
-    return text
+    others = dict.fromkeys(each for own in unit.treatments for each in own.items() if each[0] not in _TOLD)
+    return "\n".join([text, *(f"{axis} {value}" for axis, value in others)])
 
 
 def explain(units: Sequence[Unit], plan: Plan) -> str:
