@@ -9,8 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lightning_osdp.core.axes import Subject
+from lightning_osdp.core.step import Step
+from lightning_osdp.core.units import UnitProfile
+from lightning_osdp.engine import FSDP2
+
 Price = tuple[float, ...]
 """Seconds and bytes of one way to treat a unit: each counts by itself, and less is better."""
+
+
+def subject_of(unit: UnitProfile, step: Step, engine: FSDP2) -> Subject:
+    """What rules of axes ask of a unit."""
+    waits = step.workload.num_micro_batches > 1 and step.cluster.world_size > 1
+    return Subject(
+        has_nodes=step.cluster.has_nodes,
+        is_reached=unit.last >= unit.trained_from,
+        is_trained=unit.gradient_bytes > 0,
+        may_wait=waits and engine.may_wait(unit),
+    )
 
 
 def unbeaten(prices: Sequence[Price]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from functools import cache, cached_property, partial
 from typing import Any
 
 from lightning_osdp.assign.additive import Additive, Modes, sum_s
-from lightning_osdp.assign.menu import Price, unbeaten
+from lightning_osdp.assign.menu import Price, subject_of, unbeaten
 from lightning_osdp.core.axes import ALL_MODES, DP, ZDP, Subject, Treatment, freed_and_kept
 from lightning_osdp.core.blocks import with_activations
 from lightning_osdp.core.profile import ModelProfile
@@ -191,21 +191,9 @@ class Costs:
     @cached_property
     def options(self) -> tuple[Modes, ...]:
         """Modes that each unit may take, the one with the least memory first; the root stays gathered in any mode."""
-        setting = self._setting
-        accumulates = setting.workload.num_micro_batches > 1 and setting.cluster.world_size > 1
-        has_nodes, known = setting.cluster.has_nodes and not setting.is_paper, cache(self._within)
+        setting, known = self._setting, cache(self._within)
         return tuple(
-            (DP,)
-            if unit.is_root
-            else known(
-                Subject(
-                    has_nodes=has_nodes,
-                    is_reached=unit.last >= unit.trained_from,
-                    is_trained=unit.gradient_bytes > 0,
-                    may_wait=accumulates and setting.engine.may_wait(unit),
-                ),
-                self._choices(unit),
-            )
+            (DP,) if unit.is_root else known(subject_of(unit, setting, setting.engine), self._choices(unit))
             for unit in setting.units
         )
 
@@ -219,6 +207,8 @@ class Costs:
 
     def _within(self, subject: Subject, choices: tuple[str, ...]) -> Modes:
         """What is offered, as far as it applies."""
+        if self._setting.is_paper:
+            subject = replace(subject, has_nodes=False)
         modes = dict.fromkeys(mode.within(subject) for mode in self._setting.modes)
         return tuple(mode.but(saves=choice) for choice in choices for mode in modes)
 

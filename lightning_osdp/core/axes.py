@@ -261,5 +261,12 @@ def modes_of(names: Collection[str] = tuple(MODES), sync: Collection[str] = SYNC
     return tuple(each for each in offered if each.within(ANYTHING) == each)
 
 
+def treatments_of(subject: Subject) -> tuple[Treatment, ...]:
+    """All treatments of a unit that apply to a subject, least memory first."""
+    own = [axis for axis in AXES.values() if axis.on == "unit"]
+    chosen = (dict(zip((axis.name for axis in own), each, strict=True)) for each in product(*(a.values for a in own)))
+    return tuple(each for each in (Treatment(**values) for values in chosen) if each.within(subject) == each)
+
+
 ALL_MODES = modes_of()
 """Each of `MODES` with every choice of micro-batches that reduce."""
