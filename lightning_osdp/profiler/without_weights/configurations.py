@@ -63,7 +63,6 @@ def from_configuration(
         config.decoder_start_token_id = 0  # which a configuration of generating has
     with torch.device("meta"):
         module = built(f"configuration {model!r}", SETTINGS, kind, config)
-    _without_scalars(module)
     module.train()
     batch = built(f"inputs of {kind.__name__}", SETTINGS, batch_for, module, task, sequence_length)
 
@@ -83,14 +82,6 @@ def from_configuration(
 def _likelihood(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """In place of CTC's loss, whose sizes depend on values: all of its tensors but the small one of alignments."""
     return -module(**batch).logits.float().log_softmax(-1).mean()  # type: ignore[no-any-return]
-
-
-def _without_scalars(module: nn.Module) -> None:
-    """Makes scalar parameters tensors of one element, as ``fully_shard`` needs them."""
-    for child in module.modules():
-        for name, parameter in child.named_parameters(recurse=False):
-            if parameter.dim() == 0:
-                setattr(child, name, nn.Parameter(parameter.detach().reshape(1), parameter.requires_grad))
 
 
 def _configuration(transformers: ModuleType, model: str, settings: Mapping[str, Any]) -> Any:
