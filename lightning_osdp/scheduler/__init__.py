@@ -4,7 +4,7 @@
 """
 
 from lightning_osdp.scheduler.by_hand import BY_HAND, HandMade, made_by_hand
-from lightning_osdp.scheduler.fallback import freeable_bytes, with_less_memory, with_smaller_micro_batch
+from lightning_osdp.scheduler.fallback import freeable_bytes, in_micro_batches, with_less_memory
 from lightning_osdp.scheduler.planning import PlanMethod, make_plan
 
 __all__ = [
@@ -12,8 +12,8 @@ __all__ = [
     "HandMade",
     "PlanMethod",
     "freeable_bytes",
+    "in_micro_batches",
     "made_by_hand",
     "make_plan",
     "with_less_memory",
-    "with_smaller_micro_batch",
 ]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from lightning_osdp.core.axes import freed_and_kept
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
+from lightning_osdp.core.step import Workload
 from lightning_osdp.engine import effects_of, num_all_gathers
 
 
@@ -47,12 +48,14 @@ def with_less_memory(plan: Plan, wanted_bytes: int) -> Plan | None:
     return None if lower is plan else _predicted(plan, lower, freed_bytes, lost_s)
 
 
-def with_smaller_micro_batch(plan: Plan, micro_batch_size: int) -> Plan:
-    """The plan with the same samples in an optimizer step, which the size must divide; nothing is predicted of it."""
+def in_micro_batches(plan: Plan, workload: Workload) -> Plan:
+    """The plan in these micro-batches; where they are others than its own, nothing is predicted of it."""
+    if workload == plan.workload:
+        return plan
     return replace(
         _without_peak(plan),
-        micro_batch_size=micro_batch_size,
-        num_micro_batches=plan.micro_batch_size * plan.num_micro_batches // micro_batch_size,
+        micro_batch_size=workload.micro_batch_size,
+        num_micro_batches=workload.num_micro_batches,
         peak_bytes=0,
         step_time_s=0.0,
         samples_per_s=0.0,

@@ -26,7 +26,7 @@ from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.optimizers import copied, states_of
 from lightning_osdp.profiler import Census, LiveBytes, empty_cache, is_out_of_memory, loss_in, raise_if_fatal, untouched
-from lightning_osdp.scheduler import freeable_bytes, with_less_memory, with_smaller_micro_batch
+from lightning_osdp.scheduler import freeable_bytes, in_micro_batches, with_less_memory
 from lightning_osdp.strategy.batching.division import Division
 from lightning_osdp.strategy.batching.first_batch import first_batch, read_once_source
 from lightning_osdp.strategy.planning.publish import publish
@@ -77,8 +77,8 @@ def plan_that_fits(trainer: pl.Trainer, units: Units) -> None:
             )
         note = f"dry run: rank {rank} ran out of memory in {found.place}, so {_change(plan, lower)}"
         rank_zero_warn(f"OSDP: {note}. ({found.error})")
-        if lower.micro_batch_size != plan.micro_batch_size:
-            division.divide(trainer, lower)
+        if lower.workload != plan.workload:
+            division.divide(trainer, lower.workload)
         lower = dataclasses.replace(lower, notes=(*plan.notes, note))
         model.give_up_plan(lower)
         publish(trainer, lower)
@@ -101,8 +101,8 @@ def _lower(trainer: pl.Trainer, plan: Plan, division: Division, tries_left: int)
     if lower is not None:
         return lower
     # A run that is resumed counts in micro-batches of the size that it had.
-    size = None if trainer.ckpt_path is not None else division.smaller
-    return None if size is None else with_smaller_micro_batch(plan, size)
+    workload = None if trainer.ckpt_path is not None else division.smaller
+    return None if workload is None else in_micro_batches(plan, workload)
 
 
 def _change(plan: Plan, lower: Plan) -> str:

@@ -401,7 +401,7 @@ class OSDPStrategy(FSDPStrategy):
             self._loading = load.Loading(path, trainer, weights_only=weights_only)
         loaded = self._loading.content
         if trainer.state.fn == TrainerFn.FITTING:
-            self._units.division.resume(trainer, loaded)
+            self._units.division.resume(trainer, entries.division_of(loaded))
             self._generators.resume(loaded, self.root_device)
             entries.tell_of_change(self.plan, loaded)
         return loaded

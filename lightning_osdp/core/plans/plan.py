@@ -14,6 +14,7 @@ from lightning_osdp.core.axes import ANYTHING, AXES, NAMED_MODES, Treatment, nam
 from lightning_osdp.core.plans.document import read_dataclass, shown, write_whole
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.slices import slice_names
+from lightning_osdp.core.step import Workload
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds, three_digits
 from lightning_osdp.errors import ConfigurationError, PlanFormatError, PlanMismatchError
@@ -184,6 +185,11 @@ class Plan:
             for unit in self.units
             for operator in unit.operators
         )
+
+    @property
+    def workload(self) -> Workload:
+        """What a rank does in one optimizer step."""
+        return Workload(micro_batch_size=self.micro_batch_size, num_micro_batches=self.num_micro_batches)
 
     @property
     def needs_nodes(self) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 from lightning_osdp.callbacks.peak import callbacks_of
 from lightning_osdp.core.batch_policy import BatchPolicy, samples_of_rank
 from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.step import Workload
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.strategy.batching.first_batch import Peeked, reading
 from lightning_osdp.strategy.batching.loaders import (
@@ -41,13 +42,12 @@ from lightning_osdp.strategy.batching.loaders import (
     why_kept,
     with_batch_size,
 )
+from lightning_osdp.strategy.checkpointing.entries import store_division
 from lightning_osdp.strategy.options import Options
 from lightning_osdp.strategy.runtime.all_ranks import from_all_ranks
 
 _COUNTS = ("limit_train_batches", "overfit_batches", "val_check_interval")
 """Options of the Trainer that count micro-batches where they are whole numbers, and are fractions otherwise."""
-_KEY = "osdp_division"
-"""Of a checkpoint's entry: samples of a micro-batch, and micro-batches of a step."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,15 @@ class Windows:
             name: math.ceil(value * factor) if isinstance(value, int) else value for name, value in self.counts.items()
         }
 
-    def divide(self, trainer: pl.Trainer, *, micro_batch_size: int, num_micro_batches: int) -> None:
+    @property
+    def own(self) -> Workload:
+        """What the Trainer was given."""
+        return Workload(micro_batch_size=self.micro_batch_size, num_micro_batches=self.num_micro_batches)
+
+    def divide(self, trainer: pl.Trainer, workload: Workload) -> None:
         """Tells the Trainer of another division: from now on it accumulates and counts accordingly."""
-        trainer.accumulate_grad_batches = num_micro_batches
-        for name, value in self.counted(micro_batch_size).items():
+        trainer.accumulate_grad_batches = workload.num_micro_batches
+        for name, value in self.counted(workload.micro_batch_size).items():
             setattr(trainer, name, value)
 
 
@@ -91,16 +96,16 @@ class Windows:
 class Division:
     """How the loaders and Trainers of one strategy come to the micro-batches of a plan."""
 
-    plan: Plan | None = None
-    """In whose micro-batches training goes on, as far as no checkpoint counts in others; None: loaders keep theirs."""
+    workload: Workload | None = None
+    """In which training goes on; None: loaders and Trainer keep theirs."""
     windows: Windows | None = None
-    """What the user has, where the plan may divide the same samples in another way; None where it may not."""
+    """What the user has, where the same samples may be divided in another way; None where they may not."""
     sizes: Sequence[int] = ()
     """Micro-batches that may be chosen then."""
     peeked: Sequence[Peeked] = ()
     """Sources of loaders that profiling read from, and that can be read only once."""
     is_scaled: bool = False
-    """Whether the plan's micro-batch is the fastest of any size, so that optimizer steps have as many samples."""
+    """Whether the micro-batch is the fastest of any size, so that optimizer steps have as many samples."""
     _trainer: pl.Trainer | None = None
 
     def begin(self, trainer: pl.Trainer) -> None:
@@ -112,96 +117,84 @@ class Division:
                 "OSDP: this Trainer counts or accumulates micro-batches in another way than the one that the plan was"
                 " made under, so it keeps its own."
             )
-            self.plan = self.windows = None
+            self.workload = self.windows = None
             return
-        assert self.plan is not None
+        assert self.workload is not None
         self._trainer = trainer
-        self._use(trainer, self.plan)
+        self._use(trainer, self.workload)
 
     def end(self, trainer: pl.Trainer) -> None:
         """Gives the Trainer back what it had, before a fit of another model is planned."""
-        own, plan = self.windows, self.plan
-        if own is None or plan is None or self._trainer is not trainer:
+        own, used = self.windows, self.workload
+        if own is None or used is None or self._trainer is not trainer:
             return
-        if trainer.accumulate_grad_batches == plan.num_micro_batches:  # nobody has changed it since
-            own.divide(trainer, micro_batch_size=own.micro_batch_size, num_micro_batches=own.num_micro_batches)
+        if trainer.accumulate_grad_batches == used.num_micro_batches:  # nobody has changed it since
+            own.divide(trainer, own.own)
 
     @contextmanager
     def as_given(self, trainer: pl.Trainer) -> Iterator[None]:
         """Within it, the Trainer counts micro-batches of the user's own loaders, as code of the user's may do, too."""
-        own, plan = self.windows, self.plan
-        if own is None or plan is None or own.num_samples % own.micro_batch_size:
+        own, used = self.windows, self.workload
+        if own is None or used is None or own.num_samples % own.micro_batch_size:
             yield
             return
         size = own.micro_batch_size
-        self._use(trainer, replace(plan, micro_batch_size=size, num_micro_batches=own.num_samples // size))
+        self._use(trainer, Workload(micro_batch_size=size, num_micro_batches=own.num_samples // size))
         try:
             yield
         finally:
-            self._use(trainer, plan)
-            if size != plan.micro_batch_size:
+            self._use(trainer, used)
+            if size != used.micro_batch_size:
                 forget_loaders(trainer)  # of which somebody may have asked for the length
 
-    def resume(self, trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
-        """A fit goes on from a checkpoint: its progress is counted in the micro-batches of the run that wrote it.
+    def resume(self, trainer: pl.Trainer, saved: Workload | None) -> None:
+        """A fit goes on from a checkpoint, whose progress is counted in these micro-batches.
 
-        Loaders are made anew, for they have states in the checkpoint, and draw from generators that it has.
+        Loaders are made anew, for they have states in the checkpoint, and draw from generators that it has. Raises a
+        `ConfigurationError` if the checkpoint counts in others than those that were planned for.
         """
         if not self.peeked:
             forget_loaders(trainer)
-        own, plan = self.windows, self.plan
-        if plan is not None and self.is_scaled:
-            self._resume_scaled(plan, checkpoint)
-        if own is None or plan is None:
-            return
-        size, number = checkpoint.get(_KEY, (own.micro_batch_size, own.num_micro_batches))
-        if size in self.sizes and size != plan.micro_batch_size and size * number == own.num_samples:
-            rank_zero_info(
-                f"OSDP: training goes on with {size} samples x {number} micro-batches, in which the checkpoint counts,"
-                f" instead of the plan's {plan.micro_batch_size} x {plan.num_micro_batches}."
+        wanted, used = self.resumed(saved), self.workload
+        if used is not None and wanted not in (None, used):
+            raise ConfigurationError(
+                f"Expected the checkpoint's {told_division(wanted)} to be planned for, but this run has"
+                f" {told_division(used)}. Pass the checkpoint to Trainer.fit as ckpt_path."
             )
-            self._use(trainer, replace(plan, micro_batch_size=size, num_micro_batches=number))
 
-    def _resume_scaled(self, plan: Plan, checkpoint: Mapping[str, Any]) -> None:
-        """Goes on with as many samples as the run before, if there is memory for them."""
-        size, _ = checkpoint.get(_KEY, (plan.micro_batch_size, plan.num_micro_batches))
-        if size < plan.micro_batch_size:
-            rank_zero_info(
-                f"OSDP: training goes on with micro-batches of {size} samples, as in the run that wrote the checkpoint,"
-                f" instead of the plan's {plan.micro_batch_size}."
-            )
-            self.plan = replace(plan, micro_batch_size=size)
-        elif size > plan.micro_batch_size:
-            rank_zero_warn(
-                f"OSDP: an optimizer step has fewer samples than before: micro-batches of {size} of the run that wrote"
-                f" the checkpoint do not fit this run's plan, which has {plan.micro_batch_size}. The epoch that it was"
-                f" in is not continued at the same sample. To keep its steps, pass batch_size={size} and more"
-                " memory_limit, or accumulate."
-            )
+    def resumed(self, saved: Workload | None) -> Workload | None:
+        """What a run that is resumed goes on in; None where this is not said by the checkpoint's micro-batches."""
+        if self.windows is None:
+            return None
+        found = self.windows.own if saved is None else saved
+        is_possible = found.micro_batch_size in self.sizes and found.num_samples == self.windows.num_samples
+        return found if is_possible else None
 
     @property
-    def smaller(self) -> int | None:
-        """The next smaller micro-batch of the same optimizer steps, if there is one."""
-        if self.windows is None or self.plan is None:
+    def smaller(self) -> Workload | None:
+        """The next smaller micro-batches of the same optimizer steps, if there are any."""
+        if self.windows is None or self.workload is None:
             return None
-        return max((size for size in self.sizes if size < self.plan.micro_batch_size), default=None)
+        size = max((size for size in self.sizes if size < self.workload.micro_batch_size), default=None)
+        samples = self.workload.num_samples
+        return None if size is None else Workload(micro_batch_size=size, num_micro_batches=samples // size)
 
-    def divide(self, trainer: pl.Trainer, plan: Plan) -> None:
-        """Changes to a plan with other micro-batches before the first step; loaders are made anew."""
-        self._use(trainer, plan)
+    def divide(self, trainer: pl.Trainer, workload: Workload) -> None:
+        """Changes to other micro-batches before the first step; loaders are made anew."""
+        self._use(trainer, workload)
         forget_loaders(trainer)
         trainer.fit_loop.setup_data()
 
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Writes the division in use into a checkpoint."""
-        if self.plan is not None and (self.windows is not None or self.is_scaled):
-            checkpoint[_KEY] = (self.plan.micro_batch_size, self.plan.num_micro_batches)
+        if self.workload is not None and (self.windows is not None or self.is_scaled):
+            store_division(self.workload, checkpoint)
 
     def loader(self, loader: object) -> object:
         """The loader to train on."""
         own = None if self.windows is None else self.windows.micro_batch_size
-        if self.plan is not None and self.plan.micro_batch_size not in (own, loader_size(loader)):
-            size = self.plan.micro_batch_size
+        if self.workload is not None and self.workload.micro_batch_size not in (own, loader_size(loader)):
+            size = self.workload.micro_batch_size
             try:
                 loader = with_batch_size(loader, size)
             except FixedLoaderError as error:
@@ -211,10 +204,16 @@ class Division:
                 return reading(loader, peeked)
         return loader
 
-    def _use(self, trainer: pl.Trainer, plan: Plan) -> None:
+    def _use(self, trainer: pl.Trainer, workload: Workload) -> None:
         assert self.windows is not None
-        self.plan = plan
-        self.windows.divide(trainer, micro_batch_size=plan.micro_batch_size, num_micro_batches=plan.num_micro_batches)
+        self.workload = workload
+        self.windows.divide(trainer, workload)
+
+
+def told_division(workload: Workload | None) -> str:
+    """Samples and number of micro-batches as text."""
+    assert workload is not None
+    return f"{workload.micro_batch_size} samples x {workload.num_micro_batches} micro-batches"
 
 
 def allowed_micro_batches(
@@ -282,14 +281,14 @@ def given_division(trainer: pl.Trainer, plan: Plan, options: Options) -> Divisio
         windows = Windows.of(trainer, micro_batch_size=current, num_samples=num_samples)
         sizes, reason = divisions(trainer, loaders, windows)
         if size in sizes:
-            return Division(plan, windows, sizes)
+            return Division(plan.workload, windows, sizes)
         reason = reason or f"in micro-batches of {size} an epoch does not have the same windows"
     if current == size:
         return Division()
     if reason is not None:
         rank_zero_warn(f"OSDP: the plan's micro-batch is {size}, but loaders keep theirs: {reason}.")
         return Division()
-    return Division(plan)
+    return Division(plan.workload)
 
 
 def divisions(

@@ -1,16 +1,22 @@
-"""What a checkpoint has beside weights: the plan that it was trained under, and the random numbers of all ranks."""
+"""What a checkpoint has beside weights: plan and micro-batches that it was trained in, and random numbers of all ranks.
+
+A run that is resumed learns of the first two before it plans, long before Lightning loads the checkpoint.
+"""
 
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zipfile import BadZipFile, is_zipfile
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -18,17 +24,20 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.step import Workload
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.engine import engine_of
 from lightning_osdp.errors import ConfigurationError, PlanFormatError
 from lightning_osdp.profiler import tensors_in
 from lightning_osdp.splitting import JoinedShards
-from lightning_osdp.strategy.runtime.all_ranks import from_all_ranks
+from lightning_osdp.strategy.runtime.all_ranks import from_all_ranks, on_rank_zero
 
 _STATES = ("state_dict", "optimizer_states")
 """Entries of a checkpoint that the strategy makes of shards."""
 _PLAN = "osdp_plan"
 """Of a checkpoint's entry: the plan as JSON text."""
+_DIVISION = "osdp_division"
+"""Of another: samples of a micro-batch, and micro-batches of an optimizer step."""
 _GENERATORS = "osdp_rng"
 """Of another: per rank, the states of its generators, as tensors and plain values."""
 
@@ -54,6 +63,69 @@ def store_plan(plan: Plan | None, checkpoint: dict[str, Any]) -> None:
         checkpoint[_PLAN] = plan.to_json()
 
 
+def store_division(workload: Workload, checkpoint: dict[str, Any]) -> None:
+    """Writes the micro-batches in use, which a checkpoint's progress is counted in."""
+    checkpoint[_DIVISION] = (workload.micro_batch_size, workload.num_micro_batches)
+
+
+def division_of(checkpoint: Mapping[str, Any]) -> Workload | None:
+    """The micro-batches that a checkpoint's progress is counted in; None if those were of the user's own loaders."""
+    if _DIVISION not in checkpoint:
+        return None
+    size, number = checkpoint[_DIVISION]
+    return Workload(micro_batch_size=size, num_micro_batches=number)
+
+
+def checkpoint_to_resume(trainer: pl.Trainer) -> str | Path | None:
+    """The checkpoint that this fit will load once it is set up; None where it loads none.
+
+    Lightning tells nobody before it loads: until then it is a variable of the method that calls setup.
+    """
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is pl.Trainer._run.__code__ and frame.f_locals["self"] is trainer:
+            path: str | Path | None = frame.f_locals["ckpt_path"]
+            return path
+    return trainer.ckpt_path
+
+
+class Resumed(NamedTuple):
+    """What a fit goes on from."""
+
+    path: str
+    division: Workload | None
+    """As of `division_of`."""
+
+
+def read_resumed(trainer: pl.Trainer) -> Resumed | None:
+    """What the checkpoint has that this fit will load; None where it loads none, or one that is not there.
+
+    Nothing in it is executed. All ranks call it; raises a `ConfigurationError` if the checkpoint cannot be read.
+    """
+    path = checkpoint_to_resume(trainer)
+    return None if path is None else on_rank_zero(lambda: _resumed(str(path)))
+
+
+def _resumed(path: str) -> Resumed | None:
+    files = get_filesystem(path)
+    file = f"{path}/{_METADATA_FILENAME}" if files.isdir(path) else path
+    if not files.isfile(file):
+        return None  # as loading it will say
+    with files.open(file, "rb") as content:
+        if not is_zipfile(content):
+            return None
+        content.seek(0)
+        try:
+            saved = _read_inert(content)
+        except Exception as error:  # damaged files are not refused by any one kind of error
+            raise ConfigurationError(
+                f"Expected a checkpoint at {path!r}, but it cannot be read: {type(error).__name__}: {error}. Use"
+                " another one."
+            ) from error
+    return Resumed(path, division_of(saved))
+
+
 def read_plan(path: Path) -> Plan:
     """Plan of a plan file or a checkpoint, of which nothing is executed; raises `PlanFormatError` if there is none."""
     try:
@@ -64,7 +136,7 @@ def read_plan(path: Path) -> Plan:
         return Plan.load(path)
     file = path / _METADATA_FILENAME if path.is_dir() else path
     try:
-        text = _read_text(file) if file.exists() else None
+        text = _text_of_plan(file) if file.exists() else None
     except Exception as error:  # damaged files are not refused by any one kind of error
         raise PlanFormatError(
             f"Expected a checkpoint at {str(path)!r}, but {file.name!r} cannot be read: {type(error).__name__}:"
@@ -78,16 +150,20 @@ def read_plan(path: Path) -> Plan:
     return Plan.from_json(text, source=f"the plan in checkpoint {str(path)!r}")
 
 
-def _read_text(path: Path) -> str | None:
-    """The text of the plan in a file of ``torch.save``; None where it has none.
+def _text_of_plan(file: Path) -> str | None:
+    text = _read_inert(str(file)).get(_PLAN)
+    return text if isinstance(text, str) else None
 
-    Whatever is no text, number, list or dict is passed over: neither its class nor any function is looked up, so that
-    a checkpoint with classes of its own can be read, and one that was made to do harm does none.
+
+def _read_inert(file: Any) -> dict[str, Any]:
+    """Texts, numbers, lists and dicts in a file of ``torch.save``, given by its path or opened.
+
+    Whatever is something else is passed over: neither its class nor any function is looked up, so that a checkpoint
+    with classes of its own can be read, and one that was made to do harm does none.
     """
-    content = torch.PyTorchFileReader(str(path)).get_record("data.pkl")
+    content = torch.PyTorchFileReader(file).get_record("data.pkl")
     saved = _InertUnpickler(BytesIO(content)).load()
-    value = saved.get(_PLAN) if isinstance(saved, dict) else None
-    return value if isinstance(value, str) else None
+    return saved if isinstance(saved, dict) else {}
 
 
 class _Ignored:

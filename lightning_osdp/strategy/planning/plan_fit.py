@@ -13,20 +13,27 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from lightning_osdp.core.batch_policy import MOST_SAMPLES, BatchPolicy
 from lightning_osdp.core.cluster import CUDA_HEADROOM, Cluster
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
-from lightning_osdp.errors import ConfigurationError, ProfileError
+from lightning_osdp.errors import ConfigurationError, InfeasibleError, ProfileError
 from lightning_osdp.profiler import fingerprint, measure_cluster, raise_if_fatal
 from lightning_osdp.report.sentences import tell_accumulation
-from lightning_osdp.scheduler import PlanMethod, make_plan
-from lightning_osdp.strategy.batching.division import Division, Windows, allowed_micro_batches, given_division
+from lightning_osdp.scheduler import PlanMethod, in_micro_batches, make_plan
+from lightning_osdp.strategy.batching.division import (
+    Division,
+    Windows,
+    allowed_micro_batches,
+    given_division,
+    told_division,
+)
 from lightning_osdp.strategy.batching.first_batch import BatchWatch, samples_in
 from lightning_osdp.strategy.batching.loaders import common_size
-from lightning_osdp.strategy.checkpointing.entries import read_plan
+from lightning_osdp.strategy.checkpointing.entries import Resumed, read_plan
 from lightning_osdp.strategy.options import Options
 from lightning_osdp.strategy.planning.profile_fit import FitProfiler
 from lightning_osdp.strategy.planning.publish import shown_progress
@@ -53,8 +60,12 @@ class Choice(NamedTuple):
     cluster: Cluster | None = None
 
 
-def chosen(module: pl.LightningModule, options: Options, *, known: Plan | None) -> Choice:
+def chosen(
+    module: pl.LightningModule, options: Options, *, known: Plan | None, resumed: Resumed | None = None
+) -> Choice:
     """A plan, or none; it may be the one `known` of the model that the strategy had before.
+
+    A fit that is `resumed` goes on in the micro-batches of its checkpoint.
 
     Raises:
         ConfigurationError: the model is sharded already, or the given plan contradicts another option.
@@ -69,9 +80,9 @@ def chosen(module: pl.LightningModule, options: Options, *, known: Plan | None) 
     trainer = module.trainer
     if options.plan is not None:
         plan = _given_plan(module, options)
-        return Choice(plan, given_division(trainer, plan, options))
+        return Choice(*divided(trainer, plan, options, resumed))
     if trainer.state.fn == TrainerFn.FITTING:
-        return plan_fit(trainer, module, options)
+        return plan_fit(trainer, module, options, resumed)
     if known is not None and known.fingerprint == fingerprint(module):
         return Choice(known, Division())
     rank_zero_info(
@@ -81,13 +92,15 @@ def chosen(module: pl.LightningModule, options: Options, *, known: Plan | None) 
     return Choice(None, Division())
 
 
-def planned_by_hand(module: pl.LightningModule, options: Options, *, known: Plan | None) -> Choice | str:
+def planned_by_hand(
+    module: pl.LightningModule, options: Options, *, known: Plan | None, resumed: Resumed | None = None
+) -> Choice | str:
     """As `chosen`, for a module that optimizes manually with all parameters in children; or why there is no plan."""
     check_in_children(module)
     if options.batch_size == "auto":
         options = replace(options, batch_size="keep")
     try:
-        found = chosen(module, options, known=known)
+        found = chosen(module, options, known=known, resumed=resumed)
     except ProfileError as error:
         return f"its step cannot be profiled as one backward of the sum of its losses: {error}"
     units = () if found.plan is None else found.plan.units  # evaluated before there is one
@@ -120,7 +133,31 @@ def check_accumulates_in_fp32(plan: Plan, options: Options, precision: str) -> N
         )
 
 
-def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options) -> Choice:
+def divided(trainer: pl.Trainer, plan: Plan, options: Options, resumed: Resumed | None) -> tuple[Plan, Division]:
+    """A plan that was there before this fit in the micro-batches that are trained, and how they come about.
+
+    Raises:
+        ConfigurationError: these are larger than what the plan was made for, as only its checkpoint wants it.
+    """
+    division = given_division(trainer, plan, options)
+    saved = None if resumed is None else division.resumed(resumed.division)
+    if resumed is None or saved in (None, plan.workload):
+        return plan, division
+    keeps_more = plan.num_micro_batches == 1 and any(unit.sync != "every" for unit in plan.units)
+    if plan.peak_bytes and (saved.micro_batch_size > plan.micro_batch_size or keeps_more):
+        raise ConfigurationError(
+            f"Expected a plan for {told_division(saved)}, in which the checkpoint {resumed.path!r} counts, got one for"
+            f" {told_division(plan.workload)}, of which nobody knows whether the larger ones fit. Leave plan out to"
+            " plan for them, or pass the path of the checkpoint as plan=."
+        )
+    rank_zero_info(
+        f"OSDP: training goes on with {told_division(saved)}, in which the checkpoint counts, instead of the plan's"
+        f" {plan.micro_batch_size} x {plan.num_micro_batches}."
+    )
+    return in_micro_batches(plan, saved), replace(division, workload=saved)
+
+
+def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, resumed: Resumed | None) -> Choice:
     """A plan by rank 0 for all; raises an `OSDPError` on all, where any of them cannot profile or no plan fits."""
     device = trainer.strategy.root_device
     with shown_progress(is_global_zero=trainer.is_global_zero) as progress:
@@ -147,7 +184,7 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options) 
         assert free_bytes is not None
         memory_limit_bytes = _limit_bytes(options, free_bytes, device)
 
-        def search(profile: ModelProfile) -> Plan:
+        def search(profile: ModelProfile, policy: BatchPolicy) -> Plan:
             return on_rank_zero(
                 lambda: make_plan(
                     profile,
@@ -165,7 +202,26 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options) 
                 )
             )
 
-        plan = search(profile)
+        is_scaled, sizes = not policy.micro_batch_sizes, policy.micro_batch_sizes
+        fixed = None if resumed is None else _resumed_in(resumed, policy, windows)
+        try:
+            plan = search(profile, fixed or policy)
+            policy = fixed or policy
+        except InfeasibleError as error:
+            if resumed is None or fixed is None:
+                raise
+            if not is_scaled:
+                told = told_division(fixed.workload(fixed.micro_batch_sizes[0]))
+                raise InfeasibleError(
+                    f"{error} The run goes on from {resumed.path!r}, which counts in {told}: in others, such as"
+                    " batch_size= asks for, an epoch that was broken off is not continued at the same sample."
+                ) from error
+            rank_zero_warn(
+                "OSDP: an optimizer step has fewer samples than before: micro-batches of"
+                f" {fixed.micro_batch_sizes[0]} of the run that wrote the checkpoint do not fit, and the epoch that it"
+                " was in is not continued at the same sample. To keep its steps, raise memory_limit, or accumulate."
+            )
+            plan = search(profile, policy)
         try:
             measured = on_all_ranks(lambda: profiler.nearer(profile, plan.micro_batch_size, free_bytes=free_bytes))
         except Exception as error:  # of the user's step, on every rank
@@ -176,7 +232,7 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options) 
                 f" {error}). What is planned of it follows from {profile.profiled_batch_size}."
             )
         if measured is not profile:
-            plan = search(measured)
+            plan = search(measured, policy)
     if device.type == "cuda":
         plan = replace(plan, notes=(*plan.notes, UNVALIDATED))
     if plan.micro_batch_size == policy.max_micro_batch_size:
@@ -187,10 +243,20 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options) 
     told = _compared(plan, windows)
     if told:
         rank_zero_info(f"OSDP: {told} (against your own micro-batches, each of which reduces all gradients)")
-    is_scaled = not policy.micro_batch_sizes
     is_own = windows is None and plan.micro_batch_size == current and not is_scaled
-    division = Division(None if is_own else plan, windows, policy.micro_batch_sizes, profiler.peeked, is_scaled)
+    division = Division(None if is_own else plan.workload, windows, sizes, profiler.peeked, is_scaled)
     return Choice(plan, division, profiler.groups, BatchWatch(profiler.batch), measured, cluster)
+
+
+def _resumed_in(resumed: Resumed, policy: BatchPolicy, windows: Windows | None) -> BatchPolicy | None:
+    """The micro-batches that the checkpoint of a run counts in, where these are among what may be chosen."""
+    saved, sizes = resumed.division, policy.micro_batch_sizes
+    if windows is not None:
+        found = Division(windows=windows, sizes=sizes).resumed(saved)
+        return None if found is None else BatchPolicy.divide(found.num_samples, (found.micro_batch_size,))
+    if sizes or saved is None or saved.micro_batch_size > (policy.max_micro_batch_size or MOST_SAMPLES):
+        return None
+    return BatchPolicy.fixed(saved.micro_batch_size, policy.num_micro_batches)
 
 
 def _compared(plan: Plan, windows: Windows | None) -> str:

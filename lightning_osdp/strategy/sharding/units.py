@@ -39,13 +39,19 @@ from lightning_osdp.core.plans.plan import Block, Plan
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.strategy.batching.division import Division, given_division
+from lightning_osdp.strategy.batching.division import Division
 from lightning_osdp.strategy.batching.loaders import forget_loaders
-from lightning_osdp.strategy.checkpointing import averaging, saving
+from lightning_osdp.strategy.checkpointing import averaging, entries, saving
 from lightning_osdp.strategy.checkpointing.entries import read_plan
 from lightning_osdp.strategy.options import Options
 from lightning_osdp.strategy.planning.gpu_notes import tell_of_gpu
-from lightning_osdp.strategy.planning.plan_fit import Choice, check_accumulates_in_fp32, chosen, planned_by_hand
+from lightning_osdp.strategy.planning.plan_fit import (
+    Choice,
+    check_accumulates_in_fp32,
+    chosen,
+    divided,
+    planned_by_hand,
+)
 from lightning_osdp.strategy.planning.publish import publish, tell_of_unfreezing
 from lightning_osdp.strategy.planning.training_step import check_same_groups, groups_of
 from lightning_osdp.strategy.runtime.all_ranks import on_rank_zero, ranks_of_node
@@ -101,23 +107,24 @@ class Units:
         """
         trainer = module.trainer
         is_fitting = trainer.state.fn == TrainerFn.FITTING
+        resumed = entries.read_resumed(trainer) if is_fitting else None
         found = found_in(module)
         if found is not None and found.sharded.is_whole and is_fitting:
             found.undo()  # it was evaluated first, when there was nothing to plan for
             found = None
         if found is None:
-            found = self._shard(module, known)
+            found = self._shard(module, known, resumed)
         elif found is not self.model:
             self._is_for_training = False
             rank_zero_info("OSDP: another Trainer has sharded this model already, and its units are used as they are.")
         self.model = found
         if is_fitting:
-            self._begin_fit(trainer, found)
+            self._begin_fit(trainer, found, resumed)
         reshard_before_hooks(trainer, found.sharded)
         found.sharded.reshard()
         return found.sharded.module
 
-    def _shard(self, module: pl.LightningModule, known: Plan | None) -> ReusableModel:
+    def _shard(self, module: pl.LightningModule, known: Plan | None, resumed: entries.Resumed | None) -> ReusableModel:
         """By the user's plan, a new one, the one that it had, or none."""
         strategy, trainer = self._strategy, module.trainer
         summaries = whole_summaries(trainer, module)
@@ -132,7 +139,7 @@ class Units:
         if trainer.state.fn == TrainerFn.FITTING:
             tell_of_gpu(module, strategy.root_device)
         choose = chosen if module.automatic_optimization else planned_by_hand
-        choice = choose(module, options, known=known)
+        choice = choose(module, options, known=known, resumed=resumed)
         if isinstance(choice, str):
             found = separated(module, choice, options, **arguments)
             choice = Choice(None, Division())
@@ -148,13 +155,17 @@ class Units:
         _move_torchmetrics_to_device(module, strategy.root_device)
         return ReusableModel(found, self._settings(), summaries)
 
-    def _begin_fit(self, trainer: pl.Trainer, found: ReusableModel) -> None:
+    def _begin_fit(self, trainer: pl.Trainer, found: ReusableModel, resumed: entries.Resumed | None) -> None:
         plan = found.sharded.plan
-        if plan is not None and not self._is_for_training:  # its units were there before
-            found.check_wishes(self.options)
+        if plan is not None and not (self._is_for_training and resumed is None):  # its units were there before
+            if not self._is_for_training:
+                found.check_wishes(self.options)
             self._forget_division(trainer)
-            self.division = given_division(trainer, plan, self.options)
-            publish(trainer, plan)
+            executed, self.division = divided(trainer, plan, self.options, resumed)
+            if executed is not plan:
+                found.give_up_plan(executed)
+            if executed is not plan or not self._is_for_training:
+                publish(trainer, executed)
             self._is_for_training = True
         self.division.begin(trainer)
         saving.tell_of_incomplete(trainer)

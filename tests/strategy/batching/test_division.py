@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from plans import bare_plan
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
+from lightning_osdp.core.step import Workload
+from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.strategy.batching.division import Division, Windows, possible_sizes, why_not_divided
 
 
@@ -98,76 +99,60 @@ def test_one_micro_batch_is_not_all_of_them(name):
 def test_the_trainer_counts_in_the_new_micro_batches():
     fit = trainer(accumulate_grad_batches=8, limit_train_batches=8, val_check_interval=4, overfit_batches=8)
     windows = windows_of(fit, 4)
-    windows.divide(fit, micro_batch_size=2, num_micro_batches=16)
+    windows.divide(fit, work(2, 16))
     assert (fit.accumulate_grad_batches, fit.limit_train_batches, fit.val_check_interval) == (16, 16, 8)
     assert fit.overfit_batches == 16
     assert not windows.are_of(fit)
-    windows.divide(fit, micro_batch_size=4, num_micro_batches=8)
+    windows.divide(fit, work(4, 8))
     assert windows.are_of(fit)
     fractions = trainer(limit_train_batches=0.5, val_check_interval=0.25)
-    windows_of(fractions, 4).divide(fractions, micro_batch_size=2, num_micro_batches=2)
+    windows_of(fractions, 4).divide(fractions, work(2, 2))
     assert (fractions.limit_train_batches, fractions.val_check_interval) == (0.5, 0.25)
 
 
-def plan_of(size, number):
-    return bare_plan(micro_batch_size=size, num_micro_batches=number)
+def work(size, number):
+    return Workload(micro_batch_size=size, num_micro_batches=number)
 
 
 def test_a_fit_goes_on_in_the_micro_batches_of_its_plan_or_of_its_checkpoint():
     fit = trainer(accumulate_grad_batches=4, limit_train_batches=8, fit_loop=SimpleNamespace(_combined_loader=None))
     given = DataLoader(TensorDataset(torch.arange(32)), batch_size=4)
-    division, checkpoint = Division(plan_of(8, 2), windows_of(fit, 4), (4, 2, 8, 16)), {}
+    division, checkpoint = Division(work(8, 2), windows_of(fit, 4), (4, 2, 8, 16)), {}
 
     def used():
         return division.loader(given).batch_size, fit.accumulate_grad_batches, fit.limit_train_batches
 
     division.begin(fit)
     assert used() == (8, 2, 4)
-    assert division.smaller == 4
-    division.resume(fit, {"osdp_division": (2, 8)})
-    assert used() == (2, 8, 16)
+    assert division.smaller == work(4, 4)
     division.save(checkpoint)
-    assert checkpoint == {"osdp_division": (2, 8)}
-    division.resume(fit, {"osdp_division": (3, 5)})  # not of these steps
-    assert used() == (2, 8, 16)
-    division.resume(fit, {})  # of a run in the user's own
-    assert used() == (4, 4, 8)
-    assert division.loader(given) is given
-    division.resume(fit, {"osdp_division": (16, 1)})
+    assert checkpoint == {"osdp_division": (8, 2)}
+    assert division.resumed(work(2, 8)) == work(2, 8)
+    assert division.resumed(work(3, 5)) is None  # not of these steps
+    assert division.resumed(None) == work(4, 4)  # of a run in the user's own
+    for saved in (work(8, 2), work(3, 5)):
+        division.resume(fit, saved)
+    with pytest.raises(ConfigurationError, match=r"^Expected the checkpoint's 2 samples x 8 micro-batches to be plann"):
+        division.resume(fit, work(2, 8))
     with division.as_given(fit):
         assert used() == (4, 4, 8)
-    assert used() == (16, 1, 2)
+        assert division.loader(given) is given
+    assert used() == (8, 2, 4)
     division.end(fit)
     assert (fit.accumulate_grad_batches, fit.limit_train_batches) == (4, 8)
 
 
 def test_a_stated_global_batch_is_given_in_as_many_of_the_users_micro_batches():
     fit = trainer(fit_loop=SimpleNamespace(_combined_loader=None))
-    division = Division(plan_of(8, 2), Windows(4, 1, 16, {}), (4, 8))
+    division = Division(work(8, 2), Windows(4, 1, 16, {}), (4, 8))
     division.begin(fit)
     with division.as_given(fit):
         assert fit.accumulate_grad_batches == 4
     assert fit.accumulate_grad_batches == 2
 
 
-@pytest.mark.parametrize(("saved", "used", "warns"), [((4, 2), 4, False), ((8, 2), 8, False), ((16, 2), 8, True)])
-def test_a_scaled_fit_goes_on_with_as_many_samples_as_it_has_memory_for(saved, used, warns, recwarn):
-    fit = trainer(accumulate_grad_batches=2, fit_loop=SimpleNamespace(_combined_loader=None))
-    division, checkpoint = Division(plan_of(8, 2), is_scaled=True), {}
-    division.begin(fit)
-    division.resume(fit, {"osdp_division": saved})
-    division.save(checkpoint)
-    assert checkpoint == {"osdp_division": (used, 2)}
-    given = DataLoader(TensorDataset(torch.arange(32)), batch_size=1)
-    assert division.loader(given).batch_size == used
-    told = [str(each.message) for each in recwarn if "fewer samples" in str(each.message)]
-    assert bool(told) == warns
-    division.resume(fit, {})  # of a run before this was written
-    assert division.loader(given).batch_size == used
-
-
 def test_another_trainer_that_counts_otherwise_keeps_its_own():
-    division = Division(plan_of(8, 2), windows_of(trainer(accumulate_grad_batches=4), 4), (4, 8))
+    division = Division(work(8, 2), windows_of(trainer(accumulate_grad_batches=4), 4), (4, 8))
     other = trainer(accumulate_grad_batches=3)
     with pytest.warns(UserWarning, match="this Trainer counts or accumulates micro-batches in another way"):
         division.begin(other)

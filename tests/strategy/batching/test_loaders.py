@@ -1,13 +1,13 @@
 """The batch that is profiled on: looking at it changes nothing. Loaders that were given: sizes, reasons, copies."""
 
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
+from lightning_osdp.core.step import Workload
 from lightning_osdp.errors import ProfileError
 from lightning_osdp.strategy.batching.division import Division
 from lightning_osdp.strategy.batching.first_batch import Peeked, first_batch
@@ -127,10 +127,10 @@ def test_a_dataset_that_is_read_once_is_handed_on_whole():
     loader = DataLoader(Spent(), batch_size=4)
     batch, peeked = first_batch(combined(loader))
     assert batch.tolist() == [0, 1, 2, 3]
-    for plan, expected in [(None, [4, 4, 2]), (SimpleNamespace(micro_batch_size=5), [5, 5])]:
+    for workload, expected in [(None, [4, 4, 2]), (Workload(micro_batch_size=5), [5, 5])]:
         loader = DataLoader(Spent(), batch_size=4)
         _, peeked = first_batch(combined(loader))
-        handed_on = Division(plan, peeked=peeked).loader(loader)
+        handed_on = Division(workload, peeked=peeked).loader(loader)
         batches = list(handed_on)
         assert torch.cat(batches).tolist() == list(range(10))
         assert [len(batch) for batch in batches] == expected

@@ -1,0 +1,130 @@
+"""A run that is resumed goes on in the micro-batches of its checkpoint, under a plan for them that keeps its limit."""
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_osdp import Cluster, ConfigurationError, InfeasibleError, OSDPStrategy
+from lightning_osdp.core.cluster import Link
+from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.strategy.checkpointing import entries
+from lightning_osdp.strategy.planning import plan_fit
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+class Wide(L.LightningModule):
+    """Takes most of its memory for what it saves; `seen` has the sizes of its micro-batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4096), nn.Tanh(), nn.Linear(4096, 4))
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(len(batch))
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.fixture
+def fit(tmp_path, monkeypatch):
+    """Fits a model; links are stated."""
+    link = Link(latency_s=1e-5, seconds_per_byte=1e-9)
+    stated = Cluster(world_size=1, all_gather=link, reduce_scatter=link, memory_bytes=2**34)
+    monkeypatch.setattr(plan_fit, "measure_cluster", lambda *_, **__: stated)
+
+    def run(folder, *, loader_size=64, ckpt_path=None, max_epochs=1, **options):
+        module = Wide()
+        trainer = L.Trainer(
+            strategy=OSDPStrategy(**options),
+            accelerator="cpu",
+            devices=1,
+            max_epochs=max_epochs,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path / folder,
+        )
+        trainer.fit(module, DataLoader(torch.ones(128, 4), batch_size=loader_size), ckpt_path=ckpt_path)
+        trainer.save_checkpoint(tmp_path / folder / "end.ckpt")
+        return trainer, module, tmp_path / folder / "end.ckpt"
+
+    return run
+
+
+def told(trainer, checkpoint):
+    """The micro-batches that the strategy, the Trainer, the plan file and the checkpoint say."""
+    plan = trainer.strategy.plan
+    written = Plan.load(checkpoint.with_name("osdp_plan.json"))
+    saved = entries.division_of(torch.load(checkpoint, weights_only=True))
+    found = [plan.workload, written.workload, entries.read_plan(checkpoint).workload, saved]
+    return {(each.micro_batch_size, each.num_micro_batches) for each in found}, trainer.accumulate_grad_batches
+
+
+@pytest.mark.filterwarnings("ignore:OSDP. the micro-batch of 128 is all")
+def test_a_resumed_run_keeps_its_limit_in_the_micro_batches_of_its_checkpoint(fit):
+    first, _, path = fit("first")
+    assert told(first, path) == ({(64, 1)}, 1)
+    peak_bytes = first.strategy.plan.peak_bytes
+
+    # what would fit otherwise is smaller micro-batches, as a new run has them
+    less = f"{round(0.7 * peak_bytes)}B"
+    anew, module, in_32 = fit("anew", memory_limit=less)
+    assert told(anew, in_32) == ({(32, 2)}, 2)
+    assert set(module.seen) == {32}
+    text = (
+        r"^No plan fits: .* Nearest remedy: micro-batches of 32 fit: OSDPStrategy\(batch_size=32\) with"
+        r" Trainer\(accumulate_grad_batches=2\) keeps the global batch\..* The run goes on from '.*end.ckpt', which"
+        r" counts in 64 samples x 1 micro-batches: in others"
+    )
+    with pytest.raises(InfeasibleError, match=text):
+        fit("refused", memory_limit=less, ckpt_path=path, max_epochs=2)
+
+    enough = f"{round(1.1 * peak_bytes)}B"
+    for folder, before, sizes in (("resumed", path, (64, 1)), ("resumed_32", in_32, (32, 2))):
+        trainer, module, after = fit(folder, memory_limit=enough, ckpt_path=before, max_epochs=2)
+        assert told(trainer, after) == ({sizes}, sizes[1])
+        assert module.seen[-1] == sizes[0]
+        assert trainer.global_step == 4
+        assert 0 < trainer.strategy.plan.peak_bytes <= trainer.strategy.plan.memory_limit_bytes
+
+    # a plan says nothing of larger micro-batches than its own
+    plan = anew.strategy.plan
+    with pytest.raises(ConfigurationError, match=r"^Expected a plan for 64 samples x 1 micro-batches, in which the ch"):
+        fit("given", plan=plan, ckpt_path=path, max_epochs=2)
+    trainer, module, after = fit("smaller", plan=first.strategy.plan, ckpt_path=in_32, max_epochs=2)
+    assert told(trainer, after) == ({(32, 2)}, 2)
+    assert module.seen[-1] == 32
+    assert trainer.strategy.plan.peak_bytes == 0  # nobody has predicted it
+
+
+def test_a_scaled_run_goes_on_with_as_many_samples_as_it_has_memory_for(fit):
+    peak_bytes = fit("probe")[0].strategy.plan.peak_bytes
+    scaled = {"batch_size": "scale"}
+    small, large = ({**scaled, "memory_limit": f"{round(share * peak_bytes)}B"} for share in (0.6, 1.3))
+    sizes, paths = [], []
+    for folder, options in (("small", small), ("large", large)):
+        trainer, _, path = fit(folder, loader_size=8, **options)
+        sizes.append(trainer.strategy.plan.micro_batch_size)
+        paths.append(path)
+    assert sizes[0] < sizes[1]
+    trainer, _, path = fit("more", loader_size=8, ckpt_path=paths[0], max_epochs=2, **large)
+    assert told(trainer, path) == ({(sizes[0], 1)}, 1)
+    with pytest.warns(UserWarning, match="an optimizer step has fewer samples than before: micro-batches of"):
+        trainer, _, path = fit("less", loader_size=8, ckpt_path=paths[1], max_epochs=2, **small)
+    assert told(trainer, path) == ({(sizes[0], 1)}, 1)
+
+
+def test_a_checkpoint_that_cannot_be_read_is_refused_before_anything_is_profiled(fit, tmp_path, monkeypatch):
+    monkeypatch.setattr(plan_fit, "FitProfiler", None)
+    path = tmp_path / "damaged.ckpt"
+    torch.save({"state_dict": {}}, path)
+    path.write_bytes(path.read_bytes().replace(b"data.pkl", b"atad.pkl"))
+    with pytest.raises(ConfigurationError, match=r"^Expected a checkpoint at '.*damaged.ckpt', but it cannot be read"):
+        fit("damaged", ckpt_path=path)
