@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from lightning_osdp.apply.activations.blocks import is_inside, with_recomputed
+from lightning_osdp.apply.activations.blocks import is_inside
 from lightning_osdp.apply.hosts import new_host_group, reaches_hosts
 from lightning_osdp.apply.internals import do_nothing, local, num_copies, refuse_copy
 from lightning_osdp.apply.plan import apply_plan, change_plan, fully_shard_arguments
 from lightning_osdp.apply.prepare import check_initializable
-from lightning_osdp.apply.sharded import ShardedModel
+from lightning_osdp.apply.sharded import ShardedModel, sharded_as
 from lightning_osdp.apply.state import check_number
 from lightning_osdp.apply.stored import StoredShards
 from lightning_osdp.apply.units import NODE_GROUPS, ONE_MESH, called_children
@@ -30,5 +30,5 @@ __all__ = [
     "num_copies",
     "reaches_hosts",
     "refuse_copy",
-    "with_recomputed",
+    "sharded_as",
 ]

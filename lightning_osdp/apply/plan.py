@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_osdp.apply.internals import owner_of
-from lightning_osdp.apply.sharded import ShardedModel
+from lightning_osdp.apply.sharded import ShardedModel, sharded_as
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.errors import ConfigurationError
 
@@ -71,13 +70,13 @@ def change_plan(module: nn.Module, plan: Plan) -> None:
         ConfigurationError: the module is not sharded by a plan, or a step is going on: this is forward
             or backward, backward has not been called yet, or gradients are not reduced yet.
     """
-    owner = owner_of(module)
-    if not isinstance(owner, ShardedModel):
+    sharded = sharded_as(module)
+    if sharded is None:
         raise ConfigurationError(
             f"Expected a module that apply_plan, or a Trainer with strategy='osdp', sharded, got"
             f" {type(module).__name__}. Give it the whole module and not a part of it."
         )
-    owner.use(plan)
+    sharded.use(plan)
 
 
 def fully_shard_arguments(fsdp_kwargs: Mapping[str, Any]) -> dict[str, Any]:

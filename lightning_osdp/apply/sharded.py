@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecision
 from torch.optim import Optimizer
 
 from lightning_osdp.apply import internals, state
-from lightning_osdp.apply.activations.blocks import BlockForwards, check_blocks, with_recomputed
+from lightning_osdp.apply.activations.blocks import BlockForwards, check_blocks, is_inside, with_recomputed
 from lightning_osdp.apply.agreement import Agreement
 from lightning_osdp.apply.prepare import (
     call_layers_in_evaluation,
@@ -50,10 +50,12 @@ class ShardedModel:
 
     Args:
         min_unit_bytes: what a block in a child has at least that is a unit where there is no plan.
+        recomputed: names of modules that recompute whatever a plan says.
         **kwargs: ``param_init_fn`` and ``sync_module_states``; like the others as of `apply_plan`.
 
     Attributes:
-        recomputed: names of modules that recompute whatever the plan says.
+        plan: what is run, as of `executed`.
+        reusable: what a strategy keeps of it from one Trainer to the next.
         check_options: raises where a plan contradicts what else was asked for.
     """
 
@@ -64,9 +66,11 @@ class ShardedModel:
         *,
         device: torch.device,
         min_unit_bytes: int = SMALL_UNIT_BYTES,
+        recomputed: Sequence[str] = (),
         mixed_precision: MixedPrecision | None = None,
         **kwargs: Any,
     ) -> None:
+        plan = None if plan is None else executed(plan, recomputed)
         initialize = _begin(module, device, **kwargs)
         if plan is None:
             call_layers_in_evaluation(module)
@@ -74,7 +78,8 @@ class ShardedModel:
         else:
             units = list(_planned_units(module, plan, initialize))
         self.module, self.plan, self.units = module, plan, tuple(units)
-        self.recomputed: Sequence[str] = ()
+        self._recomputed = recomputed
+        self.reusable: Any = None
         self.check_options: Callable[[Plan], None] = internals.do_nothing
         self._forwards, self._meshes, self._world = BlockForwards(module, device), Meshes(device), dist.group.WORLD
         if plan is not None:
@@ -235,9 +240,10 @@ class ShardedModel:
         Raises:
             OSDPError: it cannot be the plan from now on, see `change_plan`.
         """
+        plan = executed(plan, self._recomputed)
         self._agreement.check_plan(plan, partial(self._check_use, plan, may_divide=may_divide))
         self.reshard()
-        self._forwards.choose(self._blocks_of(plan), units=[unit.name for unit in self.units])
+        self._forwards.choose(plan.blocks, units=[unit.name for unit in self.units])
         self.plan, before = plan, self.units
         treatments = dict(each for unit in plan.units for each in _treatments(unit))
         self.units = tuple(dataclasses.replace(unit, treatment=treatments[unit.name]) for unit in before)
@@ -255,7 +261,7 @@ class ShardedModel:
                 " whose plan could change. Make a new module, and apply the plan to it."
             )
         check_change(self.plan, Plan.from_json(plan.to_json()), may_divide=may_divide)
-        check_blocks(self.module, self._blocks_of(plan))
+        check_blocks(self.module, plan.blocks)
         self.check_options(plan)
         place = self.place_in_step()
         whole = [unit.name for unit in self.units if internals.has_waiting_gradients(unit.handle)]
@@ -272,11 +278,8 @@ class ShardedModel:
             " after the optimizer's step, when nothing holds on to outputs that no backward is called for."
         )
 
-    def _blocks_of(self, plan: Plan) -> tuple[Block, ...]:
-        return with_recomputed(plan.blocks, self.recomputed)
-
     def _set_prefetch(self) -> None:
-        blocks = () if self.plan is None else self._blocks_of(self.plan)
+        blocks = () if self.plan is None else self.plan.blocks
         set_prefetch(
             self.units,
             DEFAULT if self.plan is None else engine_of(self.plan),
@@ -454,12 +457,31 @@ def _initialize(param_init_fn: Callable[[nn.Module], None], unit: nn.Module) -> 
             param_init_fn(child)
 
 
+def sharded_as(module: nn.Module) -> ShardedModel | None:
+    """The sharded model that a module is the root of; None where it is of none."""
+    owner = internals.owner_of(module)
+    return owner if isinstance(owner, ShardedModel) else None
+
+
+def executed(plan: Plan, recomputed: Sequence[str]) -> Plan:
+    """What is run of a plan: these modules recompute besides its blocks, and the root is kept whatever it says."""
+    units = tuple(unit if unit.name else _kept(unit) for unit in plan.units)
+    known = {block.name: block for block in plan.recomputable}
+    blocks = tuple(known.get(block.name, block) for block in with_recomputed(plan.blocks, recomputed))
+    names = [block.name for block in blocks]
+    left = (block for block in plan.recomputable if block.name not in names and not is_inside(block.name, names))
+    left = (block for block in left if not any(is_inside(name, [block.name]) for name in names))
+    found = dataclasses.replace(plan, units=units, blocks=blocks, recomputable=tuple(left))
+    return plan if found == plan else found
+
+
+def _kept(root: Unit) -> Unit:
+    return dataclasses.replace(root, treatments=(freed_and_kept(root.treatments[0])[1],))
+
+
 def _treatments(unit: Unit) -> Iterator[tuple[str, Treatment]]:
-    """Treatments of a plan's unit, by the name that each of its slices has as a unit; the root is kept anyway."""
-    treatments = unit.treatments
-    if not unit.name:
-        treatments = (freed_and_kept(treatments[0])[1],)
-    return zip(slice_names(unit.name, unit.num_slices), treatments, strict=True)
+    """Treatments of a plan's unit, by the name that each of its slices has as a unit."""
+    return zip(slice_names(unit.name, unit.num_slices), unit.treatments, strict=True)
 
 
 def _told(name: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from lightning_osdp.core.axes import freed_and_kept
-from lightning_osdp.core.plans.plan import Block, Plan, Unit
+from lightning_osdp.core.plans.plan import Block, Plan, Unit, workload_of
 from lightning_osdp.core.step import Workload
 from lightning_osdp.engine import effects_of, num_all_gathers
 
@@ -50,7 +50,7 @@ def with_less_memory(plan: Plan, wanted_bytes: int) -> Plan | None:
 
 def in_micro_batches(plan: Plan, workload: Workload) -> Plan:
     """The plan in these micro-batches; where they are others than its own, nothing is predicted of it."""
-    if workload == plan.workload:
+    if workload == workload_of(plan):
         return plan
     return replace(
         _without_peak(plan),

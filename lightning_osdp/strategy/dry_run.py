@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_osdp.apply import ShardedModel
 from lightning_osdp.callbacks.peak import other_tensors, planned_tensors, tensors_in
-from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.plans.plan import Plan, workload_of
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.errors import InfeasibleError
@@ -77,10 +77,10 @@ def plan_that_fits(trainer: pl.Trainer, units: Units) -> None:
             )
         note = f"dry run: rank {rank} ran out of memory in {found.place}, so {_change(plan, lower)}"
         rank_zero_warn(f"OSDP: {note}. ({found.error})")
-        if lower.workload != plan.workload:
-            division.divide(trainer, lower.workload)
+        if workload_of(lower) != workload_of(plan):
+            division.divide(trainer, workload_of(lower))
         lower = dataclasses.replace(lower, notes=(*plan.notes, note))
-        model.give_up_plan(lower)
+        model.use(lower)
         publish(trainer, lower)
 
 

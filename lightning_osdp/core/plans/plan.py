@@ -187,11 +187,6 @@ class Plan:
         )
 
     @property
-    def workload(self) -> Workload:
-        """What a rank does in one optimizer step."""
-        return Workload(micro_batch_size=self.micro_batch_size, num_micro_batches=self.num_micro_batches)
-
-    @property
     def needs_nodes(self) -> bool:
         """Whether a unit is treated otherwise inside of nodes than between them."""
         return any(treatment.needs_nodes for unit in self.units for treatment in unit.treatments)
@@ -286,6 +281,11 @@ class Plan:
                 f"Expected a plan for this model and this number of ranks, but: {listed}."
                 " Plan anew by leaving out `plan=`, or use the model and the number of ranks that it was made for."
             )
+
+
+def workload_of(plan: Plan) -> Workload:
+    """What a rank does in one optimizer step."""
+    return Workload(micro_batch_size=plan.micro_batch_size, num_micro_batches=plan.num_micro_batches)
 
 
 def _summary(plan: Plan) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 
 from lightning_osdp.callbacks.peak import callbacks_of
 from lightning_osdp.core.batch_policy import BatchPolicy, samples_of_rank
-from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.plans.plan import Plan, workload_of
 from lightning_osdp.core.step import Workload
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.strategy.batching.first_batch import Peeked, reading
@@ -254,13 +254,9 @@ def allowed_micro_batches(
     return BatchPolicy.divide(num_samples, (size,)), Windows(current, number, num_samples, {})
 
 
-def given_division(trainer: pl.Trainer, plan: Plan, options: Options) -> Division:
-    """Micro-batches of a plan that was there before this fit, as far as the user's loaders can give them.
-
-    Where they make up the optimizer step that the user wants, the Trainer gets the plan's number of them, too. Raises a
-    `ConfigurationError` if they contradict ``batch_size`` or ``global_batch_size``.
-    """
-    size, num_samples = plan.micro_batch_size, plan.micro_batch_size * plan.num_micro_batches
+def check_agrees(plan: Plan, options: Options) -> None:
+    """Raises a `ConfigurationError` if a plan contradicts ``batch_size`` or ``global_batch_size``."""
+    size, num_samples = plan.micro_batch_size, workload_of(plan).num_samples
     if isinstance(options.batch_size, int) and options.batch_size != size:
         raise ConfigurationError(
             f"Expected batch_size and plan to agree, got batch_size={options.batch_size} and a plan for a micro-batch"
@@ -272,23 +268,34 @@ def given_division(trainer: pl.Trainer, plan: Plan, options: Options) -> Divisio
             f" plan for {num_samples * plan.world_size} samples: {plan.num_micro_batches} micro-batches of {size} on"
             f" each of {plan.world_size} ranks. Leave global_batch_size out, or plan anew by leaving out plan."
         )
-    is_fitting = trainer.state.fn == TrainerFn.FITTING and trainer.fit_loop._data_source.is_defined()
-    if options.batch_size == "keep" or not is_fitting:
-        return Division()
+
+
+def given_division(trainer: pl.Trainer, plan: Plan, options: Options) -> tuple[Division, Workload]:
+    """Micro-batches of a plan that was there before, as far as the user's loaders can give them; and those trained in.
+
+    Where they make up the optimizer step that the user wants, the Trainer gets the plan's number of them, too.
+    """
+    size, num_samples = plan.micro_batch_size, workload_of(plan).num_samples
+    if trainer.state.fn != TrainerFn.FITTING or not trainer.fit_loop._data_source.is_defined():
+        return Division(), workload_of(plan)
     loaders = training_loaders(trainer)
     current, reason = common_size(loaders), why_kept(loaders)
+    own = replace(workload_of(plan), num_micro_batches=trainer.accumulate_grad_batches)
+    kept = own if current is None else replace(own, micro_batch_size=current)
+    if options.batch_size == "keep":
+        return Division(), kept
     if reason is None and current is not None and samples_per_step(trainer, options, current) == num_samples:
         windows = Windows.of(trainer, micro_batch_size=current, num_samples=num_samples)
         sizes, reason = divisions(trainer, loaders, windows)
         if size in sizes:
-            return Division(plan.workload, windows, sizes)
+            return Division(workload_of(plan), windows, sizes), workload_of(plan)
         reason = reason or f"in micro-batches of {size} an epoch does not have the same windows"
-    if current == size:
-        return Division()
-    if reason is not None:
+    if reason is not None and current != size:
         rank_zero_warn(f"OSDP: the plan's micro-batch is {size}, but loaders keep theirs: {reason}.")
-        return Division()
-    return Division(plan.workload)
+    # without plan= it was made for other optimizer steps than those that the user has now
+    if reason is not None or current == size or (options.plan is None and options.batch_size == "auto"):
+        return Division(), kept
+    return Division(own, is_scaled=options.batch_size == "scale"), own
 
 
 def divisions(

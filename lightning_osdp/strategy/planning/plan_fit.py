@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from lightning_osdp.core.batch_policy import MOST_SAMPLES, BatchPolicy
 from lightning_osdp.core.cluster import CUDA_HEADROOM, Cluster
-from lightning_osdp.core.plans.plan import Plan
+from lightning_osdp.core.plans.plan import Plan, workload_of
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.byte_size import format_bytes
@@ -28,6 +28,7 @@ from lightning_osdp.strategy.batching.division import (
     Division,
     Windows,
     allowed_micro_batches,
+    check_agrees,
     given_division,
     told_division,
 )
@@ -52,6 +53,8 @@ class Choice(NamedTuple):
 
     plan: Plan | None
     division: Division
+    given: Plan | None = None
+    """As the user gave it; the plan may have other micro-batches."""
     groups: Sequence[Group] | None = None
     """Of the parameters of the whole model's optimizers, until there are those of the sharded one."""
     watch: BatchWatch | None = None
@@ -80,7 +83,8 @@ def chosen(
     trainer = module.trainer
     if options.plan is not None:
         plan = _given_plan(module, options)
-        return Choice(*divided(trainer, plan, options, resumed))
+        check_agrees(plan, options)
+        return Choice(*divided(trainer, plan, options, resumed), given=plan)
     if trainer.state.fn == TrainerFn.FITTING:
         return plan_fit(trainer, module, options, resumed)
     if known is not None and known.fingerprint == fingerprint(module):
@@ -139,15 +143,15 @@ def divided(trainer: pl.Trainer, plan: Plan, options: Options, resumed: Resumed 
     Raises:
         ConfigurationError: these are larger than what the plan was made for, as only its checkpoint wants it.
     """
-    division = given_division(trainer, plan, options)
+    division, used = given_division(trainer, plan, options)
     saved = None if resumed is None else division.resumed(resumed.division)
-    if resumed is None or saved in (None, plan.workload):
-        return plan, division
+    if resumed is None or saved in (None, workload_of(plan)):
+        return in_micro_batches(plan, used), division
     keeps_more = plan.num_micro_batches == 1 and any(unit.sync != "every" for unit in plan.units)
     if plan.peak_bytes and (saved.micro_batch_size > plan.micro_batch_size or keeps_more):
         raise ConfigurationError(
             f"Expected a plan for {told_division(saved)}, in which the checkpoint {resumed.path!r} counts, got one for"
-            f" {told_division(plan.workload)}, of which nobody knows whether the larger ones fit. Leave plan out to"
+            f" {told_division(workload_of(plan))}, of which nobody knows whether the larger ones fit. Leave plan out to"
             " plan for them, or pass the path of the checkpoint as plan=."
         )
     rank_zero_info(
@@ -244,8 +248,8 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
     if told:
         rank_zero_info(f"OSDP: {told} (against your own micro-batches, each of which reduces all gradients)")
     is_own = windows is None and plan.micro_batch_size == current and not is_scaled
-    division = Division(None if is_own else plan.workload, windows, sizes, profiler.peeked, is_scaled)
-    return Choice(plan, division, profiler.groups, BatchWatch(profiler.batch), measured, cluster)
+    division = Division(None if is_own else workload_of(plan), windows, sizes, profiler.peeked, is_scaled)
+    return Choice(plan, division, None, profiler.groups, BatchWatch(profiler.batch), measured, cluster)
 
 
 def _resumed_in(resumed: Resumed, policy: BatchPolicy, windows: Windows | None) -> BatchPolicy | None:

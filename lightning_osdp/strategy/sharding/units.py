@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from lightning_osdp.apply import (
     fully_shard_arguments,
     is_inside,
     refuse_copy,
-    with_recomputed,
+    sharded_as,
 )
 from lightning_osdp.callbacks.peak import callbacks_of
 from lightning_osdp.core.axes import Treatment
@@ -39,7 +39,7 @@ from lightning_osdp.core.plans.plan import Block, Plan
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.strategy.batching.division import Division
+from lightning_osdp.strategy.batching.division import Division, check_agrees
 from lightning_osdp.strategy.batching.loaders import forget_loaders
 from lightning_osdp.strategy.checkpointing import averaging, entries, saving
 from lightning_osdp.strategy.checkpointing.entries import read_plan
@@ -112,6 +112,7 @@ class Units:
         if found is not None and found.sharded.is_whole and is_fitting:
             found.undo()  # it was evaluated first, when there was nothing to plan for
             found = None
+        is_new = found is None
         if found is None:
             found = self._shard(module, known, resumed)
         elif found is not self.model:
@@ -119,7 +120,7 @@ class Units:
             rank_zero_info("OSDP: another Trainer has sharded this model already, and its units are used as they are.")
         self.model = found
         if is_fitting:
-            self._begin_fit(trainer, found, resumed)
+            self._begin_fit(trainer, found, resumed, is_new=is_new)
         reshard_before_hooks(trainer, found.sharded)
         found.sharded.reshard()
         return found.sharded.module
@@ -144,28 +145,33 @@ class Units:
             found = separated(module, choice, options, **arguments)
             choice = Choice(None, Division())
         else:
-            if choice.plan is not None:
+            found = sharded(module, choice.plan, options, **arguments)
+            if found.plan is not None:
                 if trainer.state.fn == TrainerFn.FITTING:
                     tell_of_unfreezing(trainer)
                 state_dict_type = strategy._state_dict_type
-                publish(trainer, choice.plan, choice.profile, choice.cluster, state_dict_type=state_dict_type)
-            found = sharded(module, choice.plan, options, **arguments)
+                publish(trainer, found.plan, choice.profile, choice.cluster, state_dict_type=state_dict_type)
         self.division, self.choice = choice.division, choice
         self._is_for_training = trainer.state.fn == TrainerFn.FITTING
         _move_torchmetrics_to_device(module, strategy.root_device)
-        return ReusableModel(found, self._settings(), summaries)
+        given = [plan for plan in (choice.plan, choice.given) if plan is not None]
+        return ReusableModel(found, self._settings(), summaries, given)
 
-    def _begin_fit(self, trainer: pl.Trainer, found: ReusableModel, resumed: entries.Resumed | None) -> None:
+    def _begin_fit(
+        self, trainer: pl.Trainer, found: ReusableModel, resumed: entries.Resumed | None, *, is_new: bool
+    ) -> None:
         plan = found.sharded.plan
-        if plan is not None and not (self._is_for_training and resumed is None):  # its units were there before
+        if plan is not None and not is_new:
             if not self._is_for_training:
                 found.check_wishes(self.options)
+                check_agrees(plan, self.options)
             self._forget_division(trainer)
-            executed, self.division = divided(trainer, plan, self.options, resumed)
-            if executed is not plan:
-                found.give_up_plan(executed)
-            if executed is not plan or not self._is_for_training:
-                publish(trainer, executed)
+            plan, self.division = divided(trainer, plan, self.options, resumed)
+            is_told = self._is_for_training and plan == found.sharded.plan
+            if plan != found.sharded.plan:
+                found.use(plan)
+            if not is_told:
+                publish(trainer, plan)
             self._is_for_training = True
         self.division.begin(trainer)
         saving.tell_of_incomplete(trainer)
@@ -199,10 +205,8 @@ def sharded(module: pl.LightningModule, plan: Plan | None, options: Options, **a
     """The module as planned; for want of a plan, in units of its children and blocks."""
     if plan is None:
         return ShardedModel.unplanned(module, **arguments)
-    executed = replace(plan, blocks=with_recomputed(plan.blocks, options.recomputed))
-    found = ShardedModel.planned(module, executed, **arguments)
+    found = ShardedModel.planned(module, plan, recomputed=options.recomputed, **arguments)
     precision = str(module.trainer.precision)
-    found.plan, found.recomputed = plan, options.recomputed
     found.check_options = lambda plan: check_accumulates_in_fp32(plan, options, precision)
     return found
 
@@ -254,28 +258,33 @@ def _named_by(policy: Mapping[str, Any], module: nn.Module) -> tuple[str, ...]:
 
 
 class ReusableModel:
-    """A sharded module, which holds this as a hook of its own ``state_dict()``, as long as it is sharded.
+    """A sharded module, which leads to this as long as it is sharded.
 
     Its ``state_dict()`` and those of modules inside it raise wherever they would give this rank's shards; its own
     ``load_state_dict()`` takes whole tensors, on all ranks.
     """
 
     def __init__(
-        self, sharded: ShardedModel, settings: Mapping[str, str], summaries: Mapping[int, SimpleNamespace]
+        self,
+        sharded: ShardedModel,
+        settings: Mapping[str, str],
+        summaries: Mapping[int, SimpleNamespace],
+        given: Iterable[Plan] = (),
     ) -> None:
         self.sharded, self._settings, self._summaries = sharded, settings, summaries
-        self._given_up: list[Plan] = []  # plans with the same units that did not fit in a dry run
+        self._led_here = [*given]  # plans of the same units that were given, or did not fit in a dry run
+        sharded.reusable = self
         module = sharded.module
         having = (child for child in module.modules() if any(True for _ in child.parameters()))
         self._handles = [child.register_state_dict_pre_hook(self) for child in having]
         self._handles.append(module._register_load_state_dict_pre_hook(partial(_take, self)))
 
-    def give_up_plan(self, lower: Plan) -> None:
+    def use(self, plan: Plan) -> None:
         """Goes on under another plan with the same units; it may have other micro-batches."""
-        given_up = self.sharded.plan
-        assert given_up is not None
-        self.sharded.use(lower, may_divide=True)
-        self._given_up.append(given_up)
+        before = self.sharded.plan
+        assert before is not None
+        self.sharded.use(plan, may_divide=True)
+        self._led_here.append(before)
 
     def show_summaries(self, trainer: pl.Trainer) -> None:
         """Has a Trainer's callbacks print what they would of the whole model, where there is one of their depth."""
@@ -313,7 +322,7 @@ class ReusableModel:
         if isinstance(given, Path):
             path = given
             given = on_rank_zero(lambda: read_plan(path))
-        if given is not None and given not in (plan, *self._given_up):
+        if given is not None and given not in (plan, *self._led_here):
             raise _disagree("the plan that it was sharded by", "another plan=")
         if given is None and memory_limit_bytes not in (None, plan.memory_limit_bytes):
             raise _disagree(
@@ -339,8 +348,9 @@ class ReusableModel:
 
 def found_in(module: nn.Module) -> ReusableModel | None:
     """What this module was sharded as, by whichever strategy."""
-    hooks = [hook for hook in module._state_dict_pre_hooks.values() if isinstance(hook, ReusableModel)]
-    return next((hook for hook in hooks if hook.sharded.module is module), None)
+    sharded = sharded_as(module)
+    found = None if sharded is None else sharded.reusable
+    return found if isinstance(found, ReusableModel) else None
 
 
 def whole_summaries(trainer: pl.Trainer, module: pl.LightningModule) -> dict[int, SimpleNamespace]:
