@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -47,9 +48,10 @@ class Agreement:
       to do before it does it, for it cannot while it waits. So it does in an evaluation, before it gathers a unit
       for the second time in one step: text that is generated may be longer on one rank than on another.
     - Buffers are rank 0's when training begins, and what has changed of them again before each step of an optimizer.
+    - What one rank finds written to its rows of weights that cannot take it, all ranks refuse.
     """
 
-    def __init__(self, root: nn.Module, groups: Sequence[Any]) -> None:
+    def __init__(self, root: nn.Module, groups: Sequence[Any], writes: internals.GatheredWrites) -> None:
         world = dist.group.WORLD
         self._group = _own_group(world) if world is not None and world.size() > 1 else None
         self._num_steps = 0
@@ -64,7 +66,7 @@ class Agreement:
             parameters += [parameter for parameter, _ in internals.parameters_of(group)]
             internals.on_collectives(group, partial(self._note_collective, index))
         self._watch = internals.BackwardWatch(root, groups, self._note_gradients)
-        self._buffers = Buffers(root)
+        self._buffers, self._writes = Buffers(root), writes
         # by identity, for a tensor's own hash is slow
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._has_gradient = [False] * len(self._places)
@@ -87,6 +89,11 @@ class Agreement:
             raise apart("their number")
         self._buffers.take(self._largest(self._buffers.told()), self._group)
 
+    def end_fit(self) -> None:
+        """Training has ended; raises a `ConfigurationError` of writes that no step told of. Call it on all ranks."""
+        for _ in range(2):  # a device has told of the last step at the second call
+            self._writes.check(self._largest(self._writes.told()))
+
     def begin_backward(self) -> None:
         """Gradients that were dropped since the last backward do not count."""
         self._watch.is_announced = True
@@ -105,7 +112,7 @@ class Agreement:
 
         Call it on all ranks.
         """
-        used = self._has_gradient if self._group is None else self._largest(self._has_gradient)
+        used = self._largest(self._has_gradient)
         for start, group in zip(self._starts, self._groups, strict=True):
             for place, (parameter, _) in enumerate(internals.parameters_of(group), start):
                 if not used[place]:
@@ -116,9 +123,10 @@ class Agreement:
         """Before a step of an optimizer: drops gradients of what no rank has used, unless `end_backward` has.
 
         Call it on all ranks. Buffers that have changed are rank 0's then. It raises where ranks have gathered or
-        reduced different units since the last step, or where nodes have different values of the same parameter.
+        reduced different units since the last step, where nodes have different values of the same parameter, or where
+        the step before has written to weights that cannot take it.
         """
-        used: Sequence[int] = self._has_gradient
+        written, used = self._writes.told(), list[int](self._has_gradient)
         if self._group is not None:
             is_early = self._num_steps < _NUM_CHECKED
             if is_early:
@@ -126,12 +134,14 @@ class Agreement:
             if is_early or self._num_steps % _STEPS_BETWEEN == 0:
                 self._check_nodes()
             self._num_steps += 1
-            told = self._buffers.told()
-            most, least, *largest = self._largest([self._order, -self._order, *told, *self._has_gradient])
+            own = (self._buffers.told(), written, used)
+            most, least, *largest = self._largest([self._order, -self._order, *chain(*own)])
             self._order = 0
             _check_same(most, least)
-            used = largest[len(told) :]
-            self._buffers.take(largest[: len(told)], self._group)
+            rest = iter(largest)
+            buffers, written, used = (list(islice(rest, len(part))) for part in own)
+            self._buffers.take(buffers, self._group)
+        self._writes.check(written)
         for group in () if self._has_dropped else optimizer.param_groups:
             for parameter in group["params"]:
                 place = self._places.get(id(parameter))
@@ -201,8 +211,7 @@ class Agreement:
 
     def _check(self, told: int) -> None:
         """Returns if all ranks tell the same."""
-        if self._group is not None:
-            _check_same(*self._largest([told, -told]))
+        _check_same(*self._largest([told, -told]))
 
     def _check_nodes(self) -> None:
         """Returns if all nodes have the same values of what each of them has all of; exact, and once for all of it."""
@@ -228,6 +237,8 @@ class Agreement:
 
     def _largest(self, values: Sequence[int]) -> list[int]:
         """Of each value, the largest over all ranks."""
+        if self._group is None:
+            return [*values]
         told = torch.tensor(values, dtype=torch.int32, device="cpu")
         dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
         return told.tolist()

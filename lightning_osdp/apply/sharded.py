@@ -39,9 +39,6 @@ from lightning_osdp.splitting import cuts_of, join_names
 
 T = TypeVar("T")
 
-_NUM_LOOKED = 4
-"""Optimizer steps in which values tell what a step has written: manual optimization takes several in one step."""
-
 
 class ShardedModel:
     """A module whose parameters are sharded, over all ranks or in each node.
@@ -98,10 +95,10 @@ class ShardedModel:
         self._set_prefetch()
         internals.set_asynchronous(module, is_asynchronous=plan is not None and plan.asynchronous_unshard)
         internals.gather_for_training(self._groups)
-        self._writes, self._num_steps = internals.GatheredWrites(self._groups), 0
+        self._writes = internals.GatheredWrites(self._groups)
         for group in self._groups:
             internals.Freezing(group)
-        self._agreement = Agreement(module, self._groups)
+        self._agreement = Agreement(module, self._groups, self._writes)
         self._waiting = internals.WaitingForwards(module)
         internals.set_owner(module, self)
         self.carry_hooks()
@@ -170,10 +167,14 @@ class ShardedModel:
         with the scalars and buffers of rank 0.
         """
         self._forget_step()
-        self._num_steps, self._writes.is_looking = 0, True
+        self._writes.begin_fit()
         for unit in self.units:
             internals.copy_from_first(unit.handle)
         self._agreement.begin_fit()
+
+    def end_fit(self) -> None:
+        """Training has ended as it should; raises a `ConfigurationError` of its last step, see the one before."""
+        self._agreement.end_fit()
 
     def run(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Runs one of the user's steps, with what the root unit holds unsharded."""
@@ -202,11 +203,9 @@ class ShardedModel:
 
         Raises:
             RanksApartError: ranks have not run the same units, or nodes have drifted apart.
-            ConfigurationError: the step has written to parameters that are gathered in low precision.
+            ConfigurationError: the step before has written to parameters that are gathered in low precision.
         """
         self.reshard()  # what the step has written to gathered parameters is in the shards before they change
-        self._num_steps += 1
-        self._writes.is_looking = self._num_steps < _NUM_LOOKED
         self._agreement.settle(optimizer)
         share_gradients(optimizer)
 

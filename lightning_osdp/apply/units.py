@@ -242,8 +242,9 @@ def set_prefetch(units: Sequence[ShardedUnit], engine: FSDP2, *, rerun: Collecti
         if engine.backward_prefetch == "pre" and place > trained and order[place - 1].name not in engine.late_backward:
             ahead = order[place - 1]
         unit.handle.set_modules_to_backward_prefetch([ahead.handle])
+    # not the root: a step may write to weights before it calls a module
     inner = [unit for unit in units if unit.name]
-    for unit, following in zip([root, *inner], [*inner, None], strict=True):
+    for unit, following in zip(inner, [*inner[1:], None], strict=False):
         around = next((block for block in rerun if unit.name.startswith(f"{block}.")), "")
         comes = (
             engine.forward_prefetch

@@ -3,7 +3,8 @@
 With explicit lists of modules to prefetch, one for each unit:
 
 - Forward gathers a unit at each call of its module and frees it after, unless its mode keeps it. The root is gathered
-  first and kept to the end of backward. ``forward_prefetch`` gathers the next unit once a unit is copied out.
+  first and kept to the end of backward. ``forward_prefetch`` gathers the next unit once a unit is copied out, but
+  none once the root is: a step may begin with writes to weights, which what is gathered before them has not.
 - Backward gathers a unit when it reaches what a call of it has returned, and frees it when the gradients of that call's
   inputs are there: a unit that forward calls twice is gathered twice in backward, unless it is kept and this is the
   first time. Its gradients are reduced at its first call; autograd holds them until then.
@@ -121,9 +122,9 @@ class Host:
         self.at_the_end.sort()
 
     def _leads_on(self, segment: int, starting: Sequence[int]) -> bool:
-        """Whether what begins with this segment, or else the root, prefetches in forward."""
+        """Whether what begins with this segment prefetches in forward."""
         if not starting:
-            return segment == 0
+            return False
         (following,), innermost = self.ahead[segment], max(starting)
         around = (inside for _, inside, _ in self.blocks.values() if innermost in inside)
         return self.is_called_once[innermost] and all(following in inside for inside in around)

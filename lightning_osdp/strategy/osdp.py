@@ -286,6 +286,10 @@ class OSDPStrategy(FSDPStrategy):
         self._generators.begin(self.root_device)
 
     @override
+    def on_train_end(self) -> None:
+        self._sharded.end_fit()
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._units.choice.watch is not None:
             self._units.choice.watch.look(args[0], self.global_rank)

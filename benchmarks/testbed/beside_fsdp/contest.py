@@ -270,12 +270,11 @@ def _give_back() -> None:
 def after_the_first_steps() -> Iterator[None]:
     """What OSDP does in the first steps of every fit only, and which slows them, is not done in these, which are few.
 
-    On CPU it counts live bytes in three steps; ranks tell each other every collective before it in two, and look for
-    writes to gathered parameters in four: here in the first, which is not timed.
+    On CPU it counts live bytes in three steps; ranks tell each other every collective before it in two: here in the
+    first, which is not timed.
     """
     with (
         patch("lightning_osdp.callbacks.peak.COUNTED_STEPS", 0),
         patch("lightning_osdp.apply.agreement._NUM_CHECKED", 1),
-        patch("lightning_osdp.apply.sharded._NUM_LOOKED", 1),
     ):
         yield
