@@ -69,6 +69,7 @@ _METHODS = {
         "_to_sharded_post_forward",
         "is_unsharded",
         "post_backward",
+        "post_forward",
         "reshard",
         "wait_for_unshard",
     ),
@@ -1053,7 +1054,10 @@ class BackwardWatch:
         self.is_announced, self._is_ending = False, False
         self._root, self._note, self._groups = root, note, groups
         self._before: list[Any] | None = None  # gradients of each group, where a backward came unannounced
+        self._transformed: set[Any] = set()
+        """Groups that ``torch.func`` has called in this step."""
         for index, group in enumerate(groups):
+            group.post_forward = partial(self._post_forward, group, group.post_forward)
             group.post_backward = partial(self._post_backward, group, group.post_backward, index)
         for state in state_of(root)._state_ctx.all_states:
             begin = state._register_root_post_backward_final_callback
@@ -1070,12 +1074,29 @@ class BackwardWatch:
         """Whether parameters of a group have got gradients in this backward, or it was announced."""
         return self._before is None or _versions_of_gradients(self._groups[index]) != self._before[index]
 
+    def _post_forward(self, group: Any, post_forward: Callable[..., Any], *args: Any) -> Any:
+        """Leaves a unit gathered to the end of backward that ``torch.func`` calls.
+
+        What it takes derivatives of hides from hooks of the unit's outputs, and backward comes to it at any time.
+        """
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            return post_forward(*args)
+        self._transformed.add(group)
+        group.reshard = do_nothing
+        try:
+            return post_forward(*args)
+        finally:
+            del group.reshard
+
     def _post_backward(self, group: Any, post_backward: Callable[..., None], index: int, *unused: Any) -> None:
+        if group in self._transformed and not self._is_ending:
+            return
         if not (self._is_ending or self._has_got(index)):
             _leave_as_forward(group)
             return
         have = [has_whole_gradient(parameter) for parameter in group.fsdp_params]
         self._note(index, have)
+        _make_dense(group)
         if any(have) or self._is_ending:
             post_backward(*unused)
             return
@@ -1100,6 +1121,7 @@ class BackwardWatch:
             end()
         finally:
             self._is_ending = False
+            self._transformed.clear()
         for group in self._groups:
             _drop_retained(group)
 
@@ -1111,8 +1133,18 @@ class BackwardWatch:
             if state._training_state == TrainingState.PRE_BACKWARD:
                 state._training_state = TrainingState.IDLE
         for group in self._groups:
-            if group._training_state == TrainingState.PRE_BACKWARD:  # its inputs need no gradients
+            if group in self._transformed:
+                group._training_state = TrainingState.IDLE
+            elif group._training_state == TrainingState.PRE_BACKWARD:  # its inputs need no gradients
                 _leave_as_forward(group)
+
+
+def _make_dense(group: Any) -> None:
+    """Has gradients that are sparse, as of an embedding, be what a reduce-scatter can cut into rows."""
+    for parameter in group.fsdp_params:
+        whole = getattr(parameter, "_unsharded_param", None)
+        if whole is not None and whole.grad is not None and whole.grad.layout != torch.strided:
+            whole.grad = whole.grad.to_dense()
 
 
 def _versions_of_gradients(group: Any) -> list[tuple[int, int]]:

@@ -6,6 +6,7 @@ The tensors of a model on the meta device get them for one unit at a time, right
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -20,6 +21,8 @@ from lightning_osdp.apply.internals import do_nothing
 from lightning_osdp.core.plans.plan import Plan, Unit
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError, ProfileError
 from lightning_osdp.splitting import SplitModule, compiled_whole, parameter_like, split, splittable
+
+_log = logging.getLogger(__name__)
 
 
 def check_shardable(module: nn.Module) -> None:
@@ -38,12 +41,36 @@ def check_shardable(module: nn.Module) -> None:
                 " DTensor and its hook sees the mean over all ranks, or change gradients in on_before_optimizer_step;"
                 " hooks of parameter.register_hook() are carried over."
             )
-        if not parameter.is_contiguous():
+        if not parameter.is_contiguous() and not _has_own_memory(parameter, module):
             raise ConfigurationError(
-                f"Expected contiguous parameters, which fully_shard needs, got strides {tuple(parameter.stride())} for"
-                f" shape {tuple(parameter.shape)} of {name!r}. Make it contiguous: parameter.data ="
-                " parameter.data.contiguous()."
+                f"Expected parameters with memory of their own, which fully_shard cuts into rows, got strides"
+                f" {tuple(parameter.stride())} for shape {tuple(parameter.shape)} of {name!r}, in memory that holds"
+                " something else, too. Give it its own: parameter.data = parameter.data.contiguous()."
             )
+
+
+def make_contiguous(module: nn.Module) -> None:
+    """Lays parameters out in rows, such as weights in channels_last; says so on rank 0."""
+    strided = [name for name, parameter in module.named_parameters() if not parameter.is_contiguous()]
+    for name in strided:
+        parameter = module.get_parameter(name)
+        parameter.data = parameter.data.contiguous()
+    if strided and (not dist.is_initialized() or dist.get_rank() == 0):
+        _log.warning(
+            "OSDP: fully_shard needs contiguous parameters: %s is made so, of %d that were not. Where that was"
+            " channels_last, give it to inputs, x.to(memory_format=torch.channels_last), and convolutions keep to it.",
+            strided[0],
+            len(strided),
+        )
+
+
+def _has_own_memory(parameter: nn.Parameter, module: nn.Module) -> bool:
+    """Whether it fills its storage, and nothing else of the module is there."""
+    storage = parameter.untyped_storage()
+    others = (tensor for _, _, _, tensor in _tensors(module) if tensor is not parameter)
+    return storage.nbytes() == parameter.nbytes and all(
+        other.untyped_storage()._cdata != storage._cdata for other in others
+    )
 
 
 def prepared(module: nn.Module, plan: Plan) -> dict[str, nn.Module]:

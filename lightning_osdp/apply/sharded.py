@@ -20,6 +20,7 @@ from lightning_osdp.apply.agreement import Agreement
 from lightning_osdp.apply.prepare import (
     call_layers_in_evaluation,
     check_shardable,
+    make_contiguous,
     modules_of,
     prepared,
     slices_of,
@@ -424,6 +425,7 @@ def _begin(
     internals.read_whole_values()
     internals.set_values()
     check_shardable(module)
+    make_contiguous(module)
     initialize: Callable[[nn.Module], None]
     if param_init_fn is None:
         initialize = unit_initializer(module, device) or internals.do_nothing

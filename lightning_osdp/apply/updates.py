@@ -36,8 +36,10 @@ def share_gradients(optimizer: Optimizer) -> None:
     Each rank has added them up in an order of its own: rounding would drive the ranks' scalars apart.
     """
     scalars = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor) and not p.dim()]
-    gradients = [internals.local(p.grad) for p in scalars if p.grad is not None]
-    if gradients:
+    alike = defaultdict(list)
+    for gradient in (internals.local(p.grad) for p in scalars if p.grad is not None):
+        alike[gradient.dtype].append(gradient)
+    for gradients in alike.values():
         shared = torch.stack(gradients)
         dist.broadcast(shared, src=0)
         torch._foreach_copy_(gradients, list(shared.unbind()))
@@ -185,6 +187,12 @@ def try_optimizer(optimizer: Optimizer) -> None:
         raise ConfigurationError(
             "Expected an optimizer that updates each parameter by itself, got LBFGS, which takes inner products over"
             " all of them and would see shards alone. Use AdamW, or DDPStrategy for a model that fits whole."
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ConfigurationError(
+            "Expected an optimizer that takes dense gradients, got SparseAdam: those of an embedding with sparse=True"
+            " are dense once they are reduced over ranks and cut into rows. Use SGD or Adagrad, which take the same"
+            " steps on both, or Adam, which moves rows on that no batch has used."
         )
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     devices = sorted({p.device.index for p in parameters if p.device.type == "cuda"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.types import Optimizable
 from lightning.pytorch.plugins.precision import FSDPPrecision
+from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
@@ -45,6 +47,15 @@ class OSDPPrecision(FSDPPrecision):
     def mixed_precision_config(self) -> MixedPrecision:
         """What units compute and reduce in: of no dtype, where that is the parameters' own."""
         return MixedPrecision() if self.precision in ("32-true", "64-true") else super().mixed_precision_config
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Casts what is real alone: Lightning's FSDP precision drops the imaginary part of what is complex."""
+        if "true" in self.precision and any(each.is_complex() for each in (*module.parameters(), *module.buffers())):
+            casts = {torch.float64: "double", torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16"}
+            cast: Callable[[], nn.Module] = getattr(module, casts[self._desired_input_dtype])
+            return cast()
+        return super().convert_module(module)
 
     @override
     def forward_context(self) -> AbstractContextManager[Any]:

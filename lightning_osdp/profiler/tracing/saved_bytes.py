@@ -22,6 +22,7 @@ from lightning_osdp.profiler.step.run_step import loss_in
 from lightning_osdp.profiler.step.snapshot import storage_key, tensors_in
 from lightning_osdp.profiler.tracing.calls import Calls, Position, followed
 from lightning_osdp.profiler.tracing.operators import find_operators
+from lightning_osdp.profiler.tracing.saved_tensors import saved_tensors_hooks
 
 Saved = tuple[tuple[bool, int, int], int]
 """Of a tensor that a segment saves and a block gets or returns: where a block first does - whether in this block or the
@@ -215,7 +216,7 @@ def trace_activations(
             if parameter.requires_grad:
                 cleanup.callback(parameter.register_post_accumulate_grad_hook(follower.drop).remove)
         early = cleanup.enter_context(saving_less(module, blocks, choice, position, follower.excluded))
-        with torch.autograd.graph.saved_tensors_hooks(follower.keep, lambda packed: packed):
+        with saved_tensors_hooks(follower.keep, lambda packed: packed):
             returned = run()
         position.enter(position.num_segments - 1)
         for tensor in tensors_in(returned):

@@ -29,6 +29,7 @@ from lightning_osdp.profiler.machine.memory import raise_if_fatal
 from lightning_osdp.profiler.step.run_step import StepRunner, check_loss
 from lightning_osdp.profiler.step.snapshot import storage_key, tensors_in
 from lightning_osdp.profiler.tracing.calls import Calls, recorded_calls
+from lightning_osdp.profiler.tracing.saved_tensors import saved_tensors_hooks
 
 T = TypeVar("T")
 Token = int | str | object
@@ -277,7 +278,7 @@ def logged_forward(module: nn.Module, batch: Any, blocks: Mapping[str, nn.Module
         log = ForwardLog(module, batch, cleanup.enter_context(recorded_calls(module)))
         for name, block in blocks.items():
             cleanup.callback(block.register_forward_pre_hook(partial(log.mark, name), prepend=True).remove)
-        cleanup.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda _: None, needed))
+        cleanup.enter_context(saved_tensors_hooks(lambda _: None, needed))
         cleanup.enter_context(log)
         yield log
 

@@ -67,8 +67,8 @@ def plan_with(make, kind, *, sync="every", dtype="float64", **options):
 
 
 def in_dtype(module, dtype):
-    """The same; as it is if there is no dtype."""
-    return module if dtype is None else module.to(getattr(torch, dtype))
+    """The same, complex parameters as they are; all as it is if there is no dtype."""
+    return {None: lambda: module, "float32": module.float, "float64": module.double}[dtype]()
 
 
 def ddp(**options):
@@ -103,8 +103,7 @@ def differences(make, kinds=("mixed",), *, expected=None, sync="every", plan_opt
     """
     by_ddp = fitted(ddp(**(ddp_options or {})), (expected or make)(), **options)
     state = by_ddp[0]
-    start = {name: value.double() for name, value in sorted(make().state_dict().items())}
-    found = {"moved": largest_difference({name: value.double() for name, value in state.items()}, start)}
+    found = {"moved": moved(state, make)}
     for kind in kinds:
         plan = plan_with(make, kind, sync=sync, dtype=options.get("dtype", "float64"), **(plan_options or {}))
         found[kind] = difference(fitted(OSDPStrategy(plan=plan, node_size=plan.node_size), make(), **options), by_ddp)
@@ -138,8 +137,8 @@ def planned(make, **options):
 
 def moved(state, make):
     """How far weights are from where they began."""
-    start = {name: value.double() for name, value in sorted(make().state_dict().items())}
-    return largest_difference({name: value.double() for name, value in state.items()}, start)
+    start = dict(sorted(make().state_dict().items()))
+    return largest_difference(state, start)
 
 
 class Adapter(nn.Module):

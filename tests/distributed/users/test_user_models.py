@@ -642,13 +642,7 @@ class Dtypes(Chain):
         self.second.bias = nn.Parameter(self.second.bias.detach().half())
 
 
-class Strided(Chain):
-    def __init__(self, optimizer="adamw"):
-        super().__init__(optimizer)
-        self.first.weight = nn.Parameter(torch.randn(7, WIDTH).t())
-
-
-BAD_MODELS = {"sharded": Sharded, "dtypes": Dtypes, "strided": Strided}
+BAD_MODELS = {"sharded": Sharded, "dtypes": Dtypes}
 BAD_OPTIONS = {
     "limit_all_gathers": {"limit_all_gathers": False},
     "BACKWARD_POST": {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
@@ -766,7 +760,6 @@ def test_bf16_mixed_is_ddps_and_buffers_stay_float32(ranks):
 REMEDIES = {
     "sharded": "leave out a fully_shard of your own",
     "dtypes": "Give them one dtype",
-    "strided": "Make it contiguous",
     "limit_all_gathers": "Leave it out",
     "BACKWARD_POST": "Pass BackwardPrefetch.BACKWARD_PRE or None",
     "keep_low_precision_grads": "Leave it out",
