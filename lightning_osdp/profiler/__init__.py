@@ -13,7 +13,8 @@ from lightning_osdp.profiler.machine.memory import (
 from lightning_osdp.profiler.model import TrainingStep, profile_model
 from lightning_osdp.profiler.precision import ComputePrecision
 from lightning_osdp.profiler.step.fake_model import without_values
-from lightning_osdp.profiler.step.run_step import loss_in, resized, why_not_mean
+from lightning_osdp.profiler.step.run_step import halves_of, loss_in, resized, why_not_mean
+from lightning_osdp.profiler.step.same_state import why_state_differs
 from lightning_osdp.profiler.step.snapshot import tensors_in, untouched
 from lightning_osdp.profiler.step_time import Together
 from lightning_osdp.profiler.tracing.operators import check_parameters, fingerprint
@@ -28,6 +29,7 @@ __all__ = [
     "default_memory_limit_bytes",
     "empty_cache",
     "fingerprint",
+    "halves_of",
     "is_out_of_memory",
     "loss_in",
     "measure_cluster",
@@ -37,5 +39,6 @@ __all__ = [
     "tensors_in",
     "untouched",
     "why_not_mean",
+    "why_state_differs",
     "without_values",
 ]

@@ -22,7 +22,7 @@ from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.search import SOLVERS
 from lightning_osdp.strategy.runtime.launcher import StartMethod
 
-_BATCH_SIZES = ("auto", "keep", "scale")
+_BATCH_SIZES = ("auto", "divide", "keep", "scale")
 _PERCENT = re.compile(r"\s*(?P<number>\d+(?:\.\d*)?)\s*%\s*")
 _LEAST_BYTES = 2**20
 """Below it, an int is one that somebody took for GiB."""

@@ -64,8 +64,10 @@ class OSDPStrategy(FSDPStrategy):
             nothing is profiled, `search`, `search_space` and `cost_model` have no effect, and the other options must
             agree with it.
         batch_size: ``"auto"`` keeps exactly the global batch that the user configured and may divide it into other
-            micro-batches; ``"keep"`` leaves the loader alone; ``"scale"`` chooses the micro-batch with the best
-            predicted samples/s; an int is that micro-batch. A new size rebuilds the training loader only.
+            micro-batches, where that is shown to train the same; ``"divide"`` does so wherever the loss is a mean over
+            samples, whatever else happens in each micro-batch; ``"keep"`` leaves the loader alone; ``"scale"`` chooses
+            the micro-batch with the best predicted samples/s; an int is that micro-batch. A new size rebuilds the
+            training loader only.
         search: ``"depth_first"`` (the paper's, exact), ``"greedy"`` (near-instant; its gap may be larger) or
             ``"exhaustive"`` (for a few operators).
         search_space: limits on what the plan may choose; None: everything.
@@ -100,7 +102,7 @@ class OSDPStrategy(FSDPStrategy):
         self,
         memory_limit: int | str | None = None,
         plan: Plan | str | Path | None = None,
-        batch_size: int | Literal["auto", "keep", "scale"] = "auto",
+        batch_size: int | Literal["auto", "divide", "keep", "scale"] = "auto",
         search: str = "depth_first",
         search_space: SearchSpace | None = None,
         *,

@@ -49,7 +49,7 @@ def test_limits_are_bytes_or_a_share_of_what_is_free():
         ({"plan": "none/osdp_plan.json"}, "got 'none/osdp_plan.json', which does not exist"),
         ({"profile_batch": "shortest"}, "returns one, got 'shortest'"),
         ({"cost_model": "guess"}, "cost_model must be one of ('simulate', 'paper'), got 'guess'"),
-        ({"batch_size": "big"}, "batch_size must be one of ('auto', 'keep', 'scale') or at least 1, got 'big'"),
+        ({"batch_size": "big"}, "one of ('auto', 'divide', 'keep', 'scale') or at least 1, got 'big'"),
         ({"batch_size": 0}, "or at least 1, got 0"),
         ({"batch_size": True}, "or at least 1, got True"),
         ({"search": "luck"}, "search must be one of ('depth_first', 'greedy', 'exhaustive'), got 'luck'"),

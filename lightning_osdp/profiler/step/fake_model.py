@@ -252,7 +252,7 @@ class _AsAllocated(TorchDispatchMode):
             with unset_fake_temporarily():
                 return torch.ones((), dtype=args[0].dtype).item()
         if func._schema.is_mutable:
-            self.written |= {tensor.untyped_storage()._cdata for tensor in _written_by(func, args, kwargs or {})}
+            self.written |= {tensor.untyped_storage()._cdata for tensor in written_by(func, args, kwargs or {})}
         result = func(*args, **(kwargs or {}))
         if (rule := _RULES.get(func)) is not None:
             result = rule(result, *args)
@@ -264,7 +264,7 @@ class _AsAllocated(TorchDispatchMode):
         return result
 
 
-def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """Arguments that an operation in place changes."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.is_write:

@@ -214,8 +214,7 @@ def _obstacles(module: nn.Module, run: Callable[[Any], Any], batch: Any, batch_s
     for name, child in module.named_modules():
         if isinstance(child, _BatchNorm) and child.training:
             yield f"{name} normalises over the samples of a micro-batch"
-    samples, middle = range(batch_size), batch_size // 2
-    halves = [samples[:middle], samples[middle:], samples[::2], samples[1::2]]
+    halves = halves_of(batch_size)
     try:
         parts = [samples_of(batch, batch_size, half) for half in halves]
         if any(part is None for part in parts):
@@ -236,14 +235,29 @@ def _obstacles(module: nn.Module, run: Callable[[Any], Any], batch: Any, batch_s
             yield f"the loss of a batch is not the mean of its halves' losses ({float(whole):.7g}, not {mean:.7g})"
 
 
+def halves_of(batch_size: int) -> list[range]:
+    """Samples of the first and the second half, and of every second one and the others."""
+    samples, middle = range(batch_size), batch_size // 2
+    return [samples[:middle], samples[middle:], samples[::2], samples[1::2]]
+
+
 def _loss(module: nn.Module, run: Callable[[Any], Any], batch: Any, *, seed: int) -> torch.Tensor:
-    """Without dropout: torch's functions drop nothing, and modules below that may drop something evaluate."""
+    with dropping_nothing(module, seed=seed):
+        return loss_in(run(batch)).detach().clone()
+
+
+@contextmanager
+def dropping_nothing(module: nn.Module, *, seed: int) -> Iterator[None]:
+    """Within it, steps are run without gradients and dropout; afterwards the module is as it was.
+
+    Torch's functions drop nothing, and modules below that may drop something evaluate.
+    """
     with untouched(module), torch.no_grad(), _NothingDropped():
         for child in module.modules():
             if child is not module and _may_drop(child):
                 child.training = False
         torch.manual_seed(seed)
-        return loss_in(run(batch)).detach().clone()
+        yield
 
 
 def _may_drop(module: nn.Module) -> bool:

@@ -118,11 +118,16 @@ def _restores(values: Iterable[Any], left_out: Iterable[Tensor]) -> list[Restore
             waiting.extend(kept.values() if isinstance(kept, dict) else kept)
         elif (restore := _restore_state(value)) is not None:
             restores.append(restore)
-        if _is_looked_into(value):
-            slots = {name: getattr(value, name, _UNSET) for name in _slotnames(type(value))}
+        if is_looked_into(value):
+            slots = slots_of(value)
             restores += [partial(_set_slot, value, name, kept) for name, kept in slots.items()]
             waiting.extend((*slots.values(), getattr(value, "__dict__", None)))
     return restores
+
+
+def slots_of(value: Any) -> dict[str, Any]:
+    """Attributes of an object that are not in its dictionary, those that it has not got too."""
+    return {name: getattr(value, name, _UNSET) for name in _slotnames(type(value))}
 
 
 def _refill(container: Any, kept: Any) -> None:
@@ -136,7 +141,7 @@ def _refill(container: Any, kept: Any) -> None:
 _UNSET = object()
 
 
-def _is_looked_into(value: Any) -> bool:
+def is_looked_into(value: Any) -> bool:
     """Whether attributes of an object come back."""
     if isinstance(value, (nn.Module, SimpleNamespace, Namespace)):
         return True

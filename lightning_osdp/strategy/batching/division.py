@@ -227,7 +227,7 @@ def allowed_micro_batches(
     """
     number, wanted, world_size = trainer.accumulate_grad_batches, options.batch_size, trainer.world_size
     num_samples = samples_per_step(trainer, options, current)
-    if wanted == "auto":
+    if wanted in ("auto", "divide"):
         windows = Windows.of(trainer, micro_batch_size=current, num_samples=num_samples)
         sizes, reason = divisions(trainer, loaders, windows, why_not_mean)
         if reason is not None:
@@ -252,6 +252,16 @@ def allowed_micro_batches(
         return BatchPolicy.fixed(size, number), None
     _check_divides(size, num_samples, world_size, reason)
     return BatchPolicy.divide(num_samples, (size,)), Windows(current, number, num_samples, {})
+
+
+def kept(policy: BatchPolicy, current: int, world_size: int, reason: str) -> BatchPolicy:
+    """The user's own size alone, for this reason, of those that a policy allows.
+
+    Raises a `ConfigurationError` if it does not divide ``global_batch_size``.
+    """
+    assert policy.num_samples is not None
+    _check_divides(current, policy.num_samples, world_size, reason)
+    return BatchPolicy.divide(policy.num_samples, (current,))
 
 
 def check_agrees(plan: Plan, options: Options) -> None:
@@ -306,7 +316,7 @@ def divisions(
 ) -> tuple[tuple[int, ...], str | None]:
     """Sizes that make up the user's optimizer steps, on all ranks alike; and why there is none but the user's own."""
     own = windows.micro_batch_size
-    reason = _first_of_ranks(why_not_divided(trainer, loaders, windows)) or _first_of_ranks(why_not_mean())
+    reason = first_of_ranks(why_not_divided(trainer, loaders, windows)) or first_of_ranks(why_not_mean())
     if reason is not None:
         return (own,), reason
     sizes = set.intersection(*map(set, from_all_ranks(possible_sizes(loaders, windows))))
@@ -343,7 +353,7 @@ def _check_divides(size: int, num_samples: int, world_size: int, reason: str | N
         )
 
 
-def _first_of_ranks(text: str | None) -> str | None:
+def first_of_ranks(text: str | None) -> str | None:
     """The text of the first rank that has one."""
     return next((each for each in from_all_ranks(text) if each is not None), None)
 

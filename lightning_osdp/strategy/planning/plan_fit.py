@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +30,9 @@ from lightning_osdp.strategy.batching.division import (
     Windows,
     allowed_micro_batches,
     check_agrees,
+    first_of_ranks,
     given_division,
+    kept,
     told_division,
 )
 from lightning_osdp.strategy.batching.first_batch import BatchWatch, samples_in
@@ -101,7 +104,7 @@ def planned_by_hand(
 ) -> Choice | str:
     """As `chosen`, for a module that optimizes manually with all parameters in children; or why there is no plan."""
     check_in_children(module)
-    if options.batch_size == "auto":
+    if options.batch_size in ("auto", "divide"):
         options = replace(options, batch_size="keep")
     try:
         found = chosen(module, options, known=known, resumed=resumed)
@@ -171,19 +174,14 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
         cluster = measure_cluster(
             device, local_ranks=trainer.num_devices, model_bytes=model_bytes, node_size=options.node_size
         )
-    links = [("all-gather", cluster.all_gather), ("reduce-scatter", cluster.reduce_scatter)]
-    if cluster.within_node is not None:
-        links.append((f"all-gather in nodes of {cluster.node_size} ranks", cluster.within_node.all_gather))
-    for name, link in links:
-        rank_zero_info(
-            f"OSDP: {name} over {cluster.backend or 'one rank'}: {format_seconds(link.latency_s)} a step of few bytes,"
-            f" {format_seconds(link.seconds_per_byte * 2**20)} a MiB of many"
-        )
+    _tell_links(cluster)
     with shown_progress(is_global_zero=trainer.is_global_zero) as progress:
         profiler = FitProfiler(trainer, module, options, progress)
         profile = on_all_ranks(profiler.first)
         current = common_size(profiler.loaders) or samples_in(profiler.batch)
-        policy, windows = allowed_micro_batches(trainer, options, profiler.loaders, current, profiler.why_not_mean)
+        allowed, windows = allowed_micro_batches(trainer, options, profiler.loaders, current, profiler.why_not_mean)
+        reason = _why_kept(options, allowed, profiler)
+        policy = allowed if reason is None else kept(allowed, current, trainer.world_size, reason)
         free_bytes = cluster.memory_bytes
         assert free_bytes is not None
         memory_limit_bytes = _limit_bytes(options, free_bytes, device)
@@ -206,10 +204,11 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
                 )
             )
 
-        is_scaled, sizes = not policy.micro_batch_sizes, policy.micro_batch_sizes
-        fixed = None if resumed is None else _resumed_in(resumed, policy, windows)
+        is_scaled = not policy.micro_batch_sizes
+        fixed = None if resumed is None else _resumed_in(resumed, allowed, windows)  # a run goes on as it was trained
+        sizes = (allowed if fixed else policy).micro_batch_sizes
         try:
-            plan = search(profile, fixed or policy)
+            plan = _kept_plan(partial(search, profile), fixed or policy, allowed, None if fixed else reason)
             policy = fixed or policy
         except InfeasibleError as error:
             if resumed is None or fixed is None:
@@ -261,6 +260,46 @@ def _resumed_in(resumed: Resumed, policy: BatchPolicy, windows: Windows | None) 
     if sizes or saved is None or saved.micro_batch_size > (policy.max_micro_batch_size or MOST_SAMPLES):
         return None
     return BatchPolicy.fixed(saved.micro_batch_size, policy.num_micro_batches)
+
+
+def _tell_links(cluster: Cluster) -> None:
+    links = [("all-gather", cluster.all_gather), ("reduce-scatter", cluster.reduce_scatter)]
+    if cluster.within_node is not None:
+        links.append((f"all-gather in nodes of {cluster.node_size} ranks", cluster.within_node.all_gather))
+    for name, link in links:
+        rank_zero_info(
+            f"OSDP: {name} over {cluster.backend or 'one rank'}: {format_seconds(link.latency_s)} a step of few bytes,"
+            f" {format_seconds(link.seconds_per_byte * 2**20)} a MiB of many"
+        )
+
+
+def _why_kept(options: Options, allowed: BatchPolicy, profiler: FitProfiler) -> str | None:
+    """Why micro-batches stay where nobody asked for others, though some are allowed; the same on all ranks."""
+    is_asked = options.batch_size == "auto" and len(allowed.micro_batch_sizes) > 1
+    return first_of_ranks(profiler.why_not_same()) if is_asked else None
+
+
+def _kept_plan(
+    search: Callable[[BatchPolicy], Plan], policy: BatchPolicy, allowed: BatchPolicy, reason: str | None
+) -> Plan:
+    """A plan; where the user's micro-batches stay for a reason, says so, and what others would gain."""
+    if reason is None:
+        return search(policy)
+    divided, samples_per_s = search(allowed), 0.0
+    try:
+        plan = search(policy)
+        samples_per_s = plan.samples_per_s
+    finally:
+        (size,), num_samples = policy.micro_batch_sizes, policy.num_samples or 0
+        told = "No others are predicted to be faster"
+        if divided.micro_batch_size != size:
+            gain = (
+                f", {divided.samples_per_s / samples_per_s:.3g} times the samples/s predicted" if samples_per_s else ""
+            )
+            others = f"{divided.micro_batch_size} x {divided.num_micro_batches}"
+            told = f"batch_size='divide', which does not look at that, makes them {others}{gain}"
+        rank_zero_info(f"OSDP: micro-batches stay {size} x {num_samples // size}: {reason}. {told}.")
+    return plan
 
 
 def _compared(plan: Plan, windows: Windows | None) -> str:

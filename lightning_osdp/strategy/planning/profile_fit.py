@@ -27,17 +27,27 @@ from lightning_osdp.profiler import (
     TrainingStep,
     check_parameters,
     empty_cache,
+    halves_of,
     is_out_of_memory,
     profile_model,
     resized,
     untouched,
     why_not_mean,
+    why_state_differs,
     without_values,
 )
 from lightning_osdp.strategy.batching.first_batch import Peeked, first_batch, longest, samples_in
-from lightning_osdp.strategy.batching.loaders import shown, training_loaders, why_kept, with_batch_size
+from lightning_osdp.strategy.batching.loaders import (
+    copy_of,
+    loader_size,
+    shown,
+    training_loaders,
+    why_kept,
+    with_batch_size,
+)
 from lightning_osdp.strategy.checkpointing.averaging import with_averages
 from lightning_osdp.strategy.options import Options
+from lightning_osdp.strategy.planning.same_training import Index, InParts, Logged, is_part, taken_apart, why_hooks_count
 from lightning_osdp.strategy.planning.training_step import (
     as_in_training,
     configured,
@@ -119,6 +129,37 @@ class FitProfiler:
         module = self._module
         with self._as_in_training(), self._without_values():
             return why_not_mean(module, training_step(module), self.batch, batch_size=samples_in(self.batch))
+
+    def why_not_same(self) -> str | None:
+        """Why micro-batches may not be divided in another way unasked, by what user code does in each of them."""
+        trainer, module = self._trainer, self._module
+        found, logged, index = why_hooks_count(trainer, module), Logged(), Index(0)
+        if found is not None:
+            return found
+        with self._as_in_training():
+            vars(module).update(log=logged, log_dict=logged)
+            step = training_step(module, index)
+            try:
+                found = why_state_differs(module, step, self.batch, batch_size=samples_in(self.batch))
+            except Exception:
+                if not index.is_read:
+                    raise
+        if index.is_read:
+            return "training_step reads batch_idx, which counts micro-batches"
+        return logged.why_not() or found or self._why_not_halves()
+
+    def _why_not_halves(self) -> str | None:
+        """Why batches of half the samples are not halves of a batch."""
+        combined = copy.copy(self.loaders)
+        (loader,) = combined.flattened
+        size = loader_size(loader)
+        assert size is not None
+        combined.flattened = [copy_of(loader, collate_fn=InParts(loader.collate_fn, halves_of))]
+        batch, _ = first_batch(combined)
+        whole, *halves = map(self._transferred, taken_apart(batch))
+        if all(is_part(whole, half, samples, size) for half, samples in zip(halves, halves_of(size), strict=True)):
+            return None
+        return "a batch of half the samples is not half of a batch, as where samples are padded to the longest"
 
     def _as_in_training(self) -> AbstractContextManager[None]:
         return as_in_training(self._trainer, self._module, self._shown, self.optimizers)

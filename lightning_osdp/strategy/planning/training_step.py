@@ -38,9 +38,9 @@ _LEFT_OUT = {"params", "param_names", *_MOVED}
 _COMPARED = (bool, int, float, str, tuple, type(None))
 
 
-def training_step(module: pl.LightningModule) -> Callable[[Any], Any]:
-    """``module.training_step`` as a function of the batch."""
-    return lambda batch: module.training_step(*step_arguments(module, batch))
+def training_step(module: pl.LightningModule, index: Any = 0) -> Callable[[Any], Any]:
+    """``module.training_step`` as a function of the batch, which has this index."""
+    return lambda batch: module.training_step(*step_arguments(module, batch, index))
 
 
 def summed_step(module: pl.LightningModule) -> Callable[[Any], Tensor]:
@@ -69,7 +69,7 @@ def summed_step(module: pl.LightningModule) -> Callable[[Any], Tensor]:
     return step
 
 
-def step_arguments(module: pl.LightningModule, batch: Any) -> tuple[Any, ...]:
+def step_arguments(module: pl.LightningModule, batch: Any, index: Any = 0) -> tuple[Any, ...]:
     """What ``training_step`` is called with; raises a `ConfigurationError` if it takes an iterator."""
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise ConfigurationError(
@@ -77,7 +77,7 @@ def step_arguments(module: pl.LightningModule, batch: Any) -> tuple[Any, ...]:
             " Take a batch, or pass plan=."
         )
     with_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-    return (batch, 0) if with_index else (batch,)
+    return (batch, index) if with_index else (batch,)
 
 
 def to_device(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> Any:

@@ -144,7 +144,7 @@ def chooses_for_itself():
     found = []
     stated = 16 * dist.get_world_size()
     for given, more in (({}, {}), ({"global_batch_size": stated}, {"accumulate_grad_batches": 1})):
-        strategy = OSDPStrategy(memory_limit="64MiB", search_space=SPACE, **given)
+        strategy = OSDPStrategy(memory_limit="64MiB", search_space=SPACE, batch_size="divide", **given)
         with said() as texts:
             state, module, fit = fitted(strategy, **{**options, **more})
         plan = strategy.plan
@@ -164,7 +164,7 @@ def chooses_for_itself():
 def a_second_model_is_divided_from_the_users_own():
     """One Trainer that trains two models: of each fit the planned micro-batch, those that the model saw, and K."""
     found = {}
-    for name, given in (("number", {"batch_size": 8}), ("auto", {"memory_limit": "64MiB"})):
+    for name, given in (("number", {"batch_size": 8}), ("divide", {"batch_size": "divide", "memory_limit": "64MiB"})):
         strategy = OSDPStrategy(search_space=SPACE, **given)
         fit, found[name] = None, []
         for _ in range(2):
@@ -212,6 +212,81 @@ def keeps_what_is_there():
         with said() as texts:
             _, _, fit = fitted(strategy, module=module, **{"accumulate_grad_batches": 2, "max_epochs": 1, **options})
         found[name] = (module.sizes, fit.accumulate_grad_batches, [text for text in texts if "stay" in text])
+    return found
+
+
+class Plain(Knotted):
+    """Does nothing in a step but compute its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.requires_grad_(True)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+
+class Annealed(Plain):
+    """Weighs its loss by how many steps there were."""
+
+    num_steps = 0
+
+    def training_step(self, batch, batch_idx):
+        self.num_steps += 1
+        return self.loss(batch) / self.num_steps
+
+
+class Averaged(Plain):
+    """Moves an average in a hook."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("average", torch.zeros(()))
+
+    def on_train_batch_end(self, *_):
+        self.average.lerp_(torch.ones_like(self.average), 0.1)
+
+
+class Queued(Plain):
+    """Compares with samples of the steps before."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(8, 3))
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch) * (1 + self.queue.mean().abs())
+        self.queue = torch.cat([batch[1].to(self.queue), self.queue])[:8]
+        return loss
+
+
+class EveryOther(Plain):
+    """Another loss in every second batch."""
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * (1 + batch_idx % 2)
+
+
+UNASKED = {
+    "plain": (Plain, None),
+    "annealed": (Annealed, "num_steps is another after a batch than after its halves"),
+    "averaged": (Averaged, "on_train_batch_end of Averaged runs once for each micro-batch"),
+    "queue": (Queued, "queue is another after a batch than after its halves"),
+    "index": (EveryOther, "training_step reads batch_idx, which counts micro-batches"),
+}
+
+
+@without_measuring
+def divides_unasked_only_what_trains_the_same():
+    """Differences from DDP of models with the default, their micro-batches, and why these stayed."""
+    found, options = {}, {"accumulate_grad_batches": 4, "max_epochs": 1}
+    for name, (make, _) in UNASKED.items():
+        expected, _, _ = ddp(module=make(), **options)
+        strategy = OSDPStrategy(memory_limit="64MiB", search_space=SPACE)
+        with said() as texts:
+            state, _, fit = fitted(strategy, module=make(), **options)
+        size = strategy.plan.micro_batch_size, fit.accumulate_grad_batches
+        found[name] = difference(state, expected), size, [text for text in texts if "stay" in text]
     return found
 
 
@@ -284,7 +359,7 @@ def test_a_trainer_that_trains_a_second_model_begins_with_the_users_own_micro_ba
         for planned, number, sizes, accumulated in fits:
             assert sizes == {planned}
             assert accumulated == number
-    assert [size * number for size, number, *_ in found["auto"]] == [16, 16]
+    assert [size * number for size, number, *_ in found["divide"]] == [16, 16]
     assert [size for size, *_ in found["number"]] == [8, 8]
 
 
@@ -305,6 +380,24 @@ def test_the_strategy_divides_the_users_own_and_a_stated_global_batch(ranks, wor
         assert size > 4
         assert len(one["said"]) == 1
         assert one["said"][0].startswith(f"OSDP: b 4 -> {size}, K 4 -> {number}, ")
+
+
+def test_micro_batches_are_divided_unasked_only_where_that_trains_the_same(ranks):
+    found = ranks(2).run(divides_unasked_only_what_trains_the_same)[0]
+    for name, (apart, (size, number), texts) in found.items():
+        assert apart < 1e-9, name
+        reason = UNASKED[name][1]
+        if reason is None:
+            assert size > 4
+            assert size * number == 16
+            assert not texts
+        else:
+            assert (size, number) == (4, 4), name
+            (text,) = texts
+            assert text.startswith(f"OSDP: micro-batches stay 4 x 4: {reason}. batch_size='divide', which does not"), (
+                text
+            )
+            assert "times the samples/s predicted." in text
 
 
 @pytest.mark.slow

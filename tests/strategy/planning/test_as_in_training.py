@@ -144,7 +144,7 @@ def fit(tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("batch_size", ["auto", 3], ids=str)
+@pytest.mark.parametrize("batch_size", ["divide", 3], ids=str)
 @pytest.mark.parametrize("is_manual", [False, True], ids=["automatic", "manual"])
 def test_all_that_a_step_can_read_is_what_it_reads_in_training(fit, caplog, batch_size, is_manual):
     seen = []

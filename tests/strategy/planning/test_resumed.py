@@ -41,7 +41,7 @@ def fit(tmp_path, monkeypatch):
     def run(folder, *, loader_size=64, ckpt_path=None, max_epochs=1, **options):
         module = Wide()
         trainer = L.Trainer(
-            strategy=OSDPStrategy(**options),
+            strategy=OSDPStrategy(**{"batch_size": "divide", **options}),
             accelerator="cpu",
             devices=1,
             max_epochs=max_epochs,

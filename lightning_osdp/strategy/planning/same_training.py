@@ -1,0 +1,159 @@
+"""Whether other micro-batches train the same: what is written to run in each of them, and what a step reads of it."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from lightning_osdp.callbacks.peak import all_callbacks
+
+_PER_BATCH = (
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_zero_grad",
+)
+"""Hooks of modules and callbacks."""
+_OF_MODULES = ("backward",)
+"""Others, of modules alone."""
+HARMLESS = frozenset(
+    f"lightning.pytorch.callbacks.{name}"
+    for name in (
+        "callback.Callback",
+        "device_stats_monitor.DeviceStatsMonitor",
+        "lr_monitor.LearningRateMonitor",
+        "model_checkpoint.ModelCheckpoint",
+        "progress.rich_progress.RichProgressBar",
+        "progress.tqdm_progress.TQDMProgressBar",
+        "throughput_monitor.ThroughputMonitor",
+        "timer.Timer",
+        "weight_averaging.WeightAveraging",
+    )
+)
+"""Classes whose hooks per batch show, save or stop, or act once in an optimizer step: they train the same."""
+_MEANS = ("mean", torch.mean)
+
+
+def why_hooks_count(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
+    """Which hook runs in each micro-batch, and is not known to be harmless; None if there is none."""
+    for holder in (*all_callbacks(trainer), module):
+        for hook in (*_PER_BATCH, *(_OF_MODULES if holder is module else ())):
+            owner = next((base for base in type(holder).__mro__ if hook in vars(base)), object)
+            is_own = owner.__module__.startswith(("lightning_osdp.", "lightning.pytorch.core."))
+            if hook in vars(holder) or not (is_own or f"{owner.__module__}.{owner.__qualname__}" in HARMLESS):
+                return f"{hook} of {type(holder).__name__} runs once for each micro-batch"
+    return None
+
+
+class Index:
+    """A number of a batch, which notes whether somebody has read it."""
+
+    def __init__(self, value: int) -> None:
+        self.value, self.is_read = value, False
+
+    def __getattr__(self, name: str) -> Any:
+        self.is_read = True
+        return getattr(self.value, name)
+
+
+def _noting(name: str) -> Callable[..., Any]:
+    def method(self: Index, *args: Any) -> Any:
+        self.is_read = True
+        return getattr(self.value, name)(*args)
+
+    return method
+
+
+for _name, _own in vars(int).items():
+    if _name.startswith("__") and callable(_own) and _name not in ("__new__", "__getattribute__", "__getnewargs__"):
+        setattr(Index, _name, _noting(_name))
+
+
+class Logged:
+    """In place of ``log`` or ``log_dict``: notes what is logged of an epoch with another reduction than the mean."""
+
+    def __init__(self) -> None:
+        self.others: dict[str, Any] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Takes the place of either."""
+        named = kwargs.get("dictionary", args[0] if args else None)
+        like = pl.LightningModule.log_dict if isinstance(named, Mapping) else pl.LightningModule.log
+        given = inspect.signature(like).bind(None, *args, **kwargs).arguments
+        reduction = given.get("reduce_fx", "mean")
+        if given.get("on_epoch") and reduction not in _MEANS:
+            self.others.update(dict.fromkeys(named if isinstance(named, Mapping) else [given["name"]], reduction))
+
+    def why_not(self) -> str | None:
+        """What is logged so; None if nothing is."""
+        for name, reduction in self.others.items():
+            shown = reduction if isinstance(reduction, str) else getattr(reduction, "__name__", repr(reduction))
+            return f"self.log({name!r}, reduce_fx={shown}) reduces values of micro-batches, not by their mean"
+        return None
+
+
+class Parts(NamedTuple):
+    """Batches of the same samples: of all, and of some of them."""
+
+    whole: Any
+    parts: list[Any]
+
+
+class InParts:
+    """Collates samples all together, and in parts too.
+
+    Args:
+        collate: as the loader does it.
+        parts_of: gives the samples of each part, by the number of all.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], parts_of: Callable[[int], Sequence[Sequence[int]]]) -> None:
+        self._collate, self._parts_of = collate, parts_of
+
+    def __call__(self, samples: Sequence[Any]) -> Parts:
+        """Of a list of samples."""
+        parts = [[samples[index] for index in part] for part in self._parts_of(len(samples))]
+        # of copies, for some collate by taking samples apart
+        return Parts(self._collate(copy.deepcopy(samples)), [self._collate(copy.deepcopy(part)) for part in parts])
+
+
+def taken_apart(batch: Any) -> Iterator[Any]:
+    """Of a batch that may have `Parts` in it: all of it, and each part."""
+
+    def is_parts(value: Any) -> bool:
+        return isinstance(value, Parts)
+
+    (first,) = (leaf for leaf in _leaves(batch) if is_parts(leaf))
+    yield tree_map(lambda leaf: leaf.whole, batch, is_leaf=is_parts)
+    for place in range(len(first.parts)):
+        yield tree_map(lambda leaf, place=place: leaf.parts[place], batch, is_leaf=is_parts)
+
+
+def _leaves(batch: Any) -> list[Any]:
+    found: list[Any] = []
+    tree_map(found.append, batch, is_leaf=lambda value: isinstance(value, Parts))
+    return found
+
+
+def is_part(whole: Any, part: Any, samples: Sequence[int], size: int) -> bool:
+    """Whether a batch is what is in these places of one of so many samples."""
+    if isinstance(whole, Tensor):
+        expected = whole[list(samples)] if whole.dim() and len(whole) == size else whole
+        return isinstance(part, Tensor) and expected.shape == part.shape and torch.equal(expected, part)
+    if isinstance(whole, Mapping):
+        return whole.keys() == part.keys() and all(is_part(whole[key], part[key], samples, size) for key in whole)
+    if isinstance(whole, (list, tuple)):
+        expected_items = [whole[index] for index in samples] if len(whole) == size != len(part) else whole
+        pairs = zip(expected_items, part, strict=False)
+        return len(expected_items) == len(part) and all(is_part(own, other, samples, size) for own, other in pairs)
+    if type(whole) is not type(part):
+        return False
+    return is_part(vars(whole), vars(part), samples, size) if hasattr(whole, "__dict__") else bool(whole == part)
