@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -115,15 +116,16 @@ class Treatment(Mapping[str, str]):
         ('whole', 'every', {'reduce': 'last'})
     """
 
-    __slots__ = ("_chosen", "_hash")
+    __slots__ = ("_chosen",)
+    _chosen: dict[str, str]
 
-    def __init__(self, **chosen: str) -> None:
+    def __new__(cls, **chosen: str) -> Treatment:
+        """The one object of these values: searches look treatments up all the time."""
         for name, value in chosen.items():
             if value not in AXES[name].values:
                 raise KeyError(f"Expected {name!r} to be one of {AXES[name].values}, got {value!r}.")
         departs = {name: value for name, value in chosen.items() if value != AXES[name].default}
-        self._chosen = {name: departs[name] for name in AXES if name in departs}
-        self._hash = hash(tuple(self._chosen.items()))
+        return _only(tuple((name, departs[name]) for name in AXES if name in departs))
 
     @override
     def __getitem__(self, axis: str) -> str:
@@ -142,22 +144,15 @@ class Treatment(Mapping[str, str]):
     def __len__(self) -> int:
         return len(self._chosen)
 
-    @override
-    def __hash__(self) -> int:  # searches look treatments up all the time
-        return self._hash
-
-    @override
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return isinstance(other, Treatment) and self._hash == other._hash and self._chosen == other._chosen
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
     @override
     def __repr__(self) -> str:
         return f"Treatment({', '.join(f'{name}={value!r}' for name, value in self._chosen.items())})"
 
     @override
-    def __reduce__(self) -> tuple[Any, ...]:  # hashes of texts differ between processes
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy, too, is the same object
         return _treatment, (dict(self._chosen),)
 
     @property
@@ -193,6 +188,13 @@ class Treatment(Mapping[str, str]):
             if AXES[name].applies(value, found, subject):
                 found = found.but(**{name: value})
         return found
+
+
+@cache
+def _only(departs: tuple[tuple[str, str], ...]) -> Treatment:
+    found: Treatment = object.__new__(Treatment)
+    found._chosen = dict(departs)
+    return found
 
 
 def _treatment(chosen: Mapping[str, str]) -> Treatment:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from lightning_osdp.core.axes import RERUN, Treatment
-from lightning_osdp.core.cluster import UNIT_PARTS, Cluster
+from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.profile import BlockProfile, ModelProfile
 from lightning_osdp.core.step import Workload
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.engine import COLLECTIVES, DEFAULT, FSDP2, OVERHEAD, Collective, effects_of
+from lightning_osdp.engine import COLLECTIVES, DEFAULT, FSDP2, Collective, effects_of
 
 
 def communication_s(
@@ -41,11 +41,7 @@ def collectives_s(
     unit: UnitProfile, mode: Treatment, *, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
 ) -> Mapping[Collective, float]:
     """The same by collective, in the order of `COLLECTIVES`."""
-    counts = effects_of(mode).counts(unit, num_micro_batches=workload.num_micro_batches)
-    numbers: dict[Collective, int] = {}
-    for kind, collective in COLLECTIVES.items():
-        if counts[kind]:
-            numbers[collective] = numbers.get(collective, 0) + counts[kind]
+    numbers = effects_of(mode).collectives(unit, num_micro_batches=workload.num_micro_batches)
     return {each: number * collective_s(unit, each, cluster, engine) for each, number in numbers.items()}
 
 
@@ -117,10 +113,7 @@ def overhead_s(
     The paper has no such term. [Empirical, measured by `profiler.measure_unit_overhead` in every run.]
     """
     del engine
-    counts = effects_of(mode).counts(unit, num_micro_batches=workload.num_micro_batches)
-    numbers = dict.fromkeys(UNIT_PARTS, 0) | {"flatten": workload.num_micro_batches}
-    for kind, part in OVERHEAD.items():
-        numbers[part] += counts[kind]
+    numbers = effects_of(mode).overheads(unit, num_micro_batches=workload.num_micro_batches)
     return sum(number * overhead_part_s(unit, part, cluster) for part, number in numbers.items())
 
 

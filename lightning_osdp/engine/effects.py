@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from lightning_osdp.core.axes import Treatment
+from lightning_osdp.core.cluster import UNIT_PARTS
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.engine.events import GATHER_OVER, GATHERS, Kind
+from lightning_osdp.engine.events import COLLECTIVES, GATHER_OVER, GATHERS, OVERHEAD, Collective, Kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +59,20 @@ class Effects:
         One that is kept is there at all calls in forward, and at the first that backward comes to; after that nothing
         is left of it but what is sharded between steps. Where no unit is given, it is one that forward calls once.
         """
-        num_calls = 1 if unit is None else len(unit.calls)
-        num_reached = 1 if unit is None else sum(last >= unit.trained_from for _, last in unit.calls)
-        return _counts(self, num_calls, num_reached, num_micro_batches)
+        return _counts(self, *_calls(unit), num_micro_batches)
+
+    def collectives(self, unit: UnitProfile | None = None, *, num_micro_batches: int = 1) -> Mapping[Collective, int]:
+        """The same by collective, in the order of `COLLECTIVES`, without those that are not issued."""
+        return _collectives(self, *_calls(unit), num_micro_batches)
+
+    def overheads(self, unit: UnitProfile | None = None, *, num_micro_batches: int = 1) -> Mapping[str, int]:
+        """The same by part of `Cluster.unit_overhead`."""
+        return _overheads(self, *_calls(unit), num_micro_batches)
+
+
+def _calls(unit: UnitProfile | None) -> tuple[int, int]:
+    """Calls of a unit in forward, and those of them that backward comes to."""
+    return (1, 1) if unit is None else (len(unit.calls), sum(last >= unit.trained_from for _, last in unit.calls))
 
 
 @lru_cache(maxsize=2**12)
@@ -74,6 +86,25 @@ def _counts(effects: Effects, num_calls: int, num_reached: int, num_micro_batche
         for kind in kinds:
             counts[kind] += number
     return counts
+
+
+@lru_cache(maxsize=2**12)
+def _collectives(effects: Effects, *calls_and_micro_batches: int) -> Mapping[Collective, int]:
+    counts = _counts(effects, *calls_and_micro_batches)
+    found: dict[Collective, int] = {}
+    for kind, collective in COLLECTIVES.items():
+        if counts[kind]:
+            found[collective] = found.get(collective, 0) + counts[kind]
+    return found
+
+
+@lru_cache(maxsize=2**12)
+def _overheads(effects: Effects, num_calls: int, num_reached: int, num_micro_batches: int) -> Mapping[str, int]:
+    counts = _counts(effects, num_calls, num_reached, num_micro_batches)
+    found = dict.fromkeys(UNIT_PARTS, 0) | {"flatten": num_micro_batches}
+    for kind, part in OVERHEAD.items():
+        found[part] += counts[kind]
+    return found
 
 
 def num_all_gathers(counts: Mapping[Kind, int]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -21,8 +22,14 @@ _TIMELESS = frozenset({"zero", "rerun", "linger", "free", "release", "retain"})
 _SEGMENTS = ("forward", "backward")
 """Kinds of events that run a segment."""
 
-_Run = tuple[Mapping[int, tuple[Event, ...]], ...]
-"""By micro-batch, the events that take time in each turn of the host."""
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """A step in which all units are treated alike."""
+
+    micro_batches: tuple[Mapping[int, tuple[Event, ...]], ...]
+    """Of each, the events that take time in each turn of the host."""
+
 
 _Turns = list[tuple[int, tuple[tuple[Event, ...], ...]]]
 """Of each turn of the host, the unit that it is about, -1 for a segment, and its events by number of the effects."""
@@ -93,10 +100,7 @@ class StepClock:
     def _learn(self, effects: Iterable[Effects]) -> None:
         """Goes through a step in which all units are treated with each of these."""
         self._effects = [*dict.fromkeys([*self._effects, *effects])]
-        runs = [self._run(each) for each in self._effects]
-        merged = [_merged(alike) for alike in zip(*runs, strict=True)]
-        made = [_joined(turns, len(self.profile.segments)) for turns in merged]
-        self._turns, self._places = [turns for turns, _ in made], made[0][1]
+        self._turns, self._places = _joined(tuple(map(self._run, self._effects)), len(self.profile.segments))
         self._joined_s = self.durations._replace(
             forward_s=_added(self.durations.forward_s, self._places["forward"]),
             backward_s=_added(self.durations.backward_s, self._places["backward"]),
@@ -115,7 +119,7 @@ class StepClock:
     @cached_property
     def freed_events(self) -> list[tuple[Event, bool]]:
         """Events of the first micro-batch in which every unit is freed; whether a unit that is kept does without."""
-        freed, kept = (self._run(effects)[0] for effects in (FREED, KEPT))
+        freed, kept = (self._run(effects).micro_batches[0] for effects in (FREED, KEPT))
         return [(event, event not in kept.get(turn, ())) for turn, events in freed.items() for event in events]
 
 
@@ -143,36 +147,42 @@ def _run(
             if event.kind not in _TIMELESS:
                 by_turn[turn] = (*by_turn.get(turn, ()), event)
         found.append(by_turn)
-    return tuple(found)
+    return _Run(tuple(found))
 
 
 def _merged(runs: Sequence[Mapping[int, tuple[Event, ...]]]) -> _Turns:
     """Turns of the same micro-batch under several effects."""
     turns: _Turns = []
     for turn in sorted(set[int]().union(*runs)):
-        ways = tuple(run.get(turn, ()) for run in runs)
+        ways = tuple([run.get(turn, ()) for run in runs])
         event = next(way[0] for way in ways if way)
         turns.append((-1 if event.kind in _SEGMENTS else event.of, ways))
     return turns
 
 
-def _joined(turns: _Turns, num_segments: int) -> tuple[_Turns, Mapping[str, Sequence[int]]]:
-    """Turns in which segments that are run one after the other are one, and the segment that each is then part of.
+@lru_cache(maxsize=128)
+def _joined(runs: tuple[_Run, ...], num_segments: int) -> tuple[list[_Turns], Mapping[str, Sequence[int]]]:
+    """Turns of each micro-batch under several effects, in which segments that are run one after the other are one.
 
-    Nothing can begin between them: of a unit that is a whole block, most turns are such segments.
+    With them comes the segment that each is then part of, which is the same in all micro-batches. Nothing can begin
+    between them: of a unit that is a whole block, most turns are such segments.
     """
-    places = {kind: [*range(num_segments)] for kind in _SEGMENTS}
-    joined: _Turns = []
-    last: Event | None = None
-    """The segment with which `joined` ends, if it does."""
-    for unit, ways in turns:
-        event = ways[0][0] if unit < 0 else None
-        if event is not None and last is not None and event.kind == last.kind:
-            places[event.kind][event.of] = last.of
-        else:
-            joined.append((unit, ways))
-            last = event
-    return joined, places
+    found: list[_Turns] = []
+    places: Mapping[str, list[int]] = {}
+    for alike in zip(*(run.micro_batches for run in runs), strict=True):
+        places = {kind: [*range(num_segments)] for kind in _SEGMENTS}
+        joined: _Turns = []
+        last: Event | None = None
+        """The segment with which `joined` ends, if it does."""
+        for unit, ways in _merged(alike):
+            event = ways[0][0] if unit < 0 else None
+            if event is not None and last is not None and event.kind == last.kind:
+                places[event.kind][event.of] = last.of
+            else:
+                joined.append((unit, ways))
+                last = event
+        found.append(joined)
+    return found, places
 
 
 def _added(seconds: Sequence[float], places: Sequence[int]) -> list[float]:
