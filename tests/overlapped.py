@@ -1,12 +1,12 @@
 """Small models whose links are about as busy as their devices, to draw from."""
 
-from engines import ENGINES
 from hypothesis import strategies as st
 
 from lightning_osdp.assign import Setting
 from lightning_osdp.core.cluster import UNIT_PARTS, Cluster, Link, UnitOverhead
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload
+from tests.engines import ENGINES
 
 
 @st.composite

@@ -7,7 +7,6 @@ import json
 import random
 from pathlib import Path
 
-import corpus
 import pytest
 
 from lightning_osdp.assign import Setting, block_units
@@ -15,6 +14,7 @@ from lightning_osdp.core.axes import NAMED_MODES, modes_of
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import TERMS
 from lightning_osdp.simulation import simulate_step
+from tests import corpus
 
 KEPT = Path(__file__).parent / "fixtures" / "predictions.json"
 NUM_STEPS = 40

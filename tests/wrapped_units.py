@@ -4,7 +4,6 @@ from functools import cache
 
 import torch
 import torch.distributed as dist
-from plans import bare_plan
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -13,6 +12,7 @@ from lightning_osdp.apply import internals
 from lightning_osdp.apply.activations.blocks import BlockForward
 from lightning_osdp.core.axes import named
 from lightning_osdp.core.plans.plan import Unit
+from tests.plans import bare_plan
 
 
 class Nested(nn.Module):

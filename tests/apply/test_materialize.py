@@ -3,10 +3,10 @@ import re
 import pytest
 import torch
 from torch import nn
-from wrapped_units import Nested
 
 from lightning_osdp.apply.prepare import unit_initializer
 from lightning_osdp.errors import ProfileError
+from tests.wrapped_units import Nested
 
 CPU = torch.device("cpu")
 

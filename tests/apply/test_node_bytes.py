@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from tiers import slow
 
 from benchmarks.measures.accuracy.memory import draw_cases, measure
+from tests.tiers import slow
 
 
 @pytest.mark.parametrize(("world_size", "node_size"), [slow(4, 2), (8, 4), slow(128, 8)])

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from wrapped_units import NESTED, NESTED_PARAMETERS, Nested, plan, units_of
 
 from lightning_osdp.apply import ShardedModel, apply_plan, internals
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError
+from tests.wrapped_units import NESTED, NESTED_PARAMETERS, Nested, plan, units_of
 
 CPU = torch.device("cpu")
 

@@ -4,7 +4,6 @@ import itertools
 from typing import NamedTuple
 
 import pytest
-from engines import ENGINES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +14,7 @@ from lightning_osdp.core.axes import ALL_MODES, DP, ZDP, modes_of
 from lightning_osdp.core.cluster import Cluster, Link
 from lightning_osdp.cost import Workload, step_memory
 from lightning_osdp.search import SOLVERS
+from tests.engines import ENGINES
 
 EXACT = [name for name in SOLVERS if name != "greedy"]
 

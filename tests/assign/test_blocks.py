@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 
 import pytest
-from engines import ENGINES
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload
 from lightning_osdp.engine import FSDP2
 from lightning_osdp.simulation import simulate_step
+from tests.engines import ENGINES
 
 CHOICES = ("keep", "recompute", "offload")
 

@@ -6,7 +6,6 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from overlapped import made, overlapped
 
 from lightning_osdp.assign import Setting, join_units
 from lightning_osdp.assign.merging import share
@@ -21,6 +20,7 @@ from lightning_osdp.cost import Workload
 from lightning_osdp.engine import FSDP2
 from lightning_osdp.scheduler import make_plan
 from lightning_osdp.simulation import simulate
+from tests.overlapped import made, overlapped
 
 
 @pytest.fixture

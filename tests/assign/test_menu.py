@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import random
 
-import corpus
 import pytest
 
 from lightning_osdp.assign import Setting, assign_modes, block_units
@@ -12,6 +11,7 @@ from lightning_osdp.assign.menu import unbeaten
 from lightning_osdp.core.axes import NAMED_MODES, modes_of
 from lightning_osdp.core.units import partition
 from lightning_osdp.engine import FSDP2
+from tests import corpus
 
 MOST_ASSIGNMENTS = 4000
 

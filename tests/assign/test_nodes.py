@@ -4,13 +4,13 @@ import dataclasses
 import itertools
 
 import pytest
-from steps import FAST, SLOW, TWO_NODES
 
 from lightning_osdp.assign import assign_modes, fill_spare
 from lightning_osdp.core.axes import NAMED_MODES, modes_of
 from lightning_osdp.cost import Workload
 from lightning_osdp.engine import FSDP2, effects_of
 from lightning_osdp.search import SOLVERS
+from tests.steps import FAST, SLOW, TWO_NODES
 
 OPERATORS = [
     {"name": f"{index}", "parameter_bytes": num_bytes, "activation_bytes_per_sample": 100, "forward_s_per_sample": 0.1}

@@ -7,7 +7,6 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from overlapped import SHARES, made, overlapped
 
 from lightning_osdp.assign import Setting, assign_modes, bound_later_s
 from lightning_osdp.assign.paths import Paths
@@ -18,6 +17,7 @@ from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload
 from lightning_osdp.engine import FSDP2
 from lightning_osdp.scheduler.planned import plan_of
+from tests.overlapped import SHARES, made, overlapped
 
 
 def fitting(found, share):

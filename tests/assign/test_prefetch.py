@@ -6,7 +6,6 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from overlapped import SHARES, made, overlapped
 
 from lightning_osdp.assign import Setting, as_far_as_fits, assign_ahead
 from lightning_osdp.core.axes import DP, ZDP
@@ -15,6 +14,7 @@ from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload
 from lightning_osdp.engine import AUTO, FSDP2
 from lightning_osdp.scheduler import make_plan
+from tests.overlapped import SHARES, made, overlapped
 
 ANY = FSDP2(backward_prefetch=AUTO, forward_prefetch=AUTO)
 

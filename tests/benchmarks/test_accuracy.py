@@ -4,13 +4,13 @@ import dataclasses
 import json
 
 import pytest
-from tiers import slow
 
 from benchmarks import accuracy
 from benchmarks.families import FAMILIES
 from benchmarks.measures.accuracy import gloo, memory, peaks, planning
 from benchmarks.measures.section import Results, Section
 from benchmarks.testbed.memory import PHASES
+from tests.tiers import slow
 
 
 def cheap_cases(family, count):

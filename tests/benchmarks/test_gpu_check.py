@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
-from tiers import slow
 
 from benchmarks import gpu_check
 from benchmarks.measures.gpu import emulated, one_device, two_devices
 from benchmarks.measures.gpu.finding import Finding, findings_of
+from tests.tiers import slow
 
 CPU = torch.device("cpu")
 

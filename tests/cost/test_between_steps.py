@@ -7,11 +7,11 @@ takes e_i = 10, 90, 4 and 2 bytes of two samples, or the buffer that a unit is c
 import dataclasses
 
 import pytest
-from steps import step_of
 
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.axes import DP, ZDP
 from lightning_osdp.cost import evaluation_peak, saving_peak
+from tests.steps import step_of
 
 
 @pytest.fixture

@@ -5,13 +5,13 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from steps import step_of
 
 from lightning_osdp.core.axes import DP, ZDP
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import PAPER_TERMS, TERMS, paper_memory
 from lightning_osdp.cost.paper import model_states_bytes
+from tests.steps import step_of
 
 # ---- model states: m_ZDP and m_DP by hand
 

@@ -14,13 +14,13 @@ gradient that outlives its copy is all of it; to reduce the gradients of m2 take
 from dataclasses import replace
 
 import pytest
-from steps import step_of
 
 from lightning_osdp.core.axes import DP, ZDP
 from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import exact_peak, step_memory
 from lightning_osdp.engine import FSDP2, leaving_order
+from tests.steps import step_of
 
 FROZEN = {"frozen": True, "num_trainable": 0, "trainable_bytes": 0, "gradient_bytes": 0, "optimizer_bytes": 0}
 LETTERS = {"D": DP, "Z": ZDP, "d": DP.but(reduce="last"), "z": ZDP.but(reduce="last")}

@@ -3,16 +3,16 @@
 from dataclasses import replace
 
 import pytest
-from engines import ENGINES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from steps import step_of
 
 from lightning_osdp.core.axes import DP, ZDP
 from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload, exact_peak, step_memory
 from lightning_osdp.engine import effects_of, leaving_order
+from tests.engines import ENGINES
+from tests.steps import step_of
 
 
 @st.composite

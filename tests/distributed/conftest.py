@@ -2,7 +2,8 @@ import os
 from importlib.util import find_spec
 
 import pytest
-from ranks import TIMEOUT_S, RankPool
+
+from tests.distributed.support.ranks import TIMEOUT_S, RankPool
 
 # Collecting doctests imports every file; these need the optional dependency group "models".
 collect_ignore = [] if find_spec("transformers") and find_spec("peft") else ["support/hf"]

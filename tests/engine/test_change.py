@@ -3,12 +3,12 @@
 import dataclasses
 
 import pytest
-from plans import bare_plan
 
 from lightning_osdp.core.axes import Treatment, named
 from lightning_osdp.core.plans.plan import Block, Unit
 from lightning_osdp.engine import FLIPS, check_change
 from lightning_osdp.errors import PlanMismatchError
+from tests.plans import bare_plan
 
 
 def unit(name, modes=("ZDP",), **fields):

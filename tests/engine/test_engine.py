@@ -3,7 +3,6 @@
 import dataclasses
 
 import pytest
-from steps import step_of
 
 from lightning_osdp.assign import Setting
 from lightning_osdp.core.axes import ALL_MODES, DP, ZDP
@@ -16,6 +15,7 @@ from lightning_osdp.engine import AUTO, DEFAULT, FSDP2, effects_of, engine_of, n
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.scheduler import make_plan
 from lightning_osdp.simulation import simulate
+from tests.steps import step_of
 
 
 def called(model, operator, num_calls):

@@ -4,7 +4,6 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from steps import step_of
 
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.axes import DP, HDP, HPZ, HSDP, ZDP
@@ -14,6 +13,7 @@ from lightning_osdp.core.profile import ModelProfile, OperatorProfile, Parameter
 from lightning_osdp.cost import evaluation_peak, step_memory
 from lightning_osdp.engine import FSDP2
 from lightning_osdp.simulation import simulate_step
+from tests.steps import step_of
 
 ROWS, COLUMNS, NUM_UNITS = 24, 10, 6
 PRECISIONS = {"fp32": (4, 4), "bf16-mixed": (4, 2), "bf16": (2, 2)}

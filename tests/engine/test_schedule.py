@@ -7,8 +7,6 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from steps import step_of
-from tiers import but_slow, slow
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,6 +21,8 @@ from lightning_osdp.core.plans.plan import PREFETCH_CHOICES
 from lightning_osdp.core.profile import Rerun
 from lightning_osdp.core.units import merged, partition
 from lightning_osdp.engine import FSDP2, effects_of, leaving_order
+from tests.steps import step_of
+from tests.tiers import but_slow, slow
 
 WIDTH = 8
 WORLD_SIZE, NODE_SIZE = 4, 2

@@ -4,8 +4,9 @@ import random
 
 import torch
 import torch.nn.functional as F
-from ordinary_models import ORDINARY, Bags, Model
 from torch import nn
+
+from tests.profiler.ordinary_models import ORDINARY, Bags, Model
 
 
 class FunctionalTie(Model):

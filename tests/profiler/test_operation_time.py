@@ -4,13 +4,10 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from entangled_models import MODELS
-from this_cpu import skip_what_it_lacks
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from traced import CPU, PRECISIONS, own_step
 
 from benchmarks.testbed.emulated.cuda import FakeCuda
 from lightning_osdp.core.cluster import DeviceRates
@@ -18,6 +15,9 @@ from lightning_osdp.errors import ConfigurationError, UntraceableError
 from lightning_osdp.profiler import LiveBytes, operation_time
 from lightning_osdp.profiler.operation_time import Operand, OperationRecorder, replayed_s, roofline_s, segment_seconds
 from lightning_osdp.profiler.step.fake_model import faked
+from tests.profiler.entangled_models import MODELS
+from tests.profiler.traced import CPU, PRECISIONS, own_step
+from tests.this_cpu import skip_what_it_lacks
 
 DTYPES = ("float32", "float64", "bfloat16")
 

@@ -4,10 +4,10 @@ import random
 
 import pytest
 import torch
-from entangled_models import MODELS
-from wrapped import compare, gradients
 
 from lightning_osdp.profiler import profile_model
+from tests.profiler.entangled_models import MODELS
+from tests.profiler.wrapped import compare, gradients
 
 
 def measured(profile):

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
-from this_cpu import skip_what_it_lacks
 from torch import nn
 
 from lightning_osdp.profiler import LiveBytes
@@ -17,6 +16,7 @@ from lightning_osdp.profiler.step.fake_model import faked
 from lightning_osdp.profiler.step.run_step import StepRunner, resized
 from lightning_osdp.profiler.step.snapshot import tensors_in, untouched
 from lightning_osdp.profiler.tracing import short_model, trace
+from tests.this_cpu import skip_what_it_lacks
 
 CPU = torch.device("cpu")
 DEPTH = 10

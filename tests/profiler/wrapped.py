@@ -3,14 +3,14 @@
 import random
 
 import torch
-from entangled_models import MODELS
-from plans import bare_plan
 
 from lightning_osdp.apply import ShardedModel
 from lightning_osdp.core.axes import NAMED_MODES, named
 from lightning_osdp.core.plans.plan import Unit
 from lightning_osdp.core.units import partition
 from lightning_osdp.profiler import fingerprint, profile_model
+from tests.plans import bare_plan
+from tests.profiler.entangled_models import MODELS
 
 
 def plan_of(profile, world_size, modes=("ZDP",), min_unit_bytes=0):

@@ -1,9 +1,9 @@
 """Plans under other circumstances."""
 
 import pytest
-from steps import TWO_NODES
 
 from lightning_osdp.report.cases import what_if
+from tests.steps import TWO_NODES
 
 
 @pytest.fixture(scope="module")

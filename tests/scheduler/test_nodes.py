@@ -3,10 +3,10 @@
 import dataclasses
 
 import pytest
-from steps import TWO_NODES
 
 from lightning_osdp import FSDP2, Plan, SearchSpace, make_plan, simulate
 from lightning_osdp.core.batch_policy import BatchPolicy
+from tests.steps import TWO_NODES
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from steps import TWO_NODES
 
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.plans.search_space import SearchSpace
@@ -13,6 +12,7 @@ from lightning_osdp.engine import FSDP2
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.scheduler import PlanMethod, competition, make_plan, sweep
 from lightning_osdp.search import SOLVERS
+from tests.steps import TWO_NODES
 
 EVERY_UNIT = SearchSpace(min_unit_bytes=0)
 

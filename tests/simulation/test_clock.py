@@ -3,7 +3,6 @@
 import dataclasses
 
 import pytest
-from engines import ENGINES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from lightning_osdp.core.units import partition
 from lightning_osdp.cost import Workload
 from lightning_osdp.engine import COLLECTIVES, FSDP2, GATHERS, effects_of
 from lightning_osdp.simulation import simulate_step
+from tests.engines import ENGINES
 
 SECONDS = st.sampled_from([0.0, 0.5, 1.0, 3.0])
 LINKS = st.builds(Link, latency_s=st.sampled_from([0.0, 0.2]), seconds_per_byte=st.sampled_from([0.0, 0.01]))

@@ -5,8 +5,6 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from overlapped import made, overlapped
-from steps import step_of
 
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.axes import DP, HDP, HSDP, ZDP
@@ -15,6 +13,8 @@ from lightning_osdp.engine import FSDP2
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.simulation import StepClock, simulate_step
 from lightning_osdp.simulation.timeline import COMMUNICATION, COMPUTE
+from tests.overlapped import made, overlapped
+from tests.steps import step_of
 
 NOTHING = Contention(computing=1 + 1e-12, collectives=1 + 1e-12)
 """So little that the timeline with contention must find what the one without does."""

@@ -4,7 +4,6 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from steps import step_of
 
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.axes import DP, ZDP
@@ -12,6 +11,7 @@ from lightning_osdp.core.profile import ParameterProfile
 from lightning_osdp.cost import exact_peak, step_memory
 from lightning_osdp.engine import FSDP2
 from lightning_osdp.simulation import simulate_step
+from tests.steps import step_of
 
 
 def over_step(model, cluster, modes, *, world_size=2, **options):

@@ -3,12 +3,12 @@
 import dataclasses
 
 import pytest
-from steps import step_of
 
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.axes import DP, ZDP
 from lightning_osdp.engine import FSDP2
 from lightning_osdp.simulation import simulate_step
+from tests.steps import step_of
 
 
 @pytest.fixture

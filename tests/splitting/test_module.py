@@ -9,12 +9,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.utils import parametrizations, parametrize
-from transposed import Conv1D
 
 from benchmarks.testbed.groups import fake_group
 from lightning_osdp.errors import ConfigurationError, ShardedParameterError
 from lightning_osdp.splitting import cut_dims, split, splittable
 from lightning_osdp.splitting.sharded import ShardedParameter
+from tests.transposed import Conv1D
 
 MAKERS = {
     "linear": lambda: nn.Linear(7, 5),

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transposed import Conv1D
 
 from lightning_osdp.profiler import LiveBytes
 from lightning_osdp.splitting import split
+from tests.transposed import Conv1D
 
 
 def linear(inputs, outputs, has_bias):

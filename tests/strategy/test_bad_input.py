@@ -8,8 +8,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger
-from this_cpu import LOW, refused_lstm
-from tiers import slow
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -17,6 +15,8 @@ from lightning_osdp import Cluster, ConfigurationError, OSDPError, OSDPStrategy,
 from lightning_osdp.core.cluster import DeviceRates, Link
 from lightning_osdp.profiler import ComputePrecision
 from lightning_osdp.strategy.planning import plan_fit
+from tests.this_cpu import LOW, refused_lstm
+from tests.tiers import slow
 
 pytestmark = [
     pytest.mark.usefixtures("one_rank", "quiet"),

@@ -3,13 +3,13 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from linears import LAYER_BYTES
 
 from benchmarks.families import build
 from benchmarks.testbed.groups import fake_group
 from benchmarks.testbed.limit import data_segment_bytes, lives_under
 from benchmarks.testbed.memory import count_step
 from benchmarks.testbed.plans import plan_of
+from tests.benchmarks.testbed.linears import LAYER_BYTES
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the data segment is limited on Linux")
 

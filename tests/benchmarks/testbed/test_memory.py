@@ -13,13 +13,13 @@ optimizer       6 + three temporaries of one shard
 import dataclasses
 
 import pytest
-from linears import LAYER_BYTES, Linears, plan_for_linears
 
 from benchmarks.families import build
 from benchmarks.testbed.groups import fake_group, simulated_group
 from benchmarks.testbed.memory import PHASES, WARM_UP_STEPS, count_step
 from benchmarks.testbed.plans import plan_of
 from benchmarks.testbed.simulated import SimulatedLinks
+from tests.benchmarks.testbed.linears import LAYER_BYTES, Linears, plan_for_linears
 
 
 def like_gloo(world_size):

@@ -5,15 +5,15 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from families import FAMILIES
-from models import MODELS
-from tiers import but_slow, slow
-from traced import CPU, PRECISIONS, both, deepened, real_and_fake
 
 from benchmarks.families import FAMILIES as BENCHMARKED
 from benchmarks.families import build
 from lightning_osdp.profiler.operation_time import OperationRecorder, replayed_s, segment_seconds
 from lightning_osdp.profiler.step.fake_model import faked
+from tests.distributed.support.families import FAMILIES
+from tests.distributed.support.models import MODELS
+from tests.profiler.traced import CPU, PRECISIONS, both, deepened, real_and_fake
+from tests.tiers import but_slow, slow
 
 HEADS = 4
 ROUNDING = 0 if torch.__version__ >= (2, 13) else 0.01
@@ -68,7 +68,7 @@ def test_every_operation_can_be_replayed(name):
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", ["GPT2", *(slow(name) for name in ("Llama", "T5", "Swin"))])
 def test_models_of_transformers_take_the_same_bytes_but_for_masks(name, precision):
-    from hf_models import HF_MODELS, LENGTH
+    from tests.distributed.support.hf.hf_models import HF_MODELS, LENGTH
 
     for size in (4, 7):
         real, fake = compare(HF_MODELS[name](), size, precision)

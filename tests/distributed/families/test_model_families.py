@@ -1,12 +1,12 @@
 """Models of every family train under every kind of plan, their own ones included, as under DDP and in one process."""
 
 import pytest
-from families import check, family
-from models import build
-from tiers import but_slow
 
 from lightning_osdp import TrainingStep, profile_model
 from lightning_osdp.core.units import partition
+from tests.distributed.support.families import check, family
+from tests.distributed.support.models import build
+from tests.tiers import but_slow
 
 pytestmark = pytest.mark.distributed
 

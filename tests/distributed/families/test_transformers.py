@@ -3,8 +3,9 @@
 import importlib.util
 
 import pytest
-from families import check, family
-from tiers import slow
+
+from tests.distributed.support.families import check, family
+from tests.tiers import slow
 
 pytestmark = [
     pytest.mark.distributed,
@@ -17,7 +18,7 @@ pytestmark = [
 
 def hf_exported():
     """See `hf_exports`, which needs ``transformers`` and ``peft``."""
-    import hf_exports
+    from tests.distributed.support.hf import hf_exports
 
     return hf_exports.exported(), hf_exports.adapted()
 

@@ -4,10 +4,9 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
-import lifecycle
-import ranks
+from tests.distributed.support import lifecycle, ranks
 
 PAGE = Path(__file__).parents[3] / "docs" / "research" / "lifecycle.md"
 HEAD = """# Features of the Trainer

@@ -1,7 +1,8 @@
 """Every feature of the Trainer gives under the strategy what it gives under DDP."""
 
 import pytest
-from lifecycle import outcomes
+
+from tests.distributed.support.lifecycle import outcomes
 
 pytestmark = pytest.mark.distributed
 

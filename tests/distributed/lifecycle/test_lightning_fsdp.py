@@ -30,13 +30,11 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from fits import EVERYTHING, shared_folder, trainer, without_measuring
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import HalfPrecision
 from lightning.pytorch.strategies import DDPStrategy, fsdp
 from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint
-from tiers import slow
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, FSDPModule, MixedPrecision, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, wrap
@@ -46,6 +44,8 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_osdp import ConfigurationError, OSDPStrategy, SearchSpace
 from lightning_osdp.strategy.checkpointing import load
+from tests.distributed.support.fits import EVERYTHING, shared_folder, trainer, without_measuring
+from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

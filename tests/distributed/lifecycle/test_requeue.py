@@ -6,13 +6,13 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from fits import largest_difference, plan_for, shared_folder, trainer
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.connectors import signal_connector
-from models import OddMLP
 
 from benchmarks.testbed.training import StartedRanks
 from lightning_osdp import OSDPStrategy
+from tests.distributed.support.fits import largest_difference, plan_for, shared_folder, trainer
+from tests.distributed.support.models import OddMLP
 
 pytestmark = pytest.mark.distributed
 

@@ -10,11 +10,8 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from fits import SPACE, failure, fitted, largest_difference, plan_for, shared_folder, trainer, without_measuring
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
-from models import BATCH_SIZE, GPT, NUM_SAMPLES, Base, TiedGPT, WideMLP, build
-from tiers import slow
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
@@ -23,6 +20,18 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_osdp import OSDPStrategy, SearchSpace, simulate
 from lightning_osdp.callbacks.plan_monitor import PlanMonitor
 from lightning_osdp.strategy.planning import profile_fit
+from tests.distributed.support.fits import (
+    SPACE,
+    failure,
+    fitted,
+    largest_difference,
+    plan_for,
+    shared_folder,
+    trainer,
+    without_measuring,
+)
+from tests.distributed.support.models import BATCH_SIZE, GPT, NUM_SAMPLES, Base, TiedGPT, WideMLP, build
+from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 import torch.distributed as dist
-from fits import SPACE, failure, plan_for, shared_folder, trainer, without_measuring
 from lightning.pytorch.callbacks import ModelSummary
-from models import GPT
 from torch.utils.data import DataLoader
 
 from lightning_osdp import OSDPStrategy
+from tests.distributed.support.fits import SPACE, failure, plan_for, shared_folder, trainer, without_measuring
+from tests.distributed.support.models import GPT
 
 pytestmark = pytest.mark.distributed
 

@@ -6,14 +6,14 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from fits import largest_difference, plan_for, shared_folder, trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
-from models import BATCH_SIZE, GPT
-from tiers import slow
 
 from lightning_osdp import ConfigurationError, OSDPStrategy, PlanMonitor
 from lightning_osdp.callbacks.peak import COUNTED_STEPS, WARM_UP_STEPS
+from tests.distributed.support.fits import largest_difference, plan_for, shared_folder, trainer
+from tests.distributed.support.models import BATCH_SIZE, GPT
+from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

@@ -7,17 +7,10 @@ from contextlib import nullcontext
 from importlib.util import find_spec
 from unittest import mock
 
-import models
 import pytest
 import torch
 import torch.distributed as dist
-from fits import largest_difference, plan_for, trainer, without_measuring
-from models import GPT
-from parts import BLOCKS, CPU, MODES, SLICES, UNITS, DroppingParts, Parts, batches_of
-from tiers import slow
 from torch import nn
-from wrapped import whole
-from wrapped_units import block_forwards
 
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp import OSDPStrategy, SearchSpace
@@ -28,6 +21,13 @@ from lightning_osdp.core.plans.plan import Block
 from lightning_osdp.core.plans.plan import Block as PlannedBlock
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.splitting import cuts_of
+from tests.distributed.support import models
+from tests.distributed.support.fits import largest_difference, plan_for, trainer, without_measuring
+from tests.distributed.support.models import GPT
+from tests.distributed.support.parts import BLOCKS, CPU, MODES, SLICES, UNITS, DroppingParts, Parts, batches_of
+from tests.profiler.wrapped import whole
+from tests.tiers import slow
+from tests.wrapped_units import block_forwards
 
 pytestmark = pytest.mark.distributed
 
@@ -262,7 +262,7 @@ def transformers_gpt2(limit_bytes):
 
     Then the same difference where its blocks recompute and offload, and how many of their calls took fairscale's form.
     """
-    from hf_models import LongGPT2
+    from tests.distributed.support.hf.hf_models import LongGPT2
 
     blocks = [f"model.transformer.h.{index}" for index in range(LongGPT2.num_layers)]
     modes = dict.fromkeys(blocks, "ZDP")

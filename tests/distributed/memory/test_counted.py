@@ -8,16 +8,16 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from fits import plan_for, trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
-from models import WideMLP
-from tiers import slow
 from torch.utils.data import DataLoader
 
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.callbacks.peak import COUNTED_STEPS, WARM_UP_STEPS, other_tensors
 from lightning_osdp.errors import OSDPError
 from lightning_osdp.report.tables import render
+from tests.distributed.support.fits import plan_for, trainer
+from tests.distributed.support.models import WideMLP
+from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

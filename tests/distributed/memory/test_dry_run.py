@@ -7,11 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from fits import plan_for, shared_folder, trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from models import BATCH_SIZE, Base, build
-from tiers import slow
 from torch import nn
 from torchmetrics.aggregation import MeanMetric
 
@@ -22,6 +19,9 @@ from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.errors import OSDPError
 from lightning_osdp.strategy.checkpointing.entries import read_plan
 from lightning_osdp.strategy.runtime.all_ranks import from_all_ranks
+from tests.distributed.support.fits import plan_for, shared_folder, trainer
+from tests.distributed.support.models import BATCH_SIZE, Base, build
+from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

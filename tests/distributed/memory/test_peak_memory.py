@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 import torch.distributed as dist
-from fits import plan_for, profile_of, stated_cluster, trainer
-from models import build
-from tiers import slow
 
 from lightning_osdp import OSDPStrategy, SearchSpace
 from lightning_osdp.callbacks.plan_monitor import PlanMonitor
 from lightning_osdp.simulation import simulate
+from tests.distributed.support.fits import plan_for, profile_of, stated_cluster, trainer
+from tests.distributed.support.models import build
+from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

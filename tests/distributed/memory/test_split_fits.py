@@ -4,14 +4,14 @@ import sys
 
 import lightning as L
 import pytest
-from fits import trainer
-from ranks import RankPool
 
 from benchmarks.families.dense import TwoLayers
 from benchmarks.measures.accuracy.memory import ANY_RATES, FREE
 from benchmarks.testbed.limit import ALLOCATOR, beside_tensors_bytes, limit_data
 from lightning_osdp import Cluster, InfeasibleError, OSDPStrategy, SearchSpace, make_plan, profile_model
 from lightning_osdp.callbacks.peak import COUNTED_STEPS, WARM_UP_STEPS, living_tensors
+from tests.distributed.support.fits import trainer
+from tests.distributed.support.ranks import RankPool
 
 pytestmark = [
     pytest.mark.distributed,

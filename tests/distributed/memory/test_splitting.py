@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from fits import largest_difference, trainer
 from lightning.pytorch.strategies import DDPStrategy
-from split_models import KINDS, AtStart, SplitNet, differing, in_nodes, split_plan, unequal
-from tiers import slow
 from torch import nn
 
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp import OSDPPrecision, OSDPStrategy
 from lightning_osdp.errors import OSDPError
 from lightning_osdp.splitting import splittable
+from tests.distributed.support.fits import largest_difference, trainer
+from tests.distributed.support.split_models import KINDS, AtStart, SplitNet, differing, in_nodes, split_plan, unequal
+from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 
@@ -57,7 +57,7 @@ def losses_in_bf16():
 
 def transformer_differs_by(name):
     """Operators of a model of transformers that are split, and its weights and losses in slices and under DDP."""
-    from hf_models import HF_MODELS
+    from tests.distributed.support.hf.hf_models import HF_MODELS
 
     losses, states = [], []
     operators = splittable(HF_MODELS[name]())

@@ -5,11 +5,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tiers import slow
 
 from lightning_osdp.core.cluster import UNIT_PARTS
 from lightning_osdp.profiler import measure_cluster
 from lightning_osdp.profiler.machine import cluster
+from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

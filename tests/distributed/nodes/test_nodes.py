@@ -4,11 +4,19 @@ import dataclasses
 import random
 from unittest import mock
 
-import parts
 import pytest
 import torch
 import torch.distributed as dist
-from fits import (
+from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from lightning_osdp import OSDPStrategy, SearchSpace, change_plan, measure_cluster, simulate
+from lightning_osdp.apply import ShardedModel, agreement, local
+from lightning_osdp.callbacks.plan_monitor import PlanMonitor
+from lightning_osdp.profiler import untouched
+from tests.distributed.support import parts
+from tests.distributed.support.fits import (
     MODES_OF_NODES,
     NODE_SIZE,
     failure,
@@ -22,16 +30,8 @@ from fits import (
     trained,
     trainer,
 )
-from lightning.pytorch.strategies import DDPStrategy
-from models import GPT, MODELS, build
-from tiers import slow
-from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader
-
-from lightning_osdp import OSDPStrategy, SearchSpace, change_plan, measure_cluster, simulate
-from lightning_osdp.apply import ShardedModel, agreement, local
-from lightning_osdp.callbacks.plan_monitor import PlanMonitor
-from lightning_osdp.profiler import untouched
+from tests.distributed.support.models import GPT, MODELS, build
+from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

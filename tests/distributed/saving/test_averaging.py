@@ -4,16 +4,25 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from fits import SPACE, failure, fitted, in_nodes, largest_difference, plan_for, shared_folder, trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
-from models import GPT, WideMLP
-from tiers import slow
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.callbacks.plan_monitor import PlanMonitor
+from tests.distributed.support.fits import (
+    SPACE,
+    failure,
+    fitted,
+    in_nodes,
+    largest_difference,
+    plan_for,
+    shared_folder,
+    trainer,
+)
+from tests.distributed.support.models import GPT, WideMLP
+from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

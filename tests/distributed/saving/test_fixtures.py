@@ -1,11 +1,11 @@
 """Checkpoints that an earlier version wrote, under FSDP1, load bit for bit, and training goes on; its plans do not."""
 
-import checkpoint_fixtures
 import pytest
-from tiers import slow
 
 from lightning_osdp.errors import PlanFormatError
 from lightning_osdp.strategy.checkpointing.entries import read_plan
+from tests.distributed.support import checkpoint_fixtures
+from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.distributed
 CHECKPOINTS = [f"{name}{suffix}" for name in checkpoint_fixtures.OPTIMIZERS for suffix in (".pt", "")]
 """Files and folders of shards."""
 OTHER_SCHEMA = (
-    " to have schema_version 3, got 2. Plan anew with this version of lightning_osdp, or use the version that wrote the"
+    " to have schema_version 4, got 2. Plan anew with this version of lightning_osdp, or use the version that wrote the"
     " plan."
 )
 

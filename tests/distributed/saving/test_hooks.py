@@ -4,12 +4,12 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from fits import failure, largest_difference, plan_for, shared_folder, trainer
 from lightning.pytorch.strategies import DDPStrategy
-from models import OddMLP
 
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.strategy.runtime.error_texts import explain_step_error
+from tests.distributed.support.fits import failure, largest_difference, plan_for, shared_folder, trainer
+from tests.distributed.support.models import OddMLP
 
 pytestmark = pytest.mark.distributed
 

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from fits import shared_folder, trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from models import OddMLP
-from tiers import slow
 from torch.utils.data import DataLoader
 
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.strategy.checkpointing.load import why_incomplete
+from tests.distributed.support.fits import shared_folder, trainer
+from tests.distributed.support.models import OddMLP
+from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from fits import shared_folder, trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from models import BATCH_SIZE, Base
-from tiers import slow
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp import OSDPStrategy
+from tests.distributed.support.fits import shared_folder, trainer
+from tests.distributed.support.models import BATCH_SIZE, Base
+from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

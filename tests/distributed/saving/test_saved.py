@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from fits import failure, plan_for, shared_folder, trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from models import OddMLP
-from split_models import AtStart, SplitNet, consolidate, differing, split_plan, unequal
 
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.strategy.checkpointing.saving import CompleteFiles
+from tests.distributed.support.fits import failure, plan_for, shared_folder, trainer
+from tests.distributed.support.models import OddMLP
+from tests.distributed.support.split_models import AtStart, SplitNet, consolidate, differing, split_plan, unequal
 
 pytestmark = pytest.mark.distributed
 

@@ -5,27 +5,27 @@ import shutil
 import time
 from pathlib import Path
 
-import checkpoint_fixtures
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoint_fixtures import Varied
-from split_models import consolidate, unequal
-from tiers import slow
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from transposed import Conv1D
-from wrapped_units import mesh_of_nodes
 
 from lightning_osdp.apply import StoredShards, state
 from lightning_osdp.apply.state import numbered
 from lightning_osdp.errors import OSDPError
 from lightning_osdp.profiler import LiveBytes
 from lightning_osdp.splitting import JoinedShards, split
+from tests.distributed.support import checkpoint_fixtures
+from tests.distributed.support.checkpoint_fixtures import Varied
+from tests.distributed.support.split_models import consolidate, unequal
+from tests.tiers import slow
+from tests.transposed import Conv1D
+from tests.wrapped_units import mesh_of_nodes
 
 pytestmark = pytest.mark.distributed
 

@@ -2,12 +2,12 @@
 
 import torch
 import torch.nn.functional as F
-from fits import largest_difference
 from lightning.pytorch.strategies import DDPStrategy
-from models import Base, build
 from torch import nn
 
 from lightning_osdp import OSDPStrategy, SearchSpace
+from tests.distributed.support.fits import largest_difference
+from tests.distributed.support.models import Base, build
 
 SPACE = SearchSpace(min_unit_bytes=0)
 

@@ -6,9 +6,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from fits import trainer
-from models import BATCH_SIZE, NUM_SAMPLES, Base
-from split_models import AtStart, differing
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -17,6 +14,9 @@ from lightning_osdp import OSDPStrategy
 from lightning_osdp.apply.state import numbered
 from lightning_osdp.splitting import cuts_of, join_states, split
 from lightning_osdp.strategy.checkpointing import entries
+from tests.distributed.support.fits import trainer
+from tests.distributed.support.models import BATCH_SIZE, NUM_SAMPLES, Base
+from tests.distributed.support.split_models import AtStart, differing
 
 OPTIMIZERS = ("adamw", "momentum")
 NUM_STEPS = 3

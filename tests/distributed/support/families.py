@@ -3,13 +3,20 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from fits import EVERYTHING, largest_difference, plan_for, reference, trained, without_measuring
 from lightning.pytorch.strategies import DDPStrategy
-from models import MODELS, NUM_SAMPLES, Base, build
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from lightning_osdp import OSDPStrategy, SearchSpace
+from tests.distributed.support.fits import (
+    EVERYTHING,
+    largest_difference,
+    plan_for,
+    reference,
+    trained,
+    without_measuring,
+)
+from tests.distributed.support.models import MODELS, NUM_SAMPLES, Base, build
 
 WIDTH, CLASSES, LENGTH = 8, 6, 5
 

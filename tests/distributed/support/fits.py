@@ -9,7 +9,6 @@ from unittest import mock
 import lightning as L
 import torch
 import torch.distributed as dist
-from models import BATCH_SIZE, build
 
 from lightning_osdp import (
     Cluster,
@@ -25,6 +24,7 @@ from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Link
 from lightning_osdp.errors import OSDPError, UntraceableError
 from lightning_osdp.strategy.planning import plan_fit
+from tests.distributed.support.models import BATCH_SIZE, build
 
 EVERYTHING = SearchSpace(min_unit_bytes=0, share_units=False)
 

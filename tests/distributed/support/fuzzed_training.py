@@ -8,8 +8,6 @@ import lightning as L
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from fits import trainer
-from plans import bare_plan
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -19,6 +17,8 @@ from lightning_osdp.apply.state import whole_parameters
 from lightning_osdp.core.axes import Treatment, named
 from lightning_osdp.core.plans.plan import Block, Unit
 from lightning_osdp.profiler import fingerprint
+from tests.distributed.support.fits import trainer
+from tests.plans import bare_plan
 
 CPU = torch.device("cpu")
 OUTPUTS = 3

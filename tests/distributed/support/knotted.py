@@ -4,10 +4,8 @@ import dataclasses
 
 import torch
 import torch.distributed as dist
-from fits import largest_difference, trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
-from models import Base, OddMLP
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -15,6 +13,8 @@ from torch.utils.data import DataLoader
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp import OSDPPrecision, OSDPStrategy
 from lightning_osdp.core.axes import NAMED_MODES
+from tests.distributed.support.fits import largest_difference, trainer
+from tests.distributed.support.models import Base, OddMLP
 
 UNITS = ("first", "twice", "partly", "frozen", "last")
 

@@ -10,8 +10,6 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from by_hand import GAN
-from fits import EVERYTHING, plan_for, shared_folder, trainer, without_measuring
 from lightning.pytorch.callbacks import (
     Callback,
     EarlyStopping,
@@ -23,13 +21,15 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
-from models import OddMLP
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.strategy.runtime.all_ranks import from_all_ranks
+from tests.distributed.support.by_hand import GAN
+from tests.distributed.support.fits import EVERYTHING, plan_for, shared_folder, trainer, without_measuring
+from tests.distributed.support.models import OddMLP
 
 
 class Model(OddMLP):

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
-from models import Base, OddMLP
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -14,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp import change_plan
 from lightning_osdp.apply import ShardedModel
+from tests.distributed.support.models import Base, OddMLP
 
 CPU = torch.device("cpu")
 BLOCKS = ["pair.before", "pair.after", "alone"]

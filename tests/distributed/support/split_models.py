@@ -9,13 +9,13 @@ import lightning as L
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import NUM_SAMPLES, Base
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.data import TensorDataset
-from transposed import Conv1D
 
 from benchmarks.testbed.plans import plan_of
+from tests.distributed.support.models import NUM_SAMPLES, Base
+from tests.transposed import Conv1D
 
 VOCABULARY, WIDTH, INNER = 19, 14, 23
 

@@ -4,9 +4,7 @@ import dataclasses
 
 import torch
 import torch.distributed as dist
-from fits import EVERYTHING, largest_difference, trainer, without_measuring
 from lightning.pytorch.strategies import DDPStrategy
-from models import BATCH_SIZE, Base, OddMLP
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -14,6 +12,8 @@ from torch.utils.data import DataLoader
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp import OSDPPrecision, OSDPStrategy
 from lightning_osdp.errors import OSDPError
+from tests.distributed.support.fits import EVERYTHING, largest_difference, trainer, without_measuring
+from tests.distributed.support.models import BATCH_SIZE, Base, OddMLP
 
 WIDTH = 6
 KINDS = {

@@ -6,7 +6,8 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool
+
+from tests.distributed.support.ranks import RankPool
 
 pytestmark = pytest.mark.distributed
 

@@ -6,7 +6,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from tiers import slow
 
 from benchmarks.families import build
 from benchmarks.testbed import ring
@@ -18,6 +17,7 @@ from benchmarks.testbed.ring import ring_reduce_scatter
 from benchmarks.testbed.simulated import SimulatedLinks
 from benchmarks.testbed.step import Step
 from lightning_osdp.apply import local
+from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

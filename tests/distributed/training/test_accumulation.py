@@ -9,16 +9,16 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from fits import shared_folder, trainer
-from knotted import UNITS, Knotted, SaveAt, difference, equals_ddp, fitted, plan_with
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
-from tiers import slow
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.apply import internals
+from tests.distributed.support.fits import shared_folder, trainer
+from tests.distributed.support.knotted import UNITS, Knotted, SaveAt, difference, equals_ddp, fitted, plan_with
+from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

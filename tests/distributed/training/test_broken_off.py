@@ -2,14 +2,14 @@
 
 import pytest
 import torch.distributed as dist
-from by_hand import One, compared, ddp, ours
-from fits import trainer
-from knotted import UNITS, Knotted, by_ddp, difference, equals_ddp, plan_with
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
-from tiers import slow
 
 from lightning_osdp import OSDPPrecision, OSDPStrategy
+from tests.distributed.support.by_hand import One, compared, ddp, ours
+from tests.distributed.support.fits import trainer
+from tests.distributed.support.knotted import UNITS, Knotted, by_ddp, difference, equals_ddp, plan_with
+from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

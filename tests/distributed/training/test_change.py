@@ -9,9 +9,21 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from fits import failure, shared_folder, stated_cluster, trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from parts import (
+from torch import nn
+
+from benchmarks.testbed.plans import plan_of
+from lightning_osdp import OSDPPrecision, OSDPStrategy, change_plan, profile_model
+from lightning_osdp.apply import ShardedModel, internals
+from lightning_osdp.callbacks.peak import living_tensors
+from lightning_osdp.callbacks.plan_monitor import PlanMonitor
+from lightning_osdp.core.axes import ACTIVATION_CHOICES, Treatment
+from lightning_osdp.core.plans.plan import Block
+from lightning_osdp.engine import engine_of
+from lightning_osdp.profiler import LiveBytes
+from lightning_osdp.simulation import planned_step
+from tests.distributed.support.fits import failure, shared_folder, stated_cluster, trainer
+from tests.distributed.support.parts import (
     BLOCKS,
     CPU,
     MICRO_BATCHES,
@@ -29,20 +41,8 @@ from parts import (
     trained,
     with_sync,
 )
-from tiers import slow
-from torch import nn
-from wrapped_units import block_forwards
-
-from benchmarks.testbed.plans import plan_of
-from lightning_osdp import OSDPPrecision, OSDPStrategy, change_plan, profile_model
-from lightning_osdp.apply import ShardedModel, internals
-from lightning_osdp.callbacks.peak import living_tensors
-from lightning_osdp.callbacks.plan_monitor import PlanMonitor
-from lightning_osdp.core.axes import ACTIVATION_CHOICES, Treatment
-from lightning_osdp.core.plans.plan import Block
-from lightning_osdp.engine import engine_of
-from lightning_osdp.profiler import LiveBytes
-from lightning_osdp.simulation import planned_step
+from tests.tiers import slow
+from tests.wrapped_units import block_forwards
 
 pytestmark = pytest.mark.distributed
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch.distributed as dist
-from fits import largest_difference, plan_for, trainer
-from models import OddMLP
 
 from lightning_osdp import OSDPStrategy
+from tests.distributed.support.fits import largest_difference, plan_for, trainer
+from tests.distributed.support.models import OddMLP
 
 pytestmark = pytest.mark.distributed
 

@@ -7,15 +7,15 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from fits import failure, shared_folder, trainer, without_measuring
-from knotted import Knotted, SaveAt, difference, plan_with
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy
-from tiers import slow
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_osdp import OSDPPrecision, OSDPStrategy, SearchSpace
+from tests.distributed.support.fits import failure, shared_folder, trainer, without_measuring
+from tests.distributed.support.knotted import Knotted, SaveAt, difference, plan_with
+from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 import torch.distributed as dist
-from fits import EVERYTHING, largest_difference, plan_for, reference, trained
 from lightning.pytorch.strategies import DDPStrategy
-from models import build
-from tiers import slow
 
 from lightning_osdp import OSDPStrategy
+from tests.distributed.support.fits import EVERYTHING, largest_difference, plan_for, reference, trained
+from tests.distributed.support.models import build
+from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

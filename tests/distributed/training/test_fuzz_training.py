@@ -7,12 +7,12 @@ import os
 from itertools import combinations, pairwise
 
 import pytest
-from fuzzed_training import Net, differences, fits_apart
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from lightning_osdp.splitting import splittable
+from tests.distributed.support.fuzzed_training import Net, differences, fits_apart
 
 pytestmark = pytest.mark.distributed
 

@@ -6,16 +6,16 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 import torch.nn.functional as F
-from fits import largest_difference, profile_of, stated_cluster, trained
 from lightning.pytorch.strategies import DDPStrategy
-from models import BATCH_SIZE, GPT, MODELS, OddMLP, build
-from tiers import slow
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from lightning_osdp import OSDPStrategy, SearchSpace, make_plan
 from lightning_osdp.engine import FSDP2, engine_of
 from lightning_osdp.simulation import planned_step
+from tests.distributed.support.fits import largest_difference, profile_of, stated_cluster, trained
+from tests.distributed.support.models import BATCH_SIZE, GPT, MODELS, OddMLP, build
+from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

@@ -7,16 +7,16 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from tiers import slow
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from wrapped_units import mesh_of_nodes
 
 from lightning_osdp.apply import local
 from lightning_osdp.apply.updates import stepping_on_rows
+from tests.tiers import slow
+from tests.wrapped_units import mesh_of_nodes
 
 pytestmark = pytest.mark.distributed
 

@@ -3,17 +3,17 @@
 import pytest
 import torch
 import torch.distributed as dist
-from by_hand import GAN, One, compared, ddp, ours
-from fits import failure, largest_difference, plan_for, shared_folder, trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
-from models import Base, OddMLP
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from user_runs import check, differences
 
 from lightning_osdp import OSDPStrategy
+from tests.distributed.support.by_hand import GAN, One, compared, ddp, ours
+from tests.distributed.support.fits import failure, largest_difference, plan_for, shared_folder, trainer
+from tests.distributed.support.models import Base, OddMLP
+from tests.distributed.support.user_runs import check, differences
 
 pytestmark = pytest.mark.distributed
 

@@ -7,14 +7,14 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from fits import plan_for, trainer, without_measuring
 from lightning.pytorch.strategies import DDPStrategy
-from models import WideMLP, build
-from tiers import slow
 
 from lightning_osdp import OSDPStrategy, SearchSpace
 from lightning_osdp.apply import local
 from lightning_osdp.callbacks.plan_monitor import PlanMonitor
+from tests.distributed.support.fits import plan_for, trainer, without_measuring
+from tests.distributed.support.models import WideMLP, build
+from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

@@ -11,15 +11,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from fits import without_measuring
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from ranks import RankPool
 from torch import nn
 from torch.distributed.fsdp.wrap import wrap
-from user_runs import Chain, check, differences, fitted, plan_with, refusal
 
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.strategy.runtime import failure, ranks
+from tests.distributed.support.fits import without_measuring
+from tests.distributed.support.ranks import RankPool
+from tests.distributed.support.user_runs import Chain, check, differences, fitted, plan_with, refusal
 
 pytestmark = pytest.mark.distributed
 
@@ -193,7 +193,7 @@ def generates_apart(kind):
 
 def transformers_generate():
     """Differences from DDP of GPT-2 whose validation generates: of other lengths on each rank, and on one alone."""
-    from hf_models import GPT2  # an optional dependency
+    from tests.distributed.support.hf.hf_models import GPT2  # an optional dependency
 
     class Writing(GPT2):
         units = ("model.transformer.h.0", "model.transformer.h.1")

@@ -8,14 +8,23 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from fits import EVERYTHING, trainer, without_measuring
-from models import Base, OddMLP
-from tiers import slow
 from torch import nn
 from torch.nn import functional as F
-from user_runs import TOLERANCE, check, ddp, difference, differences, fitted, plan_with, refusal
 
 from lightning_osdp import OSDPPrecision, OSDPStrategy
+from tests.distributed.support.fits import EVERYTHING, trainer, without_measuring
+from tests.distributed.support.models import Base, OddMLP
+from tests.distributed.support.user_runs import (
+    TOLERANCE,
+    check,
+    ddp,
+    difference,
+    differences,
+    fitted,
+    plan_with,
+    refusal,
+)
+from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

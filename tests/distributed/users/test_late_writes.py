@@ -2,17 +2,17 @@
 
 from functools import partial
 
-import by_hand
 import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from fits import largest_difference, trainer, without_measuring
-from tiers import slow
 from torch.utils._python_dispatch import TorchDispatchMode
-from user_runs import Chain, check, differences, fitted, plan_with, refusal
 
 from lightning_osdp import OSDPStrategy
+from tests.distributed.support import by_hand
+from tests.distributed.support.fits import largest_difference, trainer, without_measuring
+from tests.distributed.support.user_runs import Chain, check, differences, fitted, plan_with, refusal
+from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

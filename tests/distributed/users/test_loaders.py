@@ -6,14 +6,14 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from fits import largest_difference, trainer, without_measuring
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from models import OddMLP
-from tiers import slow
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
 
 from lightning_osdp import OSDPStrategy, SearchSpace
+from tests.distributed.support.fits import largest_difference, trainer, without_measuring
+from tests.distributed.support.models import OddMLP
+from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

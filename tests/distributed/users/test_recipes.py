@@ -4,14 +4,14 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from fits import EVERYTHING, failure, without_measuring
-from models import BATCH_SIZE
-from ranks import RankPool
 from torch import nn
 from torch.nn import functional as F
-from user_runs import Chain, fitted, planned
 
 from lightning_osdp import OSDPStrategy
+from tests.distributed.support.fits import EVERYTHING, failure, without_measuring
+from tests.distributed.support.models import BATCH_SIZE
+from tests.distributed.support.ranks import RankPool
+from tests.distributed.support.user_runs import Chain, fitted, planned
 
 pytestmark = pytest.mark.distributed
 
@@ -99,7 +99,7 @@ def contrastive():
 
 def transformers_models():
     """See `hf_recipes`, which needs ``transformers``."""
-    import hf_recipes
+    from tests.distributed.support.hf import hf_recipes
 
     return hf_recipes.trained()
 

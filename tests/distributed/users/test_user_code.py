@@ -7,15 +7,26 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from fits import EVERYTHING, trainer, without_measuring
-from tiers import slow
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from user_runs import TOLERANCE, Chain, check, ddp, difference, differences, fitted, moved, plan_with, refusal
 
 from lightning_osdp import OSDPPrecision, OSDPStrategy
+from tests.distributed.support.fits import EVERYTHING, trainer, without_measuring
+from tests.distributed.support.user_runs import (
+    TOLERANCE,
+    Chain,
+    check,
+    ddp,
+    difference,
+    differences,
+    fitted,
+    moved,
+    plan_with,
+    refusal,
+)
+from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

@@ -7,16 +7,28 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool
-from tiers import slow
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from user_runs import WIDTH, Adapter, Chain, check, ddp, difference, differences, fitted, plan_with, planned, refusal
 
 from lightning_osdp import Block, OSDPStrategy
 from lightning_osdp.core.axes import Treatment
+from tests.distributed.support.ranks import RankPool
+from tests.distributed.support.user_runs import (
+    WIDTH,
+    Adapter,
+    Chain,
+    check,
+    ddp,
+    difference,
+    differences,
+    fitted,
+    plan_with,
+    planned,
+    refusal,
+)
+from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

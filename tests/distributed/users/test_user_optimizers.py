@@ -6,10 +6,10 @@ from functools import partial
 import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm
-from tiers import slow
-from user_runs import Chain, check, ddp, differences, fitted, plan_with, refusal
 
 from lightning_osdp import OSDPStrategy
+from tests.distributed.support.user_runs import Chain, check, ddp, differences, fitted, plan_with, refusal
+from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

@@ -4,13 +4,23 @@ from functools import partial
 
 import pytest
 import torch
-from tiers import slow
 from torch import nn
 from torch.func import grad, hessian, vjp, vmap
 from torch.nn import functional as F
-from user_runs import TOLERANCE, WIDTH, Chain, check, differences, fitted, plan_with, planned, refusal
 
 from lightning_osdp import OSDPStrategy
+from tests.distributed.support.user_runs import (
+    TOLERANCE,
+    WIDTH,
+    Chain,
+    check,
+    differences,
+    fitted,
+    plan_with,
+    planned,
+    refusal,
+)
+from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from fits import EVERYTHING, failure, shared_folder, without_measuring
 from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
-from tiers import slow
 from torch import nn
-from user_runs import Chain, check, ddp, difference, differences, fitted, plan_with, refusal
 
 from lightning_osdp import OSDPStrategy
+from tests.distributed.support.fits import EVERYTHING, failure, shared_folder, without_measuring
+from tests.distributed.support.user_runs import Chain, check, ddp, difference, differences, fitted, plan_with, refusal
+from tests.tiers import slow
 
 pytestmark = pytest.mark.distributed
 

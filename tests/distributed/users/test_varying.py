@@ -7,15 +7,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from fits import EVERYTHING, failure, trainer, without_measuring
-from models import BATCH_SIZE, Base
 from torch import nn
 from torch.utils.data import DataLoader
-from user_runs import Adapter, Chain, ddp, difference, fitted
 
 from lightning_osdp import OSDPStrategy, PlanMonitor
 from lightning_osdp.report.tables import render
 from lightning_osdp.strategy.planning import profile_fit
+from tests.distributed.support.fits import EVERYTHING, failure, trainer, without_measuring
+from tests.distributed.support.models import BATCH_SIZE, Base
+from tests.distributed.support.user_runs import Adapter, Chain, ddp, difference, fitted
 
 pytestmark = pytest.mark.distributed
 

@@ -4,19 +4,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from fits import trainer
-from models import Base, build
-from tiers import slow
 from torch import nn
 from torch.utils.data import DataLoader
-from wrapped import whole
-from wrapped_units import plan, units_of
 
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.apply import ShardedModel
 from lightning_osdp.core.axes import NAMED_MODES
 from lightning_osdp.errors import OSDPError
 from lightning_osdp.profiler import LiveBytes
+from tests.distributed.support.fits import trainer
+from tests.distributed.support.models import Base, build
+from tests.profiler.wrapped import whole
+from tests.tiers import slow
+from tests.wrapped_units import plan, units_of
 
 pytestmark = pytest.mark.distributed
 

@@ -6,18 +6,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from entangled_models import MODELS
-from fits import plan_for, trainer
-from models import NUM_SAMPLES, Base
-from tiers import slow
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from wrapped import compare, plan_of
-from wrapped_units import NESTED, NESTED_IN_NODES, NESTED_PARAMETERS, Nested, plan, units_of
 
 from lightning_osdp import OSDPStrategy, SearchSpace
 from lightning_osdp.apply import apply_plan
 from lightning_osdp.profiler import profile_model
+from tests.distributed.support.fits import plan_for, trainer
+from tests.distributed.support.models import NUM_SAMPLES, Base
+from tests.profiler.entangled_models import MODELS
+from tests.profiler.wrapped import compare, plan_of
+from tests.tiers import slow
+from tests.wrapped_units import NESTED, NESTED_IN_NODES, NESTED_PARAMETERS, Nested, plan, units_of
 
 pytestmark = pytest.mark.distributed
 

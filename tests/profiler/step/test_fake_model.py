@@ -6,17 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
-from entangled_models import MODELS
-from ordinary_models import Model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from traced import CPU, PRECISIONS, own_step, real_and_fake
 
 from lightning_osdp.errors import ProfileError, UntraceableError
 from lightning_osdp.profiler import LiveBytes, without_values
 from lightning_osdp.profiler.operation_time import OperationRecorder
 from lightning_osdp.profiler.step import fake_model
 from lightning_osdp.profiler.step.fake_model import faked
+from tests.profiler.entangled_models import MODELS
+from tests.profiler.ordinary_models import Model
+from tests.profiler.traced import CPU, PRECISIONS, own_step, real_and_fake
 
 READS_VALUES = {"SkipsLayers"}
 FIXED_SIZE = {"Recurrent", "OneSample"}  # one reshapes to its batch size, the other has one sample

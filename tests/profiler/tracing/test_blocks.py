@@ -5,8 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from steps import step_of
-from tiers import slow
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,6 +18,8 @@ from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.profiler import profile_model
 from lightning_osdp.profiler.tracing.calls import recorded_calls
 from lightning_osdp.profiler.tracing.trace import find_blocks
+from tests.steps import step_of
+from tests.tiers import slow
 
 EVERYTHING = ("keep", "recompute", "offload", "recompute_offload")
 WIDTH, LENGTH = 16, 8

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from traced import Net, linear
 
 from lightning_osdp.profiler.tracing.calls import Position, followed, recorded_calls
+from tests.profiler.traced import Net, linear
 
 
 def calls_of(model):

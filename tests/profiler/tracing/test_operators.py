@@ -2,12 +2,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from traced import Net, linear
 
 from lightning_osdp.errors import ProfileError
 from lightning_osdp.profiler import fingerprint
 from lightning_osdp.profiler.tracing.calls import recorded_calls
 from lightning_osdp.profiler.tracing.operators import check_parameters, find_operators
+from tests.profiler.traced import Net, linear
 
 
 def operators_of(model, *inputs):

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from traced import Net
 
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.profiler import profile_model
+from tests.profiler.traced import Net
 
 LOSS = 4
 """Bytes of the loss itself."""

@@ -6,12 +6,12 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from tiers import but_slow
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from traced import both
 
 from lightning_osdp.profiler import ComputePrecision
+from tests.profiler.traced import both
+from tests.tiers import but_slow
 
 WIDTH, SAMPLES, DEPTH = 8, 4, 10
 

@@ -5,14 +5,14 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
-from entangled_models import MODELS
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
-from traced import DEPTH, Net, linear
 
 from lightning_osdp.errors import ProfileError
 from lightning_osdp.profiler.step.run_step import StepRunner
 from lightning_osdp.profiler.tracing.trace import trace_step, trace_whole
+from tests.profiler.entangled_models import MODELS
+from tests.profiler.traced import DEPTH, Net, linear
 
 CPU = torch.device("cpu")
 READS_VALUES = {"SkipsLayers"}

@@ -7,12 +7,12 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from plans import bare_plan
 
 from lightning_osdp import PlanFormatError
 from lightning_osdp.core.axes import named
 from lightning_osdp.core.plans.plan import Unit
 from lightning_osdp.strategy.checkpointing import entries
+from tests.plans import bare_plan
 
 PLAN = bare_plan(
     [Unit(name="", operators=("",), kind="Linear", treatments=named("DP"))],

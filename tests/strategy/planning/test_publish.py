@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from plans import bare_plan
 
 from lightning_osdp import Cluster, Link, ModelProfile
 from lightning_osdp.core.axes import named
 from lightning_osdp.core.plans.plan import Unit
 from lightning_osdp.core.profile import Segment
 from lightning_osdp.strategy.planning import publish
+from tests.plans import bare_plan
 
 
 @pytest.fixture

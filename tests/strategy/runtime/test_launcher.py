@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
-from tiers import slow
 
 from lightning_osdp import ConfigurationError, OSDPStrategy, Plan
 from lightning_osdp.strategy.runtime import launcher
 from lightning_osdp.strategy.runtime.launcher import GatheringLauncher
+from tests.tiers import slow
 
 SCRIPT = Path(__file__).with_name("script.py")
 STEPS, SEED = 8, 5

@@ -4,11 +4,11 @@ import peft
 import torch
 import torch.distributed as dist
 import transformers
-from fits import EVERYTHING, failure, shared_folder, without_measuring
-from hf_models import GPT2
-from user_runs import ddp, difference, fitted
 
 from lightning_osdp import OSDPStrategy
+from tests.distributed.support.fits import EVERYTHING, failure, shared_folder, without_measuring
+from tests.distributed.support.hf.hf_models import GPT2
+from tests.distributed.support.user_runs import ddp, difference, fitted
 
 
 class Adapted(GPT2):

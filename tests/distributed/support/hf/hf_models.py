@@ -6,8 +6,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 import transformers
-from models import MODELS, NUM_SAMPLES, Base
 from torch.utils.data import TensorDataset
+
+from tests.distributed.support.models import MODELS, NUM_SAMPLES, Base
 
 VOCABULARY, LENGTH = 64, 6
 

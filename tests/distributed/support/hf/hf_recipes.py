@@ -1,11 +1,12 @@
 """Models of ``transformers`` as people train them: masks in the batch, blocks that are checkpointed, experts."""
 
-import hf_models
 import torch
 import transformers
-from hf_models import LENGTH, VOCABULARY, HuggingFace
 from torch.utils.data import TensorDataset
-from user_runs import moved, planned
+
+from tests.distributed.support.hf import hf_models
+from tests.distributed.support.hf.hf_models import LENGTH, VOCABULARY, HuggingFace
+from tests.distributed.support.user_runs import moved, planned
 
 
 class Masked:
