@@ -2,10 +2,10 @@
 
 import pytest
 import torch.distributed as dist
-from fits import shared_folder
-from user_runs import Chain, ddp, fitted, plan_with
 
 from lightning_osdp import OSDPStrategy
+from tests.distributed.support.fits import shared_folder
+from tests.distributed.support.user_runs import Chain, ddp, fitted, plan_with
 
 pytestmark = pytest.mark.distributed
 
