@@ -79,7 +79,7 @@ def written(profile):
     plan = make_plan(profile, RANKS, memory_limit_bytes=2**30, micro_batch_size=2, search_space=space)
     document = json.loads(plan.to_json())
     del document["decisions"]
-    document["units"][-1]["modes"] = ["ZDP", "DP"]
+    document["units"][-1]["treatments"] = [{}, {"keep": "whole"}]
     return json.dumps(document)
 
 

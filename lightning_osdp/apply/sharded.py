@@ -477,7 +477,7 @@ def executed(plan: Plan, recomputed: Sequence[str]) -> Plan:
 
 
 def _kept(root: Unit) -> Unit:
-    return dataclasses.replace(root, treatments=(freed_and_kept(root.treatments[0])[1],))
+    return dataclasses.replace(root, treatments=tuple(freed_and_kept(each)[1] for each in root.treatments))
 
 
 def _treatments(unit: Unit) -> Iterator[tuple[str, Treatment]]:

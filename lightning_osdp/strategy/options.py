@@ -115,10 +115,6 @@ class Options:
                 f"memory_limit={self.memory_limit} is {format_bytes(num_bytes)}, a number without a unit being bytes."
                 f' Pass a text such as "{self.memory_limit}GiB", or "{self.memory_limit}B" if that is meant.'
             )
-        if num_bytes >= 2**63:
-            raise ConfigurationError(
-                f"memory_limit must be less than 2^63 bytes (8 EiB), got {shown(self.memory_limit)}."
-            )
         return num_bytes
 
     @property

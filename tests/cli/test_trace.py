@@ -136,6 +136,6 @@ def test_a_step_over_the_limit_ends_with_1(folder, run, planned):
 
 
 def test_a_trace_that_cannot_be_written_is_told(folder, run):
-    code, out, err = run("simulate", "--trace", "missing/step.json")
+    code, out, err = run("simulate", "--trace", "osdp_plan.json/step.json")
     assert (code, out) == (2, "")
-    assert "Expected a file that can be written for trace, got 'missing/step.json'" in err
+    assert "Expected a file that can be written for trace, got 'osdp_plan.json/step.json'" in err

@@ -68,8 +68,10 @@ def test_a_size_that_cannot_be_used_is_a_value_error_of_this_package():
     assert issubclass(ConfigurationError, OSDPError)
 
 
-def test_digits_beyond_any_memory_are_read_too():
-    assert parse_bytes("9" * 400) > 10**399
+@pytest.mark.parametrize("value", [2**63, "9" * 400, "8388608 TiB"])
+def test_more_than_any_memory_is_refused(value):
+    with pytest.raises(ConfigurationError, match=r"^A memory size must be less than 2\^63 bytes \(8 EiB\), got .*\.$"):
+        parse_bytes(value)
 
 
 @settings(deadline=None)

@@ -60,7 +60,7 @@ def test_limits_are_bytes_or_a_share_of_what_is_free():
             "got batch_size='scale', which chooses",
         ),
         ({"plan": 3}, "plan must be a Plan or the path of one, got 3"),
-        ({"memory_limit": "9" * 400}, "memory_limit must be less than 2^63 bytes (8 EiB), got '999"),
+        ({"memory_limit": "9" * 400}, "A memory size must be less than 2^63 bytes (8 EiB), got '999"),
         ({"search": ["greedy"]}, "search must be one of ('depth_first', 'greedy', 'exhaustive'), got ['greedy']"),
         ({"search_space": {"modes": ("ZDP",)}}, "search_space must be None or a SearchSpace, got {'modes': ('ZDP',)}"),
         ({"accumulate_in_fp32": "no"}, "accumulate_in_fp32 must be True or False, got 'no'"),

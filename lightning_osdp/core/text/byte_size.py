@@ -23,7 +23,7 @@ def parse_bytes(value: int | str) -> int:
         value: bytes, or a number with a unit: ``"8GiB"`` is 8 * 2^30, ``"500MB"`` is 500 * 10^6.
 
     Raises:
-        ConfigurationError: the text has no such form, or the number of bytes is not positive.
+        ConfigurationError: the text has no such form, or the number of bytes is below 1, or 2^63 or more.
 
     Example:
         >>> parse_bytes("1.5 KiB"), parse_bytes("500MB"), parse_bytes(42)
@@ -44,8 +44,10 @@ def parse_bytes(value: int | str) -> int:
             )
         # binary fractions would lose a byte: 1.001 * 1000 is 1000.9999999999999
         num_bytes = int(Decimal(match["number"]) * _FACTORS[match["unit"].lower()])
-    if not 0 < num_bytes < 2**63:
-        raise ConfigurationError(f"A memory size must be below 2^63 and at least one byte, got {shown(value)}.")
+    if num_bytes < 1:
+        raise ConfigurationError(f"A memory size must be at least one byte, got {shown(value)}.")
+    if num_bytes >= 2**63:
+        raise ConfigurationError(f"A memory size must be less than 2^63 bytes (8 EiB), got {shown(value)}.")
     return num_bytes
 
 

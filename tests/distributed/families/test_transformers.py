@@ -25,7 +25,7 @@ def hf_exported():
 
 def hf_family(**kwargs):
     """The same for a model of ``transformers``."""
-    import hf_models  # noqa: F401 (registers its models)
+    from tests.distributed.support.hf import hf_models  # noqa: F401 (registers its models)
 
     return family(**kwargs)
 
