@@ -7,9 +7,26 @@ from collections import OrderedDict
 from typing import Any, TypeVar
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer, SparseAdam
+
+from lightning_osdp.errors import ConfigurationError
 
 T = TypeVar("T", bound=Optimizer)
+
+
+def check_supported(optimizer: Optimizer) -> None:
+    """Raises a `ConfigurationError` if steps of the optimizer on shards cannot be those on whole parameters."""
+    if isinstance(optimizer, LBFGS):
+        raise ConfigurationError(
+            "Expected an optimizer that updates each parameter by itself, got LBFGS, which takes inner products over"
+            " all of them and would see shards alone. Use AdamW, or DDPStrategy for a model that fits whole."
+        )
+    if isinstance(optimizer, SparseAdam):
+        raise ConfigurationError(
+            "Expected an optimizer that takes dense gradients, got SparseAdam: those of an embedding with sparse=True"
+            " are dense once they are reduced over ranks and cut into rows. Use SGD or Adagrad, which take the same"
+            " steps on both, or sparse=False with Adam, which moves rows on that no batch has used."
+        )
 
 
 def states_of(optimizer: Optimizer) -> list[Any]:

@@ -7,6 +7,7 @@ all-gather takes. To load it, each rank takes its rows of what is whole.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten_with_path, tree_map, tree_map_with_path
 from torch.utils.hooks import RemovableHandle
 
 from lightning_osdp.apply.internals import of_rows
@@ -67,7 +69,8 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer, state_dict_type: st
         name: {field: _whole(value, keeps=keeps) for field, value in fields.items()}
         for name, fields in state["state"].items()
     }
-    return numbered({**state, "state": whole})
+    others = tree_map(partial(_whole, keeps=keeps), _others(state))
+    return numbered({**others, "state": whole, "param_groups": state["param_groups"]})
 
 
 def numbered(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,7 +82,13 @@ def numbered(state: Mapping[str, Any]) -> dict[str, Any]:
 def _renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
     """The same by other names or numbers."""
     groups = [{**group, "params": [names[each] for each in group["params"]]} for group in state["param_groups"]]
-    return {"state": {names[each]: fields for each, fields in state["state"].items()}, "param_groups": groups}
+    fields = {names[each]: values for each, values in state["state"].items()}
+    return {**state, "state": fields, "param_groups": groups}
+
+
+def _others(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries that an optimizer's own ``state_dict`` adds."""
+    return {key: value for key, value in state.items() if key not in ("state", "param_groups")}
 
 
 def whole_parameters(module: nn.Module) -> dict[str, Tensor]:
@@ -157,8 +166,12 @@ def load_optimizer(module: nn.Module, optimizer: Optimizer, state: Mapping[str, 
     pieces = cut_states(entries, cuts)
     parameters = dict(module.named_parameters())
     numbers = {name: number for number, name in enumerate(chain.from_iterable(groups))}
+    others, likes = _others(state), {}
+    if others:
+        likes = dict(tree_flatten_with_path(_others(optimizer.state_dict()))[0])
     optimizer.load_state_dict(
         {
+            **tree_map_with_path(lambda path, value: _own_rows(value, likes.get(path)), others),
             "state": {
                 numbers[name]: {field: _own_rows(value, parameters[name]) for field, value in fields.items()}
                 for name, fields in pieces.items()
@@ -194,7 +207,7 @@ def _rows(whole: Tensor, like: DTensor) -> DTensor:
     return of_rows(whole.detach().narrow(0, first, len(like.to_local())), like)
 
 
-def _own_rows(value: Any, parameter: Tensor) -> Any:
+def _own_rows(value: Any, parameter: object) -> Any:
     """A field of an optimizer's state in memory of its own, sharded as its parameter where it has the same shape."""
     if not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value

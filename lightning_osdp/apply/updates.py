@@ -20,7 +20,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 from lightning_osdp.apply import internals
 from lightning_osdp.apply.units import ONE_MESH
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.optimizers import copied
+from lightning_osdp.optimizers import check_supported, copied
 
 _ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
 """Of torch's: each element of a parameter depends on that element of the gradient and of states, and on numbers."""
@@ -183,17 +183,7 @@ def try_optimizer(optimizer: Optimizer) -> None:
         ConfigurationError: it cannot step on shards, or takes the shards for the whole of a vector, as L-BFGS does.
     """
     name = type(optimizer).__name__
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigurationError(
-            "Expected an optimizer that updates each parameter by itself, got LBFGS, which takes inner products over"
-            " all of them and would see shards alone. Use AdamW, or DDPStrategy for a model that fits whole."
-        )
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise ConfigurationError(
-            "Expected an optimizer that takes dense gradients, got SparseAdam: those of an embedding with sparse=True"
-            " are dense once they are reduced over ranks and cut into rows. Use SGD or Adagrad, which take the same"
-            " steps on both, or Adam, which moves rows on that no batch has used."
-        )
+    check_supported(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     devices = sorted({p.device.index for p in parameters if p.device.type == "cuda"})
     with torch.random.fork_rng(devices), warnings.catch_warnings():

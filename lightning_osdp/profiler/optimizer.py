@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.errors import ProfileError
-from lightning_osdp.optimizers import copied, states_of
+from lightning_osdp.optimizers import check_supported, copied, states_of
 from lightning_osdp.profiler.live_tensors import LiveBytes
 from lightning_osdp.profiler.machine.stopwatch import fastest_s
 from lightning_osdp.profiler.operation_time import OperationRecorder, roofline_s, segment_seconds
@@ -67,10 +67,13 @@ def profile_optimizers(
     by the rates of another device, its operations by their bytes.
 
     Raises:
+        ConfigurationError: an optimizer cannot train shards.
         ProfileError: the module cannot be copied, or an optimizer cannot be run.
     """
     twins = {parameter: stand_in(parameter) for parameter in module.parameters()}
     optimizers = list(configure(_copied(module, twins)))
+    for optimizer in optimizers:
+        check_supported(optimizer)
     if rates is not None and rates.is_cuda:
         _choose_foreach(optimizers)
     room = _SAMPLE_ELEMENTS[device.type]

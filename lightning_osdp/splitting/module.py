@@ -244,7 +244,7 @@ def join_states(state: Mapping[str, Any], cuts: Sequence[Cut]) -> dict[str, Any]
                 for field, value in pieces[0].items()
             }
     groups = [{**group, "params": join_names(group["params"], cuts)} for group in state["param_groups"]]
-    return {"state": states, "param_groups": groups}
+    return {**state, "state": states, "param_groups": groups}
 
 
 def cut_states(state: Mapping[str, Any], cuts: Sequence[Cut]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from lightning_osdp.core.cluster import DeviceRates
 from lightning_osdp.core.profile import OptimizerProfile
-from lightning_osdp.errors import ProfileError
+from lightning_osdp.errors import ConfigurationError, ProfileError
 from lightning_osdp.profiler import optimizer
 from lightning_osdp.profiler.optimizer import front, of_step, profile_optimizers
 
@@ -106,9 +106,10 @@ def test_state_has_the_dtype_that_the_optimizer_gives_it():
     assert found == [2 * 2 * 48, 2 * 2 * 8]
 
 
-def test_lbfgs_runs_on_its_own_list_of_parameters():
-    found, _ = profiled(lambda m: torch.optim.LBFGS(m.parameters()))
-    assert found == [0, 0, 0, 0]  # it keeps nothing for gradients that are zero
+@pytest.mark.parametrize("make", [torch.optim.LBFGS, torch.optim.SparseAdam])
+def test_optimizers_that_cannot_train_shards_are_refused_before_they_are_timed(make):
+    with pytest.raises(ConfigurationError, match=f"got {make.__name__}"):
+        profiled(lambda m: make(m.parameters()))
 
 
 def test_frozen_parameters_have_no_state():

@@ -30,7 +30,13 @@ _EXPLAINED = {
         " {name: float(p.grad.norm()) for name, p in self.named_parameters() if p.grad is not None}."
     ),
     **dict.fromkeys(
-        ("got mixed torch.Tensor and DTensor", "does not have a sharding strategy registered"),
+        (
+            "got mixed torch.Tensor and DTensor",
+            "does not have a sharding strategy registered",
+            "flatten unevenly sharded tensor",
+            "without redistribution, which is disallowed",
+            "is not supported for tensor subclasses",
+        ),
         "OSDP: outside the forward of its own module a parameter may be a DTensor, this rank's rows of it. A term of"
         " the loss over parameters belongs into a module's forward, or into a fit without plan=, whose plan keeps"
         " whatever training_step reads gathered; to look at whole weights elsewhere: `with trainer.strategy.gathered():"

@@ -67,6 +67,26 @@ class Convolved(Chain):
         return F.mse_loss(self.last(self.features(x)) * self.scale, y)
 
 
+class Filter(nn.Module):
+    """Complex parameters, one of them a scalar."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, WIDTH, dtype=torch.cdouble))
+        self.gain = nn.Parameter(torch.tensor(1 + 1j, dtype=torch.cdouble))
+
+    def forward(self, x):
+        return torch.view_as_real(x.to(self.weight.dtype) @ self.weight.T * self.gain).flatten(1)
+
+
+class Complex(Chain):
+    """Complex parameters between real ones."""
+
+    def __init__(self, optimizer="adamw"):
+        super().__init__(optimizer)
+        self.second, self.third = Filter(), nn.Linear(10, WIDTH)
+
+
 class Shared(Chain):
     """Two weights in one memory, one of them transposed."""
 
@@ -103,6 +123,7 @@ KINDS_OF_PARAMETERS = {
     "sparse, SGD": Embedded,
     "sparse, Adagrad": partial(Embedded, partial(torch.optim.Adagrad, lr=0.1)),
     "channels_last": Convolved,
+    "complex": Complex,
 }
 KINDS_OF_DERIVATIVES = ("grad", "hessian", "vjp")
 
@@ -112,6 +133,7 @@ def of_all_kinds(kinds):
     found = {name: differences(make, kinds, max_steps=3) for name, make in KINDS_OF_PARAMETERS.items()}
     windows = {"accumulate_grad_batches": 2, "plan_options": {"num_micro_batches": 2}, "sync": "last"}
     found["sparse, in windows"] = differences(Embedded, kinds, max_steps=3, **windows)
+    found["complex, clipped"] = differences(partial(Complex, "sgd"), kinds, max_steps=3, gradient_clip_val=0.2)
     for name in KINDS_OF_DERIVATIVES:
         found[name] = differences(partial(Func, name), kinds, max_steps=3)
     return found
@@ -129,7 +151,7 @@ def refused():
     for make in (partial(Embedded, torch.optim.SparseAdam), Shared):
         plan = plan_with(make, "zdp")
         found.append(refusal(lambda make=make, plan=plan: fitted(OSDPStrategy(plan=plan), make(), max_steps=1)))
-    return found
+    return [*found, refusal(lambda: planned(partial(Embedded, torch.optim.SparseAdam)))]
 
 
 @pytest.mark.parametrize(("world_size", "kinds"), [(2, ["mixed"]), slow(4, ["nodes", "zdp"])])
@@ -139,13 +161,14 @@ def test_all_kinds_of_parameters_and_derivatives_equal_ddp(ranks, world_size, ki
 
 def test_all_kinds_of_parameters_and_derivatives_are_planned(ranks):
     found = ranks(2).run(planned_of_all_kinds)[0]
-    assert len(found) == 4
+    assert len(found) == 5
     assert max(found) < TOLERANCE, found
 
 
 def test_parameters_that_cannot_be_trained_are_refused_before_training(ranks):
-    for sparse, shared in ranks(2).run(refused):
+    for sparse, shared, planned_sparse in ranks(2).run(refused):
+        assert planned_sparse == sparse
         assert sparse.startswith("ConfigurationError: Expected an optimizer that takes dense gradients, got SparseAdam")
-        assert "Use SGD or Adagrad" in sparse
+        assert "Use SGD or Adagrad, which take the same steps on both, or sparse=False with Adam" in sparse
         assert shared.startswith("ConfigurationError: Expected parameters with memory of their own")
         assert "Give it its own" in shared
