@@ -157,6 +157,9 @@ def all_blocks(setting: Setting, choice: str) -> dict[str, str]:
 
 
 def _found_blocks(attempt: Attempt) -> list[dict[str, str]]:
+    """What blocks do in what was found, where that was chosen."""
+    if attempt.base.decided.blocks:
+        return []
     found = (chosen_activations(one.setting, one.modes) for one in attempt.found)
     return [*{tuple(chosen.items()): chosen for chosen in found if chosen}.values()]
 

@@ -128,6 +128,14 @@ def test_blocks_may_be_given(deep, cluster):
         plan(deep, cluster, 10**6, method=PlanMethod(blocks={"h.9": "recompute"}))
 
 
+def test_given_blocks_are_given_under_any_limit(deep, cluster):
+    given = PlanMethod(blocks=dict.fromkeys(BLOCKS[:3], "recompute"))
+    fastest = plan(deep, cluster, 10**6, method=given)
+    short = plan(deep, cluster, fastest.all_zdp_peak_bytes, method=given)
+    assert short.step_time_s > fastest.step_time_s
+    assert [block.name for block in short.blocks] == [block.name for block in fastest.blocks] == BLOCKS[:3]
+
+
 @pytest.mark.parametrize(
     ("offered", "how"), [(("keep",), "recompute or offload them"), (("keep", "recompute"), "offload them")]
 )
