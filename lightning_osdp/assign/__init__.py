@@ -14,11 +14,12 @@ from lightning_osdp.assign.merging.join import join_units
 from lightning_osdp.assign.merging.share import share_units
 from lightning_osdp.assign.merging.slices import ever_more_slices
 from lightning_osdp.assign.prefetch import as_far_as_fits, assign_ahead
-from lightning_osdp.assign.setting import Setting
+from lightning_osdp.assign.setting import Decided, Setting
 
 __all__ = [
     "NO_GAIN",
     "Assignment",
+    "Decided",
     "Modes",
     "Setting",
     "as_far_as_fits",

@@ -114,7 +114,7 @@ def _moves(plan: Plan) -> Iterator[_Move]:
         is_offered = kept.name in plan.search_space.modes
         if unit.name and unit.treatments != treatments and unit.keep_saves_s > 0 and is_offered:
             yield _Move(replace(unit, treatments=treatments), unit.keep_costs_bytes / unit.keep_saves_s)
-    for block in plan.blocks if not plan.has_given_blocks else ():
+    for block in plan.blocks if not plan.given_blocks else ():
         if block.costs_s > 0:
             yield _Move(block, block.frees_bytes / block.costs_s)
 
@@ -188,7 +188,7 @@ def in_chunks(profile: ModelProfile) -> ModelProfile:
 
 def _given_blocks(case: _Case) -> Iterator[Advice]:
     """Where blocks recompute though there is room for what they save."""
-    if not case.plan.has_given_blocks:
+    if not case.plan.given_blocks:
         return
     space = replace(case.plan.search_space, activations=("keep", "recompute"))
     free = replace(case, plan=replace(case.plan, search_space=space))
@@ -209,7 +209,7 @@ def _recompute(case: _Case) -> Iterator[Advice]:
     is_offered = "recompute" in case.plan.search_space.activations
     can = any("recompute" in block.segments for block in case.profile.blocks)
     why_not = next((note for note in case.profile.notes if "not planned to recompute" in note), "")
-    if activations <= DOMINANT or (is_offered and can) or case.plan.has_given_blocks:
+    if activations <= DOMINANT or (is_offered and can) or case.plan.given_blocks:
         return
     if not is_offered:
         remedy = f"SearchSpace(activations={(*case.plan.search_space.activations, 'recompute')})"

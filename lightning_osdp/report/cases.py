@@ -12,7 +12,7 @@ from lightning_osdp.core.cluster import MOST_RANKS, Cluster
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
-from lightning_osdp.scheduler import PlanMethod, make_plan
+from lightning_osdp.scheduler import make_plan, method_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,12 +131,11 @@ def memory_price(plan: Plan, profile: ModelProfile, cluster: Cluster, *, more_by
 
 
 def _planned_anew(plan: Plan, profile: ModelProfile, cluster: Cluster, memory_limit_bytes: int) -> Plan:
-    given = {block.name: block.activations for block in plan.blocks} if plan.has_given_blocks else None
     return make_plan(
         profile,
         cluster,
         memory_limit_bytes=memory_limit_bytes,
         micro_batch_size=BatchPolicy.fixed(plan.micro_batch_size, plan.num_micro_batches),
         search_space=plan.search_space,
-        method=PlanMethod(search=plan.solver or PlanMethod().search, cost_model=plan.cost_model, blocks=given),
+        method=method_of(plan),
     )

@@ -195,7 +195,7 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
 
 
 def _gap(plan: Plan) -> str:
-    if not is_predicted(plan):
+    if not is_predicted(plan) or not plan.solver:
         return NOT_PREDICTED
     if plan.gap <= 0:
         return "none: no plan in the search space is predicted to be faster"

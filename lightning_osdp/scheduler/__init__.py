@@ -5,7 +5,7 @@
 
 from lightning_osdp.scheduler.by_hand import BY_HAND, HandMade, made_by_hand
 from lightning_osdp.scheduler.fallback import freeable_bytes, in_micro_batches, with_less_memory
-from lightning_osdp.scheduler.planning import PlanMethod, make_plan
+from lightning_osdp.scheduler.planning import PlanMethod, judge_plan, make_plan, method_of
 
 __all__ = [
     "BY_HAND",
@@ -13,7 +13,9 @@ __all__ = [
     "PlanMethod",
     "freeable_bytes",
     "in_micro_batches",
+    "judge_plan",
     "made_by_hand",
     "make_plan",
+    "method_of",
     "with_less_memory",
 ]

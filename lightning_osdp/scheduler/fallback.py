@@ -60,6 +60,7 @@ def in_micro_batches(plan: Plan, workload: Workload) -> Plan:
         step_time_s=0.0,
         samples_per_s=0.0,
         gap=0.0,
+        solver="",
         all_zdp_step_time_s=0.0,
     )
 

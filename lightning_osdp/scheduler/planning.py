@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_osdp.assign import Modes, Setting
+from lightning_osdp.assign import Decided, Modes, Setting, assigned_as
 from lightning_osdp.core.axes import modes_of
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Cluster
@@ -16,13 +16,14 @@ from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.text.progress import Progress, silent
 from lightning_osdp.core.units import partition
-from lightning_osdp.engine import AUTO, FSDP2
+from lightning_osdp.engine import AUTO, FSDP2, engine_of
 from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.scheduler.competition import Competition
 from lightning_osdp.scheduler.infeasible import why_infeasible
 from lightning_osdp.scheduler.planned import plan_of
 from lightning_osdp.scheduler.sweep import Candidate, Sweep
 from lightning_osdp.search import SOLVERS
+from lightning_osdp.simulation import planned_step
 
 _ANY_PREFETCH = FSDP2(backward_prefetch=AUTO, forward_prefetch=AUTO)
 
@@ -48,6 +49,13 @@ class PlanMethod:
             raise ConfigurationError(f"search must be one of {tuple(SOLVERS)}, got {self.search!r}.")
         if self.cost_model not in COST_MODELS:
             raise ConfigurationError(f"cost_model must be one of {COST_MODELS}, got {self.cost_model!r}.")
+
+
+def method_of(plan: Plan) -> PlanMethod:
+    """How a plan was searched and judged; the default solver where it was not searched."""
+    return PlanMethod(
+        search=plan.solver or PlanMethod().search, cost_model=plan.cost_model, blocks=plan.given_blocks or None
+    )
 
 
 def make_plan(
@@ -110,10 +118,60 @@ def make_plan(
     best = sweep.best()
     if best is None:
         raise InfeasibleError(why_infeasible(sweep, smallest))
-    return _plan(best, sweep)
+    return _plan(best, sweep, sweep.most_samples_per_s)
 
 
-def _plan(best: Candidate, sweep: Sweep) -> Plan:
+def judge_plan(plan: Plan, profile: ModelProfile, cluster: Cluster, *, memory_limit_bytes: int) -> Plan:
+    """A plan that is there, as it is predicted of this profile and cluster; nothing of it is chosen anew.
+
+    Its gap stays that of the search that found it.
+
+    Args:
+        plan: for as many ranks.
+        profile: of its model.
+        cluster: ranks and links.
+        memory_limit_bytes: most bytes of live tensors on one rank; the plan may need more.
+
+    Raises:
+        PlanMismatchError: the plan is for another model or another number of ranks.
+        ConfigurationError: it has operators, slices or blocks that the model has not.
+    """
+    plan.check_matches(profile.fingerprint, world_size=cluster.world_size, node_size=cluster.node_size)
+    step, modes = planned_step(plan, profile, cluster)
+    space, method, engine = plan.search_space, method_of(plan), engine_of(plan)
+    setting = Setting(
+        profile=step.profile,
+        units=step.units,
+        cluster=cluster,
+        workload=step.workload,
+        modes=modes_of(space.modes, space.sync),
+        engine=engine,
+        cost_model=plan.cost_model,
+        decided=Decided(
+            profile=profile,
+            blocks={block.name: block.activations for block in plan.blocks},
+            num_slices={unit.name: unit.num_slices for unit in plan.units if unit.num_slices > 1},
+        ),
+    )
+    assigned = assigned_as(setting, modes, bound_s=setting.costs.step_time_s(modes) / (1 + plan.gap))
+    plain = dataclasses.replace(
+        setting,
+        profile=profile,
+        units=partition(profile, min_unit_bytes=space.min_unit_bytes),
+        engine=engine.all_ahead,
+        decided=Decided(),
+    )
+    sweep = Sweep(
+        [plain if method.blocks is None else plain.with_blocks(method.blocks)],
+        Competition(memory_limit_bytes=memory_limit_bytes, search=method.search, space=space),
+        policy=BatchPolicy.fixed(plan.micro_batch_size, plan.num_micro_batches),
+        progress=silent,
+    )
+    judged = Candidate(assignment=assigned, bounds=((setting, assigned.bound_s),))
+    return dataclasses.replace(_plan(judged, sweep, judged.most_samples_per_s), solver=plan.solver)
+
+
+def _plan(best: Candidate, sweep: Sweep, most_samples_per_s: float) -> Plan:
     assignment, setting = best.assignment, best.assignment.setting
     memory_limit_bytes, space = sweep.competition.memory_limit_bytes, sweep.competition.space
     plain, plain_modes = sweep.plain(best)
@@ -123,7 +181,7 @@ def _plan(best: Candidate, sweep: Sweep) -> Plan:
         assignment,
         memory_limit_bytes=memory_limit_bytes,
         space=space,
-        most_samples_per_s=sweep.most_samples_per_s,
+        most_samples_per_s=most_samples_per_s,
         solver=sweep.competition.search,
         all_zdp_step_time_s=ratio * plain.costs.step_time_s(plain_modes),
         all_zdp_peak_bytes=plain_peak_bytes,

@@ -132,12 +132,13 @@ class Sweep:
         return self._candidates[micro_batch_size]
 
     def plain(self, candidate: Candidate) -> tuple[Setting, Modes]:
-        """The fastest plain FSDP that fits, of all sizes that were tried, with the candidate's prefetching.
+        """The fastest plain FSDP that fits, of all sizes that were tried and the candidate's, with its prefetching.
 
         Where none fits, the one that needs the fewest bytes. Its units are shared likewise.
         """
-        engine, memory_limit_bytes = candidate.assignment.setting.all_ahead.engine, self.competition.memory_limit_bytes
-        settings = [each for size in self._candidates for each in self._of_size(size) if each.engine == engine]
+        own, memory_limit_bytes = candidate.assignment.setting, self.competition.memory_limit_bytes
+        sizes = dict.fromkeys((*self._candidates, own.workload.micro_batch_size))
+        settings = [each for size in sizes for each in self._of_size(size) if each.engine == own.all_ahead.engine]
         found = [(setting, modes) for each in settings for setting, modes in self.competition.plain(each)]
 
         def peak_bytes(plain: tuple[Setting, Modes]) -> int:

@@ -409,7 +409,6 @@ class OSDPStrategy(FSDPStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self._units.division.resume(trainer, entries.division_of(loaded))
             self._generators.resume(loaded, self.root_device)
-            entries.tell_of_change(self.plan, loaded)
         return loaded
 
     @property

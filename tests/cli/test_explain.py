@@ -131,7 +131,7 @@ def test_the_price_of_memory_leaves_blocks_as_they_were_given(profile, ranks):
     blocks = {block.name: "recompute" for block in profile.blocks}
     asked = {"micro_batch_size": 2, "method": PlanMethod(blocks=blocks, search="greedy")}
     plan = make_plan(profile, ranks, memory_limit_bytes=GIB, **asked)
-    assert plan.has_given_blocks
+    assert plan.given_blocks
     price = memory_price(plan, profile, ranks, more_bytes=GIB)
     more = make_plan(profile, ranks, memory_limit_bytes=2 * GIB, **asked)
     assert (price.step_time_s, price.with_more_s) == (plan.step_time_s, more.step_time_s)

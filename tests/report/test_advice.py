@@ -221,7 +221,7 @@ def test_blocks_that_need_not_have_been_told_to_recompute(build, ranks, more_byt
     given = dataclasses.replace(SPACE, activations=("keep",))
     plan = planned(profile, ranks, "a", "b", blocks=(asked,), search_space=given)
     plan = dataclasses.replace(plan, memory_limit_bytes=plan.memory_limit_bytes + more_bytes)
-    assert plan.has_given_blocks
+    assert plan.given_blocks
     found = by_change(plan, profile, ranks)
     assert ("activations" in found) == is_told
     if is_told:

@@ -192,9 +192,9 @@ class Plan:
         return any(treatment.needs_nodes for unit in self.units for treatment in unit.treatments)
 
     @property
-    def has_given_blocks(self) -> bool:
-        """Whether its `blocks` were not chosen: nothing but to keep what they save was offered."""
-        return bool(self.blocks) and len(self.search_space.activations) == 1
+    def given_blocks(self) -> dict[str, str]:
+        """What its `blocks` do, where that was not chosen: nothing but to keep what they save was offered."""
+        return {block.name: block.activations for block in self.blocks if len(self.search_space.activations) == 1}
 
     @property
     def predicted_gain(self) -> float:
@@ -262,6 +262,15 @@ class Plan:
         Raises:
             PlanMismatchError: with the first differences.
         """
+        listed = self.differences(fingerprint, world_size=world_size, node_size=node_size)
+        if listed:
+            raise PlanMismatchError(
+                f"Expected a plan for this model and this number of ranks, but: {listed}."
+                " Plan anew by leaving out `plan=`, or use the model and the number of ranks that it was made for."
+            )
+
+    def differences(self, fingerprint: Mapping[str, str], *, world_size: int, node_size: int | None = None) -> str:
+        """The first differences from what the plan is for, as of `check_matches`; nothing where it matches."""
         differences = []
         if world_size != self.world_size:
             differences.append(f"the plan is for {self.world_size} ranks, this run has {world_size}")
@@ -274,13 +283,8 @@ class Plan:
             if planned != found:
                 planned, found = (text if text is not None else "not there" for text in (planned, found))
                 differences.append(f"parameter {name!r}: planned {planned}, found {found}")
-        if differences:
-            first, rest = differences[:3], len(differences) - 3
-            listed = "; ".join(first) + (f"; and {rest} more" if rest > 0 else "")
-            raise PlanMismatchError(
-                f"Expected a plan for this model and this number of ranks, but: {listed}."
-                " Plan anew by leaving out `plan=`, or use the model and the number of ranks that it was made for."
-            )
+        first, rest = differences[:3], len(differences) - 3
+        return "; ".join(first) + (f"; and {rest} more" if rest > 0 else "")
 
 
 def workload_of(plan: Plan) -> Workload:
@@ -296,7 +300,7 @@ def _summary(plan: Plan) -> str:
         share = plan.peak_bytes / plan.memory_limit_bytes
         memory = f"{format_bytes(plan.peak_bytes)} of {limit} ({share:.1%}) predicted per rank"
         step = f"{format_seconds(plan.step_time_s)} predicted, {three_digits(plan.samples_per_s)} samples/s"
-        gap = f"{plan.gap:.2%} at most to the fastest plan in the search space"
+        gap = f"{plan.gap:.2%} at most to the fastest plan in the search space" if plan.solver else "not predicted"
     else:
         memory, step, gap = f"not predicted; the limit is {limit}", "not predicted", "not predicted"
     gain = (

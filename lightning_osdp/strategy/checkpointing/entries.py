@@ -25,8 +25,6 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.step import Workload
-from lightning_osdp.core.text.byte_size import format_bytes
-from lightning_osdp.engine import engine_of
 from lightning_osdp.errors import ConfigurationError, PlanFormatError
 from lightning_osdp.profiler import tensors_in
 from lightning_osdp.splitting import JoinedShards
@@ -96,6 +94,8 @@ class Resumed(NamedTuple):
     path: str
     division: Workload | None
     """As of `division_of`."""
+    plan: str | None
+    """As JSON text; None where it was trained without."""
 
 
 def read_resumed(trainer: pl.Trainer) -> Resumed | None:
@@ -123,7 +123,7 @@ def _resumed(path: str) -> Resumed | None:
                 f"Expected a checkpoint at {path!r}, but it cannot be read: {type(error).__name__}: {error}. Use"
                 " another one."
             ) from error
-    return Resumed(path, division_of(saved))
+    return Resumed(path, division_of(saved), _text_of_plan(saved))
 
 
 def read_plan(path: Path) -> Plan:
@@ -136,7 +136,7 @@ def read_plan(path: Path) -> Plan:
         return Plan.load(path)
     file = path / _METADATA_FILENAME if path.is_dir() else path
     try:
-        text = _text_of_plan(file) if file.exists() else None
+        text = _text_of_plan(_read_inert(str(file))) if file.exists() else None
     except Exception as error:  # damaged files are not refused by any one kind of error
         raise PlanFormatError(
             f"Expected a checkpoint at {str(path)!r}, but {file.name!r} cannot be read: {type(error).__name__}:"
@@ -150,8 +150,8 @@ def read_plan(path: Path) -> Plan:
     return Plan.from_json(text, source=f"the plan in checkpoint {str(path)!r}")
 
 
-def _text_of_plan(file: Path) -> str | None:
-    text = _read_inert(str(file)).get(_PLAN)
+def _text_of_plan(checkpoint: Mapping[str, Any]) -> str | None:
+    text = checkpoint.get(_PLAN)
     return text if isinstance(text, str) else None
 
 
@@ -184,35 +184,6 @@ class _InertUnpickler(pickle.Unpickler):
     def persistent_load(self, pid: object) -> _Ignored:
         del pid
         return _Ignored()
-
-
-def tell_of_change(plan: Plan | None, checkpoint: Mapping[str, Any]) -> None:
-    """Says so where training goes on under another plan than the checkpoint's, and for what each was made."""
-    if plan is None or _PLAN not in checkpoint:
-        return
-    try:
-        before = Plan.from_json(checkpoint[_PLAN], source="the plan in the checkpoint")
-    except PlanFormatError as error:  # of another version: what was learned is there all the same
-        rank_zero_info(f"OSDP: training goes on under this run's plan. {error}")
-        return
-    if _decided(before) == _decided(plan):
-        return
-    keep = " Pass the checkpoint's path as plan= to keep it." if before.world_size == plan.world_size else ""
-    rank_zero_info(
-        f"OSDP: training goes on under another plan. The checkpoint's was made for {_cluster(before)}, this run's for"
-        f" {_cluster(plan)}.{keep}"
-    )
-
-
-def _decided(plan: Plan) -> object:
-    units = [(unit.name, unit.operators, unit.modes, unit.sync) for unit in plan.units]
-    blocks = [(block.name, block.activations) for block in plan.blocks]
-    return plan.world_size, units, blocks, engine_of(plan)
-
-
-def _cluster(plan: Plan) -> str:
-    ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
-    return f"{ranks} with {format_bytes(plan.memory_limit_bytes)} each"
 
 
 class Generators:

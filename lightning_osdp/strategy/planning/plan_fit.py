@@ -24,7 +24,7 @@ from lightning_osdp.core.text.duration import format_seconds
 from lightning_osdp.errors import ConfigurationError, InfeasibleError, ProfileError
 from lightning_osdp.profiler import fingerprint, measure_cluster, raise_if_fatal
 from lightning_osdp.report.sentences import tell_accumulation
-from lightning_osdp.scheduler import PlanMethod, in_micro_batches, make_plan
+from lightning_osdp.scheduler import PlanMethod, in_micro_batches
 from lightning_osdp.strategy.batching.division import (
     Division,
     Windows,
@@ -42,6 +42,7 @@ from lightning_osdp.strategy.options import Options
 from lightning_osdp.strategy.planning.profile_fit import FitProfiler
 from lightning_osdp.strategy.planning.publish import shown_progress
 from lightning_osdp.strategy.planning.training_step import Group, check_in_children
+from lightning_osdp.strategy.planning.wanted import Wanted
 from lightning_osdp.strategy.runtime.all_ranks import on_all_ranks, on_rank_zero
 
 UNVALIDATED = (
@@ -166,15 +167,7 @@ def divided(trainer: pl.Trainer, plan: Plan, options: Options, resumed: Resumed 
 
 def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, resumed: Resumed | None) -> Choice:
     """A plan by rank 0 for all; raises an `OSDPError` on all, where any of them cannot profile or no plan fits."""
-    device = trainer.strategy.root_device
-    with shown_progress(is_global_zero=trainer.is_global_zero) as progress:
-        progress("measuring links and the overhead of a unit", "")
-        tensors = (*module.parameters(), *module.buffers())
-        model_bytes = sum(tensor.nbytes for tensor in tensors if tensor.device == device)  # of configure_model
-        cluster = measure_cluster(
-            device, local_ranks=trainer.num_devices, model_bytes=model_bytes, node_size=options.node_size
-        )
-    _tell_links(cluster)
+    device, cluster = trainer.strategy.root_device, _measured_cluster(trainer, module, options)
     with shown_progress(is_global_zero=trainer.is_global_zero) as progress:
         profiler = FitProfiler(trainer, module, options, progress)
         profile = on_all_ranks(profiler.first)
@@ -184,31 +177,32 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
         policy = allowed if reason is None else kept(allowed, current, trainer.world_size, reason)
         free_bytes = cluster.memory_bytes
         assert free_bytes is not None
-        memory_limit_bytes = _limit_bytes(options, free_bytes, device)
+        wanted = Wanted(
+            cluster=cluster,
+            memory_limit_bytes=_limit_bytes(options, free_bytes, device),
+            limit_varies=options.memory_limit_bytes is None,
+            search_space=_search_space(options, str(trainer.precision)),
+            method=PlanMethod(
+                search=options.search,
+                cost_model=options.cost_model,
+                blocks={block.name: "recompute" for block in profile.blocks} if options.recomputed else None,
+            ),
+            engine=options.engine,
+            before=None if resumed is None else resumed.plan,
+        )
 
-        def search(profile: ModelProfile, policy: BatchPolicy) -> Plan:
-            return on_rank_zero(
-                lambda: make_plan(
-                    profile,
-                    cluster,
-                    memory_limit_bytes=memory_limit_bytes,
-                    micro_batch_size=policy,
-                    search_space=_search_space(options, str(trainer.precision)),
-                    method=PlanMethod(
-                        search=options.search,
-                        cost_model=options.cost_model,
-                        blocks={block.name: "recompute" for block in profile.blocks} if options.recomputed else None,
-                    ),
-                    engine=options.engine,
-                    progress=progress,
-                )
-            )
+        why_anew = ""
+
+        def plan_for(profile: ModelProfile, policy: BatchPolicy) -> Plan:
+            nonlocal why_anew
+            plan, why_anew = on_rank_zero(lambda: wanted.plan(profile, policy, progress))
+            return plan
 
         is_scaled = not policy.micro_batch_sizes
         fixed = None if resumed is None else _resumed_in(resumed, allowed, windows)  # a run goes on as it was trained
         sizes = (allowed if fixed else policy).micro_batch_sizes
         try:
-            plan = _kept_plan(partial(search, profile), fixed or policy, allowed, None if fixed else reason)
+            plan = _kept_plan(partial(plan_for, profile), fixed or policy, allowed, None if fixed else reason)
             policy = fixed or policy
         except InfeasibleError as error:
             if resumed is None or fixed is None:
@@ -224,7 +218,7 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
                 f" {fixed.micro_batch_sizes[0]} of the run that wrote the checkpoint do not fit, and the epoch that it"
                 " was in is not continued at the same sample. To keep its steps, raise memory_limit, or accumulate."
             )
-            plan = search(profile, policy)
+            plan = plan_for(profile, policy)
         try:
             measured = on_all_ranks(lambda: profiler.nearer(profile, plan.micro_batch_size, free_bytes=free_bytes))
         except Exception as error:  # of the user's step, on every rank
@@ -235,7 +229,9 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
                 f" {error}). What is planned of it follows from {profile.profiled_batch_size}."
             )
         if measured is not profile:
-            plan = search(measured, policy)
+            plan = plan_for(measured, policy)
+    if wanted.before is not None:
+        _tell_whose_plan(plan, why_anew)
     if device.type == "cuda":
         plan = replace(plan, notes=(*plan.notes, UNVALIDATED))
     if plan.micro_batch_size == policy.max_micro_batch_size:
@@ -251,6 +247,27 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
     return Choice(plan, division, None, profiler.groups, BatchWatch(profiler.batch), measured, cluster)
 
 
+def _measured_cluster(trainer: pl.Trainer, module: pl.LightningModule, options: Options) -> Cluster:
+    """Ranks and links; says how fast these are."""
+    device = trainer.strategy.root_device
+    with shown_progress(is_global_zero=trainer.is_global_zero) as progress:
+        progress("measuring links and the overhead of a unit", "")
+        tensors = (*module.parameters(), *module.buffers())
+        model_bytes = sum(tensor.nbytes for tensor in tensors if tensor.device == device)  # of configure_model
+        cluster = measure_cluster(
+            device, local_ranks=trainer.num_devices, model_bytes=model_bytes, node_size=options.node_size
+        )
+    links = [("all-gather", cluster.all_gather), ("reduce-scatter", cluster.reduce_scatter)]
+    if cluster.within_node is not None:
+        links.append((f"all-gather in nodes of {cluster.node_size} ranks", cluster.within_node.all_gather))
+    for name, link in links:
+        rank_zero_info(
+            f"OSDP: {name} over {cluster.backend or 'one rank'}: {format_seconds(link.latency_s)} a step of few bytes,"
+            f" {format_seconds(link.seconds_per_byte * 2**20)} a MiB of many"
+        )
+    return cluster
+
+
 def _resumed_in(resumed: Resumed, policy: BatchPolicy, windows: Windows | None) -> BatchPolicy | None:
     """The micro-batches that the checkpoint of a run counts in, where these are among what may be chosen."""
     saved, sizes = resumed.division, policy.micro_batch_sizes
@@ -262,14 +279,13 @@ def _resumed_in(resumed: Resumed, policy: BatchPolicy, windows: Windows | None) 
     return BatchPolicy.fixed(saved.micro_batch_size, policy.num_micro_batches)
 
 
-def _tell_links(cluster: Cluster) -> None:
-    links = [("all-gather", cluster.all_gather), ("reduce-scatter", cluster.reduce_scatter)]
-    if cluster.within_node is not None:
-        links.append((f"all-gather in nodes of {cluster.node_size} ranks", cluster.within_node.all_gather))
-    for name, link in links:
+def _tell_whose_plan(plan: Plan, why_anew: str) -> None:
+    if why_anew:
+        rank_zero_info(f"OSDP: planned anew, not as in the checkpoint: {why_anew}.")
+    else:
         rank_zero_info(
-            f"OSDP: {name} over {cluster.backend or 'one rank'}: {format_seconds(link.latency_s)} a step of few bytes,"
-            f" {format_seconds(link.seconds_per_byte * 2**20)} a MiB of many"
+            f"OSDP: training goes on under the checkpoint's plan, which is predicted to take"
+            f" {format_bytes(plan.peak_bytes)} of {format_bytes(plan.memory_limit_bytes)} here."
         )
 
 

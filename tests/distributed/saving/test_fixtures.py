@@ -2,6 +2,7 @@
 
 import pytest
 
+from lightning_osdp.core.plans.plan import SCHEMA_VERSION
 from lightning_osdp.errors import PlanFormatError
 from lightning_osdp.strategy.checkpointing.entries import read_plan
 from tests.distributed.support import checkpoint_fixtures
@@ -13,21 +14,19 @@ pytestmark = pytest.mark.distributed
 CHECKPOINTS = [f"{name}{suffix}" for name in checkpoint_fixtures.OPTIMIZERS for suffix in (".pt", "")]
 """Files and folders of shards."""
 OTHER_SCHEMA = (
-    " to have schema_version 4, got 2. Plan anew with this version of lightning_osdp, or use the version that wrote the"
-    " plan."
+    f" to have schema_version {SCHEMA_VERSION}, got 2. Plan anew with this version of lightning_osdp, or use the"
+    " version that wrote the plan."
 )
 
 
 @pytest.mark.parametrize("world_size", [2, slow(4)])
 def test_checkpoints_of_an_earlier_version_load(ranks, world_size):
-    found, told = ranks(world_size).run(checkpoint_fixtures.goes_on, checkpoints=CHECKPOINTS)[0]
+    found = ranks(world_size).run(checkpoint_fixtures.goes_on, checkpoints=CHECKPOINTS)[0]
     assert list(found) == CHECKPOINTS
     for wrong, step, off in found.values():
         assert wrong == [checkpoint_fixtures.NUM_STEPS]
         assert step == checkpoint_fixtures.NUM_STEPS + 2
         assert off < 1e-5
-    text = f"OSDP: training goes on under this run's plan. Expected the plan in the checkpoint{OTHER_SCHEMA}"
-    assert [each for each in told if "plan" in each] == [text] * len(CHECKPOINTS)
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)

@@ -1,6 +1,5 @@
 """The plan in a checkpoint."""
 
-import dataclasses
 import os
 import pickle
 from collections import OrderedDict
@@ -123,48 +122,3 @@ def test_the_entry_can_be_read_with_weights_only():
     checkpoint = {}
     entries.store_plan(PLAN, checkpoint)
     assert all(type(value) is str for value in checkpoint.values())
-
-
-@pytest.fixture
-def told(monkeypatch):
-    texts = []
-    monkeypatch.setattr(entries, "rank_zero_info", texts.append)
-
-    def tell(plan, before):
-        checkpoint = {}
-        entries.store_plan(before, checkpoint)
-        entries.tell_of_change(plan, checkpoint)
-        return texts
-
-    return tell
-
-
-def test_another_cluster_is_told_of(told):
-    now = dataclasses.replace(PLAN, world_size=1, memory_limit_bytes=2**31)
-    (text,) = told(now, PLAN)
-    assert text == (
-        "OSDP: training goes on under another plan. The checkpoint's was made for 2 ranks with 1.00 GiB each, this"
-        " run's for 1 rank with 2.00 GiB each."
-    )
-
-
-def test_another_plan_of_as_many_ranks_can_be_undone(told):
-    units = (PLAN.units[0].treated(reduce="last"),)
-    (text,) = told(dataclasses.replace(PLAN, units=units), PLAN)
-    assert text.endswith(" Pass the checkpoint's path as plan= to keep it.")
-
-
-@pytest.mark.parametrize("before", [None, dataclasses.replace(PLAN, memory_limit_bytes=1, step_time_s=3.0)])
-def test_the_same_plan_and_none_are_passed_over(told, before):
-    assert told(PLAN, before) == []
-
-
-@pytest.mark.parametrize("text", ['{"schema_version": 1}', "{", PLAN.to_json().replace("{", '{"later": 1, ', 1)])
-def test_a_plan_of_another_version_does_not_stop_training(told, text):
-    assert told(PLAN, None) == []
-    entries.tell_of_change(PLAN, {"osdp_plan": text})
-    assert told(PLAN, None)[0].startswith("OSDP: training goes on under this run's plan. ")
-
-
-def test_evaluation_as_one_unit_has_no_plan_to_compare(told):
-    assert told(None, PLAN) == []

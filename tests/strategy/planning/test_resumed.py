@@ -1,4 +1,11 @@
-"""A run that is resumed goes on in the micro-batches of its checkpoint, under a plan for them that keeps its limit."""
+"""A run that is resumed goes on in the micro-batches of its checkpoint, under a plan for them that keeps its limit.
+
+That is the checkpoint's own, as long as it is what would be planned for.
+"""
+
+import dataclasses
+import json
+import re
 
 import lightning as L
 import pytest
@@ -6,11 +13,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_osdp import Cluster, ConfigurationError, InfeasibleError, OSDPStrategy
+from lightning_osdp import Cluster, ConfigurationError, InfeasibleError, OSDPStrategy, SearchSpace, scheduler
 from lightning_osdp.core.cluster import Link
 from lightning_osdp.core.plans.plan import Plan, workload_of
+from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.strategy.checkpointing import entries
-from lightning_osdp.strategy.planning import plan_fit
+from lightning_osdp.strategy.planning import plan_fit, wanted
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -31,6 +39,15 @@ class Wide(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Deep(Wide):
+    """In blocks, which may recompute."""
+
+    def __init__(self):
+        super().__init__()
+        blocks = (nn.Sequential(nn.Linear(4, 512), nn.Tanh(), nn.Linear(512, 4)) for _ in range(3))
+        self.layers = nn.Sequential(*blocks)
+
+
 @pytest.fixture
 def fit(tmp_path, monkeypatch):
     """Fits a model; links are stated."""
@@ -38,10 +55,11 @@ def fit(tmp_path, monkeypatch):
     stated = Cluster(world_size=1, all_gather=link, reduce_scatter=link, memory_bytes=2**34)
     monkeypatch.setattr(plan_fit, "measure_cluster", lambda *_, **__: stated)
 
-    def run(folder, *, loader_size=64, ckpt_path=None, max_epochs=1, **options):
-        module = Wide()
+    def run(folder, *, module=None, loader_size=64, ckpt_path=None, max_epochs=1, precision="32-true", **options):
+        module = module or Wide()
         trainer = L.Trainer(
             strategy=OSDPStrategy(**{"batch_size": "divide", **options}),
+            precision=precision,
             accelerator="cpu",
             devices=1,
             max_epochs=max_epochs,
@@ -129,3 +147,94 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_before_anything_is_profiled
     path.write_bytes(path.read_bytes().replace(b"data.pkl", b"atad.pkl"))
     with pytest.raises(ConfigurationError, match=r"^Expected a checkpoint at '.*damaged.ckpt', but it cannot be read"):
         fit("damaged", ckpt_path=path)
+
+
+@pytest.fixture
+def resumed(fit, monkeypatch):
+    """Goes on from a checkpoint of `Deep`: its plan, what is said of that, and whether it was searched."""
+    texts, searched = [], []
+
+    def make_plan(*args, **options):
+        searched.append(True)
+        return scheduler.make_plan(*args, **options)
+
+    monkeypatch.setattr(plan_fit, "rank_zero_info", texts.append)
+    monkeypatch.setattr(wanted, "make_plan", make_plan)
+
+    def run(path, **options):
+        del texts[:], searched[:]
+        trainer, _, _ = fit("resumed", module=Deep(), ckpt_path=path, max_epochs=2, **options)
+        assert trainer.global_step == 4
+        (text,) = (each for each in texts if "checkpoint" in each)
+        return trainer.strategy.plan, text, bool(searched)
+
+    return run
+
+
+def changed(path, **fields):
+    """The checkpoint with other fields in its plan."""
+    checkpoint = torch.load(path, weights_only=True)
+    document = json.loads(checkpoint["osdp_plan"])
+    checkpoint["osdp_plan"] = json.dumps({**document, **fields})
+    torch.save(checkpoint, path.with_name("changed.ckpt"))
+    return path.with_name("changed.ckpt")
+
+
+def as_decided(plan):
+    return [(unit.name, unit.treatments) for unit in plan.units], [(each.name, each.treatment) for each in plan.blocks]
+
+
+def test_a_resumed_run_keeps_its_plan_where_that_is_what_it_would_be_made_for(fit, resumed):
+    most_bytes = fit("unlimited", module=Deep())[0].strategy.plan.peak_bytes
+    limit_bytes = round(0.8 * most_bytes)
+    first, _, path = fit("first", module=Deep(), memory_limit=f"{limit_bytes}B")
+    before = first.strategy.plan
+    assert 0 < len(before.blocks) < 3
+
+    # its predictions are made anew, whatever the file says
+    for given, now_bytes in ((path, limit_bytes), (changed(path, peak_bytes=2**40), before.peak_bytes)):
+        plan, text, is_searched = resumed(given, memory_limit=f"{now_bytes}B")
+        assert not is_searched
+        assert as_decided(plan) == as_decided(before)
+        assert (plan.peak_bytes, plan.memory_limit_bytes) == (before.peak_bytes, now_bytes)
+        told = f"{format_bytes(plan.peak_bytes)} of {format_bytes(now_bytes)} here."
+        assert text == f"OSDP: training goes on under the checkpoint's plan, which is predicted to take {told}"
+        assert plan.step_time_s > 0
+
+    def anew(given=path, memory_limit=limit_bytes, **options):
+        plan, text, is_searched = resumed(given, memory_limit=f"{memory_limit}B", **options)
+        assert is_searched
+        assert 0 < plan.peak_bytes <= plan.memory_limit_bytes == memory_limit
+        start = "OSDP: planned anew, not as in the checkpoint: "
+        assert text.startswith(start)
+        return plan, text.removeprefix(start)
+
+    less, text = anew(memory_limit=before.peak_bytes - 1)
+    assert len(less.blocks) > len(before.blocks)
+    assert re.match(r"it is predicted to take .*, more than memory_limit ", text)
+    more, text = anew(memory_limit=most_bytes)
+    assert more.blocks == ()
+    assert re.match(r"memory_limit .* is larger than .*, which it was made for\.$", text)
+    _, text = anew(precision="bf16-mixed")
+    assert text == "its units gather parameters in another precision."
+    _, text = anew(search_space=SearchSpace(slices=(1,)))
+    assert text == "search_space is another one than it was made with."
+    _, text = anew(forward_prefetch=True)
+    assert text == "forward_prefetch is another one than it was made with."
+    _, text = anew(changed(path, world_size=2))
+    assert text == "the plan is for 2 ranks, this run has 1."
+    _, text = anew(changed(path, micro_batch_size=32))
+    assert text == "it is for 32 samples x 1 micro-batches, and training goes on in others."
+    _, text = anew(changed(path, schema_version=99))
+    assert re.match(r"Expected the plan in .* to have schema_version \d, got 99\. .* wrote the plan\.$", text)
+
+
+def test_memory_that_happens_to_be_free_is_no_larger_limit(fit, resumed, monkeypatch):
+    first, _, path = fit("first", module=Deep())
+    stated = first.strategy.cluster
+    for share, is_anew in ((1.05, False), (2.0, True)):
+        free = dataclasses.replace(stated, memory_bytes=round(share * stated.memory_bytes))
+        monkeypatch.setattr(plan_fit, "measure_cluster", lambda *_, free=free, **__: free)
+        plan, _, is_searched = resumed(path)
+        assert is_searched == is_anew
+        assert plan.memory_limit_bytes == free.memory_bytes

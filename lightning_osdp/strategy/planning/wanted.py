@@ -1,0 +1,104 @@
+"""What a fit's plan is made for: it is searched, or kept where a checkpoint has one that still is what is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from lightning_osdp.core.batch_policy import BatchPolicy
+from lightning_osdp.core.cluster import Cluster
+from lightning_osdp.core.plans.plan import Plan, workload_of
+from lightning_osdp.core.plans.search_space import SearchSpace
+from lightning_osdp.core.profile import ModelProfile
+from lightning_osdp.core.text.byte_size import format_bytes
+from lightning_osdp.core.text.progress import Progress
+from lightning_osdp.engine import AUTO, FSDP2
+from lightning_osdp.errors import ConfigurationError, PlanFormatError
+from lightning_osdp.scheduler import PlanMethod, judge_plan, make_plan
+from lightning_osdp.strategy.batching.division import told_division
+
+_VARIES = 1.1
+"""Of the memory that is free, between runs of the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a plan is for, whatever its micro-batches, and how it is searched."""
+
+    cluster: Cluster
+    memory_limit_bytes: int
+    limit_varies: bool
+    """Whether the limit is of the memory that happens to be free."""
+    search_space: SearchSpace
+    method: PlanMethod
+    engine: FSDP2
+    before: str | None
+    """The plan of the checkpoint that a fit goes on from, as JSON text; None where there is none."""
+
+    def plan(self, profile: ModelProfile, policy: BatchPolicy, progress: Progress) -> tuple[Plan, str]:
+        """The checkpoint's plan, or the fastest one with why that is not kept; raises an `InfeasibleError`."""
+        kept = "" if self.before is None else self._kept(self.before, profile, policy)
+        if isinstance(kept, Plan):
+            return kept, ""
+        found = make_plan(
+            profile,
+            self.cluster,
+            memory_limit_bytes=self.memory_limit_bytes,
+            micro_batch_size=policy,
+            search_space=self.search_space,
+            method=self.method,
+            engine=self.engine,
+            progress=progress,
+        )
+        return found, kept
+
+    def _kept(self, text: str, profile: ModelProfile, policy: BatchPolicy) -> Plan | str:
+        """A checkpoint's plan as it is predicted now; or why it is not what is wanted."""
+        try:
+            plan = Plan.from_json(text, source="the plan in the checkpoint")
+            why = next(filter(None, self._other_than(plan, profile, policy)), "")
+            if why:
+                return why
+            judged = judge_plan(plan, profile, self.cluster, memory_limit_bytes=self.memory_limit_bytes)
+        except (PlanFormatError, ConfigurationError) as error:
+            return str(error).removesuffix(".")
+        gathered = {unit.name: unit.parameter_bytes for unit in judged.units}
+        # where the plan does not say, it is somebody's own
+        if any(unit.parameter_bytes not in (0, gathered[unit.name]) for unit in plan.units):
+            return "its units gather parameters in another precision"
+        if judged.peak_bytes > self.memory_limit_bytes:
+            return (
+                f"it is predicted to take {format_bytes(judged.peak_bytes)}, more than memory_limit"
+                f" {format_bytes(self.memory_limit_bytes)}"
+            )
+        return judged
+
+    def _other_than(self, plan: Plan, profile: ModelProfile, policy: BatchPolicy) -> Iterator[str]:
+        """In what a plan was made for something else than what is wanted, whatever is predicted of it."""
+        yield plan.differences(
+            profile.fingerprint, world_size=self.cluster.world_size, node_size=self.cluster.node_size
+        )
+        size = plan.micro_batch_size
+        if size not in policy.micro_batch_sizes or policy.workload(size) != workload_of(plan):
+            yield f"it is for {told_division(workload_of(plan))}, and training goes on in others"
+        for name, own, wanted in (
+            ("search", plan.solver or self.method.search, self.method.search),
+            ("cost_model", plan.cost_model, self.method.cost_model),
+            ("backward_prefetch", plan.backward_prefetch, self.engine.backward_prefetch),
+            ("forward_prefetch", plan.forward_prefetch, self.engine.forward_prefetch),
+            ("activation_checkpointing_policy", plan.given_blocks, self.method.blocks or {}),
+            ("search_space", plan.search_space, self._search_space),
+        ):
+            if wanted not in (AUTO, own):
+                yield f"{name} is another one than it was made with"
+        before_bytes = plan.memory_limit_bytes
+        if self.memory_limit_bytes > before_bytes * (_VARIES if self.limit_varies else 1):
+            yield (
+                f"memory_limit {format_bytes(self.memory_limit_bytes)} is larger than {format_bytes(before_bytes)},"
+                " which it was made for"
+            )
+
+    @property
+    def _search_space(self) -> SearchSpace:
+        """As a plan has it: of blocks that were given, nothing is chosen."""
+        return self.search_space if self.method.blocks is None else replace(self.search_space, activations=("keep",))
