@@ -24,6 +24,7 @@ PLAN = Plan(
     step_time_s=0.18,
     samples_per_s=88.9,
     gap=0.0036,
+    solver="depth_first",
     blocks=(Block(name="h.0", treatment=Treatment(saves="recompute")),),
     all_zdp_step_time_s=0.2,
     peak_phase="forward",

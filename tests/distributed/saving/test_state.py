@@ -468,7 +468,7 @@ def test_trained_state_is_bit_for_bit_that_of_one_process_and_resumes(ranks, tmp
     assert ranks(2).run(trained, folder=str(tmp_path), names=names) == [{name: [] for name in names}] * 2
     assert ranks(1).run(consolidated, folder=str(tmp_path), names=names) == [{name: [] for name in names}]
     for world_size in (2, 4):
-        found, _ = ranks(world_size).run(checkpoint_fixtures.goes_on, checkpoints=names, folder=str(tmp_path))[0]
+        found = ranks(world_size).run(checkpoint_fixtures.goes_on, checkpoints=names, folder=str(tmp_path))[0]
         for wrong, _, off in found.values():
             assert wrong == [checkpoint_fixtures.NUM_STEPS]
             assert off < 1e-5
