@@ -29,7 +29,7 @@ def with_activations(profile: ModelProfile, activations: Mapping[str, str]) -> M
         return profile
     _check(profile, chosen)
     segments: list[Segment] = []
-    rerun: dict[str, Rerun] = {}
+    rerun = dict(profile.rerun)
     copied: list[tuple[Span, Affine]] = []
     fewer = ZERO
     """Bytes that the blocks so far do not have saved."""
@@ -41,12 +41,24 @@ def with_activations(profile: ModelProfile, activations: Mapping[str, str]) -> M
         fewer += freed_bytes(profile, block, choice)
         if choice in RERUN:
             segments[last] = replace(segments[last], backward_s=segments[last].backward_s + block.rerun_s)
-            rerun[block.name] = Rerun(block.span, block.reruns_early)
+            inside = tuple(name for name in profile.spans if name.startswith(f"{block.name}."))
+            rerun[block.name] = Rerun(block.span, block.reruns_early, inside)
         if choice in block.copied_bytes:
             copied.append((block.span, block.copied_bytes[choice]))
     segments += [_beginning_with_less(segment, fewer) for segment in profile.segments[len(segments) :]]
     segments = _saved_once(segments, profile, chosen)
-    return replace(profile, segments=tuple(segments), blocks=(), crossings=(), rerun=rerun, copied=tuple(copied))
+    return replace(
+        profile, segments=tuple(segments), blocks=(), crossings=(), rerun=_outermost(rerun), copied=tuple(copied)
+    )
+
+
+def _outermost(rerun: Mapping[str, Rerun]) -> dict[str, Rerun]:
+    """Without what is inside of another: its units are gathered for that one, and stay gathered."""
+    found: dict[str, Rerun] = {}
+    for name, again in sorted(rerun.items(), key=lambda item: item[1].span[0] - item[1].span[1]):
+        if not any(around.surrounds(*again.span) for around in found.values()):
+            found[name] = again
+    return found
 
 
 def _made_again(profile: ModelProfile, span: Span, segments: Sequence[Segment]) -> Iterator[Segment]:

@@ -156,11 +156,17 @@ class Segment:
 
 
 class Rerun(NamedTuple):
-    """A block whose forward runs again in backward."""
+    """A part of forward that runs again in backward: a block, or what the model checkpoints itself."""
 
     span: Span
     is_early: bool
     """Whether that is before backward has reached the last unit inside: where the block saves something after it."""
+    modules: tuple[str, ...]
+    """Modules that may be units, and that are called again before backward has come to what they returned."""
+
+    def surrounds(self, first: int, last: int) -> bool:
+        """Whether these segments and all between are run again."""
+        return self.span[0] <= first and last <= self.span[1]
 
 
 class Crossing(NamedTuple):
@@ -204,7 +210,8 @@ class ModelProfile(Stored):
     crossings: tuple[Crossing, ...] = ()
     """Tensors that more than one of the blocks and the rest of the model may save."""
     rerun: Mapping[str, Rerun] = field(default_factory=dict)
-    """Modules whose forward runs again in backward, which `segments` has in its seconds."""
+    """By block, or by number of segments where the model checkpoints itself, what runs again in backward; `segments`
+    has it in its seconds. None is inside another."""
     copied: tuple[tuple[Span, Affine], ...] = ()
     """Bytes that these segments move to host memory, and back, which `segments` does not have in its seconds."""
     fingerprint: Mapping[str, str] = field(default_factory=dict)

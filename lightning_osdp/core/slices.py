@@ -89,8 +89,12 @@ def split_operators(profile: ModelProfile, num_slices: Mapping[str, int]) -> Mod
         blocks=(),
         crossings=(),
         rerun={
-            name: Rerun((places[first][0], places[last][1]), is_early)
-            for name, ((first, last), is_early) in profile.rerun.items()
+            name: Rerun(
+                (places[first][0], places[last][1]),
+                is_early,
+                tuple(part for module in modules for part in slice_names(module, chosen.get(module, 1))),
+            )
+            for name, ((first, last), is_early, modules) in profile.rerun.items()
         },
         copied=tuple(((places[first][0], places[last][1]), num_bytes) for (first, last), num_bytes in profile.copied),
     )

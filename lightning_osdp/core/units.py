@@ -25,8 +25,6 @@ class UnitProfile:
     trained_from: int = 0
     """The model's first segment with anything to train: backward comes to no segment before it, and what is called in
     it or before has inputs that need no gradient."""
-    num_reruns: int = 0
-    """Further calls in backward, of a block around it that recomputes, for which it has to be gathered."""
     modules: tuple[str, ...] = ()
     """Modules that are one unit together, in forward order; empty where it is just the one of its name."""
     block: BlockProfile | None = None
@@ -225,9 +223,11 @@ def may_join(profile: ModelProfile, units: Sequence[UnitProfile], place: int) ->
     called = [name for unit in (first, second) for name in unit.modules or (unit.name,)]
     if not all(name in profile.spans for name in called) or second.last < second.trained_from:
         return False
-    if first.name in profile.rerun or second.name in profile.rerun:
-        return False
-    around = {*profile.rerun, *(name for unit in units if unit.name for name in unit.modules or (unit.name,))}
+    for again in profile.rerun.values():
+        roles = {(again.surrounds(unit.first, unit.last), unit.name in again.modules) for unit in (first, second)}
+        if len(roles) > 1 or again.span in {*first.calls, *second.calls}:
+            return False
+    around = {name for unit in units if unit.name for name in unit.modules or (unit.name,)}
     is_inside_same = len({tuple(above for above in _ancestors(name) if above in around) for name in called}) == 1
     # of each operator, the module that the root calls; the root, where it calls the operator itself
     children = {operator.enclosing[-2] if len(operator.enclosing) > 2 else "" for operator in operators}
@@ -261,7 +261,6 @@ def _units(
     units = []
     for name, operators in members.items():
         calls = _calls(profile, name, modules.get(name))
-        around = [profile.rerun[module] for module in _ancestors(name) if name and module in profile.rerun]
         units.append(
             UnitProfile(
                 name=name,
@@ -269,8 +268,6 @@ def _units(
                 segments=tuple(part for operator in operators for part in segments.get(operator.name, ())),
                 calls=calls,
                 trained_from=trained_from,
-                # of the calls that a block ends with mostly none: when it is run again, backward has gathered the unit
-                num_reruns=sum(last < span[1] or is_early for span, is_early in around for _, last in calls),
                 modules=tuple(modules.get(name, ())),
                 block=None if name in modules else blocks.get(name),
             )

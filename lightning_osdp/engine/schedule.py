@@ -303,7 +303,7 @@ def _blocks(
 ) -> dict[int, tuple[int, frozenset[int], bool]]:
     """What `Host.blocks` has."""
 
-    def inside(block: str) -> frozenset[int]:
-        return frozenset(index for index, unit in enumerate(units) if unit.name.startswith(f"{block}."))
+    def inside(modules: Collection[str]) -> frozenset[int]:
+        return frozenset(index for index, unit in enumerate(units) if unit.name in modules)
 
-    return {last: (first, inside(block), is_early) for block, ((first, last), is_early) in rerun}
+    return {last: (first, inside(modules), is_early) for _, ((first, last), is_early, modules) in rerun}

@@ -27,6 +27,7 @@ from lightning_osdp.profiler.profile_parts import (
     profile_blocks,
     profile_crossings,
     profile_operators,
+    profile_reruns,
     profile_segments,
     traced_choices,
 )
@@ -134,6 +135,7 @@ def profile_model(
         },
         blocks=profile_blocks(trace, segments, crossings, activations),
         crossings=crossings,
+        rerun=profile_reruns(trace, may_be_units),
         fingerprint=fingerprint(module),
         profiled_batch_size=batch_size,
         optimizer=optimizer,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -11,7 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_osdp.core.affine import ZERO, Affine
-from lightning_osdp.core.profile import BlockProfile, Crossing, Cut, OperatorProfile, ParameterProfile, Segment, Span
+from lightning_osdp.core.profile import (
+    BlockProfile,
+    Crossing,
+    Cut,
+    OperatorProfile,
+    ParameterProfile,
+    Rerun,
+    Segment,
+    Span,
+)
 from lightning_osdp.profiler.optimizer import OptimizedParameter
 from lightning_osdp.profiler.precision import ComputePrecision
 from lightning_osdp.profiler.step_time import Seconds
@@ -186,19 +195,34 @@ def profile_blocks(
             ways["recompute_offload"] = _with_inputs_away(ways["recompute"])
         ways = {choice: way for choice, way in ways.items() if choice in choices}
         if ways:
-            again = trace.saving_less.get("recompute", {}).values()
+            again = [parts[last].again for parts in trace.saving_less.get("recompute", {}).values()]
             found.append(
                 BlockProfile(
                     name=name,
                     span=(first, last),
                     segments=ways,
                     rerun_s=sum((segment.forward_s for segment in kept), ZERO),
-                    reruns_early=any(parts[last].reruns_early for parts in again),
+                    reruns_early=any(each is not None and each.is_early for each in again),
                     copied_bytes=copied,
                     borrowed_bytes=_borrowed(crossings, (first, last)),
                 )
             )
     return tuple(found)
+
+
+def profile_reruns(trace: Trace, may_be_units: Collection[str]) -> dict[str, Rerun]:
+    """What a model that checkpoints itself runs again in backward."""
+    found: dict[tuple[int, int, bool], dict[str, None]] = {}
+    for index, part in enumerate(next(iter(trace.activations.values()))):
+        if part.again is not None:
+            key = index - part.again.num_before, index + part.again.num_behind, part.again.is_early
+            modules = found.setdefault(key, {})
+            for stack in trace.calls.stacks[trace.calls.sequence[index]]:
+                modules |= dict.fromkeys(name for name in stack[: part.again.num_modules] if name in may_be_units)
+    return {
+        f"{first}-{last}": Rerun((first, last), is_early, tuple(modules))
+        for (first, last, is_early), modules in found.items()
+    }
 
 
 def _saving_less(

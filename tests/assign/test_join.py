@@ -99,7 +99,7 @@ def test_units_of_different_modes_are_not_joined(given_setting):
         ({"m1": {"dtype": "float16"}, "m3": {"dtype": "float16"}}, {}),
         ({"m1": {"stands_alone": True}, "m3": {"stands_alone": True}}, {}),
         ({"m1": {"num_calls": 2}, "m3": {"num_calls": 2}}, {}),
-        ({}, {"rerun": {f"m{i}": Rerun((i, i), is_early=False) for i in range(4)}}),
+        ({}, {"rerun": {f"m{i}": Rerun((i, i), is_early=False, modules=()) for i in range(4)}}),
     ],
     ids=["dtypes", "alone", "called again", "recomputing"],
 )
@@ -107,12 +107,16 @@ def test_units_that_cannot_be_one_are_not_joined(given_setting, changes, fields)
     assert joined_in(given_setting(100, 100, 100, 100, changes=changes, **fields))[0] == {}
 
 
+def again(span, *modules):
+    return Rerun(span, is_early=False, modules=modules)
+
+
 def test_units_are_joined_inside_a_block_that_recomputes_and_not_across_it(given_setting):
     names = ["a.x", "a.y", "b.x", "b.y"]
-    rerun = {"a": Rerun((0, 1), is_early=False), "b": Rerun((2, 3), is_early=False)}
+    rerun = {"a": again((0, 1), "a.x", "a.y"), "b": again((2, 3), "b.x", "b.y")}
     lists, _, _ = joined_in(given_setting(100, 100, 100, 100, names=names, rerun=rerun))
     assert lists == {"a.x": ("a.x", "a.y"), "b.x": ("b.x", "b.y")}
-    rerun = {"a": Rerun((1, 1), is_early=False), "b": Rerun((2, 2), is_early=False)}
+    rerun = {"a": again((1, 1), "a.x"), "b": again((2, 2), "b.x")}
     lists, _, _ = joined_in(given_setting(100, 100, 100, 100, names=["x", "a.x", "b.x", "y"], rerun=rerun))
     assert lists == {}
 

@@ -43,7 +43,7 @@ PROFILE = ModelProfile(
         BlockProfile(name="a", span=(0, 0), segments={"recompute": (SEGMENT,)}, copied_bytes={"offload": Affine(1.0)}),
     ),
     crossings=(Crossing(Affine(3.0), {"keep": (0, 1), "recompute": ()}),),
-    rerun={"a": Rerun((0, 0), True)},
+    rerun={"a": Rerun((0, 0), True, ("a.b",))},
     copied=(((0, 0), Affine(5.0)),),
     fingerprint={"a.weight": "[2] float32"},
     optimizer=OptimizerProfile(temporaries=((1.0, 2.0),), is_foreach=True),

@@ -184,6 +184,8 @@ class Position:
         self.in_backward = False
         self._next = 0
         self._run_again: set[int] = set()  # in backward, by checkpointing
+        self.came_from: list[int] = []
+        """For each time that something is run again, the segment that backward had come to."""
         self.is_running_again = False
         """Whether a block is, so that what is live is not of its backward."""
         self._own: dict[str, list[int]] = {}
@@ -209,6 +211,8 @@ class Position:
     def call(self, name: str, *_: object) -> None:
         """Hook before an operator: in forward the next segment begins, in backward a block is run again."""
         if self.in_backward:
+            if not self.is_running_again:
+                self.came_from.append(self.now)
             self.enter(self._again(name))
             self._run_again.add(self.now)
             self.is_running_again = True

@@ -22,6 +22,7 @@ from lightning_osdp.profiler.step.run_step import loss_in
 from lightning_osdp.profiler.step.snapshot import storage_key, tensors_in
 from lightning_osdp.profiler.tracing.calls import Calls, Position, followed
 from lightning_osdp.profiler.tracing.operators import find_operators
+from lightning_osdp.profiler.tracing.reruns import Again, followed_again
 from lightning_osdp.profiler.tracing.saved_tensors import saved_tensors_hooks
 
 Saved = tuple[tuple[bool, int, int], int]
@@ -46,13 +47,13 @@ class Activations:
     """The same while a block runs again."""
     evaluation_bytes: int = 0
     """Most live bytes beside parameters and batch when forward runs without gradients."""
-    reruns_early: bool = False
-    """Whether it ends a block that is run again before backward has reached what its operator returned."""
     settled_bytes: int | None = None
     """Live bytes beside parameters, batch and gradients of parameters when its last gradient is complete, less what it
     and the segments before it have saved: may be negative, and is the same however many segments there are before."""
     passed_bytes: int | None = None
     """Likewise when its backward is over."""
+    again: Again | None = None
+    """How backward runs it again, if it does."""
 
 
 @dataclass
@@ -215,7 +216,8 @@ def trace_activations(
         for parameter in module.parameters():
             if parameter.requires_grad:
                 cleanup.callback(parameter.register_post_accumulate_grad_hook(follower.drop).remove)
-        early = cleanup.enter_context(saving_less(module, blocks, choice, position, follower.excluded))
+        again = cleanup.enter_context(followed_again(module, position))
+        cleanup.enter_context(saving_less(module, blocks, choice, position, follower.excluded))
         with saved_tensors_hooks(follower.keep, lambda packed: packed):
             returned = run()
         position.enter(position.num_segments - 1)
@@ -225,8 +227,8 @@ def trace_activations(
         position.start_backward()
         loss_in(returned).backward()
         position.end()
-        for segment in early:
-            parts[segment].reruns_early = True
+        for segment, of_segment in again.by_segment().items():
+            parts[segment].again = of_segment
     return parts
 
 
@@ -267,37 +269,29 @@ def _static(module: nn.Module, batch: Any) -> list[Tensor]:
 @contextmanager
 def saving_less(
     module: nn.Module, blocks: Mapping[str, Span], choice: str, position: Position, kept: Collection[int | None]
-) -> Iterator[set[int]]:
+) -> Iterator[None]:
     """Has blocks recompute or offload what they save, for as long as the step is only followed, not computed.
 
     To ``offload``, tensors must be fake: what is moved away comes back as another tensor of the same shape. Storages
     that are ``kept`` are not moved.
-
-    Yields:
-        The last segments of blocks that have been run again early, before backward has reached what they returned.
     """
-    early: set[int] = set()
     with ExitStack() as cleanup:
         for name, span in blocks.items() if choice != "keep" else ():
             block = module.get_submodule(name)
             if choice == "recompute":
-                less = _recomputing(block.forward, span, position, early)
+                less = _recomputing(block.forward, span, position)
             else:
                 less = _offloading(block.forward, span, position, kept)
             cleanup.enter_context(patch.object(block, "forward", less))
-        yield early
+        yield
 
 
-def _recomputing(forward: Callable[..., Any], span: Span, position: Position, early: set[int]) -> Callable[..., Any]:
-    first, last = span
-
+def _recomputing(forward: Callable[..., Any], span: Span, position: Position) -> Callable[..., Any]:
     def begin(*args: Any, **kwargs: Any) -> Any:
-        position.enter(first)
+        position.enter(span[0])
         num_args, names = len(args), tuple(kwargs)  # and not the inputs themselves, which would live on
 
         def run(*given: Any) -> Any:
-            if position.in_backward and position.now != last:
-                early.add(last)
             return forward(*given[:num_args], **dict(zip(names, given[num_args:], strict=True)))
 
         # by position: it does not save what it gets by name
