@@ -92,6 +92,7 @@ _ATTRIBUTES = {
         "_modules",
         "_pre_forward_hook_handle",
         "_post_forward_hook_handle",
+        "_states_to_forward_prefetch",
         "_comm_ctx.all_gather_copy_in_stream",
         "_comm_ctx.all_gather_state",
         "_comm_ctx.all_gather_stream",
@@ -743,6 +744,19 @@ def reshard_after_forward(module: Any, *, is_kept: bool, nodes: DeviceMesh | Non
     for parameter in group.fsdp_params:
         parameter.post_forward_mesh_info = group.post_forward_mesh_info
         parameter._init_sharded_post_forward_param_metadata(torch.empty(parameter._orig_size, device="meta"))
+
+
+def gather_ahead(module: Any, following: Sequence[Any]) -> None:
+    """Has a unit gather others when it is called; run again, in backward, none of them that backward has come to."""
+    state_of(module)._states_to_forward_prefetch = _NotReached(map(state_of, following))
+
+
+class _NotReached(list[Any]):
+    """States of units, without those that the present backward has come to: they are gathered, or not needed again."""
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        return (state for state in super().__iter__() if state._training_state != TrainingState.PRE_BACKWARD)
 
 
 def set_asynchronous(root: nn.Module, *, is_asynchronous: bool) -> None:

@@ -30,7 +30,7 @@ from lightning_osdp.apply.stored import StoredShards
 from lightning_osdp.apply.treatments import accumulate, arguments_of, change
 from lightning_osdp.apply.units import Meshes, ShardedUnit, children_and_blocks, set_prefetch, shard, without_views
 from lightning_osdp.apply.updates import share_gradients, stepping_on_rows, try_optimizer
-from lightning_osdp.core.axes import RERUN, Treatment, freed_and_kept
+from lightning_osdp.core.axes import Treatment, freed_and_kept
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
@@ -279,12 +279,7 @@ class ShardedModel:
         )
 
     def _set_prefetch(self) -> None:
-        blocks = () if self.plan is None else self.plan.blocks
-        set_prefetch(
-            self.units,
-            DEFAULT if self.plan is None else engine_of(self.plan),
-            rerun=[block.name for block in blocks if block.treatment["saves"] in RERUN],
-        )
+        set_prefetch(self.units, DEFAULT if self.plan is None else engine_of(self.plan))
 
     def place_in_step(self) -> str:
         """Where in a step this rank is: ``forward of 'layers.2'``, or nothing outside of one; for errors."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -227,11 +227,10 @@ def shard(
             module.register_forward_hook(_Gathering(unit.handle))
 
 
-def set_prefetch(units: Sequence[ShardedUnit], engine: FSDP2, *, rerun: Collection[str]) -> None:
+def set_prefetch(units: Sequence[ShardedUnit], engine: FSDP2) -> None:
     """Tells each unit which unit it gathers ahead: by itself torch takes the order of the last forward.
 
-    That one may have been an evaluation, and it has units that no backward comes to. Blocks of ``rerun`` run
-    again in backward, where what comes after them is not needed.
+    That one may have been an evaluation, and it has units that no backward comes to.
     """
     (root,) = (unit for unit in units if not unit.name)
     order = leaving_order(units)
@@ -245,14 +244,8 @@ def set_prefetch(units: Sequence[ShardedUnit], engine: FSDP2, *, rerun: Collecti
     # not the root: a step may write to weights before it calls a module
     inner = [unit for unit in units if unit.name]
     for unit, following in zip(inner, [*inner[1:], None], strict=False):
-        around = next((block for block in rerun if unit.name.startswith(f"{block}.")), "")
-        comes = (
-            engine.forward_prefetch
-            and following is not None
-            and following.name.startswith(around)
-            and following.name not in engine.late_forward
-        )
-        unit.handle.set_modules_to_forward_prefetch([following.handle] if comes and following is not None else [])
+        comes = engine.forward_prefetch and following is not None and following.name not in engine.late_forward
+        internals.gather_ahead(unit.handle, [following.handle] if comes and following is not None else [])
 
 
 def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:

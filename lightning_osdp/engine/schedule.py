@@ -23,9 +23,8 @@ With explicit lists of modules to prefetch, one for each unit:
 - A unit that accumulates does not reduce its gradients until the last micro-batch; where its mode keeps it gathered, it
   stays so to the end of the last backward. It must be called once (`FSDP2.may_wait`).
 
-Lists hold at every call, so two kinds of unit must not have them, or they would gather what is not needed any more: one
-that forward calls more than once has none; and in forward one inside of a block that recomputes has none that leads out
-of the block.
+Lists hold at every call, and a unit that forward calls more than once has none, or it would gather what is not needed
+any more. For that reason a unit that is run again gathers none ahead that backward has come to.
 
 References:
     torch/distributed/fsdp/_fully_shard/_fsdp_state.py (``_pre_forward``, ``_pre_backward``,
@@ -125,9 +124,7 @@ class Host:
         """Whether what begins with this segment prefetches in forward."""
         if not starting:
             return False
-        (following,), innermost = self.ahead[segment], max(starting)
-        around = (inside for _, inside, _ in self.blocks.values() if innermost in inside)
-        return self.is_called_once[innermost] and all(following in inside for inside in around)
+        return self.is_called_once[max(starting)]
 
     def micro_batch(self, *, is_first: bool, is_last: bool) -> list[Event]:
         """Events of forward, loss and backward in one more micro-batch."""
@@ -257,7 +254,7 @@ class Host:
             for unit in sorted(inside.intersection(self.starts[segment])):
                 self.need(unit)
                 self.note("linger", unit)
-            for unit in inside.intersection(self.ahead[segment]):
+            for unit in inside.intersection(self.ahead[segment]) - self.reached:
                 self.gather(unit)
             self.run("rerun", segment)
 

@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,7 +19,6 @@ from lightning_osdp import profile_model
 from lightning_osdp.apply import internals
 from lightning_osdp.core.axes import ALL_MODES, DP, HDP, HPZ, HSDP, SYNC_CHOICES, ZDP
 from lightning_osdp.core.plans.plan import PREFETCH_CHOICES
-from lightning_osdp.core.profile import Rerun
 from lightning_osdp.core.units import merged, partition
 from lightning_osdp.engine import FSDP2, effects_of, leaving_order
 from tests.steps import step_of
@@ -44,7 +44,7 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """A root with a parameter of its own; the blocks may recompute, and the first layer may be called again."""
 
-    def __init__(self, *, recomputes=False, calls_again=False, frozen=()):
+    def __init__(self, *, recomputes="", calls_again=False, frozen=()):
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(Layer() for _ in range(3))
@@ -56,11 +56,27 @@ class Model(nn.Module):
 
     def forward(self, x):
         x = self.first(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+        x = self.through(x)
         if self.calls_again:
             x = self.last(self.first(x).relu())
         return (self.last(x) * self.scale).square().mean()
+
+    def through(self, x):
+        def one(block, x):
+            return checkpoint(block, x, use_reentrant=self.recomputes == "reentrant")
+
+        def two(x):
+            run = one if self.recomputes == "nested" else lambda block, x: block(x)
+            return run(self.blocks[1], run(self.blocks[0], x))
+
+        if self.recomputes in {"together", "nested"}:
+            return one(self.blocks[2], one(two, x))
+        for block in self.blocks:
+            if self.recomputes == "with dropout":
+                x = one(lambda x, block=block: F.dropout(block(x)), x)
+            else:
+                x = one(block, x) if self.recomputes else block(x)
+        return x
 
     def training_step(self, batch, batch_idx):
         return self(batch)
@@ -77,7 +93,7 @@ def group():
     dist.destroy_process_group()
 
 
-def sharded(model, units, modes, engine, rerun):
+def sharded(model, units, modes, engine):
     """The model with these units, and what each of them prefetches."""
     nodes = init_device_mesh("cpu", (WORLD_SIZE // NODE_SIZE, NODE_SIZE), mesh_dim_names=("nodes", "node"))
     places = {unit.name: place for place, unit in enumerate(units)}
@@ -99,19 +115,15 @@ def sharded(model, units, modes, engine, rerun):
         prefetches = engine.backward_prefetch == "pre" and comes_back[before] and is_called_once
         prefetches = prefetches and units[before].name not in engine.late_backward
         module.set_modules_to_backward_prefetch([modules[before if prefetches else index]])
-        leads_out = index + 1 < len(units) and any(
-            units[index].name.startswith(f"{block}.") and not units[index + 1].name.startswith(f"{block}.")
-            for block in rerun
-        )
         leads_on = index + 1 < len(modules) and units[index + 1].name not in engine.late_forward
-        if engine.forward_prefetch and leads_on and is_called_once and not leads_out:
-            module.set_modules_to_forward_prefetch([modules[index + 1]])
+        if engine.forward_prefetch and leads_on and is_called_once:
+            internals.gather_ahead(module, [modules[index + 1]])
     return modules
 
 
-def done(model, units, modes, engine, num_micro_batches, monkeypatch, rerun):
+def done(model, units, modes, engine, num_micro_batches, monkeypatch):
     """By micro-batch of the second step: what FSDP2 does."""
-    modules = sharded(model, units, modes, engine, rerun)
+    modules = sharded(model, units, modes, engine)
     seen = []
     names = {}
 
@@ -193,7 +205,7 @@ CASES = {
     "plain": {},
     "frozen from the beginning": {"frozen": ("first", "blocks.0")},
     "frozen in between": {"frozen": ("blocks.1", "last")},
-    "recomputing": {"recomputes": True},
+    "recomputing": {"recomputes": "each"},
     "called again": {"calls_again": True},
 }
 
@@ -201,11 +213,7 @@ CASES = {
 @pytest.mark.parametrize("case", but_slow(CASES, slow=[case for case in CASES if "frozen" in case]))
 @pytest.mark.parametrize("by_block", [True, slow(False)])
 def test_fully_shard_does_in_this_order_what_is_predicted(case, by_block, monkeypatch):
-    profile = profile_model(Model(**CASES[case] | {"recomputes": False}), torch.randn(4, WIDTH))
-    if case == "recomputing":
-        profile = dataclasses.replace(
-            profile, rerun={name: Rerun(profile.spans[name][0], is_early=False) for name in BLOCKS}
-        )
+    profile = profile_model(Model(**CASES[case]), torch.randn(4, WIDTH))
     units = partition(profile, min_unit_bytes=0)
     if by_block:
         units = merged(profile, units, BLOCKS)
@@ -215,26 +223,36 @@ def test_fully_shard_does_in_this_order_what_is_predicted(case, by_block, monkey
             engine = FSDP2(backward_prefetch=prefetch, forward_prefetch=ahead, asynchronous_unshard=asynchronous)
             allowed = [mode if engine.may_wait(unit) else mode.but(reduce="every") for unit in units]
             modes = [DP if unit.is_root else each for unit, each in zip(units, allowed, strict=True)]
-            seen = done(Model(**CASES[case]), units, modes, engine, number, monkeypatch, profile.rerun)
+            seen = done(Model(**CASES[case]), units, modes, engine, number, monkeypatch)
             expected = predicted(profile, units, modes, engine, number)
             assert seen == expected, (mode, engine, number)
 
 
+@pytest.mark.parametrize("by_block", [True, False])
+@pytest.mark.parametrize("recomputes", ["reentrant", "with dropout", "together", "nested"])
+def test_so_it_does_where_a_model_checkpoints_in_other_ways(recomputes, by_block, monkeypatch):
+    profile = profile_model(Model(recomputes=recomputes), torch.randn(4, WIDTH))
+    units = partition(profile, min_unit_bytes=0)
+    if by_block:
+        units = merged(profile, units, BLOCKS)
+    modes = [DP if unit.is_root else ZDP for unit in units]
+    for ahead, prefetch, number in product((False, True), PREFETCH_CHOICES, (1, 2)):
+        engine = FSDP2(backward_prefetch=prefetch, forward_prefetch=ahead)
+        seen = done(Model(recomputes=recomputes), units, modes, engine, number, monkeypatch)
+        assert seen == predicted(profile, units, modes, engine, number), (engine, number)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_units_that_are_gathered_late_are_gathered_as_predicted(case, monkeypatch):
-    profile = profile_model(Model(**CASES[case] | {"recomputes": False}), torch.randn(4, WIDTH))
+    profile = profile_model(Model(**CASES[case]), torch.randn(4, WIDTH))
     units = partition(profile, min_unit_bytes=0)
     modes = [DP if unit.is_root else ZDP for unit in units]
     names = [unit.name for unit in units if not unit.is_root]
-    if case == "recomputing":
-        profile = dataclasses.replace(
-            profile, rerun={name: Rerun(profile.spans[name][0], is_early=False) for name in BLOCKS}
-        )
     every = FSDP2(forward_prefetch=True)
     orders = []
     for late in (names[::2], names[1::2], names):
         engine = every.gathering_late(late, late[:2])
-        seen = done(Model(**CASES[case]), units, modes, engine, 1, monkeypatch, profile.rerun)
+        seen = done(Model(**CASES[case]), units, modes, engine, 1, monkeypatch)
         assert seen == predicted(profile, units, modes, engine, 1), late
         orders.append(seen)
     assert predicted(profile, units, modes, every, 1) not in orders
