@@ -1,0 +1,85 @@
+"""Batches that are no tensors: sequences that are packed, nested or in lists, as under DDP."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader
+from user_runs import WIDTH, Chain, check, differences, planned
+
+pytestmark = pytest.mark.distributed
+
+
+class Packed(Chain):
+    """Reads sequences of different lengths, packed."""
+
+    def __init__(self, optimizer="adamw"):
+        super().__init__(optimizer)
+        self.first = nn.GRU(7, WIDTH)
+
+    def loss(self, batch):
+        _, last = self.first(batch)
+        return self.last(self.norm(torch.tanh(self.third(self.second(last[0]))))).mul(self.scale).square().mean()
+
+    def loader(self, rank, world_size, batch_size=4):
+        drawn = torch.Generator().manual_seed(rank)
+        lengths = torch.randint(2, 6, (32,), generator=drawn).tolist()
+        sequences = [torch.randn(length, 7, generator=drawn, dtype=self.scale.dtype) for length in lengths]
+        return DataLoader(sequences, batch_size=batch_size, collate_fn=self.collated)
+
+    def collated(self, sequences):
+        return pack_sequence(sequences, enforce_sorted=False)
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+
+class Jagged(Packed):
+    """Reads sequences as a nested tensor."""
+
+    def __init__(self, optimizer="adamw"):
+        super().__init__(optimizer)
+        self.first = nn.Linear(7, WIDTH)
+
+    def collated(self, sequences):
+        return torch.nested.nested_tensor(sequences, layout=torch.jagged)
+
+    def loss(self, batch):
+        hidden = self.third(torch.tanh(self.second(torch.tanh(self.first(batch)))))
+        return self.told(torch.stack([each.mean(0) for each in hidden.unbind()]))
+
+    def told(self, means):
+        return F.mse_loss(self.last(self.norm(means)) * self.scale, means[:, :3].detach().cos())
+
+
+class Listed(Jagged):
+    """Reads sequences in lists in a mapping in a tuple."""
+
+    def collated(self, sequences):
+        return {"sequences": list(sequences), "lengths": [len(each) for each in sequences]}, ("name", None)
+
+    def loss(self, batch):
+        given, _ = batch
+        hidden = [torch.tanh(self.first(each)).sum(0) for each in given["sequences"]]
+        means = torch.stack(hidden) / torch.tensor(given["lengths"])[:, None]
+        return self.told(self.third(torch.tanh(self.second(means))))
+
+
+KINDS = {"packed": Packed, "jagged": Jagged, "listed": Listed}
+
+
+def trained():
+    """Differences from DDP, under a plan given and under one of the strategy's own."""
+    found = {}
+    for name, kind in KINDS.items():
+        found[name] = differences(kind, max_steps=3)
+        if kind is not Listed:
+            found[name]["planned"] = planned(kind)[0]
+    return found
+
+
+def test_batches_that_are_no_tensors_equal_ddp(ranks):
+    found = ranks(2).run(trained)[0]
+    assert list(found) == list(KINDS)
+    check(found)
