@@ -41,6 +41,11 @@ def check_shardable(module: nn.Module) -> None:
                 " DTensor and its hook sees the mean over all ranks, or change gradients in on_before_optimizer_step;"
                 " hooks of parameter.register_hook() are carried over."
             )
+        if parameter.requires_grad and not parameter.numel():
+            raise ConfigurationError(
+                f"Expected parameters with elements, got {name!r} of shape {tuple(parameter.shape)}, whose gradient"
+                " fully_shard cannot reduce. Leave it out, make it a buffer, or freeze it with requires_grad_(False)."
+            )
         if not parameter.is_contiguous() and not _has_own_memory(parameter, module):
             raise ConfigurationError(
                 f"Expected parameters with memory of their own, which fully_shard cuts into rows, got strides"

@@ -1,4 +1,4 @@
-"""Batches that are no tensors: sequences that are packed, nested or in lists, as under DDP."""
+"""Sequences that are packed, nested or in lists, and parameters of few rows, as under DDP."""
 
 import pytest
 import torch
@@ -6,7 +6,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
-from user_runs import WIDTH, Chain, check, differences, planned
+
+from lightning_osdp import OSDPStrategy
+from tests.distributed.support.user_runs import WIDTH, Chain, check, differences, fitted, plan_with, planned, refusal
 
 pytestmark = pytest.mark.distributed
 
@@ -66,7 +68,31 @@ class Listed(Jagged):
         return self.told(self.third(torch.tanh(self.second(means))))
 
 
-KINDS = {"packed": Packed, "jagged": Jagged, "listed": Listed}
+class Row(Chain):
+    """Has a row and, frozen, none, in the root."""
+
+    def __init__(self, optimizer="adamw"):
+        super().__init__(optimizer)
+        self.one = nn.Parameter(torch.ones(1, WIDTH))
+        self.none = nn.Parameter(torch.empty(0, WIDTH), requires_grad=False)
+
+    def features(self, x):
+        return super().features(x) + torch.cat([self.none, self.one]).sum(0)
+
+
+class Empty(Chain):
+    """Has a unit without any row."""
+
+    def __init__(self, optimizer="adamw"):
+        super().__init__(optimizer)
+        self.third = nn.Linear(WIDTH, 0)
+
+    def features(self, x):
+        hidden = torch.tanh(self.second(torch.tanh(self.first(x))))
+        return hidden + self.third(hidden).sum(-1, keepdim=True)
+
+
+KINDS = {"row": Row, "packed": Packed, "jagged": Jagged, "listed": Listed}
 
 
 def trained():
@@ -79,7 +105,20 @@ def trained():
     return found
 
 
-def test_batches_that_are_no_tensors_equal_ddp(ranks):
+def refused():
+    plan = plan_with(Empty, "zdp")
+    return refusal(lambda: fitted(OSDPStrategy(plan=plan), Empty(), max_steps=1))
+
+
+def test_parameters_without_elements_are_refused(ranks):
+    for told in ranks(2).run(refused):
+        assert told.startswith(
+            "ConfigurationError: Expected parameters with elements, got 'third.weight' of shape (0, "
+        )
+        assert "Leave it out, make it a buffer, or freeze it" in told
+
+
+def test_rows_and_batches_that_are_no_tensors_equal_ddp(ranks):
     found = ranks(2).run(trained)[0]
     assert list(found) == list(KINDS)
     check(found)
