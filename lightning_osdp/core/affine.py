@@ -17,24 +17,24 @@ class Affine:
         return self.fixed + num_samples * self.per_sample
 
     def __add__(self, other: Affine) -> Affine:
-        """Both together."""
+        """Sum of two quantities."""
         return Affine(self.fixed + other.fixed, self.per_sample + other.per_sample)
 
     def __sub__(self, other: Affine) -> Affine:
-        """Without the other."""
+        """Difference of two quantities."""
         return Affine(self.fixed - other.fixed, self.per_sample - other.per_sample)
 
     def less(self, other: Affine) -> Affine:
-        """Without the other, and neither part below 0."""
+        """Difference with each part at least 0."""
         return Affine(max(0.0, self.fixed - other.fixed), max(0.0, self.per_sample - other.per_sample))
 
     def __mul__(self, factor: float) -> Affine:
-        """So many times the quantity."""
+        """Quantity times a number."""
         return Affine(self.fixed * factor, self.per_sample * factor)
 
     @classmethod
     def through(cls, size: int, value: float, other_size: int, other_value: float) -> Affine:
-        """Exact at ``size``, and as close to the other point as neither part being negative allows.
+        """Line that is exact at ``size`` and as close to the other point as parts of at least 0 allow.
 
         Example:
             >>> Affine.through(8, 10.0, 4, 6.0)
@@ -50,7 +50,7 @@ class Affine:
 
     @classmethod
     def proportional(cls, size: int, value: float) -> Affine:
-        """Through the origin, where only one size is known."""
+        """Line through the origin, where only one size is known."""
         return cls(per_sample=value / size)
 
 

@@ -1,4 +1,4 @@
-"""What micro-batches a plan may have."""
+"""Micro-batches that a plan may have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_osdp.core.step import Workload
 from lightning_osdp.errors import ConfigurationError
 
 MOST_SAMPLES = 2**20
-"""Of a micro-batch that is chosen without a limit."""
+"""Largest micro-batch that is chosen where the user sets no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,13 +20,13 @@ class BatchPolicy:
     """Samples of a micro-batch that may be chosen, the preferred one first; empty: any number."""
     max_micro_batch_size: int | None = None
     num_micro_batches: int = 1
-    """Of an optimizer step, where `num_samples` is None."""
+    """Micro-batches of an optimizer step, where `num_samples` is None."""
     num_samples: int | None = None
-    """Of an optimizer step, which is made of as many micro-batches as that takes."""
+    """Samples of an optimizer step, which has as many micro-batches as these samples fill."""
 
     @classmethod
     def fixed(cls, micro_batch_size: int, num_micro_batches: int = 1) -> BatchPolicy:
-        """So many samples in each of so many micro-batches (gradient accumulation).
+        """Policy of one micro-batch size and one number of micro-batches (gradient accumulation).
 
         Raises:
             ConfigurationError: one of these is below 1.
@@ -37,10 +37,10 @@ class BatchPolicy:
 
     @classmethod
     def divide(cls, num_samples: int, micro_batch_sizes: Sequence[int] | None = None) -> BatchPolicy:
-        """So many samples of a rank in every optimizer step, in the micro-batches that are fastest.
+        """Policy of a fixed number of samples in every optimizer step, in the micro-batches that are fastest.
 
         Args:
-            num_samples: of a rank and optimizer step.
+            num_samples: samples of a rank in an optimizer step.
             micro_batch_sizes: divisors of it that may be chosen, the preferred one first; None: all up to 2^20.
 
         Raises:
@@ -58,11 +58,11 @@ class BatchPolicy:
 
     @classmethod
     def scale(cls, max_micro_batch_size: int | None = None, num_micro_batches: int = 1) -> BatchPolicy:
-        """As many samples in each of so many micro-batches as are fastest.
+        """Policy of the fastest micro-batch size for a fixed number of micro-batches.
 
         Args:
             max_micro_batch_size: the most that may be chosen; None: as far as memory allows, at most 2^20.
-            num_micro_batches: of an optimizer step.
+            num_micro_batches: micro-batches of an optimizer step.
 
         Raises:
             ConfigurationError: one of these is below 1.
@@ -73,13 +73,13 @@ class BatchPolicy:
         return cls(max_micro_batch_size=max_micro_batch_size, num_micro_batches=num_micro_batches)
 
     def workload(self, micro_batch_size: int) -> Workload:
-        """What a rank does in one optimizer step with micro-batches of this size."""
+        """Samples and micro-batches of a rank in one optimizer step with micro-batches of this size."""
         num_micro_batches = self.num_micro_batches if self.num_samples is None else self.num_samples // micro_batch_size
         return Workload(micro_batch_size=micro_batch_size, num_micro_batches=num_micro_batches)
 
 
 def samples_of_rank(global_batch: int, world_size: int, *, name: str) -> int:
-    """Samples of one rank in an optimizer step of `global_batch` samples of all, as the option `name` asks for.
+    """Samples of one rank in an optimizer step of ``global_batch`` samples, which the user gives as option ``name``.
 
     Raises:
         ConfigurationError: not all ranks would have as many, or none would have any.
@@ -93,7 +93,7 @@ def samples_of_rank(global_batch: int, world_size: int, *, name: str) -> int:
 
 
 def largest_fitting(fits: Callable[[int], bool], most: int = MOST_SAMPLES) -> int:
-    """Largest size that fits, or 0, by doubling and halving: where a size does not fit, no larger one does."""
+    """Largest size up to ``most`` that fits, or 0, by doubling and halving; a size that fails rules out larger ones."""
     fitting, fails = 0, 1
     while fails <= most and fits(fails):
         fitting, fails = fails, fails * 2

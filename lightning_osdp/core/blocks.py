@@ -1,8 +1,8 @@
-"""What a profile becomes where blocks recompute or offload what they save for backward.
+"""Profiles of models whose blocks recompute or offload what they save for backward.
 
-A block's segments in such a choice are measured: in forward they save its inputs or nothing, and in backward what they
-save besides lives again while the block's backward runs, as workspace. What is not measured is time: recomputing a
-block takes its forward once more, before its backward begins.
+Bytes of a block's segments in such a choice are measured. In forward the segments save the block's inputs or nothing;
+in backward the tensors that they would have saved live again, as workspace. Seconds are not measured: recomputing a
+block takes the seconds of its forward once more, before its backward begins.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from lightning_osdp.errors import ConfigurationError
 
 
 def with_activations(profile: ModelProfile, activations: Mapping[str, str]) -> ModelProfile:
-    """The profile with these choices for these blocks, in place of keeping what they save.
+    """Profile in which each block named makes a choice other than ``keep``; the result has no blocks to choose for.
 
-    It has no blocks any more, for which there would be something to choose.
+    Args:
+        profile: the model with blocks that keep what they save.
+        activations: block -> one of `ACTIVATION_CHOICES`.
 
     Raises:
         ConfigurationError: there is no such block, or this choice was not profiled for it.
@@ -32,17 +34,17 @@ def with_activations(profile: ModelProfile, activations: Mapping[str, str]) -> M
     rerun = dict(profile.rerun)
     copied: list[tuple[Span, Affine]] = []
     fewer = ZERO
-    """Bytes that the blocks so far do not have saved."""
+    """Bytes that the blocks so far do not save and would have saved with ``keep``."""
     for block in (block for block in profile.blocks if block.name in chosen):
         (first, last), choice = block.span, chosen[block.name]
         segments += [_beginning_with_less(segment, fewer) for segment in profile.segments[len(segments) : first]]
-        own = [_beginning_with_less(segment, fewer) for segment in block.segments[choice]]
-        segments += list(_made_again(profile, block.span, own)) if choice in RERUN else own
+        inside = [_beginning_with_less(segment, fewer) for segment in block.segments[choice]]
+        segments += list(_made_again(profile, block.span, inside)) if choice in RERUN else inside
         fewer += freed_bytes(profile, block, choice)
         if choice in RERUN:
             segments[last] = replace(segments[last], backward_s=segments[last].backward_s + block.rerun_s)
-            inside = tuple(name for name in profile.spans if name.startswith(f"{block.name}."))
-            rerun[block.name] = Rerun(block.span, block.reruns_early, inside)
+            modules = tuple(name for name in profile.spans if name.startswith(f"{block.name}."))
+            rerun[block.name] = Rerun(block.span, block.reruns_early, modules)
         if choice in block.copied_bytes:
             copied.append((block.span, block.copied_bytes[choice]))
     segments += [_beginning_with_less(segment, fewer) for segment in profile.segments[len(segments) :]]
@@ -53,22 +55,22 @@ def with_activations(profile: ModelProfile, activations: Mapping[str, str]) -> M
 
 
 def _outermost(rerun: Mapping[str, Rerun]) -> dict[str, Rerun]:
-    """Without what is inside of another: its units are gathered for that one, and stay gathered."""
-    found: dict[str, Rerun] = {}
+    """Parts that no other part surrounds: units of an inner part are gathered for the outer one, and stay gathered."""
+    outer: dict[str, Rerun] = {}
     for name, again in sorted(rerun.items(), key=lambda item: item[1].span[0] - item[1].span[1]):
-        if not any(around.surrounds(*again.span) for around in found.values()):
-            found[name] = again
-    return found
+        if not any(around.surrounds(*again.span) for around in outer.values()):
+            outer[name] = again
+    return outer
 
 
 def _made_again(profile: ModelProfile, span: Span, segments: Sequence[Segment]) -> Iterator[Segment]:
-    """With what a block that runs again makes again, its inputs apart."""
+    """Segments of a block that runs again, with the bytes that they make again; the block's inputs are not made."""
     first, last = span
     inputs = [ZERO] * (last + 1 - first)
     for crossing in profile.crossings:
-        own = crossing.savers.get("keep", (-1,))[0]
-        if first <= own <= last and any(first <= index <= last for index in crossing.savers.get("recompute", ())):
-            inputs[own - first] += crossing.num_bytes
+        saver = crossing.savers.get("keep", (-1,))[0]
+        if first <= saver <= last and any(first <= index <= last for index in crossing.savers.get("recompute", ())):
+            inputs[saver - first] += crossing.num_bytes
     before = ZERO
     for segment, kept, given in zip(segments, profile.segments[first : last + 1], inputs, strict=True):
         made = kept.saved_bytes - given
@@ -77,9 +79,9 @@ def _made_again(profile: ModelProfile, span: Span, segments: Sequence[Segment]) 
 
 
 def _saved_once(segments: Sequence[Segment], profile: ModelProfile, chosen: Mapping[str, str]) -> list[Segment]:
-    """Books what crosses from one block to another where the first one saves it that does so with these choices.
+    """Moves the bytes of each tensor that crosses blocks to the first segment that saves the tensor with these choices.
 
-    Segments have it where that is if all blocks do as their own.
+    Before, these bytes are at the first segment that saves the tensor if all blocks make the choice of its own block.
     """
     choices = ["keep"] * len(segments)
     for block in profile.blocks:
@@ -113,7 +115,7 @@ def _check(profile: ModelProfile, chosen: Mapping[str, str]) -> None:
 
 
 def _beginning_with_less(segment: Segment, fewer: Affine) -> Segment:
-    """A segment that begins with so many bytes fewer saved."""
+    """Segment before which ``fewer`` bytes less are saved."""
     if fewer == ZERO:
         return segment
     settled, passed = (

@@ -1,4 +1,4 @@
-"""What the planner knows of the machines: ranks, collectives' cost, memory."""
+"""Machines as the planner knows them: ranks, cost of collectives, memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CUDA_HEADROOM = 0.1
 fragmentation of the caching allocator. [Assumption, not a measurement.]"""
 
 MOST_RANKS = 2**20
-"""That a question may be about."""
+"""Largest number of ranks that a plan or a question may name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Link:
         return from_s + (num_bytes - from_bytes) / (to_bytes - from_bytes) * (to_s - from_s)
 
     def at_rate(self, rate: float) -> Link:
-        """The same link with so many times the bytes/s; what a step of few bytes takes stays as it is."""
+        """Link with ``rate`` times the bytes/s; the latency of a ring step stays as it is."""
         return replace(
             self,
             seconds_per_byte=self.seconds_per_byte / rate,
@@ -74,7 +74,7 @@ class Links:
     """A ring step there and back: it reduces and scatters, then gathers."""
 
     def at_rate(self, rate: float) -> Links:
-        """The same links with so many times the bytes/s."""
+        """Links with ``rate`` times the bytes/s."""
         return Links(
             all_gather=self.all_gather.at_rate(rate),
             reduce_scatter=self.reduce_scatter.at_rate(rate),
@@ -83,17 +83,17 @@ class Links:
 
 
 UNIT_PARTS = ("gather", "flatten", "reduce", "accumulate")
-"""What the runtime does for a unit beside collectives: for each all-gather (views, allocating and freeing); in each
-micro-batch (hooks, one tensor of all gradients); for each reduce-scatter; and where one is left out."""
+"""Work of the runtime for a unit beside collectives: for each all-gather (views, allocating and freeing); in each
+micro-batch (hooks, one tensor of all gradients); for each reduce-scatter; for each reduce-scatter that is left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitOverhead:
-    """What the runtime takes for one part of a unit's work, beside collectives: affine in parameters, or gradients."""
+    """Seconds of the runtime for one of `UNIT_PARTS`: affine in the unit's parameters, or in their gradients."""
 
     fixed_s: float = 0.0
     seconds_per_byte: float = 0.0
-    """Of gathered parameters, or of their gradients."""
+    """Seconds per byte of gathered parameters, or of their gradients."""
     seconds_per_tensor: float = 0.0
     """Each parameter has views, or a gradient, of its own."""
 
@@ -111,9 +111,9 @@ class Contention:
     """
 
     computing: float = 1.0
-    """How many times as long as alone computing takes."""
+    """Seconds of computing beside a collective over its seconds alone."""
     collectives: float = 1.0
-    """How many times as long as alone the collective takes."""
+    """Seconds of a collective beside computing over its seconds alone."""
 
     def __post_init__(self) -> None:
         if not (self.computing >= 1 and self.collectives >= 1):
@@ -136,15 +136,15 @@ class Cluster(Stored):
     backend: str = ""
     """Name of the process group's backend, for reports."""
     overlaps: bool = False
-    """Whether collectives run beside computing; a backend that blocks (gloo) has one thing happen at a time."""
+    """Collectives run beside computing; a backend that blocks (gloo) has one thing happen at a time."""
     contention: Contention = field(default_factory=Contention)
-    """Where they do, how they slow each other down."""
+    """Slowdown of computing and collectives that overlap."""
     reduce_scatter_copies: bool = True
-    """Whether the backend copies what it reduces and scatters, as gloo does."""
+    """A reduce-scatter of the backend holds a copy of its input, as gloo's does."""
     host_copy_s_per_byte: float = 0.0
     """Seconds per byte that is copied to host memory, or back; on CPU of a copy in memory."""
     host_copies_overlap: bool = False
-    """Whether these copies go on beside computing, for which memory on the device is held longer."""
+    """Copies to host memory run beside computing, for which memory on the device is held longer."""
     library_workspace_bytes: int = 0
     """Bytes that libraries take of the device in the first step, and keep, such as cuBLAS's workspaces."""
     memory_bytes: int | None = None
@@ -160,7 +160,7 @@ class Cluster(Stored):
 
     @property
     def has_nodes(self) -> bool:
-        """Whether there are several nodes with several ranks each: else all links are alike."""
+        """True for several nodes with several ranks each; otherwise all links are equal."""
         size, ranks = self.node_size, self.world_size
         return size is not None and 1 < size < ranks and ranks % size == 0
 
@@ -169,9 +169,9 @@ class Cluster(Stored):
         return {"all": self.world_size, "node": self.node_size or self.world_size, "one": 1}[over]
 
     def as_if(self, world_size: int, *, link_rate: float = 1.0) -> Cluster:
-        """The same with so many ranks, and so many times the bytes/s on all links.
+        """Cluster with ``world_size`` ranks, and ``link_rate`` times the bytes/s on all links.
 
-        Ranks that fit in one node have the links inside of it, where these were measured.
+        Ranks that fit in one node have the links inside of the node, where these were measured.
         """
         ring = self._links("node" if world_size <= self.num_ranks("node") else "all")
         return replace(
@@ -192,7 +192,7 @@ class Cluster(Stored):
         return self._links(over).all_gather.ring_s(num_bytes, self.num_ranks(over))
 
     def reduce_scatter_s(self, num_bytes: float, *, over: str = "all") -> float:
-        """Seconds of one reduce-scatter, likewise."""
+        """Seconds of one reduce-scatter of so many bytes of the whole tensor, over the ranks of `all_gather_s`."""
         return self._links(over).reduce_scatter.ring_s(num_bytes, self.num_ranks(over))
 
     def _links(self, over: str) -> Links | Cluster:
@@ -211,7 +211,7 @@ class Cluster(Stored):
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRates:
-    """What a device reaches, for planning without it; a data sheet's numbers are too good.
+    """Rates that a device reaches, for planning without the device; a data sheet's numbers are too good.
 
     Raises:
         ConfigurationError: a rate is not positive, or those of operations are not by dtype.
@@ -226,7 +226,7 @@ class DeviceRates:
     bytes_per_s: float
     """Bytes per second to and from its memory."""
     is_cuda: bool = False
-    """Whether it is a CUDA device, on which torch's optimizers update all parameters of a group at once (foreach)."""
+    """A CUDA device, on which torch's optimizers update all parameters of a group at once (foreach)."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.flops_per_s, Mapping):

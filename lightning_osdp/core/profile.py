@@ -1,4 +1,4 @@
-"""What the planner knows of the model: its operators, and the bytes and seconds of one micro-batch.
+"""Model as the planner knows it: its operators, and the bytes and seconds of one micro-batch.
 
 An *operator* is a module that owns parameters. A *segment* is the part of forward from one call of an operator until
 the next call of any, with the part of backward that undoes it. Bytes of parameters are of the whole, unsharded
@@ -23,7 +23,7 @@ class ParameterProfile:
     """One parameter of an operator; a tied one at its first operator only."""
 
     position: int
-    """In ``named_parameters()`` of the model: the parameters of a unit are laid out in this order."""
+    """Index in ``named_parameters()`` of the model: the parameters of a unit are laid out in this order."""
     num_elements: int
     itemsize: int
     """Bytes of an element at rest."""
@@ -35,11 +35,11 @@ class ParameterProfile:
     """Length of its first dimension; None: not known, every element counts as a row."""
     is_trainable: bool = True
     state_bytes_per_element: float = 0.0
-    """Optimizer state that is sharded with it."""
+    """Bytes of optimizer state that is sharded with the parameter, per element."""
     group: int = 0
     """Number of its parameter group, counted over all optimizers."""
     place: int = 0
-    """Where it stands in its group."""
+    """Index of the parameter in its group."""
 
     @property
     def sent_itemsize(self) -> int:
@@ -56,12 +56,13 @@ class OptimizerProfile:
     fixed_s: float = 0.0
     """Seconds of a step beside those, whatever the number of elements: each rank updates a part of every parameter."""
     is_foreach: bool = False
-    """Whether the parameters of a group are updated at once, with temporaries of all of them alive together."""
+    """True: the parameters of a group are updated at once, with temporaries of all of them alive together."""
     temporaries: tuple[tuple[float, float], ...] = ()
-    """Where they are updated one by one: pairs (x, y), none of which is above another. At some moment of a turn, x
-    times the bytes of the parameter before and y times those of the present one live besides."""
+    """Temporaries where parameters are updated one by one: pairs (x, y), none of which is above another. At some
+    moment of a turn, temporaries of x times the bytes of the previous parameter and y times the bytes of the present
+    one are alive."""
     foreach_temporaries: float = 0.0
-    """Where they are updated at once: bytes of temporaries over those of the group."""
+    """Bytes of temporaries over the bytes of the group, where parameters are updated at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +72,9 @@ class Cut:
     num_features: int
     """Length of the dimension that is cut: the most slices there can be."""
     is_cut: tuple[bool, ...]
-    """For each of its parameters, in order; the others are whole, in the last slice."""
+    """Parameters that are cut, in the operator's order; the others are whole, in the last slice."""
     cuts_rows: bool = False
-    """Whether the dimension that is cut is the parameters' first."""
+    """True: the dimension that is cut is the parameters' first."""
     input_bytes: Affine = ZERO
     """Input as it is saved for backward."""
     input_gradient_bytes: Affine = ZERO
@@ -109,20 +110,13 @@ class OperatorProfile:
     parameters: tuple[ParameterProfile, ...] = ()
     """Parameters that make up the bytes. Without them paddings and the bytes of a single rank are not known."""
     dtype: str = "float32"
-    """Of the parameters at rest: a unit holds one dtype only. Several are separated by commas."""
+    """Dtype of the parameters at rest: a unit holds one dtype only. Several dtypes are separated by commas."""
     signature: str = ""
     """Equal operators (class, shapes, inputs) share one signature."""
     stands_alone: bool = False
-    """Whether it is a unit of its own whatever one asks for, as batch normalisation under mixed precision."""
+    """True: the operator is a unit of its own in any partition, as batch normalisation under mixed precision."""
     cut: Cut | None = None
-    """None: it cannot be split."""
-
-    @property
-    def frozen_bytes(self) -> int:
-        """Frozen parameters as gathered."""
-        if not self.parameters:
-            return self.gathered_bytes if not self.trainable_bytes else self.parameter_bytes - self.trainable_bytes
-        return sum(p.num_elements * p.gathered_itemsize for p in self.parameters if not p.is_trainable)
+    """None: the operator cannot be split."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,34 +132,36 @@ class Segment:
     forward_workspace_bytes: Affine = ZERO
     """Most bytes of other live tensors while its forward runs."""
     handed_bytes: Affine = ZERO
-    """Bytes of other live tensors when its forward has run: what the next one begins with."""
+    """Bytes of other live tensors when its forward has run, with which the next segment begins."""
     backward_workspace_bytes: Affine = ZERO
-    """The same for its backward, the operator's own gradients apart."""
+    """Most bytes of other live tensors while its backward runs, the operator's own gradients apart."""
     rerun_workspace_bytes: Affine = ZERO
-    """The same while a block runs again in backward."""
+    """Most bytes of other live tensors while its forward runs again in backward."""
     made_again_bytes: Affine = ZERO
-    """Where its block runs again: what it would save if the block kept that, and makes again."""
+    """Bytes that the segment would save if its block kept activations, and makes again where its block recomputes."""
     made_before_bytes: Affine = ZERO
-    """The same of the block's segments before it."""
+    """Sum of `made_again_bytes` over the block's segments before this one."""
     evaluation_bytes: Affine = ZERO
     """Most bytes of live tensors beside parameters, buffers and batch while its forward runs without gradients."""
     settled_bytes: Affine | None = None
     """Live tensors, saved or not, once the operator's gradients are complete; None where it makes none."""
     passed_bytes: Affine | None = None
-    """The same once its backward is over, with the gradient that it hands on; None where that is not known."""
+    """Live tensors, saved or not, once its backward is over, the gradient for the segment before included; None where
+    they are not known."""
 
 
 class Rerun(NamedTuple):
-    """A part of forward that runs again in backward: a block, or what the model checkpoints itself."""
+    """Part of forward that runs again in backward: a block, or a part that the model checkpoints itself."""
 
     span: Span
     is_early: bool
-    """Whether that is before backward has reached the last unit inside: where the block saves something after it."""
+    """True: forward runs again before backward has reached the last unit inside, as where the block saves a tensor
+    after that unit."""
     modules: tuple[str, ...]
     """Modules that may be units, and that are called again before backward has come to what they returned."""
 
     def surrounds(self, first: int, last: int) -> bool:
-        """Whether these segments and all between are run again."""
+        """True if all segments from ``first`` to ``last`` run again."""
         return self.span[0] <= first and last <= self.span[1]
 
 
@@ -184,15 +180,16 @@ class BlockProfile:
     name: str
     span: Span
     segments: Mapping[str, tuple[Segment, ...]]
-    """What its segments become if this block alone does so: by choice of `ACTIVATION_CHOICES`, without ``keep``."""
+    """The block's segments if this block alone makes a choice, by choice of `ACTIVATION_CHOICES` without ``keep``."""
     rerun_s: Affine = ZERO
-    """Seconds of its forward."""
+    """Seconds of the block's forward."""
     reruns_early: bool = False
     """See `Rerun`."""
     copied_bytes: Mapping[str, Affine] = field(default_factory=dict)
-    """By choice, what goes to host memory in forward, and comes back in backward."""
+    """Bytes that go to host memory in forward and come back in backward, by choice."""
     borrowed_bytes: Affine = ZERO
-    """Tensors that it needs if it keeps what it saves, but that blocks before it save if these keep theirs."""
+    """Bytes that the block's backward needs if the block keeps its activations, and that blocks before save if they
+    keep theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,10 +207,10 @@ class ModelProfile(Stored):
     crossings: tuple[Crossing, ...] = ()
     """Tensors that more than one of the blocks and the rest of the model may save."""
     rerun: Mapping[str, Rerun] = field(default_factory=dict)
-    """By block, or by number of segments where the model checkpoints itself, what runs again in backward; `segments`
-    has it in its seconds. None is inside another."""
+    """Parts of forward that run again in backward, by block, or by number of segments where the model checkpoints
+    itself; `segments` has their seconds. None is inside another."""
     copied: tuple[tuple[Span, Affine], ...] = ()
-    """Bytes that these segments move to host memory, and back, which `segments` does not have in its seconds."""
+    """Bytes that spans of segments move to host memory, and back; `segments` does not have the seconds of that."""
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     """Parameter name -> shape, dtype, ``frozen`` and ``tied to`` marks: what a plan must match."""
     profiled_batch_size: int = 1
@@ -221,17 +218,17 @@ class ModelProfile(Stored):
     buffer_bytes: int = 0
     batch_bytes: Affine = ZERO
     children_apart: bool = False
-    """Whether backward may run after each child of the root, as in manual optimization, and not of all at once."""
+    """True: backward may run after each child of the root, as in manual optimization, and not for all at once."""
     notes: tuple[str, ...] = ()
-    """What could not be found out, and what would help."""
+    """Questions that profiling could not answer, each with a remedy."""
 
     @classmethod
     def in_turn(
         cls, operators: Sequence[OperatorProfile], segments: Mapping[str, Segment] | None = None, **fields: Any
     ) -> ModelProfile:
-        """A model that calls each operator once, in this order: for those of which one has numbers only.
+        """Profile of a model that calls each operator once, in this order, for models known by numbers only.
 
-        Segments are by operator, the loss under ``""``; none of them saves or takes anything by default.
+        ``segments`` are by operator, the loss under ``""``; a segment that is left out saves and takes nothing.
         """
         known = segments or {}
         called = [operator for operator in operators if operator.name]  # the root's call is all of forward
@@ -255,10 +252,10 @@ class ModelProfile(Stored):
 
     @property
     def loss(self) -> Segment:
-        """What runs after the last operator's call."""
+        """Segment after the last operator's last call."""
         return self.segments[-1]
 
     @property
     def saved_bytes(self) -> Affine:
-        """What the whole model has saved for backward at the end of forward."""
+        """Bytes that the whole model has saved for backward at the end of forward."""
         return sum((segment.saved_bytes for segment in self.segments), ZERO)

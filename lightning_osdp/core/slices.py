@@ -23,7 +23,7 @@ from lightning_osdp.errors import ConfigurationError
 
 
 def slice_sizes(num_features: int, num_slices: int) -> tuple[int, ...]:
-    """Features of each slice: as even as possible, the larger ones first.
+    """Number of features of each slice: as even as possible, the larger slices first.
 
     Raises:
         ConfigurationError: there are not as many features as slices, or no slice is asked for.
@@ -42,16 +42,16 @@ def slice_sizes(num_features: int, num_slices: int) -> tuple[int, ...]:
 
 
 def slice_names(operator: str, num_slices: int) -> tuple[str, ...]:
-    """Qualified names of the slices of an operator; its own where there is one only, for it is not split then."""
+    """Qualified names of the slices of an operator; the operator's own name for one slice, which is not split."""
     if num_slices == 1:
         return (operator,)
     return tuple(f"{operator}.slices.{index}" for index in range(num_slices))
 
 
 def split_operators(profile: ModelProfile, num_slices: Mapping[str, int]) -> ModelProfile:
-    """The profile with these operators split: each slice is an operator, and a unit of its own in any partition.
+    """Profile with these operators split: each slice is an operator, and a unit of its own in any partition.
 
-    What blocks do with what they save is chosen before.
+    Activations of blocks are chosen before: the result has no blocks.
 
     Raises:
         ConfigurationError: an operator cannot be split, or not into so many slices.
@@ -65,7 +65,7 @@ def split_operators(profile: ModelProfile, num_slices: Mapping[str, int]) -> Mod
         operators += _slices(operator, chosen[operator.name]) if operator.name in chosen else [operator]
     segments: list[Segment] = []
     places: list[Span] = []
-    """Of each segment, among the new ones."""
+    """First and last new segment of each old one."""
     handed = ZERO
     for segment in profile.segments:
         first = len(segments)
@@ -144,17 +144,17 @@ def _parameters(operator: OperatorProfile, cut: Cut, size: int, *, is_last: bool
 
 
 def _segments(segment: Segment, cut: Cut, num_slices: int, handed: Affine) -> Iterator[Segment]:
-    """One for each slice; what the operator is followed by stays in the last one's.
+    """Segments of the slices; work between the operator and the next one stays in the last slice's segment.
 
-    ``handed`` lives when the operator is called, beside what is saved: x is among it where nothing saves that.
+    ``handed`` are bytes alive when the operator is called, beside saved ones; x is among them where no segment saves x.
     """
     x, y, gradient = cut.input_bytes, cut.output_bytes, cut.input_gradient_bytes
     saved_x = _least(x, segment.saved_bytes)
     besides = _most(handed, saved_x)
-    # in backward, what a block that runs again makes again, as if it had been saved
+    # in backward, a block that runs again makes its tensors again, as if they had been saved
     x_again = saved_x + _least(x, segment.made_again_bytes)
     settled = segment.settled_bytes
-    between = None if settled is None else settled + x_again + y  # of one slice and the one before it
+    between = None if settled is None else settled + x_again + y  # live from one slice's backward to the next
     sizes = slice_sizes(cut.num_features, num_slices)
     for index, (name, size) in enumerate(zip(slice_names(segment.operator, num_slices), sizes, strict=True)):
         share = size / cut.num_features
@@ -188,7 +188,7 @@ def _segments(segment: Segment, cut: Cut, num_slices: int, handed: Affine) -> It
 
 
 def _most(quantity: Affine, other: Affine) -> Affine:
-    """No less than either, in both parts."""
+    """Larger of two quantities in each part."""
     return Affine(max(quantity.fixed, other.fixed), max(quantity.per_sample, other.per_sample))
 
 

@@ -25,17 +25,17 @@ class Workload:
 
     @property
     def num_samples(self) -> int:
-        """Of an optimizer step, b * K."""
+        """Samples of a rank in an optimizer step, b * K."""
         return self.micro_batch_size * self.num_micro_batches
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What is run, in which units, by which ranks, on how many samples."""
+    """Model, units, ranks and samples of one optimizer step."""
 
     profile: ModelProfile
     units: tuple[UnitProfile, ...]
-    """Partition of its operators."""
+    """Partition of the profile's operators."""
     cluster: Cluster
     workload: Workload
 

@@ -1,4 +1,4 @@
-"""Which operators share a unit, before any mode is chosen."""
+"""Partitions of operators into units, before any mode is chosen."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ class UnitProfile:
     """Qualified name of its module; the empty string is the root."""
     operators: tuple[OperatorProfile, ...]
     segments: tuple[Segment, ...]
-    """Of these operators."""
+    """Segments of the unit's operators."""
     calls: tuple[Span, ...]
-    """When forward runs the module, and so gathers the unit."""
+    """Spans in which forward runs the module, and so gathers the unit."""
     trained_from: int = 0
-    """The model's first segment with anything to train: backward comes to no segment before it, and what is called in
-    it or before has inputs that need no gradient."""
+    """First segment of the model with trainable parameters. Backward comes to no segment before this one, and modules
+    that are called in or before this segment have inputs that need no gradient."""
     modules: tuple[str, ...] = ()
-    """Modules that are one unit together, in forward order; empty where it is just the one of its name."""
+    """Modules that are one unit together, in forward order; empty where the unit is just the module of its name."""
     block: BlockProfile | None = None
-    """The module, where that is a block without units inside: it may do with what it saves as it likes."""
+    """The unit's module as a block, whose activations may be chosen with the unit; None where other units lie inside
+    the module."""
 
     @property
     def is_root(self) -> bool:
-        """The root unit: it is never freed between forward and backward, whatever its mode."""
+        """True for the root unit, which is never freed between forward and backward, whatever its mode."""
         return self.name == ""
 
     @property
@@ -42,17 +43,17 @@ class UnitProfile:
 
     @property
     def first(self) -> int:
-        """The segment in which the module is called first."""
+        """Segment in which the module is called first."""
         return self.calls[0][0]
 
     @property
     def last(self) -> int:
-        """The segment in which its last call ends."""
+        """Segment in which the module's last call ends."""
         return self.calls[-1][1]
 
     @cached_property
     def parameters(self) -> tuple[ParameterProfile, ...]:
-        """In the order of ``named_parameters()``; none where an operator does not tell its own."""
+        """Parameters in the order of ``named_parameters()``; none where an operator's profile lacks them."""
         if not all(operator.parameters or not operator.parameter_bytes for operator in self.operators):
             return ()
         every = (parameter for operator in self.operators for parameter in operator.parameters)
@@ -60,32 +61,32 @@ class UnitProfile:
 
     @cached_property
     def parameter_bytes(self) -> int:
-        """Parameters at rest, unsharded."""
+        """Bytes of parameters at rest, unsharded."""
         return sum(operator.parameter_bytes for operator in self.operators)
 
     @cached_property
     def gathered_bytes(self) -> int:
-        """Parameters as gathered for computing."""
+        """Bytes of parameters as gathered for computing."""
         return sum(operator.gathered_bytes for operator in self.operators)
 
     @cached_property
     def trainable_bytes(self) -> int:
-        """Trainable parameters at rest, and their reduced gradients."""
+        """Bytes of trainable parameters at rest, which are those of their reduced gradients, too."""
         return sum(operator.trainable_bytes for operator in self.operators)
 
     @cached_property
     def gradient_bytes(self) -> int:
-        """Unsharded gradients."""
+        """Bytes of unsharded gradients."""
         return sum(operator.gradient_bytes for operator in self.operators)
 
     @cached_property
     def optimizer_bytes(self) -> int:
-        """Optimizer state, unsharded."""
+        """Bytes of optimizer state, unsharded."""
         return sum(operator.optimizer_bytes for operator in self.operators)
 
     @cached_property
     def saved_bytes(self) -> Affine:
-        """Tensors saved for backward."""
+        """Bytes of tensors saved for backward."""
         return sum((segment.saved_bytes for segment in self.segments), ZERO)
 
     @cached_property
@@ -96,10 +97,8 @@ class UnitProfile:
 
 SMALL_UNIT_BYTES = 64 * 1024
 SMALL_UNIT_FRACTION = 0.01
-
-
 _NEVER_CALLED: tuple[Span, ...] = ((0, 0),)
-"""Where a module stands that this batch does not run: it is never gathered, nor does it matter to any plan."""
+"""Calls of a module that this batch does not run: the module is never gathered, and matters to no plan."""
 
 
 def default_min_unit_bytes(profile: ModelProfile) -> int:
@@ -128,15 +127,15 @@ def partition(profile: ModelProfile, *, min_unit_bytes: int | None = None) -> tu
         members.setdefault(operator.enclosing[0], []).append(operator)
     around = {name for operator in profile for name in operator.enclosing}
     for name in sorted(members, key=_depth, reverse=True):
-        own_bytes = sum(operator.parameter_bytes for operator in members[name])
-        if name == "" or own_bytes >= min_unit_bytes or any(operator.stands_alone for operator in members[name]):
+        num_bytes = sum(operator.parameter_bytes for operator in members[name])
+        if name == "" or num_bytes >= min_unit_bytes or any(operator.stands_alone for operator in members[name]):
             continue
         above = next(ancestor for ancestor in _ancestors(name) if ancestor in members)
         child = _child(name)
         if not above and child in around and any(one.name != child for one in members[name]):
             above = child
         joined = (*members.get(above, ()), *members[name])
-        if above != name and agree(joined) and all(above in one.enclosing for one in members[name]):
+        if above != name and have_one_dtype(joined) and all(above in one.enclosing for one in members[name]):
             members.setdefault(above, []).extend(members.pop(name))
     return _units(profile, members)
 
@@ -176,7 +175,7 @@ def merged(
             if above is not None and above not in operator.enclosing:
                 return None
             members.setdefault(unit.name if above is None else above, []).append(operator)
-    if not all(agree(members.get(name, ())) for name in wanted):
+    if not all(have_one_dtype(members.get(name, ())) for name in wanted):
         return None
     return _units(profile, members)
 
@@ -196,7 +195,7 @@ def joined(
         members.setdefault(into.get(unit.name, unit.name), []).extend(unit.operators)
         if unit.modules:
             modules[unit.name] = unit.modules
-    if not all(agree(members[first]) for first, _ in pairs):
+    if not all(have_one_dtype(members[first]) for first, _ in pairs):
         return None
     for first, second in pairs:
         together = (by_name[name].modules or (name,) for name in (first, second))
@@ -206,11 +205,11 @@ def joined(
 
 
 def may_join(profile: ModelProfile, units: Sequence[UnitProfile], place: int) -> bool:
-    """Whether the unit at this place and the next one may be one, gathered from their first call to their last.
+    """Tells if the unit at this place and the next one may be one, gathered from their first call to their last.
 
-    Each is called once, one after the other with no unit inside them or between; both inside the same units and the
-    same blocks that recompute, and neither a block itself; and inside the same child of the root where these run
-    backward one by one.
+    Both are called once, one after the other, with no unit inside them or between them. Both lie inside the same units
+    and the same blocks that recompute, and neither is a block itself. Both lie inside the same child of the root where
+    children of the root run backward one by one.
     """
     first, second, *others = units[place : place + 3]
     operators = (*first.operators, *second.operators)
@@ -229,7 +228,7 @@ def may_join(profile: ModelProfile, units: Sequence[UnitProfile], place: int) ->
             return False
     around = {name for unit in units if unit.name for name in unit.modules or (unit.name,)}
     is_inside_same = len({tuple(above for above in _ancestors(name) if above in around) for name in called}) == 1
-    # of each operator, the module that the root calls; the root, where it calls the operator itself
+    # the module through which the root calls each operator; the root, where it calls the operator itself
     children = {operator.enclosing[-2] if len(operator.enclosing) > 2 else "" for operator in operators}
     return is_inside_same and (not profile.children_apart or len(children) == 1)
 
@@ -272,14 +271,14 @@ def _units(
                 block=None if name in modules else blocks.get(name),
             )
         )
-    # of units that span the same segments the outer one comes first
+    # where units span equal segments, the outer one comes first
     return tuple(
         sorted(units, key=lambda unit: (not unit.is_root, unit.first, -unit.last, _depth(unit.name), unit.name))
     )
 
 
 def _calls(profile: ModelProfile, name: str, modules: Collection[str] | None) -> tuple[Span, ...]:
-    """Of the unit of this name: its module's, or one from the first call of its several modules to the last."""
+    """Calls of the unit's module, or one span from the first call of its several modules to the last."""
     if not name:
         return ((0, len(profile.segments) - 1),)
     if modules is None:
@@ -305,8 +304,8 @@ def _trained_from(profile: ModelProfile) -> int:
     return min(places, default=0 if trained else len(profile.segments))
 
 
-def agree(operators: Iterable[OperatorProfile]) -> bool:
-    """Whether these operators may share a unit, as far as their dtypes go: frozen ones may have any."""
+def have_one_dtype(operators: Iterable[OperatorProfile]) -> bool:
+    """Tells if trainable operators have one dtype, as those of a unit must: its gradients are reduced in one tensor."""
     return len({each.dtype for each in operators if each.num_trainable}) <= 1
 
 
@@ -315,7 +314,7 @@ def _depth(name: str) -> int:
 
 
 def _child(name: str) -> str:
-    """The child of the root that the module is, or is in."""
+    """Child of the root that the module is, or is in."""
     return name.partition(".")[0]
 
 

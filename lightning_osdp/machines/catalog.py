@@ -23,25 +23,25 @@ _Entry = TypeVar("_Entry")
 
 @dataclass(frozen=True, kw_only=True)
 class Interconnect:
-    """What carries bytes between two devices, or between a device and its host."""
+    """Link between two devices, or between a device and its host."""
 
     gb_per_s: float
     """10^9 bytes per second in one direction, as its specification says."""
     reached: float
-    """Fraction of that which collectives reach."""
+    """Fraction of `gb_per_s` that collectives reach."""
     latency_us: float
     """10^-6 seconds of one step of a ring, whatever its bytes."""
     source: str
 
     @property
     def bytes_per_s(self) -> float:
-        """That collectives reach, in one direction."""
+        """Bytes per second that collectives reach, in one direction."""
         return self.gb_per_s * 1e9 * self.reached
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What a GPU can do."""
+    """Memory and rates of a GPU."""
 
     title: str
     memory_mib: int
@@ -57,7 +57,7 @@ class Device:
     peers: str
     """Name of the `Interconnect` to the other devices of a node."""
     host: str
-    """Name of that to the host's memory."""
+    """Name of the `Interconnect` to the host's memory."""
     source: str
 
 
@@ -78,7 +78,7 @@ class Catalog:
 
 
 def read_catalog(path: str | Path | None = None) -> Catalog:
-    """The package's own catalog, with entries of a user's file added or in place of equal names.
+    """Catalog of the package, with entries of a user's file added or in place of equal names.
 
     Args:
         path: a TOML file with tables ``[devices.NAME]`` and ``[links.NAME]`` of the fields above.
@@ -86,9 +86,9 @@ def read_catalog(path: str | Path | None = None) -> Catalog:
     Raises:
         ConfigurationError: the file cannot be read, or an entry is missing, unknown or of another type.
     """
-    own = _parse(files(__package__).joinpath("catalog.toml").read_text(encoding="utf-8"), "catalog.toml")
+    packaged = _parse(files(__package__).joinpath("catalog.toml").read_text(encoding="utf-8"), "catalog.toml")
     if path is None:
-        return own
+        return packaged
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -96,7 +96,7 @@ def read_catalog(path: str | Path | None = None) -> Catalog:
             f"Expected a TOML file of devices at {str(path)!r}, but it cannot be read: {error}."
         ) from error
     users = _parse(text, f"file {str(path)!r}")
-    return Catalog(devices={**own.devices, **users.devices}, links={**own.links, **users.links})
+    return Catalog(devices={**packaged.devices, **users.devices}, links={**packaged.links, **users.links})
 
 
 def _parse(text: str, source: str) -> Catalog:

@@ -24,9 +24,9 @@ _SPEC = re.compile(
     re.IGNORECASE,
 )
 CONTEXT_MIB = 1536
-"""Of a device's memory that is not free for tensors: the context and NCCL's buffers. Assumed."""
+"""Memory of a device that is not free for tensors: the context and NCCL's buffers. [Assumption, not a measurement.]"""
 _KERNELS_S = 5e-5
-"""Of the small kernels that each unit takes in a micro-batch. Assumed."""
+"""Seconds of small kernels for each unit and micro-batch. [Assumption, not a measurement.]"""
 _CONTENTION = Contention(computing=1.1255, collectives=1.1255)
 """Published by Galvatron for its GPUs (hardware_configs of PKU-DAIR/Hetu-Galvatron), with one number for both sides;
 its documentation calls 1.1 to 1.3 typical."""
@@ -40,10 +40,11 @@ class Machine:
     ranks_per_node: int
     device: Device
     peers: Interconnect
-    """To the other devices of a node."""
+    """Link to the other devices of a node."""
     host: Interconnect
+    """Link to the memory of the host."""
     network: Interconnect | None
-    """Of all ports of a node together; None with one node."""
+    """All ports of a node together; None with one node."""
 
     @classmethod
     def parse(cls, text: str) -> Machine:
@@ -99,7 +100,7 @@ class Machine:
 
     @property
     def world_size(self) -> int:
-        """Ranks of all nodes."""
+        """Number of ranks of all nodes."""
         return self.nodes * self.ranks_per_node
 
     @property
@@ -109,7 +110,7 @@ class Machine:
 
     @property
     def rates(self) -> DeviceRates:
-        """What a device reaches."""
+        """Rates that a device reaches."""
         return DeviceRates(
             flops_per_s={name: rate * 1e12 * self.device.compute_reached for name, rate in self.device.tflops.items()},
             bytes_per_s=self.device.memory_gb_per_s * 1e9 * self.device.memory_reached,
@@ -118,7 +119,7 @@ class Machine:
 
     @property
     def cluster(self) -> Cluster:
-        """Its ranks and links, and what NCCL and ``fully_shard`` do with them.
+        """Cluster of the machine's ranks and links under NCCL and ``fully_shard``.
 
         An all-gather is copied out into the parameters and gradients are copied in to be reduced: both read and write
         every byte once.
@@ -146,16 +147,16 @@ class Machine:
         return replace(
             cluster,
             node_size=self.ranks_per_node,
-            within_node=_alike(self.peers),
-            between_nodes=_alike(self.network, sharing=self.ranks_per_node),  # all pairs of peers send at once
+            within_node=_links_over(self.peers),
+            between_nodes=_links_over(self.network, num_senders=self.ranks_per_node),  # all pairs of peers send at once
             all_reduce=_both_ways(ring),
         )
 
     def _ring(self) -> Link:
-        """Over all ranks: past the border of each node once, by all of its ports.
+        """Link of a ring over all ranks, which leaves each node once, by all of the node's ports.
 
-        Every step waits for the slowest link; its latency is the mean of the links', of which one for each node is the
-        network.
+        Every ring step waits for the slowest link. The latency is the mean over the ring's links, of which one for each
+        node is the network.
         """
         latency_s, seconds_per_byte = self.peers.latency_us * 1e-6, 1 / self.peers.bytes_per_s
         if self.network is not None:
@@ -164,14 +165,15 @@ class Machine:
         return Link(latency_s=latency_s, seconds_per_byte=seconds_per_byte)
 
 
-def _alike(interconnect: Interconnect, *, sharing: int = 1) -> Links:
-    """All collectives, each as fast as its share of what so many send over."""
-    seconds_per_byte = sharing / interconnect.bytes_per_s
+def _links_over(interconnect: Interconnect, *, num_senders: int = 1) -> Links:
+    """Links of all collectives over an interconnect that ``num_senders`` ranks share."""
+    seconds_per_byte = num_senders / interconnect.bytes_per_s
     link = Link(latency_s=interconnect.latency_us * 1e-6, seconds_per_byte=seconds_per_byte)
     return Links(all_gather=link, reduce_scatter=link, all_reduce=_both_ways(link))
 
 
 def _both_ways(link: Link) -> Link:
+    """Link of all-reduces: each ring step there and back."""
     return replace(link, latency_s=2 * link.latency_s, seconds_per_byte=2 * link.seconds_per_byte)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from lightning_osdp.assign.additive import Modes
 from lightning_osdp.assign.setting import Setting
-from lightning_osdp.core.units import UnitProfile, agree, grouped, merged, outermost
+from lightning_osdp.core.units import UnitProfile, grouped, have_one_dtype, merged, outermost
 
 
 def block_units(setting: Setting, activations: Sequence[str] = ("keep",)) -> list[Setting]:
@@ -35,7 +35,7 @@ def _rest_in_root(setting: Setting, units: tuple[UnitProfile, ...]) -> tuple[Uni
     rest = [operator for unit in units if unit.block is None for operator in unit.operators]
     members = outermost(rest)
     has_to_stay = any(operator.stands_alone or "" not in operator.enclosing for operator in rest)
-    if has_to_stay or not all(map(agree, members.values())):
+    if has_to_stay or not all(map(have_one_dtype, members.values())):
         return units
     members |= {unit.name: list(unit.operators) for unit in units if unit.block is not None}
     return grouped(

@@ -1,4 +1,4 @@
-"""The plan: what to shard how, and what that is predicted to cost. A document of names and numbers."""
+"""The plan: how each unit is sharded, and the predicted cost. A document of names and numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COST_MODELS = ("simulate", "paper")
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """What is gathered and freed at once, and how."""
+    """Parameters that are all-gathered and freed at once, with the treatment of each slice."""
 
     name: str
     """Qualified name of the module that is sharded; the empty string is the root."""
@@ -70,16 +70,16 @@ class Unit:
         return len(self.treatments)
 
     def in_modes(self, *names: str, sync: str | None = None) -> Unit:
-        """The same in treatments of these names, one per slice; it reduces gradients as before, if ``sync`` is None."""
+        """The unit with treatments of these names, one per slice; ``sync`` None leaves gradient reduction as it is."""
         return replace(self, treatments=named(*names, reduce=self.sync if sync is None else sync))
 
     def treated(self, **changed: str) -> Unit:
-        """The same with other values in some axes, in all slices."""
+        """The unit with other values in some axes, in all slices."""
         return replace(self, treatments=tuple(treatment.but(**changed) for treatment in self.treatments))
 
     @property
     def whole_gradient_bytes(self) -> float:
-        """Of `accumulate_costs_bytes`, those of gradients; the others are parameters of slices that are kept."""
+        """Bytes of gradients in `accumulate_costs_bytes`; the rest are parameters of slices that are kept."""
         kept = sum(each["keep"] == "whole" for each in self.treatments) / self.num_slices
         return max(0.0, self.accumulate_costs_bytes - kept * self.keep_costs_bytes)
 
@@ -100,7 +100,7 @@ class Block:
     name: str
     """Qualified name of the module; none is inside another."""
     treatment: Treatment
-    """What it does with them."""
+    """Treatment of the tensors that the module saves for backward."""
     frees_bytes: int = 0
     """Bytes of a micro-batch that do not stay on the device from its forward to its backward."""
     costs_s: float = 0.0
@@ -142,31 +142,31 @@ class Plan:
     recomputable: tuple[Block, ...] = ()
     """Modules that keep it and might recompute, with the bytes and seconds of that, in forward order."""
     search_space: SearchSpace = field(default_factory=SearchSpace)
-    """What it was chosen from; everything where a plan does not say."""
+    """Limits within which the plan was chosen; no limits where a plan file leaves them out."""
     solver: str = ""
     cost_model: str = "simulate"
-    """What predicted it: ``simulate``, a step as ``fully_shard`` runs it, or ``paper``, the sums of equation 1."""
+    """Source of the predictions: ``simulate``, a step as ``fully_shard`` runs it, or ``paper``, sums of equation 1."""
     backward_prefetch: str = "pre"
     forward_prefetch: bool = False
     asynchronous_unshard: bool = True
-    """Whether all-gathers are issued so that computing may go on, and their buffers are gone sooner."""
+    """Asynchronous unshard: computing goes on during all-gathers, and their buffers are freed sooner."""
     late_forward: tuple[str, ...] = ()
     """Units, or slices of them, that are gathered when forward comes to them though others are gathered ahead."""
     late_backward: tuple[str, ...] = ()
-    """The same of backward."""
+    """Units, or slices of them, that are gathered when backward comes to them though others are gathered ahead."""
     all_zdp_step_time_s: float = 0.0
     """Predicted seconds that plain FSDP takes for as many samples: every unit ZDP, in those micro-batches, with those
     activations kept or recomputed, that are fastest under the limit; 0 where it does not fit."""
     all_zdp_peak_bytes: int = 0
-    """Its predicted peak; the least there is where it does not fit."""
+    """Predicted peak of plain FSDP; the least that any of its settings reaches where none fits."""
     all_zdp_how: str = ""
-    """In what it differs from this plan's micro-batches, with all activations kept; nothing where it does not."""
+    """Differences of plain FSDP from this plan's micro-batches and from keeping all activations; empty for none."""
     peak_phase: str = ""
     """Where the peak is: ``forward``, ``backward``, ``reduce-scatter`` or ``optimizer step``."""
     peak_operator: str = ""
     """Operator that runs at the peak; the empty string in the loss and in the optimizer step."""
     peak_parts: Mapping[str, int] = field(default_factory=dict)
-    """What the peak consists of, in bytes."""
+    """Parts of the peak by name, in bytes."""
     evaluation_peak_bytes: int = 0
     """Predicted peak while the model is evaluated in batches of ``micro_batch_size`` samples per rank."""
     notes: tuple[str, ...] = ()
@@ -188,12 +188,12 @@ class Plan:
 
     @property
     def needs_nodes(self) -> bool:
-        """Whether a unit is treated otherwise inside of nodes than between them."""
+        """True if a unit is treated otherwise inside of nodes than between them."""
         return any(treatment.needs_nodes for unit in self.units for treatment in unit.treatments)
 
     @property
     def given_blocks(self) -> dict[str, str]:
-        """What its `blocks` do, where that was not chosen: nothing but to keep what they save was offered."""
+        """Activations of `blocks` that the user prescribed: the search space offered no choice but ``keep``."""
         return {block.name: block.activations for block in self.blocks if len(self.search_space.activations) == 1}
 
     @property
@@ -207,11 +207,11 @@ class Plan:
         # asdict copies a dict but cannot copy other mappings, such as a MappingProxyType
         plain = replace(self, fingerprint=dict(self.fingerprint), peak_parts=dict(self.peak_parts))
         document = dataclasses.asdict(plain)
-        for own, unit in zip(document["units"], self.units, strict=True):
-            own["treatments"] = [dict(treatment) for treatment in unit.treatments]
+        for entries, unit in zip(document["units"], self.units, strict=True):
+            entries["treatments"] = [dict(treatment) for treatment in unit.treatments]
         for name in ("blocks", "recomputable"):
-            for own, block in zip(document[name], getattr(self, name), strict=True):
-                own["treatment"] = dict(block.treatment)
+            for entries, block in zip(document[name], getattr(self, name), strict=True):
+                entries["treatment"] = dict(block.treatment)
         document["decisions"] = [dataclasses.asdict(decision) for decision in self.decisions]
         ordered = {"schema_version": document.pop("schema_version"), **document}
         return json.dumps(ordered, indent=2) + "\n"
@@ -288,12 +288,12 @@ class Plan:
 
 
 def workload_of(plan: Plan) -> Workload:
-    """What a rank does in one optimizer step."""
+    """Samples and micro-batches of a rank in one optimizer step."""
     return Workload(micro_batch_size=plan.micro_batch_size, num_micro_batches=plan.num_micro_batches)
 
 
 def _summary(plan: Plan) -> str:
-    """In ten lines what it is for, decides and predicts; `lightning-osdp show` prints its units, too."""
+    """Ten lines: ranks, decisions and predictions; `lightning-osdp show` prints the units, too."""
     limit = format_bytes(plan.memory_limit_bytes)
     samples = plan.micro_batch_size * plan.num_micro_batches * plan.world_size
     if plan.step_time_s > 0:

@@ -1,4 +1,4 @@
-"""What the planner may choose from."""
+"""Limits on what the planner may choose."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class SearchSpace:
     slices: tuple[int, ...] = (1, 2, 4, 8, 16)
     """Numbers of slices that an operator may be split into; 1, whole, is always among them: ``(1,)`` splits none."""
     activations: tuple[str, ...] = ("keep", "recompute")
-    """What a block may do with what it saves for backward; ``keep`` is always among them. ``offload`` and
+    """Choices of a block for the tensors that it saves for backward; ``keep`` is always among them. ``offload`` and
     ``recompute_offload`` are for devices with memory of their own."""
     min_unit_bytes: int | None = None
     """Operators with fewer parameter bytes join their parent's unit; None: 64 KiB, or 1% of the model if less."""
     share_units: bool = True
-    """Whether adjacent operators of one mode may share a unit where that is predicted to be faster and fits."""
+    """True: adjacent operators of one mode share a unit where the plan is predicted to be faster for it and fits."""
 
     def __post_init__(self) -> None:
         for name, given, choices in (
@@ -66,12 +66,12 @@ class SearchSpace:
             )
         if not isinstance(self.share_units, bool):
             raise ConfigurationError(f"SearchSpace(share_units=...) must be True or False, got {self.share_units!r}.")
-        for name in ("modes", "sync", "slices", "activations"):  # of a list or a set, too, which plans could not store
+        for name in ("modes", "sync", "slices", "activations"):  # plans cannot store the lists and sets that users give
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
 
 def _members(value: object) -> Collection[object]:
-    """Of a tuple, a list or a set; none of what is something else."""
+    """Members of a tuple, a list or a set; no members where the value is anything else."""
     return value if isinstance(value, Collection) and not isinstance(value, str) else ()
 
 

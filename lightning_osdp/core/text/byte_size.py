@@ -70,7 +70,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_at_least(num_bytes: int) -> str:
-    """The same rounded up: read by `parse_bytes`, it is no fewer bytes.
+    """Bytes for people, rounded up: `parse_bytes` of the text gives no fewer bytes.
 
     Example:
         >>> format_at_least(1536), format_at_least(1537), format_at_least(2**30 + 1)

@@ -33,12 +33,10 @@ def _merge(patterns: list[_Pattern], position: int) -> list[_Pattern]:
         apart = whole_word or len(pattern) <= position
         key = pattern if apart else (*pattern[:position], frozenset(), *pattern[position + 1 :])
         seen = merged.get(key)
-        merged[key] = pattern if seen is None else _union(seen, pattern, position)
+        merged[key] = (
+            pattern if seen is None else (*key[:position], seen[position] | pattern[position], *key[position + 1 :])
+        )
     return list(merged.values())
-
-
-def _union(left: _Pattern, right: _Pattern, position: int) -> _Pattern:
-    return (*left[:position], left[position] | right[position], *left[position + 1 :])
 
 
 def _is_index(part: str) -> bool:

@@ -1,4 +1,4 @@
-"""What somebody may have meant by a name that there is not."""
+"""Known names that are close to an unknown one, for errors."""
 
 from __future__ import annotations
 
