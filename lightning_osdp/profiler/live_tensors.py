@@ -1,4 +1,4 @@
-"""Tensors that are alive: bytes counted exactly while operations run, and a census of all that Python can reach."""
+"""Live tensors: bytes counted exactly while operations run, and a census of all tensors that Python can reach."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from lightning_osdp.splitting import JoinedShards
 class LiveBytes(TorchDispatchMode):
     """Live and peak bytes of the storages on one kind of device: what a memory limit means on every device.
 
-    While it is active, it counts the storage of every tensor that an operation returns; those that were there before
-    must be named with `track`. What it has counted leaves the count when it is freed, even while it is not active.
+    While the mode is active, it counts the storage of every tensor that an operation returns. Tensors that were there
+    before must be named with `track`. A storage leaves the count when it is freed, even while the mode is not active.
 
     Args:
         device_type: ``"cpu"`` or ``"cuda"``; tensors elsewhere do not count.
-        memory_limit_bytes: what may live while the mode is active; an operation that exceeds it raises a `MemoryError`.
+        memory_limit_bytes: bytes that may live while the mode is active; an operation that exceeds them raises a
+            `MemoryError`.
 
     Example:
         >>> with LiveBytes("cpu") as live:
@@ -50,7 +51,7 @@ class LiveBytes(TorchDispatchMode):
 
     @property
     def is_active(self) -> bool:
-        """Whether it is counting: entered and not left."""
+        """True while the mode is entered and not left."""
         return self in _counting
 
     def track(self, tensors: Iterable[Tensor]) -> int:
@@ -70,7 +71,7 @@ class LiveBytes(TorchDispatchMode):
         if tensor.device.type != self.device_type or tensor.layout is not torch.strided:
             return
         if isinstance(tensor, JoinedShards):
-            return  # its pieces count
+            return  # its pieces are tensors of their own, which count
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._sizes:
@@ -93,7 +94,7 @@ class LiveBytes(TorchDispatchMode):
         if not _counting:
             # fully_shard frees and allocates unsharded parameters by resizing their storage, past the dispatcher.
             torch.UntypedStorage.resize_ = _counted_resize  # type: ignore[method-assign, assignment]
-            # torch compiles nothing under a mode, and raises of what is to be compiled whole
+            # torch compiles nothing under a mode, and raises for what is to be compiled whole
             _while_counting.enter_context(torch.compiler.set_stance("force_eager"))
         _counting.append(self)
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -118,7 +119,7 @@ class LiveBytes(TorchDispatchMode):
 _resize = torch.UntypedStorage.resize_
 _while_counting = ExitStack()
 _counting: list[LiveBytes] = []
-"""Those that are entered, in any order: one may be left before another that was entered after it."""
+"""Modes that are entered, in any order: one may be left before another that was entered after it."""
 
 
 def _counted_resize(storage: torch.UntypedStorage, size: int) -> Any:
@@ -130,10 +131,10 @@ def _counted_resize(storage: torch.UntypedStorage, size: int) -> Any:
 
 
 class Census:
-    """Storages in the memory of the CPU that are alive now; `newer` tells what has come since then.
+    """Storages in the memory of the CPU that are alive now; `newer` tells which have come alive since then.
 
-    Python's objects are looked through for tensors, and these for gradients. Not found is what nothing but a graph of
-    autograd holds, and what is sparse. A million objects take less than a second.
+    Python's objects are searched for tensors, and tensors for gradients. The search misses sparse tensors, and tensors
+    that only a graph of autograd holds. A million objects take less than a second.
 
     Example:
         >>> census = Census()
@@ -146,11 +147,11 @@ class Census:
         self._known = {key: weakref.ref(storage) for key, (_, storage) in self._found().items()}
 
     def newer(self, *, besides: Iterable[Tensor] = ()) -> list[Tensor]:
-        """One tensor of each storage that has come alive since; not those of ``besides`` and their gradients."""
+        """One tensor of each storage that has come alive since, without those of ``besides`` and their gradients."""
         found = self._found()
         old = {key: known for key, reference in self._known.items() if (known := reference()) is not None}
         left_out = old.keys() | _storages(besides).keys()
-        addresses = {storage.data_ptr() for storage in old.values()}  # what numpy allocated may have several storages
+        addresses = {storage.data_ptr() for storage in old.values()}  # a numpy array may be behind several storages
         newer = []
         for key, (tensor, storage) in found.items():
             if key not in left_out and storage.data_ptr() not in addresses:
@@ -159,22 +160,22 @@ class Census:
         return newer
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
-        """Takes these for what was alive before."""
+        """Takes these tensors for alive before."""
         found = _storages(tensors)
         self._known |= {key: weakref.ref(storage) for key, (_, storage) in found.items()}
 
     def _found(self) -> dict[int, tuple[Tensor, torch.UntypedStorage]]:
-        """What is alive, but for the tensors in which torch notes who the ranks of a mesh are."""
-        # the type itself: what stands in for another object may say that it is a tensor
+        """Storages that are alive, but for those in which torch notes the ranks of a mesh."""
+        # `type(each)` and not `isinstance`: a proxy for another object may claim to be a tensor
         objects = [each for each in gc.get_objects() if issubclass(type(each), (Tensor, DeviceMesh))]
-        # `mesh` is a view of it that asks for this rank, whose process group may be gone
+        # `mesh` is a view of `_rank_map` that asks for this rank, whose process group may be gone
         meshes = _storages(each._rank_map for each in objects if isinstance(each, DeviceMesh))
         found = _storages(each for each in objects if isinstance(each, Tensor))
         return {key: each for key, each in found.items() if key not in meshes}
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, tuple[Tensor, torch.UntypedStorage]]:
-    """Storages in the memory of the CPU, each with a tensor, by what tells them apart while they are alive."""
+    """Storages in the memory of the CPU, each with a tensor, by a key that is unique while they are alive."""
     found = {}
     with torch._C.DisableTorchFunctionSubclass():
         for tensor in chain.from_iterable(map(_with_gradient, tensors)):
@@ -185,7 +186,7 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, tuple[Tensor, torch.Untype
 
 
 def _with_gradient(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor that has the memory of another, if one does, and that of its gradient."""
+    """Tensor with the memory of ``tensor``, if it has memory of its own, and the tensor with that of its gradient."""
     is_made_of_others = isinstance(tensor, JoinedShards) or is_traceable_wrapper_subclass(tensor)
     if isinstance(tensor, DTensor):
         yield from _with_gradient(tensor._local_tensor)

@@ -1,11 +1,11 @@
-"""Profiles a whole model: runs its own training step on a real batch, and leaves no trace."""
+"""Profile of a whole model: its own training step runs on a real batch, and the model is left as it was."""
 
 from __future__ import annotations
 
 import logging
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
@@ -38,34 +38,33 @@ from lightning_osdp.profiler.tracing.operators import check_parameters, find_ope
 from lightning_osdp.profiler.tracing.trace import Trace, trace_step
 
 _log = logging.getLogger(__name__)
-_AS_IT_IS = ComputePrecision()
 
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """How a module is trained, as far as it does not say so itself."""
+    """Training step, optimizers and precision of a module, as far as the module's own do not serve."""
 
     run: Callable[[Any], Any] | None = None
     """Takes the batch and returns the loss, or a mapping with it under ``"loss"``; None: the module's own
     ``training_step(batch, 0)``."""
     optimizers: Callable[[nn.Module], Sequence[Optimizer]] | None = None
-    """Returns the optimizers of the module that it is given; None: the module's own ``configure_optimizers``, which
-    must return an optimizer or a list of them."""
-    precision: ComputePrecision = _AS_IT_IS
+    """Takes a module and returns its optimizers; None: the module's own ``configure_optimizers``, which must return an
+    optimizer or a list of optimizers."""
+    precision: ComputePrecision = field(default_factory=ComputePrecision)
     """Dtypes of computing under mixed precision; ``run`` enters autocast itself."""
     batch_size: int | None = None
     """Samples in the batch; None: the size of the first dimension of its first tensor."""
     device: torch.device | None = None
-    """Where a model on the meta device will train; None: the CPU. A real one is profiled where it is."""
+    """Device on which a model on the meta device will train; None: the CPU. Other models are profiled on their own."""
 
 
-_ITS_OWN = TrainingStep()
+_OWN_TRAINING = TrainingStep()
 
 
 def profile_model(
     module: nn.Module,
     batch: Any,
-    training: TrainingStep = _ITS_OWN,
+    training: TrainingStep = _OWN_TRAINING,
     *,
     rates: DeviceRates | None = None,
     activations: Sequence[str] = ("keep", "recompute"),
@@ -75,22 +74,22 @@ def profile_model(
 ) -> ModelProfile:
     """Bytes and seconds of every operator of a model, from running its training step on one batch.
 
-    Bytes come from a run on fake tensors, where the model allows it. Then the step runs several times, forward and
-    backward, and is timed; of a model on the meta device, its operations are, one by one. Parameters, buffers,
-    attributes, gradients and random number generators are as before when it returns. Nothing is profiled that
-    the batch does not make the model run.
+    Bytes come from a run on fake tensors, where the model allows that. Then the step runs several times, forward and
+    backward, and is timed. For a model on the meta device, operations are timed one by one instead. Parameters,
+    buffers, attributes, gradients and random number generators are as before when the function returns. Modules that
+    the batch does not make the model run are not profiled.
 
     Args:
         module: the model, with parameters on the device that it will train on, or on the meta device.
         batch: one batch of its training data, on that device.
         training: the step and the optimizers, if they are not the module's own; and precision.
-        rates: of a device that one does not have; times then follow from them, and nothing is timed.
-        activations: what blocks may do with what they save, see `SearchSpace`.
-        blocks: names of the modules that may be blocks; None: those that stand in one container with others of their
-            class. Those that are not called once are left out.
-        together: how the ranks of a job run the step at the same time, where all of them profile the model; by default
-            this process does it alone.
-        progress: called with each stage as it begins, and how far it has come.
+        rates: rates of a device that this machine lacks; times then follow from the rates, and nothing is timed.
+        activations: choices of blocks for the tensors that they save for backward, see `SearchSpace`.
+        blocks: names of the modules that may be blocks; None: modules that stand in one container with others of their
+            class. Modules that are not called exactly once are left out.
+        together: runs the step at the same time on all ranks of a job that profile the model; by default this process
+            profiles alone.
+        progress: called with each stage as it begins, and with the state of the stage.
 
     Raises:
         ProfileError: no loss, a loss without gradient or not finite, no parameters, or an optimizer that cannot be
@@ -147,7 +146,7 @@ def profile_model(
 
 
 def note_on_device(device: torch.device) -> str | None:
-    """What a plan says of numbers from a kind of device on which the profiler was never run."""
+    """Note of a plan on numbers from a kind of device on which the profiler was never run."""
     if device.type != "cuda":
         return None
     return (
@@ -159,10 +158,10 @@ def note_on_device(device: torch.device) -> str | None:
 def _seconds(
     step: StepRunner, trace: Trace, rates: DeviceRates | None, together: Together, progress: Progress
 ) -> dict[int, Seconds]:
-    """Seconds at the traced sizes; only at the first where the model does not run on another one.
+    """Seconds at the traced micro-batch sizes; only at the first where the model runs at no other size.
 
-    The step is run and timed where it can be, else its operations are, one by one. Ranks run it together unless only
-    some have a model with values.
+    The whole step is timed where it can run, otherwise its operations are timed one by one. Ranks run the step together
+    unless only some ranks have a model with values.
     """
     is_run = not step.is_meta and rates is None
     if not all(together(lambda: is_run, stage="timing")):
@@ -170,7 +169,7 @@ def _seconds(
     seconds_of = cache(partial(replayed_s, device=step.device) if rates is None else partial(roofline_s, rates=rates))
 
     def timed(size: int, stage: str) -> Seconds | None:
-        """Of the whole step; None on every rank where it does not fit on a device unsharded."""
+        """Seconds of the whole step; None on every rank where the step does not fit on a device unsharded."""
         time = partial(time_step, step.module, trace.calls, step.device)
         try:
             with step.on_real_tensors(size) as (run, _):
@@ -178,11 +177,11 @@ def _seconds(
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            # for the batch alone; the other ranks are at their first run
+            # memory ran out for the batch already: the other ranks wait in their first run
             together(lambda: None, stage=stage)
             return None
 
-    found: dict[int, Seconds] = {}
+    by_size: dict[int, Seconds] = {}
     for size in trace.activations:
         stage = f"timing {size} {'sample' if size == 1 else 'samples'}"
         try:
@@ -192,13 +191,13 @@ def _seconds(
             if seconds is None:
                 progress(stage, "operation by operation")
                 seconds = estimate_step(step, trace.short, size, seconds_of)
-            found[size] = seconds
+            by_size[size] = seconds
         except Exception as error:
             raise_if_fatal(error)
-            if not found or isinstance(error, RanksApartError):
+            if not by_size or isinstance(error, RanksApartError):
                 raise
             _log.warning("OSDP: the model does not run on %d samples (%s): time is taken as proportional.", size, error)
-    return found
+    return by_size
 
 
 def _first_dimension(batch: Any) -> int:
@@ -212,14 +211,18 @@ def _first_dimension(batch: Any) -> int:
 
 
 def own_step(module: nn.Module, batch: Any) -> Any:
-    """The module's own training step; without a Trainer, what it logs goes nowhere, and Lightning need not say so."""
+    """Runs the module's own training step, without Lightning's warning that logging needs a Trainer."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"You are trying to `self\.log")
         return module.training_step(batch, 0)  # type: ignore[operator]
 
 
 def own_optimizers(module: nn.Module) -> Sequence[Optimizer]:
-    """Those that the module configures."""
+    """Optimizers that the module configures.
+
+    Raises:
+        ProfileError: ``configure_optimizers`` returns anything but an optimizer or a list of optimizers.
+    """
     configured = module.configure_optimizers()  # type: ignore[operator]
     optimizers = [configured] if isinstance(configured, Optimizer) else configured
     if not isinstance(optimizers, (list, tuple)) or not all(isinstance(o, Optimizer) for o in optimizers):

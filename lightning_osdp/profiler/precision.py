@@ -1,4 +1,4 @@
-"""The dtypes in which ``fully_shard`` has a model compute under mixed precision."""
+"""Dtypes in which ``fully_shard`` has a model compute under mixed precision."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_osdp.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class ComputePrecision:
-    """What a ``MixedPrecision`` of ``torch.distributed.fsdp`` says of parameters, inputs and gradients.
+    """Dtypes of parameters, inputs and gradients, as a ``MixedPrecision`` of ``torch.distributed.fsdp`` has them.
 
     Buffers keep their dtype: ``fully_shard`` leaves them alone.
 
@@ -25,11 +25,11 @@ class ComputePrecision:
     """
 
     dtype: torch.dtype | None = None
-    """Of gathered parameters and of floating-point inputs; None: as they are."""
+    """Dtype of gathered parameters and of floating-point inputs; None: as they are."""
     exempt: tuple[type[nn.Module], ...] = ()
-    """Modules that compute in float32 all the same, each a unit of its own: ``_module_classes_to_ignore``."""
+    """Classes of modules that compute in float32, each a unit of its own: ``_module_classes_to_ignore``."""
     reduce_dtype: torch.dtype | None = None
-    """Of gradients while they are reduced; None: as they are computed."""
+    """Dtype of gradients while they are reduced; None: as they are computed."""
 
     def __post_init__(self) -> None:
         for name in ("dtype", "reduce_dtype"):
@@ -40,17 +40,17 @@ class ComputePrecision:
                 )
 
     def is_exempt(self, module: nn.Module) -> bool:
-        """Whether it computes in float32 while others do not."""
+        """Tells if a module computes in float32 while the model computes in `dtype`."""
         return self.dtype is not None and isinstance(module, self.exempt)
 
     def cast(self, batch: Any) -> Any:
-        """Floating-point inputs as the root unit casts them."""
+        """Batch with floating-point tensors cast as the root unit casts them."""
         dtype = self.dtype
         return batch if dtype is None else tree_map_only(Tensor, lambda tensor: _cast(tensor, dtype), batch)
 
     @contextmanager
     def applied(self, module: nn.Module) -> Iterator[None]:
-        """Has the model compute so; autocast then makes no copies that training lacks."""
+        """Casts the model's parameters while it is active, so that autocast makes no copies that training lacks."""
         whole: dict[nn.Parameter, Tensor] = {}
         with ExitStack() as cleanup:
             for child in module.modules() if self.dtype is not None else ():
@@ -70,7 +70,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def _in_float32(module: nn.Module) -> Iterator[None]:
-    """Casts floating-point inputs to float32, and what is returned back to the dtype of the last one."""
+    """Casts floating-point inputs to float32, and outputs back to the dtype of the last input."""
     before: list[torch.dtype] = []
 
     def enter(_: nn.Module, args: Any) -> Any:

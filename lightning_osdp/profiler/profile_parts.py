@@ -1,8 +1,8 @@
-"""The parts of a model's profile, from what was traced and timed of its step."""
+"""Parts of a model's profile, from the trace and the times of its step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -42,7 +42,7 @@ def profile_operators(
     optimized: Mapping[nn.Parameter, OptimizedParameter],
     precision: ComputePrecision,
 ) -> tuple[OperatorProfile, ...]:
-    """Operators with their parameters, and how they can be split."""
+    """Operators with their parameters, and with the dimensions along which they can be split."""
     positions = {parameter: index for index, parameter in enumerate(module.parameters())}
     features = splittable(module)
     batch_size = next(iter(trace.activations))
@@ -87,7 +87,7 @@ def profile_operators(
 
 
 def _cut(operator: Operator, num_features: int | None, flows: Mapping[str, Flow], batch_size: int) -> Cut | None:
-    """None where it cannot be split, or is not a unit of its own anyway."""
+    """Cut of an operator; None where it cannot be split, or cannot be a unit of its own."""
     if num_features is None or operator.enclosing[0] != operator.name or operator.name not in flows:
         return None
     dims, flow = cut_dims(operator.module), flows[operator.name]
@@ -103,7 +103,7 @@ def _cut(operator: Operator, num_features: int | None, flows: Mapping[str, Flow]
 
 
 def bytes_of(tensors: Iterable[Tensor], dtype: torch.dtype | None = None) -> int:
-    """Of all of them; where a dtype is given, floating-point ones are counted in it."""
+    """Bytes of all tensors, floating-point tensors as if they had ``dtype`` where that is given."""
     return sum(t.numel() * _itemsize(t, dtype) for t in tensors)
 
 
@@ -114,30 +114,30 @@ def _itemsize(tensor: Tensor, dtype: torch.dtype | None) -> int:
 def profile_segments(
     operators: Sequence[Operator], trace: Trace, seconds: Mapping[int, Seconds]
 ) -> tuple[Segment, ...]:
-    """Segments with all blocks keeping what they save.
+    """Segments of the model in which all blocks keep what they save.
 
-    Seconds, by micro-batch size, are the mean over segments that are alike: equal operators, followed by equal ones,
-    saving as much.
+    Seconds are the mean over a group of equal segments: with equal operators, followed by equal operators, that save
+    equally many bytes. Single measurements differ by noise, for which the planner would treat equal blocks differently.
     """
     names = [*trace.calls.sequence, ""]
     signatures = {operator.name: operator.signature for operator in operators if operator.name}
-    alike: dict[tuple[object, ...], list[int]] = {}
+    groups: dict[tuple[object, ...], list[int]] = {}
     for index, name in enumerate(names):
         following = names[index + 1] if index + 1 < len(names) else ""
         saved = tuple(parts[index].saved_bytes for parts in trace.activations.values())
-        alike.setdefault((signatures.get(name), signatures.get(following), saved), []).append(index)
-    group_of = {index: group for group in alike.values() for index in group}
+        groups.setdefault((signatures.get(name), signatures.get(following), saved), []).append(index)
+    group_of = {index: group for group in groups.values() for index in group}
 
-    def mean_s(index: int, of: Callable[[Seconds], Sequence[float]]) -> Affine:
+    def mean_s(index: int, phase: str) -> Affine:
         group = group_of[index]
-        return _affine({size: sum(of(each)[i] for i in group) / len(group) for size, each in seconds.items()})
+        return _affine({size: sum(getattr(s, phase)[i] for i in group) / len(group) for size, s in seconds.items()})
 
     before = _saved_before(trace)
     return tuple(
         Segment(
             operator=name,
-            forward_s=mean_s(index, lambda each: each.forward_s),
-            backward_s=mean_s(index, lambda each: each.backward_s),
+            forward_s=mean_s(index, "forward_s"),
+            backward_s=mean_s(index, "backward_s"),
             **_segment_bytes({size: parts[index] for size, parts in trace.activations.items()}, before[index]),
         )
         for index, name in enumerate(names)
@@ -145,16 +145,16 @@ def profile_segments(
 
 
 def _affine(values: Mapping[int, float]) -> Affine:
-    """A line over the micro-batch through the values at one or two sizes, exact at the first."""
+    """Line through the values at one or two micro-batch sizes, exact at the first."""
     (size, exactly), *others = values.items()
     return Affine.through(size, exactly, *others[0]) if others else Affine.proportional(size, exactly)
 
 
 def _segment_bytes(at: Mapping[int, Activations], saved_before: Mapping[int, int]) -> dict[str, Any]:
-    """Those fields of a `Segment` that are bytes, from its trace and the bytes saved by segments before it."""
+    """Fields of a `Segment` that are bytes, from its trace and the bytes saved by segments before it."""
 
     def alive(name: str) -> Affine | None:
-        """With the bytes saved by this segment and those before it."""
+        """Bytes of the trace and bytes saved by this segment and the segments before it."""
         beside = {size: getattr(part, name) for size, part in at.items()}
         if None in beside.values():
             return None
@@ -168,13 +168,13 @@ def _segment_bytes(at: Mapping[int, Activations], saved_before: Mapping[int, int
 
 
 def _saved_before(trace: Trace) -> list[dict[int, int]]:
-    """For each segment, by micro-batch size: what the segments before it have saved."""
+    """Bytes that the segments before each segment have saved, by micro-batch size."""
     sums = {size: accumulate((p.saved_bytes for p in parts), initial=0) for size, parts in trace.activations.items()}
     return [dict(zip(sums, before, strict=True)) for before in zip(*sums.values(), strict=True)]
 
 
 def traced_choices(choices: Sequence[str]) -> tuple[str, ...]:
-    """What has to be traced to know all that blocks may do."""
+    """Choices of activations that have to be traced to know the bytes of all given ones."""
     wanted = {choice.removesuffix("_offload") for choice in choices}
     return tuple(choice for choice in ("recompute", "offload") if choice in wanted)
 
@@ -182,8 +182,8 @@ def traced_choices(choices: Sequence[str]) -> tuple[str, ...]:
 def profile_blocks(
     trace: Trace, segments: Sequence[Segment], crossings: Sequence[Crossing], choices: Sequence[str]
 ) -> tuple[BlockProfile, ...]:
-    """The blocks of a trace, where these are the segments of the model in which all keep what they save."""
-    found, before = [], _saved_before(trace)
+    """Blocks of a trace; ``segments`` are those of the model in which all blocks keep what they save."""
+    profiles, before = [], _saved_before(trace)
     for name, (first, last) in trace.blocks.items():
         kept = segments[first : last + 1]
         ways = {
@@ -196,7 +196,7 @@ def profile_blocks(
         ways = {choice: way for choice, way in ways.items() if choice in choices}
         if ways:
             again = [parts[last].again for parts in trace.saving_less.get("recompute", {}).values()]
-            found.append(
+            profiles.append(
                 BlockProfile(
                     name=name,
                     span=(first, last),
@@ -207,34 +207,35 @@ def profile_blocks(
                     borrowed_bytes=_borrowed(crossings, (first, last)),
                 )
             )
-    return tuple(found)
+    return tuple(profiles)
 
 
 def profile_reruns(trace: Trace, may_be_units: Collection[str]) -> dict[str, Rerun]:
-    """What a model that checkpoints itself runs again in backward."""
-    found: dict[tuple[int, int, bool], dict[str, None]] = {}
+    """Parts of forward that a model's own checkpointing runs again in backward, by their segments."""
+    reruns: dict[tuple[int, int, bool], dict[str, None]] = {}
     for index, part in enumerate(next(iter(trace.activations.values()))):
         if part.again is not None:
             key = index - part.again.num_before, index + part.again.num_behind, part.again.is_early
-            modules = found.setdefault(key, {})
+            modules = reruns.setdefault(key, {})
             for stack in trace.calls.stacks[trace.calls.sequence[index]]:
                 modules |= dict.fromkeys(name for name in stack[: part.again.num_modules] if name in may_be_units)
     return {
         f"{first}-{last}": Rerun((first, last), is_early, tuple(modules))
-        for (first, last, is_early), modules in found.items()
+        for (first, last, is_early), modules in reruns.items()
     }
 
 
 def _saving_less(
     kept: Sequence[Segment], traced: Mapping[int, Sequence[Activations]], first: int, before: Mapping[int, int]
 ) -> tuple[Segment, ...]:
-    found = []
+    """Segments of a block in another choice than ``keep``, from the trace of that choice and those kept."""
+    changed = []
     for index, segment in enumerate(kept, start=first):
         at = {size: parts[index] for size, parts in traced.items()}
-        evaluation_bytes = segment.evaluation_bytes  # there is no backward to save for
-        found.append(replace(segment, **{**_segment_bytes(at, before), "evaluation_bytes": evaluation_bytes}))
+        evaluation_bytes = segment.evaluation_bytes  # evaluation has no backward, so the choice does not matter
+        changed.append(replace(segment, **{**_segment_bytes(at, before), "evaluation_bytes": evaluation_bytes}))
         before = {size: num_bytes + at[size].saved_bytes for size, num_bytes in before.items()}
-    return tuple(found)
+    return tuple(changed)
 
 
 def _saved(segments: Sequence[Segment]) -> Affine:
@@ -242,7 +243,7 @@ def _saved(segments: Sequence[Segment]) -> Affine:
 
 
 def _with_inputs_away(segments: Sequence[Segment]) -> tuple[Segment, ...]:
-    """The block's inputs live while its forward runs, and again from when that is run again to the end."""
+    """Segments of ``recompute_offload``: the block's inputs live while its forward runs, the first time and again."""
     inputs, away = _saved(segments), []
     for segment in segments:
         workspaces: dict[str, Any] = {name: getattr(segment, name) + inputs for name in _WORKSPACES}
@@ -252,7 +253,7 @@ def _with_inputs_away(segments: Sequence[Segment]) -> tuple[Segment, ...]:
 
 def profile_crossings(trace: Trace) -> tuple[Crossing, ...]:
     """Tensors of a trace that more than one of the blocks and the rest of the model may save."""
-    savers: dict[tuple[int, int], dict[str, list[int]]] = {}
+    savers: dict[tuple[int, int], dict[str, dict[int, None]]] = {}
     sizes: dict[tuple[int, int], dict[int, float]] = {}
     behind = {place: segment for segment, place in reversed([*enumerate(trace.short.places)])}
     for choice, traced in {"keep": trace.activations, **trace.saving_less}.items():
@@ -260,19 +261,21 @@ def profile_crossings(trace: Trace) -> tuple[Crossing, ...]:
             for segment, part in enumerate(parts):
                 for (is_near, where, number), num_bytes in part.crossings:
                     name = (segment - where if is_near else behind[where], number)
-                    of = savers.setdefault(name, {}).setdefault(choice, [])
-                    if segment not in of:
-                        of.append(segment)
+                    savers.setdefault(name, {}).setdefault(choice, {})[segment] = None
                     sizes.setdefault(name, {}).setdefault(size, num_bytes)
     return tuple(
-        Crossing(_affine(sizes[name]), {choice: tuple(of) for choice, of in found.items()})
-        for name, found in savers.items()
-        if len({segment for of in found.values() for segment in of}) > 1
+        Crossing(_affine(sizes[name]), {choice: tuple(segments) for choice, segments in by_choice.items()})
+        for name, by_choice in savers.items()
+        if len({segment for segments in by_choice.values() for segment in segments}) > 1
     )
 
 
 def _borrowed(crossings: Sequence[Crossing], span: Span) -> Affine:
-    """Bytes that a block saves if it keeps what it saves, but that a block before it is counted for."""
+    """Bytes that a block's backward needs if it keeps what it saves, but that a block before is counted for."""
     first, last = span
-    kept = ((each.num_bytes, each.savers.get("keep", ())) for each in crossings)
-    return sum((num for num, of in kept if of and of[0] < first and any(first <= i <= last for i in of)), ZERO)
+    borrowed = ZERO
+    for crossing in crossings:
+        savers = crossing.savers.get("keep", ())
+        if savers and savers[0] < first and any(first <= segment <= last for segment in savers):
+            borrowed += crossing.num_bytes
+    return borrowed

@@ -1,6 +1,6 @@
-"""What one forward does, recorded; and a step that does it again, followed through its segments.
+"""Records of one forward, and the segments of a later step that repeats it.
 
-Of forward: which module runs inside which and when, where each parameter is read, the inputs' shapes.
+A record has the order and nesting of module calls, the places at which each parameter is read, and shapes of inputs.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ class Flow(NamedTuple):
     """Bytes that go into and come out of a module."""
 
     input_bytes: int
-    """As saved for backward: in the dtype of what comes out, where it is floating-point."""
+    """Bytes as saved for backward: floating-point inputs in the dtype of the output."""
     input_gradient_bytes: int
     output_bytes: int
 
 
 @dataclass
 class Calls:
-    """One forward by names; the order of ``signatures`` is that of the first calls."""
+    """Record of one forward by names of modules; the order of ``signatures`` is that of the first calls."""
 
     signatures: dict[str, str] = field(default_factory=dict)
-    """Module -> equal for modules that cost the same: class, configuration, parameters, inputs of the first call."""
+    """Module -> class, configuration, parameters and inputs of the first call; equal for modules of equal cost."""
     stacks: dict[str, set[Stack]] = field(default_factory=dict)
-    """What was running at a module's calls, itself included."""
+    """Module -> modules that were running at its calls, itself included."""
     reads: dict[str, set[Stack]] = field(default_factory=dict)
-    """Parameter -> what was running when an operation took it: also where its owner was never called."""
+    """Parameter -> modules that were running when an operation took it, even if its owner was never called."""
     sequence: list[str] = field(default_factory=list)
     """Modules that own parameters, once for each of their calls, in order: each call begins a segment."""
     spans: dict[str, list[Span]] = field(default_factory=dict)
     """Module -> the segments of each of its calls."""
     flows: dict[str, Flow] = field(default_factory=dict)
-    """Module that owns parameters -> what its first call takes and returns."""
+    """Module that owns parameters -> bytes that its first call takes and returns."""
     last: str = ""
-    """The module that owns parameters whose call ended last."""
+    """Module that owns parameters and whose call ended last."""
     outlasting: set[str] = field(default_factory=set)
-    """Modules that computed something after that, before their own call ended: the loss, in models that return it."""
+    """Modules that computed after that call and before their own ended: they compute in the loss segment."""
 
     def spans_of(self, name: str) -> tuple[Span, ...]:
-        """Segments of each call of a module: where its last one computes in the loss, that is its last segment."""
+        """Segments of each call of a module; the loss is the last segment of a module that computes in it."""
         *others, (first, last) = self.spans[name]
         return *others, (first, len(self.sequence) if name in self.outlasting else last)
 
@@ -66,7 +66,7 @@ def recorded_calls(module: nn.Module) -> Iterator[Calls]:
     """Records every module call and every read of a parameter while it is active; nothing compiled runs.
 
     Raises:
-        ProfileError: inside, where an operation of torch's takes functions that it calls, such as flex_attention.
+        ProfileError: raised inside, by an operation that calls functions which it takes, such as flex_attention.
     """
     calls, stack = Calls(), [""]
     entered: list[int] = []
@@ -105,14 +105,14 @@ def recorded_calls(module: nn.Module) -> Iterator[Calls]:
         # Autocast keeps casts of parameters: a second read would take the cast, unseen.
         cleanup.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
-        # torch compiles nothing under a mode, and raises of what is to be compiled whole
+        # torch compiles nothing under a mode, and raises for what is to be compiled whole
         cleanup.enter_context(torch.compiler.set_stance("force_eager"))
         cleanup.enter_context(reads)
         yield calls
 
 
 class _Reads(TorchDispatchMode):
-    """Notes of every operation which parameters' memory it takes; asking for shape or dtype is none."""
+    """Records which operations read the memory of which parameters; asking for a shape or dtype is no operation."""
 
     supports_higher_order_operators = True
 
@@ -120,7 +120,7 @@ class _Reads(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls, self._stack = calls, stack
         self.has_computed = False
-        """Whether an operation has made something new, and not a view, since this was set to False."""
+        """True after an operation has made a new tensor, and not a view; reset when an operator's call ends."""
         self._by_storage: dict[int | None, list[str]] = {}
         for name, parameter in module.named_parameters():
             self._by_storage.setdefault(storage_key(parameter), []).append(name)
@@ -167,13 +167,13 @@ def _signature(module: nn.Module, inputs: Any) -> str:
 
 
 class Position:
-    """The segment that a step is in.
+    """Segment that a step is in.
 
-    A segment of forward begins with the call of an operator, its backward with the gradient of what a call returned
-    in it. The last segment is the loss: what follows the last operator's last call.
+    A segment of forward begins with the call of an operator. Its backward begins with the gradient of a tensor that a
+    call returned in the segment. The last segment is the loss, from the last operator's last call on.
 
     Args:
-        calls: what forward does, as recorded before; it must do the same again.
+        calls: record of a forward, which the step must repeat.
         on_leave: called whenever the step goes on to another segment, while the position is still the old one.
     """
 
@@ -183,37 +183,37 @@ class Position:
         self.now = 0
         self.in_backward = False
         self._next = 0
-        self._run_again: set[int] = set()  # in backward, by checkpointing
+        self._run_again: set[int] = set()  # segments that checkpointing has run again in backward
         self.came_from: list[int] = []
-        """For each time that something is run again, the segment that backward had come to."""
+        """For each rerun in backward, the segment that backward had come to."""
         self.is_running_again = False
-        """Whether a block is, so that what is live is not of its backward."""
-        self._own: dict[str, list[int]] = {}
+        """True while checkpointing runs forward again, whose live tensors are not of the segment's backward."""
+        self._segments_of: dict[str, list[int]] = {}
         for index, name in enumerate(calls.sequence):
-            self._own.setdefault(name, []).append(index)
+            self._segments_of.setdefault(name, []).append(index)
 
     def start_backward(self) -> None:
-        """Forward is over, and backward begins with the loss."""
+        """Ends forward; backward begins with the loss."""
         self.enter(self.num_segments - 1)
         self._on_leave()
         self.in_backward = True
 
     def end(self) -> None:
-        """Backward is over."""
+        """Ends backward."""
         self._on_leave()
 
     def enter(self, segment: int) -> None:
-        """The step goes on to this segment."""
+        """Goes on to a segment."""
         if segment != self.now:
             self._on_leave()
             self.now = segment
 
     def call(self, name: str, *_: object) -> None:
-        """Hook before an operator: in forward the next segment begins, in backward a block is run again."""
+        """Hook before an operator: in forward the next segment begins, in backward a segment runs again."""
         if self.in_backward:
             if not self.is_running_again:
                 self.came_from.append(self.now)
-            self.enter(self._again(name))
+            self.enter(self._rerun_segment(name))
             self._run_again.add(self.now)
             self.is_running_again = True
         else:
@@ -221,21 +221,21 @@ class Position:
             self.enter(min(self._next, self.num_segments - 2))
             self._next += 1
 
-    def _again(self, name: str) -> int:
-        """Of the operator's calls the one that follows what was just run again, else the last not yet run again."""
-        own = self._own[name]
-        if self.is_running_again and self.now + 1 in own:
+    def _rerun_segment(self, name: str) -> int:
+        """Segment of the operator's call that runs again: the next one in a rerun, else the last not yet run again."""
+        segments = self._segments_of[name]
+        if self.is_running_again and self.now + 1 in segments:
             return self.now + 1
-        passed = [index for index in own if index <= self.now]
-        return max([index for index in passed if index not in self._run_again] or passed or own[:1])
+        passed = [index for index in segments if index <= self.now]
+        return max([index for index in passed if index not in self._run_again] or passed or segments[:1])
 
     def leave(self, name: str) -> None:
-        """An operator returns: after the last call that recorded forward made, the loss begins."""
+        """Hook behind an operator: after the last call of the recorded forward, the loss begins."""
         if name == self.calls.last and not self.in_backward and self._next == self.num_segments - 1:
             self.enter(self.num_segments - 1)
 
     def gradient(self, segment: int) -> None:
-        """The gradient of what this segment returned is there."""
+        """Hook on the gradient of a tensor that the segment returned: backward comes to the segment."""
         self.is_running_again = False
         self.enter(segment)
 

@@ -1,8 +1,7 @@
-"""Which modules are operators, in which order forward runs them, and which modules may be their units.
+"""Operators of a model in the order of forward, and the modules that may be their units.
 
-``fully_shard`` gathers a unit's parameters for the time of its module's forward, and puts into the unit whatever
-parameters lie below that module in the tree and in no unit of their own. So a module can be the unit of an operator
-only if
+``fully_shard`` gathers a unit's parameters for the time of its module's forward, and puts into the unit all parameters
+that lie below that module in the tree and in no unit of their own. So a module can be the unit of an operator only if
 
 - it is at or above the operator on every path from the root (a module may be registered twice),
 - it runs whenever the operator's parameters are read, and
@@ -27,14 +26,14 @@ from lightning_osdp.splitting import compiled_whole
 
 @dataclass(frozen=True)
 class Operator:
-    """A module that owns parameters, as found in the tree and seen in one forward."""
+    """Module that owns parameters, as found in the tree and seen in one forward."""
 
     name: str
     module: nn.Module
     parameters: list[nn.Parameter]
-    """Parameters that count here; a tied one counts at its first operator only."""
+    """Parameters that count here; a tied parameter counts at its first operator only."""
     gradients: list[nn.Parameter]
-    """Parameters whose gradients its backward makes first; a tied one's at its last operator, where backward begins."""
+    """Parameters whose gradients its backward makes first; for a tied one that is its last operator."""
     enclosing: tuple[str, ...]
     """See `OperatorProfile.enclosing`."""
     signature: str
@@ -77,10 +76,13 @@ def check_parameters(module: nn.Module) -> None:
 
 
 def find_operators(module: nn.Module, calls: Calls) -> list[Operator]:
-    """Operators in forward order; those that are never called stand where the nearest module around them does."""
+    """Operators in forward order; operators that are never called stand where the nearest module around them does."""
     tree = _Tree(module)
-    own = {name: [p for p in child._parameters.values() if p is not None] for name, child in tree.modules.items()}
-    owners = {name: parameters for name, parameters in own.items() if parameters}
+    owners = {
+        name: parameters
+        for name, child in tree.modules.items()
+        if (parameters := [p for p in child._parameters.values() if p is not None])
+    }
     enclosing = _enclosing(tree, owners, calls)
     rank = {name: index for index, name in enumerate(["", *calls.signatures])}
     order = sorted(owners, key=lambda name: rank[next(n for n in (name, *enclosing[name]) if n in rank)])
@@ -100,7 +102,7 @@ def find_operators(module: nn.Module, calls: Calls) -> list[Operator]:
 
 
 class _Tree:
-    """Modules by name (the first, where there are several), and what lies above each."""
+    """Modules by name (the first, where there are several), and the modules above each."""
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = dict(module.named_modules())
@@ -125,12 +127,12 @@ class _Tree:
             self.unwrappable.update(other for other in self.modules if other.startswith(f"{name}."))
 
     def dominators(self, name: str) -> list[str]:
-        """The module and what is above it on every path, innermost first, the root left out."""
+        """Module and the modules above it on every path, innermost first, the root left out."""
         first, *others = self._paths[name]
         return [above for above in first if all(above in path for path in others)]
 
     def around(self, name: str) -> set[str]:
-        """The module and what is above it on any path, the root left out."""
+        """Module and the modules above it on any path, the root left out."""
         return {above for path in self._paths[name] for above in path}
 
 
@@ -141,36 +143,36 @@ def _up(path: str) -> Iterator[str]:
 
 
 def _enclosing(tree: _Tree, owners: Mapping[str, list[nn.Parameter]], calls: Calls) -> dict[str, tuple[str, ...]]:
-    """For each operator the modules that can be its unit, innermost first, the root last."""
+    """Modules that can be the unit of each operator, innermost first, the root last."""
     users: dict[nn.Parameter, list[str]] = {}
     for name, parameters in owners.items():
         for parameter in parameters:
             users.setdefault(parameter, []).append(name)
-    found = {name: tree.dominators(name) for name in owners}
+    enclosing = {name: tree.dominators(name) for name in owners}
     for name in owners:
         names = [tree.parameter_names[parameter] for parameter in owners[name]]
-        stacks = _stacks(name, names, calls, above=found[name])
-        found[name] = [n for n in found[name] if n not in tree.unwrappable and all(n in stack for stack in stacks)]
+        stacks = _stacks(name, names, calls, above=enclosing[name])
+        enclosing[name] = [n for n in enclosing[name] if n not in tree.unwrappable and all(n in s for s in stacks)]
     before = None
-    while found != before:  # what one tie or capture rules out may rule out more
-        before = {name: list(above) for name, above in found.items()}
+    while enclosing != before:  # a module that one tie or capture rules out may rule out others
+        before = {name: list(above) for name, above in enclosing.items()}
         for tied in users.values():
-            common = [n for n in found[tied[0]] if all(n in found[other] for other in tied)]
-            found.update((name, list(common)) for name in tied)
-        # What lies between an operator and its innermost possible unit would take the parameters away from it.
+            common = [n for n in enclosing[tied[0]] if all(n in enclosing[other] for other in tied)]
+            enclosing.update((name, list(common)) for name in tied)
+        # a unit between an operator and its innermost possible unit would take the parameters away from that one
         captures = {
-            n for name, above in found.items() for n in tree.around(name) - tree.around(above[0] if above else "")
+            n for name, above in enclosing.items() for n in tree.around(name) - tree.around(above[0] if above else "")
         }
-        found = {name: [n for n in above if n not in captures] for name, above in found.items()}
-    return {name: (*above, "") for name, above in found.items()}
+        enclosing = {name: [n for n in above if n not in captures] for name, above in enclosing.items()}
+    return {name: (*above, "") for name, above in enclosing.items()}
 
 
 def _stacks(name: str, parameters: Iterable[str], calls: Calls, *, above: list[str]) -> set[tuple[str, ...]]:
-    """What runs while the parameters are needed: at their reads and at the calls of the module that owns them."""
+    """Modules that run while the parameters are needed: at reads of them and at calls of their module."""
     stacks = {stack for parameter in parameters for stack in calls.reads.get(parameter, ())}
     stacks |= calls.stacks.get(name, set())
     if stacks:
         return stacks
-    # Neither read nor called on this batch: as its surroundings, should another batch need it.
+    # neither read nor called on this batch; another batch may need it wherever its surroundings run
     nearest = next((n for n in above if n in calls.stacks), None)
     return {("",)} if nearest is None else calls.stacks[nearest]

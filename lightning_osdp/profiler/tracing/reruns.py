@@ -1,4 +1,4 @@
-"""What activation checkpointing runs again in backward, the model's own included: units are gathered for it."""
+"""Segments that activation checkpointing runs again in backward, which gathers units for them."""
 
 from __future__ import annotations
 
@@ -14,26 +14,29 @@ from lightning_osdp.profiler.tracing.calls import Position, floating_tensors
 
 
 class Again(NamedTuple):
-    """One segment of those that backward runs again at once; equal for segments of equal blocks."""
+    """Place of a segment in a part of forward that runs again at once; equal for segments of equal blocks."""
 
     num_before: int
+    """Segments of the part before this one."""
     num_behind: int
+    """Segments of the part behind this one."""
     is_early: bool
-    """Whether backward had not come to what the last one's operator returned."""
+    """True: the part runs again before backward has come to the output of the part's last operator."""
     num_modules: int
-    """The operator and modules around it, as many as are called again before backward has come to their outputs."""
+    """Number of modules, the operator and those around it, that are called again before backward has come to their
+    outputs."""
 
 
 class Reruns:
-    """Takes notes of the segments that backward runs again, and of the modules that are called for it."""
+    """Record of the segments that backward runs again, and of the modules that are called for that."""
 
     def __init__(self, position: Position) -> None:
         self._position = position
         self._running: list[str] = []
         self._reached: dict[str, int] = {}
-        """Module -> the last segment of its call to whose outputs backward has come."""
-        self._found: dict[int, dict[int, int]] = {}
-        """For each time, the segments that are run again, with their `Again.num_modules`."""
+        """Module -> last segment of its latest call to whose outputs backward has come."""
+        self._num_modules: dict[int, dict[int, int]] = {}
+        """Number of reruns so far -> the segments of the latest rerun, with their `Again.num_modules`."""
 
     def enter(self, name: str, *_: object) -> None:
         """Hook before a module."""
@@ -47,7 +50,7 @@ class Reruns:
             return
         came_from = position.came_from[-1]
         anew = takewhile(lambda name: self._reached.get(name, came_from + 1) > came_from, reversed(self._running))
-        self._found.setdefault(len(position.came_from), {})[position.now] = len([*anew])
+        self._num_modules.setdefault(len(position.came_from), {})[position.now] = len([*anew])
 
     def leave(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         """Hook behind a module, also where checkpointing has stopped it early."""
@@ -60,20 +63,20 @@ class Reruns:
             tensor.register_hook(lambda _: self._reached.update({name: last}))
 
     def by_segment(self) -> dict[int, Again]:
-        """The segments that are run again, each the first time only: what runs inside of that gathers nothing."""
-        found: dict[int, Again] = {}
-        for came_from, num_modules in zip(self._position.came_from, self._found.values(), strict=True):
+        """Segments that are run again, each the first time only: reruns inside of reruns gather nothing."""
+        again: dict[int, Again] = {}
+        for came_from, num_modules in zip(self._position.came_from, self._num_modules.values(), strict=True):
             first, last = min(num_modules), max(num_modules)
-            if not found.keys() & num_modules.keys():
+            if not again.keys() & num_modules.keys():
                 for segment in range(first, last + 1):
                     num = num_modules.get(segment, 0)
-                    found[segment] = Again(segment - first, last - segment, came_from != last, num)
-        return found
+                    again[segment] = Again(segment - first, last - segment, came_from != last, num)
+        return again
 
 
 @contextmanager
 def followed_again(module: nn.Module, position: Position) -> Iterator[Reruns]:
-    """Notes what backward runs again, where the position is followed already."""
+    """Records which segments backward runs again; the position has to be `followed` already."""
     modules, reruns = dict(module.named_modules()), Reruns(position)
     with ExitStack() as cleanup:
         for name in position.calls.spans:

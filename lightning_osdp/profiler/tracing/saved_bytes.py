@@ -26,8 +26,9 @@ from lightning_osdp.profiler.tracing.reruns import Again, followed_again
 from lightning_osdp.profiler.tracing.saved_tensors import saved_tensors_hooks
 
 Saved = tuple[tuple[bool, int, int], int]
-"""Of a tensor that a segment saves and a block gets or returns: where a block first does - whether in this block or the
-one before, so that the segments between are told, or else the segment; and its number there -, and its bytes."""
+"""Place and bytes of a tensor that a segment saves and a block gets or returns. The place is (is_near, where, number).
+Near is the segment's own block or the block before: ``where`` then counts the segments from the one in which a block
+first gets or returns the tensor, and is that segment itself otherwise. ``number`` counts such tensors of a segment."""
 
 
 @dataclass
@@ -36,37 +37,39 @@ class Activations:
 
     saved_bytes: int = 0
     crossings: tuple[Saved, ...] = ()
-    """What it saves of tensors that blocks get or return, even if another segment is counted for them."""
+    """Tensors that the segment saves and blocks get or return, even if another segment is counted for them."""
     forward_workspace_bytes: int = 0
-    """Most live bytes beside parameters, batch and everything saved so far, this segment included."""
+    """Most live bytes in forward beside parameters, batch and everything saved so far, this segment included."""
     handed_bytes: int = 0
-    """The same where it ends: what it hands on and nothing has saved yet."""
+    """Live bytes at the end of forward beside parameters, batch and everything saved so far."""
     backward_workspace_bytes: int = 0
-    """Most live bytes beside those and the gradients of parameters."""
+    """Most live bytes in backward beside parameters, batch, everything saved so far and gradients of parameters."""
     rerun_workspace_bytes: int = 0
-    """The same while a block runs again."""
+    """Most live bytes while the segment runs again in backward, beside parameters, batch, saved tensors and gradients
+    that are complete."""
     evaluation_bytes: int = 0
     """Most live bytes beside parameters and batch when forward runs without gradients."""
     settled_bytes: int | None = None
-    """Live bytes beside parameters, batch and gradients of parameters when its last gradient is complete, less what it
-    and the segments before it have saved: may be negative, and is the same however many segments there are before."""
+    """Live bytes beside parameters, batch and gradients of parameters when the segment's last gradient is complete,
+    less the bytes saved by the segment and those before it. The number may be negative, and does not depend on how many
+    segments there are before."""
     passed_bytes: int | None = None
-    """Likewise when its backward is over."""
+    """Live bytes, counted like `settled_bytes`, when the segment's backward is over."""
     again: Again | None = None
-    """How backward runs it again, if it does."""
+    """Place in the part of forward that runs again in backward; None where the segment does not."""
 
 
 @dataclass
 class _Storage:
-    """The storage of a tensor that is saved, or that a block gets or returns."""
+    """Storage of a tensor that is saved, or that a block gets or returns."""
 
     num_bytes: int
     saved_in: int | None = None
-    """The segment that is counted for it, the first that saves it."""
+    """Segment that is counted for the bytes: the first that saves the tensor."""
     savers: dict[int, None] = field(default_factory=dict)
-    """Segments that save it."""
+    """Segments that save the tensor."""
     place: tuple[int, int] | None = None
-    """The segment in which a block first gets or returns it, and its number there."""
+    """Segment in which a block first gets or returns the tensor, and the tensor's number there."""
 
 
 class _Follower:
@@ -88,13 +91,15 @@ class _Follower:
         self.num_passed = [0] * len(self.parts)
         by_name = {operator.name: operator.gradients for operator in find_operators(module, calls)}
         self.made_in = [*(by_name[name] for name in calls.sequence), []]
-        # Gradients that may be alive, by the segment that made them, and those that have been dropped.
         self.gradients: dict[Tensor, int] = {}
+        """Parameters whose gradients may be alive -> the segment that made the gradient."""
         self.dropped: set[Tensor] = set()
-        self.gone: set[Tensor] = set()  # dropped before the present segment
+        """Parameters whose gradients were freed."""
+        self.gone: set[Tensor] = set()
+        """Parameters whose gradients were freed before the present segment."""
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Books a tensor that lives until backward; also the hook on every tensor that autograd saves."""
+        """Books a tensor that lives until backward; hook on every tensor that autograd saves."""
         key, now = storage_key(tensor), self.position.now
         if tensor.device.type == self.live.device_type and key is not None and key not in self.excluded:
             storage = self._storage(tensor)
@@ -105,7 +110,7 @@ class _Follower:
         return tensor.detach()
 
     def passed(self, tree: Any) -> None:
-        """A block gets or returns these."""
+        """Numbers the tensors that a block gets or returns."""
         for tensor in tensors_in(tree):
             if tensor.layout is torch.strided:
                 now, storage = self.position.now, self._storage(tensor)
@@ -127,20 +132,20 @@ class _Follower:
             return
         # A graph that the loss does not need was dropped in forward.
         self._book(storage.saved_in, -storage.num_bytes)
-        for segment in range(storage.saved_in, self.position.now):  # to these it was no saved tensor, but a live one
+        for segment in range(storage.saved_in, self.position.now):  # for these it was workspace, not a saved tensor
             self.parts[segment].forward_workspace_bytes += storage.num_bytes
             self.parts[segment].handed_bytes += storage.num_bytes
             self.saved_before[segment] -= storage.num_bytes
 
     def note_crossings(self) -> None:
-        """Tells each segment, when forward is over, what it saves of tensors that blocks get and return.
+        """Lists for each segment, when forward is over, the tensors that it saves and blocks get or return.
 
-        Of two segments that save one, the first is counted for it. Which one that is depends on what each block does
-        with what it saves, so that steps in which all blocks do alike do not tell of one in which they differ.
+        The first segment that saves a tensor is counted for its bytes. That segment depends on the activations of each
+        block: a step in which all blocks make one choice does not show it for steps in which choices differ.
         """
         saved: dict[int, list[Saved]] = {}
-        found = ((each.place, each.num_bytes, tuple(each.savers)) for each in self.storages if each.place is not None)
-        for (segment, number), num_bytes, savers in sorted(found):
+        placed = ((each.place, each.num_bytes, tuple(each.savers)) for each in self.storages if each.place is not None)
+        for (segment, number), num_bytes, savers in sorted(placed):
             for saver in savers:
                 block = bisect_right(self.begins, saver) - 2
                 is_near = segment >= (self.begins[block] if block >= 0 else 0)
@@ -167,7 +172,7 @@ class _Follower:
             if self.position.is_running_again:
                 beside = peak_bytes - self._gradient_bytes(self.gone)
                 part.rerun_workspace_bytes = max(part.rerun_workspace_bytes, beside)
-            # The plan counts a gradient from the first segment that makes it on; one made before that is workspace.
+            # The plan counts a gradient from the first segment that makes it on; a gradient made earlier is workspace.
             for parameter in self.made_in[now]:
                 if parameter not in self.gone:
                     self.gradients.setdefault(parameter, now)
@@ -180,18 +185,18 @@ class _Follower:
         self.live.reset_peak()
 
     def drop(self, parameter: Tensor) -> None:
-        """Frees a gradient that is complete: the plan counts gradients itself, here they must not add up."""
+        """Frees a gradient that is complete: the plan counts gradients itself, and here they would add up."""
         parameter.grad = None
         self.dropped.add(parameter)
         self.parts[self.position.now].settled_bytes = self._unsaved_bytes()
 
     def _gradient_bytes(self, without: Collection[Tensor] = ()) -> int:
-        """Of gradients that this segment and those behind it have made."""
+        """Bytes of gradients that this segment and the segments behind it have made."""
         now = self.position.now
         return sum(p.nbytes for p, made_in in self.gradients.items() if made_in >= now and p not in without)
 
     def _unsaved_bytes(self) -> int:
-        """Live bytes in backward without gradients and without those saved by this segment and segments before it."""
+        """Live bytes in backward without gradients, and without bytes saved by this segment and the segments before."""
         saved = sum(part.saved_bytes for part in self.parts[: self.position.now + 1])
         return self.live.current_bytes - self.static_bytes - saved - self._gradient_bytes(self.dropped)
 
@@ -201,7 +206,7 @@ def trace_activations(
 ) -> list[Activations]:
     """Saved and workspace bytes of each segment, from one forward and backward.
 
-    What ``run`` returns stays alive until backward is over. Blocks do as ``choice`` says, see `saving_less`.
+    The result of ``run`` stays alive until backward is over. All blocks make one ``choice``, see `saving_less`.
     """
     static = _static(module, batch)
     with LiveBytes(static[0].device.type) as live, ExitStack() as cleanup:
@@ -216,7 +221,7 @@ def trace_activations(
         for parameter in module.parameters():
             if parameter.requires_grad:
                 cleanup.callback(parameter.register_post_accumulate_grad_hook(follower.drop).remove)
-        again = cleanup.enter_context(followed_again(module, position))
+        reruns = cleanup.enter_context(followed_again(module, position))
         cleanup.enter_context(saving_less(module, blocks, choice, position, follower.excluded))
         with saved_tensors_hooks(follower.keep, lambda packed: packed):
             returned = run()
@@ -227,8 +232,8 @@ def trace_activations(
         position.start_backward()
         loss_in(returned).backward()
         position.end()
-        for segment, of_segment in again.by_segment().items():
-            parts[segment].again = of_segment
+        for segment, place in reruns.by_segment().items():
+            parts[segment].again = place
     return parts
 
 
@@ -247,14 +252,14 @@ def trace_evaluation(
 
         position = Position(calls, close_part)
         with followed(module, position), warnings.catch_warnings():
-            # reentrant checkpointing expects to be trained
+            # reentrant checkpointing warns where nothing is trained
             warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
             run()
         position.end()
 
 
 def evaluate_as_training(parts: Sequence[Activations]) -> None:
-    """Takes forward without gradients to need what the traced one needs, saved tensors included: never too little."""
+    """Takes the bytes of the traced forward, saved tensors included, for those of evaluation: never too few."""
     saved_bytes = 0
     for part in parts:
         saved_bytes += part.saved_bytes
@@ -262,7 +267,7 @@ def evaluate_as_training(parts: Sequence[Activations]) -> None:
 
 
 def _static(module: nn.Module, batch: Any) -> list[Tensor]:
-    """Tensors that live throughout: parameters, what else modules hold, and the batch."""
+    """Tensors that live throughout: parameters, other tensors that modules hold, and the batch."""
     return [*module.parameters(), *tensors_in([vars(m) for m in module.modules()]), *tensors_in(batch)]
 
 
@@ -270,9 +275,9 @@ def _static(module: nn.Module, batch: Any) -> list[Tensor]:
 def saving_less(
     module: nn.Module, blocks: Mapping[str, Span], choice: str, position: Position, kept: Collection[int | None]
 ) -> Iterator[None]:
-    """Has blocks recompute or offload what they save, for as long as the step is only followed, not computed.
+    """Has blocks recompute or offload what they save, in steps whose values do not matter.
 
-    To ``offload``, tensors must be fake: what is moved away comes back as another tensor of the same shape. Storages
+    To ``offload``, tensors must be fake: a tensor that is moved away comes back as an empty one of its shape. Storages
     that are ``kept`` are not moved.
     """
     with ExitStack() as cleanup:
@@ -289,12 +294,12 @@ def saving_less(
 def _recomputing(forward: Callable[..., Any], span: Span, position: Position) -> Callable[..., Any]:
     def begin(*args: Any, **kwargs: Any) -> Any:
         position.enter(span[0])
-        num_args, names = len(args), tuple(kwargs)  # and not the inputs themselves, which would live on
+        num_args, names = len(args), tuple(kwargs)  # a closure over the inputs themselves would keep them alive
 
         def run(*given: Any) -> Any:
             return forward(*given[:num_args], **dict(zip(names, given[num_args:], strict=True)))
 
-        # by position: it does not save what it gets by name
+        # all by position: checkpoint does not save arguments that it gets by name
         return checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
 
     return begin

@@ -1,11 +1,12 @@
-"""Equal blocks in a row: a few stand for all, so that following a step takes as long at any depth.
+"""Equal blocks in a row, of which a few stand for all, so that following a step takes as long at any depth.
 
-Whoever follows a step may follow that of a *short model*, the same module with most of its repeated blocks taken out
-of their container, and read off what the full one would give. Which ones may go is not guessed from the looks of
-modules. The first forward runs all of them, and its operations are compared: those from the beginning of a block to
-that of the next must be those of the block before, on the same tensors as seen from the block, and leave nothing alive.
-Then the forward of the short model must be that of the full one with these operations left out. Last, two of the blocks
-that stay must agree in everything that is measured; the others are taken to be as these.
+A *short model* is the module with most of its repeated blocks taken out of their container. The bytes of the full model
+are read off a step of the short one. The blocks to take out are found by comparing operations, in three steps:
+
+- A forward of the full model is logged. The operations from the beginning of a block to the beginning of the next must
+  be those of the block before, on the same tensors as seen from the block, and leave no tensor alive.
+- A forward of the short model must be that of the full one with the operations of these blocks left out.
+- Two of the blocks that stay must be equal in all that is measured. The blocks taken out are assumed to equal them.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ from lightning_osdp.profiler.tracing.saved_tensors import saved_tensors_hooks
 
 T = TypeVar("T")
 Token = int | str | object
-"""A storage: the number under which it was made, a name where it was there before, or what equals no other."""
+"""Name of a storage: the number under which it was made, a text where it was there before, or an object that equals no
+other."""
 _log = logging.getLogger(__name__)
 
 _NUM_FIRST = 3
-"""Of equal blocks those that stay at the beginning; the last two of them must agree. At the end one stays."""
+"""Equal blocks that stay at the beginning, of which the last two are compared; one block stays at the end."""
 _LEAST_CUT = 4
-"""Fewer blocks are not worth it."""
+"""Least number of blocks that are taken out."""
 
 
 @dataclass(frozen=True)
@@ -48,18 +50,18 @@ class _Cut:
 
     container: nn.Module
     prefix: str
-    """Of the names of its blocks."""
+    """Prefix of the names of the container's blocks."""
     kept: dict[str, str]
     """Key of a block that stays -> its key in the short model."""
     start: Mark
-    """Of the first block that is left out."""
+    """Beginning of the first block that is taken out."""
     end: Mark
-    """Of the first behind it that is not."""
+    """Beginning of the first block behind them."""
     period: int
     """Segments of a block."""
 
     def renamed(self, name: str) -> str:
-        """A name in the short model."""
+        """Name in the short model of a module or tensor of the full one."""
         if not name.startswith(self.prefix):
             return name
         key, dot, rest = name.removeprefix(self.prefix).partition(".")
@@ -68,30 +70,30 @@ class _Cut:
 
 @dataclass(frozen=True)
 class ShortModel:
-    """What stands for a model: itself with some blocks taken out of it; or all of it, where none can be."""
+    """Model with some blocks taken out, which stands for the full model; the full model itself where none can be."""
 
     calls: Calls
-    """Of the short model."""
+    """Forward of the short model."""
     places: Sequence[int]
-    """For each segment of the full model, the one of the short model that it is, or that stands for it."""
+    """Segment of the short model that is, or stands for, each segment of the full model."""
     cuts: tuple[_Cut, ...] = ()
 
     def applied(self) -> AbstractContextManager[None]:
         """Makes the model the short one for a while."""
         return _without(self.cuts)
 
-    def agrees(self, parts: Sequence[object]) -> bool:
-        """Whether blocks that stand for others are alike in these parts, one for each segment of the short model."""
+    def has_equal_blocks(self, parts: Sequence[object]) -> bool:
+        """Tells if blocks that stand for others have equal ``parts``, one for each segment of the short model."""
         places = [(self.places[cut.start.num_segments], cut.period) for cut in self.cuts]
         return all(parts[place : place + period] == parts[place - period : place] for place, period in places)
 
     def unfolded(self, parts: Sequence[T]) -> list[T]:
-        """One for each segment of the full model, from one for each of the short one."""
+        """Parts of all segments of the full model, from the parts of the short model's."""
         return [parts[place] for place in self.places]
 
 
 def short_model(step: StepRunner) -> tuple[Calls, ShortModel] | None:
-    """Calls of a model, and the shortest one that does what it does; None where its blocks cannot be compared.
+    """Calls of a model, and the shortest model that stands for it; None where its blocks cannot be compared.
 
     Raises:
         UntraceableError: the step does not run on fake tensors.
@@ -103,7 +105,7 @@ def short_model(step: StepRunner) -> tuple[Calls, ShortModel] | None:
     if not blocks:
         return None
     try:
-        full = _logged(step, blocks)
+        full = _log_forward(step, blocks)
     except UntraceableError as error:
         if isinstance(error.__cause__, NeedsSavedError):
             return None
@@ -112,18 +114,18 @@ def short_model(step: StepRunner) -> tuple[Calls, ShortModel] | None:
     if cuts:
         try:
             with _without(cuts):
-                short = _logged(step, {})
+                short = _log_forward(step, {})
         except Exception as error:  # a model may count on all of its blocks
             raise_if_fatal(error)
             _log.info("OSDP: every block is traced, for without some of them the model fails: %r", error)
         else:
-            if _does_the_same(full, cuts, short):
+            if _is_without_cuts(short, full, cuts):
                 return full.calls, ShortModel(short.calls, _places(full.calls, cuts), cuts)
     return full.calls, ShortModel(full.calls, _places(full.calls, ()))
 
 
-def _logged(step: StepRunner, blocks: Mapping[str, nn.Module]) -> ForwardLog:
-    """The forward of what the module is now."""
+def _log_forward(step: StepRunner, blocks: Mapping[str, nn.Module]) -> ForwardLog:
+    """Logs a forward of the module with the blocks that it has now."""
     with step.on_fake_tensors(step.batch_size) as (run, batch), logged_forward(step.module, batch, blocks) as log:
         check_loss(run())
     return log
@@ -144,7 +146,7 @@ def _without(cuts: Sequence[_Cut]) -> Iterator[None]:
 
 
 def _containers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Those that may hold enough equal blocks, by the prefix of their names."""
+    """Containers with enough children, each with the prefix of their names."""
     least = _NUM_FIRST + _LEAST_CUT + 2
     for name, child in module.named_modules():
         if isinstance(child, (nn.ModuleList, nn.Sequential)) and len(child) >= least:
@@ -152,19 +154,19 @@ def _containers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _cuts(module: nn.Module, full: ForwardLog) -> tuple[_Cut, ...]:
-    """In the order of forward; blocks inside of blocks that are left out go with them."""
+    """Cuts in the order of forward; blocks inside of blocks that are taken out go with them."""
     places = Counter(id(child) for _, child in module.named_modules(remove_duplicate=False))
     places.update(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
     cuts: list[_Cut] = []
     for prefix, container in _containers(module):
         if not any(prefix.startswith(cut.prefix) for cut in cuts):
             cut = _cut(prefix, container, full)
-            if cut is not None and all(places[id(part)] == 1 for part in _left_out(cut)):
+            if cut is not None and all(places[id(part)] == 1 for part in _parts_taken_out(cut)):
                 cuts.append(cut)
     return tuple(sorted(cuts, key=lambda cut: cut.start))
 
 
-def _left_out(cut: _Cut) -> Iterator[object]:
+def _parts_taken_out(cut: _Cut) -> Iterator[object]:
     for key, block in cut.container._modules.items():
         if key not in cut.kept and block is not None:
             yield from block.modules()
@@ -172,14 +174,14 @@ def _left_out(cut: _Cut) -> Iterator[object]:
 
 
 def _cut(prefix: str, container: nn.Module, full: ForwardLog) -> _Cut | None:
-    """The longest run of blocks that are alike, all but those that stay."""
+    """Longest run of equal blocks of a container, without those that stay; None where the run is too short."""
     keys = list(container._modules)
     blocks = [prefix + key for key in keys]
     begins = [full.marks[block].num_operations for block in blocks if len(full.calls.spans.get(block, ())) == 1]
     if len(begins) < len(blocks) or begins != sorted(begins):
         return None
-    alike = [goes_on(full, *blocks[index : index + 3]) for index in range(len(blocks) - 2)]
-    runs = [[*run] for is_alike, run in groupby(range(len(alike)), alike.__getitem__) if is_alike]
+    repeats = [is_repeated(full, *blocks[index : index + 3]) for index in range(len(blocks) - 2)]
+    runs = [[*run] for are_equal, run in groupby(range(len(repeats)), repeats.__getitem__) if are_equal]
     longest = max(runs, key=len, default=[])
     if len(longest) < _NUM_FIRST + _LEAST_CUT:
         return None
@@ -195,15 +197,15 @@ def _cut(prefix: str, container: nn.Module, full: ForwardLog) -> _Cut | None:
     )
 
 
-def _does_the_same(full: ForwardLog, cuts: Sequence[_Cut], short: ForwardLog) -> bool:
-    """Whether the short model's forward is the full one's without what was cut."""
+def _is_without_cuts(short: ForwardLog, full: ForwardLog, cuts: Sequence[_Cut]) -> bool:
+    """Tells if the short model's forward is the full one's without the blocks that are taken out."""
 
     def renamed(name: str) -> str:
         for cut in cuts:
             name = cut.renamed(name)
         return name
 
-    def is_same(token: Token, other: Token) -> bool:
+    def is_same_tensor(token: Token, other: Token) -> bool:
         if isinstance(token, int):
             return other == token - sum(c.end.num_made - c.start.num_made for c in cuts if c.start.num_made <= token)
         return isinstance(token, str) and other == renamed(token)
@@ -213,12 +215,12 @@ def _does_the_same(full: ForwardLog, cuts: Sequence[_Cut], short: ForwardLog) ->
     return (
         [renamed(name) for name in sequence] == short.calls.sequence
         and renamed(full.calls.last) == short.calls.last
-        and are_same(operations, short.operations, is_same)
+        and are_equal_operations(operations, short.operations, is_same_tensor)
     )
 
 
 def _places(calls: Calls, cuts: Sequence[_Cut]) -> list[int]:
-    """As in `ShortModel`, for a full model with these calls."""
+    """`ShortModel.places` of a full model with these calls."""
     segments = range(len(calls.sequence) + 1)
     place = {segment: index for index, segment in enumerate(_outside(segments, _segments(cuts)))}
     for cut in cuts:
@@ -232,43 +234,44 @@ def _segments(cuts: Sequence[_Cut]) -> list[tuple[int, int]]:
 
 
 def _outside(items: Sequence[T], cuts: Sequence[tuple[int, int]]) -> list[T]:
-    left = list(items)
+    remaining = list(items)
     for start, end in reversed(cuts):
-        del left[start:end]
-    return left
+        del remaining[start:end]
+    return remaining
 
 
 class Logged(NamedTuple):
     """One operation."""
 
-    what: tuple[Any, ...]
-    """Function, numbers, and of tensors all but which ones they are."""
+    description: tuple[Any, ...]
+    """Function, numbers, and shapes, strides, dtypes and autograd's marks of tensors."""
     tokens: tuple[Token, ...]
-    """Which tensors: first those that it takes, then those that it returns."""
+    """Storages of tensors that the operation takes, then of those that it returns."""
 
 
 class Mark(NamedTuple):
-    """A moment of the forward."""
+    """Moment of a forward."""
 
     num_operations: int
+    """Operations so far."""
     num_segments: int
-    """That have begun."""
+    """Segments that have begun."""
     num_made: int
     """Storages made so far."""
     live_bytes: int
-    """Of those that are alive."""
+    """Bytes of storages that were made and are alive."""
 
 
 class NeedsSavedError(Exception):
-    """Forward runs a backward of its own, and so needs what autograd saves."""
+    """Raised where forward runs a backward of its own, and so needs tensors that autograd saves."""
 
 
 @contextmanager
 def logged_forward(module: nn.Module, batch: Any, blocks: Mapping[str, nn.Module]) -> Iterator[ForwardLog]:
-    """Logs a forward on fake tensors; what autograd saves is dropped, so that only what the model keeps stays alive.
+    """Logs a forward on fake tensors, in which only tensors that the model keeps stay alive: autograd saves none.
 
     Raises:
-        NeedsSavedError: inside, where a tensor is asked for that was dropped.
+        NeedsSavedError: raised inside, where a saved tensor is needed.
     """
 
     def needed(_: object) -> Tensor:
@@ -283,8 +286,8 @@ def logged_forward(module: nn.Module, batch: Any, blocks: Mapping[str, nn.Module
         yield log
 
 
-def goes_on(full: ForwardLog, before: str, block: str, after: str) -> bool:
-    """Whether from the beginning of a block to that of the one after it the same is done as from the one before it."""
+def is_repeated(full: ForwardLog, before: str, block: str, after: str) -> bool:
+    """Tells if the operations from ``before`` to ``block`` repeat from there to ``after``, three blocks in a row."""
     start, middle, end = (full.marks[name] for name in (before, block, after))
     operators, signatures = full.calls.sequence[start.num_segments : middle.num_segments], full.calls.signatures
     shift = middle.num_made - start.num_made
@@ -292,7 +295,7 @@ def goes_on(full: ForwardLog, before: str, block: str, after: str) -> bool:
     def moved(name: str) -> str:
         return block + name.removeprefix(before) if name == before or name.startswith(f"{before}.") else name
 
-    def is_same(token: Token, other: Token) -> bool:
+    def is_same_tensor(token: Token, other: Token) -> bool:
         if isinstance(token, int):
             return other == token + shift or (other == token and token < start.num_made)
         return isinstance(token, str) and other in (token, moved(token))
@@ -302,24 +305,28 @@ def goes_on(full: ForwardLog, before: str, block: str, after: str) -> bool:
         and bool(operators)
         and [moved(name) for name in operators] == full.calls.sequence[middle.num_segments : end.num_segments]
         and all(signatures[name] == signatures[moved(name)] for name in (before, *operators))
-        and are_same(
+        and are_equal_operations(
             full.operations[start.num_operations : middle.num_operations],
             full.operations[middle.num_operations : end.num_operations],
-            is_same,
+            is_same_tensor,
         )
     )
 
 
-def are_same(some: Sequence[Logged], others: Sequence[Logged], is_same: Callable[[Token, Token], bool]) -> bool:
-    """Whether operations are the same on the same tensors, as ``is_same`` says of two."""
-    return len(some) == len(others) and all(
-        one.what == other.what and len(one.tokens) == len(other.tokens) and all(map(is_same, one.tokens, other.tokens))
-        for one, other in zip(some, others, strict=True)
+def are_equal_operations(
+    first: Sequence[Logged], second: Sequence[Logged], is_same_tensor: Callable[[Token, Token], bool]
+) -> bool:
+    """Tells if two sequences have the same operations, on tensors that ``is_same_tensor`` takes for the same."""
+    return len(first) == len(second) and all(
+        one.description == other.description
+        and len(one.tokens) == len(other.tokens)
+        and all(map(is_same_tensor, one.tokens, other.tokens))
+        for one, other in zip(first, second, strict=True)
     )
 
 
 class ForwardLog(TorchDispatchMode):
-    """Every operation of a forward, and on which tensors it works: to be compared one block on, or with another one."""
+    """Log of every operation of a forward and the tensors that it works on, to compare blocks and models by."""
 
     supports_higher_order_operators = True  # `recorded_calls` refuses them
 
@@ -328,10 +335,10 @@ class ForwardLog(TorchDispatchMode):
         self.calls = calls
         self.operations: list[Logged] = []
         self.marks: dict[str, Mark] = {}
-        """Block -> where its first call begins."""
+        """Block -> beginning of its first call."""
         self._num_made = 0
         self._live_bytes = 0
-        # storages that are there before; names of a module's, its attributes included, begin with its own
+        # storages that are there before; the names of those in attributes of a module begin with the module's name
         self._tokens: dict[int, Token] = {}
         held = [(f"{name}.", vars(child)) for name, child in module.named_modules()]
         for prefix, holder in [*held, ("", batch)]:
@@ -348,7 +355,7 @@ class ForwardLog(TorchDispatchMode):
         if func.namespace in {"prim", "higher_order"}:  # the first asks a fake tensor for its device
             return func(*args, **(kwargs or {}))
         tokens: list[Token] = []
-        # before it runs, for it may change them
+        # described before the operation runs, for it may change its arguments
         taken = self._described((args, kwargs), tokens, made=False)
         result = func(*args, **(kwargs or {}))
         made = self._described(result, tokens, made=True)
@@ -380,7 +387,7 @@ class ForwardLog(TorchDispatchMode):
         return self._tokens[key]
 
     def _freed(self, key: int, num_bytes: int) -> None:
-        del self._tokens[key]  # another storage may get it
+        del self._tokens[key]  # another storage may get the same key
         self._live_bytes -= num_bytes
 
 

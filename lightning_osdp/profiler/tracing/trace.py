@@ -24,39 +24,39 @@ from lightning_osdp.profiler.tracing.short_model import ShortModel, short_model
 
 _log = logging.getLogger(__name__)
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-"""In which blocks stand that are repeated."""
+"""Containers in which repeated blocks stand."""
 _CACHE_REMEDY = (
     " (each run adds to its key-value cache, which training does not need: set model.config.use_cache = False)"
 )
-"""For models of transformers that keep keys and values of their forward, as for generating."""
+"""Remedy for models of transformers that keep keys and values of their forward, as generating needs them."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What a step does."""
+    """Calls and bytes of a step."""
 
     calls: Calls
     short: ShortModel
-    """What stands for the model on fake tensors."""
+    """Model that stands for the whole one on fake tensors."""
     activations: Mapping[int, Sequence[Activations]]
-    """By micro-batch size, of each segment; the profiled size is first."""
+    """Bytes of each segment, by micro-batch size; the profiled size is first."""
     blocks: Mapping[str, Span]
-    """Modules that need not keep what they save, with their segments."""
+    """Modules that may recompute or offload what they save, with their segments."""
     saving_less: Mapping[str, Mapping[int, Sequence[Activations]]]
-    """By choice, the activations if all blocks do so."""
+    """`activations` of the step in which all blocks make a choice other than ``keep``, by choice."""
     notes: tuple[str, ...]
-    """What people should know of it."""
+    """Notes of the plan for people."""
 
 
 def trace_step(step: StepRunner, choices: Collection[str] = ()) -> Trace:
-    """Follows a step, with the profiled number of samples and with another.
+    """Follows a step with the profiled number of samples and with another one.
 
     Raises:
         ProfileError: there is no loss; or parameters are on the meta device and the step needs their values.
     """
     try:
-        found = short_model(step)
-        trace = None if found is None else _trace(step, step.on_fake_tensors, *found, choices)
+        calls_and_short = short_model(step)
+        trace = None if calls_and_short is None else _trace(step, step.on_fake_tensors, *calls_and_short, choices)
         return trace or trace_whole(step, step.on_fake_tensors, choices)
     except UntraceableError as error:
         if step.is_meta:
@@ -66,12 +66,12 @@ def trace_step(step: StepRunner, choices: Collection[str] = ()) -> Trace:
                 " real device."
             ) from error
         _log.info("OSDP: the step is traced on real tensors, for on fake ones it fails: %r", error.__cause__)
-    # what is moved away is not there to come back where tensors are real
+    # a real tensor that is moved away must come back with its values, which `saving_less` does not do
     return trace_whole(step, step.on_real_tensors, [choice for choice in choices if choice != "offload"])
 
 
 def trace_whole(step: StepRunner, trial: Callable[[int], TrialRun], choices: Collection[str] = ()) -> Trace:
-    """The same with all blocks, on the tensors of these trial runs."""
+    """Follows a step of the model with all of its blocks, on the tensors of these trial runs."""
     with trial(step.batch_size) as (run, _), recorded_calls(step.module) as calls:
         check_loss(run())
     short = ShortModel(calls, range(len(calls.sequence) + 1))
@@ -83,14 +83,13 @@ def trace_whole(step: StepRunner, trial: Callable[[int], TrialRun], choices: Col
 def _trace(
     step: StepRunner, trial: Callable[[int], TrialRun], calls: Calls, short: ShortModel, choices: Collection[str]
 ) -> Trace | None:
-    """By a model of fewer blocks; None where these do not stand for the others."""
+    """Follows a step of the short model; None where its blocks turn out not to stand for the others."""
     with short.applied():
         traced, notes = _by_choice(step, trial, short.calls, choices)
-    if not all(short.agrees(parts) for of_choice in traced.values() for parts in of_choice.values()):
+    if not all(short.has_equal_blocks(parts) for by_size in traced.values() for parts in by_size.values()):
         return None
     unfolded = {
-        choice: {size: short.unfolded(parts) for size, parts in of_choice.items()}
-        for choice, of_choice in traced.items()
+        choice: {size: short.unfolded(parts) for size, parts in by_size.items()} for choice, by_size in traced.items()
     }
     blocks = find_blocks(step.module, calls, step.blocks)
     return Trace(calls, short, unfolded.pop("keep"), blocks, unfolded, tuple(notes))
@@ -99,7 +98,10 @@ def _trace(
 def _by_choice(
     step: StepRunner, trial: Callable[[int], TrialRun], calls: Calls, choices: Collection[str]
 ) -> tuple[dict[str, dict[int, list[Activations]]], list[str]]:
-    """By what all blocks do, and by micro-batch size; and notes on choices that are left out, for the step fails."""
+    """Bytes of segments by choice of all blocks and by micro-batch size; with notes on choices that the step fails in.
+
+    A choice that fails is left out, for a model may not bear to be run again, or may read what it has saved.
+    """
     module, blocks = step.module, find_blocks(step.module, calls, step.blocks)
 
     def traced(size: int, choice: str) -> list[Activations]:
@@ -120,9 +122,9 @@ def _by_choice(
         return parts
 
     size, other, notes = step.batch_size, another_size(step.batch_size), list[str]()
-    found = {"keep": {size: kept(size)}}
+    by_choice = {"keep": {size: kept(size)}}
     try:
-        found["keep"][other] = kept(other)
+        by_choice["keep"][other] = kept(other)
     except Exception as error:  # a model may be made for one size only
         raise_if_fatal(error)
         _log.warning(
@@ -132,8 +134,8 @@ def _by_choice(
         )
     for choice in choices if blocks else ():
         try:
-            found[choice] = {size: traced(size, choice) for size in found["keep"]}
-        except Exception as error:  # a model may not bear to be run again, or read what it has saved  # noqa: PERF203
+            by_choice[choice] = {size: traced(size, choice) for size in by_choice["keep"]}
+        except Exception as error:  # noqa: PERF203
             raise_if_fatal(error)
             reason = str(_cause(error)).strip().partition("\n")[0]
             configs = [getattr(child, "config", None) for child in module.modules()]
@@ -141,7 +143,7 @@ def _by_choice(
             remedy = _CACHE_REMEDY if keeps_cache else ""
             notes.append(f"blocks are not planned to {choice}, for the step fails then: {reason}{remedy}")
             _log.warning("OSDP: %s", notes[-1])
-    return found, notes
+    return by_choice, notes
 
 
 def _cause(error: Exception) -> BaseException | None:
@@ -149,31 +151,32 @@ def _cause(error: Exception) -> BaseException | None:
 
 
 def find_blocks(module: nn.Module, calls: Calls, given: Collection[nn.Module] | None = None) -> dict[str, Span]:
-    """Modules that may be blocks, with the segments that they run, in this order.
+    """Modules that may be blocks, with the segments that they run, in order of the segments.
 
-    Each is called once. Of those inside others, the outermost. If none are given, those that stand in one container
-    with others of their class and are made of several operators, or keeping nothing of them would save nothing.
+    A block is called once. Where blocks would lie inside each other, the outermost is taken. If none are given, blocks
+    are modules of several operators that stand in one container with others of their class: one operator's input is
+    all that it saves.
     """
     repeated = _repeated(module) if given is None else frozenset()
-    found: dict[str, Span] = {}
+    blocks: dict[str, Span] = {}
     for name, child in module.named_modules():
         spans = calls.spans.get(name, [])
-        if len(spans) != 1 or any(name.startswith(f"{outer}.") for outer in found):
+        if len(spans) != 1 or any(name.startswith(f"{outer}.") for outer in blocks):
             continue
         first, last = spans[0]
         within = calls.sequence[first : last + 1]
         is_made_of_several = len(within) > 1 and all(each.startswith(f"{name}.") for each in within)
         if child in given if given is not None else name in repeated and is_made_of_several:
-            found[name] = first, last
-    return dict(sorted(found.items(), key=lambda item: item[1]))
+            blocks[name] = first, last
+    return dict(sorted(blocks.items(), key=lambda item: item[1]))
 
 
 def _repeated(module: nn.Module) -> frozenset[str]:
     """Names of modules that stand in one container with others of their class."""
-    found = set()
+    names = set()
     for name, container in module.named_modules():
         if isinstance(container, _CONTAINERS):
             kinds = Counter(type(child) for child in container.children())
-            alike = (key for key, child in container.named_children() if kinds[type(child)] > 1)
-            found |= {f"{name}.{key}" if name else key for key in alike}
-    return frozenset(found)
+            keys = (key for key, child in container.named_children() if kinds[type(child)] > 1)
+            names |= {f"{name}.{key}" if name else key for key in keys}
+    return frozenset(names)
