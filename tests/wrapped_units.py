@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_osdp.apply import internals
 from lightning_osdp.apply.activations.blocks import BlockForward
+from lightning_osdp.apply.internals import access
 from lightning_osdp.core.axes import named
 from lightning_osdp.core.plans.plan import Unit
 from tests.plans import bare_plan
@@ -63,9 +63,9 @@ def units_of(root):
     """Unit, by the first of its modules -> (names of the parameters that are gathered with it, mode)."""
     found, names = {}, {parameter: name for name, parameter in root.named_parameters()}
     for path, module in root.named_modules():
-        if isinstance(module, FSDPModule) and internals.state_of(module)._modules[0] is module:
-            group = internals.group_of(module)
-            held = [] if group is None else [names[p] for p, _ in internals.parameters_of(group)]
+        if isinstance(module, FSDPModule) and access.state_of(module)._modules[0] is module:
+            group = access.group_of(module)
+            held = [] if group is None else [names[p] for p, _ in access.parameters_of(group)]
             found[path] = (held, mode_of(group))
     return found
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_osdp.apply import internals
 from lightning_osdp.apply.buffers import Buffers, apart
 from lightning_osdp.apply.hosts import new_host_group
+from lightning_osdp.apply.internals import access, backward, dtensors, gathering, unsharded
 from lightning_osdp.apply.units import OVER_ALL
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.errors import OSDPError, PlanMismatchError, RanksApartError
@@ -51,7 +51,7 @@ class Agreement:
     - What one rank finds written to its rows of weights that cannot take it, all ranks refuse.
     """
 
-    def __init__(self, root: nn.Module, groups: Sequence[Any], writes: internals.GatheredWrites) -> None:
+    def __init__(self, root: nn.Module, groups: Sequence[Any], writes: unsharded.GatheredWrites) -> None:
         world = dist.group.WORLD
         self._group = _own_group(world) if world is not None and world.size() > 1 else None
         self._num_steps = 0
@@ -63,16 +63,16 @@ class Agreement:
         self._starts: list[int] = []
         for index, group in enumerate(groups):
             self._starts.append(len(parameters))
-            parameters += [parameter for parameter, _ in internals.parameters_of(group)]
-            internals.on_collectives(group, partial(self._note_collective, index))
-        self._watch = internals.BackwardWatch(root, groups, self._note_gradients)
+            parameters += [parameter for parameter, _ in access.parameters_of(group)]
+            gathering.on_collectives(group, partial(self._note_collective, index))
+        self._watch = backward.BackwardWatch(root, groups, self._note_gradients)
         self._buffers, self._writes = Buffers(root), writes
         # by identity, for a tensor's own hash is slow
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._has_gradient = [False] * len(self._places)
         self._has_dropped = False  # since the last backward
-        owners = (each for group in groups for each in internals.parameters_of(group))
-        self._in_nodes = [owner for parameter, owner in owners if internals.is_in_nodes(parameter)]
+        owners = (each for group in groups for each in access.parameters_of(group))
+        self._in_nodes = [owner for parameter, owner in owners if dtensors.is_in_nodes(parameter)]
 
     def begin_fit(self) -> None:
         """Training begins, and nothing counts of a fit that ended with an error, where ranks may have been apart.
@@ -98,10 +98,10 @@ class Agreement:
         """Gradients that were dropped since the last backward do not count."""
         self._watch.is_announced = True
         for start, group in zip(self._starts, self._groups, strict=True):
-            if internals.has_partial_gradients(group):
+            if backward.has_partial_gradients(group):
                 continue
-            for place, (parameter, owner) in enumerate(internals.parameters_of(group), start):
-                if parameter.grad is None and not internals.has_whole_gradient(owner):
+            for place, (parameter, owner) in enumerate(access.parameters_of(group), start):
+                if parameter.grad is None and not backward.has_whole_gradient(owner):
                     self._has_gradient[place] = False
                 elif self._has_dropped and parameter.grad is not None:
                     self._has_gradient[place] = True  # somebody has assigned it, if no backward gave it
@@ -114,7 +114,7 @@ class Agreement:
         """
         used = self._largest(self._has_gradient)
         for start, group in zip(self._starts, self._groups, strict=True):
-            for place, (parameter, _) in enumerate(internals.parameters_of(group), start):
+            for place, (parameter, _) in enumerate(access.parameters_of(group), start):
                 if not used[place]:
                     parameter.grad = None
         self._has_dropped = True
@@ -215,7 +215,7 @@ class Agreement:
 
     def _check_nodes(self) -> None:
         """Returns if all nodes have the same values of what each of them has all of; exact, and once for all of it."""
-        hashes = [internals.hash_of_rows(parameter) for parameter in self._in_nodes]
+        hashes = [access.hash_of_rows(parameter) for parameter in self._in_nodes]
         if not hashes:
             return
         mesh = self._in_nodes[0].sharded_param.device_mesh
@@ -226,7 +226,7 @@ class Agreement:
         largest = self._largest(told)
         for place, (most, negated_least) in enumerate(zip(largest[::2], largest[1::2], strict=True)):
             if most + negated_least > 0:
-                name = internals.name_of(self._in_nodes[place % len(hashes)])
+                name = access.name_of(self._in_nodes[place % len(hashes)])
                 raise RanksApartError(
                     f"Expected every node to have the same values of each parameter, but those of {name!r} differ. Each"
                     " node has all of it (modes HSDP and HDP), so what changes weights or gradients of shards must do"

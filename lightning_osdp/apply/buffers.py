@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_osdp.apply.internals import hash_of
+from lightning_osdp.apply.internals import dtensors
 from lightning_osdp.errors import RanksApartError
 
 _BATCH_BYTES = 2**24
@@ -107,7 +107,7 @@ class _Place:
             return False
         if buffer is not seen or version_of(buffer) != self._version:
             return True
-        if is_looking and hash_of(_without_repeats(buffer)) != self._hash:
+        if is_looking and dtensors.hash_of(_without_repeats(buffer)) != self._hash:
             self._is_untold = True
         return self._is_untold
 
@@ -115,7 +115,7 @@ class _Place:
         buffer = self.buffer
         if buffer is not None:
             self._seen, self._version = weakref.ref(buffer), version_of(buffer)
-            self._hash = hash_of(_without_repeats(buffer)) if is_looking else 0
+            self._hash = dtensors.hash_of(_without_repeats(buffer)) if is_looking else 0
 
 
 def apart(which: str) -> RanksApartError:

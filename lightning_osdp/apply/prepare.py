@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
-from lightning_osdp.apply.internals import do_nothing
+from lightning_osdp.apply.internals import access
 from lightning_osdp.core.plans.plan import Plan, Unit
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError, ProfileError
 from lightning_osdp.splitting import SplitModule, compiled_whole, parameter_like, split, splittable
@@ -119,7 +119,7 @@ def call_layers_in_evaluation(module: nn.Module) -> None:
     """
     for layer in module.modules():
         if isinstance(layer, nn.TransformerEncoderLayer):
-            layer.register_forward_pre_hook(do_nothing)
+            layer.register_forward_pre_hook(access.do_nothing)
 
 
 def _check_units(plan: Plan, modules: dict[str, nn.Module]) -> None:

@@ -14,9 +14,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecision
 from torch.optim import Optimizer
 
-from lightning_osdp.apply import internals, state
+from lightning_osdp.apply import state
 from lightning_osdp.apply.activations.blocks import BlockForwards, check_blocks, is_inside, with_recomputed
 from lightning_osdp.apply.agreement import Agreement
+from lightning_osdp.apply.internals import access, backward, dtensors, gathering, sharding, unsharded
 from lightning_osdp.apply.prepare import (
     call_layers_in_evaluation,
     check_shardable,
@@ -78,30 +79,35 @@ class ShardedModel:
         self.module, self.plan, self.units = module, plan, tuple(units)
         self._recomputed = recomputed
         self.reusable: Any = None
-        self.check_options: Callable[[Plan], None] = internals.do_nothing
+        self.check_options: Callable[[Plan], None] = access.do_nothing
         self._forwards, self._meshes, self._world = BlockForwards(module, device), Meshes(device), dist.group.WORLD
         if plan is not None:
             self._forwards.choose(plan.blocks, units=[unit.name for unit in units])
             self._meshes.add_nodes(plan)
         shard(self.units, partial(arguments_of, meshes=self._meshes), mixed_precision, initialize)
-        internals.begin(module)
-        internals.check_units(module)
+        access.begin(module)
+        access.check_units(module)
         for unit in self.units:
-            internals.pass_inputs(unit.handle)
-            internals.copy_from_first(unit.handle)
+            sharding.copy_from_first(unit.handle)
             change(unit, self._meshes, None)
         for child in module.modules():
             if isinstance(child, FSDPModule):
                 child.set_reduce_scatter_unused_params(True, recurse=False)
         self._set_prefetch()
-        internals.set_asynchronous(module, is_asynchronous=plan is not None and plan.asynchronous_unshard)
-        internals.gather_for_training(self._groups)
-        self._writes = internals.GatheredWrites(self._groups)
+        gathering.set_asynchronous(module, is_asynchronous=plan is not None and plan.asynchronous_unshard)
+        # All wrappers of methods of units are put on here, each around the one before. They come after begin(), for
+        # only then does torch list the units whose methods backward calls. `wait_for_unshard` and what frees a unit are
+        # wrapped several times: the innermost chooses the mode in which memory is allocated, the next one copies values
+        # and the outermost sets requires_grad, so that none of them sees what another one changes.
+        for unit in self.units:
+            sharding.pass_inputs(unit.handle)
+        gathering.gather_for_training(self._groups)
+        self._writes = unsharded.GatheredWrites(self._groups)
         for group in self._groups:
-            internals.Freezing(group)
+            unsharded.Freezing(group)
         self._agreement = Agreement(module, self._groups, self._writes)
-        self._waiting = internals.WaitingForwards(module)
-        internals.set_owner(module, self)
+        self._waiting = backward.WaitingForwards(module)
+        access.set_owner(module, self)
         self.carry_hooks()
         self._taking = state.takes_whole(module)
         self._is_opened, self._may_be_planned = False, True
@@ -143,7 +149,7 @@ class ShardedModel:
     @cached_property
     def _groups(self) -> tuple[Any, ...]:
         """Parameters of each unit that has any."""
-        found = (internals.group_of(unit.handle) for unit in self.units)
+        found = (access.group_of(unit.handle) for unit in self.units)
         return tuple(group for group in found if group is not None)
 
     @property
@@ -155,11 +161,11 @@ class ShardedModel:
         """Gives the module whole parameters of its own again."""
         for handle in self._taking:
             handle.remove()
-        internals.make_plain(self.module)
+        sharding.make_plain(self.module)
 
     def carry_hooks(self) -> None:
         """Has hooks that were registered on parameters, before or after sharding, run on their gradients."""
-        internals.carry_hooks(self._groups)
+        sharding.carry_hooks(self._groups)
 
     def begin_fit(self) -> None:
         """Training is about to begin: of a step that an error or the end of a fit broke off, nothing is left.
@@ -170,7 +176,7 @@ class ShardedModel:
         self._forget_step()
         self._writes.begin_fit()
         for unit in self.units:
-            internals.copy_from_first(unit.handle)
+            sharding.copy_from_first(unit.handle)
         self._agreement.begin_fit()
 
     def end_fit(self) -> None:
@@ -179,7 +185,7 @@ class ShardedModel:
 
     def run(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Runs one of the user's steps, with what the root unit holds unsharded."""
-        result: T = internals.run_as_forward(self.module, step, args, kwargs, without_views)
+        result: T = gathering.run_as_forward(self.module, step, args, kwargs, without_views)
         return result
 
     def evaluate(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -189,7 +195,7 @@ class ShardedModel:
 
     def forget_gradients(self) -> None:
         """Drops gradients that wait to be reduced, which no ``zero_grad()`` finds; those of shards stay."""
-        internals.forget_gradients(self._groups)
+        backward.forget_gradients(self._groups)
 
     def before_backward(self) -> None:
         """Forward is over, and backward comes."""
@@ -228,7 +234,7 @@ class ShardedModel:
 
     def reshard(self) -> None:
         """Has every parameter be this rank's shard, and nothing be left of an all-gather; gradients stay."""
-        internals.reshard(self.module, self._groups)
+        gathering.reshard(self.module, self._groups)
 
     def use(self, plan: Plan, *, may_divide: bool = False) -> None:
         """Goes on under another plan, between two steps; on an error, under the one before, on all ranks.
@@ -250,7 +256,7 @@ class ShardedModel:
         self._meshes.add_nodes(plan)
         for unit, was in zip(self.units, before, strict=True):
             change(unit, self._meshes, was.treatment)
-        internals.set_asynchronous(self.module, is_asynchronous=plan.asynchronous_unshard)
+        gathering.set_asynchronous(self.module, is_asynchronous=plan.asynchronous_unshard)
         self._set_prefetch()
 
     def _check_use(self, plan: Plan, *, may_divide: bool) -> None:
@@ -264,7 +270,7 @@ class ShardedModel:
         check_blocks(self.module, plan.blocks)
         self.check_options(plan)
         place = self.place_in_step()
-        whole = [unit.name for unit in self.units if internals.has_waiting_gradients(unit.handle)]
+        whole = [unit.name for unit in self.units if backward.has_waiting_gradients(unit.handle)]
         if place:
             where = f"is in {place}"
         elif whole:
@@ -283,10 +289,10 @@ class ShardedModel:
 
     def place_in_step(self) -> str:
         """Where in a step this rank is: ``forward of 'layers.2'``, or nothing outside of one; for errors."""
-        phases = {unit.name: internals.phase_of(unit.handle) for unit in self.units}
+        phases = {unit.name: backward.phase_of(unit.handle) for unit in self.units}
         reached = [name for name, phase in phases.items() if phase == "backward" and name]
         running = [name for name, phase in phases.items() if phase == "forward"]
-        if internals.is_in_backward(self.module):
+        if backward.is_in_backward(self.module):
             return f"backward of {_told(reached[0] if reached else '')}"
         return f"forward of {_told(running[-1])}" if running else ""
 
@@ -307,13 +313,13 @@ class ShardedModel:
                     parameter.grad = gradient
 
     def _forget_step(self) -> None:
-        internals.forget_step(self.module, self._groups)
+        backward.forget_step(self.module, self._groups)
         self._waiting.forget()
 
     @contextmanager
     def kept_shards(self) -> Iterator[None]:
         """Puts back this rank's shards of trainable weights when it ends; within `alone`."""
-        shards = [internals.local(parameter) for parameter in self.shards if parameter.requires_grad]
+        shards = [dtensors.local(parameter) for parameter in self.shards if parameter.requires_grad]
         copies = [shard.to("cpu", copy=True) for shard in shards]
         try:
             yield
@@ -324,13 +330,13 @@ class ShardedModel:
     def shard_gradients(self) -> None:
         """Gives trainable parameters gradients of zero, such as a step leaves behind; within `alone`."""
         for group in self._groups:
-            for parameter, gradient in internals.sharded_zeros(group):
+            for parameter, gradient in backward.sharded_zeros(group):
                 parameter.grad = gradient
 
     @property
     def shards(self) -> list[nn.Parameter]:
         """What this rank holds of the parameters."""
-        return [parameter for group in self._groups for parameter, _ in internals.parameters_of(group)]
+        return [parameter for group in self._groups for parameter, _ in access.parameters_of(group)]
 
     def names_by_group(self, optimizer: Optimizer) -> list[list[str]]:
         """Names, in the user's own module, of the parameters in each group of an optimizer.
@@ -349,7 +355,7 @@ class ShardedModel:
     @contextmanager
     def gathered(self, module: nn.Module, *, writes: bool) -> Iterator[None]:
         """Within it, a module of the model has whole parameters, as any other; ``writes`` keeps what they become."""
-        with self._opened(), internals.plain(module, self._groups, writes=writes):
+        with self._opened(), sharding.plain(module, self._groups, writes=writes):
             yield
 
     @contextmanager
@@ -416,14 +422,14 @@ def _begin(
     sync_module_states: bool = False,
 ) -> Callable[[nn.Module], None]:
     """Checks that the module can be sharded; returns what gives the tensors of a unit's module storage and values."""
-    internals.check_torch()
-    internals.read_whole_values()
-    internals.set_values()
+    access.check_torch()
+    dtensors.read_whole_values()
+    dtensors.set_values()
     check_shardable(module)
     make_contiguous(module)
     initialize: Callable[[nn.Module], None]
     if param_init_fn is None:
-        initialize = unit_initializer(module, device) or internals.do_nothing
+        initialize = unit_initializer(module, device) or access.do_nothing
     else:
         initialize = partial(_initialize, param_init_fn)
     if sync_module_states:
@@ -455,7 +461,7 @@ def _initialize(param_init_fn: Callable[[nn.Module], None], unit: nn.Module) -> 
 
 def sharded_as(module: nn.Module) -> ShardedModel | None:
     """The sharded model that a module is the root of; None where it is of none."""
-    owner = internals.owner_of(module)
+    owner = access.owner_of(module)
     return owner if isinstance(owner, ShardedModel) else None
 
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path, tree_map, tree_map_with_path
 from torch.utils.hooks import RemovableHandle
 
-from lightning_osdp.apply.internals import of_rows
+from lightning_osdp.apply.internals import dtensors
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError
 from lightning_osdp.splitting import JoinedShards, cut_states, cuts_of, gathered, group_of_rows, join_names, join_states
 
@@ -202,9 +202,9 @@ def _rows(whole: Tensor, like: DTensor) -> DTensor:
         return whole
     group = group_of_rows(like)
     if group is None:  # each rank has all of a scalar
-        return of_rows(whole.detach(), like)
+        return dtensors.of_rows(whole.detach(), like)
     first = min(group.rank() * -(-len(like) // group.size()), len(like))  # as torch.chunk cuts
-    return of_rows(whole.detach().narrow(0, first, len(like.to_local())), like)
+    return dtensors.of_rows(whole.detach().narrow(0, first, len(like.to_local())), like)
 
 
 def _own_rows(value: Any, parameter: object) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_osdp.apply import internals
+from lightning_osdp.apply.internals import gathering
 from lightning_osdp.apply.units import Meshes, ShardedUnit
 from lightning_osdp.core.axes import AXES, Treatment
 from lightning_osdp.engine import effects_of
@@ -37,7 +37,7 @@ def _leave(unit: ShardedUnit, meshes: Meshes) -> None:
     if unit.name:
         effects = effects_of(unit.treatment)
         nodes = meshes.nodes if effects.leaves_shard else None
-        internals.reshard_after_forward(unit.handle, is_kept=effects.is_kept, nodes=nodes)
+        gathering.reshard_after_forward(unit.handle, is_kept=effects.is_kept, nodes=nodes)
 
 
 def _reduce(unit: ShardedUnit, is_last: bool) -> None:

@@ -17,8 +17,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecision, MixedPrecisionPol
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
-from lightning_osdp.apply import internals
 from lightning_osdp.apply.activations.blocks import is_inside
+from lightning_osdp.apply.internals import access, dtensors, gathering, sharding
 from lightning_osdp.core.axes import DP, ZDP, Treatment
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.engine import FSDP2, effects_of
@@ -61,7 +61,7 @@ class Meshes:
         self.nodes = _mesh_of_nodes(world, self._device.type, plan.node_size)
         self._warm_up(self.nodes.get_group("node"))
         if any("home" in treatment for unit in plan.units for treatment in unit.treatments):
-            internals.mix_meshes()
+            dtensors.mix_meshes()
             if self._device.type != "cpu":
                 dist.all_reduce(torch.zeros(1, device=self._device), group=self.nodes.get_group("nodes"))
 
@@ -85,7 +85,7 @@ class Meshes:
                 fakes[self.nodes.get_group(name)] = fake
         real, dist.group.WORLD = dist.group.WORLD, world
         try:
-            with internals.on_process_groups(groups, fakes):
+            with gathering.on_process_groups(groups, fakes):
                 yield
         finally:
             dist.group.WORLD = real
@@ -208,7 +208,7 @@ def shard(
             if unit.name:
                 module.register_forward_hook(_without_views)
         kept = [(child, name, vars(parameter)) for child, name, parameter in _own_parameters(unit)]
-        with internals.taking_scalars(unit.modules):
+        with sharding.taking_scalars(unit.modules):
             fully_shard(
                 list(unit.modules) if len(unit.modules) > 1 else unit.modules[0],
                 mp_policy=_policy(unit, precision),
@@ -217,12 +217,12 @@ def shard(
         for child, name, attributes in kept:
             sharded: Any = child._parameters[name]
             vars(sharded).update(attributes)
-            internals.mark_shard(sharded)
+            dtensors.mark_shard(sharded)
             if hooks[child, name]:
-                sharded._backward_hooks = hooks[child, name]  # `internals.carry_hooks` has them run
+                sharded._backward_hooks = hooks[child, name]  # `sharding.carry_hooks` has them run
         for module in unit.modules:
-            internals.keep_attributes(module)
-            internals.refuse_copies(module)
+            sharding.keep_attributes(module)
+            sharding.refuse_copies(module)
         for module in unit.modules[:-1]:
             module.register_forward_hook(_Gathering(unit.handle))
 
@@ -245,7 +245,7 @@ def set_prefetch(units: Sequence[ShardedUnit], engine: FSDP2) -> None:
     inner = [unit for unit in units if unit.name]
     for unit, following in zip(inner, [*inner[1:], None], strict=False):
         comes = engine.forward_prefetch and following is not None and following.name not in engine.late_forward
-        internals.gather_ahead(unit.handle, [following.handle] if comes and following is not None else [])
+        gathering.gather_ahead(unit.handle, [following.handle] if comes and following is not None else [])
 
 
 def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
@@ -296,7 +296,7 @@ class _Gathering:
 
     def __init__(self, handle: nn.Module) -> None:
         self._handle: Any = handle
-        self._made_for = internals.state_of(handle)
+        self._made_for = access.state_of(handle)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # as torch does with its own hooks of a unit
     def __call__(self, _: nn.Module, __: Any, output: Any) -> None:
@@ -307,11 +307,11 @@ class _Gathering:
 
     def __deepcopy__(self, _: object) -> Callable[..., None]:
         """For a copy of the module, which is no unit."""
-        return internals.do_nothing
+        return access.do_nothing
 
     def _gather(self, _: Tensor) -> None:
         # hooks outlive the units: what is sharded anew has other ones
-        if isinstance(self._handle, FSDPModule) and internals.state_of(self._handle) is self._made_for:
+        if isinstance(self._handle, FSDPModule) and access.state_of(self._handle) is self._made_for:
             self._handle.unshard()  # nothing where it is there
 
 
@@ -325,7 +325,7 @@ def _no_view(tensor: Tensor) -> Tensor:
     return _Alias.apply(tensor) if is_view else tensor  # type: ignore[no-untyped-call]
 
 
-@internals.typed_as_local
+@sharding.typed_as_local
 class _Alias(torch.autograd.Function):
     """The same values in the same memory, as a tensor of its own."""
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
-from lightning_osdp.apply import internals
+from lightning_osdp.apply.internals import dtensors
 from lightning_osdp.apply.units import ONE_MESH
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.optimizers import check_supported, copied
@@ -37,7 +37,7 @@ def share_gradients(optimizer: Optimizer) -> None:
     """
     scalars = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor) and not p.dim()]
     alike = defaultdict(list)
-    for gradient in (internals.local(p.grad) for p in scalars if p.grad is not None):
+    for gradient in (dtensors.local(p.grad) for p in scalars if p.grad is not None):
         alike[gradient.dtype].append(gradient)
     for gradients in alike.values():
         shared = torch.stack(gradients)
@@ -82,7 +82,8 @@ def stepping_on_rows(optimizer: Optimizer) -> Iterator[None]:
 
     # the last hook before the step, so that it has the closure that others leave, and the first one after it
     with optimizer.register_step_pre_hook(begin), optimizer.register_step_post_hook(end) as after:
-        internals.call_first(optimizer, after)
+        hooks: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict
+        hooks.move_to_end(after.id, last=False)
         try:
             yield
         finally:
@@ -102,17 +103,17 @@ def on_rows(optimizer: Optimizer) -> Iterator[None]:
         yield
         return
     states, kept = optimizer.state, [group["params"] for group in optimizer.param_groups]
-    rows_of = {id(parameter): internals.local(parameter) for parameter, _ in stepped}  # a tensor's own hash is slow
+    rows_of = {id(parameter): dtensors.local(parameter) for parameter, _ in stepped}  # a tensor's own hash is slow
     local_states: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
     for key, fields in states.items():
         rows = rows_of.get(id(key))
         if rows is None:
             local_states[key] = fields
         else:
-            local_states[rows] = {name: internals.local(value) for name, value in fields.items()}
+            local_states[rows] = {name: dtensors.local(value) for name, value in fields.items()}
     try:
         for parameter, gradient in stepped:
-            rows_of[id(parameter)].grad = internals.local(gradient)
+            rows_of[id(parameter)].grad = dtensors.local(gradient)
         for group, parameters in zip(optimizer.param_groups, kept, strict=True):
             group["params"] = [rows_of.get(id(parameter), parameter) for parameter in parameters]
         optimizer.state = local_states
@@ -149,14 +150,14 @@ def _with_gradients(optimizer: Optimizer) -> list[tuple[DTensor, DTensor]] | Non
             gradient = parameter.grad
             if gradient is None or not isinstance(parameter, DTensor):
                 continue
-            if not (internals.is_cut_alike(parameter, parameter) and internals.is_cut_alike(gradient, parameter)):
+            if not (dtensors.is_cut_alike(parameter, parameter) and dtensors.is_cut_alike(gradient, parameter)):
                 return None
             found.append((parameter, gradient))
     of = {id(parameter): parameter for parameter, _ in found}
     for key, fields in optimizer.state.items():
         parameter = of.get(id(key))
         if parameter is not None and not all(
-            internals.is_cut_alike(value, parameter)
+            dtensors.is_cut_alike(value, parameter)
             for value in fields.values()
             if isinstance(value, Tensor) and value.dim() > 0  # the others count steps, and the like
         ):
@@ -167,10 +168,10 @@ def _with_gradients(optimizer: Optimizer) -> list[tuple[DTensor, DTensor]] | Non
 def _take_new(fields: dict[str, Any], local_fields: dict[str, Any], parameter: DTensor) -> None:
     """Puts new entries that a step has made into a DTensor's state; those changed in place are there already."""
     for name, value in local_fields.items():
-        if name in fields and value is internals.local(fields[name]):
+        if name in fields and value is dtensors.local(fields[name]):
             continue
         is_rows = isinstance(value, Tensor) and value.dim() > 0
-        fields[name] = internals.of_rows(value, parameter) if is_rows else value
+        fields[name] = dtensors.of_rows(value, parameter) if is_rows else value
 
 
 def try_optimizer(optimizer: Optimizer) -> None:
@@ -241,7 +242,7 @@ def _stepped(optimizer: Optimizer, *, is_cut: bool) -> list[Tensor]:
                 if kind not in by_kind:
                     start, gradient = _small(parameter)
                     by_kind[kind] = small = nn.Parameter(made(start.clone(), parameter))
-                    internals.mark_shard(small)
+                    dtensors.mark_shard(small)
                     gradients.append((small, made(gradient, parameter)))
                     starts.append((start, small))
                 memo[id(parameter)] = by_kind[kind]

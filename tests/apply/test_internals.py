@@ -5,6 +5,7 @@ import inspect
 import re
 import runpy
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,10 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp.apply import ShardedModel, internals, units
+from lightning_osdp.apply.internals import access, backward, dtensors, gathering, sharding, unsharded
 from lightning_osdp.errors import ConfigurationError
 
-METHODS = [f"{kind.__name__}.{name}" for kind, names in internals._METHODS.items() for name in names]
-ATTRIBUTES = [f"{kind}.{path}" for kind, paths in internals._ATTRIBUTES.items() for path in paths]
+METHODS = [f"{kind.__name__}.{name}" for kind, names in access._METHODS.items() for name in names]
+ATTRIBUTES = [f"{kind}.{path}" for kind, paths in access._ATTRIBUTES.items() for path in paths]
 
 
 class Net(nn.Module):
@@ -45,17 +47,17 @@ def net():
     mesh = init_device_mesh("cpu", (1,))
     for unit in (module.first, module.second, module.none, module):
         fully_shard(unit, mesh=mesh, reshard_after_forward=unit is module.first)
-    internals.begin(module)
+    access.begin(module)
     return module
 
 
 @pytest.fixture
 def groups(net):
-    return [internals.group_of(each) for each in (net, net.first, net.second)]
+    return [access.group_of(each) for each in (net, net.first, net.second)]
 
 
 def holders():
-    """Classes that have what internals.py uses of the objects of a unit, by where it finds them."""
+    """Classes that have what the room uses of the objects of a unit, by where it finds them."""
     return {
         "state": _fsdp_state.FSDPState,
         "state._comm_ctx": _fsdp_param_group.FSDPCommContext,
@@ -66,14 +68,18 @@ def holders():
     }
 
 
+def is_in_room(frame):
+    return Path(frame.f_code.co_filename).parent == Path(internals.__file__).parent
+
+
 class Renamed:
-    """An attribute that internals.py does not find, as if torch had it under another name; torch itself finds it."""
+    """An attribute that the room does not find, as if torch had it under another name; torch itself finds it."""
 
     def __init__(self, holder, name):
         self.name, self.own = name, inspect.getattr_static(holder, name, None)
 
     def __get__(self, instance, owner):
-        if sys._getframe(1).f_code.co_filename == internals.__file__:
+        if is_in_room(sys._getframe(1)):
             raise AttributeError(self.name)
         if instance is not None and self.name in vars(instance):
             return vars(instance)[self.name]
@@ -82,7 +88,7 @@ class Renamed:
         return self.own.__get__(instance, owner) if hasattr(self.own, "__get__") else self.own
 
     def __set__(self, instance, value):
-        assert sys._getframe(1).f_code.co_filename != internals.__file__, f"{self.name} is set, and nobody looks"
+        assert not is_in_room(sys._getframe(1)), f"{self.name} is set, and nobody looks"
         if isinstance(self.own, property):
             self.own.__set__(instance, value)
         else:
@@ -156,27 +162,27 @@ def trained():
         sharded.evaluate(module.forward, torch.ones(2, 3))
     try:
         twice()
-        weights = [internals.local(parameter).clone() for parameter in module.parameters()]
+        weights = [dtensors.local(parameter).clone() for parameter in module.parameters()]
         sharded.undo()
     except ConfigurationError as error:
         told.append(str(error))
-        weights = [2 * internals.local(parameter) for parameter in module.parameters()]
+        weights = [2 * dtensors.local(parameter) for parameter in module.parameters()]
     return losses, weights, told
 
 
 def test_this_torch_has_everything(net):
-    internals.check_torch()
-    internals.check_units(net)
+    access.check_torch()
+    access.check_units(net)
 
 
 @pytest.mark.parametrize("name", [*METHODS, *ATTRIBUTES])
 def test_a_torch_that_lacks_one_trains_or_is_refused(monkeypatch, name):
     """Never an error from inside a step, and never other losses."""
     path, _, attribute = name.rpartition(".")
-    kinds = {kind.__name__: kind for kind in internals._METHODS}
+    kinds = {kind.__name__: kind for kind in access._METHODS}
     if path == "TrainingState":  # members of an Enum cannot be replaced
-        names = [f"{each}_2" if each == attribute else each for each in internals._METHODS[kinds[path]]]
-        monkeypatch.setitem(internals._METHODS, kinds[path], names)
+        names = [f"{each}_2" if each == attribute else each for each in access._METHODS[kinds[path]]]
+        monkeypatch.setitem(access._METHODS, kinds[path], names)
         name = f"{name}_2"
     else:
         holder = {**kinds, **holders()}[path]
@@ -185,7 +191,7 @@ def test_a_torch_that_lacks_one_trains_or_is_refused(monkeypatch, name):
     expected = (
         rf"^Expected a torch whose .* 2\.13 to 2\.15(, for .*)?, got .* without {re.escape(name)}\. Install torch"
     )
-    if name not in internals._DISPENSABLE:
+    if name not in access._DISPENSABLE:
         with pytest.raises(ConfigurationError, match=expected):
             trained()
         return
@@ -193,7 +199,7 @@ def test_a_torch_that_lacks_one_trains_or_is_refused(monkeypatch, name):
         losses, weights, told = trained()
     assert len(warned) == 1
     torch.testing.assert_close((losses, weights), plainly_trained())
-    assert len(told) == (internals._DISPENSABLE[name] == internals._WHOLE)
+    assert len(told) == (access._DISPENSABLE[name] == access.WHOLE)
     assert all(re.match(expected, each) for each in told)
 
 
@@ -225,31 +231,33 @@ def test_a_shard_in_each_node_is_refused_where_torch_lacks_it(monkeypatch, net, 
     monkeypatch.setattr(holders()[kind], name, Renamed(holders()[kind], name), raising=False)
     nodes = init_device_mesh("cpu", (1, 1), mesh_dim_names=("nodes", "node"))
     with pytest.raises(ConfigurationError, match=rf", for a mode that leaves a shard in each node, got .*\.{name}\."):
-        internals.reshard_after_forward(net.first, is_kept=False, nodes=nodes)
+        gathering.reshard_after_forward(net.first, is_kept=False, nodes=nodes)
 
 
 def test_a_unit_of_several_groups_of_parameters_is_refused(net):
-    state = internals.state_of(net.first)
+    state = access.state_of(net.first)
     state._fsdp_param_groups.append(state._fsdp_param_groups[0])
     expected = (
         r"^Expected fully_shard to gather all parameters of a unit together, but in torch .* 4 units have 4 groups"
     )
     with pytest.raises(ConfigurationError, match=expected):
-        internals.check_units(net)
+        access.check_units(net)
 
 
 def test_a_torch_without_a_part_of_fully_shard_says_so_when_it_is_imported(monkeypatch):
     monkeypatch.delattr(_fsdp_param_group, "RegisterPostBackwardFunction")
     expected = r"^Expected a torch with the parts of fully_shard that 2\.13 to 2\.15 have, got .*: cannot import name"
+    monkeypatch.delitem(sys.modules, sharding.__name__)
+    monkeypatch.delattr(internals, "sharding")
     with pytest.raises(ImportError, match=expected):
         runpy.run_path(internals.__file__)
 
 
 def test_what_is_written_while_it_is_gathered_is_in_the_shards(net, groups):
-    writes, expected = internals.GatheredWrites(groups), Net()
+    writes, expected = unsharded.GatheredWrites(groups), Net()
 
     def written(*, is_taken):
-        internals.run_as_forward(net, net.forward, (torch.ones(2, 3),), {}, lambda output: output)
+        gathering.run_as_forward(net, net.forward, (torch.ones(2, 3),), {}, lambda output: output)
         net.first.unshard()
         for model in (net, expected) if is_taken else (net,):
             with torch.no_grad():
@@ -258,10 +266,10 @@ def test_what_is_written_while_it_is_gathered_is_in_the_shards(net, groups):
                 model.second.bias.data.add_(1)
                 model.first.weight.set_(2 * model.first.weight)
                 model.first.bias.detach().numpy()[...] += 1
-        internals.reshard(net, groups)
+        gathering.reshard(net, groups)
         for parameter, other in zip(net.parameters(), expected.parameters(), strict=True):
-            assert torch.equal(internals.local(parameter), other)
-        owners = [owner for group in groups for _, owner in internals.parameters_of(group)]
+            assert torch.equal(dtensors.local(parameter), other)
+        owners = [owner for group in groups for _, owner in access.parameters_of(group)]
         assert all(owner._unsharded_param.untyped_storage().size() == 0 for owner in owners)
 
     written(is_taken=True)
@@ -275,52 +283,52 @@ def test_a_forward_gathers_and_a_backward_leaves_shards_with_gradients(net, grou
     x, plain = torch.ones(2, 3), Net()
     told = [[], [], []]
     assert all(group._all_gather_result is None for group in groups)
-    internals.BackwardWatch(net, groups, lambda index, have: told[index].append(have))
-    owners = [owner for group in groups for _, owner in internals.parameters_of(group)]
+    backward.BackwardWatch(net, groups, lambda index, have: told[index].append(have))
+    owners = [owner for group in groups for _, owner in access.parameters_of(group)]
     assert not any(hasattr(owner, "_unsharded_param") for owner in owners)
 
     def phases():
-        return [internals.phase_of(unit) for unit in (net, net.first, net.second)]
+        return [backward.phase_of(unit) for unit in (net, net.first, net.second)]
 
     seen = []
     net.none.register_forward_hook(lambda *_: seen.append(phases()))
-    loss = internals.run_as_forward(net, net.forward, (x,), {}, lambda loss: loss).sum()
+    loss = gathering.run_as_forward(net, net.forward, (x,), {}, lambda loss: loss).sum()
     assert seen == [["forward", "", ""]]
     assert phases() == ["", "", ""]
     assert [group.is_sharded for group in groups] == [False, True, False]
     assert all(hasattr(owner, "_unsharded_param") for owner in owners)
     assert all(type(parameter) is nn.Parameter for parameter in net.second.parameters())
-    context = internals.state_of(net)._comm_ctx
+    context = access.state_of(net)._comm_ctx
     assert context.post_forward_order == [groups[1], groups[2], groups[0]]
     assert [group._post_forward_indices for group in groups] == [[2], [0], [1]]
 
     during = []
-    loss.register_hook(lambda _: during.append(internals.is_in_backward(net)))
-    net.second.weight.register_hook(lambda _: during.append((internals.is_in_backward(net), phases())))
+    loss.register_hook(lambda _: during.append(backward.is_in_backward(net)))
+    net.second.weight.register_hook(lambda _: during.append((backward.is_in_backward(net), phases())))
     loss.backward()
     assert during[0] is False  # no unit was reached yet
     assert during[1] == (True, ["backward", "", "backward"])
-    assert not internals.is_in_backward(net)
+    assert not backward.is_in_backward(net)
     assert [heard[0] for heard in told] == [[True], [True, True], [True, True]]
     assert all(group.is_sharded for group in groups)
     assert context.post_forward_order == []
     plain(x).sum().backward()
     for parameter, expected in zip(net.parameters(), plain.parameters(), strict=True):
         assert isinstance(parameter, DTensor)
-        torch.testing.assert_close(internals.local(parameter.grad), expected.grad)
-    assert not any(internals.has_whole_gradient(owner) for owner in owners)
+        torch.testing.assert_close(dtensors.local(parameter.grad), expected.grad)
+    assert not any(backward.has_whole_gradient(owner) for owner in owners)
 
 
 def test_gradients_that_are_not_reduced_are_whole_until_a_step_is_forgotten(net, groups):
     net.set_requires_gradient_sync(False)
     net(torch.ones(2, 3)).sum().backward()
-    owners = [owner for group in groups for _, owner in internals.parameters_of(group)]
-    assert all(internals.has_whole_gradient(owner) for owner in owners)
+    owners = [owner for group in groups for _, owner in access.parameters_of(group)]
+    assert all(backward.has_whole_gradient(owner) for owner in owners)
     assert all(parameter.grad is None for parameter in net.parameters())
-    internals.reshard(net, groups)
-    assert all(internals.has_whole_gradient(owner) for owner in owners)
-    internals.forget_step(net, groups)
-    assert not any(internals.has_whole_gradient(owner) for owner in owners)
+    gathering.reshard(net, groups)
+    assert all(backward.has_whole_gradient(owner) for owner in owners)
+    backward.forget_step(net, groups)
+    assert not any(backward.has_whole_gradient(owner) for owner in owners)
 
 
 def test_an_all_gather_that_nobody_waited_for_is_dropped(net, groups):
@@ -331,11 +339,11 @@ def test_an_all_gather_that_nobody_waited_for_is_dropped(net, groups):
     assert groups[1]._all_gather_result is not None
     assert hasattr(groups[1]._all_gather_result, "all_gather_event")
     assert hasattr(groups[1]._all_gather_result, "all_gather_work")
-    internals.reshard(net, groups)
+    gathering.reshard(net, groups)
     assert groups[1]._all_gather_result is None
     assert all(group.is_sharded for group in groups)
     assert all(isinstance(parameter, DTensor) for parameter in net.parameters())
-    assert internals.state_of(net)._comm_ctx.post_forward_order == []
+    assert access.state_of(net)._comm_ctx.post_forward_order == []
 
 
 def test_all_gathers_within_a_step_wait_for_what_was_written_to_shards(net, groups, monkeypatch):
@@ -354,19 +362,19 @@ def test_all_gathers_within_a_step_wait_for_what_was_written_to_shards(net, grou
 
     def step(x):
         told.clear()
-        internals.reshard(net, groups)
+        gathering.reshard(net, groups)
         assert told == ["waits"] * 2
         told.clear()
-        with internals.plain(net, groups, writes=True):
+        with sharding.plain(net, groups, writes=True):
             assert told == []
         assert told == ["writes"] * 5 + ["waits"] * 2 + ["gathers"]
         return net.forward(x)
 
-    context = internals.state_of(net)._comm_ctx
+    context = access.state_of(net)._comm_ctx
     context.all_gather_copy_in_stream, context.all_gather_stream = Stream(), Stream()
-    monkeypatch.setattr(internals, "_write_rows", noted("writes", internals._write_rows))
+    monkeypatch.setattr(sharding, "write_rows", noted("writes", dtensors.write_rows))
     groups[0].unshard = noted("gathers", groups[0].unshard)
-    internals.run_as_forward(net, step, (torch.ones(2, 3),), {}, lambda loss: loss)
+    gathering.run_as_forward(net, step, (torch.ones(2, 3),), {}, lambda loss: loss)
 
 
 def test_collectives_run_on_the_process_group_of_the_unit(net, groups):
@@ -377,7 +385,7 @@ def test_collectives_run_on_the_process_group_of_the_unit(net, groups):
         return {*sum(own, ())} | {parameter.device_mesh.get_group() for parameter in net.parameters()}
 
     assert used() == {world}
-    with internals.on_process_groups(groups, {world: other}):
+    with gathering.on_process_groups(groups, {world: other}):
         assert used() == {other}
     assert used() == {world}
     dist.destroy_process_group(other)
@@ -385,7 +393,7 @@ def test_collectives_run_on_the_process_group_of_the_unit(net, groups):
 
 def test_collectives_of_a_unit_are_told_and_as_torchs_own(groups):
     heard, world = [], dist.group.WORLD
-    internals.on_collectives(groups[0], heard.append)
+    gathering.on_collectives(groups[0], heard.append)
     gather, reduce = groups[0]._all_gather_comm, groups[0]._reduce_scatter_comm
     memory = gather.allocate((3,), dtype=torch.float32, device=torch.device("cpu"))
     gather(output_tensor=memory, input_tensor=torch.arange(3.0), group=world, async_op=True).wait()
@@ -397,38 +405,38 @@ def test_collectives_of_a_unit_are_told_and_as_torchs_own(groups):
 
 def test_functions_of_units_are_known_to_spmd_types():
     registered = pytest.importorskip("spmd_types._local_registration")._LOCAL_AUTOGRAD_FUNCTIONS
-    assert {internals._Inputs, units._Alias} <= registered
+    assert {sharding._Inputs, units._Alias} <= registered
 
 
 def test_zeros_are_sharded_as_gradients_are(net, groups):
     net(torch.ones(2, 3)).sum().backward()
     for group in groups:
-        for parameter, zeros in internals.sharded_zeros(group):
+        for parameter, zeros in backward.sharded_zeros(group):
             assert zeros.placements == parameter.grad.placements
-            assert internals.local(zeros).shape == internals.local(parameter.grad).shape
+            assert dtensors.local(zeros).shape == dtensors.local(parameter.grad).shape
             parameter.grad = zeros
 
 
 def test_whole_storages_are_empty_but_while_units_are_unsharded(net, groups):
     net(torch.ones(2, 3)).sum().backward()
-    whole = list(internals.whole_storages(net))
+    whole = list(gathering.whole_storages(net))
     assert len(whole) == 5
     assert not any(tensor.untyped_storage().nbytes() for tensor in whole)
     net(torch.ones(2, 3))
-    sizes = [tensor.untyped_storage().nbytes() for tensor in internals.whole_storages(net.second)]
+    sizes = [tensor.untyped_storage().nbytes() for tensor in gathering.whole_storages(net.second)]
     assert sizes == [4 * 10, 4 * 2]
 
 
 def test_all_gathers_are_asynchronous_where_it_is_said(net, groups):
     for is_asynchronous in (True, False):
-        internals.set_asynchronous(net, is_asynchronous=is_asynchronous)
+        gathering.set_asynchronous(net, is_asynchronous=is_asynchronous)
         assert {group.unshard_async_op for group in groups} == {is_asynchronous}
 
 
 def test_what_was_sharded_is_plain_again(net):
     names, kinds = [name for name, _ in net.named_parameters()], [Net, nn.Linear, nn.Linear, nn.Tanh]
     net(torch.ones(2, 3)).sum().backward()
-    internals.make_plain(net)
+    sharding.make_plain(net)
     assert [type(module) for module in net.modules()] == kinds
     assert [name for name, _ in net.named_parameters()] == names
     assert not any(isinstance(module, FSDPModule) for module in net.modules())
@@ -456,7 +464,7 @@ def test_a_tensor_that_is_given_twice_arrives_as_one():
 
     module = Pair()
     fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
-    internals.pass_inputs(module)
+    sharding.pass_inputs(module)
     x, other = torch.full((3,), 2.0, requires_grad=True), torch.full((3,), 3.0, requires_grad=True)
     module(x, x, value=x).backward()
     assert x.grad.tolist() == [12.0] * 3

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_osdp.apply import ShardedModel, apply_plan, internals
+from lightning_osdp.apply import ShardedModel, apply_plan
+from lightning_osdp.apply.internals import access
 from lightning_osdp.errors import ConfigurationError, PlanMismatchError
 from tests.wrapped_units import NESTED, NESTED_PARAMETERS, Nested, plan, units_of
 
@@ -57,7 +58,7 @@ def test_prefetching_is_the_plans(prefetch, forward):
     """Of the units of forward, root first: what each gathers ahead when forward, or backward, comes to it."""
     chosen = dataclasses.replace(plan(NESTED), backward_prefetch=prefetch, forward_prefetch=forward)
     root = apply_plan(Nested(), chosen, device=CPU)
-    states = [internals.state_of(module) for module in root.modules() if isinstance(module, FSDPModule)]
+    states = [access.state_of(module) for module in root.modules() if isinstance(module, FSDPModule)]
     assert len(states) == len(NESTED)
     assert any(state._states_to_forward_prefetch for state in states) == forward
 
@@ -124,7 +125,7 @@ def test_units_reduced_last_add_up_whole_gradients_until_one_micro_batch_reduces
     sharded = ShardedModel.planned(Nested(), dataclasses.replace(made, units=tuple(units)), device=CPU)
 
     def reducing():
-        groups = {unit.name: internals.group_of(unit.handle) for unit in sharded.units}
+        groups = {unit.name: access.group_of(unit.handle) for unit in sharded.units}
         return {name: group.reduce_grads for name, group in groups.items() if group is not None}
 
     with sharded.accumulating():

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from lightning_osdp import profile_model
-from lightning_osdp.apply import internals
+from lightning_osdp.apply.internals import gathering
 from lightning_osdp.core.axes import ALL_MODES, DP, HDP, HPZ, HSDP, SYNC_CHOICES, ZDP
 from lightning_osdp.core.plans.plan import PREFETCH_CHOICES
 from lightning_osdp.core.units import merged, partition
@@ -105,7 +105,7 @@ def sharded(model, units, modes, engine):
     comes_back = [any(last >= unit.trained_from for _, last in unit.calls) for unit in units]
     for index, (module, mode) in enumerate(zip(modules, modes, strict=True)):
         if index:
-            internals.reshard_after_forward(
+            gathering.reshard_after_forward(
                 module, is_kept=effects_of(mode).is_kept, nodes=nodes if effects_of(mode).leaves_shard else None
             )
         module._set_unshard_async_op(engine.asynchronous_unshard)
@@ -117,7 +117,7 @@ def sharded(model, units, modes, engine):
         module.set_modules_to_backward_prefetch([modules[before if prefetches else index]])
         leads_on = index + 1 < len(modules) and units[index + 1].name not in engine.late_forward
         if engine.forward_prefetch and leads_on and is_called_once:
-            internals.gather_ahead(module, [modules[index + 1]])
+            gathering.gather_ahead(module, [modules[index + 1]])
     return modules
 
 

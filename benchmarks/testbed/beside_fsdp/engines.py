@@ -21,7 +21,7 @@ from benchmarks.testbed.beside_fsdp.turns import Turns, fits_in_turns, seconds_o
 from benchmarks.testbed.memory import WARM_UP_STEPS, count_step
 from benchmarks.testbed.ring import ring_reduce_scatters, use_ring
 from benchmarks.testbed.training import quiet, train
-from lightning_osdp.apply import internals
+from lightning_osdp.apply.internals import gathering
 from lightning_osdp.apply.updates import stepping_on_rows
 from lightning_osdp.callbacks.peak import living_tensors
 from lightning_osdp.core.plans.plan import Plan
@@ -66,7 +66,7 @@ class ByHand:
                 fully_shard(block, mesh=mesh, reshard_after_forward=not effects_of(unit.treatments[0]).is_kept)
         fully_shard(module, mesh=mesh)
         register_fsdp_forward_method(module, "loss")
-        internals.set_asynchronous(module, is_asynchronous=True)
+        gathering.set_asynchronous(module, is_asynchronous=True)
         if in_ring:
             use_ring(module)
         self.module, self.batch = module, module.batch(plan.micro_batch_size)

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
-from lightning_osdp.apply.internals import local, whole_storages
+from lightning_osdp.apply.internals import dtensors, gathering
 from lightning_osdp.engine import BLOCKS_IN_FLIGHT
 
 
@@ -63,7 +63,7 @@ class HostMemory:
     def saves_for(self, block: nn.Module) -> Iterator[None]:
         """Within it, what the block saves goes to the host, each storage once; parameters and buffers stay."""
         # of units inside it, as they will be gathered
-        owned = chain(map(local, block.parameters()), block.buffers(), whole_storages(block))
+        owned = chain(map(dtensors.local, block.parameters()), block.buffers(), gathering.whole_storages(block))
         staying = frozenset(tensor.untyped_storage()._cdata for tensor in owned)
         call = _Call(self, before=self._latest)
         self._latest = weakref.ref(call)

@@ -14,7 +14,7 @@ from torchmetrics.aggregation import MeanMetric
 
 from lightning_osdp import OSDPStrategy
 from lightning_osdp.apply import local
-from lightning_osdp.apply.internals import whole_storages
+from lightning_osdp.apply.internals import gathering
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.errors import OSDPError
 from lightning_osdp.strategy.checkpointing.entries import read_plan
@@ -43,7 +43,7 @@ class Gate(nn.Module):
 
     def check(self, phase):
         if self.phase == phase and self.root is not None and dist.get_rank() == 1:
-            gathered = sum(whole.untyped_storage().size() for whole in whole_storages(self.root()))
+            gathered = sum(whole.untyped_storage().size() for whole in gathering.whole_storages(self.root()))
             if gathered > self.most_bytes:
                 raise torch.OutOfMemoryError(f"{gathered} bytes are gathered, of {self.most_bytes}")
 

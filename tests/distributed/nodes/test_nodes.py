@@ -328,9 +328,9 @@ def left_after_evaluation():
 
 
 def unit_group(unit):
-    from lightning_osdp.apply import internals
+    from lightning_osdp.apply.internals import access
 
-    return internals.group_of(unit.handle)
+    return access.group_of(unit.handle)
 
 
 def measured():

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_osdp import OSDPStrategy
-from lightning_osdp.apply import internals
+from lightning_osdp.apply.internals import access
 from tests.distributed.support.fits import shared_folder, trainer
 from tests.distributed.support.knotted import UNITS, Knotted, SaveAt, difference, equals_ddp, fitted, plan_with
 from tests.tiers import slow
@@ -195,7 +195,7 @@ def interrupted():
         fit.fit(module, module.loader(dist.get_rank(), dist.get_world_size()))
     except ValueError as error:
         text = str(error)
-    groups = [internals.group_of(unit) for unit in strategy.model.modules() if isinstance(unit, FSDPModule)]
+    groups = [access.group_of(unit) for unit in strategy.model.modules() if isinstance(unit, FSDPModule)]
     synchronise = [group.reduce_grads and group.reshard_after_backward for group in groups]
     return text.splitlines()[0], len(synchronise), all(synchronise)
 

@@ -14,7 +14,8 @@ from torch import nn
 
 from benchmarks.testbed.plans import plan_of
 from lightning_osdp import OSDPPrecision, OSDPStrategy, change_plan, profile_model
-from lightning_osdp.apply import ShardedModel, internals
+from lightning_osdp.apply import ShardedModel
+from lightning_osdp.apply.internals import access, gathering
 from lightning_osdp.callbacks.peak import living_tensors
 from lightning_osdp.callbacks.plan_monitor import PlanMonitor
 from lightning_osdp.core.axes import ACTIVATION_CHOICES, Treatment
@@ -117,10 +118,10 @@ def differences(kinds, seed, *, units, slices=False, sync="every"):
 def noted(run):
     """Collectives of units, in order."""
     seen = []
-    groups = [(internals.group_of(unit.handle), unit.name) for unit in run.model.units]
+    groups = [(access.group_of(unit.handle), unit.name) for unit in run.model.units]
     for group, name in groups:
         if group is not None:
-            internals.on_collectives(group, lambda is_reduction, name=name: seen.append((is_reduction, name)))
+            gathering.on_collectives(group, lambda is_reduction, name=name: seen.append((is_reduction, name)))
     yield seen
 
 

@@ -1,0 +1,208 @@
+"""DTensors: rows of a rank, and operations that torch refuses or computes from the rows alone."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from lightning_osdp.errors import ConfigurationError
+
+_SHARD = "_osdp_shard"
+"""Attribute of parameters that are shards of a unit."""
+_PIECE = 2**18
+"""Elements that are hashed in one go."""
+
+
+def read_whole_values() -> None:
+    """Has ``item()`` and ``float()`` of a DTensor give the value over all ranks, which must all call it.
+
+    torch gives this rank's part of it, so that ``float(parameter.grad.norm())`` is the norm of the shard.
+    """
+    item = torch.ops.aten._local_scalar_dense.default
+    _handlers().setdefault(item, lambda operation, args, _: operation(args[0].full_tensor()))
+
+
+def set_values() -> None:
+    """Has ``parameter.data = value`` of a shard, as `mark_shard` marks it, put this rank's rows of the value there.
+
+    torch changes what it says of a DTensor, and neither the rows nor what a unit gathers. Others stay as they are.
+    """
+    if "data" not in vars(DTensor):
+        DTensor.data = property(Tensor.data.__get__, _set_data)  # type: ignore[assignment, attr-defined]
+
+
+def mark_shard(parameter: Tensor) -> None:
+    """Has the ``data`` of a parameter be set as `set_values` says."""
+    vars(parameter)[_SHARD] = True
+
+
+def _set_data(tensor: DTensor, value: Any) -> None:
+    if _SHARD not in vars(tensor):
+        Tensor.data.__set__(tensor, value)  # type: ignore[attr-defined]
+        return
+    if not isinstance(value, Tensor) or (value.shape, value.dtype) != (tensor.shape, tensor.dtype):
+        told = f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else repr(type(value))
+        raise ConfigurationError(
+            f"Expected the data of a parameter to be set to all of it, {tensor.dtype}{list(tensor.shape)}, got {told}."
+            " Set it to a result of operations on parameters, or to the whole tensor on every rank."
+        )
+    with torch.no_grad():
+        if isinstance(value, DTensor):
+            tensor.copy_(value)
+        else:
+            write_rows(tensor, value)
+
+
+def mix_meshes() -> None:
+    """Has tensors that are on several meshes be added, stacked, averaged and used by all ranks, who must all do so.
+
+    ``clip_grad_norm_`` and ``get_total_norm`` of torch do that with norms of gradients, and people with weights
+    that they average; DTensors refuse it. Sums and stacks of norms are plain tensors. Of other operands those are
+    gathered, one at a time, that are not on the mesh of the first one with most dimensions, which is what an operation
+    in place changes. What is on one mesh is left to torch, and so is what autograd is to go back through.
+    """
+
+    def added(operation: Any, args: Any, kwargs: Any) -> Any:
+        if _are_numbers(args):
+            return operation(*(each.full_tensor() for each in args), **kwargs)
+        return moved(operation, args, kwargs)
+
+    def moved(operation: Any, args: Any, kwargs: Any) -> Any:
+        mesh = max(_tensors(args), key=Tensor.dim).device_mesh
+        return operation(*(_on_mesh(each, mesh) for each in args), **kwargs)
+
+    def stacked(operation: Any, args: Any, kwargs: Any) -> Any:
+        (tensors, *others), places = args, defaultdict(list)
+        for place, tensor in enumerate(tensors):
+            places[tensor.device_mesh].append(place)
+        values: dict[int, Tensor] = {}
+        for same in places.values():
+            alike: Any = torch.stack([tensors[place] for place in same])
+            values.update(zip(same, alike.full_tensor(), strict=True))
+        return operation([values[place] for place in range(len(tensors))], *others, **kwargs)
+
+    def scaled(operation: Any, args: Any, _: Any) -> None:
+        tensors, factor = args
+        operation([local(tensor) for tensor in tensors], factor)
+
+    def one_by_one(operation: Any, _: Any, args: Any, kwargs: Any) -> None:
+        tensors, others, *rest = args
+        for tensor, other in zip(tensors, others, strict=True):
+            operation(tensor, other, *rest, **kwargs)
+
+    aten = torch.ops.aten
+    _handle_meshes(aten.add.Tensor, lambda args: args if _are_numbers(args) else _untaped(args), added)
+    _handle_meshes(aten.stack.default, lambda args: args[0], stacked)
+    _handle_meshes(aten._foreach_mul_.Tensor, lambda args: args[0], scaled)
+    _handle_meshes(aten._foreach_add_.List, _pair_apart, partial(one_by_one, aten.add_.Tensor))
+    _handle_meshes(aten._foreach_lerp_.Scalar, _pair_apart, partial(one_by_one, aten.lerp_.Scalar))
+    of_two = [getattr(aten, name).Tensor for name in ("add_", "sub", "sub_", "mul", "mul_", "div", "div_")]
+    for operation in (*of_two, aten.lerp.Scalar, aten.lerp_.Scalar, aten.copy_.default):
+        _handle_meshes(operation, _untaped, moved)
+
+
+def _handle_meshes(
+    operation: Any, tensors_of: Callable[[Any], Sequence[Any]], handle: Callable[[Any, Any, Any], Any]
+) -> None:
+    """Has an operation be this where those of its arguments are DTensors, and not all on one mesh."""
+
+    def handled(operation: Any, args: Any, kwargs: Any) -> Any:
+        meshes = [each.device_mesh if isinstance(each, DTensor) else None for each in tensors_of(args)]
+        if None not in meshes and any(mesh != meshes[0] for mesh in meshes):
+            return handle(operation, args, kwargs)
+        own = _handlers().pop(operation)  # so that torch does as it ever does
+        try:
+            return operation(*args, **kwargs)
+        finally:
+            _handlers()[operation] = own
+
+    _handlers().setdefault(operation, handled)
+
+
+def _tensors(args: Any) -> list[Any]:
+    return [each for each in args if isinstance(each, Tensor)]
+
+
+def _are_numbers(args: Any) -> bool:
+    return all(isinstance(each, Tensor) and each.dim() == 0 for each in args)
+
+
+def _untaped(args: Any) -> list[Any]:
+    """Tensors among arguments; none where autograd needs them, whose gradients would be on one mesh."""
+    found = _tensors(args)
+    return [] if torch.is_grad_enabled() and any(each.requires_grad for each in found) else found
+
+
+def _pair_apart(args: Any) -> Sequence[Any]:
+    """The first two of two lists that are not on the same mesh."""
+    pairs = (pair for pair in zip(*args[:2], strict=True) if all(isinstance(each, DTensor) for each in pair))
+    return next((pair for pair in pairs if pair[0].device_mesh != pair[1].device_mesh), ())
+
+
+def _on_mesh(value: Any, mesh: DeviceMesh) -> Any:
+    """A DTensor, whole on each rank where it is on another mesh; anything else as it is."""
+    if not isinstance(value, DTensor) or value.device_mesh == mesh:
+        return value
+    return DTensor.from_local(value.full_tensor(), mesh, [Replicate()] * mesh.ndim)
+
+
+def _handlers() -> Any:
+    """By operation, what DTensors do in its place."""
+    return DTensor._op_dispatcher._custom_op_handlers
+
+
+def write_rows(sharded: DTensor, whole: Tensor) -> None:
+    """Puts this rank's rows of a whole tensor into a shard."""
+    rows = distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None)
+    with torch.no_grad():
+        sharded.to_local().copy_(rows.to_local())
+
+
+def hash_of(tensor: Tensor) -> int:
+    """A number below 2^31 - 1 that tensors with the same bits have, and others hardly ever."""
+    flat = tensor.detach().flatten()
+    bits = flat.view(torch.int16 if flat.itemsize > 1 else torch.int8)
+    return int(sum(piece.sum() for piece in bits.split(_PIECE))) % (2**31 - 1)
+
+
+def is_in_nodes(tensor: Tensor) -> bool:
+    """Whether each node has all of a tensor."""
+    return isinstance(tensor, DTensor) and tensor.device_mesh.ndim > 1
+
+
+def num_copies(tensor: Tensor) -> int:
+    """How many ranks hold what this one holds of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    copied = [dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
+    return math.prod(tensor.device_mesh.size(dim) for dim in copied)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def of_rows(rows: Tensor, like: DTensor) -> DTensor:
+    """The tensor of which this rank has these rows, and others the rest, as they have of another one."""
+    mesh, placements = like.device_mesh, like.placements
+    found: DTensor = DTensor.from_local(rows, mesh, placements, shape=like.shape, stride=like.stride())
+    return found
+
+
+def is_cut_alike(value: Tensor, parameter: DTensor) -> bool:
+    """Whether each rank holds of a tensor, as a plain one, the rows that it holds of a parameter."""
+    if not isinstance(value, DTensor) or type(value._local_tensor) is not Tensor:  # nothing that is still on its way
+        return False
+    spec, other = value._spec, parameter._spec
+    return spec is other or (
+        value.shape == parameter.shape and spec.placements == other.placements and spec.mesh == other.mesh
+    )
