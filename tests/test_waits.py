@@ -21,7 +21,7 @@ ALLOWED = {
     ("apply/buffers.py", "_copy_from_rank_zero"): ON_THE_DEVICE,
     ("apply/internals/unsharded.py", "_move_back"): ON_THE_DEVICE,
     ("apply/internals/dtensors.py", "_set_data"): ON_THE_DEVICE,
-    ("apply/internals/unsharded.py", "told"): "for what the step before has copied to the host",
+    ("apply/internals/unsharded.py", "report"): "for what the step before has copied to the host",
     ("apply/internals/dtensors.py", "write_rows"): "at the end of gathered(), from one place on the device to another",
     ("apply/prepare.py", "_copy_from_rank_zero"): IN_SETUP,
     ("apply/prepare.py", "_initialize"): IN_SETUP,

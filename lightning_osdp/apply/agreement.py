@@ -92,7 +92,7 @@ class Agreement:
     def end_fit(self) -> None:
         """Training has ended; raises a `ConfigurationError` of writes that no step told of. Call it on all ranks."""
         for _ in range(2):  # a device has told of the last step at the second call
-            self._writes.check(self._largest(self._writes.told()))
+            self._writes.check(self._largest(self._writes.reports()))
 
     def begin_backward(self) -> None:
         """Gradients that were dropped since the last backward do not count."""
@@ -101,7 +101,7 @@ class Agreement:
             if backward.has_partial_gradients(group):
                 continue
             for place, (parameter, owner) in enumerate(access.parameters_of(group), start):
-                if parameter.grad is None and not backward.has_whole_gradient(owner):
+                if parameter.grad is None and not backward.has_unreduced_gradient(owner):
                     self._has_gradient[place] = False
                 elif self._has_dropped and parameter.grad is not None:
                     self._has_gradient[place] = True  # somebody has assigned it, if no backward gave it
@@ -126,7 +126,7 @@ class Agreement:
         reduced different units since the last step, where nodes have different values of the same parameter, or where
         the step before has written to weights that cannot take it.
         """
-        written, used = self._writes.told(), list[int](self._has_gradient)
+        written, used = self._writes.reports(), list[int](self._has_gradient)
         if self._group is not None:
             is_early = self._num_steps < _NUM_CHECKED
             if is_early:

@@ -88,7 +88,7 @@ class ShardedModel:
         access.begin(module)
         access.check_units(module)
         for unit in self.units:
-            sharding.copy_from_first(unit.handle)
+            sharding.copy_replicas(unit.handle)
             change(unit, self._meshes, None)
         for child in module.modules():
             if isinstance(child, FSDPModule):
@@ -161,7 +161,7 @@ class ShardedModel:
         """Gives the module whole parameters of its own again."""
         for handle in self._taking:
             handle.remove()
-        sharding.make_plain(self.module)
+        sharding.undo_fully_shard(self.module)
 
     def carry_hooks(self) -> None:
         """Has hooks that were registered on parameters, before or after sharding, run on their gradients."""
@@ -176,7 +176,7 @@ class ShardedModel:
         self._forget_step()
         self._writes.begin_fit()
         for unit in self.units:
-            sharding.copy_from_first(unit.handle)
+            sharding.copy_replicas(unit.handle)
         self._agreement.begin_fit()
 
     def end_fit(self) -> None:
@@ -270,7 +270,7 @@ class ShardedModel:
         check_blocks(self.module, plan.blocks)
         self.check_options(plan)
         place = self.place_in_step()
-        whole = [unit.name for unit in self.units if backward.has_waiting_gradients(unit.handle)]
+        whole = [unit.name for unit in self.units if backward.has_unreduced_gradients(unit.handle)]
         if place:
             where = f"is in {place}"
         elif whole:
@@ -355,7 +355,7 @@ class ShardedModel:
     @contextmanager
     def gathered(self, module: nn.Module, *, writes: bool) -> Iterator[None]:
         """Within it, a module of the model has whole parameters, as any other; ``writes`` keeps what they become."""
-        with self._opened(), sharding.plain(module, self._groups, writes=writes):
+        with self._opened(), sharding.without_fully_shard(module, self._groups, writes=writes):
             yield
 
     @contextmanager

@@ -208,7 +208,7 @@ def shard(
             if unit.name:
                 module.register_forward_hook(_without_views)
         kept = [(child, name, vars(parameter)) for child, name, parameter in _own_parameters(unit)]
-        with sharding.taking_scalars(unit.modules):
+        with sharding.scalars_as_rows(unit.modules):
             fully_shard(
                 list(unit.modules) if len(unit.modules) > 1 else unit.modules[0],
                 mp_policy=_policy(unit, precision),

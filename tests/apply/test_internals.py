@@ -316,19 +316,19 @@ def test_a_forward_gathers_and_a_backward_leaves_shards_with_gradients(net, grou
     for parameter, expected in zip(net.parameters(), plain.parameters(), strict=True):
         assert isinstance(parameter, DTensor)
         torch.testing.assert_close(dtensors.local(parameter.grad), expected.grad)
-    assert not any(backward.has_whole_gradient(owner) for owner in owners)
+    assert not any(backward.has_unreduced_gradient(owner) for owner in owners)
 
 
 def test_gradients_that_are_not_reduced_are_whole_until_a_step_is_forgotten(net, groups):
     net.set_requires_gradient_sync(False)
     net(torch.ones(2, 3)).sum().backward()
     owners = [owner for group in groups for _, owner in access.parameters_of(group)]
-    assert all(backward.has_whole_gradient(owner) for owner in owners)
+    assert all(backward.has_unreduced_gradient(owner) for owner in owners)
     assert all(parameter.grad is None for parameter in net.parameters())
     gathering.reshard(net, groups)
-    assert all(backward.has_whole_gradient(owner) for owner in owners)
+    assert all(backward.has_unreduced_gradient(owner) for owner in owners)
     backward.forget_step(net, groups)
-    assert not any(backward.has_whole_gradient(owner) for owner in owners)
+    assert not any(backward.has_unreduced_gradient(owner) for owner in owners)
 
 
 def test_an_all_gather_that_nobody_waited_for_is_dropped(net, groups):
@@ -365,7 +365,7 @@ def test_all_gathers_within_a_step_wait_for_what_was_written_to_shards(net, grou
         gathering.reshard(net, groups)
         assert told == ["waits"] * 2
         told.clear()
-        with sharding.plain(net, groups, writes=True):
+        with sharding.without_fully_shard(net, groups, writes=True):
             assert told == []
         assert told == ["writes"] * 5 + ["waits"] * 2 + ["gathers"]
         return net.forward(x)
@@ -436,7 +436,7 @@ def test_all_gathers_are_asynchronous_where_it_is_said(net, groups):
 def test_what_was_sharded_is_plain_again(net):
     names, kinds = [name for name, _ in net.named_parameters()], [Net, nn.Linear, nn.Linear, nn.Tanh]
     net(torch.ones(2, 3)).sum().backward()
-    sharding.make_plain(net)
+    sharding.undo_fully_shard(net)
     assert [type(module) for module in net.modules()] == kinds
     assert [name for name, _ in net.named_parameters()] == names
     assert not any(isinstance(module, FSDPModule) for module in net.modules())

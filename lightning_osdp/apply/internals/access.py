@@ -1,7 +1,7 @@
-"""Objects that torch's ``fully_shard`` makes of a unit, and checks that this torch has all that is used of them.
+"""Access to the objects that ``fully_shard`` makes of a unit, and checks that this torch has all that is used of them.
 
-Seen in torch 2.13 to 2.15. `check_torch` and `check_units` refuse a torch that lacks a name, unless it is in
-`_DISPENSABLE`: those are done without.
+Every private name that the room uses stands in `_METHODS` or `_ATTRIBUTES`. `check_torch` and `check_units` refuse a
+torch that lacks one of them. Names in `_DISPENSABLE` are not refused: training does without what they serve.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _METHODS = {
     ),
     TrainingState: ("FORWARD", "PRE_BACKWARD", "POST_BACKWARD", "IDLE"),
 }
-"""What this room uses of classes."""
+"""Names that this room uses of classes."""
 _ATTRIBUTES = {
     "state": (
         "_fsdp_param_groups",
@@ -116,7 +116,8 @@ _ATTRIBUTES = {
         "unsharded_accumulated_grad",
     ),
 }
-"""What it uses of the objects that make a unit; `_unsharded_param` of a parameter comes with its first all-gather."""
+"""Names that this room uses of objects of a unit. `_unsharded_param` of a parameter is not among them: it comes with
+the first all-gather."""
 IN_NODES = "a mode that leaves a shard in each node"
 _AHEAD = "asynchronous_unshard, so that steps may take longer than predicted"
 _ONCE = "that a tensor given to a unit twice arrives as one"
@@ -136,7 +137,7 @@ _DISPENSABLE = {
     "state._post_forward_hook_handle": WHOLE,
     "state._pre_forward_hook_handle": WHOLE,
 }
-"""What trains without it, by name: what there is not then."""
+"""Names that training does without -> what is lost without them."""
 _OF_SCALARS = {
     "group.fsdp_params",
     "parameter._contiguous_orig_stride",
@@ -148,16 +149,22 @@ _OF_SCALARS = {
     "parameter.sharded_param",
     "parameter.sharded_size",
 }
-"""What is needed before units are checked, where a model has parameters without dimensions."""
+"""Names needed before `check_units` runs, for parameters without dimensions."""
 
 
 def check_torch() -> None:
-    """Raises `ConfigurationError` where the classes of this torch lack something that training needs."""
+    """Raises `ConfigurationError` where classes of this torch lack a name that training needs."""
     _refuse(name for name in _lacking((), ()) if name not in _DISPENSABLE)
 
 
 def check_units(root: nn.Module) -> None:
-    """The same of the objects that ``fully_shard`` has made of a module; rank 0 warns of what there is not."""
+    """Checks the objects that ``fully_shard`` has made of a module; call it on all ranks.
+
+    Rank 0 warns of names in `_DISPENSABLE` that are missing.
+
+    Raises:
+        ConfigurationError: they lack a name that training needs, or a unit has several groups of parameters.
+    """
     states = list(dict.fromkeys(state_of(child) for child in root.modules() if isinstance(child, FSDPModule)))
     groups = [group for state in states for group in getattr(state, "_fsdp_param_groups", ())]
     if any(len(getattr(state, "_fsdp_param_groups", ())) > 1 for state in states):
@@ -185,22 +192,22 @@ def _lacking(states: Sequence[Any], groups: Sequence[Any]) -> list[str]:
     classes = [(kind.__name__, name, kind) for kind, names in _METHODS.items() for name in names]
     parameters = [parameter for group in groups for parameter in getattr(group, "fsdp_params", ())]
     objects = {"state": states, "group": groups, "parameter": parameters}
-    used = [(kind, path, each) for kind, found in objects.items() for path in _ATTRIBUTES[kind] for each in found]
+    used = [(kind, path, each) for kind, holders in objects.items() for path in _ATTRIBUTES[kind] for each in holders]
     return list(dict.fromkeys(f"{kind}.{path}" for kind, path, each in (*classes, *used) if not _has(each, path)))
 
 
-def _has(found: Any, path: str) -> bool:
+def _has(holder: Any, path: str) -> bool:
     first, _, inner = path.partition(".")
-    return hasattr(found, first) and (not inner or _has(getattr(found, first), inner))
+    return hasattr(holder, first) and (not inner or _has(getattr(holder, first), inner))
 
 
-def require(what: str, states: Sequence[Any] = (), groups: Sequence[Any] = ()) -> None:
-    """Raises `ConfigurationError` where torch lacks something that one of the values of `_DISPENSABLE` needs."""
-    _refuse((name for name in _lacking(states, groups) if _DISPENSABLE.get(name) == what), f", for {what}")
+def require(use: str, states: Sequence[Any] = (), groups: Sequence[Any] = ()) -> None:
+    """Raises `ConfigurationError` where torch lacks a name that this use, a value of `_DISPENSABLE`, needs."""
+    _refuse((name for name in _lacking(states, groups) if _DISPENSABLE.get(name) == use), f", for {use}")
 
 
 def check_scalars(module: nn.Module) -> None:
-    """Raises `ConfigurationError` where torch lacks something that a unit with a parameter without dimensions needs."""
+    """Raises `ConfigurationError` where torch lacks a name that a unit needs for parameters without dimensions."""
     _refuse(name for name in _lacking([state_of(module)], ()) if name == "state._fsdp_param_groups")
     _refuse(name for name in _lacking((), [group_of(module)]) if name in _OF_SCALARS)
 
@@ -214,48 +221,48 @@ def _refuse(missing: Iterable[str], use: str = "") -> None:
 
 
 def state_of(module: Any) -> Any:
-    """The state of a unit, given any of its modules, also while it is a `plain` one."""
+    """State of a unit, given any of its modules, also within `sharding.without_fully_shard`."""
     state = _get_module_state(module)
     assert isinstance(state, FSDPState)
     return state
 
 
 def group_of(module: Any) -> Any:
-    """The parameters that a unit gathers together; None where it has none."""
+    """Group of the parameters of a unit, all of which are gathered together; None where it has none."""
     groups = state_of(module)._fsdp_param_groups
     return groups[0] if groups else None
 
 
 def set_owner(root: nn.Module, owner: object) -> None:
-    """Has the state of a root lead to what drives it."""
+    """Stores in the state of a root which object drives it."""
     state_of(root).lightning_osdp_owner = owner
 
 
 def owner_of(root: nn.Module) -> Any:
-    """What `set_owner` gave; None where there is nothing."""
+    """Object that `set_owner` stored; None where there is none."""
     return getattr(state_of(root), "lightning_osdp_owner", None) if isinstance(root, FSDPModule) else None
 
 
 def begin(root: nn.Module) -> None:
-    """Makes this module the root of the units inside it, whichever of them forward is going to call first."""
+    """Makes a module the root of the units inside it, whichever of them is called first."""
     state_of(root)._lazy_init()
 
 
 def do_nothing(*_: object, **__: object) -> None:
-    """In place of a hook, or of a method that is not to run."""
+    """Stands in for a hook or a method that is not to run."""
 
 
 def parameters_of(group: Any) -> list[tuple[nn.Parameter, Any]]:
-    """The DTensors of a unit, each with what ``fully_shard`` knows of it."""
+    """Pairs of a DTensor and its ``FSDPParam``, one for each parameter of a group."""
     return [(parameter.sharded_param, parameter) for parameter in group.fsdp_params]
 
 
 def name_of(parameter: Any) -> str:
-    """The name in the root of one of `parameters_of`."""
+    """Qualified name, in the root, of the parameter of an ``FSDPParam``."""
     name: str = parameter._param_fqn
     return name
 
 
 def hash_of_rows(parameter: Any) -> int:
-    """`hash_of` this rank's rows of one of `parameters_of`."""
+    """Hash, as of `dtensors.hash_of`, of the rows that this rank has of an ``FSDPParam``."""
     return hash_of(parameter._sharded_local_tensor)

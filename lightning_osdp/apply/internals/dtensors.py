@@ -1,4 +1,4 @@
-"""DTensors: rows of a rank, and operations that torch refuses or computes from the rows alone."""
+"""Rows of DTensors, and operations on DTensors that torch refuses or computes from the rows of one rank alone."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from lightning_osdp.errors import ConfigurationError
 
 _SHARD = "_osdp_shard"
-"""Attribute of parameters that are shards of a unit."""
+"""Attribute that marks parameters as shards of a unit."""
 _PIECE = 2**18
-"""Elements that are hashed in one go."""
+"""Number of elements that are hashed at once."""
 
 
 def read_whole_values() -> None:
-    """Has ``item()`` and ``float()`` of a DTensor give the value over all ranks, which must all call it.
+    """Makes ``item()`` and ``float()`` of a DTensor give the value over all ranks; all ranks must call them.
 
-    torch gives this rank's part of it, so that ``float(parameter.grad.norm())`` is the norm of the shard.
+    torch gives the value of this rank's rows: ``float(parameter.grad.norm())`` would be the norm of one shard.
     """
     item = torch.ops.aten._local_scalar_dense.default
     _handlers().setdefault(item, lambda operation, args, _: operation(args[0].full_tensor()))
 
 
 def set_values() -> None:
-    """Has ``parameter.data = value`` of a shard, as `mark_shard` marks it, put this rank's rows of the value there.
+    """Makes ``parameter.data = value`` of a marked shard write this rank's rows of the value into the shard.
 
-    torch changes what it says of a DTensor, and neither the rows nor what a unit gathers. Others stay as they are.
+    torch would change the metadata of the DTensor, and neither its rows nor the memory that the unit gathers. DTensors
+    without the mark of `mark_shard` behave as ever.
     """
     if "data" not in vars(DTensor):
         DTensor.data = property(Tensor.data.__get__, _set_data)  # type: ignore[assignment, attr-defined]
 
 
 def mark_shard(parameter: Tensor) -> None:
-    """Has the ``data`` of a parameter be set as `set_values` says."""
+    """Marks a parameter as a shard for `set_values`."""
     vars(parameter)[_SHARD] = True
 
 
@@ -62,12 +63,12 @@ def _set_data(tensor: DTensor, value: Any) -> None:
 
 
 def mix_meshes() -> None:
-    """Has tensors that are on several meshes be added, stacked, averaged and used by all ranks, who must all do so.
+    """Makes DTensors on several meshes be added, stacked, averaged and scaled together; all ranks must do so.
 
-    ``clip_grad_norm_`` and ``get_total_norm`` of torch do that with norms of gradients, and people with weights
-    that they average; DTensors refuse it. Sums and stacks of norms are plain tensors. Of other operands those are
-    gathered, one at a time, that are not on the mesh of the first one with most dimensions, which is what an operation
-    in place changes. What is on one mesh is left to torch, and so is what autograd is to go back through.
+    ``clip_grad_norm_`` and ``get_total_norm`` of torch combine norms of gradients in this way, and user code combines
+    weights that it averages. DTensors refuse it. Sums and stacks of norms become plain tensors. Other operands are
+    moved to the mesh of the first one with the most dimensions, which is the operand that an operation in place
+    changes: each is gathered, one at a time. Operands on one mesh, and operands that need autograd, are left to torch.
     """
 
     def added(operation: Any, args: Any, kwargs: Any) -> Any:
@@ -84,9 +85,9 @@ def mix_meshes() -> None:
         for place, tensor in enumerate(tensors):
             places[tensor.device_mesh].append(place)
         values: dict[int, Tensor] = {}
-        for same in places.values():
-            alike: Any = torch.stack([tensors[place] for place in same])
-            values.update(zip(same, alike.full_tensor(), strict=True))
+        for on_mesh in places.values():
+            stack: Any = torch.stack([tensors[place] for place in on_mesh])
+            values.update(zip(on_mesh, stack.full_tensor(), strict=True))
         return operation([values[place] for place in range(len(tensors))], *others, **kwargs)
 
     def scaled(operation: Any, args: Any, _: Any) -> None:
@@ -112,17 +113,17 @@ def mix_meshes() -> None:
 def _handle_meshes(
     operation: Any, tensors_of: Callable[[Any], Sequence[Any]], handle: Callable[[Any, Any, Any], Any]
 ) -> None:
-    """Has an operation be this where those of its arguments are DTensors, and not all on one mesh."""
+    """Replaces an operation by a function where its DTensors are not all on one mesh."""
 
     def handled(operation: Any, args: Any, kwargs: Any) -> Any:
         meshes = [each.device_mesh if isinstance(each, DTensor) else None for each in tensors_of(args)]
         if None not in meshes and any(mesh != meshes[0] for mesh in meshes):
             return handle(operation, args, kwargs)
-        own = _handlers().pop(operation)  # so that torch does as it ever does
+        handler = _handlers().pop(operation)  # without it, torch runs the operation itself
         try:
             return operation(*args, **kwargs)
         finally:
-            _handlers()[operation] = own
+            _handlers()[operation] = handler
 
     _handlers().setdefault(operation, handled)
 
@@ -136,50 +137,50 @@ def _are_numbers(args: Any) -> bool:
 
 
 def _untaped(args: Any) -> list[Any]:
-    """Tensors among arguments; none where autograd needs them, whose gradients would be on one mesh."""
+    """Tensors among the arguments; none where autograd needs them, whose gradients would be on one mesh."""
     found = _tensors(args)
     return [] if torch.is_grad_enabled() and any(each.requires_grad for each in found) else found
 
 
 def _pair_apart(args: Any) -> Sequence[Any]:
-    """The first two of two lists that are not on the same mesh."""
+    """First pair of operands, one from each of two lists, that are on different meshes; empty without one."""
     pairs = (pair for pair in zip(*args[:2], strict=True) if all(isinstance(each, DTensor) for each in pair))
     return next((pair for pair in pairs if pair[0].device_mesh != pair[1].device_mesh), ())
 
 
 def _on_mesh(value: Any, mesh: DeviceMesh) -> Any:
-    """A DTensor, whole on each rank where it is on another mesh; anything else as it is."""
+    """Copy of a DTensor that is whole on each rank of a mesh; any other value, or one on that mesh, unchanged."""
     if not isinstance(value, DTensor) or value.device_mesh == mesh:
         return value
     return DTensor.from_local(value.full_tensor(), mesh, [Replicate()] * mesh.ndim)
 
 
 def _handlers() -> Any:
-    """By operation, what DTensors do in its place."""
+    """Functions that DTensors call in place of operations, by operation."""
     return DTensor._op_dispatcher._custom_op_handlers
 
 
 def write_rows(sharded: DTensor, whole: Tensor) -> None:
-    """Puts this rank's rows of a whole tensor into a shard."""
+    """Copies this rank's rows of a whole tensor into a shard."""
     rows = distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None)
     with torch.no_grad():
         sharded.to_local().copy_(rows.to_local())
 
 
 def hash_of(tensor: Tensor) -> int:
-    """A number below 2^31 - 1 that tensors with the same bits have, and others hardly ever."""
+    """Hash of the bits of a tensor, below 2^31 - 1."""
     flat = tensor.detach().flatten()
     bits = flat.view(torch.int16 if flat.itemsize > 1 else torch.int8)
     return int(sum(piece.sum() for piece in bits.split(_PIECE))) % (2**31 - 1)
 
 
 def is_in_nodes(tensor: Tensor) -> bool:
-    """Whether each node has all of a tensor."""
+    """True if each node has all of a tensor."""
     return isinstance(tensor, DTensor) and tensor.device_mesh.ndim > 1
 
 
 def num_copies(tensor: Tensor) -> int:
-    """How many ranks hold what this one holds of a tensor."""
+    """Number of ranks that hold the same part of a tensor as this rank."""
     if not isinstance(tensor, DTensor):
         return 1
     copied = [dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
@@ -187,20 +188,22 @@ def num_copies(tensor: Tensor) -> int:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
+    """Part of a tensor that this rank holds."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def of_rows(rows: Tensor, like: DTensor) -> DTensor:
-    """The tensor of which this rank has these rows, and others the rest, as they have of another one."""
+    """DTensor made of the rows of each rank, with the layout of another DTensor."""
     mesh, placements = like.device_mesh, like.placements
     found: DTensor = DTensor.from_local(rows, mesh, placements, shape=like.shape, stride=like.stride())
     return found
 
 
 def is_cut_alike(value: Tensor, parameter: DTensor) -> bool:
-    """Whether each rank holds of a tensor, as a plain one, the rows that it holds of a parameter."""
-    if not isinstance(value, DTensor) or type(value._local_tensor) is not Tensor:  # nothing that is still on its way
+    """True if each rank holds, of a DTensor, a plain tensor with the rows that it holds of a parameter."""
+    if (
+        not isinstance(value, DTensor) or type(value._local_tensor) is not Tensor
+    ):  # such as the result of a collective that goes on
         return False
     spec, other = value._spec, parameter._spec
     return spec is other or (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,17 +18,15 @@ from typing_extensions import override
 
 from lightning_osdp.apply.internals.access import IN_NODES, group_of, require, state_of
 
-FREEING = ("_to_sharded", "_to_sharded_post_forward")
-"""Methods of a unit that free what is gathered."""
 _PROCESS_GROUPS = ("shard_process_group", "replicate_process_group")
-"""Attributes of a unit's mesh, of which the second is there where several ranks have the same shard."""
+"""Attributes of a unit's mesh. The second one exists where several ranks have the same shard."""
 
 
 def gather_for_training(groups: Sequence[Any]) -> None:
-    """Has units that are first gathered in inference mode be gathered for training later, too.
+    """Makes units that are first gathered in inference mode usable for training later.
 
-    What torch allocates at the first all-gather is what all others fill, and inference tensors are filled in that mode
-    alone.
+    The first all-gather of a unit allocates the memory that all others fill. Memory allocated in inference mode may be
+    filled in that mode alone.
     """
     for group in groups:
         group.wait_for_unshard = partial(_outside_inference_mode, group.wait_for_unshard)
@@ -42,17 +40,11 @@ def _outside_inference_mode(call: Callable[[], None]) -> None:
         call()
 
 
-def wrap(group: Any, names: Iterable[str], around: Callable[[Any], None]) -> None:
-    """Has a unit call something with its own method, wherever torch calls one of these, as far as there are such."""
-    for name in names:
-        if hasattr(group, name):
-            setattr(group, name, partial(around, getattr(group, name)))
-
-
 def gather_after(context: Any) -> None:
-    """Has all-gathers wait for what the device has been given so far: to write shards, or to read what is freed now.
+    """Makes all-gathers wait for all work that the device was given so far.
 
-    They run on streams of their own, which torch has wait for others where a forward of the root begins.
+    That work writes shards, or reads memory that is freed now. All-gathers run on streams of their own, and torch makes
+    these wait for other streams only where a forward of the root begins.
     """
     current = context.device_handle.current_stream()
     for stream in (context.all_gather_copy_in_stream, context.all_gather_stream):
@@ -60,13 +52,19 @@ def gather_after(context: Any) -> None:
 
 
 def reshard_after_forward(module: Any, *, is_kept: bool, nodes: DeviceMesh | None) -> None:
-    """Says what forward leaves of a unit: all, a shard in each row of the mesh (nodes, ranks of a node), or nothing."""
+    """Sets what forward leaves of a unit: all of it, one shard in each node, or nothing.
+
+    Args:
+        module: the handle of the unit.
+        is_kept: leave all of it unsharded.
+        nodes: the mesh (nodes, ranks of a node) where a shard is left in each node, else None.
+    """
     module.set_reshard_after_forward(not is_kept, recurse=False)
     group = group_of(module)
     if nodes is None or is_kept or group is None:
         return
     require(IN_NODES, groups=[group])
-    # As fully_shard's own int has it, which cannot be changed later, and makes process groups for each unit.
+    # An int given to fully_shard would set the same. But it cannot be changed later, and makes process groups per unit.
     group.post_forward_mesh_info = HSDPMeshInfo(nodes, shard_mesh_dim=1, replicate_mesh_dim=0)
     for parameter in group.fsdp_params:
         parameter.post_forward_mesh_info = group.post_forward_mesh_info
@@ -74,12 +72,12 @@ def reshard_after_forward(module: Any, *, is_kept: bool, nodes: DeviceMesh | Non
 
 
 def gather_ahead(module: Any, following: Sequence[Any]) -> None:
-    """Has a unit gather others when it is called; run again, in backward, none of them that backward has come to."""
+    """Sets the units that a unit all-gathers ahead in forward. A second run in backward leaves out reached units."""
     state_of(module)._states_to_forward_prefetch = _NotReached(map(state_of, following))
 
 
 class _NotReached(list[Any]):
-    """States of units, without those that the present backward has come to: they are gathered, or not needed again."""
+    """States of units, without the units that the present backward has reached: they need no all-gather any more."""
 
     @override
     def __iter__(self) -> Iterator[Any]:
@@ -87,23 +85,25 @@ class _NotReached(list[Any]):
 
 
 def set_asynchronous(root: nn.Module, *, is_asynchronous: bool) -> None:
-    """Whether all-gathers are waited for where they are needed, and not where they are issued."""
+    """Sets whether all-gathers are waited for where their result is used, instead of where they are issued."""
     assert isinstance(root, FSDPModule)
     if hasattr(root, "_set_unshard_async_op"):
         root._set_unshard_async_op(is_asynchronous)
 
 
-def run_as_forward(root: nn.Module, step: Callable[..., Any], args: Any, kwargs: Any, own: Callable[[Any], Any]) -> Any:
-    """Runs a step as if it were the forward of the root; ``own`` is applied to what it returns."""
+def run_as_forward(
+    root: nn.Module, step: Callable[..., Any], args: Any, kwargs: Any, convert: Callable[[Any], Any]
+) -> Any:
+    """Runs a step as if it were the forward of the root; ``convert`` is applied to the output of the step."""
     state = state_of(root)
     args, kwargs = state._pre_forward(root, args, kwargs)
-    return state._post_forward(root, args, own(step(*args, **kwargs)))
+    return state._post_forward(root, args, convert(step(*args, **kwargs)))
 
 
 def reshard(root: nn.Module, groups: Sequence[Any]) -> None:
     """Frees unsharded parameters, and results of all-gathers that nobody waited for; gradients stay.
 
-    A pending all-gather would be copied out by the next forward, with the values of its time.
+    The next forward would copy the result of a pending all-gather out, with values from before the optimizer's step.
     """
     context = state_of(root)._comm_ctx
     gather_after(context)
@@ -117,20 +117,20 @@ def reshard(root: nn.Module, groups: Sequence[Any]) -> None:
             group._all_gather_result = None
         group._to_sharded()
         drop_retained(group)
-        if group._training_state != TrainingState.FORWARD:  # else the order is that of a forward that goes on
+        if group._training_state != TrainingState.FORWARD:  # a forward that goes on needs its order
             group._post_forward_indices.clear()
     context.post_forward_order.clear()
 
 
 def drop_retained(group: Any) -> None:
-    """Frees what forward has left of a unit in each node; torch does so only where it gathers the unit from there."""
+    """Frees the shard that forward left in each node; torch does so only where backward gathers the unit from it."""
     for parameter in group.fsdp_params:
         if getattr(parameter, "_sharded_post_forward_param_data", None) is not None:
             parameter._sharded_post_forward_param = parameter._sharded_post_forward_param_data = None
 
 
 def on_collectives(group: Any, note: Callable[[bool], None]) -> None:
-    """Calls ``note`` before each all-gather (False) and reduce-scatter (True) of a unit."""
+    """Calls ``note`` before each all-gather (with False) and each reduce-scatter (with True) of a unit."""
 
     def gather(output_tensor: Tensor, input_tensor: Tensor, **kwargs: Any) -> Any:
         note(False)
@@ -153,43 +153,49 @@ def whole_storages(module: nn.Module) -> Iterator[Tensor]:
 
 
 @contextmanager
-def on_process_groups(groups: Sequence[Any], others: Mapping[dist.ProcessGroup, dist.ProcessGroup]) -> Iterator[None]:
-    """Within it, units and DTensors run their collectives on other process groups, given by those that they run on."""
+def on_process_groups(
+    groups: Sequence[Any], replacements: Mapping[dist.ProcessGroup, dist.ProcessGroup]
+) -> Iterator[None]:
+    """Runs collectives of units and DTensors on other process groups, within the context.
+
+    Args:
+        groups: groups of parameters of the units.
+        replacements: process group -> the one that takes its place.
+    """
     kept = []
     for group in groups:
         in_forward = getattr(group, "post_forward_mesh_info", None)
         for info in {id(info): info for info in (group.mesh_info, in_forward)}.values():
-            found = {name: getattr(info, name) for name in _PROCESS_GROUPS if hasattr(info, name)}
-            kept += [(info, name, own) for name, own in found.items()]
+            kept += [(info, name, getattr(info, name)) for name in _PROCESS_GROUPS if hasattr(info, name)]
     try:
-        for info, name, own in kept:
-            setattr(info, name, others[own])
-        for own, other in others.items():
-            _name_group(own, other)
+        for info, name, process_group in kept:
+            setattr(info, name, replacements[process_group])
+        for process_group, replacement in replacements.items():
+            _name_group(process_group, replacement)
         yield
     finally:
-        for info, name, own in kept:
-            setattr(info, name, own)
-        for own in others:
-            _name_group(own, own)
+        for info, name, process_group in kept:
+            setattr(info, name, process_group)
+        for process_group in replacements:
+            _name_group(process_group, process_group)
 
 
 def _name_group(named: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
-    """Has a group be found by the name of one: so do DTensors, whose meshes may be those of any model before."""
+    """Registers a group under the name of another: DTensors, also those of earlier models, find groups by name."""
     _unregister_process_group(named.group_name)
     _register_process_group(named.group_name, group)
 
 
 class _Collective:
-    """An all-gather or reduce-scatter of units, in memory as torch's own."""
+    """All-gather or reduce-scatter of units, with buffers allocated as torch's own does."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
         self._run = run
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory that the collective fills, or reads."""
+        """Buffer for the input or output of the collective."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs one."""
+        """Runs the collective."""
         return self._run(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Changes of modules around ``fully_shard``: what it refuses or loses, and its undoing, for a while or for good."""
+"""Changes of modules around ``fully_shard``: what it would refuse or lose, and undoing it for a while or for good."""
 
 from __future__ import annotations
 
@@ -29,12 +29,15 @@ from lightning_osdp.splitting import parameter_like
 
 T = TypeVar("T")
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
-"""Attributes that it gives to all modules inside a unit."""
+"""Attributes that ``fully_shard`` gives to all modules inside a unit."""
 
 
 @contextmanager
-def taking_scalars(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Within it, ``fully_shard`` makes a unit of modules that have parameters without dimensions, which it refuses."""
+def scalars_as_rows(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Lets ``fully_shard`` make a unit of modules with parameters without dimensions, which it refuses.
+
+    Within the context each scalar is a row of one element; afterwards it is a `_Scalar`.
+    """
     rows: dict[nn.Parameter, nn.Parameter] = {}
     places = set()
     for child in (child for module in modules for child in module.modules()):
@@ -53,13 +56,14 @@ def taking_scalars(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 class _Scalar(FSDPParam):
-    """A parameter without dimensions, all of which each rank has.
+    """Parameter without dimensions, whole on each rank.
 
-    In collectives of its unit it is a row. All gather that of rank 0; its gradient is one row for each rank.
+    In collectives of its unit it is one row: all ranks gather the row of rank 0, and its gradient has one row for each
+    rank.
     """
 
     def begin(self) -> None:
-        """Is called where ``fully_shard`` has just taken it for one row, which is in the shard of one rank."""
+        """Takes over from ``fully_shard``, which has just put the one row into the shard of one rank."""
         self._orig_size = self.sharded_size = self.sharded_post_forward_size = torch.Size()
         self._contiguous_orig_stride = self.contiguous_sharded_stride = ()
         self.contiguous_sharded_post_forward_stride = ()
@@ -70,14 +74,14 @@ class _Scalar(FSDPParam):
 
     @override
     def reset_sharded_param(self) -> None:
-        """After somebody has changed what the module has."""
+        """Takes over a parameter that somebody has put into the module."""
         own: Any = getattr(self._module_info.module, self._module_info.param_name)
         self.sharded_param, self._sharding_spec = own, own._spec
         self._sharded_param_data = own._local_tensor.view(1)
 
     @override
     def _init_sharded_post_forward_param_metadata(self, param: Tensor) -> None:
-        """Nothing: it is the same in a node as over all ranks."""
+        """Does nothing: the scalar is the same in a node as over all ranks."""
 
     @override
     def to_sharded_dtensor(self, tensor: Tensor) -> DTensor:
@@ -95,10 +99,11 @@ class _Scalar(FSDPParam):
 
 
 def pass_inputs(module: nn.Module) -> None:
-    """Has tensors that are given to a unit arrive as without ``fully_shard``, which makes a new one of each argument.
+    """Makes the inputs of a unit arrive as they would without ``fully_shard``, which copies each argument.
 
-    One that is given more than once arrives as one: ``nn.MultiheadAttention``, given one tensor as query, key and
-    value, would project it three times, and save three copies. And gradients of it may have a graph, see `_Inputs`.
+    A tensor that is given more than once arrives as one tensor: ``nn.MultiheadAttention``, given one tensor as query,
+    key and value, would project its copies three times, and save three of them. Gradients of inputs may have a graph,
+    see `_Inputs`.
     """
     group = group_of(module)
     if group is None or not hasattr(group, "_register_post_backward_hook"):
@@ -116,7 +121,7 @@ def pass_inputs(module: nn.Module) -> None:
 
 
 def typed_as_local(function: T) -> T:
-    """Has spmd_types, with which a newer torch checks its own tensors if it is installed, take a function for local."""
+    """Registers a function with spmd_types as local: a newer torch checks its own tensors with it, if installed."""
     with suppress(ImportError):
         from spmd_types import register_local_autograd_function
 
@@ -126,10 +131,10 @@ def typed_as_local(function: T) -> T:
 
 @typed_as_local
 class _Inputs(RegisterPostBackwardFunction):
-    """Inputs of a unit, with which its backward ends.
+    """Inputs of a unit, whose backward is the end of the backward of the unit.
 
-    Where gradients of them have a graph (``create_graph=True``), a later backward begins with these gradients and uses
-    the unit's weights, which this one has freed: it gathers them again.
+    With ``create_graph=True`` their gradients have a graph. A later backward begins with these gradients and needs the
+    weights of the unit, which this backward has freed: a hook gathers them again.
     """
 
     @staticmethod
@@ -143,15 +148,16 @@ class _Inputs(RegisterPostBackwardFunction):
 
 
 def carry_hooks(groups: Sequence[Any]) -> None:
-    """Gives the hooks of ``register_hook()`` on shards to the whole parameters, which get the gradients.
+    """Shares the hooks of ``register_hook()`` on shards with unsharded parameters, which get the gradients.
 
-    Both have one dictionary of hooks, also where there are none yet: what is registered or removed later counts, too.
+    Both have one dictionary of hooks, which is made if there is none: hooks that are registered or removed later count,
+    too.
     """
     for group in groups:
         for parameter in group.fsdp_params:
             sharded: Any = parameter.sharded_param
             if sharded._backward_hooks is None:
-                sharded._backward_hooks = OrderedDict()  # as the first register_hook() does
+                sharded._backward_hooks = OrderedDict()  # as the first register_hook() would
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param._backward_hooks = sharded._backward_hooks
             else:
@@ -159,20 +165,19 @@ def carry_hooks(groups: Sequence[Any]) -> None:
 
 
 def _begin_with_hooks(parameter: Any) -> None:
-    del parameter.init_unsharded_param  # torch's own, from now on
+    del parameter.init_unsharded_param  # the method of the class is called from now on
     parameter.init_unsharded_param()
     parameter._unsharded_param._backward_hooks = parameter.sharded_param._backward_hooks
 
 
 @contextmanager
-def plain(module: nn.Module, groups: Sequence[Any], *, writes: bool) -> Iterator[None]:
-    """Within it, a module has whole parameters, and runs forward and is copied like any other, with no collective.
+def without_fully_shard(module: nn.Module, groups: Sequence[Any], *, writes: bool) -> Iterator[None]:
+    """Gives a module whole parameters and its own classes, so that it runs and is copied without collectives.
 
     Args:
-        module: any inside the root.
-        groups: of all units of the root, nothing of which is unsharded.
-        writes: whether the shards take over this rank's rows of the parameters as they are at the end; after an
-            error they do not.
+        module: any module inside the root.
+        groups: groups of all units of the root, all of them resharded.
+        writes: copy this rank's rows of the parameters to the shards at the end; not done after an error.
     """
     inside = set(module.modules())
     units = [child for child in inside if isinstance(child, FSDPModule)]
@@ -185,7 +190,7 @@ def plain(module: nn.Module, groups: Sequence[Any], *, writes: bool) -> Iterator
             if not inside.isdisjoint((info.module, *info.shared_modules)):
                 whole[parameter] = _whole_parameter(parameter.sharded_param)
     with ExitStack() as stack:
-        stack.callback(_gather_again, groups)  # when all are units again
+        stack.callback(_gather_again, groups)  # called last, when all modules are units again
         for state in states:
             for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
                 stack.enter_context(_without(handle))
@@ -203,7 +208,7 @@ def plain(module: nn.Module, groups: Sequence[Any], *, writes: bool) -> Iterator
 
 
 def _gather_again(groups: Sequence[Any]) -> None:
-    """Has units whose forward goes on be unsharded, and others be so later, with what was written to shards."""
+    """Unshards units whose forward goes on, after the shards are written."""
     if groups:
         gather_after(groups[0].comm_ctx)
     for group in groups:
@@ -212,7 +217,7 @@ def _gather_again(groups: Sequence[Any]) -> None:
 
 
 def _whole_parameter(sharded: DTensor, *, copies: bool = False) -> nn.Parameter:
-    """All of a parameter, with what users have set on it; in memory of its own, if need be by copying."""
+    """Whole parameter of a shard, with attributes that users have set, in memory that is not the shard."""
     value = sharded.full_tensor().detach()
     is_shard = value.data_ptr() == local(sharded).data_ptr()
     return parameter_like(value.clone() if copies or is_shard else value, sharded)
@@ -220,29 +225,29 @@ def _whole_parameter(sharded: DTensor, *, copies: bool = False) -> nn.Parameter:
 
 @contextmanager
 def _unmarked(module: nn.Module) -> Iterator[None]:
-    """Within it, nothing tells that a module is sharded: it has its own class, so that it can be copied.
+    """Hides, within the context, that a module is sharded; with its own class it can be copied.
 
     ``generate()`` of transformers would wait for other ranks.
     """
-    kind, own = type(module), vars(module)
-    kept = {name: own.pop(name) for name in (*_MARKS, STATE_KEY, REGISTRY_KEY, "_apply") if name in own}
+    kind, attributes = type(module), vars(module)
+    kept = {name: attributes.pop(name) for name in (*_MARKS, STATE_KEY, REGISTRY_KEY, "_apply") if name in attributes}
     if issubclass(kind, FSDPModule):
         module.__class__ = _own_class(module)
     try:
         yield
     finally:
         module.__class__ = kind
-        own.update(kept)
+        attributes.update(kept)
 
 
 def _own_class(module: Any) -> Any:
-    """The class that a unit's module had before ``fully_shard``."""
+    """Class that the module of a unit had before ``fully_shard``."""
     return type(module).__mro__[type(module)._orig_cls_mro_index]
 
 
 def refuse_copies(module: nn.Module) -> None:
-    """Has ``copy.deepcopy`` of a unit's module, outside of `plain`, say what to do."""
-    type(module).__deepcopy__ = refuse_copy  # type: ignore[attr-defined]  # a class that torch has made for its units
+    """Makes ``copy.deepcopy`` of the module of a unit raise, outside of `without_fully_shard`, and say what to do."""
+    type(module).__deepcopy__ = refuse_copy  # type: ignore[attr-defined]  # the class is one that torch has made for units
 
 
 def refuse_copy(*_: object) -> NoReturn:
@@ -256,8 +261,8 @@ def refuse_copy(*_: object) -> NoReturn:
 
 @contextmanager
 def _without(handle: Any) -> Iterator[None]:
-    """Within it, a hook does nothing, and keeps its place among the others."""
-    handles = getattr(handle, "handles", (handle,))  # of a unit of several modules
+    """Disables a hook within the context; it keeps its place among the others."""
+    handles = getattr(handle, "handles", (handle,))  # a unit of several modules has several
     kept = [(each.hooks_dict_ref(), each.id) for each in handles]
     hooks = [registered[number] for registered, number in kept]
     for registered, number in kept:
@@ -269,10 +274,10 @@ def _without(handle: Any) -> Iterator[None]:
             registered[number] = hook
 
 
-def copy_from_first(module: nn.Module) -> None:
-    """Has ranks that have the same of a unit have what the first of them has: they may begin unlike.
+def copy_replicas(module: nn.Module) -> None:
+    """Copies the shards of a unit from the first rank that has them to the others, whose values may differ.
 
-    Of a scalar that is rank 0, and of a unit that each node has all of the rank in the first node.
+    The first rank of a scalar is rank 0. The first rank of a shard that each node has is in the first node.
     """
     group = group_of(module)
     for parameter in () if group is None else group.fsdp_params:
@@ -285,20 +290,20 @@ def copy_from_first(module: nn.Module) -> None:
 
 
 def keep_attributes(module: nn.Module) -> None:
-    """Has ``module.to(...)`` and the like leave what is set on parameters, which torch drops of DTensors."""
+    """Makes ``module.to(...)`` keep attributes of parameters, which torch drops from DTensors."""
     apply: Any = module._apply
 
     def kept(*args: Any, **kwargs: Any) -> Any:
         attributes = [(parameter, dict(vars(parameter))) for parameter in module.parameters()]
         result = apply(*args, **kwargs)
-        for parameter, own in attributes:
-            vars(parameter).update(own)
+        for parameter, kept_attributes in attributes:
+            vars(parameter).update(kept_attributes)
         return result
 
-    module._apply = kept  # type: ignore[method-assign]  # of this module alone: its class may be that of others
+    module._apply = kept  # type: ignore[method-assign]  # on the instance: other modules may have its class
 
 
-def make_plain(module: nn.Module) -> None:
+def undo_fully_shard(module: nn.Module) -> None:
     """Undoes ``fully_shard`` for a module and all inside it: whole parameters, no hooks, its own class."""
     whole, handles = {}, list[Any]()
     states = list(dict.fromkeys(state_of(child) for child in module.modules() if isinstance(child, FSDPModule)))
