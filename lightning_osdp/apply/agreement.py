@@ -1,4 +1,4 @@
-"""What ranks must agree on in a step: the order of units, buffers, and which parameters have a gradient at all."""
+"""Agreement of ranks in a step: the order of units, buffers, and which parameters have a gradient at all."""
 
 from __future__ import annotations
 
@@ -16,46 +16,47 @@ from torch.optim import Optimizer
 
 from lightning_osdp.apply.buffers import Buffers, apart
 from lightning_osdp.apply.hosts import new_host_group
-from lightning_osdp.apply.internals import access, backward, dtensors, gathering, unsharded
+from lightning_osdp.apply.internals import access, backward, gathering, unsharded
 from lightning_osdp.apply.units import OVER_ALL
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.errors import OSDPError, PlanMismatchError, RanksApartError
 
 _PRIME = 2**31 - 1
 _STEP = -1
-"""What a rank tells at the end of a step."""
+"""Number that a rank reports at the end of a step."""
 _EVALUATED = -2
-"""The same at the end of a step of an evaluation."""
+"""Number that a rank reports at the end of a step of an evaluation."""
 _NUM_CHECKED = 2
-"""Optimizer steps, with the evaluation before them, in which each collective is told before."""
+"""Number of optimizer steps, with the evaluation before them, in which ranks report each collective beforehand."""
 _STEPS_BETWEEN = 100
-"""Between two comparisons of nodes, after the first steps: each reads all shards once."""
+"""Steps between two comparisons of nodes, after the first steps: each comparison reads all shards once."""
 
 
 class Agreement:
     """Compares ranks once in an optimizer step, by one small all-reduce between hosts.
 
-    It is gloo's where training is NCCL's: a step must not wait for its device, and on a device that has failed no
-    collective runs.
+    Where training uses NCCL, this all-reduce is gloo's: a step must not wait for its device, and after an error of a
+    device no collective of NCCL runs.
 
-    - A parameter that no rank used has no gradient, as under DDP with ``find_unused_parameters``: ``fully_shard``
-      reduces zeros for it, so that a rank on which it was used finds the others in the same reduce-scatter. Where
-      people may look at gradients before the step, or assign some, ranks compare that at the end of backward, too.
-    - Nodes that each have all of a unit have the same values of it. Hashes of them are compared in the first
-      steps, and from then on in every `_STEPS_BETWEEN`-th.
-    - Ranks that gathered or reduced different units at a time have computed with one another's weights, added up one
-      another's gradients, or would wait for each other for ever. In the first steps each rank tells what it is about
-      to do before it does it, for it cannot while it waits. So it does in an evaluation, before it gathers a unit
-      for the second time in one step: text that is generated may be longer on one rank than on another.
-    - Buffers are rank 0's when training begins, and what has changed of them again before each step of an optimizer.
-    - What one rank finds written to its rows of weights that cannot take it, all ranks refuse.
+    - A parameter that no rank used has no gradient, as under DDP with ``find_unused_parameters``. ``fully_shard``
+      reduces zeros for it, so that a rank that used it finds the others in the same reduce-scatter. Where users may
+      look at gradients before the step, or assign some, ranks compare that at the end of backward, too.
+    - Nodes that each have all of a unit have the same values of it. Hashes of the values are compared in the first
+      steps, and in every `_STEPS_BETWEEN`-th step after them.
+    - Ranks that gather or reduce different units at a time compute with one another's weights, add up one another's
+      gradients, or wait for each other for ever. In the first steps each rank reports a collective before it runs it,
+      because it cannot report while it waits. In an evaluation each rank reports before it gathers a unit for the
+      second time in one step: generated text may be longer on one rank than on another.
+    - Buffers are those of rank 0 when training begins. Buffers that have changed are taken from rank 0 before each step
+      of an optimizer.
+    - All ranks refuse a step if one rank finds writes to unsharded parameters that its shards cannot take over.
     """
 
     def __init__(self, root: nn.Module, groups: Sequence[Any], writes: unsharded.GatheredWrites) -> None:
         world = dist.group.WORLD
         self._group = _own_group(world) if world is not None and world.size() > 1 else None
         self._num_steps = 0
-        self._order = 0  # a hash of the units in the order in which they were gathered and reduced
+        self._order = 0  # hash of the order in which units were gathered and reduced
         self._is_paused = False
         self._gathered: set[int] | None = None  # units in this step of an evaluation
         self._groups = tuple(groups)
@@ -67,17 +68,18 @@ class Agreement:
             gathering.on_collectives(group, partial(self._note_collective, index))
         self._watch = backward.BackwardWatch(root, groups, self._note_gradients)
         self._buffers, self._writes = Buffers(root), writes
-        # by identity, for a tensor's own hash is slow
+        # Keys are identities: the hash of a tensor is slow.
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._has_gradient = [False] * len(self._places)
         self._has_dropped = False  # since the last backward
-        owners = (each for group in groups for each in access.parameters_of(group))
-        self._in_nodes = [owner for parameter, owner in owners if dtensors.is_in_nodes(parameter)]
+        pairs = (pair for group in groups for pair in access.parameters_of(group))
+        self._in_nodes = [owner for parameter, owner in pairs if parameter.device_mesh.ndim > 1]
 
     def begin_fit(self) -> None:
-        """Training begins, and nothing counts of a fit that ended with an error, where ranks may have been apart.
+        """Begins training, with no memory of a fit that ended with an error. Call it on all ranks.
 
-        Call it on all ranks; it raises `RanksApartError` if they have other buffers.
+        Raises:
+            RanksApartError: ranks have other buffers.
         """
         self._order = self._num_steps = 0
         self._watch.is_announced = False
@@ -87,15 +89,19 @@ class Agreement:
         most, negated_least = self._largest([len(self._buffers), -len(self._buffers)])
         if most + negated_least > 0:
             raise apart("their number")
-        self._buffers.take(self._largest(self._buffers.told()), self._group)
+        self._buffers.take(self._largest(self._buffers.reports()), self._group)
 
     def end_fit(self) -> None:
-        """Training has ended; raises a `ConfigurationError` of writes that no step told of. Call it on all ranks."""
-        for _ in range(2):  # a device has told of the last step at the second call
+        """Ends training. Call it on all ranks.
+
+        Raises:
+            ConfigurationError: the last step wrote to parameters, see `GatheredWrites`.
+        """
+        for _ in range(2):  # a device reports a step at the second call
             self._writes.check(self._largest(self._writes.reports()))
 
     def begin_backward(self) -> None:
-        """Gradients that were dropped since the last backward do not count."""
+        """Forgets gradients that were dropped since the last backward."""
         self._watch.is_announced = True
         for start, group in zip(self._starts, self._groups, strict=True):
             if backward.has_partial_gradients(group):
@@ -104,13 +110,13 @@ class Agreement:
                 if parameter.grad is None and not backward.has_unreduced_gradient(owner):
                     self._has_gradient[place] = False
                 elif self._has_dropped and parameter.grad is not None:
-                    self._has_gradient[place] = True  # somebody has assigned it, if no backward gave it
+                    self._has_gradient[place] = True  # assigned, if no backward gave it
         self._has_dropped = False
 
     def end_backward(self) -> None:
-        """After backward: drops gradients of what no rank has used, and leaves those alone that are assigned later.
+        """Drops gradients of parameters that no rank has used. Call it on all ranks after backward.
 
-        Call it on all ranks.
+        Gradients that users assign later stay.
         """
         used = self._largest(self._has_gradient)
         for start, group in zip(self._starts, self._groups, strict=True):
@@ -120,11 +126,13 @@ class Agreement:
         self._has_dropped = True
 
     def settle(self, optimizer: Optimizer) -> None:
-        """Before a step of an optimizer: drops gradients of what no rank has used, unless `end_backward` has.
+        """Drops gradients of parameters that no rank has used, unless `end_backward` has. Call it on all ranks.
 
-        Call it on all ranks. Buffers that have changed are rank 0's then. It raises where ranks have gathered or
-        reduced different units since the last step, where nodes have different values of the same parameter, or where
-        the step before has written to weights that cannot take it.
+        It comes before a step of an optimizer, and takes changed buffers from rank 0.
+
+        Raises:
+            RanksApartError: ranks have run different units since the last step, or nodes have different values.
+            ConfigurationError: the step before has written to parameters that cannot be taken over.
         """
         written, used = self._writes.reports(), list[int](self._has_gradient)
         if self._group is not None:
@@ -134,12 +142,12 @@ class Agreement:
             if is_early or self._num_steps % _STEPS_BETWEEN == 0:
                 self._check_nodes()
             self._num_steps += 1
-            own = (self._buffers.told(), written, used)
-            most, least, *largest = self._largest([self._order, -self._order, *chain(*own)])
+            parts = (self._buffers.reports(), written, used)
+            most, negated_least, *largest = self._largest([self._order, -self._order, *chain(*parts)])
             self._order = 0
-            _check_same(most, least)
+            _check_same(most, negated_least)
             rest = iter(largest)
-            buffers, written, used = (list(islice(rest, len(part))) for part in own)
+            buffers, written, used = (list(islice(rest, len(part))) for part in parts)
             self._buffers.take(buffers, self._group)
         self._writes.check(written)
         for group in () if self._has_dropped else optimizer.param_groups:
@@ -149,12 +157,14 @@ class Agreement:
                     parameter.grad = None
 
     def check_plan(self, plan: Plan, check: Callable[[], None]) -> None:
-        """Returns if this can be the plan of all ranks from now on. Call it on all of them.
+        """Checks that this can be the plan of all ranks from now on. Call it on all ranks.
 
-        ``check`` raises what this rank has against it, which is then raised on all.
+        Args:
+            plan: the new plan.
+            check: raises the objections of this rank, one of which is then raised on all ranks.
 
         Raises:
-            OSDPError: the first rank's that has one.
+            OSDPError: the objection of the first rank that has one.
             PlanMismatchError: ranks have different plans.
         """
         error = None
@@ -162,23 +172,23 @@ class Agreement:
             check()
         except OSDPError as raised:
             error = raised
-        own = (hashlib.sha256(plan.to_json().encode()).digest(), error)
-        told = [own] * (1 if self._group is None else self._group.size())
+        report = (hashlib.sha256(plan.to_json().encode()).digest(), error)
+        reports = [report] * (1 if self._group is None else self._group.size())
         if self._group is not None:
-            dist.all_gather_object(told, own, group=self._group)
-        for _, each in told:
-            if each is not None:
-                raise each
-        apart = [rank for rank, (digest, _) in enumerate(told) if digest != told[0][0]]
-        if apart:
+            dist.all_gather_object(reports, report, group=self._group)
+        for _, objection in reports:
+            if objection is not None:
+                raise objection
+        differing = [rank for rank, (digest, _) in enumerate(reports) if digest != reports[0][0]]
+        if differing:
             raise PlanMismatchError(
-                f"Expected all ranks to change to the same plan, but that of rank {apart[0]} is not rank 0's. Make or"
-                " read it on one rank, and broadcast it."
+                f"Expected all ranks to change to the same plan, but that of rank {differing[0]} is not rank 0's."
+                " Make or read it on one rank, and broadcast it."
             )
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """A step of an evaluation; raises where some ranks have gathered units more often than others."""
+        """Raises `RanksApartError` at the end if some ranks have gathered units more often than others."""
         self._gathered = set()
         try:
             yield
@@ -189,7 +199,7 @@ class Agreement:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within it, nothing is noted: this rank runs alone."""
+        """Notes nothing within the context: this rank runs alone."""
         kept = list(self._has_gradient)
         self._is_paused = True
         try:
@@ -201,29 +211,29 @@ class Agreement:
     def _note_collective(self, unit: int, is_reduction: bool) -> None:
         if self._is_paused:
             return
-        told = 2 * unit + is_reduction
-        self._order = (self._order * 31 + told + 1) % _PRIME
-        is_again = self._gathered is not None and told in self._gathered
+        event = 2 * unit + is_reduction
+        self._order = (self._order * 31 + event + 1) % _PRIME
+        is_again = self._gathered is not None and event in self._gathered
         if self._gathered is not None:
-            self._gathered.add(told)
+            self._gathered.add(event)
         if is_again or self._num_steps < _NUM_CHECKED:
-            self._check(told)
+            self._check(event)
 
-    def _check(self, told: int) -> None:
-        """Returns if all ranks tell the same."""
-        _check_same(*self._largest([told, -told]))
+    def _check(self, event: int) -> None:
+        """Raises `RanksApartError` unless all ranks report the same number."""
+        _check_same(*self._largest([event, -event]))
 
     def _check_nodes(self) -> None:
-        """Returns if all nodes have the same values of what each of them has all of; exact, and once for all of it."""
+        """Raises `RanksApartError` unless all nodes have the same values of units that each of them has all of."""
         hashes = [access.hash_of_rows(parameter) for parameter in self._in_nodes]
         if not hashes:
             return
         mesh = self._in_nodes[0].sharded_param.device_mesh
-        own = [value for each in hashes for value in (each, -each)]
-        told = [-_PRIME] * (mesh.size(1) * len(own))  # by the rank in the node
-        start = mesh.get_local_rank(1) * len(own)
-        told[start : start + len(own)] = own
-        largest = self._largest(told)
+        values = [value for each in hashes for value in (each, -each)]
+        by_local_rank = [-_PRIME] * (mesh.size(1) * len(values))  # ranks of a node have different rows
+        start = mesh.get_local_rank(1) * len(values)
+        by_local_rank[start : start + len(values)] = values
+        largest = self._largest(by_local_rank)
         for place, (most, negated_least) in enumerate(zip(largest[::2], largest[1::2], strict=True)):
             if most + negated_least > 0:
                 name = access.name_of(self._in_nodes[place % len(hashes)])
@@ -236,12 +246,12 @@ class Agreement:
                 )
 
     def _largest(self, values: Sequence[int]) -> list[int]:
-        """Of each value, the largest over all ranks."""
+        """Largest number over all ranks, for each place."""
         if self._group is None:
             return [*values]
-        told = torch.tensor(values, dtype=torch.int32, device="cpu")
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
-        return told.tolist()
+        largest = torch.tensor(values, dtype=torch.int32, device="cpu")
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
+        return largest.tolist()
 
     def _note_gradients(self, unit: int, have: Sequence[bool]) -> None:
         self._has_dropped = False
@@ -251,7 +261,7 @@ class Agreement:
 
 @lru_cache(maxsize=1)
 def _own_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """What ranks talk to each other by in no order but this file's; one for all models, for each has its threads."""
+    """Process group for this file alone, which orders its collectives; one for all models, for each has its threads."""
     return new_host_group(world)
 
 

@@ -1,4 +1,4 @@
-"""Buffers of a module in training, which are rank 0's on all ranks, as under DDP."""
+"""Buffers of a module in training, which all ranks take from rank 0, as under DDP."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from lightning_osdp.apply.internals import dtensors
 from lightning_osdp.errors import RanksApartError
 
 _BATCH_BYTES = 2**24
-"""What is broadcast at once, but for larger buffers; it is copied for that."""
+"""Size up to which buffers are copied together, to be broadcast at once."""
 _LARGEST = 2**31 - 1
 _NUM_LOOKED = 2
-"""Steps in which values are compared."""
+"""Number of steps in which values are compared."""
 
 
 class Buffers:
-    """The buffers of a module, of which those that have changed are copied from rank 0.
+    """Buffers of a module. Those that have changed are copied from rank 0.
 
-    What is not saved stays each rank's own as long as ranks have other sizes of it, as of caches that grow to the
+    A buffer that is not saved stays each rank's own while its size differs between ranks: a cache may grow to the
     longest sequence that a rank has seen.
 
-    The version of a tensor tells of what changes it in place, but not of ``buffer.data.mul_()``: values are compared in
-    the first steps, and what has changed so counts as changed in all steps from then on.
+    The version of a tensor counts changes in place, but not ``buffer.data.mul_()``. Values are compared in the first
+    steps, and a buffer that has changed without a new version counts as changed in all steps from then on.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -37,14 +37,14 @@ class Buffers:
         self._num_steps = 0
 
     def begin(self) -> None:
-        """Training begins: all buffers that there are count as changed."""
-        found = {
+        """Begins training: all buffers that are there count as changed."""
+        places = {
             id(buffer): _Place(f"{path}.{name}".lstrip("."), child, name)
             for path, child in self._root.named_modules()
             for name, buffer in child._buffers.items()
             if type(buffer) is Tensor and buffer.layout is torch.strided and not buffer.is_meta
         }
-        self._places = list(found.values())
+        self._places = list(places.values())
         self._num_steps = 0
 
     def __len__(self) -> int:
@@ -52,27 +52,29 @@ class Buffers:
 
     @property
     def _is_looking(self) -> bool:
-        return self._num_steps <= _NUM_LOOKED  # the first time is when training begins
+        return self._num_steps <= _NUM_LOOKED  # the first comparison is when training begins
 
-    def told(self) -> list[int]:
-        """What ranks tell each other the largest of: of each buffer whether it has changed, its bytes, and -bytes."""
-        told: list[int] = []
+    def reports(self) -> list[int]:
+        """Numbers of which ranks take the largest; for each buffer whether it has changed, its bytes, and -bytes."""
+        reports: list[int] = []
         for place in self._places:
-            told += [place.has_changed(is_looking=self._is_looking), place.num_bytes, -place.num_bytes]
-        return told
+            reports += [place.has_changed(is_looking=self._is_looking), place.num_bytes, -place.num_bytes]
+        return reports
 
-    def take(self, told: Sequence[int], hosts: dist.ProcessGroup) -> None:
-        """Takes over from rank 0 what has changed on any rank.
+    def take(self, reports: Sequence[int], hosts: dist.ProcessGroup) -> None:
+        """Copies buffers from rank 0 that have changed on any rank.
 
         Args:
-            told: the largest of what ranks have told.
+            reports: the largest of all ranks' reports.
             hosts: all ranks, where those of the default group cannot reach each other's host memory.
 
         Raises:
             RanksApartError: a buffer that is saved has another size on another rank.
         """
         changed: list[_Place] = []
-        for place, has_changed, most, negated_least in zip(self._places, *(told[i::3] for i in range(3)), strict=True):
+        for place, has_changed, most, negated_least in zip(
+            self._places, *(reports[i::3] for i in range(3)), strict=True
+        ):
             if most + negated_least == 0:
                 changed += [place] if has_changed else []
             elif place.is_persistent:
@@ -84,14 +86,14 @@ class Buffers:
 
 
 class _Place:
-    """Where a module has a buffer, and what that was when ranks last had the same."""
+    """Place of a buffer in its module, and the state of the buffer when ranks last agreed on it."""
 
     def __init__(self, name: str, module: nn.Module, key: str) -> None:
         self.name, self._buffers, self._key = name, module._buffers, key
         self.is_persistent = key not in module._non_persistent_buffers_set
         self._seen: weakref.ref[Tensor] | None = None
         self._version = self._hash = 0
-        self._is_untold = False
+        self._has_hidden_changes = False
 
     @property
     def buffer(self) -> Tensor | None:
@@ -108,8 +110,8 @@ class _Place:
         if buffer is not seen or version_of(buffer) != self._version:
             return True
         if is_looking and dtensors.hash_of(_without_repeats(buffer)) != self._hash:
-            self._is_untold = True
-        return self._is_untold
+            self._has_hidden_changes = True
+        return self._has_hidden_changes
 
     def note(self, *, is_looking: bool) -> None:
         buffer = self.buffer
@@ -119,7 +121,7 @@ class _Place:
 
 
 def apart(which: str) -> RanksApartError:
-    """Of buffers that ranks do not have in common."""
+    """Error about buffers that differ between ranks."""
     return RanksApartError(
         f"Expected the same buffers of the same sizes on every rank, for all take over rank 0's as under DDP, but"
         f" {which} differs. Keep what is a rank's own in an attribute, self.name = tensor, instead of register_buffer."
@@ -127,19 +129,19 @@ def apart(which: str) -> RanksApartError:
 
 
 def version_of(buffer: Tensor) -> int:
-    """How often operations in place have changed a tensor, of which nothing counts it in inference mode."""
+    """Version of a tensor; always 0 for one of inference mode, which has none."""
     return 0 if buffer.is_inference() else buffer._version
 
 
 def _without_repeats(buffer: Tensor) -> Tensor:
-    """Each element once, of a buffer that is expanded."""
+    """View of a buffer that has each element of an expanded dimension once."""
     for dim, stride in enumerate(buffer.stride()):
         if stride == 0 and buffer.shape[dim] > 0:
             buffer = buffer.select(dim, 0).unsqueeze(dim)
     return buffer.detach()
 
 
-@torch.inference_mode()  # in which tensors of that mode may be changed, as an evaluation leaves them
+@torch.inference_mode()  # evaluations leave tensors of inference mode, which change in that mode alone
 def _copy_from_rank_zero(buffers: Sequence[Tensor], hosts: dist.ProcessGroup) -> None:
     kinds: dict[Any, list[list[Tensor]]] = defaultdict(lambda: [[]])
     for buffer in map(_without_repeats, buffers):

@@ -18,7 +18,7 @@ _REMEDY = f"Set {_INTERFACE} on each machine to the name of a network interface 
 
 
 def new_host_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Another group of all ranks, of which hosts wait for each other as long as in this one.
+    """Makes another group of all ranks by way of their hosts, with the timeout of this one.
 
     Raises:
         ConfigurationError: ranks cannot reach each other by gloo.
@@ -42,7 +42,7 @@ def new_host_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def reaches_hosts(group: dist.ProcessGroup) -> bool:
-    """Whether ranks can tell each other what is in memory of their hosts, as they cannot by NCCL.
+    """True if collectives of a group take tensors in memory of the hosts, as NCCL's do not.
 
     A group without backends, as test-beds have, is taken to do whatever it is asked.
     """
@@ -51,19 +51,19 @@ def reaches_hosts(group: dist.ProcessGroup) -> bool:
 
 
 def check_hosts(store: Store, rank: int, world_size: int) -> None:
-    """Returns if host names lead from each machine to the others; all ranks call it, and all raise or none.
+    """Checks that host names lead from each machine to the others; call it on all ranks, which all raise or none.
 
-    Gloo listens at the address of the machine's own name. Where that is one of the machine's alone, the others would
-    try to connect to themselves, until the process group's timeout.
+    Gloo listens at the address of the machine's name. If that is a loopback address, the other machines would connect
+    to themselves until the timeout of the process group.
 
     Raises:
-        ConfigurationError: a machine's name is that of a loopback address, and there are others.
+        ConfigurationError: the name of a machine is that of a loopback address, and there are other machines.
     """
     name, address = socket.gethostname(), ""
     if _INTERFACE not in os.environ:
         try:
             address = socket.gethostbyname(name)
-        except OSError:  # gloo listens at a loopback address then
+        except OSError:  # gloo then listens at a loopback address
             address = "127.0.0.1"
     keys = [f"lightning_osdp/host/{each}" for each in range(world_size)]
     store.set(keys[rank], json.dumps([name, uuid.getnode(), address]))

@@ -1,4 +1,4 @@
-"""A plan for a module, and another one while it is being trained; and what users may say besides."""
+"""Applying a plan to a module, changing it while the module is trained, and arguments that users may add."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REFUSED = {
     "use_orig_params": "fully_shard never makes flat parameters",
 }
 _DEFAULTS = {"limit_all_gathers": True, "use_orig_params": True}
-"""Values that ask for what ``fully_shard`` does anyway."""
+"""Values of options that ask for what ``fully_shard`` does anyway."""
 
 
 def apply_plan(module: nn.Module, plan: Plan, *, device: torch.device, **fsdp_kwargs: Any) -> nn.Module:
@@ -27,13 +27,13 @@ def apply_plan(module: nn.Module, plan: Plan, *, device: torch.device, **fsdp_kw
     The module is changed in place: its parameters are sharded, operators with several slices are computed slice
     by slice, and blocks that keep less for backward get another forward.
 
-    Where any rank has tensors on the meta device, all ranks start with rank 0's values: those that rank 0 has, and what
-    ``reset_parameters`` of the modules makes there of the others. Each unit gets storage only when it is to be sharded.
+    Where any rank has tensors on the meta device, all ranks start with the values of rank 0. There, tensors on the meta
+    device get values from ``reset_parameters`` of their modules. Each unit gets storage only when it is to be sharded.
 
     Args:
         module: the model that the plan was made for, not sharded yet.
-        plan: what to shard how. The root unit stays gathered from forward to the end of backward whatever its
-            mode, which says over which ranks it is sharded.
+        plan: the plan. The root unit stays unsharded from forward to the end of backward whatever its mode, which
+            says over which ranks it is sharded.
         device: where the parameters go.
         **fsdp_kwargs: ``mixed_precision``, ``param_init_fn`` and ``sync_module_states``, as of Lightning's
             ``FSDPStrategy``.
@@ -50,10 +50,10 @@ def apply_plan(module: nn.Module, plan: Plan, *, device: torch.device, **fsdp_kw
 def change_plan(module: nn.Module, plan: Plan) -> None:
     """Has a module go on under another plan, between two optimizer steps. Call it on all ranks.
 
-    What may differ is what forward leaves of units (``keep`` of their treatments), when they reduce gradients
-    (``reduce``), what blocks do with what they save (``blocks``), prefetching and ``asynchronous_unshard``.
-    Nothing else changes: parameters, names, states and random numbers are what they are under one plan alone, and so
-    are the weights that come of it, but for the order in which ``sync`` has gradients added up.
+    Plans may differ in what forward leaves of units (``keep`` of their treatments), when units reduce gradients
+    (``reduce``), how blocks save tensors (``blocks``), prefetching and ``asynchronous_unshard``. Parameters, names,
+    states and random numbers stay as they are. Weights become those of a fit under one plan, up to rounding: ``reduce``
+    has gradients added up in another order.
 
     A Trainer's ``strategy.plan`` and checkpoints follow; its table and plan file are those that fit began with. On an
     error nothing has changed, and it is raised on all ranks.

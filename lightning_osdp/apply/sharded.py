@@ -1,4 +1,4 @@
-"""`ShardedModel`: what ``fully_shard`` makes of a module, and all that the strategy may ask of it."""
+"""`ShardedModel`: a module after ``fully_shard``, with all operations that the strategy runs on it."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ T = TypeVar("T")
 
 
 class ShardedModel:
-    """A module whose parameters are sharded, over all ranks or in each node.
+    """Module whose parameters are sharded, over all ranks or in each node.
 
-    Methods are called on all ranks unless they say otherwise. Units are given root first, then in forward order.
+    Call methods on all ranks unless they say otherwise. Units are given root first, then in forward order.
 
     Args:
-        min_unit_bytes: what a block in a child has at least that is a unit where there is no plan.
+        min_unit_bytes: least size of a block in a child that is a unit of its own where there is no plan.
         recomputed: names of modules that recompute whatever a plan says.
-        **kwargs: ``param_init_fn`` and ``sync_module_states``; like the others as of `apply_plan`.
+        **kwargs: ``param_init_fn`` and ``sync_module_states``; all other arguments as of `apply_plan`.
 
     Attributes:
-        plan: what is run, as of `executed`.
-        reusable: what a strategy keeps of it from one Trainer to the next.
-        check_options: raises where a plan contradicts what else was asked for.
+        plan: the plan as `executed`; None without one.
+        reusable: data that a strategy keeps with the model from one Trainer to the next.
+        check_options: raises where a plan contradicts other options of the user.
     """
 
     def __init__(
@@ -114,47 +114,47 @@ class ShardedModel:
 
     @classmethod
     def planned(cls, module: nn.Module, plan: Plan, **kwargs: Any) -> ShardedModel:
-        """As a plan says; arguments as of `apply_plan`."""
-        engine_of(plan)  # which refuses settings that it has not
+        """Shards a module as a plan says; arguments as of `apply_plan`."""
+        engine_of(plan)  # raises if the plan has settings that fully_shard lacks
         return cls(module, plan, **kwargs)
 
     @classmethod
     def unplanned(cls, module: nn.Module, **kwargs: Any) -> ShardedModel:
-        """Each child by itself, and each block in it, all freed after forward; what is in no child is the root's."""
+        """Makes each child a unit, and each block in it, all freed after forward; other parameters are in the root."""
         return cls(module, None, **kwargs)
 
     @classmethod
     def separated(cls, module: nn.Module, blocks: Sequence[Block], **kwargs: Any) -> ShardedModel:
-        """The same, for steps that run backward between the calls of the module's children."""
-        found = cls(module, None, **kwargs)
-        found._forwards.choose(blocks, units=())
-        found._may_be_planned = False
-        return found
+        """Shards as `unplanned` does, for steps that run backward between the calls of the children of the module."""
+        sharded = cls(module, None, **kwargs)
+        sharded._forwards.choose(blocks, units=())
+        sharded._may_be_planned = False
+        return sharded
 
     @property
     def num_units(self) -> int:
-        """How many units are gathered, each at once."""
+        """Number of units with parameters."""
         return len(self._groups)
 
     @property
     def is_whole(self) -> bool:
-        """Whether it was sharded for want of a plan, and not for manual optimization: `undo` makes it plain again."""
+        """True if it was sharded without a plan, but not for manual optimization; `undo` makes it plain again."""
         return self.plan is None and self._may_be_planned
 
     @property
     def shares_world(self) -> bool:
-        """Whether it is sharded over the process group that there is now."""
+        """True if the module is sharded over the default process group of now."""
         return dist.group.WORLD is self._world
 
     @cached_property
     def _groups(self) -> tuple[Any, ...]:
-        """Parameters of each unit that has any."""
-        found = (access.group_of(unit.handle) for unit in self.units)
-        return tuple(group for group in found if group is not None)
+        """Groups of parameters, of all units that have some."""
+        groups = (access.group_of(unit.handle) for unit in self.units)
+        return tuple(group for group in groups if group is not None)
 
     @property
     def is_opened(self) -> bool:
-        """Whether ``state_dict()`` of the module may be called now: it gives whole tensors, or shards are wanted."""
+        """True if ``state_dict()`` of the module may be called: it gives whole tensors, or shards are wanted."""
         return self._is_opened or dist.get_world_size() == 1
 
     def undo(self) -> None:
@@ -164,14 +164,14 @@ class ShardedModel:
         sharding.undo_fully_shard(self.module)
 
     def carry_hooks(self) -> None:
-        """Has hooks that were registered on parameters, before or after sharding, run on their gradients."""
+        """Makes hooks that were registered on parameters, before or after sharding, run on their gradients."""
         sharding.carry_hooks(self._groups)
 
     def begin_fit(self) -> None:
-        """Training is about to begin: of a step that an error or the end of a fit broke off, nothing is left.
+        """Begins training, with nothing left of a step that an error or the end of a fit broke off.
 
-        Nodes begin with the same weights, whatever their ranks have done to shards since they were made, and all ranks
-        with the scalars and buffers of rank 0.
+        Nodes begin with the same weights, even if their ranks have changed shards since, and all ranks begin with the
+        scalars and buffers of rank 0.
         """
         self._forget_step()
         self._writes.begin_fit()
@@ -180,51 +180,51 @@ class ShardedModel:
         self._agreement.begin_fit()
 
     def end_fit(self) -> None:
-        """Training has ended as it should; raises a `ConfigurationError` of its last step, see the one before."""
+        """Ends a fit without errors; raises a `ConfigurationError` about its last step, see `before_optimizer_step`."""
         self._agreement.end_fit()
 
     def run(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Runs one of the user's steps, with what the root unit holds unsharded."""
+        """Runs a step of the user, with the root unit unsharded."""
         result: T = gathering.run_as_forward(self.module, step, args, kwargs, without_views)
         return result
 
     def evaluate(self, step: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """The same for a step of an evaluation; raises `RanksApartError` if some ranks run units more often."""
+        """Runs a step of an evaluation; raises `RanksApartError` if some ranks run units more often."""
         with self._agreement.evaluating():
             return self.run(step, *args, **kwargs)
 
     def forget_gradients(self) -> None:
-        """Drops gradients that wait to be reduced, which no ``zero_grad()`` finds; those of shards stay."""
+        """Drops gradients that wait to be reduced, which ``zero_grad()`` does not find; those of shards stay."""
         backward.forget_gradients(self._groups)
 
     def before_backward(self) -> None:
-        """Forward is over, and backward comes."""
+        """Prepares backward, after forward."""
         self._agreement.begin_backward()
 
     def after_backward(self) -> None:
-        """Somebody may look at gradients, and assign others: what no rank has used has none."""
+        """Drops gradients of parameters that no rank has used, before users look at gradients or assign others."""
         self._agreement.end_backward()
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """The gradients of an optimizer step are complete.
+        """Prepares a step of an optimizer, for which gradients are complete.
 
         Raises:
             RanksApartError: ranks have not run the same units, or nodes have drifted apart.
             ConfigurationError: the step before has written to parameters that are gathered in low precision.
         """
-        self.reshard()  # what the step has written to gathered parameters is in the shards before they change
+        self.reshard()  # shards take over writes to unsharded parameters before the optimizer changes them
         self._agreement.settle(optimizer)
         share_gradients(optimizer)
 
     def stepping(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """To call ``step()`` of an optimizer in, with or without a closure."""
+        """Context for calls of ``step()`` of an optimizer, with or without a closure."""
         return stepping_on_rows(optimizer)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Within it, gradients that the plan reduces in the last micro-batch only are left as they are.
+        """Leaves gradients unreduced, within the context, that the plan reduces in the last micro-batch only.
 
-        They are whole, or, where each micro-batch reduces them inside of nodes, as those have left them.
+        Where each micro-batch reduces gradients inside of nodes, they stay reduced so.
         """
         accumulate(self.units, is_last=False)
         try:
@@ -233,18 +233,18 @@ class ShardedModel:
             accumulate(self.units, is_last=True)
 
     def reshard(self) -> None:
-        """Has every parameter be this rank's shard, and nothing be left of an all-gather; gradients stay."""
+        """Reshards all units, and drops results of all-gathers that nobody waited for; gradients stay."""
         gathering.reshard(self.module, self._groups)
 
     def use(self, plan: Plan, *, may_divide: bool = False) -> None:
-        """Goes on under another plan, between two steps; on an error, under the one before, on all ranks.
+        """Continues under another plan, between two steps; after an error, under the one before, on all ranks.
 
         Args:
             plan: the new plan, the same on all ranks; it may differ from the one in use in `FLIPS` only.
-            may_divide: whether micro-batches may differ, too; the caller changes those.
+            may_divide: allow other micro-batches; the caller changes those.
 
         Raises:
-            OSDPError: it cannot be the plan from now on, see `change_plan`.
+            OSDPError: the plan cannot follow the one in use, see `change_plan`.
         """
         plan = executed(plan, self._recomputed)
         self._agreement.check_plan(plan, partial(self._check_use, plan, may_divide=may_divide))
@@ -260,7 +260,7 @@ class ShardedModel:
         self._set_prefetch()
 
     def _check_use(self, plan: Plan, *, may_divide: bool) -> None:
-        """See `use`; of this rank alone."""
+        """Raises an error if this rank cannot go on under another plan, see `use`."""
         if self.plan is None:
             raise ConfigurationError(
                 "Expected a module that was sharded by a plan, got one that was sharded without: there are no units"
@@ -270,11 +270,11 @@ class ShardedModel:
         check_blocks(self.module, plan.blocks)
         self.check_options(plan)
         place = self.place_in_step()
-        whole = [unit.name for unit in self.units if backward.has_unreduced_gradients(unit.handle)]
+        unreduced = [unit.name for unit in self.units if backward.has_unreduced_gradients(unit.handle)]
         if place:
             where = f"is in {place}"
-        elif whole:
-            where = f"holds gradients of {_told(whole[0])} that are not reduced yet"
+        elif unreduced:
+            where = f"holds gradients of {_shown(unreduced[0])} that are not reduced yet"
         elif self._waiting.are_there:
             where = "has outputs of a forward that backward has not come to"
         else:
@@ -288,17 +288,17 @@ class ShardedModel:
         set_prefetch(self.units, DEFAULT if self.plan is None else engine_of(self.plan))
 
     def place_in_step(self) -> str:
-        """Where in a step this rank is: ``forward of 'layers.2'``, or nothing outside of one; for errors."""
+        """Place in a step where this rank is, such as ``forward of 'layers.2'``; empty outside of one. For errors."""
         phases = {unit.name: backward.phase_of(unit.handle) for unit in self.units}
         reached = [name for name, phase in phases.items() if phase == "backward" and name]
         running = [name for name, phase in phases.items() if phase == "forward"]
         if backward.is_in_backward(self.module):
-            return f"backward of {_told(reached[0] if reached else '')}"
-        return f"forward of {_told(running[-1])}" if running else ""
+            return f"backward of {_shown(reached[0] if reached else '')}"
+        return f"forward of {_shown(running[-1])}" if running else ""
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Within it, no collective reaches another rank; afterwards all is as before, errors or not."""
+        """Keeps all collectives on this rank within the context; afterwards all is as before, errors or not."""
         self.reshard()
         gradients = [(parameter, parameter.grad) for parameter in self.module.parameters()]
         self._writes.is_paused = True
@@ -318,7 +318,7 @@ class ShardedModel:
 
     @contextmanager
     def kept_shards(self) -> Iterator[None]:
-        """Puts back this rank's shards of trainable weights when it ends; within `alone`."""
+        """Restores this rank's shards of trainable weights at the end; within `alone`."""
         shards = [dtensors.local(parameter) for parameter in self.shards if parameter.requires_grad]
         copies = [shard.to("cpu", copy=True) for shard in shards]
         try:
@@ -328,14 +328,14 @@ class ShardedModel:
                 shard.copy_(copy)
 
     def shard_gradients(self) -> None:
-        """Gives trainable parameters gradients of zero, such as a step leaves behind; within `alone`."""
+        """Gives trainable parameters gradients of zero, such as a step leaves; within `alone`."""
         for group in self._groups:
             for parameter, gradient in backward.sharded_zeros(group):
                 parameter.grad = gradient
 
     @property
     def shards(self) -> list[nn.Parameter]:
-        """What this rank holds of the parameters."""
+        """Shards of all parameters that this rank holds."""
         return [parameter for group in self._groups for parameter, _ in access.parameters_of(group)]
 
     def names_by_group(self, optimizer: Optimizer) -> list[list[str]]:
@@ -354,13 +354,13 @@ class ShardedModel:
 
     @contextmanager
     def gathered(self, module: nn.Module, *, writes: bool) -> Iterator[None]:
-        """Within it, a module of the model has whole parameters, as any other; ``writes`` keeps what they become."""
+        """Gives a module of the model whole parameters within the context; ``writes`` keeps their changes."""
         with self._opened(), sharding.without_fully_shard(module, self._groups, writes=writes):
             yield
 
     @contextmanager
     def _opened(self) -> Iterator[None]:
-        """Within it, ``state_dict()`` of the module may give DTensors."""
+        """Allows ``state_dict()`` of the module to give DTensors, within the context."""
         self.reshard()
         was_opened, self._is_opened = self._is_opened, True
         try:
@@ -370,7 +370,7 @@ class ShardedModel:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """`_opened`, whatever mode the caller is in: DTensors have no views in inference mode."""
+        """Context of `_opened` outside of inference mode, in which DTensors have no views."""
         with torch.inference_mode(mode=False), self._opened():
             yield
 
@@ -391,9 +391,9 @@ class ShardedModel:
             return state.optimizer_state(self.module, optimizer, state_dict_type)
 
     def load_model(self, state_dict: Mapping[str, Any], *, strict: bool) -> None:
-        """Loads a whole state dict, which every rank has, on CPU; the module's own hooks see whole tensors.
+        """Loads a whole state dict, which every rank has on CPU; hooks of the module see whole tensors.
 
-        Of tensors that are mapped from a file only this rank's rows are read.
+        Each rank reads only its rows of tensors that are mapped from a file.
         """
         with self._reading():
             self.module.load_state_dict(state_dict, strict=strict)
@@ -421,7 +421,7 @@ def _begin(
     param_init_fn: Callable[[nn.Module], None] | None = None,
     sync_module_states: bool = False,
 ) -> Callable[[nn.Module], None]:
-    """Checks that the module can be sharded; returns what gives the tensors of a unit's module storage and values."""
+    """Checks that a module can be sharded; returns a function that gives a unit's tensors storage and values."""
     access.check_torch()
     dtensors.read_whole_values()
     dtensors.set_values()
@@ -444,37 +444,37 @@ def _planned_units(module: nn.Module, plan: Plan, initialize: Callable[[nn.Modul
     modules = prepared(module, plan)
     for unit in plan.units:
         if unit.num_slices == 1:
-            found = [tuple(modules[name] for name in modules_of(unit))]
+            parts = [tuple(modules[name] for name in modules_of(unit))]
         else:
-            found = [(each,) for each in slices_of(modules[unit.name], unit.num_slices, initialize)]
+            parts = [(each,) for each in slices_of(modules[unit.name], unit.num_slices, initialize)]
         yield from (
-            ShardedUnit(name, each, treatment) for (name, treatment), each in zip(_treatments(unit), found, strict=True)
+            ShardedUnit(name, part, treatment) for (name, treatment), part in zip(_treatments(unit), parts, strict=True)
         )
 
 
 def _initialize(param_init_fn: Callable[[nn.Module], None], unit: nn.Module) -> None:
-    """The user's own way."""
+    """Initialises modules with tensors on the meta device by the function of the user."""
     for child in unit.modules():
         if any(tensor.is_meta for tensor in (*child.parameters(recurse=False), *child.buffers(recurse=False))):
             param_init_fn(child)
 
 
 def sharded_as(module: nn.Module) -> ShardedModel | None:
-    """The sharded model that a module is the root of; None where it is of none."""
+    """Sharded model that a module is the root of; None where it is of none."""
     owner = access.owner_of(module)
     return owner if isinstance(owner, ShardedModel) else None
 
 
 def executed(plan: Plan, recomputed: Sequence[str]) -> Plan:
-    """What is run of a plan: these modules recompute besides its blocks, and the root is kept whatever it says."""
+    """Plan as it is run: these modules recompute besides its blocks, and the root is kept whatever it says."""
     units = tuple(unit if unit.name else _kept(unit) for unit in plan.units)
     known = {block.name: block for block in plan.recomputable}
     blocks = tuple(known.get(block.name, block) for block in with_recomputed(plan.blocks, recomputed))
     names = [block.name for block in blocks]
     left = (block for block in plan.recomputable if block.name not in names and not is_inside(block.name, names))
     left = (block for block in left if not any(is_inside(name, [block.name]) for name in names))
-    found = dataclasses.replace(plan, units=units, blocks=blocks, recomputable=tuple(left))
-    return plan if found == plan else found
+    run = dataclasses.replace(plan, units=units, blocks=blocks, recomputable=tuple(left))
+    return plan if run == plan else run
 
 
 def _kept(root: Unit) -> Unit:
@@ -482,9 +482,9 @@ def _kept(root: Unit) -> Unit:
 
 
 def _treatments(unit: Unit) -> Iterator[tuple[str, Treatment]]:
-    """Treatments of a plan's unit, by the name that each of its slices has as a unit."""
+    """Treatments of a unit of a plan, by the names that its slices have as units."""
     return zip(slice_names(unit.name, unit.num_slices), unit.treatments, strict=True)
 
 
-def _told(name: str) -> str:
+def _shown(name: str) -> str:
     return repr(name) if name else "the root unit"

@@ -1,6 +1,6 @@
-"""Appliers: what carries each axis of a unit's treatment out, when it is sharded, changed and run.
+"""Appliers: functions that carry out each axis of a unit's treatment when the unit is sharded, changed and run.
 
-What blocks do with what they save is chosen in each of their forwards: see `activations.blocks.BlockForwards.choose`.
+The axis of blocks is carried out by `activations.blocks.BlockForwards.choose`, in each forward of a block.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ def _nothing(*_: Any, **__: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Applier:
-    """What is done for one axis."""
+    """Functions that carry out one axis."""
 
     make: Callable[[ShardedUnit, Meshes], Mapping[str, Any]] = _nothing
-    """Arguments of ``fully_shard`` for a unit."""
+    """Gives the arguments of ``fully_shard`` for a unit."""
     change: Callable[[ShardedUnit, Meshes], object] = _nothing
-    """Makes a sharded unit's treatment true, when it is new, and when it has changed in this axis between two steps."""
+    """Makes a sharded unit follow its treatment: when it is new, and when this axis has changed between two steps."""
     accumulate: Callable[[ShardedUnit, bool], object] = _nothing
-    """Is told before micro-batches, of units that reduce their gradients in another way in the last one, whether the
-    last one comes."""
+    """Is called before micro-batches, for units that reduce gradients differently in the last one, with whether it
+    comes."""
 
 
 def _leave(unit: ShardedUnit, meshes: Meshes) -> None:
-    """Has forward leave a unit unsharded, a shard of it in each node, or nothing; the root stays whatever it says."""
+    """Sets what forward leaves of a unit: all, a shard in each node, or nothing. The root is always kept."""
     if unit.name:
         effects = effects_of(unit.treatment)
         nodes = meshes.nodes if effects.leaves_shard else None
@@ -41,7 +41,10 @@ def _leave(unit: ShardedUnit, meshes: Meshes) -> None:
 
 
 def _reduce(unit: ShardedUnit, is_last: bool) -> None:
-    """Has backward reduce gradients, or do so between nodes; else a unit that stays is not resharded either."""
+    """Sets whether backward reduces gradients, or reduces them between nodes.
+
+    A unit that stays from one micro-batch to the next is resharded in the backward that reduces.
+    """
     effects = effects_of(unit.treatment)
     if not effects.holds_whole_gradients:
         unit.handle.set_requires_all_reduce(is_last, recurse=False)
@@ -58,23 +61,23 @@ APPLIERS: Mapping[str, Applier] = {
     ),
     "reduce": Applier(accumulate=_reduce),
 }
-"""One for each axis of units."""
+"""Applier of each axis of units."""
 
 
 def arguments_of(unit: ShardedUnit, meshes: Meshes) -> dict[str, Any]:
-    """What a unit's treatment asks of ``fully_shard``."""
+    """Arguments of ``fully_shard`` that a unit's treatment asks for."""
     return {name: value for each in APPLIERS.values() for name, value in each.make(unit, meshes).items()}
 
 
 def change(unit: ShardedUnit, meshes: Meshes, before: Treatment | None) -> None:
-    """Makes a unit's treatment true where it differs from the one before; None: everywhere."""
+    """Makes a unit follow its treatment on axes that can change and differ from the one before; None: on all axes."""
     for axis, applier in APPLIERS.items():
         if before is None or (AXES[axis].can_change and before[axis] != unit.treatment[axis]):
             applier.change(unit, meshes)
 
 
 def accumulate(units: Sequence[ShardedUnit], *, is_last: bool) -> None:
-    """Tells units that wait for the last micro-batch with their gradients whether it comes."""
+    """Prepares units that wait with their gradients for the last micro-batch for it, or for an earlier one."""
     for unit in units:
         if effects_of(unit.treatment).waits:
             for applier in APPLIERS.values():

@@ -1,4 +1,4 @@
-"""Which modules are units together, over which ranks, and the calls of ``fully_shard`` that make them so."""
+"""Units of a module, the meshes that they are sharded over, and the calls of ``fully_shard`` that make them."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from lightning_osdp.splitting import compiled_whole
 
 _NAMES = ("nodes", "node")
 NODE_GROUPS = tuple(f"mesh_{name}" for name in _NAMES)
-"""What torch calls the process groups of a mesh of nodes."""
+"""Names that torch gives the process groups of a mesh of nodes."""
 OVER_ALL = 'SearchSpace(modes=("ZDP", "hpZ", "DP"))'
-"""What leaves the modes out that shard in the node."""
+"""Search space without the modes that shard in the node."""
 ONE_MESH = dict.fromkeys(
     ("with different meshes", "cross-mesh operation", "must have the same mesh", "cross mesh concatenation"),
     "Units that are sharded in each node (HSDP, HDP) are on another mesh than those that are sharded over all ranks, as"
     " torch does not allow here. Have the plan shard all of them over all ranks:"
     f" OSDPStrategy(search_space={OVER_ALL}).",
 )
-"""What helps where code cannot compute with units on two meshes, by what torch says."""
+"""Parts of torch's errors about units on two meshes -> advice."""
 
 
 class Meshes:
-    """What the units of one model are sharded over: all ranks, or nodes. Methods are called on all ranks.
+    """Meshes that the units of one model are sharded over: all ranks, or nodes. Call methods on all ranks.
 
     Attributes:
-        nodes: the mesh (nodes, ranks of a node), where a plan has needed it.
+        nodes: the mesh (nodes, ranks of a node); None until a plan needs it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -52,7 +52,7 @@ class Meshes:
         self._warm_up(self._all_ranks.get_group())
 
     def add_nodes(self, plan: Plan) -> None:
-        """Makes the mesh of nodes, if the plan needs it and it is not there; node by node ranks follow each other."""
+        """Makes the mesh of nodes if the plan needs it and it is not there; ranks of a node have successive numbers."""
         world = dist.group.WORLD
         if self.nodes is not None or not plan.needs_nodes:
             return
@@ -66,7 +66,7 @@ class Meshes:
                 dist.all_reduce(torch.zeros(1, device=self._device), group=self.nodes.get_group("nodes"))
 
     def of(self, treatment: Treatment) -> DeviceMesh:
-        """What a unit in this treatment is sharded over between steps."""
+        """Mesh that a unit with this treatment is sharded over between steps."""
         if effects_of(treatment).sharded_over == "all":
             return self._all_ranks
         assert self.nodes is not None
@@ -74,7 +74,7 @@ class Meshes:
 
     @contextmanager
     def faked(self, groups: Sequence[Any]) -> Iterator[None]:
-        """Within it, no collective of these units, or of the default process group, reaches another rank."""
+        """Keeps collectives of these units and of the default process group on this rank, within the context."""
         from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers the backend "fake"
 
         world = dist.new_group(backend="fake")
@@ -99,14 +99,14 @@ class Meshes:
 
 @lru_cache
 def _mesh_of_nodes(world: dist.ProcessGroup, device_type: str, size: int) -> DeviceMesh:
-    """One for all models, for each of its process groups has its threads, or memory of a device."""
+    """Mesh for all models: each of its process groups has threads, or memory of a device, of its own."""
     return init_device_mesh(device_type, (world.size() // size, size), mesh_dim_names=_NAMES)
 
 
 def warm_up(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Has a group of ranks take the memory that it keeps: NCCL's does with its first collective of each kind.
+    """Runs one collective of each kind, with which NCCL takes the memory that a process group keeps.
 
-    Else it would be taken in the first step, of what a dry run on each rank alone has seen to be free.
+    The first step would take it otherwise, out of memory that the dry run of one rank has counted as free.
     """
     whole, shard = torch.zeros(group.size(), device=device), torch.zeros(1, device=device)
     dist.all_gather_single(whole, shard, group=group)
@@ -122,19 +122,19 @@ class ShardedUnit:
     """Modules whose parameters are gathered together."""
 
     name: str
-    """Of the unit or slice; the empty string is the root."""
+    """Name of the unit or slice; the empty string for the root."""
     modules: tuple[nn.Module, ...]
     """In forward order."""
     treatment: Treatment = DP
 
     @property
     def handle(self) -> Any:
-        """The module that stands for all of them."""
+        """Module by which torch finds the unit."""
         return self.modules[0]
 
 
 def leaving_order(units: Sequence[ShardedUnit]) -> list[ShardedUnit]:
-    """Units, given as forward comes to them, as it leaves them: those inside another before it; without the root."""
+    """Units without the root, given in the order in which forward enters them, in the order in which it leaves them."""
     left: list[ShardedUnit] = []
     inside: list[ShardedUnit] = []
     for unit in units:
@@ -147,7 +147,7 @@ def leaving_order(units: Sequence[ShardedUnit]) -> list[ShardedUnit]:
 
 
 def called_children(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Children with parameters, by name; of a list or dictionary of modules, which nobody calls, each entry."""
+    """Children with parameters, by name; a list or dictionary of modules, which nobody calls, gives its entries."""
     for name, child in module.named_children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from called_children(child, f"{prefix}{name}.")
@@ -156,13 +156,15 @@ def called_children(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, 
 
 
 def children_and_blocks(module: nn.Module, *, min_unit_bytes: int) -> Iterator[ShardedUnit]:
-    """In forward order; children that share a parameter are one unit."""
+    """Units of a module that has no plan, in forward order; children that share a parameter are one unit."""
     names = {child: name for name, child in module.named_modules()}
     whole = compiled_whole(module)
     groups: list[list[tuple[str, nn.Module]]] = []
     for name, child in called_children(module):
-        own = set(child.parameters())
-        sharing = [group for group in groups if any(not own.isdisjoint(other.parameters()) for _, other in group)]
+        parameters = set(child.parameters())
+        sharing = [
+            group for group in groups if any(not parameters.isdisjoint(other.parameters()) for _, other in group)
+        ]
         groups = [group for group in groups if group not in sharing]
         groups.append([*(each for group in sharing for each in group), (name, child)])
     for group in groups:
@@ -176,7 +178,7 @@ def children_and_blocks(module: nn.Module, *, min_unit_bytes: int) -> Iterator[S
 
 
 def _blocks_in(module: nn.Module, num_holders: Mapping[nn.Parameter, int], min_unit_bytes: int) -> Iterator[nn.Module]:
-    """Entries of lists and sequences, the outermost, whose parameters are theirs alone."""
+    """Outermost entries of lists and sequences whose parameters belong to no other module."""
     for child in module.children():
         parameters = list(child.parameters())
         is_entry = isinstance(module, (nn.ModuleList, nn.Sequential)) and not isinstance(child, _NOT_CALLED)
@@ -193,11 +195,16 @@ def shard(
     precision: MixedPrecision | None,
     initialize: Callable[[nn.Module], None],
 ) -> None:
-    """Calls ``fully_shard`` for all units, those inside others first and the root last.
+    """Calls ``fully_shard`` for all units, inner units before outer ones and the root last.
 
-    Otherwise in the order of the modules, in which they are initialised where they are one unit: a buffer that several
-    units have is initialised by the first of its owners. Units are given root first, then in forward order.
-    ``arguments`` are those of ``fully_shard`` that a unit's treatment asks for.
+    Units are otherwise initialised in the order of their modules: a buffer that several units have is initialised by
+    the first one.
+
+    Args:
+        units: root first, then in forward order.
+        arguments: gives the arguments of ``fully_shard`` that the treatment of a unit asks for.
+        precision: None for the dtypes of the parameters.
+        initialize: gives the tensors of a module storage and values.
     """
     (root,) = (unit.handle for unit in units if not unit.name)
     places = {module: place for place, module in enumerate(_children_first(root, set()))}
@@ -228,20 +235,21 @@ def shard(
 
 
 def set_prefetch(units: Sequence[ShardedUnit], engine: FSDP2) -> None:
-    """Tells each unit which unit it gathers ahead: by itself torch takes the order of the last forward.
+    """Sets which unit each unit all-gathers ahead.
 
-    That one may have been an evaluation, and it has units that no backward comes to.
+    torch itself takes the order of the last forward. That one may have been an evaluation, and it has units that no
+    backward comes to.
     """
     (root,) = (unit for unit in units if not unit.name)
     order = leaving_order(units)
     is_trained = [any(each.requires_grad for part in unit.modules for each in part.parameters()) for unit in order]
     trained = is_trained.index(True) if True in is_trained else len(order)
     for place, unit in enumerate([*order, root]):
-        ahead = unit  # in its own list it keeps torch from choosing another
+        ahead = unit  # a list with the unit itself keeps torch from choosing another
         if engine.backward_prefetch == "pre" and place > trained and order[place - 1].name not in engine.late_backward:
             ahead = order[place - 1]
         unit.handle.set_modules_to_backward_prefetch([ahead.handle])
-    # not the root: a step may write to weights before it calls a module
+    # The root gathers nothing ahead: a step may write to weights before it calls a module.
     inner = [unit for unit in units if unit.name]
     for unit, following in zip(inner, [*inner[1:], None], strict=False):
         comes = engine.forward_prefetch and following is not None and following.name not in engine.late_forward
@@ -249,7 +257,7 @@ def set_prefetch(units: Sequence[ShardedUnit], engine: FSDP2) -> None:
 
 
 def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """All modules inside a module, each once, and the module itself behind them."""
+    """All modules inside a module, each once, and the module itself last."""
     seen.add(module)
     for child in module.children():
         if child not in seen:
@@ -265,13 +273,13 @@ def _own_parameters(unit: ShardedUnit) -> Iterator[tuple[nn.Module, str, nn.Para
 
 
 def _policy(unit: ShardedUnit, precision: MixedPrecision | None) -> MixedPrecisionPolicy:
-    """As Lightning's strategy has it: inputs are cast for the root, and exempt modules compute in their own dtype."""
+    """Precision as Lightning's FSDP strategy sets it: inputs are cast for the root; exempt modules keep their dtype."""
     if precision is None:
         return MixedPrecisionPolicy()
     exempt = tuple(precision._module_classes_to_ignore or ())
     if unit.name and all(isinstance(module, exempt) for module in unit.modules):
-        own = next(unit.modules[0].parameters()).dtype
-        return MixedPrecisionPolicy(param_dtype=own, output_dtype=precision.param_dtype, cast_forward_inputs=True)
+        dtype = next(unit.modules[0].parameters()).dtype
+        return MixedPrecisionPolicy(param_dtype=dtype, output_dtype=precision.param_dtype, cast_forward_inputs=True)
     casts = precision.cast_forward_inputs if unit.name else precision.cast_root_forward_inputs
     return MixedPrecisionPolicy(
         param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype, cast_forward_inputs=casts
@@ -279,9 +287,9 @@ def _policy(unit: ShardedUnit, precision: MixedPrecision | None) -> MixedPrecisi
 
 
 def without_views(output: Any) -> Any:
-    """The same with tensors that are no views, of the same memory.
+    """Replaces views in an output by tensors of the same memory that are no views.
 
-    An operation in place on a view takes away the hook by which backward finds the unit.
+    An operation in place on a view removes the hook by which backward finds the unit.
     """
     if not torch.is_grad_enabled():
         return output
@@ -289,30 +297,30 @@ def without_views(output: Any) -> Any:
 
 
 class _Gathering:
-    """A hook that gathers a unit of several modules where backward comes to the output of one that is not the last.
+    """Hook of each module of a unit but the last: gathers the unit when backward comes to the output.
 
-    fully_shard does that at the output of the last one, which the loss may not depend on.
+    fully_shard gathers it at the output of the last module, which the loss may not depend on.
     """
 
     def __init__(self, handle: nn.Module) -> None:
         self._handle: Any = handle
         self._made_for = access.state_of(handle)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # as torch does with its own hooks of a unit
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # as torch does with its hooks
     def __call__(self, _: nn.Module, __: Any, output: Any) -> None:
-        """After forward of one of the modules."""
+        """Registers the all-gather on the output of the module."""
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(self._gather)
 
     def __deepcopy__(self, _: object) -> Callable[..., None]:
-        """For a copy of the module, which is no unit."""
+        """Hook of a copy of the module, which is no unit."""
         return access.do_nothing
 
     def _gather(self, _: Tensor) -> None:
-        # hooks outlive the units: what is sharded anew has other ones
+        # The hook outlives its unit where the module is sharded anew.
         if isinstance(self._handle, FSDPModule) and access.state_of(self._handle) is self._made_for:
-            self._handle.unshard()  # nothing where it is there
+            self._handle.unshard()  # returns at once if the unit is unsharded
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # as torch does with its own hooks of a unit
@@ -327,7 +335,7 @@ def _no_view(tensor: Tensor) -> Tensor:
 
 @sharding.typed_as_local
 class _Alias(torch.autograd.Function):
-    """The same values in the same memory, as a tensor of its own."""
+    """Tensor with the values and the memory of another one."""
 
     @staticmethod
     @override

@@ -174,11 +174,6 @@ def hash_of(tensor: Tensor) -> int:
     return int(sum(piece.sum() for piece in bits.split(_PIECE))) % (2**31 - 1)
 
 
-def is_in_nodes(tensor: Tensor) -> bool:
-    """True if each node has all of a tensor."""
-    return isinstance(tensor, DTensor) and tensor.device_mesh.ndim > 1
-
-
 def num_copies(tensor: Tensor) -> int:
     """Number of ranks that hold the same part of a tensor as this rank."""
     if not isinstance(tensor, DTensor):
