@@ -72,8 +72,8 @@ class Agreement:
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._has_gradient = [False] * len(self._places)
         self._has_dropped = False  # since the last backward
-        pairs = (pair for group in groups for pair in access.parameters_of(group))
-        self._in_nodes = [owner for parameter, owner in pairs if parameter.device_mesh.ndim > 1]
+        owners = (owner for group in groups for _, owner in access.parameters_of(group))
+        self._in_nodes = [owner for owner in owners if owner.sharded_param.device_mesh.ndim > 1]
 
     def begin_fit(self) -> None:
         """Begins training, with no memory of a fit that ended with an error. Call it on all ranks.
