@@ -1,4 +1,4 @@
-"""Optimizers that people write: those inside of others, and copies, of other parameters or with states of their own."""
+"""Optimizers that people write: states of optimizers inside them, and copies with other parameters or states."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ def check_supported(optimizer: Optimizer) -> None:
 
 
 def states_of(optimizer: Optimizer) -> list[Any]:
-    """Its state, by parameter, and those of the optimizers inside it, whose steps it takes."""
+    """States by parameter of an optimizer and of the optimizers inside it, whose steps it takes."""
     inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer) and value is not optimizer]
-    found = [optimizer.state, *(state for each in inner for state in states_of(each))]
-    return list({id(state): state for state in found}.values())
+    states = [optimizer.state, *(state for each in inner for state in states_of(each))]
+    return list({id(state): state for state in states}.values())
 
 
 def copied(optimizer: T, memo: dict[int, Any], **attributes: Any) -> T:
-    """An optimizer with all attributes, where ``copy.deepcopy`` leaves out all but groups and state.
+    """Copies an optimizer with all attributes, where ``copy.deepcopy`` leaves out all but groups and state.
 
-    It has no hooks, which may hold anything, and no ``step`` that a schedule has put there, which is bound to the
-    original. A module is the same. An optimizer inside, which does the steps of one that wraps it, is copied likewise.
-    The constructor of one that wraps need not have called torch's; ``copy.deepcopy`` would have its class ask for what
-    that makes.
+    The copy has no hooks, which may hold anything, and no ``step`` that a schedule has put there, which is bound to the
+    original. Modules are not copied. An optimizer inside, which does the steps of one that wraps it, is copied
+    likewise. An optimizer that wraps another need not have called torch's constructor; ``copy.deepcopy`` would have its
+    class ask for attributes that the constructor makes.
 
     Args:
         optimizer: the original.
-        memo: what stands for objects in it, by their ids; as of ``copy.deepcopy``.
+        memo: replacements of objects in it, by their ids; as of ``copy.deepcopy``.
         **attributes: to be copied in place of its own.
     """
     made: T = object.__new__(type(optimizer))

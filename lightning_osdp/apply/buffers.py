@@ -22,7 +22,7 @@ _NUM_LOOKED = 2
 
 
 class Buffers:
-    """Buffers of a module. Those that have changed are copied from rank 0.
+    """Buffers of a module; changed ones are copied from rank 0.
 
     A buffer that is not saved stays each rank's own while its size differs between ranks: a cache may grow to the
     longest sequence that a rank has seen.

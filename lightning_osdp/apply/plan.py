@@ -48,7 +48,7 @@ def apply_plan(module: nn.Module, plan: Plan, *, device: torch.device, **fsdp_kw
 
 
 def change_plan(module: nn.Module, plan: Plan) -> None:
-    """Has a module go on under another plan, between two optimizer steps. Call it on all ranks.
+    """Changes the plan of a module between two optimizer steps. Call it on all ranks.
 
     Plans may differ in what forward leaves of units (``keep`` of their treatments), when units reduce gradients
     (``reduce``), how blocks save tensors (``blocks``), prefetching and ``asynchronous_unshard``. Parameters, names,
@@ -80,16 +80,16 @@ def change_plan(module: nn.Module, plan: Plan) -> None:
 
 
 def fully_shard_arguments(fsdp_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that ``fully_shard`` has a counterpart of; raises a `ConfigurationError` of one that it has none of."""
-    found = {name: value for name, value in fsdp_kwargs.items() if name in _TAKEN}
+    """Arguments with a counterpart of ``fully_shard``; raises a `ConfigurationError` about one without."""
+    arguments = {name: value for name, value in fsdp_kwargs.items() if name in _TAKEN}
     for name, value in fsdp_kwargs.items():
         if name not in _TAKEN and value is not None and value != _DEFAULTS.get(name):
             why = _REFUSED.get(name, "fully_shard has no such option")
             raise ConfigurationError(f"OSDPStrategy cannot take {name}={value!r}: {why}. Leave it out.")
-    precision = found.get("mixed_precision")
+    precision = arguments.get("mixed_precision")
     if precision is not None and precision.keep_low_precision_grads:
         raise ConfigurationError(
             "OSDPStrategy cannot take MixedPrecision(keep_low_precision_grads=True): fully_shard gives reduced"
             " gradients the dtype of the parameters. Leave it out."
         )
-    return found
+    return arguments

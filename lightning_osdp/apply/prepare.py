@@ -1,6 +1,6 @@
-"""What is done with a module before it is sharded: checks that it can be, as planned, splits, and storage and values.
+"""Preparation of a module for sharding: checks against the plan, splits, and storage and values for tensors on meta.
 
-The tensors of a model on the meta device get them for one unit at a time, right before it is sharded.
+Tensors on the meta device get storage for one unit at a time, right before the unit is sharded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 def check_shardable(module: nn.Module) -> None:
-    """Raises `ConfigurationError` if ``fully_shard`` cannot have all parameters of a module, or has some already."""
+    """Raises `ConfigurationError` if ``fully_shard`` cannot take all parameters of a module, or has some already."""
     for name, child in module.named_modules():
         if isinstance(child, FSDPModule):
             raise ConfigurationError(
@@ -55,7 +55,7 @@ def check_shardable(module: nn.Module) -> None:
 
 
 def make_contiguous(module: nn.Module) -> None:
-    """Lays parameters out in rows, such as weights in channels_last; says so on rank 0."""
+    """Makes parameters contiguous, such as weights in channels_last; says so on rank 0."""
     strided = [name for name, parameter in module.named_parameters() if not parameter.is_contiguous()]
     for name in strided:
         parameter = module.get_parameter(name)
@@ -70,7 +70,7 @@ def make_contiguous(module: nn.Module) -> None:
 
 
 def _has_own_memory(parameter: nn.Parameter, module: nn.Module) -> bool:
-    """Whether it fills its storage, and nothing else of the module is there."""
+    """True if a parameter fills its storage, and no other tensor of the module is in it."""
     storage = parameter.untyped_storage()
     others = (tensor for _, _, _, tensor in _tensors(module) if tensor is not parameter)
     return storage.nbytes() == parameter.nbytes and all(
@@ -79,10 +79,10 @@ def _has_own_memory(parameter: nn.Parameter, module: nn.Module) -> bool:
 
 
 def prepared(module: nn.Module, plan: Plan) -> dict[str, nn.Module]:
-    """The module's own modules by name, if the plan is for it.
+    """Checks that a module is the one of the plan; returns its modules by name.
 
     Raises:
-        PlanMismatchError: it is for another model, see `apply_plan`.
+        PlanMismatchError: the plan is for another model, see `apply_plan`.
         ConfigurationError: a unit has trainable parameters of several dtypes, or slices and several operators, or is
             inside a module that is compiled whole.
     """
@@ -113,9 +113,9 @@ def slices_of(operator: nn.Module, num_slices: int, initialize: object) -> list[
 
 
 def call_layers_in_evaluation(module: nn.Module) -> None:
-    """Keeps torch's encoder layers off their fast path, which reads weights of layers that may be units not gathered.
+    """Keeps torch's encoder layers off their fast path, which reads weights of layers that may be units and resharded.
 
-    They take it in evaluation unless there are hooks.
+    They take the fast path in evaluation unless they have hooks.
     """
     for layer in module.modules():
         if isinstance(layer, nn.TransformerEncoderLayer):
@@ -199,7 +199,7 @@ def _check_compiled(plan: Plan, module: nn.Module) -> None:
 
 
 def _nearest(operator: str, units: Collection[str]) -> str:
-    """The unit that an operator's parameters go into: the nearest module at or above it that is one."""
+    """Unit that takes the parameters of an operator: the nearest module at or above the operator that is a unit."""
     name = operator
     while name and name not in units:
         name = name.rpartition(".")[0]
@@ -207,12 +207,12 @@ def _nearest(operator: str, units: Collection[str]) -> str:
 
 
 def unit_initializer(module: nn.Module, device: torch.device) -> UnitInitializer | None:
-    """What initialises the modules of a unit; None where no rank has meta tensors. Call it on all ranks.
+    """Initialiser for modules of a unit; None where no rank has tensors on meta. Call it on all ranks.
 
-    A unit's tensors get storage, then the values that rank 0 has, or that ``reset_parameters`` of the modules that own
-    them makes there. Values that a rank has leave the module at once and come back with their unit.
-    Ties stay ties. What is initialised depends on rank 0's random state alone: neither on the units nor on the ranks.
-    Errors are those of `check_initializable`.
+    Tensors of a unit get storage, then the values of rank 0, or those that ``reset_parameters`` of their modules makes
+    there. Values that a rank has are taken from the module at once and come back with their unit. Ties stay ties.
+    Initialised values depend on the random state of rank 0 alone, neither on the units nor on the ranks. Errors are
+    those of `check_initializable`.
     """
     missing = check_initializable(module, device)
     return None if missing is None else UnitInitializer(module, device, missing)
@@ -247,7 +247,7 @@ def check_initializable(module: nn.Module, device: torch.device) -> set[str] | N
 
 
 class UnitInitializer:
-    """See `unit_initializer`; the model is on the meta device afterwards.
+    """Initialiser of `unit_initializer`; it moves the whole model to the meta device.
 
     ``missing`` are the names of the tensors that have no values on rank 0.
     """
@@ -271,7 +271,7 @@ class UnitInitializer:
         self._wholes: dict[nn.Module, tuple[nn.Module, SplitModule]] = {}
 
     def split(self, operator: nn.Module, num_slices: int) -> SplitModule:
-        """Splits an operator of the model in place; its slices will be parts of what the whole one would be."""
+        """Splits an operator of the model in place; its slices will be parts of the initialised operator."""
         whole = copy.copy(operator)
         whole._parameters = dict(operator._parameters)
         self._seeds[whole] = self._seeds[operator]
@@ -282,9 +282,9 @@ class UnitInitializer:
         return module
 
     def __call__(self, unit: nn.Module) -> None:
-        """Initialises a unit, given its module; further calls for modules inside find nothing left to do.
+        """Initialises a unit, given its module; calls for modules inside find nothing left to do.
 
-        With one slice of an operator come the others.
+        One slice of an operator initialises all of them.
         """
         if unit in self._wholes:
             whole, module = self._wholes[unit]
@@ -293,7 +293,7 @@ class UnitInitializer:
             for part in module.slices:
                 self._wholes.pop(part)
             return
-        modules = list(_children_first(unit))
+        modules = list(children_first(unit))
         if not any(tensor.is_meta for child in modules for _, tensor in _own(child)):
             return
         generators = [self._device] if self._device.type == "cuda" else []
@@ -303,17 +303,17 @@ class UnitInitializer:
         if dist.is_initialized() and dist.get_world_size() > 1:
             for tensor in dict.fromkeys(tensor for child in modules for _, tensor in _own(child)):
                 _copy_from_rank_zero(tensor.detach())
-        # Units may share a buffer, and never a parameter.
+        # Real parameters are not needed any more: units may share a buffer, but never a parameter.
         self._real = {key: real for key, real in self._real.items() if not isinstance(real, nn.Parameter)}
 
     def _initialize(self, module: nn.Module) -> None:
-        own = list(_own(module))
-        fresh = {tensor for _, tensor in own if tensor in self._missing and tensor not in self._real}
-        for name, tensor in own:
+        tensors = list(_own(module))
+        fresh = {tensor for _, tensor in tensors if tensor in self._missing and tensor not in self._real}
+        for name, tensor in tensors:
             if tensor.is_meta:
                 setattr(module, name, self._with_storage(tensor))
         if fresh:
-            known = [self._real[tensor] for _, tensor in own if tensor not in fresh]
+            known = [self._real[tensor] for _, tensor in tensors if tensor not in fresh]
             values = [tensor.clone() for tensor in known]
             torch.manual_seed(self._seeds[module])
             _reset(module)()
@@ -332,7 +332,7 @@ class UnitInitializer:
 
     @contextmanager
     def _units_hidden(self, modules: list[nn.Module]) -> Iterator[None]:
-        """Keeps ``reset_parameters`` away from what is sharded: it would fill the same values into every shard."""
+        """Hides sharded units from ``reset_parameters``, which would fill each shard with the same values."""
         units = [
             (parent, name, child) for parent in modules for name, child in parent._modules.items() if _is_unit(child)
         ]
@@ -350,7 +350,7 @@ def _is_unit(module: object) -> bool:
 
 
 class _Sharded(nn.Module):
-    """Stands for a unit that is sharded already, and raises where anything looks into it."""
+    """Stand-in for a unit that is sharded already; it raises where anything looks into it."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -373,15 +373,15 @@ class _Sharded(nn.Module):
 
 
 def _reset(module: nn.Module) -> Any:
-    """The module's own initialisation, under the name that ``nn.MultiheadAttention`` gives it too; None without one."""
+    """Initialisation method of a module, under either name that torch gives it; None without one."""
     return getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
 
 
-def _children_first(module: nn.Module) -> Iterator[nn.Module]:
-    """Modules of one unit in the order in which constructors initialise them, so that a parent has the last word."""
+def children_first(module: nn.Module) -> Iterator[nn.Module]:
+    """Modules of one unit in the order in which constructors initialise them: a parent has the last word."""
     for child in module.children():
         if not _is_unit(child):
-            yield from _children_first(child)
+            yield from children_first(child)
     yield module
 
 
@@ -399,7 +399,7 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _empty(tensor: Tensor, device: torch.device) -> Tensor:
-    """One like it on a device: a parameter if it is one, with the attributes that users have set on it."""
+    """Tensor without values on a device, with the attributes that users have set; a parameter for a parameter."""
     empty = torch.empty_like(tensor, device=device)
     if isinstance(tensor, nn.Parameter):
         return parameter_like(empty, tensor)
@@ -408,7 +408,7 @@ def _empty(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _copy_from_rank_zero(tensor: Tensor) -> None:
-    """Broadcasts bytes, so of any dtype, and in memory order, so of any strides."""
+    """Broadcasts a tensor as bytes, so of any dtype, and in memory order, so of any strides."""
     if not tensor.numel():
         return
     flat = tensor.reshape(-1)

@@ -194,7 +194,7 @@ class ShardedModel:
             return self.run(step, *args, **kwargs)
 
     def forget_gradients(self) -> None:
-        """Drops gradients that wait to be reduced, which ``zero_grad()`` does not find; those of shards stay."""
+        """Drops gradients that wait to be reduced, which ``zero_grad()`` does not find; gradients of shards stay."""
         backward.forget_gradients(self._groups)
 
     def before_backward(self) -> None:

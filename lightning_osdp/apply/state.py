@@ -1,7 +1,7 @@
-"""State of a module under ``fully_shard`` and of its optimizers under the user's own names: taken from it, and loaded.
+"""States of a module under ``fully_shard`` and of its optimizers, saved and loaded under the user's own names.
 
-Whole state is gathered one parameter at a time: besides what it keeps, no rank holds more than one of them and what an
-all-gather takes. To load it, each rank takes its rows of what is whole.
+Whole state is gathered one parameter at a time: besides the state that a rank keeps, it holds one parameter and the
+memory of its all-gather. Loading takes this rank's rows of whole tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_osdp.splitting import JoinedShards, cut_states, cuts_of, gathered
 def whole_state(module: nn.Module, *, on_all_ranks: bool) -> dict[str, Any]:
     """Whole state dict in memory of its own on CPU, on rank 0 or on all ranks; its tensors are on meta on the others.
 
-    All ranks must call it. What the module's ``state_dict`` hooks see and return are DTensors.
+    All ranks must call it. ``state_dict`` hooks of the module see and return DTensors.
     """
     keeps = on_all_ranks or dist.get_rank() == 0
     state: dict[str, Any] = module.state_dict()
@@ -37,7 +37,7 @@ def whole_state(module: nn.Module, *, on_all_ranks: bool) -> dict[str, Any]:
         first = ties.get(name, name)
         is_tied = first in whole and _is_same(state[first], value)
         whole[name] = whole[first] if is_tied else _whole(value, keeps=keeps)
-    state.update(whole)  # it may know versions of modules, which are saved with it
+    state.update(whole)  # the dict may know versions of modules, which are saved with it
     return state
 
 
@@ -51,7 +51,7 @@ def model_state(module: nn.Module, state_dict_type: str) -> dict[str, Any]:
 
 
 def optimizer_state(module: nn.Module, optimizer: Optimizer, state_dict_type: str) -> dict[str, Any]:
-    """State of one optimizer, likewise: by parameter index as a plain optimizer's ("full"), or by name ("sharded").
+    """State of one optimizer: whole and by parameter index ("full"), or in shards and by name ("sharded").
 
     Raises:
         ConfigurationError: the optimizer is not one of this module's parameters, or the slices of an operator are in
@@ -60,7 +60,7 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer, state_dict_type: st
     names = [name for group in names_by_group(module, optimizer) for name in group]
     state = join_states(_renamed(optimizer.state_dict(), dict(enumerate(names))), cuts_of(module))
     for group in state["param_groups"]:
-        if "param_names" in group:  # of an optimizer of named_parameters(): slices have no names of their own
+        if "param_names" in group:  # the optimizer got named_parameters(), with names of slices
             group["param_names"] = list(group["params"])
     if state_dict_type == "sharded":
         return state
@@ -74,13 +74,13 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer, state_dict_type: st
 
 
 def numbered(state: Mapping[str, Any]) -> dict[str, Any]:
-    """State by number, as a plain optimizer's, from state by name."""
+    """State by number, as a plain optimizer has it, from state by name."""
     names = [name for group in state["param_groups"] for name in group["params"]]
     return _renamed(state, {name: number for number, name in enumerate(names)})
 
 
 def _renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
-    """The same by other names or numbers."""
+    """State of an optimizer under other names or numbers."""
     groups = [{**group, "params": [names[each] for each in group["params"]]} for group in state["param_groups"]]
     fields = {names[each]: values for each, values in state["state"].items()}
     return {**state, "state": fields, "param_groups": groups}
@@ -93,10 +93,10 @@ def _others(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def whole_parameters(module: nn.Module) -> dict[str, Tensor]:
     """Parameters by their names in the user's own module, as DTensors or `JoinedShards`; tied ones under each name."""
-    found = {name: parameter.detach() for name, parameter in module.named_parameters(remove_duplicate=False)}
+    parameters = {name: parameter.detach() for name, parameter in module.named_parameters(remove_duplicate=False)}
     for cut in cuts_of(module):
-        found[cut.whole] = cut.join([found.pop(piece) for piece in cut.pieces])
-    return found
+        parameters[cut.whole] = cut.join([parameters.pop(piece) for piece in cut.pieces])
+    return parameters
 
 
 def names_by_group(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
@@ -117,7 +117,7 @@ def names_by_group(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 
 
 def _is_same(shards: Any, other: Any) -> bool:
-    """Whether two entries of a state dict are one parameter; all ranks find the same."""
+    """True if two entries of a state dict are one parameter; all ranks find the same."""
     return (
         isinstance(shards, DTensor)
         and isinstance(other, DTensor)
@@ -127,7 +127,7 @@ def _is_same(shards: Any, other: Any) -> bool:
 
 
 def _whole(value: Any, *, keeps: bool) -> Any:
-    """A tensor whole, in memory of its own or on meta; anything else as it is. All ranks must call it."""
+    """Whole tensor in memory of its own or on meta; any other value unchanged. All ranks must call it."""
     if not isinstance(value, Tensor):
         return value
     if isinstance(value, JoinedShards):
@@ -136,14 +136,14 @@ def _whole(value: Any, *, keeps: bool) -> Any:
         whole = gathered(value.detach())
     else:
         return value.detach().to("cpu" if keeps else "meta", copy=True)
-    is_part = whole.untyped_storage().nbytes() != whole.nbytes  # of a buffer with padding
+    is_part = whole.untyped_storage().nbytes() != whole.nbytes  # the gathered buffer has padding
     return whole.to("cpu", copy=is_part) if keeps else whole.to("meta")
 
 
 def takes_whole(module: nn.Module) -> list[RemovableHandle]:
-    """Has a module's own ``load_state_dict`` take whole tensors; returns what ends that.
+    """Makes ``load_state_dict`` of a module take whole tensors; returns the handles that end it.
 
-    These are the last of each module's hooks: users' own may rename or reshape whole tensors before.
+    The hooks run as the last ones of each module: hooks of users may rename or reshape whole tensors before.
     """
     return [
         part.register_load_state_dict_pre_hook(_take_rows)
@@ -155,11 +155,11 @@ def takes_whole(module: nn.Module) -> list[RemovableHandle]:
 def load_optimizer(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Loads state of one optimizer of the module's sharded parameters; all ranks must call it.
 
-    The state is by name, or by index as a plain optimizer's, for whole operators; whole or in shards.
+    The state is by name, or by index as a plain optimizer has it, for whole operators; whole or in shards.
 
     Raises:
         ConfigurationError: the optimizer is not one of this module's parameters.
-        PlanMismatchError: the state's parameter groups are others.
+        PlanMismatchError: the state has other parameter groups.
     """
     cuts, groups = cuts_of(module), names_by_group(module, optimizer)
     entries = _by_name(state, [join_names(names, cuts) for names in groups])
@@ -188,7 +188,7 @@ def load_optimizer(module: nn.Module, optimizer: Optimizer, state: Mapping[str, 
 
 
 def _take_rows(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """Puts shards in place of a module's own whole parameters, but for those of another shape."""
+    """Replaces whole parameters of a module by shards, but for those of another shape."""
     parameters: dict[str, Any] = dict(module._parameters)
     for name, parameter in parameters.items():
         whole = state_dict.get(f"{prefix}{name}")
@@ -197,7 +197,7 @@ def _take_rows(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: o
 
 
 def _rows(whole: Tensor, like: DTensor) -> DTensor:
-    """The rows of a whole tensor that this rank has of another one, as a view; a DTensor as it is."""
+    """DTensor of this rank's rows of a whole tensor, as a view, with the layout of another one; a DTensor unchanged."""
     if isinstance(whole, DTensor):
         return whole
     group = group_of_rows(like)
@@ -208,7 +208,7 @@ def _rows(whole: Tensor, like: DTensor) -> DTensor:
 
 
 def _own_rows(value: Any, parameter: object) -> Any:
-    """A field of an optimizer's state in memory of its own, sharded as its parameter where it has the same shape."""
+    """Field of an optimizer's state in memory of its own, sharded as its parameter where it has the same shape."""
     if not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
     if isinstance(parameter, DTensor) and value.shape == parameter.shape:
@@ -220,8 +220,8 @@ def _by_name(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> Mappi
     """Entries by name, from a state by name or by number.
 
     Numbers are those of the optimizer's own groups, as ``Optimizer.state_dict`` counts them: neither the order of the
-    model's parameters nor frozen ones matter. What is stored of an optimizer without state may have no ``state``.
-    ``groups`` are the names of the parameters in each group of the optimizer that it is for.
+    model's parameters nor frozen ones matter. A stored optimizer without state may have no ``state``. ``groups`` are
+    the names of the parameters in each group of the optimizer that is loaded.
     """
     entries: Mapping[Any, Any] = state.get("state", {})
     saved = [list(group["params"]) for group in state["param_groups"]]

@@ -24,15 +24,15 @@ _MODEL = "model"
 
 
 class StoredShards:
-    """The folder of a sharded checkpoint, of any number of ranks; an earlier version wrote some with FSDP1.
+    """Folder of a sharded checkpoint, of any number of ranks; an earlier version wrote some with FSDP1.
 
-    It is one of ``torch.distributed.checkpoint``, with the entries ``model``, ``optimizer_0``, ``optimizer_1``, ...; of
-    optimizers without state none is stored.
+    The folder is one of ``torch.distributed.checkpoint``, with the entries ``model``, ``optimizer_0``, ``optimizer_1``,
+    ...; optimizers without state have no entry.
 
     Attributes:
-        weights: what is stored of the model by name, as tensors on meta, which may be renamed or left out before
-            `load_model`; what is no tensor is an empty one.
-        num_optimizers: how many optimizers are stored.
+        weights: stored values of the model by name, as tensors on meta, which may be renamed or left out before
+            `load_model`; a value that is no tensor is an empty one.
+        num_optimizers: number of optimizers that are stored.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,11 +53,11 @@ class StoredShards:
         Args:
             module: a module under ``fully_shard``.
             weights: `weights` under the names of the module's state dict; other tensors in it are whole.
-            strict: whether its names must be the module's.
+            strict: require the names of the module.
 
         Raises:
-            CheckpointException: something of the module has another shape in the checkpoint.
-            ConfigurationError: a tensor was computed from what has not been read.
+            CheckpointException: a tensor of the module has another shape in the checkpoint.
+            ConfigurationError: a tensor was computed from weights that are not read yet.
             RuntimeError: ``strict``, and names are others.
         """
         names = {id(value): name for name, value in self.weights.items()}
@@ -69,20 +69,20 @@ class StoredShards:
                 ' state_dict_type="full", or compute after loading, in on_fit_start within `with'
                 " trainer.strategy.gathered(write_back=True): ...`."
             )
-        own = module.state_dict()
-        unread = {name: names[id(weights[name])] for name in own if id(weights.get(name)) in names}
+        state = module.state_dict()
+        unread = {name: names[id(weights[name])] for name in state if id(weights.get(name)) in names}
         planner = DefaultLoadPlanner(allow_partial_load=not strict)
-        while unread:  # more than once where one is wanted under several names
+        while unread:  # runs again for values that are wanted under several names
             once = {stored: name for name, stored in unread.items()}
-            read = {stored: own[name] for stored, name in once.items()}
+            read = {stored: state[name] for stored, name in once.items()}
             load({_MODEL: read}, checkpoint_id=self._path, planner=planner)
             for stored, name in once.items():
-                own[name] = read[stored]
+                state[name] = read[stored]
                 del unread[name]
-        for name in own.keys() - weights.keys():
-            del own[name]
-        own.update({name: value for name, value in weights.items() if id(value) not in names or name not in own})
-        module.load_state_dict(own, strict=strict)  # it knows versions of modules
+        for name in state.keys() - weights.keys():
+            del state[name]
+        state.update({name: value for name, value in weights.items() if id(value) not in names or name not in state})
+        module.load_state_dict(state, strict=strict)  # the state dict of a module knows versions of modules
 
     def load_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Reads states of optimizers of the module's shards; all ranks must call it.
@@ -97,7 +97,7 @@ class StoredShards:
             load_optimizer(module, optimizer, self._read(f"optimizer_{index}", parameters))
 
     def _read(self, optimizer: str, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-        """State of one optimizer by name; what has the shape of one of these parameters is sharded as that is."""
+        """State of one optimizer by name; a tensor with the shape of its parameter is sharded as the parameter is."""
         places = self._metadata.planner_data
         entries: dict[str, Any] = {}
         for key, stored in self._metadata.state_dict_metadata.items():
@@ -113,7 +113,7 @@ class StoredShards:
 
 
 def _unread(stored: TensorStorageMetadata, parameter: Tensor | None) -> Tensor:
-    """Memory to read an entry into: shards like the parameter's, or all of what has another shape."""
+    """Memory to read an entry into: shards as of the parameter, or a whole tensor if it has another shape."""
     dtype = stored.properties.dtype
     if parameter is not None and parameter.shape == stored.size:
         if isinstance(parameter, JoinedShards):

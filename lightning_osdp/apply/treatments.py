@@ -28,7 +28,7 @@ class Applier:
     change: Callable[[ShardedUnit, Meshes], object] = _nothing
     """Makes a sharded unit follow its treatment: when it is new, and when this axis has changed between two steps."""
     accumulate: Callable[[ShardedUnit, bool], object] = _nothing
-    """Is called before micro-batches, for units that reduce gradients differently in the last one, with whether it
+    """Called before micro-batches, for units that reduce gradients differently in the last one, with whether it
     comes."""
 
 

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_osdp.apply.activations.blocks import is_inside
 from lightning_osdp.apply.internals import access, dtensors, gathering, sharding
+from lightning_osdp.apply.prepare import children_first
 from lightning_osdp.core.axes import DP, ZDP, Treatment
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.engine import FSDP2, effects_of
@@ -207,7 +208,7 @@ def shard(
         initialize: gives the tensors of a module storage and values.
     """
     (root,) = (unit.handle for unit in units if not unit.name)
-    places = {module: place for place, module in enumerate(_children_first(root, set()))}
+    places = {module: place for place, module in enumerate(dict.fromkeys(children_first(root)))}
     for unit in sorted(units, key=lambda unit: max(places[module] for module in unit.modules)):
         hooks = {(child, name): parameter._backward_hooks for child, name, parameter in _own_parameters(unit)}
         for module in unit.modules:
@@ -254,15 +255,6 @@ def set_prefetch(units: Sequence[ShardedUnit], engine: FSDP2) -> None:
     for unit, following in zip(inner, [*inner[1:], None], strict=False):
         comes = engine.forward_prefetch and following is not None and following.name not in engine.late_forward
         gathering.gather_ahead(unit.handle, [following.handle] if comes and following is not None else [])
-
-
-def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """All modules inside a module, each once, and the module itself last."""
-    seen.add(module)
-    for child in module.children():
-        if child not in seen:
-            yield from _children_first(child, seen)
-    yield module
 
 
 def _own_parameters(unit: ShardedUnit) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:

@@ -1,4 +1,4 @@
-"""Optimizers on what each rank has of the parameters: which can step on it, and steps on rows as plain tensors.
+"""Optimizers on shards: which can step on them, and steps on rows as plain tensors.
 
 Operators of DTensors find out anew in each step, for each parameter, that every rank may compute with its rows alone.
 """
@@ -23,23 +23,24 @@ from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.optimizers import check_supported, copied
 
 _ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
-"""Of torch's: each element of a parameter depends on that element of the gradient and of states, and on numbers."""
+"""Optimizers of torch that compute each element of a parameter from that element of the gradient and states."""
 _NUM_STEPS = 2
-"""Those in which an optimizer is tried."""
+"""Number of steps in which an optimizer is tried."""
 _TOLERANCE = 0.05
-"""Of the largest step: Muon rounds to bfloat16, and norms of two shards are off by a third."""
+"""Tolerated difference, as a part of the largest step: Muon rounds to bfloat16, norms of two shards are off by a
+third."""
 
 
 def share_gradients(optimizer: Optimizer) -> None:
-    """Has all ranks have the gradients of rank 0 for scalars, which each rank has all of. Call it on all ranks.
+    """Copies gradients of scalars, which each rank has all of, from rank 0. Call it on all ranks.
 
     Each rank has added them up in an order of its own: rounding would drive the ranks' scalars apart.
     """
     scalars = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor) and not p.dim()]
-    alike = defaultdict(list)
+    by_dtype = defaultdict(list)
     for gradient in (dtensors.local(p.grad) for p in scalars if p.grad is not None):
-        alike[gradient.dtype].append(gradient)
-    for gradients in alike.values():
+        by_dtype[gradient.dtype].append(gradient)
+    for gradients in by_dtype.values():
         shared = torch.stack(gradients)
         dist.broadcast(shared, src=0)
         torch._foreach_copy_(gradients, list(shared.unbind()))
@@ -47,10 +48,10 @@ def share_gradients(optimizer: Optimizer) -> None:
 
 @contextmanager
 def stepping_on_rows(optimizer: Optimizer) -> Iterator[None]:
-    """Within it, steps of an optimizer compute with this rank's rows where their arithmetic is elementwise.
+    """Makes elementwise optimizers compute with this rank's rows, as plain tensors, within the context.
 
-    Only the arithmetic sees rows: neither the closure nor hooks of the step do. An optimizer that is not exactly one of
-    torch's, or has anything that is not cut as its parameter is, computes with DTensors.
+    Only the arithmetic sees rows: the closure and hooks of the step see DTensors. An optimizer that is not exactly one
+    of torch's, or has a tensor without the layout of its parameter, computes with DTensors.
     """
     if not _is_elementwise(optimizer):
         yield
@@ -62,7 +63,7 @@ def stepping_on_rows(optimizer: Optimizer) -> Iterator[None]:
             rows.enter_context(on_rows(optimizer))
 
     def begin(_: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Before the step: has its closure, or what is in its place, be followed by the arithmetic on rows."""
+        """Makes the arithmetic on rows follow the closure of the step, if it has one."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             swap()
@@ -80,7 +81,7 @@ def stepping_on_rows(optimizer: Optimizer) -> Iterator[None]:
         is_over = True
         rows.close()
 
-    # the last hook before the step, so that it has the closure that others leave, and the first one after it
+    # `begin` is the last hook before the step, for the closure that other hooks leave; `end` is the first one after it.
     with optimizer.register_step_pre_hook(begin), optimizer.register_step_post_hook(end) as after:
         hooks: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict
         hooks.move_to_end(after.id, last=False)
@@ -92,11 +93,11 @@ def stepping_on_rows(optimizer: Optimizer) -> Iterator[None]:
 
 @contextmanager
 def on_rows(optimizer: Optimizer) -> Iterator[None]:
-    """Within it, an elementwise optimizer has this rank's rows in place of DTensors; what it changes is the DTensors'.
+    """Gives an elementwise optimizer this rank's rows in place of DTensors, which see all changes, within the context.
 
     Its groups have rows, as plain tensors with gradients, and its state is keyed by them. Nothing is copied. Afterwards
-    it has the same DTensors, groups and states as before; a new state with the shape of the rows is a DTensor. Where
-    something is not cut as its parameter is, all stays as it is.
+    it has the DTensors, groups and states of before; a new state with the shape of the rows is a DTensor. Where a
+    tensor has not the layout of its parameter, nothing changes.
     """
     stepped = _with_gradients(optimizer) if _is_elementwise(optimizer) else None
     if not stepped:
@@ -127,22 +128,22 @@ def on_rows(optimizer: Optimizer) -> Iterator[None]:
         torch.autograd.graph.increment_version([parameter for parameter, _ in stepped])
         parameter_of = {id(rows_of[id(parameter)]): parameter for parameter, _ in stepped}
         for key, fields in local_states.items():
-            of = parameter_of.get(id(key))
-            if of is None:
+            stepped_parameter = parameter_of.get(id(key))
+            if stepped_parameter is None:
                 states[key] = fields
             else:
-                _take_new(states[of], fields, of)
+                _take_new(states[stepped_parameter], fields, stepped_parameter)
 
 
 def _is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether it is exactly one of torch's that are, with the step that torch has given it."""
+    """True if an optimizer is exactly one of `_ELEMENTWISE`, with the step that torch has given it."""
     kind: Any = type(optimizer)
     return kind in _ELEMENTWISE and str(kind.step.__module__).startswith("torch.optim.")
 
 
 def _with_gradients(optimizer: Optimizer) -> list[tuple[DTensor, DTensor]] | None:
-    """Each DTensor that has a gradient, with it; None where the step cannot be taken on the rows of all of them."""
-    found: list[tuple[DTensor, DTensor]] = []
+    """Pairs of a DTensor and its gradient; None where the step cannot be taken on the rows of all of them."""
+    pairs: list[tuple[DTensor, DTensor]] = []
     for group in optimizer.param_groups:
         if group.get("differentiable") or any(isinstance(value, DTensor) for value in group.values()):
             return None
@@ -152,21 +153,21 @@ def _with_gradients(optimizer: Optimizer) -> list[tuple[DTensor, DTensor]] | Non
                 continue
             if not (dtensors.is_cut_alike(parameter, parameter) and dtensors.is_cut_alike(gradient, parameter)):
                 return None
-            found.append((parameter, gradient))
-    of = {id(parameter): parameter for parameter, _ in found}
+            pairs.append((parameter, gradient))
+    parameter_of = {id(parameter): parameter for parameter, _ in pairs}
     for key, fields in optimizer.state.items():
-        parameter = of.get(id(key))
+        parameter = parameter_of.get(id(key))
         if parameter is not None and not all(
             dtensors.is_cut_alike(value, parameter)
             for value in fields.values()
-            if isinstance(value, Tensor) and value.dim() > 0  # the others count steps, and the like
+            if isinstance(value, Tensor) and value.dim() > 0  # tensors without dimensions count steps, and the like
         ):
             return None
-    return found
+    return pairs
 
 
 def _take_new(fields: dict[str, Any], local_fields: dict[str, Any], parameter: DTensor) -> None:
-    """Puts new entries that a step has made into a DTensor's state; those changed in place are there already."""
+    """Puts entries that a step has made into the state of a DTensor; entries changed in place are there already."""
     for name, value in local_fields.items():
         if name in fields and value is dtensors.local(fields[name]):
             continue
@@ -175,13 +176,14 @@ def _take_new(fields: dict[str, Any], local_fields: dict[str, Any], parameter: D
 
 
 def try_optimizer(optimizer: Optimizer) -> None:
-    """Returns if copies of the optimizer take the same steps on small parameters, whole and cut like the real ones.
+    """Checks that copies of an optimizer take the same steps on small parameters, whole and sharded.
 
-    Their rows are uneven, and in each group one is tried for each number of dimensions on each mesh. Neither the
-    optimizer nor a hook of it is called, and random numbers go on as if nothing had been. Call it on all ranks.
+    The small parameters have uneven rows; each group has one for each number of dimensions on each mesh. Neither the
+    optimizer nor a hook of it is called, and the random state is restored. Call it on all ranks.
 
     Raises:
-        ConfigurationError: it cannot step on shards, or takes the shards for the whole of a vector, as L-BFGS does.
+        ConfigurationError: the optimizer cannot step on shards, or takes a shard for the whole of a vector, as L-BFGS
+            does.
     """
     name = type(optimizer).__name__
     check_supported(optimizer)
@@ -191,11 +193,11 @@ def try_optimizer(optimizer: Optimizer) -> None:
         warnings.simplefilter("ignore")
         expected, failure = _attempt(optimizer, is_cut=False)
         again, _ = _attempt(optimizer, is_cut=False)
-        found, sharded_failure = _attempt(optimizer, is_cut=True)
+        sharded, sharded_failure = _attempt(optimizer, is_cut=True)
     if failure is not None:
         warnings.warn(
             f"OSDP: whether {name} can update parameters that are cut over ranks could not be tried, for a copy of it"
-            f" cannot update whole ones either: {_told(failure)}. Compare losses with those under DDPStrategy.",
+            f" cannot update whole ones either: {_shown(failure)}. Compare losses with those under DDPStrategy.",
             stacklevel=2,
         )
     elif sharded_failure is not None:
@@ -205,9 +207,9 @@ def try_optimizer(optimizer: Optimizer) -> None:
         )
         raise ConfigurationError(
             f"Expected an optimizer that can update parameters that are cut over ranks, but {name} cannot:"
-            f" {_told(sharded_failure)}. {remedy}"
+            f" {_shown(sharded_failure)}. {remedy}"
         ) from sharded_failure
-    elif _is_same(expected, again) and not _is_close(expected, found):
+    elif _is_same(expected, again) and not _is_close(expected, sharded):
         raise ConfigurationError(
             f"Expected an optimizer that updates parameters that are cut over ranks as it does whole ones, but {name}"
             " takes other steps: it reads values of this rank's rows alone, as to_local() does, and takes them for all."
@@ -216,7 +218,7 @@ def try_optimizer(optimizer: Optimizer) -> None:
 
 
 def _attempt(optimizer: Optimizer, *, is_cut: bool) -> tuple[list[Tensor], Exception | None]:
-    """What `_stepped` returns or raises."""
+    """Result of `_stepped`, or its error."""
     try:
         return _stepped(optimizer, is_cut=is_cut), None
     except Exception as error:
@@ -224,9 +226,9 @@ def _attempt(optimizer: Optimizer, *, is_cut: bool) -> tuple[list[Tensor], Excep
 
 
 def _stepped(optimizer: Optimizer, *, is_cut: bool) -> list[Tensor]:
-    """What steps of a copy of the optimizer add to small parameters, whole ones or such as are cut over ranks."""
+    """Differences that steps of a copy of the optimizer add to small parameters, whole or sharded."""
 
-    def made(values: Tensor, parameter: DTensor) -> Tensor:
+    def laid_out(values: Tensor, parameter: DTensor) -> Tensor:
         return distribute_tensor(values, parameter.device_mesh, parameter.placements) if is_cut else values
 
     memo: dict[int, Any] = {}
@@ -241,23 +243,25 @@ def _stepped(optimizer: Optimizer, *, is_cut: bool) -> list[Tensor]:
                 kind = (parameter.dim(), parameter.device_mesh, parameter.placements)
                 if kind not in by_kind:
                     start, gradient = _small(parameter)
-                    by_kind[kind] = small = nn.Parameter(made(start.clone(), parameter))
+                    by_kind[kind] = small = nn.Parameter(laid_out(start.clone(), parameter))
                     dtensors.mark_shard(small)
-                    gradients.append((small, made(gradient, parameter)))
+                    gradients.append((small, laid_out(gradient, parameter)))
                     starts.append((start, small))
                 memo[id(parameter)] = by_kind[kind]
         tried.append(list(by_kind.values()))
-    trial = copied(optimizer, memo, state=defaultdict(dict))  # whatever the state is, it need not be copied
+    trial = copied(
+        optimizer, memo, state=defaultdict(dict)
+    )  # an empty state in place of the real one, which may be large
     for group, parameters in zip(trial.param_groups, tried, strict=True):
         group["params"] = parameters
     trial.param_groups[:] = [group for group in trial.param_groups if group["params"]]
     step: Any = type(optimizer).step
-    if getattr(step, "hooked", False):  # around it are hooks of all optimizers
+    if getattr(step, "hooked", False):  # torch has wrapped it in hooks of all optimizers
         step = step.__wrapped__
 
     def backward() -> Tensor:
         for small, gradient in gradients:
-            small.grad = gradient.clone()  # which a step may clear or change
+            small.grad = gradient.clone()  # a step may clear or change it
         return torch.zeros(())
 
     for _ in range(_NUM_STEPS):
@@ -270,10 +274,10 @@ def _stepped(optimizer: Optimizer, *, is_cut: bool) -> list[Tensor]:
 
 
 def _small(parameter: DTensor) -> tuple[Tensor, Tensor]:
-    """Values with few rows, more than ranks and unevenly many, and a gradient."""
+    """Values with few rows, unevenly many and more than ranks, and a gradient."""
     shape = (2 * parameter.device_mesh.size() + 1, *(3 for _ in range(parameter.dim() - 1)))[: parameter.dim()]
     places = torch.arange(torch.Size(shape).numel(), device=parameter.device, dtype=torch.float64).view(shape)
-    return places.square().cos().to(parameter.dtype), places.square().sin().to(parameter.dtype)  # of full rank
+    return places.square().cos().to(parameter.dtype), places.square().sin().to(parameter.dtype)  # both of full rank
 
 
 def _is_same(steps: list[Tensor], others: list[Tensor]) -> bool:
@@ -281,12 +285,12 @@ def _is_same(steps: list[Tensor], others: list[Tensor]) -> bool:
 
 
 def _is_close(steps: list[Tensor], others: list[Tensor]) -> bool:
-    """Whether they differ by rounding, which weights of about one do, too."""
+    """True if steps differ by rounding alone, that of weights of about one included."""
     return all(
         bool((step - other).abs().max() <= _TOLERANCE * step.abs().max() + 4 * torch.finfo(step.dtype).eps)
         for step, other in zip(steps, others, strict=True)
     )
 
 
-def _told(error: Exception) -> str:
+def _shown(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -24,25 +24,25 @@ _BOOKKEEPING = frozenset(vars(nn.Module()))
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How one parameter of a whole operator lies in slices."""
+    """Layout of one parameter of a whole operator in slices."""
 
     whole: str
-    """Its qualified name in the model that is not split."""
+    """Qualified name of the parameter in the model before the split."""
     pieces: tuple[str, ...]
-    """Names of what it is cut into; a single one where it is moved, not cut."""
+    """Names of the pieces; a single one for a parameter that is moved, not cut."""
     dim: int
     sizes: tuple[int, ...]
     """Lengths of the pieces along ``dim``."""
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
 
     @property
     def first_shape(self) -> tuple[int, ...]:
-        """Of the first piece."""
+        """Shape of the first piece."""
         return (*self.shape[: self.dim], self.sizes[0], *self.shape[self.dim + 1 :])
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
-        """One tensor of the pieces, the piece itself where there is one; shards stay where they are, `JoinedShards`."""
+        """Joins pieces to one tensor; a single one is returned itself, and shards stay in place, in `JoinedShards`."""
         if len(pieces) == 1:
             return pieces[0]
         if isinstance(pieces[0], DTensor):
@@ -50,7 +50,7 @@ class Cut:
         return torch.cat(list(pieces), self.dim)
 
     def cut(self, whole: Tensor) -> list[Tensor]:
-        """Pieces of one tensor, as views; of `JoinedShards`, those that it was joined of."""
+        """Cuts one tensor into pieces, as views; `JoinedShards` give the shards that they were joined of."""
         if len(self.sizes) == 1:
             return [whole]
         if isinstance(whole, JoinedShards):
@@ -59,12 +59,12 @@ class Cut:
 
 
 class SplitModule(nn.Module):
-    """An operator whose parameters are cut along its features, in ``slices.0``, ``slices.1`` and so on.
+    """Operator whose parameters are cut along its features, in ``slices.0``, ``slices.1`` and so on.
 
-    The module that is split becomes one by changing its class, so that references to it stay valid. Parameters that
-    are not cut live in the last slice, so that ``named_parameters`` keeps its order. State dicts are those of the whole
-    operator; ``module.weight`` gives the whole parameter, or where it is sharded something that has its shape and dtype
-    and raises where values are needed.
+    The module that is split becomes one by changing its class, so that references to it stay valid. Parameters that are
+    not cut live in the last slice, so that ``named_parameters`` keeps its order. State dicts are those of the whole
+    operator. ``module.weight`` gives the whole parameter; where it is sharded, it gives a tensor with its shape and
+    dtype that raises where values are needed.
 
     A kind of operator declares its own subclass and says in ``forward`` how the slices work together.
     """
@@ -103,7 +103,7 @@ class SplitModule(nn.Module):
                 holder._parameters[cut.whole] = parameter_like(copied, whole)
 
     def cuts(self, prefix: str = "") -> Iterator[Cut]:
-        """How the parameters lie in the slices, in their order; the prefix is the module's name with a dot behind."""
+        """Layouts of the parameters in the slices, in their order; the prefix is the name of the module and a dot."""
         last = len(self.slices) - 1
         for name, shape in self._whole_shapes.items():
             if shape is None:
@@ -125,7 +125,7 @@ class SplitModule(nn.Module):
 
     @classmethod
     def _slice_of(cls, module: nn.Module, size: int) -> nn.Module:
-        """A module of the same class and configuration with fewer features, and no parameters yet."""
+        """Module of the class and configuration of another, with fewer features, and no parameters yet."""
         kind = cls._slice_type(type(module))
         part = kind.__new__(kind)
         nn.Module.__init__(part)
@@ -164,7 +164,7 @@ class SplitModule(nn.Module):
     def state_dict(  # type: ignore[override]
         self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """As of the whole operator: its names and shapes."""
+        """State dict with the names and shapes of the whole operator."""
         state: dict[str, Any] = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         for cut in self.cuts(prefix):
             state[cut.whole] = cut.join([state.pop(piece) for piece in cut.pieces])
@@ -192,14 +192,14 @@ class SplitModule(nn.Module):
 
 
 def parameter_like(values: Tensor, like: Tensor) -> nn.Parameter:
-    """A parameter with these values, and all that users have set on another one."""
+    """Parameter with these values, and with all attributes that users have set on another one."""
     parameter = nn.Parameter(values, requires_grad=like.requires_grad)
     vars(parameter).update(vars(like))
     return parameter
 
 
 def cuts_of(root: nn.Module) -> list[Cut]:
-    """How the parameters of a model's split operators lie in slices, by the names of the user's own model."""
+    """Layouts of the parameters of a model's split operators, by the names of the user's own model."""
     return [
         cut
         for path, module in root.named_modules()
@@ -248,7 +248,7 @@ def join_states(state: Mapping[str, Any], cuts: Sequence[Cut]) -> dict[str, Any]
 
 
 def cut_states(state: Mapping[str, Any], cuts: Sequence[Cut]) -> dict[str, Any]:
-    """Undoes `join_states` of ``state["state"]``: fields by names of whole parameters, as by those of their slices."""
+    """Undoes `join_states` of ``state["state"]``: fields by names of slices, from fields by names of operators."""
     states = dict(state)
     for cut in cuts:
         if cut.whole in states:

@@ -1,4 +1,4 @@
-"""What stands for a whole parameter of a split operator where this rank has shards of its slices."""
+"""Stand-ins for a whole parameter of a split operator, where this rank has shards of its slices."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from lightning_osdp.errors import ShardedParameterError
 
 
 class ShardedParameter(Tensor):
-    """Has the shape, dtype and device of the whole parameter, and raises wherever its values are needed."""
+    """Tensor with the shape, dtype and device of the whole parameter; it raises wherever values are needed."""
 
     remedy: ClassVar[str] = (
         "Read it from trainer.strategy.whole_state_dict(); give an optimizer the module's parameters() instead."
     )
-    """How to read the values, for the error."""
+    """Advice how to read the values, for the error."""
     _name: str
 
     def __new__(cls, shape: Sequence[int], piece: Tensor, name: str) -> Self:
-        """Takes no memory."""
+        """Makes one, which takes no memory."""
         made: Self = Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=piece.dtype, device=piece.device, requires_grad=piece.requires_grad
         )
@@ -54,13 +54,14 @@ class ShardedParameter(Tensor):
 class JoinedShards(ShardedParameter):
     """DTensors beside or below each other, as one tensor of which this rank has a shard in each.
 
-    One DTensor they are not: rows below each other are no one chunk of rows. ``torch.distributed.checkpoint`` writes
-    and reads each rank's shards where they lie, without a copy and without communication, for any other sharding.
+    One DTensor cannot describe them: rows below each other are no one chunk of rows. ``torch.distributed.checkpoint``
+    writes and reads each rank's shards where they lie, without a copy and without communication, for any other
+    sharding.
 
     Args:
         pieces: DTensors of one dtype, with equal shapes but for ``dim``.
-        dim: along which they are joined.
-        name: of the parameter, for the error where values are needed.
+        dim: dimension along which they are joined.
+        name: name of the parameter, for the error where values are needed.
     """
 
     remedy: ClassVar[str] = (
@@ -68,13 +69,13 @@ class JoinedShards(ShardedParameter):
         " module's parameters() instead."
     )
     pieces: tuple[Any, ...]
-    """The DTensors; annotations of torch do not know their methods."""
+    """The DTensors, as Any: annotations of torch do not know their methods."""
     _dim: int
     _sizes: list[int]
     _starts: list[int]
 
     def __new__(cls, pieces: Sequence[Any], dim: int, name: str) -> Self:
-        """Takes no memory."""
+        """Makes one, which takes no memory."""
         shape, sizes = list(pieces[0].shape), [piece.shape[dim] for piece in pieces]
         shape[dim] = sum(sizes)
         made = super().__new__(cls, shape, pieces[0], name)
@@ -83,17 +84,17 @@ class JoinedShards(ShardedParameter):
         return made
 
     def full_tensor(self) -> Tensor:
-        """The whole tensor, on every rank; all must call it."""
+        """Gathers the whole tensor on every rank; all must call it."""
         whole = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         for place, piece in zip(whole.split(self._sizes, self._dim), self.pieces, strict=True):
             place.copy_(gathered(piece.detach()))
         return whole
 
     def empty_like(self, dtype: torch.dtype) -> JoinedShards:
-        """The same shards of another dtype, without values."""
+        """Joined shards with this layout and another dtype, without values."""
         return JoinedShards([torch.empty_like(piece, dtype=dtype) for piece in self.pieces], self._dim, self._name)
 
-    # What torch.distributed.checkpoint asks of tensors that know their shards, as DTensor does.
+    # Methods that torch.distributed.checkpoint calls on tensors that know their shards, such as DTensors.
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         items = []
@@ -112,13 +113,13 @@ class JoinedShards(ShardedParameter):
         return next(local for chunk, local in self._shards() if chunk.offsets == index.offset)
 
     def _shards(self) -> list[tuple[ChunkStorageMetadata, Tensor]]:
-        """This rank's shards that are not empty, and where they lie."""
-        found = []
+        """Shards of this rank that are not empty, and where they lie."""
+        shards = []
         for start, piece in zip(self._starts, self.pieces, strict=True):
             local = piece.detach().to_local()
             if local.numel():
-                found += [(self._moved(chunk, start), local) for chunk in piece.__create_chunk_list__()]
-        return found
+                shards += [(self._moved(chunk, start), local) for chunk in piece.__create_chunk_list__()]
+        return shards
 
     def _moved(self, chunk: ChunkStorageMetadata, start: int) -> ChunkStorageMetadata:
         offsets = list(chunk.offsets)
@@ -127,14 +128,15 @@ class JoinedShards(ShardedParameter):
 
 
 def gathered(shards: Any) -> Tensor:
-    """The whole tensor of a DTensor, on every rank; all must call it.
+    """Gathers the whole tensor of a DTensor on every rank; all must call it.
 
-    Rows are gathered into one buffer, of which the result may be a view; ``full_tensor`` holds up to three such.
+    Rows are gathered into one buffer, of which the result may be a view; ``full_tensor`` holds up to three such
+    buffers.
     """
     whole: Tensor
     group = group_of_rows(shards)
     if group is None:
-        whole = shards.full_tensor().clone()  # which may have been a view of the rank's own
+        whole = shards.full_tensor().clone()  # full_tensor() may be a view of the shard
         return whole
     local = shards.to_local()
     num_rows = -(-len(shards) // group.size())
@@ -147,9 +149,9 @@ def gathered(shards: Any) -> Tensor:
 
 
 def group_of_rows(shards: DTensor) -> dist.ProcessGroup | None:
-    """Ranks among which the rows of a DTensor are cut, this one included; None where it is cut in another way.
+    """Process group over which the rows of a DTensor are cut; None where it is cut in another way.
 
-    Other ranks may have the same rows, as those of other nodes do.
+    Ranks outside of the group may have the same rows, as those of other nodes do.
     """
     cut = [dim for dim, placement in enumerate(shards.placements) if not placement.is_replicate()]
     if [shards.placements[dim] for dim in cut] != [Shard(0)]:

@@ -1,4 +1,4 @@
-"""`SPLITTERS`: which operators can be split, and how their slices work together; and what torch compiles whole."""
+"""`SPLITTERS`: operators that can be split, and how slices work together; and modules that torch compiles whole."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SplitLinear(SplitModule):
         assert total is not None
         if rows is x:
             return total
-        # As F.linear does: to autograd no view, which would lose fully_shard's hooks where it is changed in place.
+        # F.linear does so, too. A view for autograd would lose fully_shard's hooks where it is changed in place.
         output: Tensor = torch.ops.aten._unsafe_view(total, [*x.shape[:-1], total.shape[-1]])
         return output
 
@@ -53,8 +53,9 @@ class SplitLinear(SplitModule):
 def _cut_features(x: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
     """Views ``x[..., start : start + size]``, each made when it is asked for.
 
-    In backward they fill one gradient of x. With ``narrow`` each would make one as large as x, zeros around its own
-    features; with ``split`` all of them would be alive until they are put together. All of the views must be used.
+    In backward they fill one gradient of x. With ``narrow`` each would make a gradient as large as x, zeros around its
+    own features. With ``split`` all gradients would be alive until they are put together. All of the views must be
+    used.
 
     Raises:
         RuntimeError: x has another number of features.
@@ -72,7 +73,7 @@ def _cut_features(x: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
 
 
 class _JointGradient:
-    """The gradient of all features while slices fill it."""
+    """Gradient of all features while slices fill it."""
 
     def __init__(self, num_slices: int) -> None:
         self._num_slices = num_slices
@@ -80,7 +81,7 @@ class _JointGradient:
         self._whole: Tensor | None = None
 
     def fill(self, shape: torch.Size, start: int, gradient: Tensor) -> Tensor | None:
-        """Notes the gradient of the features from ``start`` on; returns that of all with the last of them."""
+        """Stores the gradient of the features from ``start`` on; the last one returns the gradient of all features."""
         if self._whole is None:
             self._whole, self._num_missing = gradient.new_empty(shape), self._num_slices
         self._whole.narrow(-1, start, gradient.shape[-1]).copy_(gradient)
@@ -124,7 +125,7 @@ class SplitConv1D(SplitLinear):
 
 @cache
 def _without_bias_too(whole_type: Any) -> type[nn.Module]:
-    """The class with a forward that needs no bias; its own adds one always."""
+    """Subclass whose forward needs no bias; the forward of the class always adds one."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.t(), self.bias)
@@ -180,20 +181,20 @@ def split(module: nn.Module, num_slices: int) -> SplitModule:
 def splittable(root: nn.Module) -> dict[str, int]:
     """Qualified names of a model's operators that can be split -> the most slices each can have, one feature in each.
 
-    Left out are those that are not *exactly* of a class in `SPLITTERS`, those that are changed in a way that slices
-    would not share, such as a parametrization, a hook of a parameter or a forward of its own, those that share a
-    parameter with another module, and those whose parent computes with their weights instead of calling them.
+    Operators are left out that are not *exactly* of a class in `SPLITTERS`, that are changed in a way that slices would
+    not share, such as a parametrization, a hook of a parameter or a forward of its own, that share a parameter with
+    another module, or whose parent computes with their weights instead of calling them.
     """
     num_owners = Counter(parameter for module in root.modules() for parameter in module.parameters(recurse=False))
     reading = (module for module in root.modules() if isinstance(module, _READ_WEIGHTS_OF_CHILDREN))
     read_directly = {child for module in reading for child in module.children()}
-    found = {}
+    num_features = {}
     for name, module in root.named_modules():
         splitter = _splitter(module)
         alone = all(num_owners[parameter] == 1 for parameter in module.parameters(recurse=False))
         if name and splitter is not None and alone and module not in read_directly:
-            found[name] = int(getattr(module, splitter.features))
-    return found
+            num_features[name] = int(getattr(module, splitter.features))
+    return num_features
 
 
 def compiled_whole(module: nn.Module) -> list[str]:
@@ -209,7 +210,7 @@ def compiled_whole(module: nn.Module) -> list[str]:
 
 
 def _splitter(module: nn.Module) -> type[SplitModule] | None:
-    """How a module is split, whatever else uses its parameters; None where it cannot be."""
+    """Class that splits a module, whatever else uses its parameters; None where it cannot be split."""
     splitter = SPLITTERS.get(_qualified(module))
     return None if splitter is None or _is_changed(module, splitter) else splitter
 
@@ -229,7 +230,7 @@ def _qualified(module: nn.Module) -> str:
 
 
 def _is_changed(module: nn.Module, splitter: type[SplitModule]) -> bool:
-    """Whether something about this one module would be lost in slices."""
+    """True if slices would lose something about this one module."""
     cuts = splitter.cuts_along
     parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     return (
@@ -238,7 +239,7 @@ def _is_changed(module: nn.Module, splitter: type[SplitModule]) -> bool:
         or any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters.values())
         or bool(module._modules or module._buffers)
         or "forward" in vars(module)
-        or getattr(module, "max_norm", None) is not None  # of an embedding: the norm of whole rows
+        or getattr(module, "max_norm", None) is not None  # an embedding normalises whole rows
         or any(vars(module)[hooks] for hooks in _HOOKS)
         or any(parameters[name].shape[dim] != getattr(module, splitter.features) for name, dim in cuts.items())
     )
@@ -248,5 +249,5 @@ def _is_whole(module: nn.Module) -> bool:
     if isinstance(module, OptimizedModule):
         return bool(module.dynamo_ctx.fullgraph)
     call = module._compiled_call_impl
-    # what compiles it is known to that function alone; elsewhere than in torch 2.13, perhaps not even to it
+    # Only this function knows the compiler, as a variable that it encloses; other versions of torch may differ.
     return call is not None and getattr(getclosurevars(call).nonlocals.get("self"), "fullgraph", False)

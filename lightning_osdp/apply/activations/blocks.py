@@ -1,7 +1,7 @@
-"""Blocks that recompute what they save for backward, or have it in host memory: their forward is replaced in place.
+"""Blocks that recompute or offload the tensors that they save for backward, by a forward that is replaced in place.
 
-Nothing is wrapped, so that names of modules and parameters stay. Units are around this: a block that is a unit
-is gathered once for running again and for its backward.
+Nothing is wrapped, so that names of modules and parameters stay. Units are around this: a block that is a unit is
+gathered once for recomputing and for its backward.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from lightning_osdp.core.plans.plan import Block
 from lightning_osdp.errors import PlanMismatchError
 
 Place = tuple[nn.Module, str]
-"""Of a buffer."""
+"""Owner of a buffer, and the name of the buffer there."""
 _PLAIN = (Tensor, bool, int, float, str, type(None))
 """Outputs that a reentrant block can hand on, in tuples, lists and dicts."""
 
 
 class BlockForwards:
-    """The forwards of a model's blocks, of which each can do something else from one step to the next.
+    """Forwards of the blocks of a model, each of which can save other tensors from one step to the next.
 
-    Evaluation is not changed: without gradients a block runs as it is. A forward that was put in the place of a
-    block's own stays there, also while the block keeps what it saves: somebody may have put another one around it.
+    Evaluation is not changed: without gradients a block runs its own forward. A forward that has replaced one stays
+    there, also while the block keeps all it saves: somebody may have wrapped it.
 
-    ``memory`` is what blocks have on the host.
+    ``memory`` is the host memory of all blocks.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -45,7 +45,7 @@ class BlockForwards:
         self._of: dict[nn.Module, BlockForward] = {}
 
     def choose(self, blocks: Sequence[Block], *, units: Collection[str]) -> None:
-        """Has these blocks do with what they save as the plan says, and all others keep it; errors as `check_blocks`.
+        """Sets what these blocks do with saved tensors; all others keep them. Errors are those of `check_blocks`.
 
         ``units`` are the names of the modules that are units of their own.
         """
@@ -60,9 +60,9 @@ class BlockForwards:
 
 
 class BlockForward:
-    """A block's forward, which can keep less for backward than the block's own.
+    """Forward of a block, which can keep less for backward than the block's own.
 
-    None of the block's hooks are part of what is run again. ``is_unit`` is whether it is a unit that has none inside.
+    Hooks of the block do not run again when it recomputes. ``is_unit`` says that the block is a unit with none inside.
     """
 
     def __init__(self, block: nn.Module, memory: HostMemory, *, is_unit: bool) -> None:
@@ -74,19 +74,19 @@ class BlockForward:
         functools.update_wrapper(self, self._run, updated=())
 
     def choose(self, activations: str) -> None:
-        """Has the next forward do so with what the block saves."""
+        """Sets what the next forward does with the tensors that the block saves."""
         if activations != self.activations:
             takes_reentrant = self._is_unit and activations == "recompute_offload"
             self._reentrant = Reentrant(self.block, self._run, self._buffers) if takes_reentrant else None
             self.activations = activations
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The block's outputs."""
+        """Runs the block; returns its outputs."""
         if self.activations == "keep" or not torch.is_grad_enabled():
             return self._run(*args, **kwargs)
         return self._saving_less(args, kwargs)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled block would compile what drops and restores
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # else a compiled block would compile the hooks that drop and restore
     def _saving_less(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self.memory.saves_for(self.block) if "offload" in self.activations else nullcontext():
             if self.activations == "offload":
@@ -98,7 +98,7 @@ class BlockForward:
     def _non_reentrant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         values: dict[Place, Tensor] = {}
         reentrant = self._reentrant
-        num_args, names = len(args), tuple(kwargs)  # what is run again must not hold the inputs themselves
+        num_args, names = len(args), tuple(kwargs)  # the function that runs again must not hold the inputs
 
         def run(*given: Any) -> Any:
             return self._run(*given[:num_args], **dict(zip(names, given[num_args:], strict=True)))
@@ -124,7 +124,7 @@ class BlockForward:
 
 
 class _Anew(ExitStack):
-    """A context that is made anew each time: more than one backward may go through a block."""
+    """Context that is made anew each time: more than one backward may go through a block."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class _Anew(ExitStack):
 
 
 def with_recomputed(blocks: Sequence[Block], names: Collection[str]) -> tuple[Block, ...]:
-    """A plan's blocks, with these modules recomputing, too, where nothing is said of them or of what is around them."""
+    """Blocks of a plan, and these modules as recomputing blocks where the plan has none of them or around them."""
     planned = [block.name for block in blocks]
     more = [name for name in names if name not in planned and not is_inside(name, planned)]
     kept = [block for block in blocks if not is_inside(block.name, more)]
@@ -145,7 +145,7 @@ def with_recomputed(blocks: Sequence[Block], names: Collection[str]) -> tuple[Bl
 
 
 def is_inside(name: str, names: Collection[str]) -> bool:
-    """Whether a module is inside one of others."""
+    """True if a module is inside one of others, all given by name."""
     return any(name.startswith(f"{other}.") for other in names)
 
 
@@ -170,16 +170,16 @@ def check_blocks(module: nn.Module, blocks: Sequence[Block]) -> None:
 
 
 class Reentrant:
-    """The forward of a block in fairscale's form: it makes no graph and saves nothing but its inputs.
+    """Forward of a block in fairscale's form, which makes no graph and saves nothing but its inputs.
 
-    It is *reentrant*: backward of the block is a backward of its own, inside the model's. That is sound only for a
-    block that is one unit, which is called once, outside of autocast (fairscale restores CUDA's, and that as float16),
-    with tensors that need gradients among its arguments themselves, and with outputs that are tensors and not objects
-    that have some. Everything else is torch's non-reentrant form, which runs the first steps, too: what they show is
-    learned here.
+    The form is *reentrant*: backward of the block is a backward of its own, inside that of the model. It is sound only
+    for a block that is one unit and is called once, outside of autocast (fairscale restores CUDA's, and that as
+    float16). Tensors that need gradients must be among its arguments themselves, and its outputs must be tensors and
+    not objects that have some. All other calls take torch's non-reentrant form. The first steps take it, too, and this
+    class learns from them.
 
     Attributes:
-        is_learning: until backward has come to the block, so that forward does not call it again.
+        is_learning: True until backward has come to the block, so that forward does not call it again.
     """
 
     def __init__(self, block: nn.Module, run: Callable[..., Any], buffers: Buffers) -> None:
@@ -193,30 +193,30 @@ class Reentrant:
         self.is_learning = True
 
     def learn_from(self, outputs: Any) -> None:
-        """Takes note of a call that was not this one."""
+        """Learns from the outputs of a call in the non-reentrant form."""
         if self.is_learning:
             self._num_calls += 1
             self._is_plain &= all(isinstance(leaf, _PLAIN) for leaf in tree_leaves(outputs))
 
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether this form is sound for a call with these arguments."""
+        """True if this form is sound for a call with these arguments."""
         if self.is_learning or self._num_calls > 1 or not self._is_plain:
             return False
         given = [*args, *kwargs.values()]
         needing = [each for each in tree_leaves(given) if isinstance(each, Tensor) and each.requires_grad]
-        own = {id(each) for each in given}
+        identities = {id(each) for each in given}
         in_autocast = any(torch.is_autocast_enabled(kind) for kind in {"cpu", *(each.device.type for each in needing)})
-        return bool(needing) and not in_autocast and all(id(each) in own for each in needing)
+        return bool(needing) and not in_autocast and all(id(each) in identities for each in needing)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The block's outputs."""
+        """Runs the block; returns its outputs."""
         values: dict[Place, Tensor] = {}
         leaves = self._wrapped(values, *args, **kwargs)
         return tree_unflatten(list(leaves), self._body.outputs)
 
 
 class _Body(nn.Module):
-    """What fairscale runs: the block's forward with its outputs flat, for fairscale takes tuples only."""
+    """Module that fairscale runs: the block's forward with its outputs flat, because fairscale takes tuples only."""
 
     outputs: TreeSpec
 
@@ -227,7 +227,7 @@ class _Body(nn.Module):
         self._buffers_of_block = buffers
 
     def forward(self, values: dict[Place, Tensor], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """The leaves of what the block returns."""
+        """Runs the block; returns the leaves of its outputs."""
         from fairscale.nn.checkpoint import is_recomputing
 
         buffers = self._buffers_of_block
@@ -236,15 +236,16 @@ class _Body(nn.Module):
         return tuple(leaves)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Those of the block: where any needs a gradient, so do the outputs."""
+        """Parameters of the block: where any needs a gradient, so do the outputs."""
         return self._block[0].parameters(recurse)
 
 
 class Buffers:
-    """Those buffers of a block that its forward changes, such as running statistics.
+    """Buffers of a block that its forward changes, such as running statistics.
 
-    Where forward runs twice they are updated once, and read the second time as they were the first. One that begins
-    later to be changed in place is updated once, too; in that step the second run begins with what the first has left.
+    Where forward runs twice, buffers are updated once, and the second run reads the values that the first has read. A
+    buffer that is changed in place for the first time in a later step is updated once, too; in that step the second run
+    begins with the values that the first has left.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -254,9 +255,9 @@ class Buffers:
 
     @contextmanager
     def updated(self, values: dict[Place, Tensor]) -> Iterator[None]:
-        """Runs a forward for the first time; ``values`` then has what the buffers that it changed were before."""
+        """Context of the first run of a forward; puts the former values of buffers that it changes into ``values``."""
         training = tuple(child.training for child in self._block.modules())
-        if training != self._learned_in:  # what evaluates may leave alone what training updates
+        if training != self._learned_in:  # evaluation may leave buffers alone that training updates
             self._changing, self._learned_in = None, training
         found = {
             (owner, name): buffer
@@ -287,7 +288,7 @@ class Buffers:
 
     @contextmanager
     def as_they_were(self, values: Mapping[Place, Tensor]) -> Iterator[None]:
-        """Runs a forward once more; what it does to the buffers is forgotten."""
+        """Context of a second run of a forward, whose changes of buffers are dropped."""
         updated = {(owner, name): owner._buffers[name] for owner, name in values}
         for (owner, name), value in values.items():
             owner._buffers[name] = value.clone()

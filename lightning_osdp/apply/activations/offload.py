@@ -20,11 +20,11 @@ from lightning_osdp.engine import BLOCKS_IN_FLIGHT
 
 
 class CopyStream:
-    """A stream of its own on a CUDA device for copies to and from the host, which go on beside computing, in turn.
+    """Stream on a CUDA device for copies to and from the host, which run beside computing, in turn.
 
-    Memory that is copied to or from must live until computing has waited for the copy: the caller holds it. (That is
-    not left to ``record_stream``: Python runs ahead of the device, and what it frees could not be given to others
-    before the device had come there.)
+    Memory that is copied to or from must live until computing has waited for the copy: the caller holds it.
+    ``record_stream`` is no alternative: Python runs ahead of the device, and memory that it frees could not be reused
+    before the device had come there.
 
     [Unvalidated on CUDA: tested with a stream in its place that copies as late as it may.]
     """
@@ -33,22 +33,22 @@ class CopyStream:
         self._device, self._stream = device, torch.cuda.Stream(device)
 
     def copy(self, to: Tensor, of: Tensor) -> Any:
-        """Begins a copy once computing has come here; returns what marks its end, for `wait`."""
+        """Begins a copy once computing has come here; returns a mark of its end, for `wait`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             to.copy_(of, non_blocking=True)
             return self._stream.record_event()
 
     def wait(self, mark: Any) -> None:
-        """Has what computing does next wait for the end of a copy; the host does not."""
+        """Makes later computing wait for the end of a copy; the host does not wait."""
         torch.cuda.current_stream(self._device).wait_event(mark)
 
 
 class HostMemory:
-    """What the blocks of one model have on the host; on CPU that is a copy in memory, counted here and nowhere else.
+    """Host memory of the blocks of one model; on CPU it is a copy in memory, counted here and nowhere else.
 
-    Tensors on other kinds of devices stay where they are. Copies go on beside computing in a stream: on CUDA one is
-    made if none is given.
+    Tensors on other kinds of devices stay where they are. Copies run beside computing in a stream: on CUDA one is made
+    if none is given.
     """
 
     def __init__(self, device: torch.device, stream: CopyStream | None = None) -> None:
@@ -56,13 +56,13 @@ class HostMemory:
         self.current_bytes = 0
         self.peak_bytes = 0
         self.stream = CopyStream(device) if stream is None and device.type == "cuda" else stream
-        self._leaving: list[_Call] = []  # whose copies may not have ended
+        self._leaving: list[_Call] = []  # calls whose copies may not have ended
         self._latest: Callable[[], _Call | None] = lambda: None
 
     @contextmanager
     def saves_for(self, block: nn.Module) -> Iterator[None]:
-        """Within it, what the block saves goes to the host, each storage once; parameters and buffers stay."""
-        # of units inside it, as they will be gathered
+        """Copies tensors that the block saves to the host, each storage once; parameters and buffers stay."""
+        # Storages of units inside it are empty now, and filled when they are gathered.
         owned = chain(map(dtensors.local, block.parameters()), block.buffers(), gathering.whole_storages(block))
         staying = frozenset(tensor.untyped_storage()._cdata for tensor in owned)
         call = _Call(self, before=self._latest)
@@ -72,7 +72,7 @@ class HostMemory:
             key = tensor.untyped_storage()._cdata
             if key in staying or not self._takes(tensor):
                 return tensor
-            # What is changed in place after it was saved is another value.
+            # A new version is another value: the tensor was changed in place after it was saved.
             copy = call.copies.setdefault((key, tensor._version), _HostCopy(call))
             return copy.saved(tensor)
 
@@ -84,7 +84,7 @@ class HostMemory:
                 self.let_go(but=BLOCKS_IN_FLIGHT - 1)
 
     def let_go(self, *, but: int) -> None:
-        """Computing goes on once all blocks have left for the host but so many, the latest."""
+        """Makes computing wait for copies to the host of all blocks but this many, the latest."""
         last = len(self._leaving) - but
         for call in self._leaving[:last]:
             call.let_go()
@@ -100,23 +100,23 @@ class HostMemory:
         )
 
     def taken_bytes(self, num_bytes: int) -> int:
-        """Of host memory, by so many bytes: where it is pinned, torch's allocator rounds up to a power of two."""
+        """Bytes of host memory that a tensor takes: torch's allocator rounds pinned memory up to a power of two."""
         return 1 << (num_bytes - 1).bit_length() if num_bytes and self.device.type == "cuda" else num_bytes
 
     def add(self, num_bytes: int) -> None:
-        """So many bytes more are on the host."""
+        """Counts bytes that are added to the host, or removed if negative."""
         self.current_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.current_bytes)
 
 
 class _Call:
-    """What one call of a block has on the host; ``before`` gives that of the block that was called before it.
+    """Tensors on the host of one call of a block; ``before`` gives the call before it.
 
     Attributes:
-        copies: by address and version of what was copied. Weak, for autograd holds `pack`, which knows this, as long as
-            anything that it has packed.
-        sources: on the device, while they are copied.
-        mark: of the end of their copies.
+        copies: copies by address and version of the copied storage. They are weak: autograd holds `pack`, which holds
+            this, as long as anything that it has packed.
+        sources: storages on the device, while they are copied.
+        mark: end of the copies.
     """
 
     def __init__(self, memory: HostMemory, before: Callable[[], _Call | None]) -> None:
@@ -127,13 +127,13 @@ class _Call:
         self._before, self._has_come_back = before, False
 
     def let_go(self) -> None:
-        """Its memory on the device may be used again by what computing does next."""
+        """Lets later computing use the memory on the device again."""
         if self.memory.stream is not None and self.sources:
             self.memory.stream.wait(self.mark)
         self.sources.clear()
 
     def come_back(self) -> None:
-        """Backward begins: has copies back go on beside it, of this call and of the one before."""
+        """Begins backward: copies of this call and of the one before come back beside computing."""
         if self.memory.stream is None or self._has_come_back:
             return
         self._has_come_back = True
@@ -145,7 +145,7 @@ class _Call:
 
 
 class _HostCopy:
-    """One storage on the host, for all tensors that were saved of it."""
+    """Storage on the host, for all tensors that were saved of it."""
 
     def __init__(self, call: _Call) -> None:
         self.call = call
@@ -155,12 +155,12 @@ class _HostCopy:
         self._back: StorageWeakRef | None = None
 
     def saved(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """What gives the tensor back; copies its storage if that was not done yet."""
+        """Copies the storage if that was not done yet; returns a function that gives the tensor back."""
         if self._host is None:
             call, memory, storage = self.call, self.call.memory, tensor.untyped_storage()
             self._source = StorageWeakRef(storage)
             flat = tensor.as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
-            # Past all modes: what counts the device's bytes does not see it.
+            # Outside all modes: a mode that counts bytes of the device must not see it.
             with _disable_current_modes():
                 self._host = torch.empty_like(flat, device="cpu", pin_memory=memory.device.type == "cuda")
                 if memory.stream is None:
@@ -178,7 +178,7 @@ class _HostCopy:
         return self.on_device().view(dtype).as_strided(size, stride, offset)
 
     def fetch(self) -> None:
-        """Begins to copy it to the device again, unless it is there or on its way."""
+        """Begins to copy the storage to the device again, unless it is there or on its way."""
         if self._host is None or self._coming is not None or self._storage() is not None:
             return
         memory = self.call.memory
@@ -190,7 +190,7 @@ class _HostCopy:
             self._coming = flat, memory.stream.copy(flat, self._host)
 
     def on_device(self) -> Tensor:
-        """The storage's elements on the device again, the same for all who ask while any of them has it."""
+        """Elements of the storage on the device again, shared by all who ask while any of them has it."""
         assert self._host is not None
         storage = self._storage()
         if storage is not None:
@@ -202,11 +202,11 @@ class _HostCopy:
         return flat
 
     def _storage(self) -> torch.UntypedStorage | None:
-        """On the device, if anybody has it."""
+        """Storage on the device, if anybody has it."""
         return None if self._back is None else torch.UntypedStorage._new_with_weak_ptr(self._back.cdata)
 
     def _arrived(self) -> Tensor | None:
-        """The copy that was on its way to the device, once computing may use it."""
+        """Copy that was on its way to the device, once computing may use it."""
         if self._coming is None:
             return None
         (flat, mark), self._coming = self._coming, None
@@ -215,4 +215,4 @@ class _HostCopy:
         return flat
 
     def __del__(self) -> None:
-        self._arrived()  # nobody wanted it: its memory is not free before the copy has ended
+        self._arrived()  # memory of a copy that nobody wanted is not free before the copy has ended

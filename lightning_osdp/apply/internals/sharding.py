@@ -1,4 +1,4 @@
-"""Changes of modules around ``fully_shard``: what it would refuse or lose, and undoing it for a while or for good."""
+"""Changes of modules before and after ``fully_shard``, and undoing it for a while or for good."""
 
 from __future__ import annotations
 

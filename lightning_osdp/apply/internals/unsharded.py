@@ -59,8 +59,8 @@ class GatheredWrites:
     """Copies values that somebody writes to unsharded parameters, such as moved averages, to the shards.
 
     Torch frees unsharded parameters and later gathers the shards again. Versions of tensors do not tell of
-    ``p.data.mul_()`` or of writes by NumPy. So this rank's rows are copied to the shards each time before a unit is
-    freed, whether somebody has written or not. The copy reads and writes as much as this rank holds, and waits for
+    ``p.data.mul_()`` or of writes by NumPy. Therefore this rank's rows are copied to the shards each time before a unit
+    is freed, whether somebody has written or not. The copy reads and writes as much as this rank holds, and waits for
     nothing.
 
     Rows that are gathered in another precision than the shards have cannot be copied back. They are compared with the
