@@ -69,8 +69,8 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer, state_dict_type: st
         name: {field: _whole(value, keeps=keeps) for field, value in fields.items()}
         for name, fields in state["state"].items()
     }
-    others = tree_map(partial(_whole, keeps=keeps), _others(state))
-    return numbered({**others, "state": whole, "param_groups": state["param_groups"]})
+    extra = tree_map(partial(_whole, keeps=keeps), _extra_entries(state))
+    return numbered({**extra, "state": whole, "param_groups": state["param_groups"]})
 
 
 def numbered(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def _renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, An
     return {**state, "state": fields, "param_groups": groups}
 
 
-def _others(state: Mapping[str, Any]) -> dict[str, Any]:
+def _extra_entries(state: Mapping[str, Any]) -> dict[str, Any]:
     """Entries that an optimizer's own ``state_dict`` adds."""
     return {key: value for key, value in state.items() if key not in ("state", "param_groups")}
 
@@ -166,12 +166,12 @@ def load_optimizer(module: nn.Module, optimizer: Optimizer, state: Mapping[str, 
     pieces = cut_states(entries, cuts)
     parameters = dict(module.named_parameters())
     numbers = {name: number for number, name in enumerate(chain.from_iterable(groups))}
-    others, likes = _others(state), {}
-    if others:
-        likes = dict(tree_flatten_with_path(_others(optimizer.state_dict()))[0])
+    extra, likes = _extra_entries(state), {}
+    if extra:
+        likes = dict(tree_flatten_with_path(_extra_entries(optimizer.state_dict()))[0])
     optimizer.load_state_dict(
         {
-            **tree_map_with_path(lambda path, value: _own_rows(value, likes.get(path)), others),
+            **tree_map_with_path(lambda path, value: _own_rows(value, likes.get(path)), extra),
             "state": {
                 numbers[name]: {field: _own_rows(value, parameters[name]) for field, value in fields.items()}
                 for name, fields in pieces.items()
@@ -231,11 +231,11 @@ def _by_name(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> Mappi
             f" {len(saved)}. Configure the groups that were saved, or load the weights alone."
         )
     if not all(isinstance(number, int) for group in saved for number in group):
-        for index, (own, names) in enumerate(zip(saved, groups, strict=True)):
-            if set(own) != set(names):
+        for index, (saved_names, names) in enumerate(zip(saved, groups, strict=True)):
+            if differing := sorted(set(saved_names).symmetric_difference(names)):
                 raise PlanMismatchError(
                     f"Expected a checkpoint whose optimizer has in group {index} the parameters that are configured,"
-                    f" but {sorted(set(own).symmetric_difference(names))[:3]} are in one of both only. Configure the"
+                    f" but {differing[:3]} are in one of both only. Configure the"
                     " groups that were saved, or load the weights alone."
                 )
         return entries

@@ -55,7 +55,7 @@ def _reduce(unit: ShardedUnit, is_last: bool) -> None:
 
 
 APPLIERS: Mapping[str, Applier] = {
-    "home": Applier(make=lambda unit, meshes: {"mesh": meshes.of(unit.treatment)}),
+    "home": Applier(make=lambda unit, meshes: {"mesh": meshes.mesh_for(unit.treatment)}),
     "keep": Applier(
         make=lambda unit, _: {"reshard_after_forward": not effects_of(unit.treatment).is_kept}, change=_leave
     ),

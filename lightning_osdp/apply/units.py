@@ -66,7 +66,7 @@ class Meshes:
             if self._device.type != "cpu":
                 dist.all_reduce(torch.zeros(1, device=self._device), group=self.nodes.get_group("nodes"))
 
-    def of(self, treatment: Treatment) -> DeviceMesh:
+    def mesh_for(self, treatment: Treatment) -> DeviceMesh:
         """Mesh that a unit with this treatment is sharded over between steps."""
         if effects_of(treatment).sharded_over == "all":
             return self._all_ranks

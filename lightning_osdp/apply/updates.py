@@ -151,14 +151,14 @@ def _with_gradients(optimizer: Optimizer) -> list[tuple[DTensor, DTensor]] | Non
             gradient = parameter.grad
             if gradient is None or not isinstance(parameter, DTensor):
                 continue
-            if not (dtensors.is_cut_alike(parameter, parameter) and dtensors.is_cut_alike(gradient, parameter)):
+            if not (dtensors.has_layout_of(parameter, parameter) and dtensors.has_layout_of(gradient, parameter)):
                 return None
             pairs.append((parameter, gradient))
     parameter_of = {id(parameter): parameter for parameter, _ in pairs}
     for key, fields in optimizer.state.items():
         parameter = parameter_of.get(id(key))
         if parameter is not None and not all(
-            dtensors.is_cut_alike(value, parameter)
+            dtensors.has_layout_of(value, parameter)
             for value in fields.values()
             if isinstance(value, Tensor) and value.dim() > 0  # tensors without dimensions count steps, and the like
         ):

@@ -42,7 +42,7 @@ class BlockForwards:
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._module, self.memory = module, HostMemory(device)
-        self._of: dict[nn.Module, BlockForward] = {}
+        self._replaced: dict[nn.Module, BlockForward] = {}
 
     def choose(self, blocks: Sequence[Block], *, units: Collection[str]) -> None:
         """Sets what these blocks do with saved tensors; all others keep them. Errors are those of `check_blocks`.
@@ -51,12 +51,12 @@ class BlockForwards:
         """
         check_blocks(self._module, blocks)
         chosen = {self._module.get_submodule(block.name): block for block in blocks}
-        for own, block in chosen.items():
-            if own not in self._of:
+        for module, block in chosen.items():
+            if module not in self._replaced:
                 is_unit = block.name in units and not any(unit.startswith(f"{block.name}.") for unit in units)
-                self._of[own] = own.forward = BlockForward(own, self.memory, is_unit=is_unit)
-        for own, forward in self._of.items():
-            forward.choose(chosen[own].treatment["saves"] if own in chosen else "keep")
+                self._replaced[module] = module.forward = BlockForward(module, self.memory, is_unit=is_unit)
+        for module, forward in self._replaced.items():
+            forward.choose(chosen[module].treatment["saves"] if module in chosen else "keep")
 
 
 class BlockForward:
@@ -259,31 +259,31 @@ class Buffers:
         training = tuple(child.training for child in self._block.modules())
         if training != self._learned_in:  # evaluation may leave buffers alone that training updates
             self._changing, self._learned_in = None, training
-        found = {
+        buffers = {
             (owner, name): buffer
             for owner in self._block.modules()
             for name, buffer in owner._buffers.items()
             if buffer is not None
         }
-        versions = {place: version_of(buffer) for place, buffer in found.items()}
-        copied = found.keys() if self._changing is None else self._changing & found.keys()
-        values.update((place, found[place].clone()) for place in copied)
+        versions = {place: version_of(buffer) for place, buffer in buffers.items()}
+        copied = buffers.keys() if self._changing is None else self._changing & buffers.keys()
+        values.update((place, buffers[place].clone()) for place in copied)
         yield
-        replaced = {place for place, buffer in found.items() if place[0]._buffers[place[1]] is not buffer}
-        changed = replaced | {place for place, buffer in found.items() if version_of(buffer) != versions[place]}
+        replaced = {place for place, buffer in buffers.items() if place[0]._buffers[place[1]] is not buffer}
+        changed = replaced | {place for place, buffer in buffers.items() if version_of(buffer) != versions[place]}
         if self._changing is None:
             self._changing = changed | {
                 place
-                for place, buffer in found.items()
+                for place, buffer in buffers.items()
                 if isinstance(place[0], _NormBase)  # it may be frozen now and trained later
                 # not every operation counts versions
                 or not (isinstance(buffer, FakeTensor) or torch.equal(buffer, values[place]))
             }
-            for place in found.keys() - self._changing:
+            for place in buffers.keys() - self._changing:
                 del values[place]
         else:
             for place in changed - self._changing:
-                values[place] = found[place] if place in replaced else found[place].clone()
+                values[place] = buffers[place] if place in replaced else buffers[place].clone()
             self._changing |= changed
 
     @contextmanager

@@ -138,8 +138,8 @@ def _are_numbers(args: Any) -> bool:
 
 def _untaped(args: Any) -> list[Any]:
     """Tensors among the arguments; none where autograd needs them, whose gradients would be on one mesh."""
-    found = _tensors(args)
-    return [] if torch.is_grad_enabled() and any(each.requires_grad for each in found) else found
+    tensors = _tensors(args)
+    return [] if torch.is_grad_enabled() and any(each.requires_grad for each in tensors) else tensors
 
 
 def _pair_apart(args: Any) -> Sequence[Any]:
@@ -194,7 +194,7 @@ def of_rows(rows: Tensor, like: DTensor) -> DTensor:
     return found
 
 
-def is_cut_alike(value: Tensor, parameter: DTensor) -> bool:
+def has_layout_of(value: Tensor, parameter: DTensor) -> bool:
     """True if each rank holds, of a DTensor, a plain tensor with the rows that it holds of a parameter."""
     if (
         not isinstance(value, DTensor) or type(value._local_tensor) is not Tensor

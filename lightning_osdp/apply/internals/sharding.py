@@ -75,9 +75,9 @@ class _Scalar(FSDPParam):
     @override
     def reset_sharded_param(self) -> None:
         """Takes over a parameter that somebody has put into the module."""
-        own: Any = getattr(self._module_info.module, self._module_info.param_name)
-        self.sharded_param, self._sharding_spec = own, own._spec
-        self._sharded_param_data = own._local_tensor.view(1)
+        scalar: Any = getattr(self._module_info.module, self._module_info.param_name)
+        self.sharded_param, self._sharding_spec = scalar, scalar._spec
+        self._sharded_param_data = scalar._local_tensor.view(1)
 
     @override
     def _init_sharded_post_forward_param_metadata(self, param: Tensor) -> None:
