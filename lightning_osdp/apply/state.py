@@ -235,8 +235,8 @@ def _by_name(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> Mappi
             if differing := sorted(set(saved_names).symmetric_difference(names)):
                 raise PlanMismatchError(
                     f"Expected a checkpoint whose optimizer has in group {index} the parameters that are configured,"
-                    f" but {differing[:3]} are in one of both only. Configure the"
-                    " groups that were saved, or load the weights alone."
+                    f" but {differing[:3]} are in one of both only. Configure the groups that were saved, or load the"
+                    " weights alone."
                 )
         return entries
     if [len(group) for group in saved] != [len(group) for group in groups]:

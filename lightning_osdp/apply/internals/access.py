@@ -165,7 +165,7 @@ def check_units(root: nn.Module) -> None:
     Raises:
         ConfigurationError: they lack a name that training needs, or a unit has several groups of parameters.
     """
-    states = list(dict.fromkeys(state_of(child) for child in root.modules() if isinstance(child, FSDPModule)))
+    states = states_in(root)
     groups = [group for state in states for group in getattr(state, "_fsdp_param_groups", ())]
     if any(len(getattr(state, "_fsdp_param_groups", ())) > 1 for state in states):
         raise ConfigurationError(
@@ -225,6 +225,11 @@ def state_of(module: Any) -> Any:
     state = _get_module_state(module)
     assert isinstance(state, FSDPState)
     return state
+
+
+def states_in(module: nn.Module) -> list[Any]:
+    """States of all units inside a module."""
+    return list(dict.fromkeys(state_of(child) for child in module.modules() if isinstance(child, FSDPModule)))
 
 
 def group_of(module: Any) -> Any:

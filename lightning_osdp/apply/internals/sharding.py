@@ -21,7 +21,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBa
 from torch.distributed.tensor import DTensor, Replicate
 from typing_extensions import override
 
-from lightning_osdp.apply.internals.access import WHOLE, check_scalars, do_nothing, group_of, require, state_of
+from lightning_osdp.apply.internals.access import (
+    WHOLE,
+    check_scalars,
+    do_nothing,
+    group_of,
+    require,
+    state_of,
+    states_in,
+)
 from lightning_osdp.apply.internals.dtensors import local, write_rows
 from lightning_osdp.apply.internals.gathering import gather_after
 from lightning_osdp.errors import ConfigurationError
@@ -180,8 +188,7 @@ def without_fully_shard(module: nn.Module, groups: Sequence[Any], *, writes: boo
         writes: copy this rank's rows of the parameters to the shards at the end; not done after an error.
     """
     inside = set(module.modules())
-    units = [child for child in inside if isinstance(child, FSDPModule)]
-    states = list(dict.fromkeys(map(state_of, units)))
+    states = states_in(module)
     require(WHOLE, states, groups)
     whole = {}
     for group in groups:
@@ -306,7 +313,7 @@ def keep_attributes(module: nn.Module) -> None:
 def undo_fully_shard(module: nn.Module) -> None:
     """Undoes ``fully_shard`` for a module and all inside it: whole parameters, no hooks, its own class."""
     whole, handles = {}, list[Any]()
-    states = list(dict.fromkeys(state_of(child) for child in module.modules() if isinstance(child, FSDPModule)))
+    states = states_in(module)
     require(WHOLE, states, [group for state in states for group in state._fsdp_param_groups])
     for state in states:
         handles += [state._pre_forward_hook_handle, state._post_forward_hook_handle]
