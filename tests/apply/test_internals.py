@@ -372,7 +372,7 @@ def test_all_gathers_within_a_step_wait_for_what_was_written_to_shards(net, grou
 
     context = access.state_of(net)._comm_ctx
     context.all_gather_copy_in_stream, context.all_gather_stream = Stream(), Stream()
-    monkeypatch.setattr(sharding, "write_rows", noted("writes", dtensors.write_rows))
+    monkeypatch.setattr(dtensors, "write_rows", noted("writes", dtensors.write_rows))
     groups[0].unshard = noted("gathers", groups[0].unshard)
     gathering.run_as_forward(net, step, (torch.ones(2, 3),), {}, lambda loss: loss)
 

@@ -1,14 +1,14 @@
 """The room for all that is private in torch's ``fully_shard``: nothing outside of it reads or sets such a name.
 
-A module is a subject, and others write its name in front of what they call: ``gathering.reshard(...)``.
+Each module is a subject. Callers, also in the room, write its name in front: ``gathering.reshard(...)``.
 
 ==============  =========================================================================================
-`access`        objects that ``fully_shard`` makes of a unit, and checks that torch has what is used of them
+`access`        objects that ``fully_shard`` makes of a unit, and checks that torch has all that is used of them
 `dtensors`      rows of DTensors, and operations on them
-`sharding`      what is done to modules around ``fully_shard``, and undone
+`sharding`      changes of modules before and after ``fully_shard``, and undoing it
 `gathering`     all-gathers and reduce-scatters, and what they leave
 `unsharded`     changes of parameters while they are unsharded, which shards take over
-`backward`      when backward is through with units, and gradients that are not reduced yet
+`backward`      the end of backward for each unit, and gradients that are not reduced yet
 ==============  =========================================================================================
 """
 

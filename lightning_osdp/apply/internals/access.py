@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-from lightning_osdp.apply.internals.dtensors import hash_of
+from lightning_osdp.apply.internals import dtensors
 from lightning_osdp.errors import ConfigurationError
 
 _TRIED = "2.13 to 2.15"
@@ -270,4 +270,4 @@ def name_of(parameter: Any) -> str:
 
 def hash_of_rows(parameter: Any) -> int:
     """Hash, as of `dtensors.hash_of`, of the rows that this rank has of an ``FSDPParam``."""
-    return hash_of(parameter._sharded_local_tensor)
+    return dtensors.hash_of(parameter._sharded_local_tensor)

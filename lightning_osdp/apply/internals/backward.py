@@ -15,8 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_osdp.apply.internals.access import do_nothing, group_of, state_of, version
-from lightning_osdp.apply.internals.gathering import drop_retained
+from lightning_osdp.apply.internals import access, gathering
 
 
 def _reduce_unfrozen(groups: Sequence[Any]) -> None:
@@ -25,7 +24,7 @@ def _reduce_unfrozen(groups: Sequence[Any]) -> None:
     torch 2.13 learns these dtypes before a first forward, or in ``unshard()``, from parameters that are trained then.
     Gradients of units without any would stay in low precision (pytorch#186998, fixed in 2.14).
     """
-    for group in groups if version() < (2, 14) else ():
+    for group in groups if access.version() < (2, 14) else ():
         dtypes = {
             (each.orig_dtype, each.reduce_dtype) for each in group.fsdp_params if each.orig_dtype.is_floating_point
         }
@@ -57,7 +56,7 @@ class WaitingForwards:
     def __init__(self, root: nn.Module) -> None:
         self._root = root
         self._outputs: WeakSet[_Output] = WeakSet()
-        for state in state_of(root)._state_ctx.all_states:
+        for state in access.state_of(root)._state_ctx.all_states:
             state._register_pre_backward_hook = partial(self._register, state._register_pre_backward_hook)
 
     @property
@@ -117,7 +116,7 @@ class BackwardWatch:
         for index, group in enumerate(groups):
             group.post_forward = partial(self._post_forward, group, group.post_forward)
             group.post_backward = partial(self._post_backward, group, group.post_backward, index)
-        for state in state_of(root)._state_ctx.all_states:
+        for state in access.state_of(root)._state_ctx.all_states:
             begin = state._register_root_post_backward_final_callback
             state._register_root_post_backward_final_callback = partial(self._begin, begin)
             state._root_post_backward_final_callback = partial(self._end, state._root_post_backward_final_callback)
@@ -141,7 +140,7 @@ class BackwardWatch:
         if torch._C._functorch.peek_interpreter_stack() is None:
             return post_forward(*args)
         self._transformed.add(group)
-        group.reshard = do_nothing
+        group.reshard = access.do_nothing
         try:
             return post_forward(*args)
         finally:
@@ -182,11 +181,11 @@ class BackwardWatch:
             self._is_ending = False
             self._transformed.clear()
         for group in self._groups:
-            drop_retained(group)
+            gathering.drop_retained(group)
 
     def _reset_reached(self) -> None:
         """Lets units that ``torch.autograd.grad`` has reached be called, and be reached, again."""
-        context = state_of(self._root)._state_ctx
+        context = access.state_of(self._root)._state_ctx
         context.post_backward_final_callback_queued = False
         for state in context.all_states:
             if state._training_state == TrainingState.PRE_BACKWARD:
@@ -233,7 +232,7 @@ def has_unreduced_gradient(parameter: Any) -> bool:
 
 def has_unreduced_gradients(module: nn.Module) -> bool:
     """True if a unit has gradients that are not reduced yet, or not between nodes."""
-    group = group_of(module)
+    group = access.group_of(module)
     return group is not None and (
         has_partial_gradients(group) or any(has_unreduced_gradient(parameter) for parameter in group.fsdp_params)
     )
@@ -254,7 +253,7 @@ def sharded_zeros(group: Any) -> Iterator[tuple[nn.Parameter, DTensor]]:
 
 def phase_of(module: nn.Module) -> str:
     """Phase of a step that a unit is in, or was in last: ``forward``, ``backward`` or the empty string."""
-    training_state = (group_of(module) or state_of(module))._training_state
+    training_state = (access.group_of(module) or access.state_of(module))._training_state
     if training_state in {TrainingState.PRE_BACKWARD, TrainingState.POST_BACKWARD}:
         return "backward"
     return "forward" if training_state == TrainingState.FORWARD else ""
@@ -262,4 +261,4 @@ def phase_of(module: nn.Module) -> str:
 
 def is_in_backward(root: nn.Module) -> bool:
     """True while backward goes on."""
-    return bool(state_of(root)._state_ctx.post_backward_final_callback_queued)
+    return bool(access.state_of(root)._state_ctx.post_backward_final_callback_queued)

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from typing_extensions import override
 
-from lightning_osdp.apply.internals.access import IN_NODES, group_of, require, state_of
+from lightning_osdp.apply.internals import access
 
 _PROCESS_GROUPS = ("shard_process_group", "replicate_process_group")
 """Attributes of a unit's mesh. The second one exists where several ranks have the same shard."""
@@ -60,10 +60,10 @@ def reshard_after_forward(module: Any, *, is_kept: bool, nodes: DeviceMesh | Non
         nodes: the mesh (nodes, ranks of a node) where a shard is left in each node, else None.
     """
     module.set_reshard_after_forward(not is_kept, recurse=False)
-    group = group_of(module)
+    group = access.group_of(module)
     if nodes is None or is_kept or group is None:
         return
-    require(IN_NODES, groups=[group])
+    access.require(access.IN_NODES, groups=[group])
     # An int given to fully_shard would set the same. But it cannot be changed later, and makes process groups per unit.
     group.post_forward_mesh_info = HSDPMeshInfo(nodes, shard_mesh_dim=1, replicate_mesh_dim=0)
     for parameter in group.fsdp_params:
@@ -73,7 +73,7 @@ def reshard_after_forward(module: Any, *, is_kept: bool, nodes: DeviceMesh | Non
 
 def gather_ahead(module: Any, following: Sequence[Any]) -> None:
     """Sets the units that a unit all-gathers ahead in forward. A second run in backward leaves out reached units."""
-    state_of(module)._states_to_forward_prefetch = _NotReached(map(state_of, following))
+    access.state_of(module)._states_to_forward_prefetch = _NotReached(map(access.state_of, following))
 
 
 class _NotReached(list[Any]):
@@ -95,7 +95,7 @@ def run_as_forward(
     root: nn.Module, step: Callable[..., Any], args: Any, kwargs: Any, convert: Callable[[Any], Any]
 ) -> Any:
     """Runs a step as if it were the forward of the root; ``convert`` is applied to the output of the step."""
-    state = state_of(root)
+    state = access.state_of(root)
     args, kwargs = state._pre_forward(root, args, kwargs)
     return state._post_forward(root, args, convert(step(*args, **kwargs)))
 
@@ -105,7 +105,7 @@ def reshard(root: nn.Module, groups: Sequence[Any]) -> None:
 
     The next forward would copy the result of a pending all-gather out, with values from before the optimizer's step.
     """
-    context = state_of(root)._comm_ctx
+    context = access.state_of(root)._comm_ctx
     gather_after(context)
     context.all_gather_state = None
     for group in groups:
@@ -147,7 +147,7 @@ def on_collectives(group: Any, note: Callable[[bool], None]) -> None:
 def whole_storages(module: nn.Module) -> Iterator[Tensor]:
     """Tensors that have storage only while units inside a module are unsharded."""
     for child in module.modules():
-        group = group_of(child) if isinstance(child, FSDPModule) else None
+        group = access.group_of(child) if isinstance(child, FSDPModule) else None
         for parameter in () if group is None else group.fsdp_params:
             yield from parameter.all_gather_outputs
 

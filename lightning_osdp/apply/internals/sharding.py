@@ -21,17 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBa
 from torch.distributed.tensor import DTensor, Replicate
 from typing_extensions import override
 
-from lightning_osdp.apply.internals.access import (
-    WHOLE,
-    check_scalars,
-    do_nothing,
-    group_of,
-    require,
-    state_of,
-    states_in,
-)
-from lightning_osdp.apply.internals.dtensors import local, write_rows
-from lightning_osdp.apply.internals.gathering import gather_after
+from lightning_osdp.apply.internals import access, dtensors, gathering
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.splitting import parameter_like
 
@@ -56,8 +46,8 @@ def scalars_as_rows(modules: Sequence[nn.Module]) -> Iterator[None]:
                 places.add((child, name))
     yield
     if places:
-        check_scalars(modules[0])
-    for parameter in group_of(modules[0]).fsdp_params if places else ():
+        access.check_scalars(modules[0])
+    for parameter in access.group_of(modules[0]).fsdp_params if places else ():
         if (parameter._module_info.module, parameter._module_info.param_name) in places:
             parameter.__class__ = _Scalar
             parameter.begin()
@@ -113,7 +103,7 @@ def pass_inputs(module: nn.Module) -> None:
     key and value, would project its copies three times, and save three of them. Gradients of inputs may have a graph,
     see `_Inputs`.
     """
-    group = group_of(module)
+    group = access.group_of(module)
     if group is None or not hasattr(group, "_register_post_backward_hook"):
         return
 
@@ -148,7 +138,7 @@ class _Inputs(RegisterPostBackwardFunction):
     @staticmethod
     @override
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        state = state_of(ctx.param_group.modules[0])
+        state = access.state_of(ctx.param_group.modules[0])
         for gradient in gradients if torch.is_grad_enabled() else ():
             if gradient.requires_grad:
                 gradient.register_hook(state._pre_backward)
@@ -188,8 +178,8 @@ def without_fully_shard(module: nn.Module, groups: Sequence[Any], *, writes: boo
         writes: copy this rank's rows of the parameters to the shards at the end; not done after an error.
     """
     inside = set(module.modules())
-    states = states_in(module)
-    require(WHOLE, states, groups)
+    states = access.states_in(module)
+    access.require(access.WHOLE, states, groups)
     whole = {}
     for group in groups:
         for parameter in group.fsdp_params:
@@ -208,7 +198,7 @@ def without_fully_shard(module: nn.Module, groups: Sequence[Any], *, writes: boo
         try:
             yield
             for parameter, value in whole.items() if writes else ():
-                write_rows(parameter.sharded_param, value.detach())
+                dtensors.write_rows(parameter.sharded_param, value.detach())
         finally:
             for parameter in whole:
                 parameter._setattr_on_modules(parameter.sharded_param)
@@ -217,7 +207,7 @@ def without_fully_shard(module: nn.Module, groups: Sequence[Any], *, writes: boo
 def _gather_again(groups: Sequence[Any]) -> None:
     """Unshards units whose forward goes on, after the shards are written."""
     if groups:
-        gather_after(groups[0].comm_ctx)
+        gathering.gather_after(groups[0].comm_ctx)
     for group in groups:
         if group._training_state == TrainingState.FORWARD:
             group.modules[0].unshard()
@@ -226,7 +216,7 @@ def _gather_again(groups: Sequence[Any]) -> None:
 def _whole_parameter(sharded: DTensor, *, copies: bool = False) -> nn.Parameter:
     """Whole parameter of a shard, with attributes that users have set, in memory that is not the shard."""
     value = sharded.full_tensor().detach()
-    is_shard = value.data_ptr() == local(sharded).data_ptr()
+    is_shard = value.data_ptr() == dtensors.local(sharded).data_ptr()
     return parameter_like(value.clone() if copies or is_shard else value, sharded)
 
 
@@ -273,7 +263,7 @@ def _without(handle: Any) -> Iterator[None]:
     kept = [(each.hooks_dict_ref(), each.id) for each in handles]
     hooks = [registered[number] for registered, number in kept]
     for registered, number in kept:
-        registered[number] = do_nothing
+        registered[number] = access.do_nothing
     try:
         yield
     finally:
@@ -286,7 +276,7 @@ def copy_replicas(module: nn.Module) -> None:
 
     The first rank of a scalar is rank 0. The first rank of a shard that each node has is in the first node.
     """
-    group = group_of(module)
+    group = access.group_of(module)
     for parameter in () if group is None else group.fsdp_params:
         if parameter.sharded_param.is_meta:
             continue
@@ -313,8 +303,8 @@ def keep_attributes(module: nn.Module) -> None:
 def undo_fully_shard(module: nn.Module) -> None:
     """Undoes ``fully_shard`` for a module and all inside it: whole parameters, no hooks, its own class."""
     whole, handles = {}, list[Any]()
-    states = states_in(module)
-    require(WHOLE, states, [group for state in states for group in state._fsdp_param_groups])
+    states = access.states_in(module)
+    access.require(access.WHOLE, states, [group for state in states for group in state._fsdp_param_groups])
     for state in states:
         handles += [state._pre_forward_hook_handle, state._post_forward_hook_handle]
         for group in state._fsdp_param_groups:

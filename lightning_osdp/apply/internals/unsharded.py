@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_osdp.apply.internals.access import name_of
+from lightning_osdp.apply.internals import access
 from lightning_osdp.errors import ConfigurationError
 
 _FREEING = ("_to_sharded", "_to_sharded_post_forward")
@@ -96,9 +96,9 @@ class GatheredWrites:
                 dtype = low.all_gather_outputs[0].dtype
                 raise ConfigurationError(
                     f"Expected a step to leave parameters as they are that are gathered in {dtype} and kept in"
-                    f" {low.orig_dtype}, but it has written to those of {name_of(low)!r} or of others in its unit."
-                    " Change weights in a hook, such as on_train_batch_start or on_train_batch_end, or train in the"
-                    " precision in which they are kept."
+                    f" {low.orig_dtype}, but it has written to those of {access.name_of(low)!r} or of others in its"
+                    " unit. Change weights in a hook, such as on_train_batch_start or on_train_batch_end, or train in"
+                    " the precision in which they are kept."
                 )
 
     def _free(self, rows: _Rows, free: Callable[[], None]) -> None:
