@@ -95,10 +95,10 @@ class ShardedModel:
                 child.set_reduce_scatter_unused_params(True, recurse=False)
         self._set_prefetch()
         gathering.set_asynchronous(module, is_asynchronous=plan is not None and plan.asynchronous_unshard)
-        # All wrappers of methods of units are put on here, each around the one before. They come after begin(), for
-        # only then does torch list the units whose methods backward calls. `wait_for_unshard` and what frees a unit are
-        # wrapped several times: the innermost chooses the mode in which memory is allocated, the next one copies values
-        # and the outermost sets requires_grad, so that none of them sees what another one changes.
+        # All wrappers of methods of units are put on here, each around those before it. They come after begin(), which
+        # makes the list of units whose methods backward calls. Only `wait_for_unshard` and the methods that free a unit
+        # are wrapped more than once: for the inference mode, for values and for requires_grad. No two of these wrappers
+        # read what another one changes, so that their order among each other is free.
         for unit in self.units:
             sharding.pass_inputs(unit.handle)
         gathering.gather_for_training(self._groups)
