@@ -72,8 +72,8 @@ class Agreement:
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._has_gradient = [False] * len(self._places)
         self._has_dropped = False  # since the last backward
-        owners = (owner for group in groups for _, owner in access.parameters_of(group))
-        self._in_nodes = [owner for owner in owners if owner.sharded_param.device_mesh.ndim > 1]
+        pairs = (pair for group in groups for pair in access.parameters_of(group))
+        self._in_nodes = [(parameter, owner) for parameter, owner in pairs if parameter.device_mesh.ndim > 1]
 
     def begin_fit(self) -> None:
         """Begins training, with no memory of a fit that ended with an error. Call it on all ranks.
@@ -225,10 +225,10 @@ class Agreement:
 
     def _check_nodes(self) -> None:
         """Raises `RanksApartError` unless all nodes have the same values of units that each of them has all of."""
-        hashes = [access.hash_of_rows(parameter) for parameter in self._in_nodes]
+        hashes = [access.hash_of_rows(owner) for _, owner in self._in_nodes]
         if not hashes:
             return
-        mesh = self._in_nodes[0].sharded_param.device_mesh
+        mesh = self._in_nodes[0][0].device_mesh
         values = [value for each in hashes for value in (each, -each)]
         by_local_rank = [-_PRIME] * (mesh.size(1) * len(values))  # ranks of a node have different rows
         start = mesh.get_local_rank(1) * len(values)
@@ -236,7 +236,7 @@ class Agreement:
         largest = self._largest(by_local_rank)
         for place, (most, negated_least) in enumerate(zip(largest[::2], largest[1::2], strict=True)):
             if most + negated_least > 0:
-                name = access.name_of(self._in_nodes[place % len(hashes)])
+                name = access.name_of(self._in_nodes[place % len(hashes)][1])
                 raise RanksApartError(
                     f"Expected every node to have the same values of each parameter, but those of {name!r} differ. Each"
                     " node has all of it (modes HSDP and HDP), so what changes weights or gradients of shards must do"

@@ -257,7 +257,7 @@ def do_nothing(*_: object, **__: object) -> None:
     """Stands in for a hook or a method that is not to run."""
 
 
-def parameters_of(group: Any) -> list[tuple[nn.Parameter, Any]]:
+def parameters_of(group: Any) -> list[tuple[Any, Any]]:
     """Pairs of a DTensor and its ``FSDPParam``, one for each parameter of a group."""
     return [(parameter.sharded_param, parameter) for parameter in group.fsdp_params]
 
