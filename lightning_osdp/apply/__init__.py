@@ -1,4 +1,4 @@
-"""A plan made real: the module sharded by `fully_shard`, and its states."""
+"""Applying a plan: the module sharded by `fully_shard`, and its states."""
 
 from __future__ import annotations
 

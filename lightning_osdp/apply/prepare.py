@@ -101,7 +101,7 @@ def modules_of(unit: Unit) -> tuple[str, ...]:
 
 
 def slices_of(operator: nn.Module, num_slices: int, initialize: object) -> list[nn.Module]:
-    """The slices that an operator is split into, each a unit to shard."""
+    """Splits an operator; returns its slices, each a unit to shard."""
     if isinstance(initialize, UnitInitializer):
         return list(initialize.split(operator, num_slices).slices)
     if any(parameter.is_meta for parameter in operator.parameters()):

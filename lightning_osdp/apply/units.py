@@ -125,7 +125,7 @@ class ShardedUnit:
     name: str
     """Name of the unit or slice; the empty string for the root."""
     modules: tuple[nn.Module, ...]
-    """In forward order."""
+    """Modules in forward order."""
     treatment: Treatment = DP
 
     @property

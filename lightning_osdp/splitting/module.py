@@ -140,7 +140,7 @@ class SplitModule(nn.Module):
         return whole_type
 
     def _holders(self, name: str) -> list[nn.Module]:
-        """The slices that hold a parameter, or a part of it."""
+        """Slices that hold a parameter, or a part of it."""
         slices = list(self.slices)
         return slices if name in self.cuts_along else slices[-1:]
 

@@ -69,7 +69,7 @@ class JoinedShards(ShardedParameter):
         " module's parameters() instead."
     )
     pieces: tuple[Any, ...]
-    """The DTensors, as Any: annotations of torch do not know their methods."""
+    """DTensors, as Any: annotations of torch do not know their methods."""
     _dim: int
     _sizes: list[int]
     _starts: list[int]

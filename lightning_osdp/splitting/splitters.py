@@ -134,7 +134,7 @@ def _without_bias_too(whole_type: Any) -> type[nn.Module]:
 
 
 class SplitEmbedding(SplitModule):
-    """The embeddings of all slices, side by side."""
+    """Embedding whose slices give features side by side."""
 
     cuts_along: ClassVar = {"weight": 1}
     features = "embedding_dim"

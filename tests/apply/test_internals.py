@@ -5,6 +5,7 @@ import inspect
 import re
 import runpy
 import sys
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -277,6 +278,37 @@ def test_what_is_written_while_it_is_gathered_is_in_the_shards(net, groups):
     written(is_taken=False)
     writes.is_paused = False
     written(is_taken=True)
+
+
+def freeze_alike(groups):
+    return [unsharded.Freezing(group) for group in groups]
+
+
+@pytest.mark.parametrize(
+    "wrappers", list(permutations([gathering.gather_for_training, unsharded.GatheredWrites, freeze_alike]))
+)
+def test_wrappers_of_one_method_may_be_put_on_in_any_order(net, groups, wrappers):
+    for wrap in wrappers:
+        wrap(groups)
+
+    def run():
+        return gathering.run_as_forward(net, net.forward, (torch.ones(2, 3),), {}, lambda output: output)
+
+    with torch.inference_mode():
+        run()
+    gathering.reshard(net, groups)
+    run()
+    net.second.requires_grad_(False)
+    with torch.no_grad():
+        net.second.weight.mul_(2)
+        net.gain.data.mul_(3)
+    gathering.reshard(net, groups)
+    assert [name for name, parameter in net.named_parameters() if not parameter.requires_grad] == [
+        "second.weight",
+        "second.bias",
+    ]
+    assert torch.equal(dtensors.local(net.second.weight), 2 * Net().second.weight)
+    assert torch.equal(dtensors.local(net.gain), 3 * Net().gain)
 
 
 def test_a_forward_gathers_and_a_backward_leaves_shards_with_gradients(net, groups):

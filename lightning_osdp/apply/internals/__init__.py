@@ -1,4 +1,4 @@
-"""The room for all that is private in torch's ``fully_shard``: nothing outside of it reads or sets such a name.
+"""Room for all private names of torch's ``fully_shard``: nothing outside of it reads or sets such a name.
 
 Each module is a subject. Callers, also in the room, write its name in front: ``gathering.reshard(...)``.
 
