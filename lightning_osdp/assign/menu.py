@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_osdp.core.axes import Subject
+from lightning_osdp.assign.additive import Modes
+from lightning_osdp.core.axes import Subject, treatments_of
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.engine import FSDP2
@@ -27,6 +28,13 @@ def subject_of(unit: UnitProfile, step: Step, engine: FSDP2) -> Subject:
         is_trained=unit.gradient_bytes > 0,
         may_wait=waits and engine.may_wait(unit),
     )
+
+
+def applicable(unit: UnitProfile, step: Step, engine: FSDP2) -> Modes:
+    """All treatments of a unit that make a difference, offered or not; none of the root, and of one rank."""
+    if unit.is_root or step.cluster.world_size == 1:
+        return ()
+    return treatments_of(subject_of(unit, step, engine))
 
 
 def unbeaten(prices: Sequence[Price]) -> tuple[int, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
@@ -31,7 +30,6 @@ from lightning_osdp.cost import (
     step_memory,
     unit_s,
 )
-from lightning_osdp.cost.peak_memory import ROUNDING_BYTES
 from lightning_osdp.engine import DEFAULT, FSDP2
 from lightning_osdp.simulation import StepClock
 
@@ -337,25 +335,3 @@ class Costs:
     def least_bytes(self) -> int:
         """What the step needs in the modes with the least memory, and with as little gathered ahead as may be."""
         return self._setting.ideal.costs.peak(self.least_memory_modes).peak_bytes
-
-    def keeping_saves_s(self, unit: int, mode: Treatment = ZDP) -> float:
-        """Seconds per optimizer step that keeping this unit gathered saves over freeing it, if nothing overlaps.
-
-        It is sharded over the same ranks as in the mode, and reduces its gradients in the same micro-batches.
-        """
-        freed, kept = freed_and_kept(mode)
-        return 0.0 if self._setting.units[unit].is_root else self.times_s[unit][freed] - self.times_s[unit][kept]
-
-    def accumulating_saves_s(self, unit: int, mode: Treatment) -> float:
-        """Seconds per optimizer step that reducing this unit's gradients in the last micro-batch only saves."""
-        every, last = (mode.but(reduce=each) for each in ("every", "last"))
-        return self.times_s[unit][every] - self.times_s[unit][last] if last in self.options[unit] else 0.0
-
-    def accumulating_costs_bytes(self, unit: int, mode: Treatment) -> int:
-        """Bytes that it holds for that from one micro-batch to the next, beyond what it holds in any case."""
-        every, last = (mode.but(reduce=each) for each in ("every", "last"))
-        if last not in self.options[unit]:
-            return 0
-        place = self.memory.places[unit]
-        more = self.memory.held(place, last).window_bytes - self.memory.held(place, every).window_bytes
-        return math.ceil(more - ROUNDING_BYTES)

@@ -171,6 +171,10 @@ class Treatment(Mapping[str, str]):
         """Its part in which the slices of one operator must agree."""
         return self.only(*(name for name, axis in AXES.items() if not axis.by_slice))
 
+    def on(self, subject: str) -> Treatment:
+        """Its part that is about a ``unit``, or about a ``block``."""
+        return self.only(*(name for name, axis in AXES.items() if axis.on == subject))
+
     def but(self, **changed: str) -> Treatment:
         """The same with other values in some axes."""
         return Treatment(**{**self._chosen, **changed})

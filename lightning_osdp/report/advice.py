@@ -107,13 +107,12 @@ class _Move(NamedTuple):
 
 
 def _moves(plan: Plan) -> Iterator[_Move]:
-    """What could be kept that is not: parameters, gradients from one micro-batch to the next, what blocks save."""
+    """What could be kept that is not: parameters, as units' menus price them, and what blocks save."""
     for unit in plan.units if plan.world_size > 1 else ():
-        _, kept = freed_and_kept(unit.treatments[0])
-        treatments = (kept,) * unit.num_slices
-        is_offered = kept.name in plan.search_space.modes
-        if unit.name and unit.treatments != treatments and unit.keep_saves_s > 0 and is_offered:
-            yield _Move(replace(unit, treatments=treatments), unit.keep_costs_bytes / unit.keep_saves_s)
+        changed = replace(unit, treatments=(freed_and_kept(unit.treatments[0])[1],) * unit.num_slices)
+        more_s, more_bytes = changed.cost().beyond(unit.cost())
+        if more_s < 0 and changed.modes[0] in plan.search_space.modes:
+            yield _Move(changed, more_bytes / -more_s)
     for block in plan.blocks if not plan.given_blocks else ():
         if block.costs_s > 0:
             yield _Move(block, block.frees_bytes / block.costs_s)

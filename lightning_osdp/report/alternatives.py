@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from lightning_osdp.assign.menu import subject_of
-from lightning_osdp.core.axes import Treatment, freed_and_kept, treatments_of
+from lightning_osdp.assign import applicable
+from lightning_osdp.core.axes import Treatment, freed_and_kept
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
 from lightning_osdp.core.plans.search_space import SearchSpace
@@ -145,23 +145,22 @@ def _unit_of(plan: Plan, operator: str) -> Unit:
 
 def _treatments(plan: Plan, unit: Unit, profile: ModelProfile, cluster: Cluster) -> Iterator[Unit]:
     """The unit in every treatment that applies to it; of slices, in each number of them that are kept."""
-    if unit.name == "" or plan.world_size == 1:
-        yield unit
-        return
     step, _ = planned_step(plan, profile, cluster)
     first, *_ = slice_names(unit.name, unit.num_slices)
     (of,) = (each for each in step.units if each.name == first)
-    treatments = treatments_of(subject_of(of, step, engine_of(plan)))
-    if unit.num_slices == 1:
+    treatments = applicable(of, step, engine_of(plan))
+    if not treatments:
+        yield unit
+    elif unit.num_slices == 1:
         yield from (replace(unit, treatments=(each,)) for each in treatments)
-        return
-    alike = dict.fromkeys(each.of_all_slices for each in treatments)
-    for each, num_kept in product(alike, range(unit.num_slices + 1)):
-        yield replace(unit, treatments=_keeping(unit.treatments, each, num_kept))
+    else:
+        shared = dict.fromkeys(each.of_all_slices for each in treatments)
+        for each, num_kept in product(shared, range(unit.num_slices + 1)):
+            yield replace(unit, treatments=_keeping(unit.treatments, each, num_kept))
 
 
-def _keeping(planned: tuple[Treatment, ...], alike: Treatment, num_kept: int) -> tuple[Treatment, ...]:
+def _keeping(planned: tuple[Treatment, ...], shared: Treatment, num_kept: int) -> tuple[Treatment, ...]:
     """So many slices kept: of the planned ones the first, and then of the others the first."""
     kept_first = sorted(range(len(planned)), key=lambda index: not effects_of(planned[index]).is_kept)
-    freed, kept = freed_and_kept(alike)
+    freed, kept = freed_and_kept(shared)
     return tuple(kept if index in kept_first[:num_kept] else freed for index in range(len(planned)))

@@ -1,7 +1,7 @@
 """What a plan says, in words: who is treated how, why, and what that is predicted to cost.
 
-Every reason is derived from the plan's own numbers (`Unit.keep_saves_s`, `Unit.keep_costs_bytes`, the room under the
-limit), so that it can be given for a plan read from a file, too.
+Every reason is derived from the plan's own numbers (menus of units, the room under the limit), so that it can be given
+for a plan read from a file, too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from lightning_osdp.core.axes import NAMED_MODES, ZDP, freed_and_kept
-from lightning_osdp.core.plans.plan import Block, Plan, Unit
+from lightning_osdp.core.plans.plan import Block, Cost, Plan, Unit
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds, three_digits
 from lightning_osdp.core.text.folding import fold_names
@@ -96,48 +96,48 @@ def explain(units: Sequence[Unit], plan: Plan) -> str:
         return ONE_RANK
     if unit.name == "":
         return "always kept: the root unit is never freed" if unit.operators else "holds no parameters"
-    if not is_predicted(plan):
+    if not is_predicted(plan) or not unit.menu:
         return NOT_PREDICTED
-    num_kept = sum(effects_of(each).is_kept for each in unit.treatments)
-    kept = num_kept / unit.num_slices
+    freed, kept = freed_and_kept(unit.treatments[0])
+    num_kept = sum(each == kept for each in unit.treatments)
+    unkept = next((each for each in unit.treatments if each != kept), freed)
+    keeping, keeping_more = ([each.cost(way).beyond(each.cost(kept)) for each in units] for way in (freed, unkept))
+    share = num_kept / unit.num_slices
     if num_kept == 0:
-        why = f"keeping it would {_if_kept(units, 1.0, plan)}"
+        why = f"keeping it would {_if_kept(keeping_more, 1.0, plan)}"
     elif num_kept == unit.num_slices:
-        why = f"keeping {_takes(units, 1.0)} {_saves(units, 1.0)}"
+        why = f"keeping {_takes(keeping, 1.0)} {_saves(keeping, 1.0)}"
     else:
         why = (
-            f"keeping {num_kept} of {unit.num_slices} slices, {_takes(units, kept)}, {_saves(units, kept)};"
-            f" keeping the rest would {_if_kept(units, 1 - kept, plan)}"
+            f"keeping {num_kept} of {unit.num_slices} slices, {_takes(keeping, share)}, {_saves(keeping, share)};"
+            f" keeping the rest would {_if_kept(keeping_more, 1 - share, plan)}"
         )
     if effects_of(unit.treatments[0]).holds_whole_gradients:
-        held = format_span([each.accumulate_costs_bytes for each in units], format_bytes)
-        why += f"; {held} held between micro-batches {_seconds([each.accumulate_saves_s for each in units], 'save')}"
+        waiting = [each.with_least("reduce").cost().beyond(each.cost()) for each in units]
+        why += f"; {_takes(waiting, 1.0)} held between micro-batches {_saves(waiting, 1.0, 'save')}"
     return why
 
 
-def _takes(units: Sequence[Unit], fraction: float) -> str:
-    return format_span([fraction * unit.keep_costs_bytes for unit in units], format_bytes)
+def _takes(differences: Sequence[Cost], share: float) -> str:
+    return format_span([-share * each.num_bytes for each in differences], format_bytes)
 
 
-def _saves(units: Sequence[Unit], fraction: float, verb: str = "saves") -> str:
-    return _seconds([fraction * unit.keep_saves_s for unit in units], verb)
-
-
-def _seconds(saved_s: Sequence[float], verb: str) -> str:
+def _saves(differences: Sequence[Cost], share: float, verb: str = "saves") -> str:
+    saved_s = [share * each.seconds for each in differences]
     return f"{verb} {format_span(saved_s, format_seconds)}" if max(saved_s) > 0 else f"{verb} no time"
 
 
-def _if_kept(units: Sequence[Unit], fraction: float, plan: Plan) -> str:
+def _if_kept(differences: Sequence[Cost], share: float, plan: Plan) -> str:
     """``save 1.20 ms but take 4.00 MiB; 2.10 MiB are left``, and what else keeps a unit sharded that would fit."""
-    saves, takes = _saves(units, fraction, "save"), _takes(units, fraction)
+    saves, takes = _saves(differences, share, "save"), _takes(differences, share)
     left_bytes = plan.memory_limit_bytes - plan.peak_bytes
     if left_bytes <= 0:
         return f"{saves} but take {takes}; nothing is left"
     left = f"{format_bytes(left_bytes)} are left"
-    if fraction * min(unit.keep_costs_bytes for unit in units) > left_bytes:
+    if share * min(-each.num_bytes for each in differences) > left_bytes:
         return f"{saves} but take {takes}; {left}"
     # the bytes at the peak may be more than those kept, and a search may miss something within its gap
-    searched = plan.solver != "" and max(unit.keep_saves_s for unit in units) > 0
+    searched = plan.solver != "" and max(each.seconds for each in differences) > 0
     return f"{saves} and take {takes}; {left}" + (", but no better plan was found that keeps it" if searched else "")
 
 
@@ -301,7 +301,7 @@ def whole_gradient_bytes(plan: Plan) -> int:
     if plan.num_micro_batches == 1:
         return 0
     waiting = (unit for unit in plan.units if effects_of(unit.treatments[0]).holds_whole_gradients)
-    return round(sum(unit.whole_gradient_bytes for unit in waiting))
+    return round(sum(unit.cost().beyond(unit.with_least("reduce").cost()).num_bytes for unit in waiting))
 
 
 def format_span(values: Iterable[float], form: Callable[[float], str]) -> str:

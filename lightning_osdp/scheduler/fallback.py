@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from lightning_osdp.core.axes import freed_and_kept
+from lightning_osdp.core.axes import AXES
 from lightning_osdp.core.plans.plan import Block, Plan, Unit, workload_of
 from lightning_osdp.core.step import Workload
-from lightning_osdp.engine import effects_of, num_all_gathers
 
 
 @dataclass(frozen=True)
@@ -66,50 +65,17 @@ def in_micro_batches(plan: Plan, workload: Workload) -> Plan:
 
 
 def _moves(plan: Plan) -> Iterator[_Move]:
-    """What can be given up; one rank keeps all units, and the root is kept.
+    """What can be given up: the value of an axis for the one that takes least memory, as units' menus price it.
 
-    A unit that waits with its gradients and is kept is gathered once a step: whichever of both it gives up first, it is
-    no longer, and the other one is worth so much less.
+    One rank keeps all units, and the root is kept.
     """
     for unit in plan.units if plan.world_size > 1 else ():
-        if not unit.name:
-            continue
-        effects = [effects_of(each) for each in unit.treatments]
-        kept = sum(each.is_kept for each in effects) / unit.num_slices
-        once_s = _gathered_once_s(unit, plan)
-        if effects[0].holds_whole_gradients:
-            reduced = replace(
-                unit.treated(reduce="every"),
-                time_s=max(0.0, unit.time_s + unit.accumulate_saves_s),
-                keep_saves_s=unit.keep_saves_s - once_s,
-            )
-            # parameters that are held between micro-batches are there within them all the same
-            yield _Move(reduced, unit.whole_gradient_bytes, unit.accumulate_saves_s)
-        left = sum(each.leaves_shard for each in effects) / unit.num_slices
-        if kept or left:
-            # a shard in each node saves less than all of it within a micro-batch
-            lost_s = kept * unit.keep_saves_s + left * (unit.keep_saves_s - once_s)
-            sharded = replace(
-                unit.treated(keep="nothing"),
-                time_s=max(0.0, unit.time_s + lost_s),
-                accumulate_saves_s=unit.accumulate_saves_s - kept * once_s,
-                accumulate_costs_bytes=max(0, unit.accumulate_costs_bytes - round(kept * unit.keep_costs_bytes)),
-            )
-            yield _Move(sharded, (kept + left / (plan.node_size or 1)) * unit.keep_costs_bytes, lost_s)
+        for axis in AXES.values() if unit.name else ():
+            changed = unit.with_least(axis.name)
+            if axis.on == "unit" and axis.can_change and changed.treatments != unit.treatments:
+                lost_s, more_bytes = changed.cost().beyond(unit.cost())
+                yield _Move(replace(changed, time_s=max(0.0, unit.time_s + lost_s)), -more_bytes, lost_s)
     yield from (_Move(block, block.frees_bytes, block.costs_s) for block in plan.recomputable)
-
-
-def _gathered_once_s(unit: Unit, plan: Plan) -> float:
-    """Of what keeping the unit saves, what comes of gathering it once a step, not once in each micro-batch."""
-    own = unit.treatments[0]
-    if not effects_of(own).holds_whole_gradients:
-        return 0.0
-    freed, kept = freed_and_kept(own)
-    if_freed, if_kept, if_kept_throughout = (
-        num_all_gathers(effects_of(mode).counts(num_micro_batches=plan.num_micro_batches))
-        for mode in (freed, kept.but(reduce="every"), kept)
-    )
-    return unit.keep_saves_s * (if_kept - if_kept_throughout) / (if_freed - if_kept_throughout)
 
 
 def _moved(plan: Plan, changed: Unit | Block) -> Plan:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lightning_osdp.assign import Assignment, Modes, Setting, chosen_activations
-from lightning_osdp.core.axes import Treatment, freed_and_kept
+from lightning_osdp.assign import Assignment, Modes, Setting, applicable, chosen_activations
+from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.blocks import freed_bytes
-from lightning_osdp.core.plans.plan import Block, Plan, Unit
+from lightning_osdp.core.plans.plan import Block, Option, Plan, Unit
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import BlockProfile, ModelProfile
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
 from lightning_osdp.cost import block_s, evaluation_peak
+from lightning_osdp.cost.peak_memory import ROUNDING_BYTES
 
-_MOST_KINDS = 64
-"""Units that are told apart where each takes a simulated step."""
+MAX_SIMULATED_UNITS = 200_000
+"""Units in all steps that are simulated for what else units could be: about a second."""
 
 
 def plan_of(
@@ -69,7 +70,7 @@ def plan_of(
 
 
 def _units(setting: Setting, modes: Modes) -> Iterator[Unit]:
-    costs, saves_s = setting.costs, _keeping_saves_s(setting, modes)
+    costs, prices = setting.costs, [*_prices(setting, modes)]
     places = {unit.name: index for index, unit in enumerate(setting.units)}
     slices = {name: slice_names(name, number) for name, number in setting.decided.num_slices.items()}
     whole = {part: name for name, parts in slices.items() for part in parts}
@@ -79,43 +80,56 @@ def _units(setting: Setting, modes: Modes) -> Iterator[Unit]:
         if unit.name != parts[0]:
             continue
         each = [(places[part], modes[places[part]]) for part in parts]
-        parameter_bytes = sum(setting.units[index].gathered_bytes for index, _ in each)
         yield Unit(
             name=name,
             operators=(name,) if name in slices else tuple(operator.name for operator in unit.operators),
             kind=unit.kind,
-            treatments=tuple(mode.but(saves="keep") for _, mode in each),
+            treatments=tuple(mode.on("unit") for _, mode in each),
             modules=unit.modules,
-            parameter_bytes=parameter_bytes,
+            parameter_bytes=sum(setting.units[index].gathered_bytes for index, _ in each),
             time_s=sum(costs.times_s[index][mode] for index, mode in each),
-            keep_saves_s=sum(saves_s[index] for index, _ in each),
-            keep_costs_bytes=0 if unit.is_root else parameter_bytes,
-            accumulate_saves_s=sum(costs.accumulating_saves_s(index, mode) for index, mode in each),
-            accumulate_costs_bytes=sum(costs.accumulating_costs_bytes(index, mode) for index, mode in each),
+            menu=_menu([prices[index] for index, _ in each]),
         )
 
 
-def _keeping_saves_s(setting: Setting, modes: Modes) -> list[float]:
-    """Seconds that keeping each unit gathered saves, or would save, in this plan.
-
-    Where communication overlaps computing, one unit of each kind is changed and the step simulated; where there are
-    too many kinds for that, it is what the unit saves if nothing overlaps.
-    """
-    kinds = [(unit.kind, unit.gathered_bytes, mode) for unit, mode in zip(setting.units, modes, strict=True)]
-    first = {kind: index for index, kind in reversed([*enumerate(kinds)])}
-    if not setting.overlaps or len(first) > _MOST_KINDS:
-        return [setting.costs.keeping_saves_s(unit, mode) for unit, mode in enumerate(modes)]
-    saved_s = {kind: _saved_in_step_s(setting, modes, unit) for kind, unit in first.items()}
-    return [saved_s[kind] for kind in kinds]
-
-
-def _saved_in_step_s(setting: Setting, modes: Modes, unit: int) -> float:
-    if setting.units[unit].is_root:
-        return 0.0
-    sharded_s, kept_s = (
-        setting.costs.step_time_s((*modes[:unit], mode, *modes[unit + 1 :])) for mode in freed_and_kept(modes[unit])
+def _menu(slices: Sequence[Mapping[Treatment, tuple[float, float]]]) -> tuple[Option, ...]:
+    """Options of a unit, from the prices of its slices."""
+    ways = [way for way in slices[0] if all(way in prices for prices in slices)]
+    seconds, sizes = ([sum(prices[way][i] for prices in slices) for way in ways] for i in range(2))
+    return tuple(
+        Option(
+            treatment=way,
+            more_s=each_s - min(seconds),
+            more_bytes=math.ceil(num_bytes - min(sizes) - ROUNDING_BYTES),
+        )
+        for way, each_s, num_bytes in zip(ways, seconds, sizes, strict=True)
     )
-    return max(0.0, sharded_s - kept_s)
+
+
+def _prices(setting: Setting, modes: Modes) -> Iterator[dict[Treatment, tuple[float, float]]]:
+    """For each unit, what it could be: seconds of a step with all other units in these modes, and bytes that it holds.
+
+    Where communication overlaps computing, one unit of each kind is treated otherwise and the step simulated; where
+    that would take too long, seconds are those of the unit if nothing overlaps.
+    """
+    costs, memory = setting.costs, setting.costs.memory
+    ways = []
+    for unit, mode in zip(setting.units, modes, strict=True):
+        others = applicable(unit, setting, setting.engine)
+        ways.append(tuple(dict.fromkeys((*others, mode.on("unit")))) if others else ())
+    kinds = [
+        (unit.kind, unit.gathered_bytes, mode, own) for unit, mode, own in zip(setting.units, modes, ways, strict=True)
+    ]
+    simulates = setting.overlaps and len(modes) * sum(len(own) for *_, own in {*kinds}) <= MAX_SIMULATED_UNITS
+    simulated_s: dict[object, list[float]] = {}
+    for unit, (kind, mode, own) in enumerate(zip(kinds, modes, ways, strict=True)):
+        treatments = [way.but(saves=mode["saves"]) for way in own]
+        if simulates and kind not in simulated_s:
+            changed = ((*modes[:unit], each, *modes[unit + 1 :]) for each in treatments)
+            simulated_s[kind] = [costs.step_time_s(each) for each in changed]
+        seconds = simulated_s[kind] if simulates else [costs.times_s[unit][each] for each in treatments]
+        held = [sum(memory.held(memory.places[unit], each)) for each in treatments]
+        yield dict(zip(own, zip(seconds, held, strict=True), strict=True))
 
 
 def _planned_blocks(assignment: Assignment) -> tuple[Block, ...]:

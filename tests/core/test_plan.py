@@ -22,6 +22,7 @@ from lightning_osdp.core.plans.plan import (
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.errors import OSDPError, PlanFormatError, PlanMismatchError
+from tests.plans import menu
 
 ROOT = Unit(name="", operators=("norm",), kind="LayerNorm", treatments=named("DP"), parameter_bytes=64)
 HEAD = Unit(name="head", operators=("head",), kind="Linear", treatments=named("ZDP", "ZDP", "DP"), time_s=1.5e-3)
@@ -107,8 +108,7 @@ def plans(draw: st.DrawFn) -> Plan:
             ),
             parameter_bytes=draw(BYTES),
             time_s=draw(TIMES),
-            keep_saves_s=draw(st.floats(-1, 1)),
-            keep_costs_bytes=draw(BYTES),
+            menu=menu(draw(st.floats(0, 1)), draw(BYTES)),
         )
         for name in unit_names
     )
@@ -371,8 +371,6 @@ def test_an_entry_of_another_type_is_refused(name, value, expected):
         ("parameter_bytes", 1.5, "a whole number below 2^63"),
         ("parameter_bytes", False, "a whole number below 2^63"),
         ("time_s", float("nan"), "a finite number"),
-        ("keep_saves_s", float("inf"), "a finite number"),
-        ("keep_costs_bytes", {"a": "b"}, "a whole number below 2^63"),
     ],
 )
 def test_an_entry_of_a_unit_of_another_type_is_refused(name, value, expected):
@@ -405,7 +403,7 @@ def test_a_number_below_its_least_is_refused(name, value, least):
     refused(edited(**{name: value}), f"Expected {name!r} of the plan to be at least {least}, got {value!r}.")
 
 
-@pytest.mark.parametrize(("name", "value"), [("parameter_bytes", -1), ("time_s", -1.0), ("keep_costs_bytes", -4)])
+@pytest.mark.parametrize(("name", "value"), [("parameter_bytes", -1), ("time_s", -1.0)])
 def test_a_number_of_a_unit_below_zero_is_refused(name, value):
     refused(
         edited_unit(**{name: value}), f"Expected {name!r} of unit 'head' of the plan to be at least 0, got {value!r}."
@@ -480,6 +478,16 @@ def test_an_unknown_cost_model_is_refused():
         (
             {"treatments": [{"saves": "recompute"}]},
             "the treatment of unit 'head' of the plan to be that of a unit, got Treatment(saves='recompute').",
+        ),
+        ({"menu": 3}, "'menu' of units[1] of the plan to be a list of options, got 3."),
+        ({"menu": [3]}, "menu[0] of units[1] of the plan to be a JSON object, got 3."),
+        (
+            {"menu": [{"treatment": {}, "more_s": -1.0}]},
+            "'more_s' of the menu of unit 'head' of the plan to be at least 0, got -1.0.",
+        ),
+        (
+            {"menu": [{"treatment": {}}, {"treatment": {"keep": 1}}]},
+            "'keep' of menu[1] of units[1] of the plan to be one of ('nothing', 'node', 'whole'), got 1.",
         ),
         ({"name": ""}, "units and operators of the plan once each, got unit '' of the plan again."),
         ({"operators": ["norm"]}, "units and operators of the plan once each, got unit 'head' of the plan again."),
@@ -594,7 +602,8 @@ def test_a_plan_of_schema_3_is_read():
     document |= {"schema_version": 3, "blocks": [{"name": "a", "activations": "offload"}]}
     for unit, modes, sync in zip(document["units"], (["DP"], ["ZDP", "DP", "DP"]), ("every", "last"), strict=True):
         del unit["treatments"]
-        unit |= {"modes": modes, "sync": sync}
+        del unit["menu"]
+        unit |= {"modes": modes, "sync": sync, "keep_saves_s": -1.0, "accumulate_costs_bytes": 3}
     read = Plan.from_json(json.dumps(document))
     assert [unit.treatments for unit in read.units] == [named("DP"), named("ZDP", "DP", "DP", reduce="last")]
     assert (read.schema_version, read.blocks[0].activations) == (SCHEMA_VERSION, "offload")

@@ -8,7 +8,7 @@ from lightning_osdp.core.axes import Treatment, named
 from lightning_osdp.core.plans.plan import Block, Unit
 from lightning_osdp.engine import FLIPS, check_change
 from lightning_osdp.errors import PlanMismatchError
-from tests.plans import bare_plan
+from tests.plans import bare_plan, menu
 
 
 def unit(name, modes=("ZDP",), **fields):
@@ -56,7 +56,7 @@ def test_what_is_run_may_change_where_nothing_is_sharded_anew(field):
 
 def test_what_a_plan_predicts_and_tells_may_be_anything():
     other = dataclasses.replace(PLAN, peak_bytes=1, step_time_s=2.0, notes=("other",), memory_limit_bytes=5)
-    check_change(PLAN, with_unit(time_s=3.0, keep_saves_s=1.0))
+    check_change(PLAN, with_unit(time_s=3.0, menu=menu(1.0)))
     check_change(PLAN, other)
 
 

@@ -7,7 +7,7 @@ import pytest
 from lightning_osdp.core.axes import named
 from lightning_osdp.core.plans.plan import Unit
 from lightning_osdp.report.sentences import tell_accumulation, whole_gradient_bytes, wire_bytes
-from tests.plans import bare_plan
+from tests.plans import bare_plan, menu
 
 MIB = 2**20
 
@@ -17,9 +17,8 @@ def plan(*units, size=4, number=8, world_size=4, trains=True):
     made = [Unit(name="", operators=(), kind="", treatments=named("DP"))]
     for index, (modes, sync) in enumerate(units):
         each = (modes,) if isinstance(modes, str) else modes
-        kept = MIB * each.count("DP") // len(each)
         whole = MIB * (world_size - 1) // world_size if trains else 0  # in place of a rank's part
-        of_unit = {"parameter_bytes": MIB, "keep_costs_bytes": MIB, "accumulate_costs_bytes": kept + whole}
+        of_unit = {"parameter_bytes": MIB, "menu": menu(0.0, MIB, 0.0, whole)}
         made.append(Unit(name=f"{index}", operators=(), kind="", treatments=named(*each, reduce=sync), **of_unit))
     return bare_plan(made, world_size=world_size, micro_batch_size=size, num_micro_batches=number)
 

@@ -13,6 +13,7 @@ from lightning_osdp.engine import Moment
 from lightning_osdp.report.picture import BANDS, HATCHES, KINDS, LIMIT_COLOUR, draw_plan, save_picture
 from lightning_osdp.scheduler import make_plan
 from lightning_osdp.simulation import simulate
+from tests.plans import menu
 
 MIB = 2**20
 SVG = "{http://www.w3.org/2000/svg}"
@@ -26,8 +27,7 @@ def unit(name, *modes, mib=4):
         treatments=named(*modes),
         parameter_bytes=int(mib * MIB),
         time_s=mib * 1e-3,
-        keep_saves_s=mib * 3e-4,
-        keep_costs_bytes=int(mib * MIB),
+        menu=menu(mib * 3e-4, int(mib * MIB)),
     )
 
 
@@ -59,7 +59,6 @@ MOMENTS = (
     moment("reduce-scatter", 40),
     moment("optimizer step", 0, ""),
 )
-
 
 RECOMPUTING = dataclasses.replace(
     PLAN,

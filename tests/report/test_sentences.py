@@ -18,6 +18,7 @@ from lightning_osdp.report.sentences import (
     tell_blocks,
     tell_kept,
 )
+from tests.plans import menu
 
 MIB = 2**20
 ROOT = Unit(name="", operators=("norm",), kind="LayerNorm", treatments=named("ZDP"))
@@ -28,12 +29,11 @@ LINEAR = Unit(
     treatments=named("ZDP"),
     parameter_bytes=8 * MIB,
     time_s=5e-3,
-    keep_saves_s=1.2e-3,
-    keep_costs_bytes=4 * MIB,
+    menu=menu(1.2e-3, 4 * MIB),
 )
 KEPT = LINEAR.in_modes("DP")
 HALF = LINEAR.in_modes("ZDP", "DP", "DP", "ZDP")
-WAITS = dataclasses.replace(KEPT.treated(reduce="last"), accumulate_saves_s=2.4e-3, accumulate_costs_bytes=12 * MIB)
+WAITS = dataclasses.replace(KEPT.treated(reduce="last"), menu=menu(1.2e-3, 4 * MIB, 2.4e-3, 8 * MIB))
 PLAN = Plan(
     fingerprint={},
     world_size=2,
@@ -52,6 +52,7 @@ PLAN = Plan(
 NOT_PREDICTED = dataclasses.replace(
     PLAN, step_time_s=0.0, samples_per_s=0.0, peak_bytes=0, gap=0.0, solver="", all_zdp_step_time_s=0.0
 )
+
 ONE_RANK = dataclasses.replace(PLAN, world_size=1)
 
 
@@ -97,7 +98,7 @@ def test_units_that_differ_in_what_a_reader_sees_stay_apart(change):
     assert len(group_equal([LINEAR, dataclasses.replace(renamed(LINEAR, "other"), **change)])) == 2
 
 
-@pytest.mark.parametrize("change", [{"time_s": 1.0}, {"keep_saves_s": 1.0}, {"keep_costs_bytes": 1}, {"operators": ()}])
+@pytest.mark.parametrize("change", [{"time_s": 1.0}, {"menu": menu(1.0, 1)}, {"operators": ()}])
 def test_units_that_differ_in_measured_numbers_alone_share_a_row(change):
     assert len(group_equal([LINEAR, dataclasses.replace(renamed(LINEAR, "other"), **change)])) == 1
 
@@ -166,7 +167,7 @@ def test_values_that_read_differently_are_given_as_a_range(values, form, text):
     ("unit", "plan", "sentence"),
     [
         (KEPT, PLAN, "keeping 4.00 MiB saves 1.20 ms"),
-        (dataclasses.replace(KEPT, keep_saves_s=0.0), PLAN, "keeping 4.00 MiB saves no time"),
+        (dataclasses.replace(KEPT, menu=menu(0.0, 4 * MIB)), PLAN, "keeping 4.00 MiB saves no time"),
         (KEPT.in_modes("DP", "DP"), PLAN, "keeping 4.00 MiB saves 1.20 ms"),
         (LINEAR, with_left(2 * MIB), "keeping it would save 1.20 ms but take 4.00 MiB; 2.00 MiB are left"),
         (
@@ -181,7 +182,7 @@ def test_values_that_read_differently_are_given_as_a_range(values, form, text):
         (LINEAR, with_left(0), "keeping it would save 1.20 ms but take 4.00 MiB; nothing is left"),
         (LINEAR, with_left(-MIB), "keeping it would save 1.20 ms but take 4.00 MiB; nothing is left"),
         (
-            dataclasses.replace(LINEAR, keep_saves_s=0.0),
+            dataclasses.replace(LINEAR, menu=menu(0.0, 4 * MIB)),
             with_left(8 * MIB),
             "keeping it would save no time and take 4.00 MiB; 8.00 MiB are left",
         ),
@@ -193,16 +194,17 @@ def test_values_that_read_differently_are_given_as_a_range(values, form, text):
                 " keeping the rest would save 600 us but take 2.00 MiB; 1.00 MiB are left"
             ),
         ),
-        (WAITS, PLAN, "keeping 4.00 MiB saves 1.20 ms; 12.0 MiB held between micro-batches save 2.40 ms"),
+        (WAITS, PLAN, "keeping 4.00 MiB saves 1.20 ms; 8.00 MiB held between micro-batches save 2.40 ms"),
         (
-            dataclasses.replace(WAITS, accumulate_saves_s=0.0),
+            dataclasses.replace(WAITS, menu=menu(1.2e-3, 4 * MIB, 0.0, 8 * MIB)),
             PLAN,
-            "keeping 4.00 MiB saves 1.20 ms; 12.0 MiB held between micro-batches save no time",
+            "keeping 4.00 MiB saves 1.20 ms; 8.00 MiB held between micro-batches save no time",
         ),
         (ROOT, PLAN, "always kept: the root unit is never freed"),
         (ROOT, NOT_PREDICTED, "always kept: the root unit is never freed"),
         (dataclasses.replace(ROOT, operators=()), PLAN, "holds no parameters"),
         (LINEAR, NOT_PREDICTED, "not predicted"),
+        (dataclasses.replace(LINEAR, menu=()), PLAN, "not predicted"),
         (KEPT, NOT_PREDICTED, "not predicted"),
         (LINEAR, ONE_RANK, "modes make no difference with one rank"),
         (ROOT, ONE_RANK, "modes make no difference with one rank"),
@@ -213,7 +215,7 @@ def test_the_reason_is_what_keeping_saves_and_takes(unit, plan, sentence):
 
 
 def test_the_reason_of_unequal_measurements_is_a_range():
-    other = dataclasses.replace(KEPT, keep_saves_s=1.4e-3)
+    other = dataclasses.replace(KEPT, menu=menu(1.4e-3, 4 * MIB))
     assert explain([KEPT, other], PLAN) == "keeping 4.00 MiB saves 1.20 to 1.40 ms"
 
 

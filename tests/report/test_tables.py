@@ -10,6 +10,7 @@ from rich.console import Console
 from lightning_osdp.core.axes import named
 from lightning_osdp.core.plans.plan import Plan, Unit
 from lightning_osdp.report.tables import comparison_table, plan_table, render, render_plan
+from tests.plans import menu
 
 MIB = 2**20
 
@@ -22,8 +23,7 @@ def linear(name: str, *modes: str, mib: int = 4) -> Unit:
         treatments=named(*modes),
         parameter_bytes=mib * MIB,
         time_s=mib * 1e-3,
-        keep_saves_s=mib * 3e-4,
-        keep_costs_bytes=mib * MIB,
+        menu=menu(mib * 3e-4, mib * MIB),
     )
 
 
@@ -54,6 +54,7 @@ PLAN = Plan(
     all_zdp_peak_bytes=48 * MIB,
     notes=("a note",),
 )
+
 SUMMARY = """\
 step time    180 ms predicted for one optimizer step
 samples/s    88.9 predicted, all ranks together

@@ -13,6 +13,7 @@ from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.step import Workload
 from lightning_osdp.scheduler import freeable_bytes, in_micro_batches, make_plan, with_less_memory
 from lightning_osdp.simulation import simulate
+from tests.plans import menu, priced
 
 
 def unit(name, *modes, sync="every", **costs):
@@ -23,12 +24,12 @@ PLAN = Plan(
     fingerprint={},
     world_size=2,
     units=(
-        unit("", "DP", keep_saves_s=9.0, keep_costs_bytes=0),
-        unit("dear", "DP", keep_saves_s=0.4, keep_costs_bytes=100),
-        unit("cheap", "DP", keep_saves_s=0.1, keep_costs_bytes=100),
-        unit("sharded", "ZDP", keep_saves_s=0.1, keep_costs_bytes=100),
-        unit("halved", "DP", "ZDP", keep_saves_s=0.5, keep_costs_bytes=200),
-        unit("late", "ZDP", sync="last", accumulate_saves_s=0.1, accumulate_costs_bytes=50),
+        unit("", "DP", menu=menu(9.0, 0)),
+        unit("dear", "DP", menu=menu(0.4, 100)),
+        unit("cheap", "DP", menu=menu(0.1, 100)),
+        unit("sharded", "ZDP", menu=menu(0.1, 100)),
+        unit("halved", "DP", "ZDP", menu=menu(0.5, 200)),
+        unit("late", "ZDP", sync="last", menu=menu(0.0, 0, 0.1, 50)),
     ),
     memory_limit_bytes=2000,
     peak_bytes=1000,
@@ -53,7 +54,7 @@ def test_what_is_kept_counts_as_freeable():
 
 
 def test_a_unit_that_holds_parameters_and_gradients_between_micro_batches_frees_them_one_after_the_other():
-    both = unit("both", "DP", sync="last", keep_costs_bytes=100, accumulate_costs_bytes=150)
+    both = unit("both", "DP", sync="last", menu=menu(0.0, 100, 0.0, 50))
     plan = dataclasses.replace(PLAN, units=(PLAN.units[0], both))
     assert freeable_bytes(plan) == 150
     lower = with_less_memory(plan, 150)
@@ -66,8 +67,14 @@ def test_a_unit_that_holds_parameters_and_gradients_between_micro_batches_frees_
 )
 def test_whatever_such_a_unit_frees_first_nothing_is_counted_twice(reduce_s, first):
     # two micro-batches: a gather of a second in place of four, a reduction in place of two
-    saves = {"keep_saves_s": 3.0, "accumulate_saves_s": 1.0 + reduce_s}
-    both = unit("both", "DP", sync="last", keep_costs_bytes=100, accumulate_costs_bytes=150, **saves)
+    (freed, kept_), waits = named("ZDP", "DP"), {"reduce": "last"}
+    options = {
+        freed: (0.0, 0),
+        freed.but(**waits): (reduce_s, 50),
+        kept_: (2.0, 100),
+        kept_.but(**waits): (3 + reduce_s, 150),
+    }
+    both = unit("both", "DP", sync="last", menu=priced(options))
     plan = dataclasses.replace(PLAN, units=(PLAN.units[0], both))
     assert kept(with_less_memory(plan, 1))["both"] == first
     lower = with_less_memory(plan, 150)
@@ -100,7 +107,7 @@ def test_seconds_are_those_of_the_simulated_plan_where_nothing_overlaps(
 
 
 def test_shards_that_forward_leaves_in_nodes_are_freed_too():
-    left = unit("left", "hpZ", keep_saves_s=0.4, keep_costs_bytes=400)
+    left = unit("left", "hpZ", menu=menu(0.4, 400, node_bytes=100, node_s=0.4))
     plan = dataclasses.replace(PLAN, world_size=8, node_size=4, units=(PLAN.units[0], left))
     assert freeable_bytes(plan) == 400 / 4
     lower = with_less_memory(plan, 50)

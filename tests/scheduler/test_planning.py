@@ -17,6 +17,7 @@ from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.scheduler import PlanMethod, make_plan
 from lightning_osdp.search import SOLVERS
 from lightning_osdp.simulation import simulate
+from tests.plans import keeping, waiting
 
 EVERY_UNIT = SearchSpace(min_unit_bytes=0)
 
@@ -77,8 +78,9 @@ def test_what_keeping_saves_is_stated_even_where_it_is_not_offered(uneven, clust
     )
     assert [unit.modes for unit in found.units] == [("DP",), *([("ZDP",)] * 4)]
     # one ring of each: 100 and 1 bytes over two ranks
-    assert [unit.keep_saves_s for unit in found.units] == pytest.approx([0.0, 0.5, 0.005, 0.005, 0.005])
-    assert [unit.keep_costs_bytes for unit in found.units] == [0, 100, 1, 1, 1]
+    saves_s, sizes = zip(*map(keeping, found.units), strict=True)
+    assert saves_s == pytest.approx([0.0, 0.5, 0.005, 0.005, 0.005])
+    assert sizes == (0, 100, 1, 1, 1)
     assert found.predicted_gain == 1.0
 
 
@@ -311,11 +313,12 @@ def test_where_there_is_room_gradients_are_reduced_once_a_step(uneven, cluster):
     rings_s = sum(0.01 / 2 * unit.parameter_bytes for unit in last.units if unit.name)
     assert every.step_time_s - last.step_time_s == pytest.approx(2 * 2 * rings_s)
     for unit in last.units[1:]:
-        assert unit.accumulate_costs_bytes == math.ceil(1.5 * unit.parameter_bytes)  # gathered, and S - S / 2
-        assert unit.accumulate_saves_s == pytest.approx(2 * 2 * 0.01 / 2 * unit.parameter_bytes)
+        saves_s, whole_bytes = waiting(unit)
+        assert whole_bytes == math.ceil(0.5 * unit.parameter_bytes)  # S - S / 2
+        assert saves_s == pytest.approx(2 * 2 * 0.01 / 2 * unit.parameter_bytes)
         # freed, it would be gathered six times a step, and not once
-        assert unit.keep_saves_s == pytest.approx(5 * 0.01 / 2 * unit.parameter_bytes)
-    assert [unit.keep_saves_s for unit in every.units[1:]] == pytest.approx(
+        assert keeping(unit)[0] == pytest.approx(5 * 0.01 / 2 * unit.parameter_bytes)
+    assert [keeping(unit)[0] for unit in every.units[1:]] == pytest.approx(
         [3 * 0.01 / 2 * unit.parameter_bytes for unit in every.units[1:]]
     )
 

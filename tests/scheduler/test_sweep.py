@@ -12,6 +12,7 @@ from lightning_osdp.engine import FSDP2
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.scheduler import PlanMethod, competition, make_plan, sweep
 from lightning_osdp.search import SOLVERS
+from tests.plans import keeping
 from tests.steps import TWO_NODES
 
 EVERY_UNIT = SearchSpace(min_unit_bytes=0)
@@ -168,7 +169,7 @@ def test_what_a_plan_states_agrees_with_itself(model, operator, cluster, case, n
     assert (found.memory_limit_bytes, found.solver, found.notes, found.gap) == (10**6, "depth_first", (), 0.0)
     assert (found.backward_prefetch, found.forward_prefetch) == ("pre", True)
     assert found.units[0].name == ""
-    assert (found.units[0].keep_costs_bytes, found.units[0].keep_saves_s) == (0, 0.0)
+    assert found.units[0].menu == ()
     assert sorted(decision.operator for decision in found.decisions) == sorted(each.name for each in profile)
     assert {decision.modes for decision in found.decisions if decision.unit} <= {(mode,) for mode in modes}
     assert found.step_time_s == pytest.approx(sum(unit.time_s for unit in found.units))
@@ -187,9 +188,7 @@ def test_what_a_plan_states_agrees_with_itself(model, operator, cluster, case, n
     )
     assert (plain.step_time_s, plain.peak_bytes) <= (plain.all_zdp_step_time_s, plain.all_zdp_peak_bytes)
     # which units are shared differs by modes
-    stated, others = (
-        {unit.operators: (unit.keep_saves_s, unit.keep_costs_bytes) for unit in each.units} for each in (found, plain)
-    )
+    stated, others = ({unit.operators: keeping(unit) for unit in each.units} for each in (found, plain))
     assert all(stated[operators] == others[operators] for operators in stated.keys() & others.keys())
     if stated.keys() == others.keys():
         assert list(stated) == list(others)

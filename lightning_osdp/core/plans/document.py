@@ -50,6 +50,7 @@ _KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
     ),
     "Treatment": ("a treatment", lambda value: isinstance(value, Treatment)),
     "tuple[Treatment, ...]": ("a list of treatments", lambda value: isinstance(value, tuple)),
+    "tuple[Option, ...]": ("a list of options", lambda value: isinstance(value, tuple)),
     "tuple[Unit, ...]": ("a list of units", lambda value: isinstance(value, tuple)),
     "tuple[Block, ...]": ("a list of blocks", lambda value: isinstance(value, tuple)),
     "SearchSpace": ("a search space", lambda value: isinstance(value, SearchSpace)),

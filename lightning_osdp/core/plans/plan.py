@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_osdp.core.axes import ANYTHING, AXES, NAMED_MODES, Treatment, named
 from lightning_osdp.core.plans.document import read_dataclass, shown, write_whole
@@ -23,6 +23,29 @@ SCHEMA_VERSION = 4
 PREFETCH_CHOICES = ("pre", "none")
 """Settings of backward prefetch."""
 COST_MODELS = ("simulate", "paper")
+
+
+class Cost(NamedTuple):
+    """Seconds and bytes that a unit takes in some treatments, beyond the best of its menu."""
+
+    seconds: float
+    """Seconds of an optimizer step."""
+    num_bytes: float
+
+    def beyond(self, other: Cost) -> Cost:
+        """The difference from another one."""
+        return Cost(self.seconds - other.seconds, self.num_bytes - other.num_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One way to treat a unit in all its slices, with all else as planned."""
+
+    treatment: Treatment
+    more_s: float = 0.0
+    """Predicted seconds of an optimizer step beyond the fastest option of the unit."""
+    more_bytes: int = 0
+    """Bytes that the unit holds beyond its smallest option, from forward to backward or all the time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +67,9 @@ class Unit:
     """Gathered parameters of all slices."""
     time_s: float = 0.0
     """Predicted seconds per optimizer step: communication and the operators' own computation."""
-    keep_saves_s: float = 0.0
-    """Predicted seconds per optimizer step that keeping every slice gathered (DP) saves over sharding it (ZDP), with
-    gradients reduced in the same micro-batches."""
-    keep_costs_bytes: int = 0
-    """Bytes that stay allocated from forward to backward if every slice is kept gathered."""
-    accumulate_saves_s: float = 0.0
-    """Predicted seconds per optimizer step that reducing gradients in the last micro-batch only saves."""
-    accumulate_costs_bytes: int = 0
-    """Bytes that stay allocated from one micro-batch to the next for that."""
+    menu: tuple[Option, ...] = ()
+    """All treatments that apply to it, offered or not; empty for the root, on one rank and where nothing is
+    predicted."""
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -77,11 +94,18 @@ class Unit:
         """The unit with other values in some axes, in all slices."""
         return replace(self, treatments=tuple(treatment.but(**changed) for treatment in self.treatments))
 
-    @property
-    def whole_gradient_bytes(self) -> float:
-        """Bytes of gradients in `accumulate_costs_bytes`; the rest are parameters of slices that are kept."""
-        kept = sum(each["keep"] == "whole" for each in self.treatments) / self.num_slices
-        return max(0.0, self.accumulate_costs_bytes - kept * self.keep_costs_bytes)
+    def with_least(self, axis: str) -> Unit:
+        """The unit with the value of an axis that takes least memory, in all slices."""
+        return self.treated(**{axis: AXES[axis].values[0]})
+
+    def cost(self, *treatments: Treatment) -> Cost:
+        """Cost of these treatments of equal shares of the unit, by its `menu`; of its own treatments without any."""
+        chosen, options = treatments or self.treatments, {option.treatment: option for option in self.menu}
+        priced = [options.get(each, Option(treatment=each)) for each in chosen]
+        return Cost(
+            sum(option.more_s for option in priced) / len(chosen),
+            sum(option.more_bytes for option in priced) / len(chosen),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,8 +231,10 @@ class Plan:
         # asdict copies a dict but cannot copy other mappings, such as a MappingProxyType
         plain = replace(self, fingerprint=dict(self.fingerprint), peak_parts=dict(self.peak_parts))
         document = dataclasses.asdict(plain)
-        for entries, unit in zip(document["units"], self.units, strict=True):
-            entries["treatments"] = [dict(treatment) for treatment in unit.treatments]
+        for own, unit in zip(document["units"], self.units, strict=True):
+            own["treatments"] = [dict(treatment) for treatment in unit.treatments]
+            for option in own["menu"]:
+                option["treatment"] = dict(option["treatment"])
         for name in ("blocks", "recomputable"):
             for entries, block in zip(document[name], getattr(self, name), strict=True):
                 entries["treatment"] = dict(block.treatment)
@@ -379,7 +405,7 @@ def _read_search_space(entries: object, where: str) -> SearchSpace:
         raise PlanFormatError(f"Expected {where} to be one that a plan can be chosen from, but: {error}") from error
 
 
-def _check_least(value: Plan | Unit | Block, where: str, least: int, *fields: str) -> None:
+def _check_least(value: Plan | Unit | Block | Option, where: str, least: int, *fields: str) -> None:
     for name in fields:
         found = getattr(value, name)
         if found < least:
@@ -387,7 +413,10 @@ def _check_least(value: Plan | Unit | Block, where: str, least: int, *fields: st
 
 
 def _from_schema_3(document: dict[str, Any]) -> dict[str, Any]:
-    """A plan as schema 4 has it: units had names of modes and one ``sync``, blocks had ``activations``."""
+    """A plan as schema 4 has it: units had names of modes and one ``sync``, blocks had ``activations``.
+
+    Units had prices of two other options in place of a menu; these are left out.
+    """
     found = {**document, "schema_version": SCHEMA_VERSION}
     if isinstance(found.get("units"), list):
         found["units"] = [_unit_from_schema_3(unit) if isinstance(unit, dict) else unit for unit in found["units"]]
@@ -406,7 +435,8 @@ def _unit_from_schema_3(unit: dict[str, Any]) -> dict[str, Any]:
     modes, sync = unit.get("modes"), unit.get("sync", "every")
     if not isinstance(modes, list):
         return unit
-    left = {name: value for name, value in unit.items() if name not in {"modes", "sync"}}
+    prices = {"keep_saves_s", "keep_costs_bytes", "accumulate_saves_s", "accumulate_costs_bytes"}
+    left = {name: value for name, value in unit.items() if name not in {"modes", "sync", *prices}}
     treatments = [{**NAMED_MODES[mode], "reduce": sync} if mode in [*NAMED_MODES] else mode for mode in modes]
     return {**left, "treatments": treatments}
 
@@ -417,13 +447,21 @@ def _read_unit(entries: object, where: str) -> Unit:
         if not isinstance(given, list) or not given:
             raise PlanFormatError(f"Expected 'treatments' of {where} to be a list of at least one, got {shown(given)}.")
         entries = {**entries, "treatments": tuple(_read_treatment(each, where) for each in given)}
+    if isinstance(entries, dict) and isinstance(entries.get("menu"), list):
+        places = [(f"menu[{i}] of {where}", each) for i, each in enumerate(entries["menu"])]
+        menu = tuple(read_dataclass(Option, _with_treatment(each, place), place) for place, each in places)
+        entries = {**entries, "menu": menu}
     return read_dataclass(Unit, entries, where)
 
 
 def _read_block(entries: object, where: str) -> Block:
-    if isinstance(entries, dict) and "treatment" in entries:
-        entries = {**entries, "treatment": _read_treatment(entries["treatment"], where)}
-    return read_dataclass(Block, entries, where)
+    return read_dataclass(Block, _with_treatment(entries, where), where)
+
+
+def _with_treatment(entries: object, where: str) -> object:
+    if not isinstance(entries, dict) or "treatment" not in entries:
+        return entries
+    return {**entries, "treatment": _read_treatment(entries["treatment"], where)}
 
 
 def _read_treatment(given: object, where: str) -> Treatment:
@@ -465,7 +503,9 @@ def _check_units(units: tuple[Unit, ...], source: str) -> None:
             raise PlanFormatError(
                 f"Expected all slices of {where} to have the same values of {shared}, got {shown(unit.treatments)}."
             )
-        _check_least(unit, where, 0, "parameter_bytes", "time_s", "keep_costs_bytes", "accumulate_costs_bytes")
+        _check_least(unit, where, 0, "parameter_bytes", "time_s")
+        for option in unit.menu:
+            _check_least(option, f"the menu of {where}", 0, "more_s", "more_bytes")
         repeated = seen_operators.intersection(unit.operators) | ({unit.name} & seen_units)
         if repeated or len(set(unit.operators)) < len(unit.operators):
             raise PlanFormatError(f"Expected units and operators of {source} once each, got {where} again.")
