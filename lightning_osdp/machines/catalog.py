@@ -9,8 +9,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TypeVar
 
+from lightning_osdp.core.plans.document import read_value
 from lightning_osdp.core.text.nearest import nearest
-from lightning_osdp.core.text.stored import read_value
 from lightning_osdp.errors import ConfigurationError, PlanFormatError
 
 if sys.version_info >= (3, 11):

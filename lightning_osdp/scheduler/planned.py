@@ -112,7 +112,7 @@ def _prices(setting: Setting, modes: Modes) -> Iterator[dict[Treatment, tuple[fl
     Where communication overlaps computing, one unit of each kind is treated otherwise and the step simulated; where
     that would take too long, seconds are those of the unit if nothing overlaps.
     """
-    costs, memory = setting.costs, setting.costs.memory
+    costs, memory, places = setting.costs, setting.costs.memory, setting.costs.memory.places
     ways = []
     for unit, mode in zip(setting.units, modes, strict=True):
         others = applicable(unit, setting, setting.engine)
@@ -122,14 +122,14 @@ def _prices(setting: Setting, modes: Modes) -> Iterator[dict[Treatment, tuple[fl
     ]
     simulates = setting.overlaps and len(modes) * sum(len(own) for *_, own in {*kinds}) <= MAX_SIMULATED_UNITS
     simulated_s: dict[object, list[float]] = {}
-    for unit, (kind, mode, own) in enumerate(zip(kinds, modes, ways, strict=True)):
+    for index, (kind, mode, own) in enumerate(zip(kinds, modes, ways, strict=True)):
         treatments = [way.but(saves=mode["saves"]) for way in own]
         if simulates and kind not in simulated_s:
-            changed = ((*modes[:unit], each, *modes[unit + 1 :]) for each in treatments)
+            changed = ((*modes[:index], each, *modes[index + 1 :]) for each in treatments)
             simulated_s[kind] = [costs.step_time_s(each) for each in changed]
-        seconds = simulated_s[kind] if simulates else [costs.times_s[unit][each] for each in treatments]
-        held = [sum(memory.held(memory.places[unit], each)) for each in treatments]
-        yield dict(zip(own, zip(seconds, held, strict=True), strict=True))
+        seconds = simulated_s[kind] if simulates else [costs.times_s[index][each] for each in treatments]
+        held = [memory.held(places[index], each) for each in treatments]
+        yield {way: (each_s, sum(each)) for way, each_s, each in zip(own, seconds, held, strict=True)}
 
 
 def _planned_blocks(assignment: Assignment) -> tuple[Block, ...]:

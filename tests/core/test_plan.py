@@ -195,12 +195,12 @@ def test_a_search_space_of_lists_and_sets_is_stored():
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ([], "'search_space' of the plan to be a JSON object, got []"),
+        ([], "the plan at Plan.search_space to be an object, got []"),
         ({"mode": ["DP"]}, "unknown: ['mode']"),
-        ({"modes": "DP"}, "Expected 'modes' of 'search_space' of the plan to be a list of texts, got 'DP'"),
+        ({"modes": "DP"}, "Expected the plan at Plan.search_space.modes to be a list, got 'DP'"),
         ({"modes": ["DDP"]}, "SearchSpace(modes=...) must name at least one of ('ZDP', 'hpZ', 'DP', 'HSDP', 'HDP')"),
-        ({"slices": [1, 2.5]}, "to be a list of whole numbers below 2^63, got [1, 2.5]"),
-        ({"min_unit_bytes": "1"}, "to be null or a whole number below 2^63, got '1'"),
+        ({"slices": [1, 2.5]}, "search_space.slices[1] to be a whole number below 2^63, got 2.5"),
+        ({"min_unit_bytes": "1"}, "min_unit_bytes to be a whole number below 2^63, got '1'"),
         ({"share_units": None}, "to be true or false, got None"),
     ],
 )
@@ -299,7 +299,7 @@ def test_another_schema_version_is_refused(version):
 def test_a_schema_version_must_be_a_whole_number(version, shown):
     refused(
         edited(schema_version=version),
-        f"Expected 'schema_version' of the plan to be a whole number below 2^63, got {shown}.",
+        f"Expected the plan at Plan.schema_version to be a whole number below 2^63, got {shown}.",
     )
 
 
@@ -309,22 +309,31 @@ def test_a_schema_version_must_be_a_whole_number(version, shown):
 def test_missing_and_unknown_entries_are_listed():
     refused(
         edited(world_size=..., gap=..., step_times=1),
-        "Expected the plan to have the entries of a plan; missing: ['gap', 'world_size'], unknown: ['step_times'].",
+        "Expected the plan at Plan to have the entries of Plan; missing: ['gap', 'world_size'],"
+        " unknown: ['step_times'].",
     )
     refused(
         edited_unit(kind=..., mode="DP"),
-        "Expected units[1] of the plan to have the entries of a plan; missing: ['kind'], unknown: ['mode'].",
+        "Expected the plan at Plan.units[1] to have the entries of Unit; missing: ['kind'], unknown: ['mode'].",
     )
 
 
-@pytest.mark.parametrize(("units", "shown"), [([], "[]"), (..., "None"), ({}, "{}"), ("DP", "'DP'")])
-def test_units_must_be_a_non_empty_list(units, shown):
-    refused(edited(units=units), f"Expected 'units' of the plan to be a non-empty list, got {shown}.")
+@pytest.mark.parametrize(
+    ("units", "message"),
+    [
+        ([], "the plan to have a root unit, named '', got none."),
+        (..., "the plan at Plan to have the entries of Plan; missing: ['units'], unknown: []."),
+        ({}, "the plan at Plan.units to be a list, got {}."),
+        ("DP", "the plan at Plan.units to be a list, got 'DP'."),
+    ],
+)
+def test_units_must_be_a_list_with_a_root(units, message):
+    refused(edited(units=units, decisions=...), f"Expected {message}")
 
 
 @pytest.mark.parametrize(("unit", "shown"), [("head", "'head'"), (None, "None"), (["head"], "['head']")])
 def test_a_unit_must_be_an_object(unit, shown):
-    refused(edited(units=[unit]), f"Expected units[0] of the plan to be a JSON object, got {shown}.")
+    refused(edited(units=[unit]), f"Expected the plan at Plan.units[0] to be an object, got {shown}.")
 
 
 HUGE = 10**400
@@ -350,22 +359,26 @@ HUGE = 10**400
         ("solver", None, "a text"),
         ("solver", {"depth": "first"}, "a text"),
         ("solver", ["greedy"], "a text"),
-        ("notes", "one note", "a list of texts"),
-        ("notes", [1], "a list of texts"),
-        ("notes", {"a": "b"}, "a list of texts"),
-        ("fingerprint", [], "an object of texts"),
-        ("fingerprint", {"norm.weight": [16]}, "an object of texts"),
-        ("fingerprint", {"norm.weight": None}, "an object of texts"),
+        ("notes", "one note", "a list"),
+        ("notes", {"a": "b"}, "a list"),
+        ("fingerprint", [], "an object"),
     ],
 )
 def test_an_entry_of_another_type_is_refused(name, value, expected):
-    refused(edited(**{name: value}), f"Expected {name!r} of the plan to be {expected}, got {value!r}.")
+    refused(edited(**{name: value}), f"Expected the plan at Plan.{name} to be {expected}, got {value!r}.")
+
+
+def test_an_entry_of_another_type_is_told_inside_of_others():
+    refused(edited(notes=[1]), "Expected the plan at Plan.notes[0] to be a text, got 1.")
+    for shape in ([16], None):
+        text = f"Expected the plan at Plan.fingerprint['norm.weight'] to be a text, got {shape}."
+        refused(edited(fingerprint={"norm.weight": shape}), text)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("operators", {"head": "DP"}, "a list of texts"),
+        ("operators", {"head": "DP"}, "a list"),
         ("name", None, "a text"),
         ("name", {}, "a text"),
         ("parameter_bytes", 1.5, "a whole number below 2^63"),
@@ -374,46 +387,47 @@ def test_an_entry_of_another_type_is_refused(name, value, expected):
     ],
 )
 def test_an_entry_of_a_unit_of_another_type_is_refused(name, value, expected):
-    refused(edited_unit(**{name: value}), f"Expected {name!r} of units[1] of the plan to be {expected}, got {value!r}.")
+    refused(edited_unit(**{name: value}), f"Expected the plan at Plan.units[1].{name} to be {expected}, got {value!r}.")
 
 
 @pytest.mark.parametrize(
     ("name", "expected"), [("peak_bytes", "a whole number below 2^63"), ("step_time_s", "a finite number")]
 )
 def test_a_number_that_no_float_holds_is_refused_and_cut_in_the_message(name, expected):
-    refused(edited(**{name: HUGE}), f"Expected {name!r} of the plan to be {expected}, got 1{'0' * 96}....")
+    refused(edited(**{name: HUGE}), f"Expected the plan at Plan.{name} to be {expected}, got 1{'0' * 96}....")
+
+
+@pytest.mark.parametrize("name", ["world_size", "micro_batch_size", "num_micro_batches", "memory_limit_bytes"])
+def test_what_there_is_at_least_one_of_is_not_zero(name):
+    refused(edited(**{name: 0}), f"Expected {name!r} of the plan to be at least 1, got 0.")
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "least"),
+    ("name", "value"),
     [
-        ("world_size", 0, 1),
-        ("micro_batch_size", 0, 1),
-        ("num_micro_batches", -1, 1),
-        ("memory_limit_bytes", 0, 1),
-        ("peak_bytes", -1, 0),
-        ("step_time_s", -0.5, 0),
-        ("samples_per_s", -1.0, 0),
-        ("gap", -0.01, 0),
-        ("all_zdp_step_time_s", -1.0, 0),
-        ("all_zdp_peak_bytes", -1, 0),
+        ("num_micro_batches", -1),
+        ("peak_bytes", -1),
+        ("step_time_s", -0.5),
+        ("samples_per_s", -1.0),
+        ("gap", -0.01),
+        ("all_zdp_step_time_s", -1.0),
+        ("all_zdp_peak_bytes", -1),
     ],
 )
-def test_a_number_below_its_least_is_refused(name, value, least):
-    refused(edited(**{name: value}), f"Expected {name!r} of the plan to be at least {least}, got {value!r}.")
+def test_a_negative_number_is_refused(name, value):
+    refused(edited(**{name: value}), f"Expected the plan at Plan.{name} to be at least 0, got {value!r}.")
 
 
 @pytest.mark.parametrize(("name", "value"), [("parameter_bytes", -1), ("time_s", -1.0)])
 def test_a_number_of_a_unit_below_zero_is_refused(name, value):
-    refused(
-        edited_unit(**{name: value}), f"Expected {name!r} of unit 'head' of the plan to be at least 0, got {value!r}."
-    )
+    refused(edited_unit(**{name: value}), f"Expected the plan at Plan.units[1].{name} to be at least 0, got {value!r}.")
 
 
 def test_a_plan_that_names_an_engine_is_refused():
     # plans for either of two engines had one; there is no FSDP1 to run the one by, and none need say the other
     refused(
-        edited(engine="fsdp1"), "Expected the plan to have the entries of a plan; missing: [], unknown: ['engine']."
+        edited(engine="fsdp1"),
+        "Expected the plan at Plan to have the entries of Plan; missing: [], unknown: ['engine'].",
     )
 
 
@@ -424,7 +438,7 @@ def test_units_that_are_gathered_late_are_those_of_the_plan(field):
     text = f"Expected '{field}' of the plan to name units or slices but the root, got"
     for unknown in ("", "nowhere", HEAD.name):
         refused(edited(**{field: [unknown]}), f"{text} {unknown!r}.")
-    refused(edited(**{field: [3]}), f"Expected '{field}' of the plan to be a list of texts, got [3].")
+    refused(edited(**{field: [3]}), f"Expected the plan at Plan.{field}[0] to be a text, got 3.")
 
 
 def test_modules_are_grouped_in_one_unit_each():
@@ -460,34 +474,40 @@ def test_an_unknown_cost_model_is_refused():
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"treatments": "DP"}, "'treatments' of units[1] of the plan to be a list of at least one, got 'DP'."),
-        ({"treatments": []}, "'treatments' of units[1] of the plan to be a list of at least one, got []."),
-        ({"treatments": ["DP"]}, "a treatment of units[1] of the plan to be an object of values by axis, got 'DP'."),
+        ({"treatments": "DP"}, "the plan at Plan.units[1].treatments to be a list, got 'DP'."),
+        ({"treatments": []}, "at least one treatment of unit 'head' of the plan, got none."),
+        (
+            {"treatments": ["DP"]},
+            "the plan at Plan.units[1].treatments[0] to be an object of values by axis, got 'DP'.",
+        ),
         (
             {"treatments": [{"moves": "activations"}]},
-            "axes of units[1] of the plan to be among ('home', 'keep', 'reduce', 'saves'), got 'moves'.",
+            (
+                "axes of the plan at Plan.units[1].treatments[0] to be among ('home', 'keep', 'reduce', 'saves'),"
+                " got 'moves'."
+            ),
         ),
         (
             {"treatments": [{"keep": "all"}]},
-            "'keep' of units[1] of the plan to be one of ('nothing', 'node', 'whole'), got 'all'.",
+            "the plan at Plan.units[1].treatments[0].keep to be one of ('nothing', 'node', 'whole'), got 'all'.",
         ),
         (
             {"treatments": [{"keep": 1}]},
-            "'keep' of units[1] of the plan to be one of ('nothing', 'node', 'whole'), got 1.",
+            "the plan at Plan.units[1].treatments[0].keep to be one of ('nothing', 'node', 'whole'), got 1.",
         ),
         (
             {"treatments": [{"saves": "recompute"}]},
             "the treatment of unit 'head' of the plan to be that of a unit, got Treatment(saves='recompute').",
         ),
-        ({"menu": 3}, "'menu' of units[1] of the plan to be a list of options, got 3."),
-        ({"menu": [3]}, "menu[0] of units[1] of the plan to be a JSON object, got 3."),
+        ({"menu": 3}, "the plan at Plan.units[1].menu to be a list, got 3."),
+        ({"menu": [3]}, "the plan at Plan.units[1].menu[0] to be an object, got 3."),
         (
             {"menu": [{"treatment": {}, "more_s": -1.0}]},
-            "'more_s' of the menu of unit 'head' of the plan to be at least 0, got -1.0.",
+            "the plan at Plan.units[1].menu[0].more_s to be at least 0, got -1.0.",
         ),
         (
             {"menu": [{"treatment": {}}, {"treatment": {"keep": 1}}]},
-            "'keep' of menu[1] of units[1] of the plan to be one of ('nothing', 'node', 'whole'), got 1.",
+            "the plan at Plan.units[1].menu[1].treatment.keep to be one of ('nothing', 'node', 'whole'), got 1.",
         ),
         ({"name": ""}, "units and operators of the plan once each, got unit '' of the plan again."),
         ({"operators": ["norm"]}, "units and operators of the plan once each, got unit 'head' of the plan again."),
@@ -501,7 +521,7 @@ def test_a_unit_that_cannot_be_applied_is_refused(entries, message):
 @pytest.mark.parametrize(
     ("blocks", "message"),
     [
-        (3, "'blocks' of the plan to be a list, got 3."),
+        (3, "the plan at Plan.blocks to be a list, got 3."),
         (
             [{"name": "a", "treatment": {"saves": "keep"}}],
             "block 'a' of the plan to do something else than to keep what it saves. Leave it out.",
@@ -521,7 +541,7 @@ def test_a_unit_that_cannot_be_applied_is_refused(entries, message):
         ),
         (
             [{"name": "a", "treatment": {"saves": "offload"}, "frees_bytes": -1}],
-            "'frees_bytes' of block 'a' of the plan to be at least 0, got -1.",
+            "the plan at Plan.blocks[0].frees_bytes to be at least 0, got -1.",
         ),
     ],
 )
@@ -611,12 +631,12 @@ def test_a_plan_of_schema_3_is_read():
     document["units"][1]["modes"] = ["TP"]
     refused(
         json.dumps(document),
-        "Expected a treatment of units[1] of the plan to be an object of values by axis, got 'TP'.",
+        "Expected the plan at Plan.units[1].treatments[0] to be an object of values by axis, got 'TP'.",
     )
     document["units"][1] |= {"modes": ["ZDP"], "sync": "never"}
     refused(
         json.dumps(document),
-        "Expected 'reduce' of units[1] of the plan to be one of ('every', 'node', 'last'), got 'never'.",
+        "Expected the plan at Plan.units[1].treatments[0].reduce to be one of ('every', 'node', 'last'), got 'never'.",
     )
 
 

@@ -1,61 +1,20 @@
-"""Dataclasses from JSON that people may have edited: every entry is checked, every error says where it is."""
+"""Dataclasses as JSON, and back from JSON that people may have edited: each entry is checked, errors have its place."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
-from collections.abc import Callable, Mapping
+import types
+import typing
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
-from lightning_osdp.core.axes import Treatment
-from lightning_osdp.core.plans.search_space import SearchSpace
-from lightning_osdp.errors import PlanFormatError
+from lightning_osdp.core.axes import AXES, Treatment
+from lightning_osdp.errors import ConfigurationError, PlanFormatError
 
-T = TypeVar("T")
-
-
-def _is_number(value: object) -> bool:
-    """Whether it is a finite number; JSON as Python reads it may hold NaN, Infinity and ints that no float can hold."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
-def _is_whole(value: object) -> bool:
-    """Whether it is a whole number that torch and Lightning can count to."""
-    return type(value) is int and abs(value) < 2**63
-
-
-def _are_texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
-
-
-_KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
-    "str": ("a text", lambda value: isinstance(value, str)),
-    "int": ("a whole number below 2^63", _is_whole),
-    "int | None": ("null or a whole number below 2^63", lambda value: value is None or _is_whole(value)),
-    "float": ("a finite number", _is_number),
-    "bool": ("true or false", lambda value: isinstance(value, bool)),
-    "tuple[str, ...]": ("a list of texts", _are_texts),
-    "tuple[int, ...]": (
-        "a list of whole numbers below 2^63",
-        lambda value: isinstance(value, list) and all(map(_is_whole, value)),
-    ),
-    "Mapping[str, str]": (
-        "an object of texts",
-        lambda value: isinstance(value, dict) and _are_texts([*value.values()]),
-    ),
-    "Mapping[str, int]": (
-        "an object of whole numbers below 2^63",
-        lambda value: isinstance(value, dict) and all(map(_is_whole, value.values())),
-    ),
-    "Treatment": ("a treatment", lambda value: isinstance(value, Treatment)),
-    "tuple[Treatment, ...]": ("a list of treatments", lambda value: isinstance(value, tuple)),
-    "tuple[Option, ...]": ("a list of options", lambda value: isinstance(value, tuple)),
-    "tuple[Unit, ...]": ("a list of units", lambda value: isinstance(value, tuple)),
-    "tuple[Block, ...]": ("a list of blocks", lambda value: isinstance(value, tuple)),
-    "SearchSpace": ("a search space", lambda value: isinstance(value, SearchSpace)),
-}
-"""Annotation of a field -> what to call it, and whether a JSON value is one."""
+_MOST = 2**63
+"""Numbers are below it: torch and Lightning count to no more."""
 
 
 def shown(value: object) -> str:
@@ -76,36 +35,87 @@ def write_whole(text: str, path: str | Path) -> None:
         partial.unlink(missing_ok=True)  # where a disk was full, or somebody interrupted
 
 
-def fields_of(kind: Any, entries: Mapping[str, object], where: str, what: str) -> dict[str, dataclasses.Field[Any]]:
-    """Fields of a dataclass by name, after checking that the entries of ``where`` are such fields.
+def as_json(value: Any, *, skips_defaults: bool = False) -> Any:
+    """A dataclass, or a value of one of its fields, as JSON knows it; fields with their default may be left out."""
+    if dataclasses.is_dataclass(value):
+        fields = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
+        kept = ((f.name, of) for f, of in fields if not skips_defaults or of != _default(f))
+        return {name: as_json(of, skips_defaults=skips_defaults) for name, of in kept}
+    if isinstance(value, Mapping):
+        return {name: as_json(of, skips_defaults=skips_defaults) for name, of in value.items()}
+    return [as_json(of, skips_defaults=skips_defaults) for of in value] if isinstance(value, tuple) else value
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    """A field's default; MISSING, which no value equals, if it has none."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def read_value(hint: Any, value: Any, where: str) -> Any:
+    """A value of this type, a dataclass or that of a field, from what JSON or TOML has of it; errors call it ``where``.
 
     Raises:
-        PlanFormatError: an entry is missing whose field has no default, or is unknown.
+        PlanFormatError: an entry is missing, unknown, of another type, negative or too large.
     """
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is types.UnionType:  # something or None
+        return None if value is None else read_value(inner[0], value, where)
+    if hint is Treatment or dataclasses.is_dataclass(hint):
+        return _read_treatment(value, where) if hint is Treatment else _read_fields(hint, value, where)
+    if origin is Mapping:
+        _check(isinstance(value, dict), "an object", value, where)
+        return {name: read_value(inner[1], of, f"{where}[{name!r}]") for name, of in value.items()}
+    if origin is tuple or hasattr(hint, "_fields"):
+        _check(isinstance(value, list), "a list", value, where)
+        if inner[1:] == (...,):
+            return tuple(read_value(inner[0], of, f"{where}[{index}]") for index, of in enumerate(value))
+        kinds = inner or tuple(_hints(hint).values())
+        _check(len(value) == len(kinds), f"a list of {len(kinds)}", value, where)
+        parts = [
+            read_value(kind, of, f"{where}[{index}]") for index, (kind, of) in enumerate(zip(kinds, value, strict=True))
+        ]
+        return hint(*parts) if hasattr(hint, "_fields") else tuple(parts)
+    if hint in {int, float}:
+        types_ = (int,) if hint is int else (int, float)
+        is_number = isinstance(value, types_) and not isinstance(value, bool) and -_MOST < value < _MOST
+        _check(is_number, "a whole number below 2^63" if hint is int else "a finite number", value, where)
+        _check(value >= 0, "at least 0", value, where)
+    else:
+        _check(type(value) is hint, {str: "a text", bool: "true or false"}[hint], value, where)
+    return value
+
+
+def _read_fields(kind: Any, value: Any, where: str) -> Any:
+    _check(isinstance(value, dict), "an object", value, where)
     fields = {f.name: f for f in dataclasses.fields(kind)}
-    without_default = (dataclasses.MISSING, dataclasses.MISSING)
-    required = {name for name, f in fields.items() if (f.default, f.default_factory) == without_default}
-    missing, unknown = required - entries.keys(), entries.keys() - fields.keys()
+    required = {name for name, f in fields.items() if _default(f) is dataclasses.MISSING}
+    missing, unknown = required - value.keys(), value.keys() - fields.keys()
     if missing or unknown:
         raise PlanFormatError(
-            f"Expected {where} to have the entries of {what}; missing: {sorted(missing)}, unknown: {sorted(unknown)}."
+            f"Expected {where} to have the entries of {kind.__name__}; missing: {sorted(missing)}, unknown:"
+            f" {sorted(unknown)}."
         )
-    return fields
+    entries = {name: read_value(_hints(kind)[name], of, f"{where}.{name}") for name, of in value.items()}
+    try:
+        return kind(**entries)
+    except ConfigurationError as error:
+        raise PlanFormatError(f"Expected {where} to be possible, but: {error}") from error
 
 
-def read_dataclass(kind: type[T], entries: object, where: str) -> T:
-    """Builds a dataclass from a JSON object, called ``where`` in errors, after checking names and types of its entries.
+def _read_treatment(value: Any, where: str) -> Treatment:
+    _check(isinstance(value, dict), "an object of values by axis", value, where)
+    for name, chosen in value.items():
+        if name not in AXES:
+            raise PlanFormatError(f"Expected axes of {where} to be among {tuple(AXES)}, got {shown(name)}.")
+        _check(chosen in AXES[name].values, f"one of {AXES[name].values}", chosen, f"{where}.{name}")
+    return Treatment(**value)
 
-    Its module must postpone the evaluation of annotations. Nested dataclasses come as tuples, already built.
 
-    Raises:
-        PlanFormatError: not an object, an entry is missing or unknown, or has another type than its field.
-    """
-    if not isinstance(entries, dict):
-        raise PlanFormatError(f"Expected {where} to be a JSON object, got {shown(entries)}.")
-    fields = fields_of(kind, entries, where, "a plan")
-    for name, value in entries.items():
-        expected, is_kind = _KINDS[cast("str", fields[name].type)]
-        if not is_kind(value):
-            raise PlanFormatError(f"Expected {name!r} of {where} to be {expected}, got {shown(value)}.")
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in entries.items()})
+def _check(is_so: bool, expected: str, value: object, where: str) -> None:
+    if not is_so:
+        raise PlanFormatError(f"Expected {where} to be {expected}, got {shown(value)}.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -11,13 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_osdp.core.axes import ANYTHING, AXES, NAMED_MODES, Treatment, named
-from lightning_osdp.core.plans.document import read_dataclass, shown, write_whole
+from lightning_osdp.core.plans.document import as_json, read_value, shown, write_whole
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.slices import slice_names
 from lightning_osdp.core.step import Workload
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.text.duration import format_seconds, three_digits
-from lightning_osdp.errors import ConfigurationError, PlanFormatError, PlanMismatchError
+from lightning_osdp.errors import PlanFormatError, PlanMismatchError
 
 SCHEMA_VERSION = 4
 PREFETCH_CHOICES = ("pre", "none")
@@ -228,17 +227,8 @@ class Plan:
 
     def to_json(self) -> str:
         """JSON text: the fields of this class, with `decisions` beside them for readers."""
-        # asdict copies a dict but cannot copy other mappings, such as a MappingProxyType
-        plain = replace(self, fingerprint=dict(self.fingerprint), peak_parts=dict(self.peak_parts))
-        document = dataclasses.asdict(plain)
-        for own, unit in zip(document["units"], self.units, strict=True):
-            own["treatments"] = [dict(treatment) for treatment in unit.treatments]
-            for option in own["menu"]:
-                option["treatment"] = dict(option["treatment"])
-        for name in ("blocks", "recomputable"):
-            for entries, block in zip(document[name], getattr(self, name), strict=True):
-                entries["treatment"] = dict(block.treatment)
-        document["decisions"] = [dataclasses.asdict(decision) for decision in self.decisions]
+        document = as_json(self)
+        document["decisions"] = as_json(self.decisions)
         ordered = {"schema_version": document.pop("schema_version"), **document}
         return json.dumps(ordered, indent=2) + "\n"
 
@@ -365,27 +355,12 @@ def _read(document: object, source: str) -> Plan:
             " Plan anew with this version of lightning_osdp, or use the version that wrote the plan."
         )
     entries = {key: value for key, value in document.items() if key != "decisions"}
-    units = entries.get("units")
-    if not isinstance(units, list) or not units:
-        raise PlanFormatError(f"Expected 'units' of {source} to be a non-empty list, got {shown(units)}.")
-    entries["units"] = tuple(_read_unit(unit, f"units[{i}] of {source}") for i, unit in enumerate(units))
-    for field_name in ("blocks", "recomputable"):
-        blocks = entries.get(field_name, [])
-        if not isinstance(blocks, list):
-            raise PlanFormatError(f"Expected {field_name!r} of {source} to be a list, got {shown(blocks)}.")
-        entries[field_name] = tuple(
-            _read_block(block, f"{field_name}[{i}] of {source}") for i, block in enumerate(blocks)
-        )
-    if "search_space" in entries:
-        entries["search_space"] = _read_search_space(entries["search_space"], f"'search_space' of {source}")
-    plan = read_dataclass(Plan, entries, source)
+    plan: Plan = read_value(Plan, entries, f"{source} at Plan")
     _check_units(plan.units, source)
     _check_blocks((*plan.blocks, *plan.recomputable), source)
-    _check_least(plan, source, 1, "world_size", "micro_batch_size", "num_micro_batches", "memory_limit_bytes")
-    _check_least(plan, source, 0, "peak_bytes", "step_time_s", "samples_per_s", "gap", "all_zdp_step_time_s")
-    _check_least(plan, source, 0, "all_zdp_peak_bytes", "evaluation_peak_bytes")
-    if min(plan.peak_parts.values(), default=0) < 0:
-        raise PlanFormatError(f"Expected 'peak_parts' of {source} to be at least 0, got {shown(plan.peak_parts)}.")
+    for name in ("world_size", "micro_batch_size", "num_micro_batches", "memory_limit_bytes"):
+        if getattr(plan, name) < 1:
+            raise PlanFormatError(f"Expected {name!r} of {source} to be at least 1, got {getattr(plan, name)!r}.")
     _check_choice("'backward_prefetch'", plan.backward_prefetch, PREFETCH_CHOICES, source)
     _check_choice("'cost_model'", plan.cost_model, COST_MODELS, source)
     _check_late(plan, source)
@@ -396,20 +371,6 @@ def _read(document: object, source: str) -> Plan:
             " Edit 'units' (they say what is sharded how) and delete 'decisions' (they are derived)."
         )
     return plan
-
-
-def _read_search_space(entries: object, where: str) -> SearchSpace:
-    try:
-        return read_dataclass(SearchSpace, entries, where)
-    except ConfigurationError as error:
-        raise PlanFormatError(f"Expected {where} to be one that a plan can be chosen from, but: {error}") from error
-
-
-def _check_least(value: Plan | Unit | Block | Option, where: str, least: int, *fields: str) -> None:
-    for name in fields:
-        found = getattr(value, name)
-        if found < least:
-            raise PlanFormatError(f"Expected {name!r} of {where} to be at least {least}, got {found!r}.")
 
 
 def _from_schema_3(document: dict[str, Any]) -> dict[str, Any]:
@@ -441,39 +402,6 @@ def _unit_from_schema_3(unit: dict[str, Any]) -> dict[str, Any]:
     return {**left, "treatments": treatments}
 
 
-def _read_unit(entries: object, where: str) -> Unit:
-    if isinstance(entries, dict) and "treatments" in entries:
-        given = entries["treatments"]
-        if not isinstance(given, list) or not given:
-            raise PlanFormatError(f"Expected 'treatments' of {where} to be a list of at least one, got {shown(given)}.")
-        entries = {**entries, "treatments": tuple(_read_treatment(each, where) for each in given)}
-    if isinstance(entries, dict) and isinstance(entries.get("menu"), list):
-        places = [(f"menu[{i}] of {where}", each) for i, each in enumerate(entries["menu"])]
-        menu = tuple(read_dataclass(Option, _with_treatment(each, place), place) for place, each in places)
-        entries = {**entries, "menu": menu}
-    return read_dataclass(Unit, entries, where)
-
-
-def _read_block(entries: object, where: str) -> Block:
-    return read_dataclass(Block, _with_treatment(entries, where), where)
-
-
-def _with_treatment(entries: object, where: str) -> object:
-    if not isinstance(entries, dict) or "treatment" not in entries:
-        return entries
-    return {**entries, "treatment": _read_treatment(entries["treatment"], where)}
-
-
-def _read_treatment(given: object, where: str) -> Treatment:
-    if not isinstance(given, dict):
-        raise PlanFormatError(f"Expected a treatment of {where} to be an object of values by axis, got {shown(given)}.")
-    for name, value in given.items():
-        if name not in AXES:
-            raise PlanFormatError(f"Expected axes of {where} to be among {tuple(AXES)}, got {shown(name)}.")
-        _check_choice(repr(name), value, AXES[name].values, where)
-    return Treatment(**given)
-
-
 def _check_choice(what: str, value: str, choices: tuple[str, ...], where: str) -> None:
     if value not in choices:
         raise PlanFormatError(f"Expected {what} of {where} to be one of {choices}, got {value!r}.")
@@ -496,6 +424,8 @@ def _check_units(units: tuple[Unit, ...], source: str) -> None:
     seen_modules: set[str] = set()
     for unit in units:
         where = f"unit {unit.name!r} of {source}"
+        if not unit.treatments:
+            raise PlanFormatError(f"Expected at least one treatment of {where}, got none.")
         for treatment in unit.treatments:
             _check_treatment(treatment, "unit", where)
         if len({treatment.of_all_slices for treatment in unit.treatments}) > 1:
@@ -503,9 +433,6 @@ def _check_units(units: tuple[Unit, ...], source: str) -> None:
             raise PlanFormatError(
                 f"Expected all slices of {where} to have the same values of {shared}, got {shown(unit.treatments)}."
             )
-        _check_least(unit, where, 0, "parameter_bytes", "time_s")
-        for option in unit.menu:
-            _check_least(option, f"the menu of {where}", 0, "more_s", "more_bytes")
         repeated = seen_operators.intersection(unit.operators) | ({unit.name} & seen_units)
         if repeated or len(set(unit.operators)) < len(unit.operators):
             raise PlanFormatError(f"Expected units and operators of {source} once each, got {where} again.")
@@ -529,7 +456,6 @@ def _check_blocks(blocks: tuple[Block, ...], source: str) -> None:
         _check_treatment(block.treatment, "block", where)
         if not block.treatment:
             raise PlanFormatError(f"Expected {where} to do something else than to keep what it saves. Leave it out.")
-        _check_least(block, where, 0, "frees_bytes")
         parts = block.name.split(".")
         around = {".".join(parts[:length]) for length in range(1, len(parts))}
         if not block.name or around & names:

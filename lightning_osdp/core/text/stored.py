@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import types
-import typing
-from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 from typing_extensions import Self
 
-from lightning_osdp.core.plans.document import fields_of, shown, write_whole
+from lightning_osdp.core.plans.document import as_json, read_value, shown, write_whole
 from lightning_osdp.errors import PlanFormatError
 
 PLAN_FILENAME, PROFILE_FILENAME, CLUSTER_FILENAME = "osdp_plan.json", "osdp_profile.json", "osdp_cluster.json"
 """Files that a fit writes: its plan, and the profile and cluster that it was made of."""
 SCHEMA_VERSION = 1
-_MOST = 2.0**63
 
 
 class Stored:
@@ -31,7 +24,11 @@ class Stored:
 
     def to_json(self) -> str:
         """JSON text, in one line."""
-        document = {"schema_version": SCHEMA_VERSION, "kind": type(self).__name__, "value": _plain(self)}
+        document = {
+            "schema_version": SCHEMA_VERSION,
+            "kind": type(self).__name__,
+            "value": as_json(self, skips_defaults=True),
+        }
         return json.dumps(document, separators=(",", ":"), allow_nan=False) + "\n"
 
     @classmethod
@@ -82,68 +79,3 @@ class Stored:
                 " that plans writes one beside its plan."
             ) from error
         return cls.from_json(text, source=f"file {str(path)!r}")
-
-
-def _plain(value: Any) -> Any:
-    """Of what JSON knows."""
-    if dataclasses.is_dataclass(value):
-        fields = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
-        return {f.name: _plain(of) for f, of in fields if of != _default(f)}
-    if isinstance(value, Mapping):
-        return {name: _plain(of) for name, of in value.items()}
-    return [_plain(of) for of in value] if isinstance(value, tuple) else value
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    """A field's default; MISSING, which no value equals, if it has none."""
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
-
-
-def read_value(hint: Any, value: Any, where: str) -> Any:
-    """A value of this type, a dataclass or that of a field, from what JSON or TOML has of it; errors say where.
-
-    Raises:
-        PlanFormatError: an entry is missing, unknown or of another type.
-    """
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin is types.UnionType:  # something or None
-        return None if value is None else read_value(inner[0], value, where)
-    if dataclasses.is_dataclass(hint):
-        return _read_fields(typing.cast("type", hint), value, where)
-    if origin is Mapping:
-        _check(isinstance(value, dict), "an object", value, where)
-        return {name: read_value(inner[1], of, f"{where}[{name!r}]") for name, of in value.items()}
-    if origin is tuple or hasattr(hint, "_fields"):
-        _check(isinstance(value, list), "a list", value, where)
-        if inner[1:] == (...,):
-            return tuple(read_value(inner[0], of, f"{where}[{index}]") for index, of in enumerate(value))
-        kinds = inner or tuple(_hints(hint).values())
-        _check(len(value) == len(kinds), f"a list of {len(kinds)}", value, where)
-        parts = [
-            read_value(kind, of, f"{where}[{index}]") for index, (kind, of) in enumerate(zip(kinds, value, strict=True))
-        ]
-        return hint(*parts) if hasattr(hint, "_fields") else tuple(parts)
-    if hint in {int, float}:
-        types_ = (int,) if hint is int else (int, float)
-        is_number = isinstance(value, types_) and not isinstance(value, bool) and -_MOST < value < _MOST
-        _check(is_number, "a whole number" if hint is int else "a finite number", value, where)
-        _check(value >= 0, "at least 0", value, where)
-    else:
-        _check(type(value) is hint, {str: "a text", bool: "true or false"}[hint], value, where)
-    return value
-
-
-def _read_fields(kind: type, value: Any, where: str) -> Any:
-    _check(isinstance(value, dict), "an object", value, where)
-    fields_of(kind, value, where, f"a {kind.__name__}")
-    return kind(**{name: read_value(_hints(kind)[name], of, f"{where}.{name}") for name, of in value.items()})
-
-
-def _check(is_so: bool, expected: str, value: object, where: str) -> None:
-    if not is_so:
-        raise PlanFormatError(f"Expected {where} to be {expected}, got {shown(value)}.")
