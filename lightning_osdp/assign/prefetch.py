@@ -19,7 +19,7 @@ from lightning_osdp.assign.additive import Modes
 from lightning_osdp.assign.assign import Assignment, assign_modes
 from lightning_osdp.assign.setting import Setting
 from lightning_osdp.cost.peak_memory import ROUNDING_BYTES
-from lightning_osdp.engine import GATHERS, Event, Moment
+from lightning_osdp.engine import GATHERS, Event, Moment, in_modes
 
 _MAX_ROUNDS = 4
 """Times that units are found that must not be gathered ahead; mostly the first one finds all of them."""
@@ -84,7 +84,7 @@ def _ahead_above(setting: Setting, modes: Modes, memory_limit_bytes: int) -> lis
             if not ahead:
                 above.append((live.is_in_backward, None))
 
-    step = setting.in_modes(modes)
+    step = in_modes(setting, modes)
     live = setting.engine.live_parts(step, note, modes=modes)
     for events in setting.engine.events_of(step, modes):
         live.begin_micro_batch()

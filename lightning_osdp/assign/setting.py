@@ -9,8 +9,7 @@ from typing import Any
 
 from lightning_osdp.assign.additive import Additive, Modes, sum_s
 from lightning_osdp.assign.menu import Price, subject_of, unbeaten
-from lightning_osdp.core.axes import ALL_MODES, DP, ZDP, Subject, Treatment, freed_and_kept
-from lightning_osdp.core.blocks import with_activations
+from lightning_osdp.core.axes import ALL_MODES, DP, KEEP, ZDP, Subject, Treatment, freed_and_kept
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.slices import slice_names, split_operators
 from lightning_osdp.core.step import Step
@@ -30,7 +29,7 @@ from lightning_osdp.cost import (
     step_memory,
     unit_s,
 )
-from lightning_osdp.engine import DEFAULT, FSDP2
+from lightning_osdp.engine import DEFAULT, FSDP2, with_activations
 from lightning_osdp.simulation import StepClock
 
 
@@ -67,7 +66,7 @@ class Setting(Step):
 
     modes: Modes = ALL_MODES
     """That units may take; which micro-batches reduce gradients matters where there are several."""
-    activations: tuple[str, ...] = ("keep",)
+    activations: tuple[str, ...] = (KEEP,)
     """What units that are blocks may do with what they save."""
     decided: Decided = Decided()
     engine: FSDP2 = DEFAULT
@@ -120,7 +119,7 @@ class Setting(Step):
             else:
                 members |= {name: [name] for name in slice_names(unit.name, found.num_slices[unit.name])}
         units = grouped(profile, members)
-        return replace(self, profile=profile, units=units, decided=found, activations=("keep",))
+        return replace(self, profile=profile, units=units, decided=found, activations=(KEEP,))
 
     @property
     def unchanged(self) -> ModelProfile:

@@ -236,8 +236,8 @@ SYNC_CHOICES = ("every", "last", "node")
 ACTIVATION_CHOICES = ("keep", "recompute", "offload", "recompute_offload")
 """Values of ``saves``, in the order in which they are offered."""
 
-RERUN = frozenset({"recompute", "recompute_offload"})
-"""Values of ``saves`` with which a block runs its forward again in backward."""
+KEEP = AXES["saves"].default
+"""Value of ``saves`` with which a block does nothing of its own."""
 
 
 def named(*names: str, reduce: str = "every") -> tuple[Treatment, ...]:

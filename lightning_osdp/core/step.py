@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from typing_extensions import Self
-
-from lightning_osdp.core.axes import Treatment
-from lightning_osdp.core.blocks import with_activations
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.core.units import UnitProfile
@@ -38,9 +33,3 @@ class Step:
     """Partition of the profile's operators."""
     cluster: Cluster
     workload: Workload
-
-    def in_modes(self, modes: Sequence[Treatment]) -> Self:
-        """The step with blocks as the modes of their units have them; itself where all keep what they save."""
-        chosen = {unit.name: mode["saves"] for unit, mode in zip(self.units, modes, strict=True)}
-        profile = with_activations(self.profile, chosen)
-        return self if profile is self.profile else replace(self, profile=profile)

@@ -36,13 +36,24 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from lightning_osdp.core.axes import Treatment
-from lightning_osdp.core.blocks import stays_bytes, with_activations
+from lightning_osdp.core.axes import KEEP, Treatment
 from lightning_osdp.core.profile import OptimizerProfile
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.cost.moments import largest_moments
-from lightning_osdp.engine import DEFAULT, FSDP2, Effects, Moment, effects_of, in_flight_bytes, leaving_order
+from lightning_osdp.engine import (
+    DEFAULT,
+    FSDP2,
+    Effects,
+    Moment,
+    block_effects,
+    effects_of,
+    in_flight_bytes,
+    in_modes,
+    leaving_order,
+    stays_bytes,
+    with_activations,
+)
 
 ROUNDING_BYTES = 1e-3
 """What the rounding of sums may add to a peak, which is else rounded up to whole bytes."""
@@ -192,7 +203,7 @@ class StepMemory:
 
 def exact_peak(step: Step, modes: Sequence[Treatment], *, engine: FSDP2 = DEFAULT) -> PeakMemory:
     """Peak of one optimizer step in these modes, one per unit, event by event."""
-    step = step.in_modes(modes)
+    step = in_modes(step, modes)
     largest: list[Moment] = []
 
     def keep_if_largest(num_bytes: float, moment: Callable[[], Moment]) -> None:
@@ -208,7 +219,7 @@ def exact_peak(step: Step, modes: Sequence[Treatment], *, engine: FSDP2 = DEFAUL
     return PeakMemory.of(largest[0])
 
 
-def step_memory(step: Step, *, activations: Sequence[str] = ("keep",), engine: FSDP2 = DEFAULT) -> StepMemory:
+def step_memory(step: Step, *, activations: Sequence[str] = (KEEP,), engine: FSDP2 = DEFAULT) -> StepMemory:
     """Peak of one optimizer step on one rank, for any choice of modes, and of what its blocks may do by `activations`.
 
     In the step itself all blocks keep what they save.
@@ -270,7 +281,7 @@ def saved_bytes(unit: UnitProfile, choice: str, micro_batch_size: int) -> float:
     """Bytes that stay on the device from the unit's forward to its backward, at most."""
     if unit.block is None:
         return unit.saved_bytes.at(micro_batch_size)
-    if choice == "keep":
+    if choice == KEEP:
         return (unit.saved_bytes + unit.block.borrowed_bytes).at(micro_batch_size)
     return stays_bytes(unit.block, choice).at(micro_batch_size)
 
@@ -280,8 +291,8 @@ def _copied(step: Step, activations: Sequence[str]) -> Iterator[float]:
     samples = step.workload.micro_batch_size
     yield from (size.at(samples) for _, size in step.profile.copied)
     for unit in step.units:
-        copied = {} if unit.block is None else unit.block.copied_bytes
-        yield max((size.at(samples) for choice, size in copied.items() if choice in activations), default=0.0)
+        if unit.block is not None:
+            yield max(block_effects(unit.block, choice).copied_bytes.at(samples) for choice in activations)
 
 
 def _may(unit: UnitProfile, choice: str) -> bool:
@@ -290,7 +301,7 @@ def _may(unit: UnitProfile, choice: str) -> bool:
 
 def _saved_beyond(unit: UnitProfile, activations: Sequence[str], micro_batch_size: int) -> dict[str, float]:
     """By choice, what the unit saves beyond the one that saves least; empty where it has one choice only."""
-    choices = [choice for choice in activations if choice == "keep" or _may(unit, choice)]
+    choices = [choice for choice in activations if choice == KEEP or _may(unit, choice)]
     if len(choices) < 2:
         return {}
     found = {choice: saved_bytes(unit, choice, micro_batch_size) for choice in choices}

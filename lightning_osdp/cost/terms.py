@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from lightning_osdp.core.axes import RERUN, Treatment
+from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.profile import BlockProfile, ModelProfile
 from lightning_osdp.core.step import Workload
 from lightning_osdp.core.units import UnitProfile
-from lightning_osdp.engine import COLLECTIVES, DEFAULT, FSDP2, Collective, effects_of
+from lightning_osdp.engine import COLLECTIVES, DEFAULT, FSDP2, Collective, block_effects, effects_of
 
 
 def communication_s(
@@ -146,15 +146,17 @@ def activations_s(
 
 def block_s(block: BlockProfile | None, choice: str, cluster: Cluster, micro_batch_size: int) -> float:
     """The same of a block, in one micro-batch."""
-    again_s = block.rerun_s.at(micro_batch_size) if block is not None and choice in RERUN else 0.0
-    return again_s + 2 * copied_s(block, choice, cluster, micro_batch_size)
+    if block is None:
+        return 0.0
+    rerun_s = block_effects(block, choice).rerun_s.at(micro_batch_size)
+    return rerun_s + 2 * copied_s(block, choice, cluster, micro_batch_size)
 
 
 def copied_s(block: BlockProfile | None, choice: str, cluster: Cluster, micro_batch_size: int) -> float:
     """Seconds of copies to host memory in one micro-batch's forward; those back in its backward take as long."""
-    if block is None or choice not in block.copied_bytes:
+    if block is None:
         return 0.0
-    return block.copied_bytes[choice].at(micro_batch_size) * cluster.host_copy_s_per_byte
+    return block_effects(block, choice).copied_bytes.at(micro_batch_size) * cluster.host_copy_s_per_byte
 
 
 TERMS: dict[str, Callable[..., float]] = {

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from lightning_osdp.engine.blocks import freed_bytes, in_modes, stays_bytes, with_activations
 from lightning_osdp.engine.change import FLIPS, check_change
-from lightning_osdp.engine.effects import FREED, KEPT, Effects, effects_in, effects_of, num_all_gathers
+from lightning_osdp.engine.effects import FREED, KEPT, Effects, block_effects, effects_in, effects_of, num_all_gathers
 from lightning_osdp.engine.events import COLLECTIVES, GATHERS, OVERHEAD, Collective, Event
 from lightning_osdp.engine.fsdp2 import AUTO, DEFAULT, FSDP2, engine_of, num_shards
 from lightning_osdp.engine.live_parts import BLOCKS_IN_FLIGHT, Moment, in_flight_bytes
@@ -25,12 +26,17 @@ __all__ = [
     "Effects",
     "Event",
     "Moment",
+    "block_effects",
     "check_change",
     "effects_in",
     "effects_of",
     "engine_of",
+    "freed_bytes",
     "in_flight_bytes",
+    "in_modes",
     "leaving_order",
     "num_all_gathers",
     "num_shards",
+    "stays_bytes",
+    "with_activations",
 ]

@@ -10,9 +10,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
+from lightning_osdp.core.affine import ZERO, Affine
 from lightning_osdp.core.axes import Treatment
 from lightning_osdp.core.cluster import UNIT_PARTS
+from lightning_osdp.core.profile import BlockProfile
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import UnitProfile
 from lightning_osdp.engine.events import COLLECTIVES, GATHER_OVER, GATHERS, OVERHEAD, Collective, Kind
@@ -134,6 +137,27 @@ def effects_of(treatment: Treatment) -> Effects:
         reductions=reductions,
         stays=left_over == "one" and "accumulate" in reductions[0],
     )
+
+
+class BlockEffects(NamedTuple):
+    """What a block does in one micro-batch beside its forward and backward."""
+
+    reruns: bool
+    """Whether it runs its forward again in backward."""
+    rerun_s: Affine
+    """Seconds of that."""
+    copied_bytes: Affine
+    """Bytes that its forward copies to host memory, and its backward back."""
+
+
+_RERUNS = frozenset({"recompute", "recompute_offload"})
+"""Values of ``saves`` with which a block runs its forward again; which of them copy, and how much, is profiled."""
+
+
+def block_effects(block: BlockProfile, choice: str) -> BlockEffects:
+    """Effects of a value of ``saves``."""
+    reruns = choice in _RERUNS
+    return BlockEffects(reruns, block.rerun_s if reruns else ZERO, block.copied_bytes.get(choice, ZERO))
 
 
 FREED = Effects(sharded_over="all", left_over="all", reductions=_REDUCTIONS["all", "every"])

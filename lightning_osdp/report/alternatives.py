@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from lightning_osdp.assign import applicable
-from lightning_osdp.core.axes import Treatment, freed_and_kept
+from lightning_osdp.core.axes import KEEP, Treatment, freed_and_kept
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plans.plan import Block, Plan, Unit
 from lightning_osdp.core.plans.search_space import SearchSpace
@@ -20,8 +20,6 @@ from lightning_osdp.engine import effects_of, engine_of
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.report.sentences import is_inside, name_treatment
 from lightning_osdp.simulation import planned_step, simulate
-
-KEEP = "keep"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 from lightning_osdp.assign import Setting, assigned_as, block_units
-from lightning_osdp.core.axes import DP, HDP, HSDP, ZDP, modes_of
+from lightning_osdp.core.axes import DP, HDP, HSDP, KEEP, ZDP, modes_of
 from lightning_osdp.core.batch_policy import MOST_SAMPLES, BatchPolicy, largest_fitting
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plans.plan import Plan
@@ -97,7 +97,7 @@ def made_by_hand(
     found = []
     for name, choice in product(offered if names is None else names, activations):
         blocks = {block.name: choice for block in profile.blocks if choice in block.segments}
-        if choice == "keep" or blocks:
+        if choice == KEEP or blocks:
             setting = replace(by_block, modes=modes_of([BY_HAND[name].name], ("every", "last"))).with_blocks(blocks)
             found.append(_best(name + _WAYS[choice], setting, memory_limit_bytes, policy))
     return sorted(found, key=lambda each: (not each.fits, -each.samples_per_s if each.fits else each.peak_bytes))
@@ -140,7 +140,7 @@ def _with_and_without_no_sync(name: str, setting: Setting, memory_limit_bytes: i
     for modes in costs.alike():
         found = assigned_as(setting, modes, bound_s=0.0)
         names = dict.fromkeys(mode.name for mode in modes[1:] or modes)
-        space = SearchSpace(modes=tuple(names), slices=(1,), activations=("keep",))
+        space = SearchSpace(modes=tuple(names), slices=(1,), activations=(KEEP,))
         yield HandMade(
             name=name,
             micro_batch_size=workload.micro_batch_size,

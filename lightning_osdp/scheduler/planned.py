@@ -9,7 +9,6 @@ from typing import Any
 
 from lightning_osdp.assign import Assignment, Modes, Setting, applicable, chosen_activations
 from lightning_osdp.core.axes import Treatment
-from lightning_osdp.core.blocks import freed_bytes
 from lightning_osdp.core.plans.plan import Block, Option, Plan, Unit
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import BlockProfile, ModelProfile
@@ -18,6 +17,7 @@ from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.core.units import SMALL_UNIT_BYTES
 from lightning_osdp.cost import block_s, evaluation_peak
 from lightning_osdp.cost.peak_memory import ROUNDING_BYTES
+from lightning_osdp.engine import freed_bytes
 
 MAX_SIMULATED_UNITS = 200_000
 """Units in all steps that are simulated for what else units could be: about a second."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_osdp.assign import Decided, Modes, Setting, assigned_as
-from lightning_osdp.core.axes import modes_of
+from lightning_osdp.core.axes import KEEP, modes_of
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plans.document import shown
@@ -105,7 +105,7 @@ def make_plan(
     )
     if method.blocks is not None:
         first = first.with_blocks(method.blocks)
-        space = dataclasses.replace(space, activations=("keep",))
+        space = dataclasses.replace(space, activations=(KEEP,))
     sweep = Sweep(
         [
             dataclasses.replace(first, engine=each, frugal=engine.without_prefetch(each))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from lightning_osdp.core.axes import Treatment
-from lightning_osdp.core.blocks import with_activations
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.core.profile import ModelProfile
@@ -11,7 +10,7 @@ from lightning_osdp.core.slices import slice_names, split_operators
 from lightning_osdp.core.step import Step
 from lightning_osdp.core.units import grouped
 from lightning_osdp.cost import Workload
-from lightning_osdp.engine import engine_of
+from lightning_osdp.engine import engine_of, with_activations
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.simulation.step import StepEstimate, simulate_step
 

@@ -18,7 +18,7 @@ from lightning_osdp.cost import (
     overhead_part_s,
     saving_peak,
 )
-from lightning_osdp.engine import COLLECTIVES, DEFAULT, FSDP2, OVERHEAD, Event, Moment
+from lightning_osdp.engine import COLLECTIVES, DEFAULT, FSDP2, OVERHEAD, Event, Moment, in_modes
 from lightning_osdp.simulation.contention import ContendedTimeline
 from lightning_osdp.simulation.timeline import Durations, Interval, Timeline
 
@@ -65,7 +65,7 @@ def simulate_step(
     What blocks do by their modes comes on top of what the profile has of it. Memory is this rank's, or that of the rank
     that holds most.
     """
-    step = step.in_modes(modes)
+    step = in_modes(step, modes)
     num_micro_batches = step.workload.num_micro_batches
     simulated = engine.events_of(step, modes)
     durations = durations_of(step, engine)

@@ -9,11 +9,11 @@ from dataclasses import replace
 from benchmarks.measures.search.plans import SAMPLES, PlanRow, cluster, row, setting, transformer
 from lightning_osdp.assign import assign_modes, block_units
 from lightning_osdp.core.affine import ZERO, Affine
-from lightning_osdp.core.axes import ACTIVATION_CHOICES, DP, RERUN
-from lightning_osdp.core.blocks import with_activations
+from lightning_osdp.core.axes import ACTIVATION_CHOICES, DP
 from lightning_osdp.core.cluster import Cluster
 from lightning_osdp.core.plans.search_space import SearchSpace
 from lightning_osdp.core.profile import BlockProfile, ModelProfile, Segment
+from lightning_osdp.engine import with_activations
 from lightning_osdp.scheduler import make_plan
 
 ADDITIVE = "modes and activations"
@@ -47,7 +47,7 @@ def _saving_less(segments: tuple[Segment, ...], choice: str) -> tuple[Segment, .
     found: list[Segment] = []
     alive = ZERO
     for segment in segments:
-        alive = alive + segment.saved_bytes if choice in RERUN else segment.saved_bytes
+        alive = alive + segment.saved_bytes if choice != "offload" else segment.saved_bytes
         stays = segment.saved_bytes if choice == "recompute" and not found else ZERO
         workspace = Affine(alive.fixed - stays.fixed, alive.per_sample - stays.per_sample)
         found.append(replace(segment, saved_bytes=stays, backward_workspace_bytes=workspace))

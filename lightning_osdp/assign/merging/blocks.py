@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 
 from lightning_osdp.assign.additive import Modes
 from lightning_osdp.assign.setting import Setting
+from lightning_osdp.core.axes import KEEP
 from lightning_osdp.core.units import UnitProfile, grouped, have_one_dtype, merged, outermost
 
 
-def block_units(setting: Setting, activations: Sequence[str] = ("keep",)) -> list[Setting]:
+def block_units(setting: Setting, activations: Sequence[str] = (KEEP,)) -> list[Setting]:
     """The setting with a unit for every block, which may do with what it saves as it likes, where there are any.
 
     First with the other units as they are, then with the root instead of them, or its children where that
@@ -20,7 +21,7 @@ def block_units(setting: Setting, activations: Sequence[str] = ("keep",)) -> lis
 
 
 def _block_units(setting: Setting, activations: Sequence[str]) -> Iterator[Setting]:
-    offered = {choice for choice in activations if choice != "keep"}
+    offered = {choice for choice in activations if choice != KEEP}
     names = [block.name for block in setting.profile.blocks if not offered or offered & set(block.segments)]
     units = merged(setting.profile, setting.units, names) if names else None
     if units is None or not any(unit.block for unit in units):
@@ -46,4 +47,4 @@ def _rest_in_root(setting: Setting, units: tuple[UnitProfile, ...]) -> tuple[Uni
 def chosen_activations(setting: Setting, modes: Modes) -> dict[str, str]:
     """Blocks that do not keep what they save -> what they do, with these modes, one per unit."""
     chosen = {unit.name: mode["saves"] for unit, mode in zip(setting.units, modes, strict=True)}
-    return {name: choice for name, choice in {**chosen, **setting.decided.blocks}.items() if choice != "keep"}
+    return {name: choice for name, choice in {**chosen, **setting.decided.blocks}.items() if choice != KEEP}

@@ -10,10 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.axes import DP, ZDP
-from lightning_osdp.core.blocks import freed_bytes, with_activations
 from lightning_osdp.core.slices import split_operators
 from lightning_osdp.cost import exact_peak
-from lightning_osdp.engine import FSDP2
+from lightning_osdp.engine import FSDP2, freed_bytes, with_activations
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.profiler import profile_model
 from lightning_osdp.profiler.tracing.calls import recorded_calls

@@ -5,8 +5,8 @@ from itertools import product
 import pytest
 
 from lightning_osdp.core.affine import ZERO, Affine
-from lightning_osdp.core.blocks import with_activations
 from lightning_osdp.core.profile import BlockProfile, Crossing, ModelProfile, Segment
+from lightning_osdp.engine import with_activations
 
 OUTPUT, INSIDE = 100.0, 7.0
 

@@ -9,11 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from lightning_osdp.core.affine import ZERO, Affine
-from lightning_osdp.core.axes import RERUN
+from lightning_osdp.core.axes import KEEP, Treatment
 from lightning_osdp.core.profile import BlockProfile, ModelProfile, Rerun, Segment, Span
+from lightning_osdp.core.step import Step
+from lightning_osdp.engine.effects import block_effects
 from lightning_osdp.errors import ConfigurationError
+
+StepKind = TypeVar("StepKind", bound=Step)
 
 
 def with_activations(profile: ModelProfile, activations: Mapping[str, str]) -> ModelProfile:
@@ -26,7 +31,7 @@ def with_activations(profile: ModelProfile, activations: Mapping[str, str]) -> M
     Raises:
         ConfigurationError: there is no such block, or this choice was not profiled for it.
     """
-    chosen = {name: choice for name, choice in activations.items() if choice != "keep"}
+    chosen = {name: choice for name, choice in activations.items() if choice != KEEP}
     if not chosen:
         return profile
     _check(profile, chosen)
@@ -38,15 +43,16 @@ def with_activations(profile: ModelProfile, activations: Mapping[str, str]) -> M
     for block in (block for block in profile.blocks if block.name in chosen):
         (first, last), choice = block.span, chosen[block.name]
         segments += [_beginning_with_less(segment, fewer) for segment in profile.segments[len(segments) : first]]
+        effects = block_effects(block, choice)
         inside = [_beginning_with_less(segment, fewer) for segment in block.segments[choice]]
-        segments += list(_made_again(profile, block.span, inside)) if choice in RERUN else inside
+        segments += list(_made_again(profile, block.span, inside)) if effects.reruns else inside
         fewer += freed_bytes(profile, block, choice)
-        if choice in RERUN:
-            segments[last] = replace(segments[last], backward_s=segments[last].backward_s + block.rerun_s)
+        if effects.reruns:
+            segments[last] = replace(segments[last], backward_s=segments[last].backward_s + effects.rerun_s)
             modules = tuple(name for name in profile.spans if name.startswith(f"{block.name}."))
             rerun[block.name] = Rerun(block.span, block.reruns_early, modules)
-        if choice in block.copied_bytes:
-            copied.append((block.span, block.copied_bytes[choice]))
+        if effects.copied_bytes != ZERO:
+            copied.append((block.span, effects.copied_bytes))
     segments += [_beginning_with_less(segment, fewer) for segment in profile.segments[len(segments) :]]
     segments = _saved_once(segments, profile, chosen)
     return replace(
@@ -68,7 +74,7 @@ def _made_again(profile: ModelProfile, span: Span, segments: Sequence[Segment]) 
     first, last = span
     inputs = [ZERO] * (last + 1 - first)
     for crossing in profile.crossings:
-        saver = crossing.savers.get("keep", (-1,))[0]
+        saver = crossing.savers.get(KEEP, (-1,))[0]
         if first <= saver <= last and any(first <= index <= last for index in crossing.savers.get("recompute", ())):
             inputs[saver - first] += crossing.num_bytes
     before = ZERO
@@ -83,10 +89,10 @@ def _saved_once(segments: Sequence[Segment], profile: ModelProfile, chosen: Mapp
 
     Before, these bytes are at the first segment that saves the tensor if all blocks make the choice of its own block.
     """
-    choices = ["keep"] * len(segments)
+    choices = [KEEP] * len(segments)
     for block in profile.blocks:
         first, last = block.span
-        choices[first : last + 1] = [chosen.get(block.name, "keep")] * (last + 1 - first)
+        choices[first : last + 1] = [chosen.get(block.name, KEEP)] * (last + 1 - first)
     more = [ZERO] * len(segments)
     for crossing in profile.crossings:
         having = {savers[0] for choice, savers in crossing.savers.items() if savers and choices[savers[0]] == choice}
@@ -102,6 +108,13 @@ def _saved_once(segments: Sequence[Segment], profile: ModelProfile, chosen: Mapp
         moved = _beginning_with_less(segment, fewer)
         found.append(moved if here == ZERO else replace(moved, saved_bytes=segment.saved_bytes + here))
     return found
+
+
+def in_modes(step: StepKind, modes: Sequence[Treatment]) -> StepKind:
+    """Step whose blocks do what the modes of their units say; the given one where all keep what they save."""
+    chosen = {unit.name: mode["saves"] for unit, mode in zip(step.units, modes, strict=True)}
+    profile = with_activations(step.profile, chosen)
+    return step if profile is step.profile else replace(step, profile=profile)
 
 
 def _check(profile: ModelProfile, chosen: Mapping[str, str]) -> None:
