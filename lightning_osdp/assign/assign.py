@@ -86,7 +86,7 @@ def assigned_as(setting: Setting, modes: Modes, *, bound_s: float | None) -> Ass
 
 
 def _assigned(setting: Setting, memory_limit_bytes: int, search: str, worth_s: float) -> Assignment | None:
-    """What fits by the closed form."""
+    """Fastest modes found that fit by the closed form; None if none do."""
     costs = setting.costs
     if costs.peak(costs.least_memory_modes).peak_bytes > memory_limit_bytes:
         return None

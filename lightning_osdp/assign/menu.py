@@ -20,7 +20,7 @@ Price = tuple[float, ...]
 
 
 def subject_of(unit: UnitProfile, step: Step, engine: FSDP2) -> Subject:
-    """What rules of axes ask of a unit."""
+    """Properties of a unit that rules of axes ask for."""
     waits = step.workload.num_micro_batches > 1 and step.cluster.world_size > 1
     return Subject(
         has_nodes=step.cluster.has_nodes,
@@ -38,7 +38,7 @@ def applicable(unit: UnitProfile, step: Step, engine: FSDP2) -> Modes:
 
 
 def unbeaten(prices: Sequence[Price]) -> tuple[int, ...]:
-    """Places of the prices that no other one beats: is at most in every number. Of equal ones the first is left.
+    """Places of the prices that no other one beats: is at most in every number. The first of equal ones is left.
 
     Example:
         >>> unbeaten([(3.0, 0.0), (1.0, 8.0), (2.0, 8.0), (3.0, 0.0)])

@@ -2,9 +2,9 @@
 
 A state says what the first j units hold and take: the bytes that count under the j-th constraint, and the least room
 that the constraints so far have left, which what a unit holds from one micro-batch to the next takes from all of them.
-Of two states of the same j, one that holds no less, leaves no more room and takes no less time than the other leads to
-nothing better. A state is dropped, too, where a Lagrangian bound is no better than a plan in hand: with a price p on
-the k-th constraint, for j < k,
+Between two states of the same j, one that holds no less, leaves no more room and takes no less time than the other
+leads to nothing better. A state is dropped, too, where a Lagrangian bound is no better than a plan in hand: with a
+price p on the k-th constraint, for j < k,
 
     time_s + p * (held - room_k) + sum over u > j of min (time_s + p * bytes of u that count under it)
 
@@ -135,10 +135,10 @@ def _extended(
 
 
 def _undominated(states: list[_State]) -> list[_State]:
-    """Those that no other one holds as little, leaves as much room and is as fast as."""
+    """States that no other one is at least as good as in bytes held, room left and time."""
     states.sort(key=lambda state: (state.held_bytes, -state.left_bytes, state.time_s))
     kept = []
-    lefts: list[float] = []  # of those so far, rising, with
+    lefts: list[float] = []  # rising room of the states kept so far, with
     times_s: list[float] = []  # their times, which rise as well: less room is worth having only if it is faster
     for state in states:
         place = bisect_left(lefts, state.left_bytes)

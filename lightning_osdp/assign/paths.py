@@ -16,10 +16,10 @@ passes some of them by: it is worth so much less as that may be at most. So the 
 are those of the nested knapsack that is solved where nothing overlaps, and its bound on them is a bound on the step.
 Where units may leave their reduce-scatters to the last micro-batch, the order above holds there alone: a path then has
 gathers after c in that one only, no detours, and waits for no gathers before c. Where units may be sharded in nodes,
-there are no detours and no such waits either: how long collectives take depends on modes then. What runs inside of
-nodes is on no path, for it has a communicator of its own; of a unit that is sharded there c is the all-reduce between
-nodes. What is computed does not depend on modes otherwise, so there is little to
-be had from weighing several paths (a Lagrangian): the largest of their bounds is taken.
+there are no detours and no such waits either: how long collectives take depends on modes then. Collectives inside of
+nodes are on no path, for they have a communicator of their own; of a unit that is sharded there c is the all-reduce
+between nodes. Computing does not depend on modes otherwise, so there is little to be had from weighing several paths (a
+Lagrangian): the largest of their bounds is taken.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Paths:
         self._walk()
 
     def _walk(self) -> None:
-        """What may be on a path, from the events of a micro-batch."""
+        """Collects all that may be on a path from the events of a micro-batch."""
         durations = self._clock.durations
         computed_s = gathered_s = 0.0
         ready_s: dict[int, float] = {}
@@ -187,7 +187,7 @@ class Paths:
         return self._setting.costs.unit_s(self._setting.units[unit], mode, "overhead", "activations")
 
     def _is_again(self, mode: Treatment) -> bool:
-        """Whether a unit is gathered again over all ranks, where paths are."""
+        """True where a unit is gathered again over all ranks, where paths are."""
         return effects_of(mode).left_over == "all"
 
     def _num_gathers(self, mode: Treatment) -> int:

@@ -6,8 +6,8 @@ ahead: a plan without that prefetch alone is nearly as fast as one with all of t
 - As if to gather ahead took no memory. No modes with any units gathered ahead are faster than the bound on these,
   for whatever fits with some of them gathered ahead fits with none, and to gather later is never faster. Where not all
   units can be gathered ahead, what is there ahead at moments that exceed the limit is gathered late instead.
-- With everything gathered ahead, where that fits. What is gained by keeping something in place of a prefetch is less
-  than what the prefetch saves: more in none of 32 problems that were tried.
+- With everything gathered ahead, where that fits. To keep something in place of a prefetch gains
+  less than the prefetch saves: more in none of 32 problems that were tried.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is fixed while modes are chosen (`Setting`), and what follows from it (`Costs`)."""
+"""Settings, which are fixed while modes are chosen, and their costs in any modes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Variants:
         self._made: dict[Hashable, tuple[Setting, ...]] = {}
 
     def once(self, setting: Setting, what: Hashable, make: Callable[[], Iterable[Setting]]) -> list[Setting]:
-        """What ``make`` makes of a setting: made once for all workloads, offered modes and prefetch settings."""
+        """Settings that ``make`` makes of a setting, once for all workloads, offered modes and prefetch settings."""
         key = (setting.units, setting.activations, what)
         if key not in self._made:
             self._made[key] = tuple(make())
@@ -50,7 +50,7 @@ class Variants:
 
 @dataclass(frozen=True, kw_only=True)
 class Decided:
-    """What was chosen of a model before the modes of its units are; a step's profile has it already."""
+    """Choices made of a model before the modes of its units are; a step's profile has them already."""
 
     profile: ModelProfile | None = None
     """Before anything was chosen; None: nothing was."""
@@ -67,14 +67,14 @@ class Setting(Step):
     modes: Modes = ALL_MODES
     """That units may take; which micro-batches reduce gradients matters where there are several."""
     activations: tuple[str, ...] = (KEEP,)
-    """What units that are blocks may do with what they save."""
+    """Values of ``saves`` that units may take that are blocks."""
     decided: Decided = Decided()
     engine: FSDP2 = DEFAULT
-    """What runs the step, with nothing left to choose of its settings."""
+    """Engine that runs the step, with nothing left to choose of its settings."""
     frugal: FSDP2 | None = None
     """The engine with as little gathered ahead as may be, see `FSDP2.without_prefetch`; None: it is `engine`."""
     counts_frugal: bool = False
-    """Whether bytes are those under `frugal`, and only seconds those under `engine`: nothing between the two is both
+    """True where bytes are those under `frugal`, and only seconds those under `engine`: nothing between the two is both
     faster and smaller."""
     cost_model: str = "simulate"
     """``simulate``: the step as the engine runs it. ``paper``: the sums of equation 1."""
@@ -82,12 +82,12 @@ class Setting(Step):
     """The settings that come of one another have it together."""
 
     def at(self, micro_batch_size: int, num_micro_batches: int | None = None) -> Setting:
-        """The same with another micro-batch size, and another number of them."""
+        """Setting with another micro-batch size, and another number of micro-batches."""
         num_micro_batches = self.workload.num_micro_batches if num_micro_batches is None else num_micro_batches
         return replace(self, workload=Workload(micro_batch_size=micro_batch_size, num_micro_batches=num_micro_batches))
 
     def with_blocks(self, blocks: Mapping[str, str]) -> Setting:
-        """The same units with what blocks do decided, where all keep what they save and no operator is split.
+        """Setting of the same units with choices of blocks made, where all keep what they save and nothing is split.
 
         Args:
             blocks: block -> what it does; those that are not named keep what they save.
@@ -102,7 +102,7 @@ class Setting(Step):
         return self.variants.once(self, tuple(blocks.items()), make)[0]
 
     def with_slices(self, num_slices: Mapping[str, int]) -> Setting:
-        """The same with operators split, where none is so far: each slice is a unit."""
+        """Setting with operators split, where none is so far: each slice is a unit."""
 
         def make() -> Iterator[Setting]:
             yield self._with(split_operators(self.profile, num_slices), num_slices=dict(num_slices))
@@ -133,7 +133,7 @@ class Setting(Step):
 
     @property
     def all_ahead(self) -> Setting:
-        """The same with every unit gathered ahead that may be; itself where that is so already."""
+        """Setting with every unit gathered ahead that may be; itself where that is so already."""
         engine = self.engine.all_ahead
         if engine == self.engine and not self.counts_frugal:
             return self
@@ -141,19 +141,19 @@ class Setting(Step):
 
     @cached_property
     def ideal(self) -> Setting:
-        """The same with every unit gathered ahead that may be, and no memory for that: what bounds all in between."""
+        """Setting with every unit gathered ahead that may be, and no memory for that: it bounds all in between."""
         if self.frugal in {None, self.engine}:
             return self
         return replace(self, engine=self.engine.all_ahead, counts_frugal=True)
 
     @property
     def is_paper(self) -> bool:
-        """Whether the paper's sums are the cost."""
+        """True where the paper's sums are the cost."""
         return self.cost_model == "paper"
 
     @property
     def overlaps(self) -> bool:
-        """Whether there is communication that computing may hide: else the simulated time is a sum, too."""
+        """True where computing may hide communication: else the simulated time is a sum, too."""
         return self.cluster.overlaps and self.cluster.world_size > 1 and not self.is_paper
 
     @property
@@ -195,7 +195,7 @@ class Costs:
         )
 
     def _choices(self, unit: UnitProfile) -> tuple[str, ...]:
-        """What it may do with what it saves, the least first."""
+        """Values of ``saves`` that a unit may take, the one that saves least first."""
         offered = (Treatment(saves=choice) for choice in self._setting.activations)
         subject = Subject(profiled=() if unit.block is None else unit.block.segments)
         choices = dict.fromkeys(each.within(subject)["saves"] for each in offered)
@@ -203,7 +203,7 @@ class Costs:
         return tuple(sorted(choices, key=lambda choice: saved_bytes(unit, choice, samples)))
 
     def _within(self, subject: Subject, choices: tuple[str, ...]) -> Modes:
-        """What is offered, as far as it applies."""
+        """Treatments that are offered and apply."""
         if self._setting.is_paper:
             subject = replace(subject, has_nodes=False)
         modes = dict.fromkeys(mode.within(subject) for mode in self._setting.modes)
@@ -226,7 +226,7 @@ class Costs:
     def _price(self, unit: int, mode: Treatment) -> Price:
         """Seconds, by resource where something overlaps, and the bytes that are held within and between micro-batches.
 
-        What hardly differs by rounding is equal: in the ninth digit of a time, in a thousandth of a byte.
+        Prices that differ by rounding alone are equal: in the ninth digit of a time, in a thousandth of a byte.
         """
         setting, place = self._setting, self.memory.places.get(unit)
         held = (0.0, 0.0) if place is None else self.memory.held(place, mode)
@@ -297,7 +297,7 @@ class Costs:
 
     @cached_property
     def _constant_s(self) -> float:
-        """What no unit owns: the loss, the optimizer step, and copies that the profile has."""
+        """Seconds that no unit owns: the loss, the optimizer step, and copies that the profile has."""
         profile, workload = self._setting.profile, self._setting.workload
         loss_s = (profile.loss.forward_s + profile.loss.backward_s).at(workload.micro_batch_size)
         copied = sum(num_bytes.at(workload.micro_batch_size) for _, num_bytes in profile.copied)
@@ -332,5 +332,5 @@ class Costs:
 
     @property
     def least_bytes(self) -> int:
-        """What the step needs in the modes with the least memory, and with as little gathered ahead as may be."""
+        """Bytes that the step needs in the modes with the least memory, and with as little gathered ahead as may be."""
         return self._setting.ideal.costs.peak(self.least_memory_modes).peak_bytes

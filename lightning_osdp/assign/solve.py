@@ -63,7 +63,7 @@ def solve(problem: Additive, rooms: Sequence[float], *, search: str, tolerance: 
 
 
 def _note(solutions: list[Solution]) -> str:
-    """What a person should know of a search that was cut short; in words of its own, for its times are not a step's."""
+    """Note on a search that was cut short, without its times, which are not a step's."""
     stopped = [solution for solution in solutions if solution.is_cut_short]
     if not stopped:
         return ""
@@ -72,7 +72,7 @@ def _note(solutions: list[Solution]) -> str:
 
 
 class _Relaxed(NamedTuple):
-    """What was found with one constraint."""
+    """Solution with one constraint."""
 
     solution: Solution
     modes: Modes
@@ -195,7 +195,7 @@ def fill(problem: Additive, modes: Modes, rooms: Sequence[float]) -> Modes:
             if saved_s > 0:
                 upgrades.append((saved_s / max(sum(held) - sum(now), 1.0), place, mode))
     slack, taken = _slack(memory.kept_bytes(modes), rooms), 0.0
-    # of equal units the last one first: it is kept for the shortest time
+    # the last one of equal units first: it is kept for the shortest time
     for _, place, mode in sorted(upgrades, key=lambda upgrade: upgrade[:2], reverse=True):
         unit = memory.order[place]
         if problem.times_s[unit][mode] >= problem.times_s[unit][filled[unit]]:
@@ -212,7 +212,7 @@ def fill(problem: Additive, modes: Modes, rooms: Sequence[float]) -> Modes:
 
 
 def _fits(before: float, after: float, slack: Sequence[float], place: int, taken: float) -> bool:
-    """Whether there is room for so many more bytes before the unit is left, and once it is."""
+    """True where there is room for so many more bytes before the unit is left, and once it is."""
     return before <= max(0.0, slack[0] - taken) and after <= max(0.0, slack[place + 1] - taken)
 
 

@@ -1,6 +1,6 @@
 """The largest moments of one optimizer step, whatever the modes: a running sum over the engine's events.
 
-What lives at each moment is the engine's to say.
+The engine says what lives at each moment.
 
 Reduced gradients of the step before live in the first forward, because Lightning zeroes them between forward and
 backward. With several micro-batches they live from the first one's backward on, and each further reduce-scatter adds to
@@ -8,8 +8,8 @@ them. A unit that reduces its gradients in the last one only has them whole inst
 reduce-scatter of the last one frees them. When a unit's gradients are complete, what its backward had saved is gone,
 and the gradient that it hands on is there: ``settled`` bytes in place of the saved ones.
 
-Modes enter in one way only. Take the units in the order in which forward leaves them. Those that forward has left and
-backward has not come back to are the first k of them, for some k, and of these exactly the DP ones are gathered. So a
+Modes enter in one way only. Take the units in the order in which forward leaves them. Units that forward has left and
+backward has not come back to are the first k of them, for some k; exactly the DP ones among them are gathered. So a
 step in which every unit is ZDP, with k noted at each moment, tells the peak of every choice of modes.
 
 A unit that forward calls again is taken there as gathered from its first call to its last: exact for what is kept and
@@ -31,14 +31,14 @@ from lightning_osdp.engine import FREED, FSDP2, MOST_SIMULATED, Event, Moment, l
 
 
 def largest_moments(step: Step, engine: FSDP2) -> tuple[dict[int, Moment], Moment]:
-    """Of a step in which every unit is ZDP and reduces its gradients in each micro-batch.
+    """Largest moments of a step in which every unit is ZDP and reduces its gradients in each micro-batch.
 
     Returns:
         By k, the largest moment at which the first k units of `leaving_order` are freed; there is none for a k at which
         nothing happens. And the optimizer step.
     """
     largest: dict[int, Moment] = {}
-    num_freed = 0  # of the moment that is being read
+    num_freed = 0  # at the moment that is being read
 
     def keep_if_largest(num_bytes: float, moment: Callable[[], Moment]) -> None:
         if num_freed not in largest or num_bytes > largest[num_freed].num_bytes:
@@ -72,7 +72,7 @@ def _events(
     rerun: tuple[tuple[str, Rerun], ...],
     engine: FSDP2,
 ) -> list[list[Event]]:
-    """Of micro-batches in which every unit is ZDP; they do not depend on how many samples these have."""
+    """Events of micro-batches in which every unit is ZDP; they do not depend on how many samples these have."""
     return engine.micro_batches(
         units,
         [FREED] * len(units),

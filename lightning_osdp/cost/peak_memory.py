@@ -15,7 +15,7 @@ has S_u whole gradient bytes in place of s_u reduced ones and, if it is DP, P_u 
 
 An hpZ unit holds P_u / m while it is freed, on m ranks of a node; so it does until it is copied out again, and under
 mixed precision it is copied before, which is left out here. One that is sharded in the node holds more at every k:
-its shard, state and reduced gradient are those of one of m ranks in place of N. What it copies is larger in that ratio,
+its shard, state and reduced gradient are those of one of m ranks in place of N. Its copies are larger in that ratio,
 too, which is left out.
 
 Where a unit is a block that may recompute or offload, it saves A_u bytes beyond the fewest that it may save, from where
@@ -56,7 +56,7 @@ from lightning_osdp.engine import (
 )
 
 ROUNDING_BYTES = 1e-3
-"""What the rounding of sums may add to a peak, which is else rounded up to whole bytes."""
+"""Bytes that the rounding of sums may add to a peak, which is else rounded up to whole bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class PeakMemory:
     operator: str
     """Operator that runs at the peak; the empty string in the loss and in the optimizer step."""
     parts: Mapping[str, int] = field(default_factory=dict)
-    """What the peak consists of, in bytes."""
+    """Parts of the peak, in bytes."""
 
     @classmethod
     def of(cls, moment: Moment, *, besides: Mapping[str, float] | None = None) -> PeakMemory:
@@ -126,7 +126,7 @@ class StepMemory:
         return [{} for _ in self.order]
 
     def held(self, place: int, mode: Treatment) -> Held:
-        """What the unit at this place of `order` holds in a mode."""
+        """Bytes that the unit at this place of `order` holds in a mode."""
         known = self._held[place]
         found = known.get(mode)
         if found is None:
@@ -260,9 +260,10 @@ def step_memory(step: Step, *, activations: Sequence[str] = (KEEP,), engine: FSD
 def _more_states(
     units: tuple[UnitProfile, ...], optimizer: OptimizerProfile, over: tuple[int, int], engine: FSDP2
 ) -> tuple[float, ...]:
-    """Of each unit, what `StepMemory.states_bytes` says, with the ranks of a node and all ranks.
+    """`StepMemory.states_bytes` of each unit, with the ranks of a node and all ranks.
 
-    What micro-batches have scattered in the node alone takes the place of the reduced gradient, and may be wider.
+    Gradients that micro-batches have scattered in the node alone take the place of the reduced gradient, and may be
+    wider.
     """
 
     def states(unit: UnitProfile, num_shards: int, *, scatters: bool) -> float:

@@ -40,7 +40,7 @@ def communication_s(
 def collectives_s(
     unit: UnitProfile, mode: Treatment, *, cluster: Cluster, workload: Workload, engine: FSDP2 = DEFAULT
 ) -> Mapping[Collective, float]:
-    """The same by collective, in the order of `COLLECTIVES`."""
+    """Seconds of `communication_s` by collective, in the order of `COLLECTIVES`."""
     numbers = effects_of(mode).collectives(unit, num_micro_batches=workload.num_micro_batches)
     return {each: number * collective_s(unit, each, cluster, engine) for each, number in numbers.items()}
 
@@ -120,7 +120,7 @@ def overhead_s(
 def overhead_part_s(unit: UnitProfile, part: str, cluster: Cluster) -> float:
     """Seconds of one part of `Cluster.unit_overhead`, once; one rank shards nothing.
 
-    All parameters are gathered; all else is done with gradients, of which what is frozen has none. Of a unit that is
+    All parameters are gathered; all else is done with gradients, of which what is frozen has none. For a unit that is
     frozen as a whole, hooks alone run in backward: there is nothing to reduce, nor to leave for the next micro-batch.
 
     References:
@@ -145,7 +145,7 @@ def activations_s(
 
 
 def block_s(block: BlockProfile | None, choice: str, cluster: Cluster, micro_batch_size: int) -> float:
-    """The same of a block, in one micro-batch."""
+    """Seconds of `activations_s` of a block, in one micro-batch."""
     if block is None:
         return 0.0
     rerun_s = block_effects(block, choice).rerun_s.at(micro_batch_size)

@@ -1,4 +1,4 @@
-"""What a user may change beside the plan, where the simulator says that it is worth it; each with its number.
+"""Changes beside the plan that the simulator says are worth it, each with its number.
 
 All but what is changed stays as planned, so nothing is searched: what a plan made for the change would save is at least
 that. Memory that comes free goes to what saves most seconds for a byte, as far as the simulated step fits.
@@ -23,15 +23,15 @@ from lightning_osdp.simulation import StepEstimate, simulate
 WORTH = 0.02
 """Fraction of the seconds of a step that a change must save."""
 WORTH_ANOTHER_BATCH = 0.1
-"""The same of the seconds of a sample, where the samples of an optimizer step change with it."""
+"""Fraction of the seconds of a sample that a change must save where the samples of an optimizer step change with it."""
 DOMINANT = 0.5
 """Fraction of the peak above which activations are to be looked at."""
 CHUNKS = 8
-"""Of the loss: with more, what is left of it hardly matters."""
+"""Chunks of the loss: with more, the rest of it hardly matters."""
 _LEAST_MORE = 1.1
 """Times the limit that must be free for a larger one: less is for what no plan counts."""
 _MOST_DOUBLINGS = 11
-"""Of the micro-batch."""
+"""Doublings of the micro-batch that are tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,17 +39,17 @@ class Advice:
     """A change that is worth it."""
 
     change: str
-    """What is changed: ``memory_limit``, ``loss``, ``activations``, ``micro-batches`` or ``batch_size``."""
+    """Option that is changed: ``memory_limit``, ``loss``, ``activations``, ``micro-batches`` or ``batch_size``."""
     sentence: str
     saves: float
     """Fraction of the seconds for a sample; of ``activations`` that cannot be recomputed yet, what any memory saves."""
 
 
 def advise(plan: Plan, profile: ModelProfile, cluster: Cluster) -> list[Advice]:
-    """What else would make steps faster by 2%, as far as simulated ones tell; nothing where nothing would.
+    """Changes that would make steps faster by 2%, as far as simulated ones tell.
 
-    Each is one change beside the plan, with all else as planned. Of a micro-batch that changes the global batch, it is
-    10% of the time of a sample.
+    Each is one change beside the plan, with all else as planned. A micro-batch that changes the global
+    batch must save 10% of the time of a sample.
 
     Args:
         plan: that is used.
@@ -107,7 +107,7 @@ class _Move(NamedTuple):
 
 
 def _moves(plan: Plan) -> Iterator[_Move]:
-    """What could be kept that is not: parameters, as units' menus price them, and what blocks save."""
+    """Things that could be kept and are not: parameters, as units' menus price them, and what blocks save."""
     for unit in plan.units if plan.world_size > 1 else ():
         changed = replace(unit, treatments=(freed_and_kept(unit.treatments[0])[1],) * unit.num_slices)
         more_s, more_bytes = changed.cost().beyond(unit.cost())
@@ -230,7 +230,7 @@ def _recompute(case: _Case) -> Iterator[Advice]:
 
 
 def _other_micro_batches(case: _Case) -> Iterator[Advice]:
-    """The same samples of a step in fewer or more micro-batches."""
+    """Advice to take the same samples of a step in fewer or more micro-batches."""
     size, number = case.plan.micro_batch_size, case.plan.num_micro_batches
     samples = size * number
     divisors = [each for each in range(1, samples + 1) if samples % each == 0 and each != size]
@@ -282,7 +282,7 @@ def _told(case: _Case, step: StepEstimate, saves: float) -> str:
 
 
 def _kept(before: Plan, after: Plan) -> str:
-    """What is kept that was not: ``3 more units stay gathered and 2 more blocks keep activations``."""
+    """Words for what is kept that was not: ``3 more units stay gathered and 2 more blocks keep activations``."""
     units = sum(unit != other for unit, other in zip(before.units, after.units, strict=True))
     blocks = len(before.blocks) - len(after.blocks)
     told = [f"{units} more {'unit stays' if units == 1 else 'units stay'} gathered"] if units else []

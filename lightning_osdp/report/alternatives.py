@@ -29,24 +29,24 @@ class Alternative:
     name: str
     """Modes, and what else departs from plain FSDP: ``DP, sync last, recompute``."""
     modes: tuple[str, ...]
-    """Of the unit, one per slice."""
+    """Modes of the unit, one per slice."""
     sync: str
     """Which micro-batches reduce the unit's gradients: ``every`` or ``last``."""
     activations: str
-    """What the operator's block does with what it saves for backward, one of `ACTIVATION_CHOICES`."""
+    """Value of ``saves`` of the operator's block, one of `ACTIVATION_CHOICES`."""
     step_time_s: float
     """Seconds of one optimizer step."""
     peak_bytes: int
     """Exact peak of one rank."""
     spare_bytes: int
-    """What the limit leaves; below 0 where it does not fit."""
+    """Bytes that the limit leaves; below 0 where it does not fit."""
     is_offered: bool
-    """Whether what the plan was chosen from has it."""
+    """True where the plan's search space has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alternatives:
-    """Of the unit that holds one operator."""
+    """Ways to treat the unit that holds one operator."""
 
     operator: str
     unit: str

@@ -28,7 +28,7 @@ class Case:
     plan: Plan | None
     """None: nothing fits."""
     why_not: str = ""
-    """What would fit."""
+    """Text of the error that says what would fit."""
 
 
 def what_if(
@@ -95,7 +95,7 @@ def what_if(
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
-    """What more memory saves: of two plans in the same micro-batches, searched alike."""
+    """Seconds that more memory saves between two plans in the same micro-batches, searched alike."""
 
     more_bytes: int
     step_time_s: float

@@ -1,4 +1,4 @@
-"""What two plans have in common, and what not: decisions, memory, time."""
+"""Differences between two plans: decisions, memory, time."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class Decided:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Of two plans."""
+    """Differences from one plan to another."""
 
     is_same_model: bool
-    """Whether both are for the same parameters."""
+    """True where both are for the same parameters."""
     decisions: tuple[Decided, ...]
     """Operators that are treated differently, in forward order."""
     settings: Mapping[str, tuple[Any, Any]]
@@ -56,7 +56,7 @@ class Difference:
 
 
 def compare_plans(before: Plan, after: Plan) -> Difference:
-    """What differs from one plan to another.
+    """Compares two plans.
 
     Operators are compared by mode, by when their gradients are reduced, by what their blocks do with what they save,
     and by what is gathered together with them.

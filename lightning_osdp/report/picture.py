@@ -146,7 +146,7 @@ def _told(plan: Plan) -> list[str]:
 
 
 def _units(plan: Plan) -> list[Unit]:
-    """Those that are drawn: with parameters, or all of a plan that was written by hand and holds no sizes."""
+    """Units that are drawn: those with parameters, or all of a plan that was written by hand and holds no sizes."""
     return [unit for unit in plan.units if unit.parameter_bytes > 0] or list(plan.units)
 
 

@@ -1,4 +1,4 @@
-"""What a plan says, in words: who is treated how, why, and what that is predicted to cost.
+"""Sentences on a plan: which unit is treated how, why, and what that is predicted to cost.
 
 Every reason is derived from the plan's own numbers (menus of units, the room under the limit), so that it can be given
 for a plan read from a file, too.
@@ -63,7 +63,7 @@ def name_units(units: Sequence[Unit], plan: Plan) -> str:
 
 
 def _holds_modules(unit: Unit, plan: Plan) -> bool:
-    """Whether the unit's operators are all that is inside its modules."""
+    """True where the unit's operators are all that is inside its modules."""
     modules = unit.modules or (unit.name,)
     others = (operator for other in plan.units if other is not unit for operator in other.operators)
     return all(is_inside(operator, modules) for operator in unit.operators) and not any(
@@ -72,7 +72,7 @@ def _holds_modules(unit: Unit, plan: Plan) -> bool:
 
 
 def is_inside(operator: str, modules: Iterable[str]) -> bool:
-    """Whether an operator is one of these modules, or inside one."""
+    """True where an operator is one of these modules, or inside one."""
     return any(f"{operator}.".startswith(f"{module}.") for module in modules)
 
 
@@ -142,7 +142,7 @@ def _if_kept(differences: Sequence[Cost], share: float, plan: Plan) -> str:
 
 
 def summarise(plan: Plan) -> list[tuple[str, str]]:
-    """What the plan as a whole is predicted to do: labels and sentences."""
+    """Labels and sentences on what the plan as a whole is predicted to do."""
     samples = plan.micro_batch_size * plan.num_micro_batches * plan.world_size
     limit = format_bytes(plan.memory_limit_bytes)
     if is_predicted(plan):
@@ -261,7 +261,7 @@ def tell_accumulation(plan: Plan, without: Plan) -> str:
 def wire_bytes(plan: Plan) -> float:
     """Bytes that one rank sends in an optimizer step of K micro-batches, with rings (OSDP, equation 2).
 
-    Of a unit's S bytes each collective sends (N-1)/N, and there are
+    Each collective sends (N-1)/N of a unit's S bytes, and there are
 
         ZDP, sync every   2 K all-gathers   K reduce-scatters
         ZDP, sync last    2 K all-gathers   1 reduce-scatter
@@ -286,7 +286,7 @@ def wire_bytes(plan: Plan) -> float:
 
 
 def _sent_share(collective: Collective | None, plan: Plan) -> float:
-    """Of a unit's bytes, the fraction that a rank sends in a collective."""
+    """Fraction of a unit's bytes that a rank sends in a collective."""
     ranks, node_size = plan.world_size, plan.node_size or plan.world_size
     if collective is None:
         return 0.0

@@ -29,7 +29,7 @@ from lightning_osdp.report.sentences import (
 )
 
 NEGLIGIBLE_SHARE = 0.01
-"""Of the measured peak: other tensors that take less are not worth a line."""
+"""Fraction of the measured peak below which other tensors are not worth a line."""
 _NOT_IN_PLAN = "not in the plan"
 _NOTHING: Mapping[str, str] = {}
 

@@ -42,8 +42,8 @@ def chrome_trace(plan: Plan, profile: ModelProfile, cluster: Cluster) -> dict[st
     """One optimizer step as `simulate` predicts it, as a JSON object for viewers of traces.
 
     Streams are threads of one process, the rank; memory is a counter of bytes by what they are, with the largest moment
-    at each instant. What the simulator does not go through (of many micro-batches all but the first, a steady and the
-    last one) is drawn like the steady one.
+    at each instant. Micro-batches that the simulator does not go through (all but the first, a steady and the last one)
+    are drawn like the steady one.
 
     Args:
         plan: of the step.

@@ -1,4 +1,4 @@
-"""What people choose by hand, as plans are judged: a unit for each block, all of them treated alike."""
+"""Configurations that people choose by hand, as plans are judged: a unit for each block, all treated alike."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _WAYS = {
     "offload": ", offloading activations",
     "recompute_offload": ", checkpointing, offloading inputs",
 }
-"""What all blocks do with what they save -> how a name then goes on."""
+"""Value of ``saves`` of all blocks -> how a name then goes on."""
 _ENGINE = FSDP2(asynchronous_unshard=False)
 """``fully_shard`` as it is by default: it prefetches in backward."""
 
@@ -43,7 +43,7 @@ class HandMade:
     num_micro_batches: int
     step_time_s: float
     samples_per_s: float
-    """Of all ranks."""
+    """Samples of all ranks."""
     peak_bytes: int
     fits: bool
     _make_plan: Callable[[], Plan] = field(repr=False, compare=False)

@@ -1,4 +1,4 @@
-"""What competes at one micro-batch size: the best treatments of each of the `structures`, and what people choose."""
+"""Competitors at one micro-batch size: the best treatments of each of the `structures`, and plans by hand."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Competition:
                 yield each, last
 
     def alike(self, settings: Sequence[Setting]) -> Iterator[tuple[Setting, Modes]]:
-        """What people choose by hand: all units in one mode, each a block where there are any, else an operator."""
+        """Plans by hand: all units in one mode, each a block where there are any, else an operator."""
         attempt = Attempt(settings=settings, space=self.space, memory_limit_bytes=self.memory_limit_bytes)
         for setting in [*blocks(attempt)] or settings:
             for each in self._keeping_and_recomputing(setting):
@@ -105,7 +105,7 @@ class Competition:
             yield setting.with_blocks(recomputing)
 
     def shared(self, setting: Setting, modes: Modes) -> tuple[Setting, Modes]:
-        """The same with units shared, where they may be."""
+        """Setting and modes with units shared, where they may be."""
         if not self.space.share_units:
             return setting, modes
         return share_units(setting, modes, memory_limit_bytes=self.memory_limit_bytes)

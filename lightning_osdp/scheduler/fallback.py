@@ -32,9 +32,9 @@ def freeable_bytes(plan: Plan) -> int:
 def with_less_memory(plan: Plan, wanted_bytes: int) -> Plan | None:
     """The plan with units sharded, their gradients reduced earlier, or blocks recomputing, until so much is freed.
 
-    What frees most bytes for a second goes first; something changes, but only what `check_change` allows. Step time
-    and peak are predicted from what the plan says of its units and blocks, so it need not be profiled again. None where
-    nothing is left to give up.
+    The change that frees most bytes for a second goes first; at least one is made, and `check_change` allows all. Step
+    time and peak are predicted from menus of units and blocks, so nothing need be profiled again. None where nothing is
+    left to give up.
     """
     lower, freed_bytes, lost_s = plan, 0.0, 0.0
     while freed_bytes < wanted_bytes or freed_bytes == 0:
@@ -65,7 +65,7 @@ def in_micro_batches(plan: Plan, workload: Workload) -> Plan:
 
 
 def _moves(plan: Plan) -> Iterator[_Move]:
-    """What can be given up: the value of an axis for the one that takes least memory, as units' menus price it.
+    """Changes of a value of an axis to the one that takes least memory, as units' menus price them.
 
     One rank keeps all units, and the root is kept.
     """
@@ -86,7 +86,7 @@ def _moved(plan: Plan, changed: Unit | Block) -> Plan:
     operators = [operator for unit in plan.units if unit.name for operator in unit.operators]
 
     def place(block: Block) -> int:
-        """Of the block's first operator."""
+        """Place of the block's first operator."""
         own = (i for i, name in enumerate(operators) if f"{name}.".startswith(f"{block.name}."))
         return next(own, len(operators))
 

@@ -1,4 +1,4 @@
-"""What to say where no plan fits: the limit, what is needed at least, by what, and what would help."""
+"""Text for where no plan fits: the limit, the bytes needed at least, by what, and what would help."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_osdp.cost import PeakMemory, Workload
 from lightning_osdp.scheduler.sweep import Sweep
 
 _MOST_MICRO_BATCHES = 2**16
-"""Of a step, in what is proposed."""
+"""Micro-batches of a step that is proposed, at most."""
 
 
 def why_infeasible(sweep: Sweep, micro_batch_size: int) -> str:
@@ -57,7 +57,7 @@ def why_infeasible(sweep: Sweep, micro_batch_size: int) -> str:
 
 
 def _divided(sweep: Sweep, workload: Workload) -> Workload | None:
-    """The same samples of a step in the largest micro-batches that fit; None if none do."""
+    """Workload with the same samples of a step in the largest micro-batches that fit; None if none do."""
     num_samples = workload.num_samples
     found = (
         Workload(micro_batch_size=num_samples // number, num_micro_batches=number)
@@ -68,10 +68,10 @@ def _divided(sweep: Sweep, workload: Workload) -> Workload | None:
 
 
 def _saving_less(setting: Setting, peak: PeakMemory, sweep: Sweep) -> str:
-    """What else would help where most of the peak is saved for backward, and does help; nothing where it is not."""
+    """Sentence on what helps where most of the peak is saved for backward; empty where it is not."""
     offered, has_blocks = sweep.competition.space.activations, bool(setting.unchanged.blocks)
     activations = peak.parts.get("activations", 0)
-    if has_blocks:  # what a block recomputes, or takes back, is workspace of its backward
+    if has_blocks:  # tensors that a block recomputes, or takes back, are workspace of its backward
         activations += peak.parts.get("workspace", 0)
     if activations <= peak.peak_bytes / 2:
         return ""

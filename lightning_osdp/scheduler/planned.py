@@ -1,4 +1,4 @@
-"""What was assigned, as a plan: the slices of an operator are one of its units."""
+"""Plans of assignments: the slices of an operator are one unit of a plan."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def _block(setting: Setting, block: BlockProfile, choice: str) -> Block:
 
 
 def _held_by_root(profile: ModelProfile, space: SearchSpace) -> str:
-    """What to say of operators that no unit but the root can have; nothing where they are small."""
+    """Note on operators that no unit but the root can have; empty where they are small."""
     held = [operator for operator in profile if operator.name and operator.enclosing == ("",)]
     held_bytes = sum(operator.gathered_bytes for operator in held)
     if held_bytes <= (SMALL_UNIT_BYTES if space.min_unit_bytes is None else space.min_unit_bytes):

@@ -39,10 +39,10 @@ class PlanMethod:
     search: str = "depth_first"
     """Name of a solver: ``depth_first``, ``greedy`` or ``exhaustive``."""
     cost_model: str = "simulate"
-    """What plans are judged by: ``simulate``, a step as ``fully_shard`` runs it, or ``paper``, the sums of equation 1
-    over operators."""
+    """Cost that plans are judged by: ``simulate``, a step as ``fully_shard`` runs it, or ``paper``, the sums of
+    equation 1 over operators."""
     blocks: Mapping[str, str] | None = None
-    """What blocks do with what they save, where that is not to be chosen; those that are not named then keep it."""
+    """Block -> what it does with what it saves, where that is not to be chosen; blocks without a name here keep it."""
 
     def __post_init__(self) -> None:
         if self.search not in SOLVERS:

@@ -2,8 +2,8 @@
 
 A structure says which modules are units, which blocks stand alone or have their treatment decided beforehand, and which
 operators are in slices. Each makes settings of those that there are, and the best treatments of each setting compete.
-Later structures ask what was found with earlier ones. Of those made after others have been found, units that share a
-mode may be made one, see `assign.merging`.
+Later structures ask what was found with earlier ones. Units that share a
+mode may be made one once others have been found, see `assign.merging`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Tried(NamedTuple):
 
 @dataclass(kw_only=True)
 class Attempt:
-    """What was given, and what has been found so far."""
+    """Settings that were given, and assignments found so far."""
 
     settings: Sequence[Setting]
     """A unit for each operator, with each setting of prefetching."""
@@ -42,11 +42,11 @@ class Attempt:
     found: list[Assignment] = field(default_factory=list)
     log: list[Tried] = field(default_factory=list)
     decided: list[Mapping[str, str]] = field(default_factory=list)
-    """What was decided of blocks in each setting that was tried."""
+    """Decisions on blocks in each setting that was tried."""
 
     @cached_property
     def is_fastest(self) -> bool:
-        """Whether nothing can be faster than what was found by the time of asking, as if memory were no concern."""
+        """True where nothing can be faster than what was found by the time of asking, as if memory were no concern."""
         fastest = min(self.found, key=attrgetter("step_time_s"), default=None)
         if fastest is None:
             return False
@@ -127,7 +127,7 @@ def inside_of_saving_blocks(attempt: Attempt) -> Iterator[Setting]:
 
 
 def slices_inside_of_saving_blocks(attempt: Attempt) -> Iterator[Setting]:
-    """The same, or all blocks, with some of the operators split: where only that makes them fit, too."""
+    """Blocks that save less as was found best, or all blocks, with some of the operators split."""
     setting = attempt.base
     every = [chosen for choice in attempt.space.activations if (chosen := all_blocks(setting, choice))]
     found = _found_blocks(attempt)
@@ -146,7 +146,7 @@ STRUCTURES = (
 """In the order in which they are tried."""
 
 SMALLER = (STRUCTURES[2], STRUCTURES[4], STRUCTURES[5])
-"""What may take fewer bytes than a unit for each operator, in the order in which it is looked for."""
+"""Structures that may take fewer bytes than a unit for each operator, in the order in which they are tried."""
 
 
 def all_blocks(setting: Setting, choice: str) -> dict[str, str]:
@@ -157,7 +157,7 @@ def all_blocks(setting: Setting, choice: str) -> dict[str, str]:
 
 
 def _found_blocks(attempt: Attempt) -> list[dict[str, str]]:
-    """What blocks do in what was found, where that was chosen."""
+    """Choices of blocks in the assignments found, where they were chosen."""
     if attempt.base.decided.blocks:
         return []
     found = (chosen_activations(one.setting, one.modes) for one in attempt.found)
@@ -165,7 +165,7 @@ def _found_blocks(attempt: Attempt) -> list[dict[str, str]]:
 
 
 def _split(attempt: Attempt, setting: Setting) -> Iterator[Setting]:
-    """The same with operators split, where that can help."""
+    """Settings with operators split, where that can help."""
     choices = attempt.space.slices
     if setting.cluster.world_size == 1 or len(choices) == 1:
         return

@@ -10,7 +10,7 @@ leaves open between two sizes is tried, until no size can be better by more than
 
 Where the samples of a step are given, the sizes are those that make them up in whole micro-batches, and all are tried.
 
-What competes at each size is in `competition`.
+Competitors at each size are in `competition`.
 
 References:
     OSDP (Jiang et al. 2022), equation 1 and algorithm 1. Deviation: the paper tries b = 1, 2, 3, ... up to the first
@@ -58,11 +58,11 @@ class Candidate:
 
     @property
     def most_samples_per_s(self) -> float:
-        """What no modes exceed at this size."""
+        """Samples/s that no modes exceed at this size."""
         return max(_samples_per_s(setting, bound_s) for setting, bound_s in self.bounds)
 
     def most_later(self, micro_batch_size: int) -> float:
-        """What no modes exceed at any larger size up to this one."""
+        """Samples/s that no modes exceed at any larger size up to this one."""
         size = micro_batch_size
         later = ((setting.at(size), bound_later_s(setting, s, micro_batch_size=size)) for setting, s in self.bounds)
         return max(_samples_per_s(setting, bound_s) for setting, bound_s in later)
@@ -94,12 +94,12 @@ class Sweep:
         return self.competition.smallest(self._of_size(micro_batch_size, num_micro_batches))
 
     def least_bytes(self, micro_batch_size: int, activations: Sequence[str]) -> int:
-        """What the smallest setting of this size needs if blocks may do this with what they save."""
+        """Bytes that the smallest setting of this size needs if blocks may do this with what they save."""
         offering = replace(self.competition, space=replace(self.competition.space, activations=tuple(activations)))
         return offering.smallest(self._of_size(micro_batch_size)).costs.least_bytes
 
     def fits(self, micro_batch_size: int, num_micro_batches: int | None = None) -> bool:
-        """Whether any assignment does; in as many micro-batches as the policy has it if their number is not given.
+        """True where any assignment fits, in as many micro-batches as the policy has it if their number is not given.
 
         Where units may be sharded in nodes the closed form is no bound, so what it has fit must do so as simulated.
         """
@@ -117,7 +117,7 @@ class Sweep:
         limit_bytes, settings = self.competition.memory_limit_bytes, self._of_size(micro_batch_size)
         found = self.competition.assigned(settings)
         filled = [fill_spare(min(found, key=_step_time_s), memory_limit_bytes=limit_bytes)] if found else []
-        # of several micro-batches the closed form may take what all units do alike for too much
+        # with several micro-batches the closed form may exceed the peak of modes that are equal in all units
         alike = self.competition.assigned_alike(settings, min(map(_step_time_s, filled), default=math.inf))
         if alike is not None:
             filled.append(fill_spare(alike, memory_limit_bytes=limit_bytes))
@@ -165,7 +165,7 @@ class Sweep:
             if promising is None or self._most_between(promising) <= self._best().samples_per_s * (1 + TOLERANCE):
                 break
             if self.candidate(sum(promising) // 2) is None:
-                break  # what is left open is in the gap
+                break  # sizes that are left open are in the gap
         return self._best() if self._candidates else None
 
     def _best_of(self, sizes: Sequence[int]) -> Candidate | None:
@@ -179,7 +179,7 @@ class Sweep:
 
     @property
     def most_samples_per_s(self) -> float:
-        """What no plan exceeds at any size that was tried, or lies between two of them."""
+        """Samples/s that no plan exceeds at any size that was tried, or lies between two of them."""
         tried = [candidate.most_samples_per_s for candidate in self._candidates.values()]
         return max([*tried, *map(self._most_between, self._open_sizes())])
 

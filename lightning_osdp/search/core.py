@@ -49,7 +49,7 @@ class CoreGroup(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Core:
-    """What remains to be searched."""
+    """Rest that remains to be searched."""
 
     base: tuple[int, ...]
     """Per group of the problem, the choice that its members take unless an option says otherwise."""

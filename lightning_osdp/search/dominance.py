@@ -1,4 +1,4 @@
-"""What can be left out of a search: dominated choices, and (for the LP) those above the lower convex hull.
+"""Choices that can be left out of a search: dominated ones, and (for the LP) those above the lower convex hull.
 
 A choice is dominated where another takes no more memory and no more time; some optimal solution uses none of them. On
 the *frontier* of the rest time falls with rising memory; on its *hull* every step also saves no more seconds per byte
@@ -34,7 +34,7 @@ def frontier(choices: Sequence[Choice]) -> list[int]:
 
 
 def hull(choices: Sequence[Choice], kept: Sequence[int]) -> list[int]:
-    """Those of the `frontier` of choices on its lower convex hull, time against memory, by rising memory.
+    """Indices of the `frontier` of choices on its lower convex hull, time against memory, by rising memory.
 
     Vertices on a straight line stay, to rounding: finer steps waste less memory in `greedy`.
 
@@ -70,7 +70,7 @@ class Skyline:
         self._times_s: list[float] = []
 
     def add(self, num_bytes: float, time_s: float) -> bool:
-        """Whether the point was not dominated by an earlier one; if so, it takes the place of those it dominates.
+        """True where the point was not dominated by an earlier one; if so, it takes the place of those it dominates.
 
         Example:
             >>> skyline = Skyline()

@@ -172,7 +172,7 @@ def _two_best_so_far(upgrades: list[_Move], counts: list[list[int]]) -> Iterator
 
 
 def _same_member(one: _Move, other: _Move, counts: list[list[int]]) -> bool:
-    """Whether both moves need the same, single member."""
+    """True where both moves need the same, single member."""
     return one.group == other.group and one.source == other.source and counts[one.group][one.source] < 2
 
 

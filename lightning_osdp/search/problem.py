@@ -101,7 +101,7 @@ class Solution:
     num_nodes: int = 0
     """Search-tree nodes visited."""
     is_cut_short: bool = False
-    """Whether the search ended at its node budget, before it had proven this assignment or found a better one."""
+    """True where the search ended at its node budget, before it had proven this assignment or found a better one."""
 
     @property
     def gap(self) -> float:
@@ -119,7 +119,7 @@ def certify(
 ) -> Solution:
     """An assignment that fits as a `Solution`, its time and bytes computed anew from the problem.
 
-    What rounding put of ``bound_s`` above the assignment's time is cut off.
+    A ``bound_s`` that rounding put above the assignment's time is cut off.
     """
     time_s, memory_bytes = problem.time_s(counts), problem.memory_bytes(counts)
     assert memory_bytes <= problem.budget_bytes, (memory_bytes, problem.budget_bytes)

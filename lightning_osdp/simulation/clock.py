@@ -28,15 +28,15 @@ class _Run:
     """A step in which all units are treated alike."""
 
     micro_batches: tuple[Mapping[int, tuple[Event, ...]], ...]
-    """Of each, the events that take time in each turn of the host."""
+    """Events of each that take time, by turn of the host."""
 
 
 _Turns = list[tuple[int, tuple[tuple[Event, ...], ...]]]
-"""Of each turn of the host, the unit that it is about, -1 for a segment, and its events by number of the effects."""
+"""Unit that each turn of the host is about, -1 for a segment, and its events by number of the effects."""
 
 
 class StepTime(NamedTuple):
-    """What was found of one choice of modes."""
+    """Seconds of one choice of modes."""
 
     time_s: float
     stalls_s: Mapping[int, float]
@@ -60,7 +60,7 @@ class StepClock:
         self._step = step
         self._number_of: dict[Treatment, int] = {}
         self._effects: list[Effects] = []
-        """What was asked for so far, by number."""
+        """Effects that were asked for so far, by number."""
         self._learn({FREED})
 
     def step(self, modes: Sequence[Treatment]) -> StepTime:
@@ -69,7 +69,7 @@ class StepClock:
             found = dict(zip(different, effects_in(self._step, [*different]), strict=True))
             self._learn(found.values())
             self._number_of |= {mode: self._effects.index(each) for mode, each in found.items()}
-        numbers = [*map(self._number_of.__getitem__, modes), 0]  # what belongs to no unit is the same in all
+        numbers = [*map(self._number_of.__getitem__, modes), 0]  # events that belong to no unit are the same in all
         timeline = timeline_of(self._with_activations(modes), self.cluster, self.engine)
         before: list[Event] = []
         for turns in self._turns:

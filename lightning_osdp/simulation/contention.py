@@ -27,7 +27,7 @@ class _Collective:
     event: Event
     micro_batch: int
     left_s: float
-    """Of its seconds as if nothing ran beside it."""
+    """Seconds that are left of it if nothing runs beside it."""
     after: _Collective | None
     """Another communicator's, which it waits for."""
     start_s: float | None = None
@@ -51,9 +51,9 @@ class ContendedTimeline(Timeline):
         )
         self._contention = contention
         self._queues: dict[str, deque[_Collective]] = {link: deque() for link in self.communicators_s}
-        """What each communicator has been asked for and has not done when computing has come to `compute_s`."""
+        """Collectives of each communicator that are not done when computing has come to `compute_s`."""
         self._running: list[_Collective] = []
-        """What communicators work on, one each, the one that is done first in front."""
+        """Collectives that run, one for each communicator, the one that is done first in front."""
         self._gathers: dict[int, _Collective] = {}
         """Unit -> its latest gather."""
         self._busy_since_s = 0.0
@@ -97,7 +97,7 @@ class ContendedTimeline(Timeline):
             self._end(issued, issued.start_s + issued.left_s)
             return
         issued.left_s -= alone_s
-        # what another communicator does has slowed computing already
+        # a collective of another communicator has slowed computing already
         slowdown = 1.0 if self._running else self._contention.computing
         needs_s = issued.left_s * self._contention.collectives
         passed_s = min(needs_s, beside_s * slowdown)

@@ -25,7 +25,7 @@ from lightning_osdp.simulation.timeline import Durations, Interval, Timeline
 
 @dataclass(frozen=True, kw_only=True)
 class StepEstimate:
-    """What one optimizer step is predicted to take on one rank."""
+    """Predicted time and memory of one optimizer step on one rank."""
 
     time_s: float
     compute_s: float
@@ -33,13 +33,13 @@ class StepEstimate:
     communication_s: float
     """Collectives, hidden behind computing or not."""
     overhead_s: float
-    """What the runtime takes for its units."""
+    """Seconds that the runtime takes for its units."""
     contention_s: float = 0.0
-    """What both of these take longer because collectives run beside them, see `Cluster.contention`."""
+    """Seconds by which both of these take longer because collectives run beside them, see `Cluster.contention`."""
     peak: PeakMemory
     """The largest moment: bytes, phase, operator, and what the bytes consist of."""
     reserved_bytes: int = 0
-    """What CUDA's allocator reserves for it at least, see `reserved_by`."""
+    """Bytes that CUDA's allocator reserves for it at least, see `reserved_by`."""
     evaluation_bytes: int = 0
     """Peak of an evaluation with batches of as many samples."""
     saving_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class StepEstimate:
     """Memory over time: seconds from the start of the step, and what is alive then, in the micro-batches that were gone
     through: the first, a steady and the last one."""
     intervals: tuple[Interval, ...] = ()
-    """What computing and the communicator do, and when, in the micro-batches that were simulated."""
+    """Events of computing and of the communicators, with their times, in the micro-batches that were simulated."""
 
     @property
     def exposed_communication_s(self) -> float:
@@ -62,8 +62,8 @@ def simulate_step(
 ) -> StepEstimate:
     """Goes through one optimizer step.
 
-    What blocks do by their modes comes on top of what the profile has of it. Memory is this rank's, or that of the rank
-    that holds most.
+    Effects of blocks by their modes come on top of those that the profile has. Memory is this rank's, or that of the
+    rank that holds most.
     """
     step = in_modes(step, modes)
     num_micro_batches = step.workload.num_micro_batches
@@ -108,7 +108,7 @@ def simulate_step(
 def reserved_by(moments: Sequence[Moment]) -> float:
     """Bytes that a caching allocator with a pool for each stream has reserved after these moments.
 
-    What one stream has freed is not given to another before memory runs out, so each stream's largest moment counts.
+    Memory that one stream has freed is not given to another before all runs out, so each stream's largest moment counts.
     ``fully_shard`` fills the buffers of synchronous all-gathers in one stream, leaves reduced gradients in that of
     reduce-scatters, and allocates all else in the stream that computes. (The result of a reduce-scatter that is going
     on is counted there, too.) What is lost to rounding and fragmentation comes on top.

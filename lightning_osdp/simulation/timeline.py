@@ -27,7 +27,7 @@ COMPUTE, COMMUNICATION = "compute", "communication"
 
 
 class Interval(NamedTuple):
-    """What a resource does from when to when, in seconds from the start of the step."""
+    """Event of a resource from when to when, in seconds from the start of the step."""
 
     resource: str
     event: Event
@@ -62,7 +62,7 @@ class Timeline:
         self.ends_s = [0.0]
         """When the micro-batches so far were done."""
         self.slowed_s = 0.0
-        """Of computing: what it takes longer for collectives that run beside it."""
+        """Seconds by which computing takes longer for collectives that run beside it."""
         self._slowed_s = [0.0]
         self.stalls_s: dict[int, float] = {}
         """Unit -> seconds for which computing waited for its latest gather: that of backward, once that is over."""
@@ -153,7 +153,7 @@ class Timeline:
         return _continued(self.ends_s, num_micro_batches)
 
     def total_slowed_s(self, num_micro_batches: int) -> float:
-        """Of these, what computing takes longer for collectives that run beside it."""
+        """Seconds of these micro-batches by which computing takes longer for collectives that run beside it."""
         return _continued(self._slowed_s, num_micro_batches)
 
     def _may_gather_s(self) -> float:

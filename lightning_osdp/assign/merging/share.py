@@ -1,8 +1,8 @@
 """Adjacent units of one mode made one unit, where the module tree allows it, it saves time, and it still fits.
 
 A unit costs latency and overhead of its own in every micro-batch; one that wraps a whole block costs them once. It
-also gathers and reduces the whole block at once, so every step of the way is checked against the exact peak. What is
-never merged is a stack: a module with two equal modules inside that hold several operators each. Its units are what
+also gathers and reduces the whole block at once, so every step of the way is checked against the exact peak. A stack
+is never merged: a module with two equal modules inside that hold several operators each. Its units are what
 communication and computation overlap by, where they do.
 
 This is outside the space that the certified gap is about: it can only make a plan faster than that bound.
@@ -59,10 +59,10 @@ class _Block(NamedTuple):
 
     name: str
     mode: Treatment
-    """Of all its units."""
+    """Mode of all its units."""
     structure: Hashable
     place: int
-    """Of its first unit, among all units."""
+    """Place of its first unit among all units."""
 
 
 def _together(blocks: Sequence[_Block], num_units: int) -> Iterator[tuple[Treatment, list[str]]]:
@@ -81,12 +81,12 @@ def kinds_or_parts(kinds: Sequence[Hashable], places: Sequence[int], num_units: 
 
 
 def _shared_mode(setting: Setting, modes: Modes, units: Sequence[int], most_bytes: float) -> Treatment | None:
-    """Of a block with these units; None where they differ in mode, are one already, hold too much or recompute."""
+    """Mode of a block with these units; None where they differ in mode, are one already, hold too much or recompute."""
     chosen = {modes[index] for index in units}
     if len(units) < 2 or len(chosen) > 1 or sum(setting.units[i].gathered_bytes for i in units) > most_bytes:
         return None
     mode = chosen.pop()
-    return None if "saves" in mode else mode  # what recomputes is a block by itself
+    return None if "saves" in mode else mode  # a block that recomputes is a unit by itself
 
 
 def _share(

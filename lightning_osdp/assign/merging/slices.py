@@ -1,6 +1,6 @@
 """Operators split into more and more slices, as long as that lowers the peak that nothing else can lower.
 
-What binds is the largest moment of a step in which every unit takes its smallest option: an operator that runs then, or
+The largest moment of a step in which every unit takes its smallest option binds: an operator that runs then, or
 one that is gathered beside it, is split further, and with it all operators equal to it. Each slice is a unit of its
 own, which costs latency and overhead, so slices compete with whole operators by the predicted step time.
 """
@@ -22,7 +22,7 @@ MAX_STEPS = 24
 """Times that a group of equal operators is split further."""
 
 MAX_IN_VAIN = 3
-"""Of these, one after the other without a lower peak: several operators may bind at once."""
+"""Steps in a row without a lower peak: several operators may bind at once."""
 
 
 def ever_more_slices(setting: Setting, choices: Sequence[int]) -> Iterator[Setting]:
