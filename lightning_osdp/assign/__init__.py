@@ -8,7 +8,7 @@ bounds every plan from below, and `repair` makes plans of the solutions that vio
 """
 
 from lightning_osdp.assign.additive import NO_GAIN, Modes
-from lightning_osdp.assign.assign import Assignment, assign_modes, assigned_as, bound_later_s, fill_spare
+from lightning_osdp.assign.assign import Assignment, assign_modes, assignment_of, bound_later_s, fill_spare
 from lightning_osdp.assign.menu import applicable
 from lightning_osdp.assign.merging.blocks import block_units, chosen_activations
 from lightning_osdp.assign.merging.join import join_units
@@ -27,7 +27,7 @@ __all__ = [
     "as_far_as_fits",
     "assign_ahead",
     "assign_modes",
-    "assigned_as",
+    "assignment_of",
     "block_units",
     "bound_later_s",
     "chosen_activations",

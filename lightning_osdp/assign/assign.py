@@ -71,7 +71,7 @@ def _retains(found: Assignment) -> bool:
     return any(mode.needs_nodes for mode in found.modes)
 
 
-def assigned_as(setting: Setting, modes: Modes, *, bound_s: float | None) -> Assignment:
+def assignment_of(setting: Setting, modes: Modes, *, bound_s: float | None) -> Assignment:
     """These modes, which fit, with what they cost, bytes as simulated.
 
     No other assignment is faster than ``bound_s``; None: it is as if memory were no concern.

@@ -38,16 +38,16 @@ ENOUGH = 1e-3
 
 def solve_overlapped(setting: Setting, rooms: Sequence[float], *, search: str, worth_s: float) -> Solved:
     """As `solve`, where the cluster overlaps; modes that cannot be faster than ``worth_s`` are not improved."""
-    found = _Found(setting, rooms)
-    found.offer(_solve(setting.costs.additive, rooms, search).modes)
-    bound_s = _bound_s(found, search)
+    incumbent = _Incumbent(setting, rooms)
+    incumbent.offer(_solve(setting.costs.additive, rooms, search).modes)
+    bound_s = _bound_s(incumbent, search)
     while bound_s < worth_s:
-        _free(found)
-        if found.time_s <= bound_s * (1 + ENOUGH):
+        _free(incumbent)
+        if incumbent.time_s <= bound_s * (1 + ENOUGH):
             break
-        if not (found.improve(_relieved(found)) or found.improve(_replaced(found))):
+        if not (incumbent.improve(_relieved(incumbent)) or incumbent.improve(_replaced(incumbent))):
             break
-    return Solved(modes=found.modes, time_s=found.time_s, bound_s=min(bound_s, found.time_s))
+    return Solved(modes=incumbent.modes, time_s=incumbent.time_s, bound_s=min(bound_s, incumbent.time_s))
 
 
 def _solve(problem: Additive, rooms: Sequence[float], search: str) -> Solved:
@@ -58,22 +58,22 @@ def _solve(problem: Additive, rooms: Sequence[float], search: str) -> Solved:
     return solved
 
 
-def _bound_s(found: _Found, search: str) -> float:
+def _bound_s(incumbent: _Incumbent, search: str) -> float:
     """The largest bound of a few paths; the modes that make them short are offered, too."""
-    paths, tried, bound_s = Paths(found.setting), set[Path](), 0.0
-    latest = found.modes
+    paths, tried, bound_s = Paths(incumbent.setting), set[Path](), 0.0
+    latest = incumbent.modes
     while len(tried) < MAX_PATHS:
-        path = next((each for each in map(paths.longest, (found.modes, latest)) if each not in tried), None)
+        path = next((each for each in map(paths.longest, (incumbent.modes, latest)) if each not in tried), None)
         if path is None:
             break
         tried.add(path)
-        solved = _solve(paths.at(path), found.rooms, search)
+        solved = _solve(paths.at(path), incumbent.rooms, search)
         bound_s, latest = max(bound_s, solved.bound_s), solved.modes
-        found.offer(latest)
+        incumbent.offer(latest)
     return bound_s
 
 
-class _Found:
+class _Incumbent:
     """The best modes so far, and how many more may be simulated."""
 
     def __init__(self, setting: Setting, rooms: Sequence[float]) -> None:
@@ -113,25 +113,25 @@ class _Found:
         return tuple(dict.fromkeys(fastest))
 
 
-def _relieved(found: _Found) -> Iterator[Modes]:
+def _relieved(incumbent: _Incumbent) -> Iterator[Modes]:
     """Units for which computing waits, or those gathered just before, are kept: as well, or in place of another one."""
-    options, modes, order = found.problem.options, found.modes, found.problem.memory.order
-    places = [place for place, unit in enumerate(order) if found.stalls_s.get(unit, 0.0) > 0]
-    places.sort(key=lambda place: -found.stalls_s[order[place]])
+    options, modes, order = incumbent.problem.options, incumbent.modes, incumbent.problem.memory.order
+    places = [place for place, unit in enumerate(order) if incumbent.stalls_s.get(unit, 0.0) > 0]
+    places.sort(key=lambda place: -incumbent.stalls_s[order[place]])
     near = dict.fromkeys(each for place in places[:MAX_STALLED] for each in (place, place + 1) if each < len(order))
-    freed = [(place, mode) for place in near for mode in found.kept(order[place]) if mode != modes[order[place]]]
+    freed = [(place, mode) for place in near for mode in incumbent.kept(order[place]) if mode != modes[order[place]]]
     for place, mode in freed:
-        yield found.with_modes({order[place]: mode})
+        yield incumbent.with_modes({order[place]: mode})
     kept = [place for place, unit in enumerate(order) if modes[unit] is not options[unit][0]]
     for place, mode in freed:
         for _, other in sorted((abs(other - place), order[other]) for other in kept)[:MAX_EXCHANGED]:
-            yield found.with_modes({order[place]: mode} | {other: options[other][0]})
+            yield incumbent.with_modes({order[place]: mode} | {other: options[other][0]})
 
 
-def _replaced(found: _Found) -> Iterator[Modes]:
+def _replaced(incumbent: _Incumbent) -> Iterator[Modes]:
     """All that there is room for; then, of equal units, the first ones or as many in even distances, not the last."""
-    problem, modes = found.problem, found.modes
-    yield fill(problem, modes, found.rooms)
+    problem, modes = incumbent.problem, incumbent.modes
+    yield fill(problem, modes, incumbent.rooms)
     groups: dict[tuple[object, ...], list[int]] = {}
     for unit, num_bytes in zip(problem.memory.order, problem.memory.gathered_bytes, strict=True):
         seconds = (problem.times_s[unit][mode] for mode in problem.options[unit])
@@ -140,18 +140,18 @@ def _replaced(found: _Found) -> Iterator[Modes]:
         count = sum(modes[unit] is not problem.options[unit][0] for unit in units)
         if 0 < count < len(units):
             for chosen in (units[:count], [units[index * len(units) // count] for index in range(count)]):
-                for way in range(max(len(found.kept(unit)) for unit in chosen)):
-                    kept = {unit: found.kept(unit)[way % len(found.kept(unit))] for unit in chosen}
-                    yield found.with_modes({unit: problem.options[unit][0] for unit in units} | kept)
+                for way in range(max(len(incumbent.kept(unit)) for unit in chosen)):
+                    kept = {unit: incumbent.kept(unit)[way % len(incumbent.kept(unit))] for unit in chosen}
+                    yield incumbent.with_modes({unit: problem.options[unit][0] for unit in units} | kept)
 
 
-def _free(found: _Found) -> None:
+def _free(incumbent: _Incumbent) -> None:
     """Frees what is kept for nothing: everything, or one half and then the other, and so on."""
-    kept = [unit for unit, options in enumerate(found.problem.options) if found.modes[unit] is not options[0]]
-    chunks, num_left = [kept] if kept else [], found.num_left - MAX_FREED
-    while chunks and found.num_left > max(0, num_left):
+    kept = [unit for unit, options in enumerate(incumbent.problem.options) if incumbent.modes[unit] is not options[0]]
+    chunks, num_left = [kept] if kept else [], incumbent.num_left - MAX_FREED
+    while chunks and incumbent.num_left > max(0, num_left):
         chunk = chunks.pop()
-        freed = found.with_modes({unit: found.problem.options[unit][0] for unit in chunk})
-        if not found.offer(freed, slack=NO_GAIN) and len(chunk) > 1:
+        freed = incumbent.with_modes({unit: incumbent.problem.options[unit][0] for unit in chunk})
+        if not incumbent.offer(freed, slack=NO_GAIN) and len(chunk) > 1:
             middle = len(chunk) // 2
             chunks += [chunk[middle:], chunk[:middle]]

@@ -31,12 +31,12 @@ def assign_ahead(setting: Setting, *, memory_limit_bytes: int, search: str, wort
     The setting has every unit gathered ahead that may be, that of the assignment what fits; the other arguments are
     those of `assign_modes`. None if none fits.
     """
-    ideal, costs = setting.ideal, setting.costs
+    relaxed, costs = setting.ahead_for_free, setting.costs
     fits = costs.peak(costs.least_memory_modes).peak_bytes <= memory_limit_bytes
     # nothing is worth improving where only the bound is asked for
-    worth_ideal_s = 0.0 if fits and ideal is not setting else worth_s
-    best = assign_modes(ideal, memory_limit_bytes=memory_limit_bytes, search=search, worth_s=worth_ideal_s)
-    if best is None or ideal is setting:
+    worth_relaxed_s = 0.0 if fits and relaxed is not setting else worth_s
+    best = assign_modes(relaxed, memory_limit_bytes=memory_limit_bytes, search=search, worth_s=worth_relaxed_s)
+    if best is None or relaxed is setting:
         return best
     if fits:
         found = assign_modes(setting, memory_limit_bytes=memory_limit_bytes, search=search, worth_s=worth_s)
@@ -54,8 +54,8 @@ def as_far_as_fits(setting: Setting, modes: Modes, *, memory_limit_bytes: int) -
 
     None where not even none do.
     """
-    engine, frugal = setting.engine, setting.frugal or setting.engine
-    may = (engine.forward_prefetch != frugal.forward_prefetch, engine.backward_prefetch != frugal.backward_prefetch)
+    engine, least = setting.engine, setting.least_ahead or setting.engine
+    may = (engine.forward_prefetch != least.forward_prefetch, engine.backward_prefetch != least.backward_prefetch)
     late: list[list[str]] = [[], []]
     for _ in range(_MAX_ROUNDS):
         setting = replace(setting, engine=engine.gathering_late(late[False], late[True]))

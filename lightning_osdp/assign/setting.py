@@ -44,8 +44,8 @@ class Variants:
         key = (setting.units, setting.activations, what)
         if key not in self._made:
             self._made[key] = tuple(make())
-        own = {name: getattr(setting, name) for name in ("workload", "modes", "engine", "frugal", "counts_frugal")}
-        return [replace(each, **own) for each in self._made[key]]
+        names = ("workload", "modes", "engine", "least_ahead", "counts_least_ahead")
+        return [replace(each, **{name: getattr(setting, name) for name in names}) for each in self._made[key]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +71,11 @@ class Setting(Step):
     decided: Decided = Decided()
     engine: FSDP2 = DEFAULT
     """Engine that runs the step, with nothing left to choose of its settings."""
-    frugal: FSDP2 | None = None
+    least_ahead: FSDP2 | None = None
     """The engine with as little gathered ahead as may be, see `FSDP2.without_prefetch`; None: it is `engine`."""
-    counts_frugal: bool = False
-    """True where bytes are those under `frugal`, and only seconds those under `engine`: nothing between the two is both
-    faster and smaller."""
+    counts_least_ahead: bool = False
+    """True where bytes are those under `least_ahead`, and only seconds those under `engine`: nothing between the two is
+    both faster and smaller."""
     cost_model: str = "simulate"
     """``simulate``: the step as the engine runs it. ``paper``: the sums of equation 1."""
     variants: Variants = field(default_factory=Variants, compare=False, repr=False)
@@ -129,22 +129,22 @@ class Setting(Step):
     @property
     def bytes_engine(self) -> FSDP2:
         """The engine whose bytes count."""
-        return self.frugal if self.counts_frugal and self.frugal is not None else self.engine
+        return self.least_ahead if self.counts_least_ahead and self.least_ahead is not None else self.engine
 
     @property
     def all_ahead(self) -> Setting:
         """Setting with every unit gathered ahead that may be; itself where that is so already."""
         engine = self.engine.all_ahead
-        if engine == self.engine and not self.counts_frugal:
+        if engine == self.engine and not self.counts_least_ahead:
             return self
-        return replace(self, engine=engine, counts_frugal=False)
+        return replace(self, engine=engine, counts_least_ahead=False)
 
     @cached_property
-    def ideal(self) -> Setting:
+    def ahead_for_free(self) -> Setting:
         """Setting with every unit gathered ahead that may be, and no memory for that: it bounds all in between."""
-        if self.frugal in {None, self.engine}:
+        if self.least_ahead in {None, self.engine}:
             return self
-        return replace(self, engine=self.engine.all_ahead, counts_frugal=True)
+        return replace(self, engine=self.engine.all_ahead, counts_least_ahead=True)
 
     @property
     def is_paper(self) -> bool:
@@ -237,7 +237,7 @@ class Costs:
             )
         return (*(float(f"{seconds:.9g}") for seconds in own), *(round(num_bytes, 3) for num_bytes in held))
 
-    def alike(self) -> Iterator[Modes]:
+    def uniform_modes(self) -> Iterator[Modes]:
         """Each of the modes that are offered for all units alike, as far as they may be; so people choose by hand."""
 
         def of(unit: UnitProfile, options: Modes, mode: Treatment) -> Treatment:
@@ -333,4 +333,4 @@ class Costs:
     @property
     def least_bytes(self) -> int:
         """Bytes that the step needs in the modes with the least memory, and with as little gathered ahead as may be."""
-        return self._setting.ideal.costs.peak(self.least_memory_modes).peak_bytes
+        return self._setting.ahead_for_free.costs.peak(self.least_memory_modes).peak_bytes

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from lightning_osdp.assign import Setting, assigned_as, block_units
+from lightning_osdp.assign import Setting, assignment_of, block_units
 from lightning_osdp.core.axes import DP, HDP, HSDP, KEEP, ZDP, modes_of
 from lightning_osdp.core.batch_policy import MOST_SAMPLES, BatchPolicy, largest_fitting
 from lightning_osdp.core.cluster import Cluster
@@ -124,7 +124,7 @@ def _best(name: str, setting: Setting, memory_limit_bytes: int, policy: BatchPol
 
     def fits(size: int) -> bool:
         costs = at(size).costs
-        return any(costs.exact_peak(modes).peak_bytes <= memory_limit_bytes for modes in costs.alike())
+        return any(costs.exact_peak(modes).peak_bytes <= memory_limit_bytes for modes in costs.uniform_modes())
 
     most = policy.max_micro_batch_size or MOST_SAMPLES
     sizes = policy.micro_batch_sizes or (max(1, largest_fitting(fits, most)),)
@@ -137,8 +137,8 @@ def _best(name: str, setting: Setting, memory_limit_bytes: int, policy: BatchPol
 
 def _with_and_without_no_sync(name: str, setting: Setting, memory_limit_bytes: int) -> Iterator[HandMade]:
     costs, workload = setting.costs, setting.workload
-    for modes in costs.alike():
-        found = assigned_as(setting, modes, bound_s=0.0)
+    for modes in costs.uniform_modes():
+        found = assignment_of(setting, modes, bound_s=0.0)
         names = dict.fromkeys(mode.name for mode in modes[1:] or modes)
         space = SearchSpace(modes=tuple(names), slices=(1,), activations=(KEEP,))
         yield HandMade(

@@ -15,7 +15,7 @@ from lightning_osdp.assign import (
     Setting,
     as_far_as_fits,
     assign_ahead,
-    assigned_as,
+    assignment_of,
     join_units,
     share_units,
 )
@@ -50,7 +50,7 @@ class Competition:
             if best.costs.least_bytes <= self.memory_limit_bytes:
                 break
             best = min((best, *structure.make(attempt)), key=_least_bytes)
-        return best.ideal
+        return best.ahead_for_free
 
     def assigned(self, settings: Sequence[Setting]) -> list[Assignment]:
         """The best modes of each structure that fits; which were tried is in `Attempt.log`."""
@@ -58,9 +58,9 @@ class Competition:
         for structure in STRUCTURES:
             for setting in structure.make(attempt) if structure.is_worth_it(attempt) else ():
                 if len(attempt.log) < MOST_TRIED:
-                    attempt.note(structure, setting, self._assigned(setting, attempt.found))
+                    attempt.note(structure, setting, self._assigned(setting, attempt.assignments))
         _log.debug("tried at micro-batch %d: %s", settings[0].workload.micro_batch_size, attempt.log)
-        return attempt.found
+        return attempt.assignments
 
     def plain(self, setting: Setting) -> Iterator[tuple[Setting, Modes]]:
         """Plain FSDP: nothing is kept after forward, and activations are kept or blocks recompute all of them.
@@ -75,25 +75,25 @@ class Competition:
             if last != each.all_zdp_modes:
                 yield each, last
 
-    def alike(self, settings: Sequence[Setting]) -> Iterator[tuple[Setting, Modes]]:
+    def uniform(self, settings: Sequence[Setting]) -> Iterator[tuple[Setting, Modes]]:
         """Plans by hand: all units in one mode, each a block where there are any, else an operator."""
         attempt = Attempt(settings=settings, space=self.space, memory_limit_bytes=self.memory_limit_bytes)
         for setting in [*blocks(attempt)] or settings:
             for each in self._keeping_and_recomputing(setting):
-                yield from ((each, modes) for modes in each.costs.alike())
+                yield from ((each, modes) for modes in each.costs.uniform_modes())
 
-    def assigned_alike(self, settings: Sequence[Setting], worth_s: float) -> Assignment | None:
+    def best_uniform(self, settings: Sequence[Setting], worth_s: float) -> Assignment | None:
         """The fastest of these that fits, where it takes less than ``worth_s``."""
-        timed = [(setting.costs.step_time_s(modes), setting, modes) for setting, modes in self.alike(settings)]
+        timed = [(setting.costs.step_time_s(modes), setting, modes) for setting, modes in self.uniform(settings)]
         best: Assignment | None = None
         for time_s, setting, modes in sorted(timed, key=itemgetter(0)):
             if time_s >= worth_s * (1 - NO_GAIN):
                 break
-            if setting.ideal.costs.exact_peak(modes).peak_bytes > self.memory_limit_bytes:
+            if setting.ahead_for_free.costs.exact_peak(modes).peak_bytes > self.memory_limit_bytes:
                 continue
             chosen = as_far_as_fits(setting, modes, memory_limit_bytes=self.memory_limit_bytes)
             if chosen is not None and chosen.costs.step_time_s(modes) < worth_s * (1 - NO_GAIN):
-                best = assigned_as(chosen, modes, bound_s=None)
+                best = assignment_of(chosen, modes, bound_s=None)
                 worth_s = best.step_time_s
         return best
 
@@ -122,7 +122,7 @@ class Competition:
             return []
         found = [assigned]
         # where not all fits that may be gathered ahead, units are shared as if that took no memory
-        base = setting if assigned.setting.engine == setting.engine else setting.ideal
+        base = setting if assigned.setting.engine == setting.engine else setting.ahead_for_free
         for modes in (assigned.modes, setting.costs.least_memory_modes) if self.space.share_units else ():
             shared = self.shared(base, modes)
             for merged, modes_of_merged in (shared, join_units(*shared, memory_limit_bytes=self.memory_limit_bytes)):
@@ -141,5 +141,5 @@ class Competition:
         if time_s < worth_s and (again is None or time_s < again.step_time_s * (1 - NO_GAIN)):
             chosen = as_far_as_fits(setting, modes, memory_limit_bytes=self.memory_limit_bytes)
             if chosen is not None:
-                found.append(assigned_as(chosen, modes, bound_s=None if again is None else again.bound_s))
+                found.append(assignment_of(chosen, modes, bound_s=None if again is None else again.bound_s))
         return found

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_osdp.assign import Decided, Modes, Setting, assigned_as
+from lightning_osdp.assign import Decided, Modes, Setting, assignment_of
 from lightning_osdp.core.axes import KEEP, modes_of
 from lightning_osdp.core.batch_policy import BatchPolicy
 from lightning_osdp.core.cluster import Cluster
@@ -108,7 +108,7 @@ def make_plan(
         space = dataclasses.replace(space, activations=(KEEP,))
     sweep = Sweep(
         [
-            dataclasses.replace(first, engine=each, frugal=engine.without_prefetch(each))
+            dataclasses.replace(first, engine=each, least_ahead=engine.without_prefetch(each))
             for each in engine.alternatives(overlaps=first.overlaps)
         ],
         Competition(memory_limit_bytes=memory_limit_bytes, search=method.search, space=space),
@@ -153,7 +153,7 @@ def judge_plan(plan: Plan, profile: ModelProfile, cluster: Cluster, *, memory_li
             num_slices={unit.name: unit.num_slices for unit in plan.units if unit.num_slices > 1},
         ),
     )
-    assigned = assigned_as(setting, modes, bound_s=setting.costs.step_time_s(modes) / (1 + plan.gap))
+    assigned = assignment_of(setting, modes, bound_s=setting.costs.step_time_s(modes) / (1 + plan.gap))
     plain = dataclasses.replace(
         setting,
         profile=profile,

@@ -39,7 +39,7 @@ class Attempt:
     """A unit for each operator, with each setting of prefetching."""
     space: SearchSpace
     memory_limit_bytes: int
-    found: list[Assignment] = field(default_factory=list)
+    assignments: list[Assignment] = field(default_factory=list)
     log: list[Tried] = field(default_factory=list)
     decided: list[Mapping[str, str]] = field(default_factory=list)
     """Decisions on blocks in each setting that was tried."""
@@ -47,7 +47,7 @@ class Attempt:
     @cached_property
     def is_fastest(self) -> bool:
         """True where nothing can be faster than what was found by the time of asking, as if memory were no concern."""
-        fastest = min(self.found, key=attrgetter("step_time_s"), default=None)
+        fastest = min(self.assignments, key=attrgetter("step_time_s"), default=None)
         if fastest is None:
             return False
         costs = fastest.setting.all_ahead.costs
@@ -56,14 +56,14 @@ class Attempt:
     @cached_property
     def base(self) -> Setting:
         """A unit for each operator, with the prefetching of the fastest that was found when it is first asked for."""
-        fastest = min(self.found, key=attrgetter("step_time_s"), default=None)
+        fastest = min(self.assignments, key=attrgetter("step_time_s"), default=None)
         engine = None if fastest is None else fastest.setting.all_ahead.engine
         smallest = min(self.settings, key=attrgetter("costs.least_bytes"))
         return next((each for each in self.settings if each.engine == engine), smallest)
 
     def note(self, structure: Structure, setting: Setting, assigned: Sequence[Assignment]) -> None:
         """Takes what was found with a setting."""
-        self.found += assigned
+        self.assignments += assigned
         self.decided.append(setting.decided.blocks)
         time_s = min((each.step_time_s for each in assigned), default=None)
         self.log.append(Tried(structure.name, len(setting.units), time_s))
@@ -160,7 +160,7 @@ def _found_blocks(attempt: Attempt) -> list[dict[str, str]]:
     """Choices of blocks in the assignments found, where they were chosen."""
     if attempt.base.decided.blocks:
         return []
-    found = (chosen_activations(one.setting, one.modes) for one in attempt.found)
+    found = (chosen_activations(one.setting, one.modes) for one in attempt.assignments)
     return [*{tuple(chosen.items()): chosen for chosen in found if chosen}.values()]
 
 

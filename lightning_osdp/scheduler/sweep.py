@@ -107,8 +107,8 @@ class Sweep:
         costs = self.smallest(micro_batch_size, num_micro_batches).costs
         if costs.least_bytes <= limit_bytes and costs.exact_peak(costs.least_memory_modes).peak_bytes <= limit_bytes:
             return True
-        alike = self.competition.alike(self._of_size(micro_batch_size, num_micro_batches))
-        return any(each.ideal.costs.exact_peak(modes).peak_bytes <= limit_bytes for each, modes in alike)
+        uniform = self.competition.uniform(self._of_size(micro_batch_size, num_micro_batches))
+        return any(each.ahead_for_free.costs.exact_peak(modes).peak_bytes <= limit_bytes for each, modes in uniform)
 
     def candidate(self, micro_batch_size: int) -> Candidate | None:
         """Best assignment at this size; None if none fits."""
@@ -118,10 +118,10 @@ class Sweep:
         found = self.competition.assigned(settings)
         filled = [fill_spare(min(found, key=_step_time_s), memory_limit_bytes=limit_bytes)] if found else []
         # with several micro-batches the closed form may exceed the peak of modes that are equal in all units
-        alike = self.competition.assigned_alike(settings, min(map(_step_time_s, filled), default=math.inf))
-        if alike is not None:
-            filled.append(fill_spare(alike, memory_limit_bytes=limit_bytes))
-            found = found or [alike]
+        uniform = self.competition.best_uniform(settings, min(map(_step_time_s, filled), default=math.inf))
+        if uniform is not None:
+            filled.append(fill_spare(uniform, memory_limit_bytes=limit_bytes))
+            found = found or [uniform]
         if not filled:
             return None
         assigned = min(filled, key=_step_time_s)

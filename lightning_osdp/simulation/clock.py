@@ -169,12 +169,12 @@ def _joined(runs: tuple[_Run, ...], num_segments: int) -> tuple[list[_Turns], Ma
     """
     found: list[_Turns] = []
     places: Mapping[str, list[int]] = {}
-    for alike in zip(*(run.micro_batches for run in runs), strict=True):
+    for same in zip(*(run.micro_batches for run in runs), strict=True):
         places = {kind: [*range(num_segments)] for kind in _SEGMENTS}
         joined: _Turns = []
         last: Event | None = None
         """The segment with which `joined` ends, if it does."""
-        for unit, ways in _merged(alike):
+        for unit, ways in _merged(same):
             event = ways[0][0] if unit < 0 else None
             if event is not None and last is not None and event.kind == last.kind:
                 places[event.kind][event.of] = last.of

@@ -108,7 +108,7 @@ def simulate_step(
 def reserved_by(moments: Sequence[Moment]) -> float:
     """Bytes that a caching allocator with a pool for each stream has reserved after these moments.
 
-    Memory that one stream has freed is not given to another before all runs out, so each stream's largest moment counts.
+    Memory that one stream has freed is given to no other before all runs out, so each stream's largest moment counts.
     ``fully_shard`` fills the buffers of synchronous all-gathers in one stream, leaves reduced gradients in that of
     reduce-scatters, and allocates all else in the stream that computes. (The result of a reduce-scatter that is going
     on is counted there, too.) What is lost to rounding and fragmentation comes on top.

@@ -22,7 +22,7 @@ ANY = FSDP2(backward_prefetch=AUTO, forward_prefetch=AUTO)
 def families(found, engine):
     """Settings that compete, each with everything gathered ahead that may be."""
     return [
-        dataclasses.replace(found, engine=each, frugal=engine.without_prefetch(each))
+        dataclasses.replace(found, engine=each, least_ahead=engine.without_prefetch(each))
         for each in engine.alternatives(overlaps=True)
     ]
 
@@ -35,11 +35,11 @@ def with_lists(family):
     """All settings between what is gathered ahead at most and at least."""
     names = [unit.name for unit in family.units if not unit.is_root]
     none = [()]
-    forward = subsets(names) if family.engine.forward_prefetch != family.frugal.forward_prefetch else none
-    backward = list(subsets(names)) if family.engine.backward_prefetch != family.frugal.backward_prefetch else none
+    forward = subsets(names) if family.engine.forward_prefetch != family.least_ahead.forward_prefetch else none
+    backward = list(subsets(names)) if family.engine.backward_prefetch != family.least_ahead.backward_prefetch else none
     for lists in itertools.product(forward, backward):
         yield dataclasses.replace(family, engine=family.engine.gathering_late(*lists))
-    yield dataclasses.replace(family, engine=family.frugal)
+    yield dataclasses.replace(family, engine=family.least_ahead)
 
 
 def fitting(family, limit_bytes):
@@ -83,10 +83,10 @@ def test_to_gather_late_takes_no_more_bytes_and_to_gather_ahead_no_more_time(mod
         forward = [name for name, is_late in zip(names, late[:4], strict=False) if is_late]
         backward = [name for name, is_late in zip(names, late[4:], strict=False) if is_late]
         some = dataclasses.replace(family, engine=family.engine.gathering_late(forward, backward))
-        none = dataclasses.replace(family, engine=family.frugal)
+        none = dataclasses.replace(family, engine=family.least_ahead)
         for modes in itertools.islice(itertools.product(*family.costs.options), 64):
             assert (
-                family.ideal.costs.peak(modes).peak_bytes
+                family.ahead_for_free.costs.peak(modes).peak_bytes
                 == none.costs.peak(modes).peak_bytes
                 <= some.costs.peak(modes).peak_bytes
             )
@@ -149,7 +149,7 @@ def test_where_one_buffer_does_not_fit_only_that_unit_is_gathered_late(giant):
     late = as_far_as_fits(family, modes, memory_limit_bytes=family.costs.exact_peak(modes).peak_bytes - 1)
     assert set(late.engine.late_forward) | set(late.engine.late_backward) <= {"m3", "m4", "m5"}
     assert len(late.engine.late_forward) + len(late.engine.late_backward) == 1
-    none = dataclasses.replace(family, engine=family.frugal)
+    none = dataclasses.replace(family, engine=family.least_ahead)
     assert family.costs.step_time_s(modes) < late.costs.step_time_s(modes) < none.costs.step_time_s(modes)
     assert as_far_as_fits(family, modes, memory_limit_bytes=none.costs.exact_peak(modes).peak_bytes - 1) is None
     assert as_far_as_fits(family, modes, memory_limit_bytes=family.costs.exact_peak(modes).peak_bytes) == family
@@ -169,7 +169,7 @@ def test_a_plan_says_which_units_are_gathered_late(giant):
 
 def test_settings_that_a_user_gives_stay(giant):
     family = families(giant(), FSDP2(backward_prefetch="pre", forward_prefetch=True))[0]
-    assert (family.frugal, family.ideal) == (family.engine, family)
+    assert (family.least_ahead, family.ahead_for_free) == (family.engine, family)
     assert [each.engine for each in families(giant(), FSDP2(backward_prefetch=AUTO))] == [FSDP2()]
     backward = families(giant(), FSDP2(backward_prefetch=AUTO))[0]
     assert (
