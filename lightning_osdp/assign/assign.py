@@ -48,7 +48,8 @@ def assign_modes(
         worth_s: a step time that is of no use: where none below it is possible, the modes are not improved further.
     """
     first = found = _assigned(setting, memory_limit_bytes, search, worth_s)
-    if first is None or (len(setting.activations) == 1 and not _retains(first)):
+    needs_nodes = first is not None and any(mode.needs_nodes for mode in first.modes)
+    if first is None or (len(setting.activations) == 1 and not needs_nodes):
         return found
     # The closed form may leave out what a block keeps beside its gathered unit, and what is larger in nodes.
     room_bytes = memory_limit_bytes
@@ -65,10 +66,6 @@ def assign_modes(
     if peak.peak_bytes > memory_limit_bytes:
         return None
     return replace(first, modes=least, step_time_s=setting.costs.step_time_s(least), peak=peak)
-
-
-def _retains(found: Assignment) -> bool:
-    return any(mode.needs_nodes for mode in found.modes)
 
 
 def assignment_of(setting: Setting, modes: Modes, *, bound_s: float | None) -> Assignment:

@@ -41,6 +41,9 @@ def plan_of(
         searched: other fields of the plan.
     """
     setting, time_s = assignment.setting, assignment.step_time_s
+    blocks, chosen = setting.unchanged.blocks, chosen_activations(setting, assignment.modes)
+    keeping = (block for block in blocks if block.name not in chosen and "recompute" in block.segments)
+    recomputable = [_block(setting, block, "recompute") for block in keeping if "recompute" in space.activations]
     samples_per_s = setting.workload.num_samples * setting.cluster.world_size / time_s if time_s > 0 else 0.0
     is_searched = most_samples_per_s is not None and samples_per_s > 0
     return Plan(
@@ -48,8 +51,8 @@ def plan_of(
         world_size=setting.cluster.world_size,
         node_size=setting.cluster.node_size if setting.cluster.has_nodes else None,
         units=tuple(_units(setting, assignment.modes)),
-        blocks=_planned_blocks(assignment),
-        recomputable=_recomputable_blocks(assignment) if "recompute" in space.activations else (),
+        blocks=tuple(_block(setting, block, chosen[block.name]) for block in blocks if block.name in chosen),
+        recomputable=tuple(block for block in recomputable if block.frees_bytes > 0),
         memory_limit_bytes=memory_limit_bytes,
         peak_bytes=assignment.peak.peak_bytes,
         micro_batch_size=setting.workload.micro_batch_size,
@@ -130,23 +133,6 @@ def _prices(setting: Setting, modes: Modes) -> Iterator[dict[Treatment, tuple[fl
         seconds = simulated_s[kind] if simulates else [costs.times_s[index][each] for each in treatments]
         held = [memory.held(places[index], each) for each in treatments]
         yield {way: (each_s, sum(each)) for way, each_s, each in zip(own, seconds, held, strict=True)}
-
-
-def _planned_blocks(assignment: Assignment) -> tuple[Block, ...]:
-    """Blocks of a plan that do not keep what they save, in forward order."""
-    setting = assignment.setting
-    chosen = chosen_activations(setting, assignment.modes)
-    changed = (block for block in setting.unchanged.blocks if block.name in chosen)
-    return tuple(_block(setting, block, chosen[block.name]) for block in changed)
-
-
-def _recomputable_blocks(assignment: Assignment) -> tuple[Block, ...]:
-    """Blocks that keep what they save and would free some of it by recomputing, in forward order."""
-    setting = assignment.setting
-    chosen = chosen_activations(setting, assignment.modes)
-    keeping = (block for block in setting.unchanged.blocks if block.name not in chosen)
-    found = (_block(setting, block, "recompute") for block in keeping if "recompute" in block.segments)
-    return tuple(block for block in found if block.frees_bytes > 0)
 
 
 def _block(setting: Setting, block: BlockProfile, choice: str) -> Block:

@@ -24,7 +24,10 @@ def exhaustive(problem: Problem) -> Solution:
         ConfigurationError: there are more than `MAX_ASSIGNMENTS`.
     """
     problem.require_feasible()
-    num_assignments = math.prod(_num_rows(group.count, len(group.choices)) for group in problem.groups)
+    num_assignments = math.prod(
+        math.comb(group.count + len(group.choices) - 1, len(group.choices) - 1) if group.count else 1
+        for group in problem.groups
+    )
     if num_assignments > MAX_ASSIGNMENTS:
         raise ConfigurationError(
             f"search='exhaustive' expects a problem with at most {MAX_ASSIGNMENTS:,} assignments, got"
@@ -35,10 +38,6 @@ def exhaustive(problem: Problem) -> Solution:
     fitting = (counts for counts in itertools.product(*rows) if problem.memory_bytes(counts) <= problem.budget_bytes)
     best = min(fitting, key=lambda counts: (problem.time_s(counts), problem.memory_bytes(counts)))
     return certify(problem, best, bound_s=problem.time_s(best), num_nodes=num_assignments)
-
-
-def _num_rows(num_members: int, num_choices: int) -> int:
-    return math.comb(num_members + num_choices - 1, num_choices - 1) if num_members else 1
 
 
 def _rows(num_members: int, num_choices: int) -> list[tuple[int, ...]]:
