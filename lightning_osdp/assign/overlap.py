@@ -37,7 +37,7 @@ ENOUGH = 1e-3
 
 
 def solve_overlapped(setting: Setting, rooms: Sequence[float], *, search: str, worth_s: float) -> Solved:
-    """As `solve`, where the cluster overlaps; modes that cannot be faster than ``worth_s`` are not improved."""
+    """Fastest modes found where the cluster overlaps; modes that cannot be faster than ``worth_s`` are not improved."""
     incumbent = _Incumbent(setting, rooms)
     incumbent.offer(_solve(setting.costs.additive, rooms, search).modes)
     bound_s = _bound_s(incumbent, search)
@@ -51,7 +51,7 @@ def solve_overlapped(setting: Setting, rooms: Sequence[float], *, search: str, w
 
 
 def _solve(problem: Additive, rooms: Sequence[float], search: str) -> Solved:
-    """To `ENOUGH`: for many different units the near-instant solver does."""
+    """Solution to `ENOUGH`: for many different units the near-instant solver does."""
     solved = solve(problem, rooms, search="greedy")
     if solved.time_s > solved.bound_s * (1 + ENOUGH):
         solved = solve(problem, rooms, search=search, tolerance=ENOUGH)
@@ -59,7 +59,7 @@ def _solve(problem: Additive, rooms: Sequence[float], search: str) -> Solved:
 
 
 def _bound_s(incumbent: _Incumbent, search: str) -> float:
-    """The largest bound of a few paths; the modes that make them short are offered, too."""
+    """Largest bound of a few paths; the modes that make a path short are offered to the incumbent."""
     paths, tried, bound_s = Paths(incumbent.setting), set[Path](), 0.0
     latest = incumbent.modes
     while len(tried) < MAX_PATHS:
@@ -74,7 +74,7 @@ def _bound_s(incumbent: _Incumbent, search: str) -> float:
 
 
 class _Incumbent:
-    """The best modes so far, and how many more may be simulated."""
+    """The best modes so far, and the number of modes that may still be simulated."""
 
     def __init__(self, setting: Setting, rooms: Sequence[float]) -> None:
         self.setting, self.rooms, self.problem = setting, rooms, setting.costs.additive
@@ -84,7 +84,7 @@ class _Incumbent:
         self._simulated = {self.modes: StepTime(self.time_s, self.stalls_s)}
 
     def offer(self, modes: Modes, *, slack: float = -NO_GAIN) -> bool:
-        """Takes modes that fit if they are faster, or slower by no more than a fraction; returns whether they were."""
+        """Takes modes that fit if they are faster, or slower by at most a fraction; returns True where they were."""
         self.num_left -= 1
         step = self._simulated.get(modes)
         if step is None:
@@ -95,7 +95,7 @@ class _Incumbent:
         return is_taken
 
     def improve(self, moves: Iterable[Modes]) -> bool:
-        """Takes the first of these that fits and is faster; returns whether there was one."""
+        """Takes the first modes that fit and are faster; returns True where there were any."""
         return any(
             self.num_left > 0 and violated(self.problem, modes, self.rooms) is None and self.offer(modes)
             for modes in moves
@@ -114,7 +114,7 @@ class _Incumbent:
 
 
 def _relieved(incumbent: _Incumbent) -> Iterator[Modes]:
-    """Units for which computing waits, or those gathered just before, are kept: as well, or in place of another one."""
+    """Yields modes that keep a unit that computing waits for, or the one gathered before: also, or in exchange."""
     options, modes, order = incumbent.problem.options, incumbent.modes, incumbent.problem.memory.order
     places = [place for place, unit in enumerate(order) if incumbent.stalls_s.get(unit, 0.0) > 0]
     places.sort(key=lambda place: -incumbent.stalls_s[order[place]])
@@ -129,7 +129,7 @@ def _relieved(incumbent: _Incumbent) -> Iterator[Modes]:
 
 
 def _replaced(incumbent: _Incumbent) -> Iterator[Modes]:
-    """All that there is room for; then, of equal units, the first ones or as many in even distances, not the last."""
+    """Yields modes that fill the room; then modes that keep the first of equal units, or evenly spread ones."""
     problem, modes = incumbent.problem, incumbent.modes
     yield fill(problem, modes, incumbent.rooms)
     groups: dict[tuple[object, ...], list[int]] = {}
@@ -146,7 +146,7 @@ def _replaced(incumbent: _Incumbent) -> Iterator[Modes]:
 
 
 def _free(incumbent: _Incumbent) -> None:
-    """Frees what is kept for nothing: everything, or one half and then the other, and so on."""
+    """Frees units that are kept for nothing: all of them, or one half and then the other, and so on."""
     kept = [unit for unit, options in enumerate(incumbent.problem.options) if incumbent.modes[unit] is not options[0]]
     chunks, num_left = [kept] if kept else [], incumbent.num_left - MAX_FREED
     while chunks and incumbent.num_left > max(0, num_left):

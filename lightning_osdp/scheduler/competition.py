@@ -83,7 +83,7 @@ class Competition:
                 yield from ((each, modes) for modes in each.costs.uniform_modes())
 
     def best_uniform(self, settings: Sequence[Setting], worth_s: float) -> Assignment | None:
-        """The fastest of these that fits, where it takes less than ``worth_s``."""
+        """Fastest of `uniform` that fits, where it takes less than ``worth_s``."""
         timed = [(setting.costs.step_time_s(modes), setting, modes) for setting, modes in self.uniform(settings)]
         best: Assignment | None = None
         for time_s, setting, modes in sorted(timed, key=itemgetter(0)):
@@ -98,7 +98,7 @@ class Competition:
         return best
 
     def _keeping_and_recomputing(self, setting: Setting) -> Iterator[Setting]:
-        """With blocks that keep what they save, and where they may with such as recompute all of it."""
+        """Setting whose blocks keep what they save, and where it may, one whose blocks recompute all of it."""
         yield setting
         recomputing = all_blocks(setting, "recompute")
         if "recompute" in self.space.activations and recomputing:
@@ -111,7 +111,7 @@ class Competition:
         return share_units(setting, modes, memory_limit_bytes=self.memory_limit_bytes)
 
     def _assigned(self, setting: Setting, before: Sequence[Assignment]) -> list[Assignment]:
-        """The best modes of a setting, and of those that its units shared make of it where that is faster.
+        """Best modes of a setting, and of the settings with its units shared where that is faster.
 
         Where memory is short, what keeping units saves may be less than what sharing them would have saved: so units
         are shared as if all were sharded, too.
@@ -134,7 +134,7 @@ class Competition:
         return assign_ahead(setting, memory_limit_bytes=self.memory_limit_bytes, search=self.search, worth_s=worth_s)
 
     def _again(self, setting: Setting, modes: Modes, worth_s: float) -> list[Assignment]:
-        """The best modes of units that were made with these, or these, which fit though the closed form may exceed."""
+        """Best modes of units that were merged, or the given modes, which fit though the closed form may exceed."""
         again = self._assigned_ahead(setting, worth_s)
         found = [] if again is None else [again]
         time_s = setting.costs.step_time_s(modes)

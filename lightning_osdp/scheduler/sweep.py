@@ -156,7 +156,7 @@ class Sweep:
         return self._best_of(sizes) if sizes else self._best_up_to(MOST_SAMPLES if most is None else most)
 
     def _best_up_to(self, most: int) -> Candidate | None:
-        """Best samples/s, to `TOLERANCE`; between equal ones the smallest size."""
+        """Candidate with the best samples/s, to `TOLERANCE`; between equal ones the smallest size."""
         largest = largest_fitting(self.fits, most)
         for size in sorted({1, largest} - {0}):
             self.candidate(size)
@@ -169,7 +169,7 @@ class Sweep:
         return self._best() if self._candidates else None
 
     def _best_of(self, sizes: Sequence[int]) -> Candidate | None:
-        """The first of these sizes, unless another one is better by more than `WORTH_CHANGING`."""
+        """Candidate of the first size, unless another one is better by more than `WORTH_CHANGING`."""
         found = [candidate for candidate in map(self.candidate, sizes) if candidate is not None]
         if not found:
             return None
@@ -193,7 +193,7 @@ class Sweep:
         return [pair for pair in pairwise(sorted(self._candidates)) if pair[1] - pair[0] > 1]
 
     def _most_between(self, pair: tuple[int, int]) -> float:
-        """Samples/s that no size between these two exceeds: those of the last one at the bound of the first."""
+        """Samples/s that no size between two exceeds: those of the last one at the bound of the first."""
         if pair not in self._open:
             self._open[pair] = self._candidates[pair[0]].most_later(pair[1] - 1)
         return self._open[pair]
