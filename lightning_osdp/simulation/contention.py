@@ -56,6 +56,8 @@ class ContendedTimeline(Timeline):
         """Collectives that run, one for each communicator, the one that is done first in front."""
         self._gathers: dict[int, _Collective] = {}
         """Unit -> its latest gather."""
+        self._reduce_scatter: _Collective | None = None
+        """The latest one."""
         self._busy_since_s = 0.0
         """From when to `compute_s` the device computed without a break."""
 
@@ -75,6 +77,8 @@ class ContendedTimeline(Timeline):
         issued = _Collective(event, micro_batch, self.durations.collectives_s[kind][of], after)
         if operation == "all_gather":
             self._gathers[of] = issued
+        if operation == "reduce_scatter":
+            self._reduce_scatter = issued
         if not queue and after is None:
             issued.start_s = max(self.communicators_s[link], may_start_s)
             self._catch_up(issued)
@@ -125,6 +129,10 @@ class ContendedTimeline(Timeline):
         gather = self._gathers.get(of)
         if gather is not None:
             self._wait_for(gather)
+
+    def _wait_for_reduce_scatter(self) -> None:
+        if self._reduce_scatter is not None:
+            self._wait_for(self._reduce_scatter)
 
     def _wait_for_all(self) -> None:
         for queue in self._queues.values():

@@ -9,10 +9,13 @@ overlaps computing, a gather begins as soon as the communicator is free and
   that was issued before it; a synchronous one copies in a stream of its own, which waits until units before it are
   copied out, in forward all but the latest one;
 - computing waits for the gathers that it needs (AWAIT);
-- a reduce-scatter waits for the backward that made its gradients, and the end of backward for all of them.
+- a reduce-scatter waits for the backward that made its gradients, and the end of backward for all of them;
+- computing waits for a reduce-scatter before it copies the gradients of the next unit that is reduced: torch holds one
+  input at most (``reduce_scatter_max_input_buffers``). An all-reduce between nodes is not waited for there.
 
 References:
-    torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (``get_all_gather_streams``, ``wait_for_unshard``);
+    torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (``get_all_gather_streams``, ``wait_for_unshard``,
+    ``post_backward``);
     collectives of one process group share one stream of NCCL.
 """
 
@@ -69,7 +72,7 @@ class Timeline:
         self._ready_s: dict[int, float] = {}
         self._due_s: dict[int, float] = {}  # overhead that is still to be charged
         self._copied_s = self._copied_before_s = 0.0  # when the latest unit was copied out, and the one before it
-        self._scattered_s = 0.0  # when the latest reduce-scatter was over
+        self._scattered_s = 0.0  # when the latest reduce-scatter is over
         self._pending: set[int] = set()  # units that are not copied out yet
         self._is_in_backward = False
         self._readers: dict[str, Callable[[Event, int], None]] = {
@@ -129,6 +132,7 @@ class Timeline:
         self._compute(event, micro_batch, self.durations.overhead_s["accumulate"][event[1]])
 
     def _reduce(self, event: Event, micro_batch: int) -> None:
+        self._wait_for_reduce_scatter()
         self._compute(event, micro_batch, self.durations.overhead_s["reduce"][event[1]])
         self._scattered_s = self._communicate(event, micro_batch, self.compute_s)
 
@@ -173,6 +177,9 @@ class Timeline:
 
     def _wait_for_gather(self, of: int) -> None:
         self.compute_s = max(self.compute_s, self._ready_s.get(of, 0.0))
+
+    def _wait_for_reduce_scatter(self) -> None:
+        self.compute_s = max(self.compute_s, self._scattered_s)
 
     def _communicate(self, event: Event, micro_batch: int, may_start_s: float) -> float:
         link = COLLECTIVES[event.kind].link

@@ -6,6 +6,7 @@ import pytest
 
 from lightning_osdp.core.affine import Affine
 from lightning_osdp.core.axes import DP, ZDP
+from lightning_osdp.core.cluster import Contention
 from lightning_osdp.engine import FSDP2
 from lightning_osdp.simulation import simulate_step
 from tests.steps import step_of
@@ -26,9 +27,9 @@ def chain(model):
     return build
 
 
-def estimate(profile, cluster, modes, *, overlaps, ring_s, num_micro_batches=1, **settings):
+def estimate(profile, cluster, modes, *, overlaps, ring_s, num_micro_batches=1, of_cluster=None, **settings):
     # two ranks: a ring takes 1/2 * 100 bytes * seconds_per_byte
-    ranks = dataclasses.replace(cluster(2, seconds_per_byte=ring_s / 50), overlaps=overlaps)
+    ranks = dataclasses.replace(cluster(2, seconds_per_byte=ring_s / 50), overlaps=overlaps, **of_cluster or {})
     step = dataclasses.replace(step_of(profile, num_micro_batches=num_micro_batches), cluster=ranks)
     chosen = [DP, *({"D": DP, "Z": ZDP}[letter] for letter in modes)]
     return simulate_step(step, chosen, engine=FSDP2(**settings))
@@ -45,6 +46,7 @@ def test_what_blocks_adds_up(chain, cluster, modes, rings, num_micro_batches):
 
 EXPLICIT = {"forward_prefetch": True}
 IMPLICIT = {"asynchronous_unshard": False}
+CONTENTIONS = [Contention(), Contention(computing=1 + 1e-12)]
 
 
 @pytest.mark.parametrize(
@@ -84,6 +86,27 @@ def test_slow_communication_is_all_that_counts(chain, cluster):
     # DDD: gathers end at 10, 20, 30; F2 33, B2 39, RS2 49, RS1 59, RS0 69
     for settings in (EXPLICIT, IMPLICIT):
         assert estimate(chain(), cluster, "DDD", overlaps=True, ring_s=10.0, **settings).time_s == pytest.approx(69)
+
+
+@pytest.mark.parametrize("contention", CONTENTIONS)
+@pytest.mark.parametrize("modes", ["DDD", "ZZZ"])
+def test_computing_waits_for_one_reduce_scatter_before_it_copies_for_the_next(model, cluster, modes, contention):
+    # units of 100, 100 and 1000 bytes, of which the last one's backward takes no time and the first one's is long:
+    # AG0 1, AG1 2, AG2 12, F 12, B2 12, RS2 22; B1 is done at 18 and its gradients are copied at 22, not at 18;
+    # B0 22..42, RS0 43. ZZZ: AG2 again 22, AG1 23, RS2 33, B1 29, and AG0 behind RS2 34 is waited for anyway: B0 54
+    profile = model(100, 100, 1000)
+    backward_s = (20.0, 6.0, 0.0)
+    segments = [
+        dataclasses.replace(segment, forward_s=Affine(0.0), backward_s=Affine(seconds))
+        for segment, seconds in zip(profile.segments, backward_s, strict=False)
+    ]
+    profile = dataclasses.replace(profile, segments=(*segments, profile.segments[-1]))
+    found = estimate(
+        profile, cluster, modes, overlaps=True, ring_s=1.0, of_cluster={"contention": contention}, **EXPLICIT
+    )
+    assert found.time_s == pytest.approx({"DDD": 43, "ZZZ": 55}[modes])
+    computed = [each.start_s for each in found.intervals if each.event.kind == "backward"]
+    assert computed[-1] == pytest.approx({"DDD": 22, "ZZZ": 34}[modes])
 
 
 @pytest.mark.parametrize(
