@@ -48,7 +48,7 @@ def test_modes_fit_and_no_modes_that_fit_are_faster_than_the_bound(model, operat
 def test_every_path_is_a_bound_on_all_modes_and_the_least_one_too(model, operator, case):
     found = made(model, operator, case)
     paths = Paths(found)
-    every = list(itertools.product(*found.costs.options))
+    every = list(itertools.product(*found.costs.menus))
     for modes in every[:: max(1, len(every) // 8)]:
         path = paths.at(paths.longest(modes))
         assert all(path.time_s(others) <= found.costs.step_time_s(others) * (1 + 1e-9) for others in every)
