@@ -41,7 +41,7 @@ ALLOWED = {
     ("strategy/planning/profile_fit.py", "first"): IN_SETUP,
     ("strategy/planning/same_training.py", "is_part"): IN_SETUP,
     ("strategy/precision.py", "clip_grad_by_norm"): ON_THE_DEVICE,
-    ("strategy/runtime/all_ranks.py", "said_by_rank_zero"): ON_THE_HOST,
+    ("strategy/runtime/all_ranks.py", "broadcast_number"): ON_THE_HOST,
 }
 WAITING = {"item", "tolist", "numpy", "cpu", "cuda", "synchronize", "nonzero", "equal"}
 """Methods that end when the device has come to them, or that copy to it."""

@@ -156,8 +156,8 @@ class PlanMonitor(pl.Callback):
         self._global_step = trainer.global_step
         self._clock.end_step(counts=self._num_steps >= WARM_UP_STEPS and not self._peak.is_counting)
         self._peak.end_step(num_steps=self._num_steps)
-        self._tell_of_limit(trainer)
-        self._tell_of_retries(trainer)
+        self._warn_over_limit(trainer)
+        self._warn_of_retries(trainer)
         self._num_steps += 1
         is_due = trainer._logger_connector.should_update_logs
         if is_due or time.perf_counter() - self._shown_s > _REFRESH_S:
@@ -166,7 +166,7 @@ class PlanMonitor(pl.Callback):
         if is_due:  # ranks end their steps together, so that none needs to ask the others
             self._unlogged = []
 
-    def _tell_of_limit(self, trainer: pl.Trainer) -> None:
+    def _warn_over_limit(self, trainer: pl.Trainer) -> None:
         """Says at once, and once, that a step took more than it may."""
         assert self._plan is not None
         peak_bytes, limit_bytes = self._peak.peak_bytes or 0, self._plan.memory_limit_bytes
@@ -179,7 +179,7 @@ class PlanMonitor(pl.Callback):
                 stacklevel=2,
             )
 
-    def _tell_of_retries(self, trainer: pl.Trainer) -> None:
+    def _warn_of_retries(self, trainer: pl.Trainer) -> None:
         """The same where the allocator had to begin anew."""
         found = self._peak.allocator
         if found is not None and found.num_retries and not self._has_retried:

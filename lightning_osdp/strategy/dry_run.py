@@ -30,7 +30,7 @@ from lightning_osdp.scheduler import freeable_bytes, in_micro_batches, with_less
 from lightning_osdp.strategy.batching.division import Division
 from lightning_osdp.strategy.batching.first_batch import first_batch, read_once_source
 from lightning_osdp.strategy.planning.publish import publish
-from lightning_osdp.strategy.planning.training_step import muted, step_arguments, to_device
+from lightning_osdp.strategy.planning.training_step import mute_logging, step_arguments, to_device
 from lightning_osdp.strategy.runtime.all_ranks import in_step, on_rank_zero
 from lightning_osdp.strategy.runtime.error_texts import place_of_shortage
 from lightning_osdp.strategy.sharding.units import Units
@@ -62,12 +62,12 @@ def plan_that_fits(trainer: pl.Trainer, units: Units) -> None:
         plan, began_s = model.sharded.plan, time.perf_counter()
         assert plan is not None
         dry_runs = in_step(partial(run_dry, trainer, model.sharded), stage="dry run")
-        _tell(dry_runs, time.perf_counter() - began_s)
+        _log_result(dry_runs, time.perf_counter() - began_s)
         failed = next(((rank, each) for rank, each in enumerate(dry_runs) if each.place), None)
         if failed is None:
             return
         rank, found = failed
-        lower = on_rank_zero(partial(_lower, trainer, plan, division, tries_left))
+        lower = on_rank_zero(partial(_next_plan, trainer, plan, division, tries_left))
         if lower is None:
             raise InfeasibleError(
                 f"Expected a step in micro-batches of {plan.micro_batch_size} to fit on every rank, but in the dry run"
@@ -75,7 +75,7 @@ def plan_that_fits(trainer: pl.Trainer, units: Units) -> None:
                 " to try. Use a smaller batch, more ranks or, where tensors are counted, a higher memory_limit;"
                 " OSDPStrategy(dry_run=False) trains without trying first."
             )
-        note = f"dry run: rank {rank} ran out of memory in {found.place}, so {_change(plan, lower)}"
+        note = f"dry run: rank {rank} ran out of memory in {found.place}, so {_change_text(plan, lower)}"
         rank_zero_warn(f"OSDP: {note}. ({found.error})")
         if workload_of(lower) != workload_of(plan):
             division.divide(trainer, workload_of(lower))
@@ -84,7 +84,7 @@ def plan_that_fits(trainer: pl.Trainer, units: Units) -> None:
         publish(trainer, lower)
 
 
-def _tell(dry_runs: Sequence[DryRun], took_s: float) -> None:
+def _log_result(dry_runs: Sequence[DryRun], took_s: float) -> None:
     failed = next(((rank, each.error) for rank, each in enumerate(dry_runs) if each.error and not each.place), None)
     if failed is None:
         rank_zero_info(f"OSDP: dry run of an optimizer step on each rank alone, in {format_seconds(took_s)}")
@@ -92,7 +92,7 @@ def _tell(dry_runs: Sequence[DryRun], took_s: float) -> None:
         rank_zero_info(f"OSDP: no dry run of a step on rank {failed[0]}, so training begins: {failed[1]}")
 
 
-def _lower(trainer: pl.Trainer, plan: Plan, division: Division, tries_left: int) -> Plan | None:
+def _next_plan(trainer: pl.Trainer, plan: Plan, division: Division, tries_left: int) -> Plan | None:
     """The next plan to try."""
     if tries_left == 0:
         return None
@@ -105,7 +105,7 @@ def _lower(trainer: pl.Trainer, plan: Plan, division: Division, tries_left: int)
     return None if workload is None else in_micro_batches(plan, workload)
 
 
-def _change(plan: Plan, lower: Plan) -> str:
+def _change_text(plan: Plan, lower: Plan) -> str:
     if lower.micro_batch_size != plan.micro_batch_size:
         return f"micro-batches have {lower.micro_batch_size} samples instead of {plan.micro_batch_size}"
     units = sum(unit != other for unit, other in zip(plan.units, lower.units, strict=True))
@@ -132,11 +132,11 @@ def run_dry(trainer: pl.Trainer, sharded: ShardedModel) -> DryRun:
     with (
         sharded.alone(),
         untouched(sharded.module, left_out=sharded.shards),
-        muted(trainer, module),
+        mute_logging(trainer, module),
         torch.autograd.set_detect_anomaly(False),
     ):
         try:
-            found = _taken(trainer, strategy, sharded, others)
+            found = _run_step(trainer, strategy, sharded, others)
         except Exception as error:
             raise_if_fatal(error)
             found = DryRun(error=f"{type(error).__name__}: {error}")
@@ -150,10 +150,10 @@ def run_dry(trainer: pl.Trainer, sharded: ShardedModel) -> DryRun:
     return found
 
 
-def _taken(trainer: pl.Trainer, strategy: FSDPStrategy, sharded: ShardedModel, others: Sequence[Tensor]) -> DryRun:
+def _run_step(trainer: pl.Trainer, strategy: FSDPStrategy, sharded: ShardedModel, others: Sequence[Tensor]) -> DryRun:
     """Takes the step, and says where memory ran out, if it did; other errors are raised."""
     batch = _next_batch(trainer)
-    fresh = [_copied(optimizer) for optimizer in strategy.optimizers if not any(states_of(optimizer))]
+    fresh = [_fresh_optimizer(optimizer) for optimizer in strategy.optimizers if not any(states_of(optimizer))]
     counted = None
     if strategy.root_device.type == "cpu":  # where nothing else limits live tensors
         assert sharded.plan is not None
@@ -166,7 +166,7 @@ def _taken(trainer: pl.Trainer, strategy: FSDPStrategy, sharded: ShardedModel, o
                 for optimizer in fresh:
                     with sharded.stepping(optimizer):
                         optimizer.step()
-                _window(trainer, strategy, batch)
+                _run_micro_batches(trainer, strategy, batch)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -175,13 +175,13 @@ def _taken(trainer: pl.Trainer, strategy: FSDPStrategy, sharded: ShardedModel, o
     return DryRun()
 
 
-def _copied(optimizer: Optimizer) -> Optimizer:
+def _fresh_optimizer(optimizer: Optimizer) -> Optimizer:
     """An optimizer of the same parameters with a state of its own."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return copied(optimizer, {id(parameter): parameter for parameter in parameters})
 
 
-def _window(trainer: pl.Trainer, strategy: FSDPStrategy, batch: Any) -> None:
+def _run_micro_batches(trainer: pl.Trainer, strategy: FSDPStrategy, batch: Any) -> None:
     """Micro-batches of an optimizer step, as Lightning's automatic optimization runs them."""
     module, number = trainer.lightning_module, trainer.accumulate_grad_batches
     for index in range(number):

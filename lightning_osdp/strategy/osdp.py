@@ -38,7 +38,7 @@ from lightning_osdp.strategy.runtime.all_ranks import on_all_ranks, on_rank_zero
 from lightning_osdp.strategy.runtime.error_texts import explain_step_error
 from lightning_osdp.strategy.runtime.launcher import GatheringLauncher, StartMethod, check_interactive
 from lightning_osdp.strategy.runtime.ranks import RanksTogether
-from lightning_osdp.strategy.sharding.units import Units, found_in
+from lightning_osdp.strategy.sharding.units import Units, reusable_model
 
 
 class OSDPStrategy(FSDPStrategy):
@@ -207,7 +207,7 @@ class OSDPStrategy(FSDPStrategy):
         self._ranks.begin(has_states=lambda: self._units.model is not None)
         if is_fitting:
             averaging.check_averaging(module.trainer, self._state_dict_type)
-            if found_in(module) is not None:
+            if reusable_model(module) is not None:
                 self._setting_up.enter_context(averaging.no_copies_of(module))
         # Lightning's own, told of anew whenever somebody catches warnings
         warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
@@ -383,7 +383,7 @@ class OSDPStrategy(FSDPStrategy):
     def _with_values(self, state: dict[str, Any]) -> dict[str, Any]:
         """Nothing on ranks without values, as FSDPStrategy has it, but where hooks will see names and shapes."""
         has_values = self._state_dict_type == "sharded" or self.global_rank == 0
-        return state if has_values or saving.is_seen_by_hooks() else {}
+        return state if has_values or saving.is_collecting_checkpoint() else {}
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
@@ -402,12 +402,12 @@ class OSDPStrategy(FSDPStrategy):
         module = self.lightning_module
         assert module is not None
         trainer = module.trainer
-        with load.in_reach(self.broadcast(checkpoint_path), self) as given:
-            path = on_rank_zero(lambda: load.to_load(given, trainer))
+        with load.local_checkpoint(self.broadcast(checkpoint_path), self) as given:
+            path = on_rank_zero(lambda: load.complete_checkpoint(given, trainer))
             self._loading = load.Loading(path, trainer, weights_only=weights_only)
         loaded = self._loading.content
         if trainer.state.fn == TrainerFn.FITTING:
-            self._units.division.resume(trainer, entries.division_of(loaded))
+            self._units.division.resume(trainer, entries.stored_division(loaded))
             self._generators.resume(loaded, self.root_device)
         return loaded
 

@@ -30,7 +30,7 @@ from lightning_osdp.core.batch_policy import BatchPolicy, samples_of_rank
 from lightning_osdp.core.plans.plan import Plan, workload_of
 from lightning_osdp.core.step import Workload
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.strategy.batching.first_batch import Peeked, reading
+from lightning_osdp.strategy.batching.first_batch import Peeked, reread_loader
 from lightning_osdp.strategy.batching.loaders import (
     FixedLoaderError,
     batches_in_order,
@@ -39,12 +39,12 @@ from lightning_osdp.strategy.batching.loaders import (
     loader_size,
     samples_per_rank,
     training_loaders,
-    why_kept,
+    why_not_resizable,
     with_batch_size,
 )
 from lightning_osdp.strategy.checkpointing.entries import store_division
 from lightning_osdp.strategy.options import Options
-from lightning_osdp.strategy.runtime.all_ranks import from_all_ranks
+from lightning_osdp.strategy.runtime.all_ranks import all_gather_values
 
 _COUNTS = ("limit_train_batches", "overfit_batches", "val_check_interval")
 """Options of the Trainer that count micro-batches where they are whole numbers, and are fractions otherwise."""
@@ -67,13 +67,13 @@ class Windows:
         counts = {name: getattr(trainer, name, None) for name in _COUNTS}
         return cls(micro_batch_size, trainer.accumulate_grad_batches, num_samples, counts)
 
-    def are_of(self, trainer: pl.Trainer) -> bool:
+    def matches(self, trainer: pl.Trainer) -> bool:
         """Whether this Trainer was given the same; 1, a micro-batch, is not 1.0, all of them."""
         counts = [(getattr(trainer, name, None), own) for name, own in self.counts.items()]
         are_same = all(given == own and (not own or type(given) is type(own)) for given, own in counts)
         return are_same and trainer.accumulate_grad_batches == self.num_micro_batches
 
-    def counted(self, micro_batch_size: int) -> dict[str, Any]:
+    def counts_for(self, micro_batch_size: int) -> dict[str, Any]:
         """The options that count micro-batches, of another size; fractions as they are."""
         factor = Fraction(self.micro_batch_size, micro_batch_size)
         return {
@@ -81,14 +81,14 @@ class Windows:
         }
 
     @property
-    def own(self) -> Workload:
+    def workload(self) -> Workload:
         """What the Trainer was given."""
         return Workload(micro_batch_size=self.micro_batch_size, num_micro_batches=self.num_micro_batches)
 
     def divide(self, trainer: pl.Trainer, workload: Workload) -> None:
         """Tells the Trainer of another division: from now on it accumulates and counts accordingly."""
         trainer.accumulate_grad_batches = workload.num_micro_batches
-        for name, value in self.counted(workload.micro_batch_size).items():
+        for name, value in self.counts_for(workload.micro_batch_size).items():
             setattr(trainer, name, value)
 
 
@@ -112,7 +112,7 @@ class Division:
         """A fit begins."""
         if self.windows is None or self._trainer is trainer:
             return
-        if not self.windows.are_of(trainer):
+        if not self.windows.matches(trainer):
             rank_zero_warn(
                 "OSDP: this Trainer counts or accumulates micro-batches in another way than the one that the plan was"
                 " made under, so it keeps its own."
@@ -129,7 +129,7 @@ class Division:
         if own is None or used is None or self._trainer is not trainer:
             return
         if trainer.accumulate_grad_batches == used.num_micro_batches:  # nobody has changed it since
-            own.divide(trainer, own.own)
+            own.divide(trainer, own.workload)
 
     @contextmanager
     def as_given(self, trainer: pl.Trainer) -> Iterator[None]:
@@ -158,15 +158,15 @@ class Division:
         wanted, used = self.resumed(saved), self.workload
         if used is not None and wanted not in (None, used):
             raise ConfigurationError(
-                f"Expected the checkpoint's {told_division(wanted)} to be planned for, but this run has"
-                f" {told_division(used)}. Pass the checkpoint to Trainer.fit as ckpt_path."
+                f"Expected the checkpoint's {division_text(wanted)} to be planned for, but this run has"
+                f" {division_text(used)}. Pass the checkpoint to Trainer.fit as ckpt_path."
             )
 
     def resumed(self, saved: Workload | None) -> Workload | None:
         """What a run that is resumed goes on in; None where this is not said by the checkpoint's micro-batches."""
         if self.windows is None:
             return None
-        found = self.windows.own if saved is None else saved
+        found = self.windows.workload if saved is None else saved
         is_possible = found.micro_batch_size in self.sizes and found.num_samples == self.windows.num_samples
         return found if is_possible else None
 
@@ -201,7 +201,7 @@ class Division:
                 rank_zero_warn(f"OSDP: the plan's micro-batch is {size}, but the loader keeps its own: {error}.")
         for peeked in self.peeked:
             if peeked.source is loader or peeked.source is getattr(loader, "dataset", None):
-                return reading(loader, peeked)
+                return reread_loader(loader, peeked)
         return loader
 
     def _use(self, trainer: pl.Trainer, workload: Workload) -> None:
@@ -210,7 +210,7 @@ class Division:
         self.windows.divide(trainer, workload)
 
 
-def told_division(workload: Workload | None) -> str:
+def division_text(workload: Workload | None) -> str:
     """Samples and number of micro-batches as text."""
     assert workload is not None
     return f"{workload.micro_batch_size} samples x {workload.num_micro_batches} micro-batches"
@@ -235,7 +235,7 @@ def allowed_micro_batches(
             if num_samples > 1:
                 rank_zero_info(f"OSDP: micro-batches stay {current} x {num_samples // current}: {reason}.")
         return BatchPolicy.divide(num_samples, sizes), windows
-    reason = None if wanted in ("keep", current) else why_kept(loaders)
+    reason = None if wanted in ("keep", current) else why_not_resizable(loaders)
     if reason is not None:
         rank_zero_warn(f"OSDP: batch_size={wanted!r} is ignored, the loader keeps {current}: {reason}.")
     elif wanted == "scale":
@@ -254,7 +254,7 @@ def allowed_micro_batches(
     return BatchPolicy.divide(num_samples, (size,)), Windows(current, number, num_samples, {})
 
 
-def kept(policy: BatchPolicy, current: int, world_size: int, reason: str) -> BatchPolicy:
+def user_policy(policy: BatchPolicy, current: int, world_size: int, reason: str) -> BatchPolicy:
     """The user's own size alone, for this reason, of those that a policy allows.
 
     Raises a `ConfigurationError` if it does not divide ``global_batch_size``.
@@ -280,7 +280,7 @@ def check_agrees(plan: Plan, options: Options) -> None:
         )
 
 
-def given_division(trainer: pl.Trainer, plan: Plan, options: Options) -> tuple[Division, Workload]:
+def division_of_plan(trainer: pl.Trainer, plan: Plan, options: Options) -> tuple[Division, Workload]:
     """Micro-batches of a plan that was there before, as far as the user's loaders can give them; and those trained in.
 
     Where they make up the optimizer step that the user wants, the Trainer gets the plan's number of them, too.
@@ -289,7 +289,7 @@ def given_division(trainer: pl.Trainer, plan: Plan, options: Options) -> tuple[D
     if trainer.state.fn != TrainerFn.FITTING or not trainer.fit_loop._data_source.is_defined():
         return Division(), workload_of(plan)
     loaders = training_loaders(trainer)
-    current, reason = common_size(loaders), why_kept(loaders)
+    current, reason = common_size(loaders), why_not_resizable(loaders)
     own = replace(workload_of(plan), num_micro_batches=trainer.accumulate_grad_batches)
     kept = own if current is None else replace(own, micro_batch_size=current)
     if options.batch_size == "keep":
@@ -316,10 +316,10 @@ def divisions(
 ) -> tuple[tuple[int, ...], str | None]:
     """Sizes that make up the user's optimizer steps, on all ranks alike; and why there is none but the user's own."""
     own = windows.micro_batch_size
-    reason = first_of_ranks(why_not_divided(trainer, loaders, windows)) or first_of_ranks(why_not_mean())
+    reason = first_text(why_not_divided(trainer, loaders, windows)) or first_text(why_not_mean())
     if reason is not None:
         return (own,), reason
-    sizes = set.intersection(*map(set, from_all_ranks(possible_sizes(loaders, windows))))
+    sizes = set.intersection(*map(set, all_gather_values(possible_sizes(loaders, windows))))
     if not sizes - {own}:
         return (own,), f"no other size divides {windows.num_samples} samples and gives every epoch the same windows"
     return tuple(sorted(sizes, key=lambda size: (size != own, size))), None
@@ -353,9 +353,9 @@ def _check_divides(size: int, num_samples: int, world_size: int, reason: str | N
         )
 
 
-def first_of_ranks(text: str | None) -> str | None:
+def first_text(text: str | None) -> str | None:
     """The text of the first rank that has one."""
-    return next((each for each in from_all_ranks(text) if each is not None), None)
+    return next((each for each in all_gather_values(text) if each is not None), None)
 
 
 def why_not_divided(trainer: pl.Trainer, loaders: CombinedLoader, windows: Windows) -> str | None:
@@ -373,7 +373,7 @@ def _obstacles(trainer: pl.Trainer, loaders: CombinedLoader, windows: Windows) -
         yield "loaders that are reloaded may have another length"
     if len(loaders.flattened) != 1:
         yield f"{len(loaders.flattened)} loaders are combined micro-batch by micro-batch"
-    reason = why_kept(loaders)
+    reason = why_not_resizable(loaders)
     if reason is not None:
         yield reason
     (loader,) = loaders.flattened
@@ -392,7 +392,7 @@ def possible_sizes(loaders: CombinedLoader, windows: Windows) -> tuple[int, ...]
     sampler = loaders.flattened[0].batch_sampler
     most = min(windows.num_samples, max(windows.micro_batch_size, len(sampler.sampler)))
     divisors = [size for size in range(1, most + 1) if windows.num_samples % size == 0]
-    return tuple(size for size in divisors if _is_same_in(sampler, windows, size))
+    return tuple(size for size in divisors if _has_same_windows(sampler, windows, size))
 
 
 def _num_batches(sampler: BatchSampler, windows: Windows, size: int) -> int:
@@ -400,12 +400,12 @@ def _num_batches(sampler: BatchSampler, windows: Windows, size: int) -> int:
     num_samples = len(sampler.sampler)  # type: ignore[arg-type]  # it has a length
     length = num_samples // size if sampler.drop_last else math.ceil(num_samples / size)
     try:
-        return int(_parse_num_batches(RunningStage.TRAINING, length, windows.counted(size)["limit_train_batches"]))
+        return int(_parse_num_batches(RunningStage.TRAINING, length, windows.counts_for(size)["limit_train_batches"]))
     except MisconfigurationException:  # a fraction of less than one of them
         return 0
 
 
-def _is_same_in(sampler: BatchSampler, windows: Windows, size: int) -> bool:
+def _has_same_windows(sampler: BatchSampler, windows: Windows, size: int) -> bool:
     """Whether an epoch has the same windows in micro-batches of this size, and is validated after the same samples."""
     own, interval = windows.micro_batch_size, windows.counts["val_check_interval"]
     batches, own_batches = _num_batches(sampler, windows, size), _num_batches(sampler, windows, own)

@@ -21,9 +21,9 @@ from typing_extensions import override
 from lightning_osdp.callbacks.peak import elements_in
 from lightning_osdp.callbacks.plan_monitor import num_samples
 from lightning_osdp.errors import ProfileError
-from lightning_osdp.strategy.batching.loaders import copy_of
+from lightning_osdp.strategy.batching.loaders import copy_loader
 
-NUM_LOOKED_AT = 100
+NUM_SEARCHED_BATCHES = 100
 """Batches of the loader, the longest of which is taken."""
 
 
@@ -87,9 +87,9 @@ def read_once_source(loader: object) -> object | None:
     return source
 
 
-def reading(loader: object, peeked: Peeked) -> object:
+def reread_loader(loader: object, peeked: Peeked) -> object:
     """The loader as it was, but on what was looked into in place of its source."""
-    return copy_of(loader, dataset=peeked) if isinstance(loader, DataLoader) else peeked
+    return copy_loader(loader, dataset=peeked) if isinstance(loader, DataLoader) else peeked
 
 
 def first_batch(
@@ -105,9 +105,9 @@ def first_batch(
     for loader in loaders.flattened:
         source = read_once_source(loader)
         if source is not None:
-            copies.append(reading(loader, peeked.setdefault(id(source), Peeked(source))))
+            copies.append(reread_loader(loader, peeked.setdefault(id(source), Peeked(source))))
         else:
-            copies.append(copy_of(loader) if isinstance(loader, DataLoader) else loader)
+            copies.append(copy_loader(loader) if isinstance(loader, DataLoader) else loader)
     combined = copy.copy(loaders)
     combined.flattened = copies
     with isolate_rng(include_cuda=False), _unchanged_generators(loaders.flattened):
@@ -144,9 +144,9 @@ def samples_in(batch: Any) -> int:
         return extract_batch_size(batch)
 
 
-def longest(batches: Iterable[Any]) -> Any:
-    """The first of those with most elements among the first `NUM_LOOKED_AT`; None where there are none."""
-    return max(islice(batches, NUM_LOOKED_AT), key=elements_in, default=None)
+def longest_batch(batches: Iterable[Any]) -> Any:
+    """The first of those with most elements among the first `NUM_SEARCHED_BATCHES`; None where there are none."""
+    return max(islice(batches, NUM_SEARCHED_BATCHES), key=elements_in, default=None)
 
 
 class BatchWatch:

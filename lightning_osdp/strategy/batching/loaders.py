@@ -92,7 +92,7 @@ class _Unread(CombinedLoader):
 
 
 @contextmanager
-def shown(trainer: pl.Trainer, loaders: CombinedLoader) -> Iterator[None]:
+def unread_loaders(trainer: pl.Trainer, loaders: CombinedLoader) -> Iterator[None]:
     """Within it, the Trainer trains on these loaders for all who ask, and none of them is read.
 
     Whatever is assigned to an attribute of the Trainer meanwhile is forgotten.
@@ -132,7 +132,7 @@ def common_size(loaders: CombinedLoader) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def why_kept(loaders: CombinedLoader) -> str | None:
+def why_not_resizable(loaders: CombinedLoader) -> str | None:
     """Why these loaders cannot be given one new batch size; None if they can."""
     try:
         for loader in loaders.flattened:
@@ -178,14 +178,14 @@ def with_batch_size(loader: object, batch_size: int) -> DataLoader[Any]:
         raise FixedLoaderError(f"{name} is not a torch DataLoader")
     if loader.batch_sampler is None:
         raise FixedLoaderError(f"{name} has batch_size=None, so its dataset makes the batches")
-    batch_sampler = _resized(loader.batch_sampler, batch_size)
+    batch_sampler = _resize_sampler(loader.batch_sampler, batch_size)
     if _inherits(type(loader), DataLoader, _LOADING):
         sizes: dict[str, Any] = {"batch_sampler": batch_sampler}
         if loader.batch_size is not None:  # else the batch sampler is the user's own
             sizes["batch_size"] = batch_size
-        return copy_of(loader, **sizes)
+        return copy_loader(loader, **sizes)
     try:
-        rebuilt = _constructed(loader, batch_sampler, batch_size)
+        rebuilt = _reconstruct(loader, batch_sampler, batch_size)
     except Exception as error:
         raise FixedLoaderError(f"{name} has its own iteration and cannot be constructed again: {error}") from error
     if loader_size(rebuilt) != batch_size:
@@ -200,14 +200,14 @@ def batches_in_order(loader: DataLoader[Any]) -> bool:
     )
 
 
-def copy_of(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
+def copy_loader(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
     """A shallow copy with other attributes, which DataLoader refuses to have set, and with no workers yet."""
     copied = copy.copy(loader)
     vars(copied).update(attributes, _iterator=None, _IterableDataset_len_called=None)
     return copied
 
 
-def _resized(batch_sampler: Any, batch_size: int) -> Any:
+def _resize_sampler(batch_sampler: Any, batch_size: int) -> Any:
     """The batch sampler with another size: a copy if it batches as PyTorch's does, else constructed again."""
     kind, name = type(batch_sampler), type(batch_sampler).__name__
     if not isinstance(getattr(batch_sampler, "batch_size", None), int):
@@ -245,7 +245,7 @@ def _arguments(batch_sampler: Any, batch_size: int) -> dict[str, Any]:
     return {**arguments, "batch_size": batch_size}
 
 
-def _constructed(loader: DataLoader[Any], batch_sampler: Any, batch_size: int) -> DataLoader[Any]:
+def _reconstruct(loader: DataLoader[Any], batch_sampler: Any, batch_size: int) -> DataLoader[Any]:
     positional, given = _get_dataloader_init_args_and_kwargs(loader, loader.sampler)
     names = getattr(loader, "__pl_saved_arg_names", ())
     arguments = {**dict(zip(names, positional, strict=True)), **given}

@@ -28,7 +28,7 @@ from lightning_osdp.core.step import Workload
 from lightning_osdp.errors import ConfigurationError, PlanFormatError
 from lightning_osdp.profiler import tensors_in
 from lightning_osdp.splitting import JoinedShards
-from lightning_osdp.strategy.runtime.all_ranks import from_all_ranks, on_rank_zero
+from lightning_osdp.strategy.runtime.all_ranks import all_gather_values, on_rank_zero
 
 _STATES = ("state_dict", "optimizer_states")
 """Entries of a checkpoint that the strategy makes of shards."""
@@ -66,7 +66,7 @@ def store_division(workload: Workload, checkpoint: dict[str, Any]) -> None:
     checkpoint[_DIVISION] = (workload.micro_batch_size, workload.num_micro_batches)
 
 
-def division_of(checkpoint: Mapping[str, Any]) -> Workload | None:
+def stored_division(checkpoint: Mapping[str, Any]) -> Workload | None:
     """The micro-batches that a checkpoint's progress is counted in; None if those were of the user's own loaders."""
     if _DIVISION not in checkpoint:
         return None
@@ -93,7 +93,7 @@ class Resumed(NamedTuple):
 
     path: str
     division: Workload | None
-    """As of `division_of`."""
+    """As of `stored_division`."""
     plan: str | None
     """As JSON text; None where it was trained without."""
 
@@ -123,7 +123,7 @@ def _resumed(path: str) -> Resumed | None:
                 f"Expected a checkpoint at {path!r}, but it cannot be read: {type(error).__name__}: {error}. Use"
                 " another one."
             ) from error
-    return Resumed(path, division_of(saved), _text_of_plan(saved))
+    return Resumed(path, stored_division(saved), _text_of_plan(saved))
 
 
 def read_plan(path: Path) -> Plan:
@@ -195,7 +195,7 @@ class Generators:
     def save(self, checkpoint: dict[str, Any], device: torch.device) -> None:
         """Writes all ranks' states into a checkpoint that training can resume from; all ranks must call it."""
         if "optimizer_states" in checkpoint:
-            checkpoint[_GENERATORS] = from_all_ranks(_states(device))
+            checkpoint[_GENERATORS] = all_gather_values(_states(device))
 
     def resume(self, checkpoint: Mapping[str, Any], device: torch.device) -> None:
         """Goes on from a checkpoint's states, where as many ranks wrote it."""

@@ -32,14 +32,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from lightning_osdp.apply import ShardedModel, StoredShards, check_number
 from lightning_osdp.callbacks.peak import callbacks_of
 from lightning_osdp.errors import ConfigurationError
-from lightning_osdp.strategy.checkpointing.saving import SHARD_METADATA, is_of_checkpoint, saved_at
-from lightning_osdp.strategy.runtime.all_ranks import from_all_ranks, in_step
+from lightning_osdp.strategy.checkpointing.saving import SHARD_METADATA, existing_checkpoint, is_of_checkpoint
+from lightning_osdp.strategy.runtime.all_ranks import all_gather_values, in_step
 
 _ZIP = b"PK\x03\x04"
 
 
 @contextmanager
-def in_reach(path: str | Path, strategy: FSDPStrategy) -> Iterator[Path]:
+def local_checkpoint(path: str | Path, strategy: FSDPStrategy) -> Iterator[Path]:
     """This checkpoint, or of a remote file a copy on each node, which is gone afterwards. Call it on all ranks.
 
     Raises:
@@ -66,16 +66,16 @@ def in_reach(path: str | Path, strategy: FSDPStrategy) -> Iterator[Path]:
 
         copies = in_step(fetched, stage="copy of a checkpoint")
         yield next(each[1] for each in copies if each is not None and each[0] == node)
-        from_all_ranks(None)  # those of this node are through with it
+        all_gather_values(None)  # those of this node are through with it
 
 
-def to_load(path: Path, trainer: pl.Trainer) -> Path:
+def complete_checkpoint(path: Path, trainer: pl.Trainer) -> Path:
     """This checkpoint; if it is half-written and ``ckpt_path="last"`` may have chosen it, the newest complete one.
 
     Raises:
         ConfigurationError: it is half-written, and there is no other.
     """
-    path = saved_at(path)
+    path = existing_checkpoint(path)
     missing = why_incomplete(path)
     if missing is None:
         return path
@@ -127,7 +127,7 @@ class Loading:
                 " by this strategy. Found neither."
             )
         self._path, self._stored = path, StoredShards(path) if is_sharded else None
-        saved = read_saved(path / _METADATA_FILENAME if is_sharded else path, weights_only=weights_only)
+        saved = read_checkpoint_file(path / _METADATA_FILENAME if is_sharded else path, weights_only=weights_only)
         if self._stored is not None:
             saved["state_dict"] = dict(self._stored.weights)
             if "lr_schedulers" in saved:  # without them weights alone were saved
@@ -193,7 +193,7 @@ def _restore_groups(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
             BaseFinetuning.on_fit_start(callback, trainer, trainer.lightning_module)
 
 
-def read_saved(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
+def read_checkpoint_file(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
     """What was saved in this file; its tensors are read when they are used, on CPU."""
     try:
         saved = torch.load(str(path), map_location="cpu", mmap=True, weights_only=weights_only)

@@ -45,7 +45,7 @@ class CompleteFiles(TorchCheckpointIO):
             return
         path = Path(path)
         _make_room(path)
-        _write(checkpoint, _part(path))
+        _write(checkpoint, _part_path(path))
         _put_in_place(path)
 
     @override
@@ -75,16 +75,16 @@ def save_shards(checkpoint: dict[str, Any], path: str | Path, storage_options: A
     on_rank_zero(lambda: _make_room(folder))
     states = {"model": checkpoint.pop("state_dict")}
     states.update({f"optimizer_{i}": state for i, state in enumerate(checkpoint.pop("optimizer_states", []))})
-    _distributed_checkpoint_save(states, _part(folder))  # all of it is on disk when this returns
+    _distributed_checkpoint_save(states, _part_path(folder))  # all of it is on disk when this returns
 
     def complete() -> None:
-        _write(checkpoint, _part(folder) / _METADATA_FILENAME)
+        _write(checkpoint, _part_path(folder) / _METADATA_FILENAME)
         _put_in_place(folder)
 
     on_rank_zero(complete)
 
 
-def is_seen_by_hooks() -> bool:
+def is_collecting_checkpoint() -> bool:
     """Whether Lightning collects a checkpoint, which hooks on all ranks will see, and it is not another who asks."""
     collect = _CheckpointConnector.dump_checkpoint.__code__
     return any(frame.f_code is collect for frame, _ in walk_stack(None))
@@ -106,16 +106,16 @@ def _check_shards_at(path: str | Path) -> None:
         )
 
 
-def saved_at(path: Path) -> Path:
+def existing_checkpoint(path: Path) -> Path:
     """Where the checkpoint of this name is: there, or where it made room if the run was killed at that moment."""
-    old = _old(path)
+    old = _replaced_path(path)
     if path.exists() or not old.exists():
         return path
     rank_zero_warn(f"OSDP: {path.name} was being replaced when a run was killed; {old.name} is used, the one before.")
     return old
 
 
-def tell_of_incomplete(trainer: pl.Trainer) -> None:
+def warn_of_incomplete(trainer: pl.Trainer) -> None:
     """Warns of checkpoints that a run was writing when it was killed: none of them is resumed from."""
     folders = {Path(callback.dirpath) for callback in callbacks_of(trainer, ModelCheckpoint) if callback.dirpath}
     for folder in sorted(folders):
@@ -127,17 +127,17 @@ def tell_of_incomplete(trainer: pl.Trainer) -> None:
             )
 
 
-def _part(path: Path) -> Path:
+def _part_path(path: Path) -> Path:
     # with "ckpt_" Lightning would take it for the newest of those that it saves before SLURM requeues a job
     return path.with_name(path.name.replace("ckpt_", "ckpt-") + _PART)
 
 
-def _old(path: Path) -> Path:
+def _replaced_path(path: Path) -> Path:
     return path.with_name(f"{path.stem}.osdp-replaced{path.suffix}")  # a name that nobody else gives
 
 
 def _make_room(path: Path) -> None:
-    """Prepares to write `_part`, unless at the path is a folder with more than a checkpoint."""
+    """Prepares to write `_part_path`, unless at the path is a folder with more than a checkpoint."""
     if path.is_dir() and not path.is_symlink():
         other = [entry.name for entry in path.iterdir() if not is_of_checkpoint(entry)]
         if other:
@@ -146,7 +146,7 @@ def _make_room(path: Path) -> None:
                 f" {sorted(other)[0]!r}. Save under another name."
             )
     path.parent.mkdir(parents=True, exist_ok=True)
-    for left in (_part(path), _part(_old(path))):
+    for left in (_part_path(path), _part_path(_replaced_path(path))):
         _remove(left)
 
 
@@ -163,7 +163,7 @@ def _write(value: object, path: Path) -> None:
 
 
 def _put_in_place(path: Path) -> None:
-    part, old = _part(path), _old(path)
+    part, old = _part_path(path), _replaced_path(path)
     if os.path.lexists(path) and (path.is_dir() or part.is_dir()):
         _discard(old)
         path.rename(old)
@@ -175,7 +175,7 @@ def _put_in_place(path: Path) -> None:
 def _discard(path: Path) -> None:
     """Deletes a checkpoint, which nothing can take for a complete one while it loses its files."""
     if os.path.lexists(path):
-        part = _part(path)
+        part = _part_path(path)
         _remove(part)
         path.rename(part)
         _remove(part)

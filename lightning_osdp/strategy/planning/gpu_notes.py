@@ -11,7 +11,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.modules.conv import _ConvNd
 
 
-def tell_of_gpu(module: nn.Module, device: torch.device) -> None:
+def warn_of_gpu(module: nn.Module, device: torch.device) -> None:
     """Warns of CUDA graphs, and of algorithms of convolutions that are tried."""
     if device.type == "cuda":
         for note in _notes(module):

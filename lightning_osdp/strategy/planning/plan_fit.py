@@ -30,19 +30,19 @@ from lightning_osdp.strategy.batching.division import (
     Windows,
     allowed_micro_batches,
     check_agrees,
-    first_of_ranks,
-    given_division,
-    kept,
-    told_division,
+    division_of_plan,
+    division_text,
+    first_text,
+    user_policy,
 )
 from lightning_osdp.strategy.batching.first_batch import BatchWatch, samples_in
 from lightning_osdp.strategy.batching.loaders import common_size
 from lightning_osdp.strategy.checkpointing.entries import Resumed, read_plan
 from lightning_osdp.strategy.options import Options
+from lightning_osdp.strategy.planning.plan_request import PlanRequest
 from lightning_osdp.strategy.planning.profile_fit import FitProfiler
 from lightning_osdp.strategy.planning.publish import shown_progress
-from lightning_osdp.strategy.planning.training_step import Group, check_in_children
-from lightning_osdp.strategy.planning.wanted import Wanted
+from lightning_osdp.strategy.planning.training_step import ParameterGroup, check_in_children
 from lightning_osdp.strategy.runtime.all_ranks import on_all_ranks, on_rank_zero
 
 UNVALIDATED = (
@@ -59,7 +59,7 @@ class Choice(NamedTuple):
     division: Division
     given: Plan | None = None
     """As the user gave it; the plan may have other micro-batches."""
-    groups: Sequence[Group] | None = None
+    groups: Sequence[ParameterGroup] | None = None
     """Of the parameters of the whole model's optimizers, until there are those of the sharded one."""
     watch: BatchWatch | None = None
     """For larger batches than what was planned for."""
@@ -67,7 +67,7 @@ class Choice(NamedTuple):
     cluster: Cluster | None = None
 
 
-def chosen(
+def choose_plan(
     module: pl.LightningModule, options: Options, *, known: Plan | None, resumed: Resumed | None = None
 ) -> Choice:
     """A plan, or none; it may be the one `known` of the model that the strategy had before.
@@ -88,7 +88,7 @@ def chosen(
     if options.plan is not None:
         plan = _given_plan(module, options)
         check_agrees(plan, options)
-        return Choice(*divided(trainer, plan, options, resumed), given=plan)
+        return Choice(*divide_plan(trainer, plan, options, resumed), given=plan)
     if trainer.state.fn == TrainerFn.FITTING:
         return plan_fit(trainer, module, options, resumed)
     if known is not None and known.fingerprint == fingerprint(module):
@@ -100,15 +100,15 @@ def chosen(
     return Choice(None, Division())
 
 
-def planned_by_hand(
+def choose_manual_plan(
     module: pl.LightningModule, options: Options, *, known: Plan | None, resumed: Resumed | None = None
 ) -> Choice | str:
-    """As `chosen`, for a module that optimizes manually with all parameters in children; or why there is no plan."""
+    """Chooses a plan for manual optimization, where all parameters are in children; or says why there is none."""
     check_in_children(module)
     if options.batch_size in ("auto", "divide"):
         options = replace(options, batch_size="keep")
     try:
-        found = chosen(module, options, known=known, resumed=resumed)
+        found = choose_plan(module, options, known=known, resumed=resumed)
     except ProfileError as error:
         return f"its step cannot be profiled as one backward of the sum of its losses: {error}"
     units = () if found.plan is None else found.plan.units  # evaluated before there is one
@@ -141,25 +141,25 @@ def check_accumulates_in_fp32(plan: Plan, options: Options, precision: str) -> N
         )
 
 
-def divided(trainer: pl.Trainer, plan: Plan, options: Options, resumed: Resumed | None) -> tuple[Plan, Division]:
+def divide_plan(trainer: pl.Trainer, plan: Plan, options: Options, resumed: Resumed | None) -> tuple[Plan, Division]:
     """A plan that was there before this fit in the micro-batches that are trained, and how they come about.
 
     Raises:
         ConfigurationError: these are larger than what the plan was made for, as only its checkpoint wants it.
     """
-    division, used = given_division(trainer, plan, options)
+    division, used = division_of_plan(trainer, plan, options)
     saved = None if resumed is None else division.resumed(resumed.division)
     if resumed is None or saved in (None, workload_of(plan)):
         return in_micro_batches(plan, used), division
     keeps_more = plan.num_micro_batches == 1 and any(unit.sync != "every" for unit in plan.units)
     if plan.peak_bytes and (saved.micro_batch_size > plan.micro_batch_size or keeps_more):
         raise ConfigurationError(
-            f"Expected a plan for {told_division(saved)}, in which the checkpoint {resumed.path!r} counts, got one for"
-            f" {told_division(workload_of(plan))}, of which nobody knows whether the larger ones fit. Leave plan out to"
+            f"Expected a plan for {division_text(saved)}, in which the checkpoint {resumed.path!r} counts, got one for"
+            f" {division_text(workload_of(plan))}, of which nobody knows whether the larger ones fit. Leave plan out to"
             " plan for them, or pass the path of the checkpoint as plan=."
         )
     rank_zero_info(
-        f"OSDP: training goes on with {told_division(saved)}, in which the checkpoint counts, instead of the plan's"
+        f"OSDP: training goes on with {division_text(saved)}, in which the checkpoint counts, instead of the plan's"
         f" {plan.micro_batch_size} x {plan.num_micro_batches}."
     )
     return in_micro_batches(plan, saved), replace(division, workload=saved)
@@ -174,10 +174,10 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
         current = common_size(profiler.loaders) or samples_in(profiler.batch)
         allowed, windows = allowed_micro_batches(trainer, options, profiler.loaders, current, profiler.why_not_mean)
         reason = _why_kept(options, allowed, profiler)
-        policy = allowed if reason is None else kept(allowed, current, trainer.world_size, reason)
+        policy = allowed if reason is None else user_policy(allowed, current, trainer.world_size, reason)
         free_bytes = cluster.memory_bytes
         assert free_bytes is not None
-        wanted = Wanted(
+        request = PlanRequest(
             cluster=cluster,
             memory_limit_bytes=_limit_bytes(options, free_bytes, device),
             limit_varies=options.memory_limit_bytes is None,
@@ -188,14 +188,14 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
                 blocks={block.name: "recompute" for block in profile.blocks} if options.recomputed else None,
             ),
             engine=options.engine,
-            before=None if resumed is None else resumed.plan,
+            saved_plan=None if resumed is None else resumed.plan,
         )
 
         why_anew = ""
 
         def plan_for(profile: ModelProfile, policy: BatchPolicy) -> Plan:
             nonlocal why_anew
-            plan, why_anew = on_rank_zero(lambda: wanted.plan(profile, policy, progress))
+            plan, why_anew = on_rank_zero(lambda: request.plan(profile, policy, progress))
             return plan
 
         is_scaled = not policy.micro_batch_sizes
@@ -208,7 +208,7 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
             if resumed is None or fixed is None:
                 raise
             if not is_scaled:
-                told = told_division(fixed.workload(fixed.micro_batch_sizes[0]))
+                told = division_text(fixed.workload(fixed.micro_batch_sizes[0]))
                 raise InfeasibleError(
                     f"{error} The run goes on from {resumed.path!r}, which counts in {told}: in others, such as"
                     " batch_size= asks for, an epoch that was broken off is not continued at the same sample."
@@ -230,8 +230,8 @@ def plan_fit(trainer: pl.Trainer, module: pl.LightningModule, options: Options, 
             )
         if measured is not profile:
             plan = plan_for(measured, policy)
-    if wanted.before is not None:
-        _tell_whose_plan(plan, why_anew)
+    if request.saved_plan is not None:
+        _log_plan_source(plan, why_anew)
     if device.type == "cuda":
         plan = replace(plan, notes=(*plan.notes, UNVALIDATED))
     if plan.micro_batch_size == policy.max_micro_batch_size:
@@ -279,7 +279,7 @@ def _resumed_in(resumed: Resumed, policy: BatchPolicy, windows: Windows | None) 
     return BatchPolicy.fixed(saved.micro_batch_size, policy.num_micro_batches)
 
 
-def _tell_whose_plan(plan: Plan, why_anew: str) -> None:
+def _log_plan_source(plan: Plan, why_anew: str) -> None:
     if why_anew:
         rank_zero_info(f"OSDP: planned anew, not as in the checkpoint: {why_anew}.")
     else:
@@ -292,7 +292,7 @@ def _tell_whose_plan(plan: Plan, why_anew: str) -> None:
 def _why_kept(options: Options, allowed: BatchPolicy, profiler: FitProfiler) -> str | None:
     """Why micro-batches stay where nobody asked for others, though some are allowed; the same on all ranks."""
     is_asked = options.batch_size == "auto" and len(allowed.micro_batch_sizes) > 1
-    return first_of_ranks(profiler.why_not_same()) if is_asked else None
+    return first_text(profiler.why_not_same()) if is_asked else None
 
 
 def _kept_plan(

@@ -36,30 +36,37 @@ from lightning_osdp.profiler import (
     why_state_differs,
     without_values,
 )
-from lightning_osdp.strategy.batching.first_batch import Peeked, first_batch, longest, samples_in
+from lightning_osdp.strategy.batching.first_batch import Peeked, first_batch, longest_batch, samples_in
 from lightning_osdp.strategy.batching.loaders import (
-    copy_of,
+    copy_loader,
     loader_size,
-    shown,
     training_loaders,
-    why_kept,
+    unread_loaders,
+    why_not_resizable,
     with_batch_size,
 )
 from lightning_osdp.strategy.checkpointing.averaging import with_averages
 from lightning_osdp.strategy.options import Options
-from lightning_osdp.strategy.planning.same_training import Index, InParts, Logged, is_part, taken_apart, why_hooks_count
+from lightning_osdp.strategy.planning.same_training import (
+    BatchIndex,
+    LoggedReductions,
+    PartCollate,
+    is_part,
+    split_batch,
+    why_hooks_count,
+)
 from lightning_osdp.strategy.planning.training_step import (
     as_in_training,
-    configured,
     groups_of,
     idle_optimizers,
     in_children,
-    names_in,
+    make_optimizers,
+    names_by_group_of,
     summed_step,
     to_device,
     training_step,
 )
-from lightning_osdp.strategy.runtime.all_ranks import from_rank, in_step
+from lightning_osdp.strategy.runtime.all_ranks import broadcast_value, in_step
 
 _HOOKS_BEFORE_STEPS = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start")
 
@@ -101,9 +108,9 @@ class FitProfiler:
                 nn.Module.to(module, "cpu")  # Lightning's own would have self.device be the CPU from then on
             _move_torchmetrics_to_device(module, self._device)  # also those of a model that is not
             self.batch = self._transferred(batch)
-            with shown(self._trainer, self._shown):
+            with unread_loaders(self._trainer, self._shown):
                 self.optimizers = idle_optimizers(self._trainer, module)
-            self.groups = groups_of(self.optimizers.optimizers, partial(names_in, module))
+            self.groups = groups_of(self.optimizers.optimizers, partial(names_by_group_of, module))
             return self._profile(self.batch)
 
     def nearer(self, model: ModelProfile, num_samples: int, *, free_bytes: int) -> ModelProfile:
@@ -133,7 +140,7 @@ class FitProfiler:
     def why_not_same(self) -> str | None:
         """Why micro-batches may not be divided in another way unasked, by what user code does in each of them."""
         trainer, module = self._trainer, self._module
-        found, logged, index = why_hooks_count(trainer, module), Logged(), Index(0)
+        found, logged, index = why_hooks_count(trainer, module), LoggedReductions(), BatchIndex(0)
         if found is not None:
             return found
         with self._as_in_training():
@@ -154,9 +161,9 @@ class FitProfiler:
         (loader,) = combined.flattened
         size = loader_size(loader)
         assert size is not None
-        combined.flattened = [copy_of(loader, collate_fn=InParts(loader.collate_fn, halves_of))]
+        combined.flattened = [copy_loader(loader, collate_fn=PartCollate(loader.collate_fn, halves_of))]
         batch, _ = first_batch(combined)
-        whole, *halves = map(self._transferred, taken_apart(batch))
+        whole, *halves = map(self._transferred, split_batch(batch))
         if all(is_part(whole, half, samples, size) for half, samples in zip(halves, halves_of(size), strict=True)):
             return None
         return "a batch of half the samples is not half of a batch, as where samples are padded to the longest"
@@ -168,7 +175,7 @@ class FitProfiler:
     def _shown(self) -> CombinedLoader:
         """The training loaders with the micro-batch that was asked for; one that is to be chosen is the user's own."""
         wanted, found = self._options.batch_size, copy.copy(self.loaders)
-        if isinstance(wanted, int) and why_kept(found) is None:
+        if isinstance(wanted, int) and why_not_resizable(found) is None:
             found.flattened = [with_batch_size(loader, wanted) for loader in found.flattened]
         return found
 
@@ -216,9 +223,9 @@ class FitProfiler:
             return first_batch(loaders)
         if not isinstance(wanted, str):
             return first_batch(loaders, wanted) if callable(wanted) else (wanted, [])
-        batch, peeked = first_batch(loaders, longest)
+        batch, peeked = first_batch(loaders, longest_batch)
         numbers = in_step(lambda: elements_in(batch), stage="looking for the longest batch")
-        return from_rank(batch, numbers.index(max(numbers))), peeked
+        return broadcast_value(batch, numbers.index(max(numbers))), peeked
 
     def _profile(self, batch: Any) -> ModelProfile:
         trainer, module, options, strategy = self._trainer, self._module, self._options, self._trainer.strategy
@@ -237,7 +244,7 @@ class FitProfiler:
 
             def optimizers(replica: nn.Module) -> Sequence[Optimizer]:
                 assert isinstance(replica, pl.LightningModule)
-                return configured(trainer, replica).optimizers
+                return make_optimizers(trainer, replica).optimizers
 
             profile = profile_model(
                 module,

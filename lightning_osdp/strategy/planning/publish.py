@@ -99,7 +99,7 @@ def publish(
         if is_kept:
             rank_zero_info(f"OSDP: plan written to {path}; {_draw(plan, path.with_suffix('.svg'), estimate)}")
         if estimate is not None and trainer.checkpoint_callbacks and trainer.strategy.root_device.type == "cpu":
-            _tell_of_saving(plan, estimate, state_dict_type)
+            _log_saving_bytes(plan, estimate, state_dict_type)
 
     on_rank_zero(write)
     if trainer.state.fn == TrainerFn.FITTING and not callbacks_of(trainer, PlanMonitor):
@@ -116,7 +116,7 @@ def _draw(plan: Plan, path: Path, estimate: StepEstimate | None) -> str:
     return f"drawn beside it as {path.name}"
 
 
-def _tell_of_saving(plan: Plan, estimate: StepEstimate, state_dict_type: str) -> None:
+def _log_saving_bytes(plan: Plan, estimate: StepEstimate, state_dict_type: str) -> None:
     """Says where a checkpoint takes more than the limit; on a GPU its state dicts go to the host instead."""
     needed = estimate.saving_bytes[state_dict_type]
     if needed > plan.memory_limit_bytes:
@@ -128,7 +128,7 @@ def _tell_of_saving(plan: Plan, estimate: StepEstimate, state_dict_type: str) ->
         )
 
 
-def tell_of_unfreezing(trainer: pl.Trainer) -> None:
+def warn_of_unfreezing(trainer: pl.Trainer) -> None:
     """Says that a plan was made for what is frozen now."""
     for callback in callbacks_of(trainer, BaseFinetuning):
         rank_zero_warn(

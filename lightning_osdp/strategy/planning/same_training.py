@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_osdp.callbacks.peak import all_callbacks
 
-_PER_BATCH = (
+_BATCH_HOOKS = (
     "on_train_batch_start",
     "on_train_batch_end",
     "on_before_backward",
@@ -22,7 +22,7 @@ _PER_BATCH = (
     "on_before_zero_grad",
 )
 """Hooks of modules and callbacks."""
-_OF_MODULES = ("backward",)
+_MODULE_HOOKS = ("backward",)
 """Others, of modules alone."""
 HARMLESS = frozenset(
     f"lightning.pytorch.callbacks.{name}"
@@ -45,7 +45,7 @@ _MEANS = ("mean", torch.mean)
 def why_hooks_count(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
     """Which hook runs in each micro-batch, and is not known to be harmless; None if there is none."""
     for holder in (*all_callbacks(trainer), module):
-        for hook in (*_PER_BATCH, *(_OF_MODULES if holder is module else ())):
+        for hook in (*_BATCH_HOOKS, *(_MODULE_HOOKS if holder is module else ())):
             owner = next((base for base in type(holder).__mro__ if hook in vars(base)), object)
             is_own = owner.__module__.startswith(("lightning_osdp.", "lightning.pytorch.core."))
             if hook in vars(holder) or not (is_own or f"{owner.__module__}.{owner.__qualname__}" in HARMLESS):
@@ -53,7 +53,7 @@ def why_hooks_count(trainer: pl.Trainer, module: pl.LightningModule) -> str | No
     return None
 
 
-class Index:
+class BatchIndex:
     """A number of a batch, which notes whether somebody has read it."""
 
     def __init__(self, value: int) -> None:
@@ -65,7 +65,7 @@ class Index:
 
 
 def _noting(name: str) -> Callable[..., Any]:
-    def method(self: Index, *args: Any) -> Any:
+    def method(self: BatchIndex, *args: Any) -> Any:
         self.is_read = True
         return getattr(self.value, name)(*args)
 
@@ -74,14 +74,14 @@ def _noting(name: str) -> Callable[..., Any]:
 
 for _name, _own in vars(int).items():
     if _name.startswith("__") and callable(_own) and _name not in ("__new__", "__getattribute__", "__getnewargs__"):
-        setattr(Index, _name, _noting(_name))
+        setattr(BatchIndex, _name, _noting(_name))
 
 
-class Logged:
+class LoggedReductions:
     """In place of ``log`` or ``log_dict``: notes what is logged of an epoch with another reduction than the mean."""
 
     def __init__(self) -> None:
-        self.others: dict[str, Any] = {}
+        self.reductions: dict[str, Any] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Takes the place of either."""
@@ -90,11 +90,11 @@ class Logged:
         given = inspect.signature(like).bind(None, *args, **kwargs).arguments
         reduction = given.get("reduce_fx", "mean")
         if given.get("on_epoch") and reduction not in _MEANS:
-            self.others.update(dict.fromkeys(named if isinstance(named, Mapping) else [given["name"]], reduction))
+            self.reductions.update(dict.fromkeys(named if isinstance(named, Mapping) else [given["name"]], reduction))
 
     def why_not(self) -> str | None:
         """What is logged so; None if nothing is."""
-        for name, reduction in self.others.items():
+        for name, reduction in self.reductions.items():
             shown = reduction if isinstance(reduction, str) else getattr(reduction, "__name__", repr(reduction))
             return f"self.log({name!r}, reduce_fx={shown}) reduces values of micro-batches, not by their mean"
         return None
@@ -107,7 +107,7 @@ class Parts(NamedTuple):
     parts: list[Any]
 
 
-class InParts:
+class PartCollate:
     """Collates samples all together, and in parts too.
 
     Args:
@@ -125,7 +125,7 @@ class InParts:
         return Parts(self._collate(copy.deepcopy(samples)), [self._collate(copy.deepcopy(part)) for part in parts])
 
 
-def taken_apart(batch: Any) -> Iterator[Any]:
+def split_batch(batch: Any) -> Iterator[Any]:
     """Of a batch that may have `Parts` in it: all of it, and each part."""
 
     def is_parts(value: Any) -> bool:

@@ -30,12 +30,12 @@ from lightning_osdp.apply import called_children, do_nothing
 from lightning_osdp.core.profile import ModelProfile
 from lightning_osdp.errors import ConfigurationError, ProfileError
 from lightning_osdp.profiler import untouched
-from lightning_osdp.strategy.batching.loaders import shown
+from lightning_osdp.strategy.batching.loaders import unread_loaders
 
-_MOVED = {"lr", "initial_lr", "max_lr", "min_lr", "momentum", "base_momentum", "max_momentum", "betas"}
+_SCHEDULED_OPTIONS = {"lr", "initial_lr", "max_lr", "min_lr", "momentum", "base_momentum", "max_momentum", "betas"}
 """Options that schedules move; which of them a group has, its parameters tell."""
-_LEFT_OUT = {"params", "param_names", *_MOVED}
-_COMPARED = (bool, int, float, str, tuple, type(None))
+_IGNORED_OPTIONS = {"params", "param_names", *_SCHEDULED_OPTIONS}
+_COMPARED_TYPES = (bool, int, float, str, tuple, type(None))
 
 
 def training_step(module: pl.LightningModule, index: Any = 0) -> Callable[[Any], Any]:
@@ -51,7 +51,7 @@ def summed_step(module: pl.LightningModule) -> Callable[[Any], Tensor]:
 
     def step(batch: Any) -> Tensor:
         losses: list[Tensor] = []
-        with _replaced(
+        with _replace_methods(
             module,
             manual_backward=lambda loss, *_, **__: losses.append(loss),
             toggle_optimizer=do_nothing,
@@ -88,18 +88,18 @@ def to_device(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> An
 
 
 @contextmanager
-def muted(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
+def mute_logging(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
     """Whatever the module logs meanwhile goes nowhere."""
     loggers = trainer.loggers
-    trainer.loggers = [cast(Logger, _Silent(logger)) for logger in loggers]
+    trainer.loggers = [cast(Logger, _SilentLogger(logger)) for logger in loggers]
     try:
-        with _replaced(module, log=do_nothing, log_dict=do_nothing, print=do_nothing):
+        with _replace_methods(module, log=do_nothing, log_dict=do_nothing, print=do_nothing):
             yield
     finally:
         trainer.loggers = loggers
 
 
-class _Silent:
+class _SilentLogger:
     """A logger to read of, of its own kind, whose methods and experiment do nothing."""
 
     def __init__(self, logger: Any) -> None:
@@ -125,7 +125,7 @@ def as_in_training(
     """
     strategy = trainer.strategy
     before = strategy._optimizers, strategy._lightning_optimizers, strategy.lr_scheduler_configs
-    with shown(trainer, loaders), muted(trainer, module):
+    with unread_loaders(trainer, loaders), mute_logging(trainer, module):
         strategy.optimizers, strategy.lr_scheduler_configs = list(optimizers.optimizers), list(optimizers.schedules)
         for optimizer in strategy._lightning_optimizers:
             _idle(optimizer, toggle_model=lambda **_: nullcontext())
@@ -142,7 +142,7 @@ class Optimizers(NamedTuple):
     schedules: Sequence[LRSchedulerConfig]
 
 
-def configured(trainer: pl.Trainer, replica: pl.LightningModule) -> Optimizers:
+def make_optimizers(trainer: pl.Trainer, replica: pl.LightningModule) -> Optimizers:
     """Runs ``configure_optimizers`` of a copy of the LightningModule, in every form that Lightning accepts."""
     replica.trainer = trainer
     try:
@@ -165,7 +165,7 @@ def configured(trainer: pl.Trainer, replica: pl.LightningModule) -> Optimizers:
 def idle_optimizers(trainer: pl.Trainer, module: pl.LightningModule) -> Optimizers:
     """Those of the module's own parameters, which do nothing."""
     with untouched(module):
-        found = configured(trainer, copy.copy(module))
+        found = make_optimizers(trainer, copy.copy(module))
     module.trainer = trainer  # of modules inside it, too, which the copy has in common with it
     for optimizer in found.optimizers:
         _idle(optimizer)
@@ -206,7 +206,7 @@ def in_children(profile: ModelProfile) -> ModelProfile:
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class ParameterGroup:
     """A parameter group: names of its parameters in the user's own module, and its options."""
 
     optimizer: str
@@ -216,23 +216,23 @@ class Group:
 
 def groups_of(
     optimizers: Iterable[Optimizer], names: Callable[[Optimizer], Sequence[Sequence[str]]]
-) -> tuple[Group, ...]:
+) -> tuple[ParameterGroup, ...]:
     """Groups of all optimizers, in order; `names` gives those of the parameters in each group of one."""
     found = []
     for optimizer in optimizers:
         for group, own in zip(optimizer.param_groups, names(optimizer), strict=True):
-            options = {k: v for k, v in group.items() if k not in _LEFT_OUT and isinstance(v, _COMPARED)}
-            found.append(Group(type(optimizer).__name__, frozenset(own), options))
+            options = {k: v for k, v in group.items() if k not in _IGNORED_OPTIONS and isinstance(v, _COMPARED_TYPES)}
+            found.append(ParameterGroup(type(optimizer).__name__, frozenset(own), options))
     return tuple(found)
 
 
-def names_in(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+def names_by_group_of(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     """Names of the parameters in each group of an optimizer of a module that is not sharded; others have none."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     return [[names[p] for p in group["params"] if p in names] for group in optimizer.param_groups]
 
 
-def check_same_groups(whole: Sequence[Group], sharded: Sequence[Group]) -> None:
+def check_same_groups(whole: Sequence[ParameterGroup], sharded: Sequence[ParameterGroup]) -> None:
     """Raises a ConfigurationError unless the user's code made the same of the whole and of the sharded model."""
     for index in range(max(len(whole), len(sharded))):
         expected, found = (groups[index] if index < len(groups) else None for groups in (whole, sharded))
@@ -245,28 +245,30 @@ def check_same_groups(whole: Sequence[Group], sharded: Sequence[Group]) -> None:
             )
 
 
-def _difference(whole: Group | None, sharded: Group | None) -> str:
+def _difference(whole: ParameterGroup | None, sharded: ParameterGroup | None) -> str:
     if whole is None or sharded is None:
         there, group = ("sharded", sharded) if whole is None else ("whole", whole)
         assert group is not None
-        return f"is of the {there} one alone, with {_listed(group.names)}"
+        return f"is of the {there} one alone, with {_names_text(group.names)}"
     if whole.optimizer != sharded.optimizer:
         return f"is {whole.optimizer}'s of the whole one and {sharded.optimizer}'s of the sharded one"
     if whole.names != sharded.names:
         only = {"whole": whole.names - sharded.names, "sharded": sharded.names - whole.names}
-        return "has " + " and ".join(f"{_listed(names)} of the {one} one only" for one, names in only.items() if names)
+        return "has " + " and ".join(
+            f"{_names_text(names)} of the {one} one only" for one, names in only.items() if names
+        )
     both = {name: (whole.options.get(name), sharded.options.get(name)) for name in {**whole.options, **sharded.options}}
     name, (own, other) = next((name, values) for name, values in both.items() if values[0] != values[1])
     return f"has {name}={own!r} of the whole one and {other!r} of the sharded one"
 
 
-def _listed(names: Iterable[str]) -> str:
+def _names_text(names: Iterable[str]) -> str:
     found = sorted(names)
     return ", ".join(map(repr, found[:3])) + f" and {len(found) - 3} more" * (len(found) > 3)
 
 
 @contextmanager
-def _replaced(module: pl.LightningModule, **methods: Callable[..., Any]) -> Iterator[None]:
+def _replace_methods(module: pl.LightningModule, **methods: Callable[..., Any]) -> Iterator[None]:
     vars(module).update(methods)
     try:
         yield

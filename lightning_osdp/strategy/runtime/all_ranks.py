@@ -47,7 +47,7 @@ def in_step(work: Callable[[], T], /, *, stage: str) -> Sequence[T]:
     result, failure = _attempt(work)
     if failure is not None and first_rank(failure) is not None:
         raise failure
-    said = from_all_ranks((stage, None if failure is None else f"{type(failure).__name__}: {failure}", result))
+    said = all_gather_values((stage, None if failure is None else f"{type(failure).__name__}: {failure}", result))
     failed = next((rank for rank, (_, text, _) in enumerate(said) if text is not None), None)
     are_apart = len({stage for stage, _, _ in said}) > 1
     if failure is None and failed is not None:
@@ -78,7 +78,7 @@ def on_rank_zero(work: Callable[[], T]) -> T:
     return cast("T", result)
 
 
-def from_all_ranks(value: T) -> list[T]:
+def all_gather_values(value: T) -> list[T]:
     """What each rank gives, by rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
@@ -87,7 +87,7 @@ def from_all_ranks(value: T) -> list[T]:
     return values
 
 
-def said_by_rank_zero(number: int) -> int:
+def broadcast_number(number: int) -> int:
     """Rank 0's, on every rank; no device is waited for, so that this can be asked in every batch."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return number
@@ -96,7 +96,7 @@ def said_by_rank_zero(number: int) -> int:
     return int(said.item())
 
 
-def from_rank(value: T, rank: int) -> T:
+def broadcast_value(value: T, rank: int) -> T:
     """One rank's value, on every rank; values of the others are ignored."""
     values = [value]
     if dist.is_initialized():
@@ -124,7 +124,7 @@ def ranks_of_node(strategy: FSDPStrategy, wanted: int | None) -> int | None:
     size = int(os.environ.get("LOCAL_WORLD_SIZE") or strategy.num_processes)
     if size >= world_size:
         return None
-    told = from_all_ranks((size, strategy.cluster_environment.local_rank()))
+    told = all_gather_values((size, strategy.cluster_environment.local_rank()))
     if any(each != (size, rank % size) for rank, each in enumerate(told)) or world_size % size:
         rank_zero_warn(
             f"OSDP: plans are made as if all ranks were on one node, for nodes do not have equally many ranks that"

@@ -212,8 +212,8 @@ class FailureWatch:
             self._since_s = now_s  # nobody is waited for: all work by themselves
             return None
         return (
-            f"{_named(ranks)} stalled: rank {self._rank} has waited {self._stall_s:g} s in a collective for it. Where"
-            " it is stands in its own output. OSDPStrategy(timeout=...) is how long ranks may wait."
+            f"{_ranks_text(ranks)} stalled: rank {self._rank} has waited {self._stall_s:g} s in a collective for it."
+            " Where it is stands in its own output. OSDPStrategy(timeout=...) is how long ranks may wait."
         )
 
     def _silent_ranks(self) -> list[int]:
@@ -233,7 +233,7 @@ class FailureWatch:
         ranks = self._silent_ranks()
         if self._first is not None or not ranks:
             return self._first
-        return f"{_named(ranks)} ended without reporting an error: killed, or the machine is gone."
+        return f"{_ranks_text(ranks)} ended without reporting an error: killed, or the machine is gone."
 
     def _claim(self, text: str) -> str:
         """Tells the others, unless there is a first failure already; returns the first."""
@@ -290,5 +290,5 @@ def is_echo(error: BaseException) -> bool:
     return type(error) is RuntimeError or isinstance(error, dist.DistError)
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _ranks_text(ranks: Sequence[int]) -> str:
     return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -26,7 +26,7 @@ from typing_extensions import override
 from lightning_osdp.apply import NODE_GROUPS
 from lightning_osdp.callbacks.peak import all_callbacks
 from lightning_osdp.strategy.runtime import failure
-from lightning_osdp.strategy.runtime.all_ranks import first_rank, host_group, said_by_rank_zero
+from lightning_osdp.strategy.runtime.all_ranks import broadcast_number, first_rank, host_group
 from lightning_osdp.strategy.runtime.error_texts import explain_echo, print_one_line
 from lightning_osdp.strategy.runtime.failure import FailureWatch, is_echo
 from lightning_osdp.strategy.runtime.requeue import RequeueTogether
@@ -70,7 +70,11 @@ class RanksTogether:
             )
             watch.start()
             end_together(module.trainer, lambda: watch.is_terminating)
-            for undo in (partial(forget, module.trainer), sigterm.close, watch.stop):  # the last one first
+            for undo in (
+                partial(restore_sigterm_handling, module.trainer),
+                sigterm.close,
+                watch.stop,
+            ):  # the last one first
                 self._ending.callback(undo)
         if RequeueTogether.is_needed(module.trainer):
             requeue = RequeueTogether(module.trainer)
@@ -196,14 +200,14 @@ def end_together(trainer: pl.Trainer, is_told: Callable[[], bool]) -> None:
     """
 
     def raise_together() -> None:
-        if said_by_rank_zero(is_told()):
+        if broadcast_number(is_told()):
             raise SIGTERMException
 
     trainer._signal_connector._sigterm_notifier_fn = lambda *_: None  # type: ignore[method-assign]
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = raise_together  # type: ignore[method-assign]
 
 
-def forget(trainer: pl.Trainer) -> None:
+def restore_sigterm_handling(trainer: pl.Trainer) -> None:
     """Undoes `end_together`: the trainer can be pickled again."""
     trainer._signal_connector.__dict__.pop("_sigterm_notifier_fn", None)
     trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)

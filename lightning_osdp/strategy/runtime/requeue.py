@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_osdp.callbacks.peak import all_callbacks
-from lightning_osdp.strategy.runtime.all_ranks import said_by_rank_zero
+from lightning_osdp.strategy.runtime.all_ranks import broadcast_number
 
 
 class RequeueTogether(pl.Callback):
@@ -45,7 +45,7 @@ class RequeueTogether(pl.Callback):
         self._received = signum
 
     def _between_batches(self) -> None:
-        signum = said_by_rank_zero(self._received)
+        signum = broadcast_number(self._received)
         if signum:
             self._received = 0
             _SignalConnector._slurm_sigusr_handler_fn(self._signals, signum, None)  # type: ignore[arg-type]

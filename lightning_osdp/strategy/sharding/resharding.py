@@ -15,16 +15,16 @@ from lightning_osdp.callbacks.peak import all_callbacks
 from lightning_osdp.callbacks.plan_monitor import PlanMonitor
 from lightning_osdp.strategy.runtime.ranks import SavingTogether
 
-_HOOKS = tuple(
+_CALLBACK_HOOKS = tuple(
     name
     for name in vars(pl.Callback)
     if name.startswith("on_") and name not in ("on_save_checkpoint", "on_load_checkpoint", "on_exception")
 )
 """Of callbacks, which a Trainer calls before the hook of the same name of its module."""
-_RIGHT_AFTER = {"on_before_zero_grad": "optimizer_zero_grad"}
+_NEXT_HOOKS = {"on_before_zero_grad": "optimizer_zero_grad"}
 """What a Trainer calls of the module after a hook, where units may be gathered still: a user's own may clear gradients
 of all parameters that it finds."""
-_OWN = ("lightning.", "lightning_osdp.")
+_LIBRARY_MODULES = ("lightning.", "lightning_osdp.")
 """Modules whose callbacks look at no parameters, or reshard before they do."""
 
 
@@ -76,7 +76,7 @@ class Resharding(pl.Callback):
     def _has_users(self, hook: str, trainer: pl.Trainer) -> bool:
         """Whether a user's code runs in this hook, or right after it."""
         if hook not in self._is_written:
-            names = (hook, _RIGHT_AFTER.get(hook, hook))
+            names = (hook, _NEXT_HOOKS.get(hook, hook))
             self._is_written[hook] = any(_is_written(name, trainer) for name in names)
         return self._is_written[hook]
 
@@ -90,11 +90,11 @@ def _is_written(hook: str, trainer: pl.Trainer) -> bool:
             return True
         if isinstance(holder, BaseFinetuning) and hook == "on_train_epoch_start":
             return True  # it looks for parameters to add to optimizers
-        owner = next((base.__module__ for base in type(holder).__mro__ if hook in vars(base)), _OWN[0])
-        if not owner.startswith(_OWN):
+        owner = next((base.__module__ for base in type(holder).__mro__ if hook in vars(base)), _LIBRARY_MODULES[0])
+        if not owner.startswith(_LIBRARY_MODULES):
             return True
     return False
 
 
-for _name in set(_HOOKS) - set(vars(Resharding)):
+for _name in set(_CALLBACK_HOOKS) - set(vars(Resharding)):
     setattr(Resharding, _name, partialmethod(Resharding._before, _name))

@@ -44,20 +44,20 @@ from lightning_osdp.strategy.batching.loaders import forget_loaders
 from lightning_osdp.strategy.checkpointing import averaging, entries, saving
 from lightning_osdp.strategy.checkpointing.entries import read_plan
 from lightning_osdp.strategy.options import Options
-from lightning_osdp.strategy.planning.gpu_notes import tell_of_gpu
+from lightning_osdp.strategy.planning.gpu_notes import warn_of_gpu
 from lightning_osdp.strategy.planning.plan_fit import (
     Choice,
     check_accumulates_in_fp32,
-    chosen,
-    divided,
-    planned_by_hand,
+    choose_manual_plan,
+    choose_plan,
+    divide_plan,
 )
-from lightning_osdp.strategy.planning.publish import publish, tell_of_unfreezing
+from lightning_osdp.strategy.planning.publish import publish, warn_of_unfreezing
 from lightning_osdp.strategy.planning.training_step import check_same_groups, groups_of
 from lightning_osdp.strategy.runtime.all_ranks import on_rank_zero, ranks_of_node
 from lightning_osdp.strategy.sharding.resharding import reshard_before_hooks
 
-_PRINTED = ("total_parameters", "trainable_parameters", "model_size", "total_training_modes", "total_flops")
+_SUMMARY_FIELDS = ("total_parameters", "trainable_parameters", "model_size", "total_training_modes", "total_flops")
 """What `ModelSummary` prints of Lightning's summary below its rows."""
 
 
@@ -95,7 +95,7 @@ class Units:
                 "Expected configure_model, got configure_sharded_model, after which Lightning leaves sharding to the"
                 " module itself. Rename it: the plan shards."
             )
-        found = found_in(module)
+        found = reusable_model(module)
         if found is not None:
             found.check(self._settings())
 
@@ -108,7 +108,7 @@ class Units:
         trainer = module.trainer
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         resumed = entries.read_resumed(trainer) if is_fitting else None
-        found = found_in(module)
+        found = reusable_model(module)
         if found is not None and found.sharded.is_whole and is_fitting:
             found.undo()  # it was evaluated first, when there was nothing to plan for
             found = None
@@ -128,27 +128,27 @@ class Units:
     def _shard(self, module: pl.LightningModule, known: Plan | None, resumed: entries.Resumed | None) -> ReusableModel:
         """By the user's plan, a new one, the one that it had, or none."""
         strategy, trainer = self._strategy, module.trainer
-        summaries = whole_summaries(trainer, module)
+        summaries = summaries_by_depth(trainer, module)
         options = replace(
             self.options,
             node_size=ranks_of_node(strategy, self.options.node_size),
-            recomputed=_named_by(strategy._activation_checkpointing_kwargs, module),
+            recomputed=_checkpointed_modules(strategy._activation_checkpointing_kwargs, module),
         )
         arguments = fully_shard_arguments({**strategy.kwargs, "mixed_precision": strategy.mixed_precision_config})
         arguments["device"] = strategy.root_device
         self._forget_division(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            tell_of_gpu(module, strategy.root_device)
-        choose = chosen if module.automatic_optimization else planned_by_hand
+            warn_of_gpu(module, strategy.root_device)
+        choose = choose_plan if module.automatic_optimization else choose_manual_plan
         choice = choose(module, options, known=known, resumed=resumed)
         if isinstance(choice, str):
-            found = separated(module, choice, options, **arguments)
+            found = shard_children(module, choice, options, **arguments)
             choice = Choice(None, Division())
         else:
-            found = sharded(module, choice.plan, options, **arguments)
+            found = shard_as_planned(module, choice.plan, options, **arguments)
             if found.plan is not None:
                 if trainer.state.fn == TrainerFn.FITTING:
-                    tell_of_unfreezing(trainer)
+                    warn_of_unfreezing(trainer)
                 state_dict_type = strategy._state_dict_type
                 publish(trainer, found.plan, choice.profile, choice.cluster, state_dict_type=state_dict_type)
         self.division, self.choice = choice.division, choice
@@ -163,10 +163,10 @@ class Units:
         plan = found.sharded.plan
         if plan is not None and not is_new:
             if not self._is_for_training:
-                found.check_wishes(self.options)
+                found.check_options_of_strategy(self.options)
                 check_agrees(plan, self.options)
             self._forget_division(trainer)
-            plan, self.division = divided(trainer, plan, self.options, resumed)
+            plan, self.division = divide_plan(trainer, plan, self.options, resumed)
             is_told = self._is_for_training and plan == found.sharded.plan
             if plan != found.sharded.plan:
                 found.use(plan)
@@ -174,7 +174,7 @@ class Units:
                 publish(trainer, plan)
             self._is_for_training = True
         self.division.begin(trainer)
-        saving.tell_of_incomplete(trainer)
+        saving.warn_of_incomplete(trainer)
         found.show_summaries(trainer)
         averaging.average_shards(trainer, found.sharded, self._strategy.root_device)
 
@@ -201,7 +201,7 @@ class Units:
         self.sharded.check_optimizers(optimizers)
 
 
-def sharded(module: pl.LightningModule, plan: Plan | None, options: Options, **arguments: Any) -> ShardedModel:
+def shard_as_planned(module: pl.LightningModule, plan: Plan | None, options: Options, **arguments: Any) -> ShardedModel:
     """The module as planned; for want of a plan, in units of its children and blocks."""
     if plan is None:
         return ShardedModel.unplanned(module, **arguments)
@@ -211,7 +211,7 @@ def sharded(module: pl.LightningModule, plan: Plan | None, options: Options, **a
     return found
 
 
-def separated(module: pl.LightningModule, why: str, options: Options, **arguments: Any) -> ShardedModel:
+def shard_children(module: pl.LightningModule, why: str, options: Options, **arguments: Any) -> ShardedModel:
     """A module that optimizes manually, without a plan, with each child sharded by itself; says why.
 
     Raises:
@@ -234,7 +234,7 @@ def separated(module: pl.LightningModule, why: str, options: Options, **argument
     return found
 
 
-def _named_by(policy: Mapping[str, Any], module: nn.Module) -> tuple[str, ...]:
+def _checkpointed_modules(policy: Mapping[str, Any], module: nn.Module) -> tuple[str, ...]:
     """Names of the modules that recompute whatever a plan would choose, none of them inside another."""
     if not policy:
         return ()
@@ -272,19 +272,19 @@ class ReusableModel:
         given: Iterable[Plan] = (),
     ) -> None:
         self.sharded, self._settings, self._summaries = sharded, settings, summaries
-        self._led_here = [*given]  # plans of the same units that were given, or did not fit in a dry run
+        self._earlier_plans = [*given]  # plans of the same units that were given, or did not fit in a dry run
         sharded.reusable = self
         module = sharded.module
         having = (child for child in module.modules() if any(True for _ in child.parameters()))
         self._handles = [child.register_state_dict_pre_hook(self) for child in having]
-        self._handles.append(module._register_load_state_dict_pre_hook(partial(_take, self)))
+        self._handles.append(module._register_load_state_dict_pre_hook(partial(_reshard_before_load, self)))
 
     def use(self, plan: Plan) -> None:
         """Goes on under another plan with the same units; it may have other micro-batches."""
         before = self.sharded.plan
         assert before is not None
         self.sharded.use(plan, may_divide=True)
-        self._led_here.append(before)
+        self._earlier_plans.append(before)
 
     def show_summaries(self, trainer: pl.Trainer) -> None:
         """Has a Trainer's callbacks print what they would of the whole model, where there is one of their depth."""
@@ -315,14 +315,14 @@ class ReusableModel:
                 " `if self.layers is None: self.layers = ...`, and add none to a model that is sharded."
             )
 
-    def check_wishes(self, options: Options) -> None:
+    def check_options_of_strategy(self, options: Options) -> None:
         """Raises a `ConfigurationError`, on all ranks, if these options name another plan or limit."""
         plan, given, memory_limit_bytes = self.sharded.plan, options.plan, options.memory_limit_bytes
         assert plan is not None
         if isinstance(given, Path):
             path = given
             given = on_rank_zero(lambda: read_plan(path))
-        if given is not None and given not in (plan, *self._led_here):
+        if given is not None and given not in (plan, *self._earlier_plans):
             raise _disagree("the plan that it was sharded by", "another plan=")
         if given is None and memory_limit_bytes not in (None, plan.memory_limit_bytes):
             raise _disagree(
@@ -346,19 +346,19 @@ class ReusableModel:
         return do_nothing
 
 
-def found_in(module: nn.Module) -> ReusableModel | None:
+def reusable_model(module: nn.Module) -> ReusableModel | None:
     """What this module was sharded as, by whichever strategy."""
     sharded = sharded_as(module)
     found = None if sharded is None else sharded.reusable
     return found if isinstance(found, ReusableModel) else None
 
 
-def whole_summaries(trainer: pl.Trainer, module: pl.LightningModule) -> dict[int, SimpleNamespace]:
+def summaries_by_depth(trainer: pl.Trainer, module: pl.LightningModule) -> dict[int, SimpleNamespace]:
     """What Lightning's summaries say of a module that is about to be sharded, by depth, for its Trainer's callbacks."""
     found: dict[int, SimpleNamespace] = {}
     for callback in _summaries_of(trainer):
         summary = callback._summary(trainer, module)
-        numbers = {name: getattr(summary, name) for name in _PRINTED}
+        numbers = {name: getattr(summary, name) for name in _SUMMARY_FIELDS}
         rows = summary._get_summary_data()
         found[callback._max_depth] = SimpleNamespace(_get_summary_data=lambda rows=rows: rows, **numbers)
     return found
@@ -368,7 +368,7 @@ def _summaries_of(trainer: pl.Trainer) -> list[ModelSummary]:
     return [callback for callback in callbacks_of(trainer, ModelSummary) if callback._max_depth]
 
 
-def _take(model: object, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+def _reshard_before_load(model: object, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
     """Runs before the module loads a state dict, which goes into shards; nothing in a copy of the module."""
     del state_dict
     if isinstance(model, ReusableModel) and not prefix:

@@ -18,7 +18,7 @@ from lightning_osdp.apply.internals import gathering
 from lightning_osdp.core.plans.plan import Plan
 from lightning_osdp.errors import OSDPError
 from lightning_osdp.strategy.checkpointing.entries import read_plan
-from lightning_osdp.strategy.runtime.all_ranks import from_all_ranks
+from lightning_osdp.strategy.runtime.all_ranks import all_gather_values
 from tests.distributed.support.fits import plan_for, shared_folder, trainer
 from tests.distributed.support.models import BATCH_SIZE, Base, build
 from tests.tiers import slow
@@ -190,7 +190,7 @@ def counted(shares):
     """Notes, or the error, of plans whose limit is this share of what a step was counted to take."""
     plan = planned(number=1)
     fit, _, _ = fitted(plan, dry_run=False, max_steps=6)
-    counted_bytes = max(from_all_ranks(fit.callbacks[0].measured.peak_bytes))
+    counted_bytes = max(all_gather_values(fit.callbacks[0].measured.peak_bytes))
     return [_outcome(dataclasses.replace(plan, memory_limit_bytes=int(share * counted_bytes))) for share in shares]
 
 
@@ -329,7 +329,7 @@ def recomputes():
 
     def counted(of, **options):
         fit, left, _ = fitted(of, dry_run=False, module=Deep(), max_steps=6, **options)
-        return max(from_all_ranks(fit.callbacks[0].measured.peak_bytes)), left
+        return max(all_gather_values(fit.callbacks[0].measured.peak_bytes)), left
 
     least = dataclasses.replace(plan, blocks=plan.recomputable, recomputable=())
     (most_bytes, expected), (least_bytes, _) = counted(plan), counted(least)
@@ -338,7 +338,7 @@ def recomputes():
         warnings.simplefilter("ignore")
         tight = dataclasses.replace(plan, memory_limit_bytes=limit_bytes)
         fit, left, _ = fitted(tight, dry_run=True, module=Deep(), max_steps=6)
-    peak_bytes = max(from_all_ranks(fit.callbacks[0].measured.peak_bytes))
+    peak_bytes = max(all_gather_values(fit.callbacks[0].measured.peak_bytes))
     return {
         "notes": fit.strategy.plan.notes,
         "could": [block.name for block in plan.recomputable],

@@ -49,8 +49,8 @@ def _told():
         return "fine"
 
     found = {
-        "all": all_ranks.from_all_ranks(dist.get_rank()),
-        "one": all_ranks.from_rank(f"of {dist.get_rank()}", 1),
+        "all": all_ranks.all_gather_values(dist.get_rank()),
+        "one": all_ranks.broadcast_value(f"of {dist.get_rank()}", 1),
         "first": all_ranks.on_rank_zero(lambda: f"of {dist.get_rank()}"),
     }
     try:

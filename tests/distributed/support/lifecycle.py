@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_osdp import OSDPStrategy
-from lightning_osdp.strategy.runtime.all_ranks import from_all_ranks
+from lightning_osdp.strategy.runtime.all_ranks import all_gather_values
 from tests.distributed.support.by_hand import GAN
 from tests.distributed.support.fits import EVERYTHING, plan_for, shared_folder, trainer, without_measuring
 from tests.distributed.support.models import OddMLP
@@ -152,7 +152,7 @@ def out_of_time(make):
     module, last = Model(), 10**6
     fit = trainer(make(), max_steps=last, max_time=timedelta(seconds=1), callbacks=[SlowRank()])
     fit.fit(module, module.own_loader())
-    steps = from_all_ranks(fit.global_step)
+    steps = all_gather_values(fit.global_step)
     return [float(len(set(steps))), float(0 < steps[0] < last)]
 
 

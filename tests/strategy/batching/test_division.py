@@ -58,7 +58,7 @@ def test_sizes_are_possible_where_every_window_has_the_same_samples_with_the_sam
     why = why_not_divided(fit, given, windows)
     sizes = (size,) if why else possible_sizes(given, windows)
     for other in (each for each in range(1, size * number + 1) if size * number % each == 0):
-        counted = windows.counted(other)["limit_train_batches"]
+        counted = windows.counts_for(other)["limit_train_batches"]
         found = written_out(num_samples, other, size * number // other, counted, drop_last=drop_last)
         if other in sizes:
             assert found == expected
@@ -91,9 +91,9 @@ def test_steps_of_more_samples_than_anybody_has_do_not_take_forever():
 @pytest.mark.parametrize("name", ["limit_train_batches", "val_check_interval", "overfit_batches"])
 def test_one_micro_batch_is_not_all_of_them(name):
     windows = windows_of(trainer(**{name: 1.0}), 4)
-    assert windows.are_of(trainer(**{name: 1.0}))
-    assert not windows.are_of(trainer(**{name: 1}))
-    assert windows_of(trainer(**{name: 0.0}), 4).are_of(trainer(**{name: 0}))
+    assert windows.matches(trainer(**{name: 1.0}))
+    assert not windows.matches(trainer(**{name: 1}))
+    assert windows_of(trainer(**{name: 0.0}), 4).matches(trainer(**{name: 0}))
 
 
 def test_the_trainer_counts_in_the_new_micro_batches():
@@ -102,9 +102,9 @@ def test_the_trainer_counts_in_the_new_micro_batches():
     windows.divide(fit, work(2, 16))
     assert (fit.accumulate_grad_batches, fit.limit_train_batches, fit.val_check_interval) == (16, 16, 8)
     assert fit.overfit_batches == 16
-    assert not windows.are_of(fit)
+    assert not windows.matches(fit)
     windows.divide(fit, work(4, 8))
-    assert windows.are_of(fit)
+    assert windows.matches(fit)
     fractions = trainer(limit_train_batches=0.5, val_check_interval=0.25)
     windows_of(fractions, 4).divide(fractions, work(2, 2))
     assert (fractions.limit_train_batches, fractions.val_check_interval) == (0.5, 0.25)

@@ -11,7 +11,7 @@ from lightning_osdp.core.step import Workload
 from lightning_osdp.errors import ProfileError
 from lightning_osdp.strategy.batching.division import Division
 from lightning_osdp.strategy.batching.first_batch import Peeked, first_batch
-from lightning_osdp.strategy.batching.loaders import common_size, samples_per_rank, why_kept
+from lightning_osdp.strategy.batching.loaders import common_size, samples_per_rank, why_not_resizable
 
 DATA = TensorDataset(torch.arange(10.0))
 FOUR = TensorDataset(torch.arange(4.0))
@@ -70,9 +70,9 @@ def test_sizes_and_lengths():
 def test_loaders_of_different_sizes_are_kept():
     two = combined(DataLoader(DATA, batch_size=2), DataLoader(FOUR, batch_size=3))
     assert common_size(two) is None
-    assert why_kept(two) == "there are 2 with different batch sizes, 2, 3"
-    assert why_kept(combined(DataLoader(DATA), range(3))) == "range is not a torch DataLoader"
-    assert why_kept(combined(DataLoader(DATA), DataLoader(FOUR))) is None
+    assert why_not_resizable(two) == "there are 2 with different batch sizes, 2, 3"
+    assert why_not_resizable(combined(DataLoader(DATA), range(3))) == "range is not a torch DataLoader"
+    assert why_not_resizable(combined(DataLoader(DATA), DataLoader(FOUR))) is None
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

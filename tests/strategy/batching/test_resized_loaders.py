@@ -16,7 +16,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lightning_osdp.strategy.batching.loaders import loader_size, why_kept, with_batch_size
+from lightning_osdp.strategy.batching.loaders import loader_size, why_not_resizable, with_batch_size
 
 DATA = TensorDataset(torch.arange(10.0))
 
@@ -167,7 +167,7 @@ def test_batch_samplers(kind, is_hook):
         with _replace_dunder_methods(DataLoader, "dataset"), _replace_dunder_methods(BatchSampler):
             loader = make()
     if isinstance(kind, partial) and not is_hook:
-        assert why_kept(SimpleNamespace(flattened=[loader])).endswith(
+        assert why_not_resizable(SimpleNamespace(flattened=[loader])).endswith(
             "cannot be constructed again: its argument 'secret' is no attribute"
         )
         return
@@ -195,7 +195,7 @@ def test_batch_samplers(kind, is_hook):
     ],
 )
 def test_a_loader_that_cannot_be_rebuilt_says_why(loader, reason):
-    assert why_kept(SimpleNamespace(flattened=[loader])).startswith(reason)
+    assert why_not_resizable(SimpleNamespace(flattened=[loader])).startswith(reason)
 
 
 def test_sizes():

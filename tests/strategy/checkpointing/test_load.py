@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_osdp import ConfigurationError
-from lightning_osdp.strategy.checkpointing.load import read_saved, to_load, why_incomplete
+from lightning_osdp.strategy.checkpointing.load import complete_checkpoint, read_checkpoint_file, why_incomplete
 
 
 def written(path, kind, *, mtime):
@@ -51,7 +51,7 @@ def test_last_takes_the_newest_complete_one(tmp_path, trainer, name):
     newest = written(tmp_path / "last-v1.ckpt", "sharded", mtime=20)
     written(tmp_path / "epoch=9.ckpt", "full", mtime=50)
     with pytest.warns(UserWarning, match=f"last-v2.ckpt is not complete, {missing}: .* last-v1.ckpt is used, the new"):
-        assert to_load(broken, trainer) == newest
+        assert complete_checkpoint(broken, trainer) == newest
 
 
 @pytest.mark.parametrize("name", HALVES)
@@ -61,22 +61,22 @@ def test_what_was_asked_for_by_name_is_not_replaced(tmp_path, trainer, name):
     spoil(broken)
     written(tmp_path / "last.ckpt", "full", mtime=10)
     with pytest.raises(ConfigurationError, match=f"complete checkpoint at .*epoch=1.ckpt', but {missing}: a run was"):
-        to_load(broken, trainer)
+        complete_checkpoint(broken, trainer)
 
 
 def test_without_a_complete_one_nothing_starts_anew(tmp_path, trainer):
     broken = written(tmp_path / "last.ckpt", "full", mtime=40)
     cut_short(broken)
     with pytest.raises(ConfigurationError, match="Delete it, and resume from another one"):
-        to_load(broken, trainer)
+        complete_checkpoint(broken, trainer)
 
 
 def test_a_file_of_another_format_is_not_called_half_written(tmp_path, trainer):
     path = tmp_path / "last.ckpt"
     torch.save({"epoch": 1}, path, _use_new_zipfile_serialization=False)
-    assert to_load(path, trainer) == path
+    assert complete_checkpoint(path, trainer) == path
     with pytest.raises(ConfigurationError, match="cannot be read"):
-        read_saved(path, weights_only=None)
+        read_checkpoint_file(path, weights_only=None)
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
@@ -86,4 +86,4 @@ def test_complete_ones_and_what_is_none_are_as_they_are(tmp_path, trainer, kind)
     (tmp_path / "work" / "thesis.tex").touch()
     for path in (complete, tmp_path / "work", tmp_path / "none.ckpt"):
         assert why_incomplete(path) is None
-        assert to_load(path, trainer) == path
+        assert complete_checkpoint(path, trainer) == path

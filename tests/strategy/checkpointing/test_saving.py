@@ -90,7 +90,7 @@ def test_a_kill_at_any_moment_leaves_the_checkpoint_before_or_the_new_one(tmp_pa
                 save(2, path, after)
         except (Killed, CheckpointException):
             found.append(read(found_by_last(folder)))
-            assert read(saving.saved_at(path)) == found[-1] if path.exists() else found[-1] == 1
+            assert read(saving.existing_checkpoint(path)) == found[-1] if path.exists() else found[-1] == 1
             save(3, path, after)
             assert [entry.name for entry in folder.iterdir()] == ["last.ckpt"]
             assert read(path) == 3
@@ -143,8 +143,8 @@ def test_a_kill_while_a_checkpoint_is_removed_leaves_all_of_it_or_nothing_that_i
 def test_the_checkpoint_before_is_used_where_a_kill_left_no_other(tmp_path):
     save(1, tmp_path / "last.osdp-replaced.ckpt", "sharded")
     with pytest.warns(UserWarning, match=r"last.ckpt was being replaced .* last.osdp-replaced.ckpt is used"):
-        assert saving.saved_at(tmp_path / "last.ckpt") == tmp_path / "last.osdp-replaced.ckpt"
-    assert saving.saved_at(tmp_path / "none.ckpt") == tmp_path / "none.ckpt"
+        assert saving.existing_checkpoint(tmp_path / "last.ckpt") == tmp_path / "last.osdp-replaced.ckpt"
+    assert saving.existing_checkpoint(tmp_path / "none.ckpt") == tmp_path / "none.ckpt"
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
@@ -160,11 +160,11 @@ def test_what_a_killed_run_left_half_written_is_told_of_once_per_folder(tmp_path
     save(1, tmp_path / "last.ckpt", "full")
     callbacks = [ModelCheckpoint(dirpath=tmp_path), ModelCheckpoint(dirpath=tmp_path, monitor="loss"), mock.Mock()]
     trainer = mock.Mock(callbacks=callbacks)
-    saving.tell_of_incomplete(trainer)
+    saving.warn_of_incomplete(trainer)
     (tmp_path / "last.ckpt.part").mkdir()
     (tmp_path / "best.ckpt.part").touch()
     with pytest.warns(UserWarning, match="wrote or removed best.ckpt.part, last.ckpt.part in ") as warned:
-        saving.tell_of_incomplete(trainer)
+        saving.warn_of_incomplete(trainer)
     assert len(warned) == 1
 
 

@@ -23,5 +23,5 @@ from lightning_osdp.strategy.dry_run import DryRun
 def test_a_dry_run_is_told_of_as_it_went_on_all_ranks(monkeypatch, dry_runs, text):
     told = []
     monkeypatch.setattr(dry_run, "rank_zero_info", told.append)
-    dry_run._tell(dry_runs, 2.0)
+    dry_run._log_result(dry_runs, 2.0)
     assert told == [text]

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.utilities.compile import from_compiled
 from torch import nn
 
-from lightning_osdp.strategy.planning.gpu_notes import tell_of_gpu
+from lightning_osdp.strategy.planning.gpu_notes import warn_of_gpu
 
 CUDA = torch.device("cuda")
 
@@ -16,7 +16,7 @@ CUDA = torch.device("cuda")
 def told(module, device=CUDA):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        tell_of_gpu(module, device)
+        warn_of_gpu(module, device)
     return [str(each.message) for each in found]
 
 

@@ -18,7 +18,7 @@ from lightning_osdp.core.cluster import Link
 from lightning_osdp.core.plans.plan import Plan, workload_of
 from lightning_osdp.core.text.byte_size import format_bytes
 from lightning_osdp.strategy.checkpointing import entries
-from lightning_osdp.strategy.planning import plan_fit, wanted
+from lightning_osdp.strategy.planning import plan_fit, plan_request
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -80,7 +80,7 @@ def told(trainer, checkpoint):
     """The micro-batches that the strategy, the Trainer, the plan file and the checkpoint say."""
     plan = trainer.strategy.plan
     written = Plan.load(checkpoint.with_name("osdp_plan.json"))
-    saved = entries.division_of(torch.load(checkpoint, weights_only=True))
+    saved = entries.stored_division(torch.load(checkpoint, weights_only=True))
     found = [workload_of(plan), workload_of(written), workload_of(entries.read_plan(checkpoint)), saved]
     return {(each.micro_batch_size, each.num_micro_batches) for each in found}, trainer.accumulate_grad_batches
 
@@ -159,7 +159,7 @@ def resumed(fit, monkeypatch):
         return scheduler.make_plan(*args, **options)
 
     monkeypatch.setattr(plan_fit, "rank_zero_info", texts.append)
-    monkeypatch.setattr(wanted, "make_plan", make_plan)
+    monkeypatch.setattr(plan_request, "make_plan", make_plan)
 
     def run(path, **options):
         del texts[:], searched[:]

@@ -16,11 +16,11 @@ from lightning_osdp.profiler import halves_of
 from lightning_osdp.strategy.planning import same_training
 from lightning_osdp.strategy.planning.same_training import (
     HARMLESS,
-    Index,
-    InParts,
-    Logged,
+    BatchIndex,
+    LoggedReductions,
+    PartCollate,
     is_part,
-    taken_apart,
+    split_batch,
     why_hooks_count,
 )
 
@@ -43,7 +43,7 @@ def test_all_callbacks_of_lightning_and_torchmetrics_are_sorted():
                 continue
             for name, kind in inspect.getmembers(imported, inspect.isclass):
                 has_hooks = issubclass(kind, L.Callback) and any(
-                    each in vars(kind) for each in same_training._PER_BATCH
+                    each in vars(kind) for each in same_training._BATCH_HOOKS
                 )
                 if has_hooks and kind.__module__ == module.name:
                     found.add(f"{module.name}.{name}")
@@ -106,16 +106,16 @@ def test_hooks_of_each_micro_batch_are_named(callbacks, module, why):
     ],
 )
 def test_an_index_that_is_read_tells(read):
-    given, passed = Index(0), Index(0)
+    given, passed = BatchIndex(0), BatchIndex(0)
     read(given)
     assert given.is_read
-    assert read(Index(1)) == read(1)
+    assert read(BatchIndex(1)) == read(1)
     assert [passed]
     assert not passed.is_read
 
 
 def test_what_is_logged_of_an_epoch_by_another_reduction_than_the_mean_is_told():
-    logged = Logged()
+    logged = LoggedReductions()
     logged("loss", 1.0)
     logged("loss", 1.0, on_epoch=True)
     logged({"a": 1.0}, on_epoch=True, reduce_fx=torch.mean)
@@ -151,6 +151,6 @@ def named(samples):
 def test_batches_of_half_the_samples_are_compared_with_halves(collate, samples, is_same):
     random.seed(1)
     size = len(samples)
-    whole, *halves = taken_apart([InParts(collate, halves_of)(samples)])
+    whole, *halves = split_batch([PartCollate(collate, halves_of)(samples)])
     same = [is_part(whole, half, part, size) for half, part in zip(halves, halves_of(size), strict=True)]
     assert all(same) == is_same

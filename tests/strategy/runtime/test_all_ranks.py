@@ -29,7 +29,7 @@ def test_ranks_that_have_come_to_different_stages_all_stop_and_tell_it_once(monk
         told.append(said)
         return [said, ("", None, 3)]
 
-    monkeypatch.setattr(all_ranks, "from_all_ranks", beside_one_that_is_done)
+    monkeypatch.setattr(all_ranks, "all_gather_values", beside_one_that_is_done)
     text = r"^Expected every rank to do the same .* rank 0: timing 4 samples, rank 1: done\. .* pass plan=\.$"
     with pytest.raises(OSDPError, match=text):
         on_all_ranks(lambda: in_step(lambda: 1, stage="timing 4 samples"))
@@ -38,7 +38,7 @@ def test_ranks_that_have_come_to_different_stages_all_stop_and_tell_it_once(monk
 
 def test_a_rank_that_fails_elsewhere_is_told_from_one_that_fails_in_the_same_stage(monkeypatch):
     others = iter([("timing 4 samples", "ValueError: lost", None), ("", "ValueError: lost", None)])
-    monkeypatch.setattr(all_ranks, "from_all_ranks", lambda said: [said, next(others)])
+    monkeypatch.setattr(all_ranks, "all_gather_values", lambda said: [said, next(others)])
     for kind in (OSDPError, RanksApartError):
         with pytest.raises(OSDPError, match=r"^Rank 1 failed, so every rank stops: ValueError: lost$") as found:
             in_step(lambda: 1, stage="timing 4 samples")

@@ -19,7 +19,7 @@ def told(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
 
     def tell(*of_ranks):
-        monkeypatch.setattr(all_ranks, "from_all_ranks", lambda _: list(of_ranks))
+        monkeypatch.setattr(all_ranks, "all_gather_values", lambda _: list(of_ranks))
 
     return tell
 

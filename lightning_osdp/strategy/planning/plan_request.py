@@ -15,14 +15,14 @@ from lightning_osdp.core.text.progress import Progress
 from lightning_osdp.engine import AUTO, FSDP2
 from lightning_osdp.errors import ConfigurationError, PlanFormatError
 from lightning_osdp.scheduler import PlanMethod, judge_plan, make_plan
-from lightning_osdp.strategy.batching.division import told_division
+from lightning_osdp.strategy.batching.division import division_text
 
 _VARIES = 1.1
 """Of the memory that is free, between runs of the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class PlanRequest:
     """What a plan is for, whatever its micro-batches, and how it is searched."""
 
     cluster: Cluster
@@ -32,12 +32,12 @@ class Wanted:
     search_space: SearchSpace
     method: PlanMethod
     engine: FSDP2
-    before: str | None
+    saved_plan: str | None
     """The plan of the checkpoint that a fit goes on from, as JSON text; None where there is none."""
 
     def plan(self, profile: ModelProfile, policy: BatchPolicy, progress: Progress) -> tuple[Plan, str]:
         """The checkpoint's plan, or the fastest one with why that is not kept; raises an `InfeasibleError`."""
-        kept = "" if self.before is None else self._kept(self.before, profile, policy)
+        kept = "" if self.saved_plan is None else self._judge_saved_plan(self.saved_plan, profile, policy)
         if isinstance(kept, Plan):
             return kept, ""
         found = make_plan(
@@ -52,11 +52,11 @@ class Wanted:
         )
         return found, kept
 
-    def _kept(self, text: str, profile: ModelProfile, policy: BatchPolicy) -> Plan | str:
+    def _judge_saved_plan(self, text: str, profile: ModelProfile, policy: BatchPolicy) -> Plan | str:
         """A checkpoint's plan as it is predicted now; or why it is not what is wanted."""
         try:
             plan = Plan.from_json(text, source="the plan in the checkpoint")
-            why = next(filter(None, self._other_than(plan, profile, policy)), "")
+            why = next(filter(None, self._differences(plan, profile, policy)), "")
             if why:
                 return why
             judged = judge_plan(plan, profile, self.cluster, memory_limit_bytes=self.memory_limit_bytes)
@@ -73,14 +73,14 @@ class Wanted:
             )
         return judged
 
-    def _other_than(self, plan: Plan, profile: ModelProfile, policy: BatchPolicy) -> Iterator[str]:
+    def _differences(self, plan: Plan, profile: ModelProfile, policy: BatchPolicy) -> Iterator[str]:
         """In what a plan was made for something else than what is wanted, whatever is predicted of it."""
         yield plan.differences(
             profile.fingerprint, world_size=self.cluster.world_size, node_size=self.cluster.node_size
         )
         size = plan.micro_batch_size
         if size not in policy.micro_batch_sizes or policy.workload(size) != workload_of(plan):
-            yield f"it is for {told_division(workload_of(plan))}, and training goes on in others"
+            yield f"it is for {division_text(workload_of(plan))}, and training goes on in others"
         for name, own, wanted in (
             ("search", plan.solver or self.method.search, self.method.search),
             ("cost_model", plan.cost_model, self.method.cost_model),
