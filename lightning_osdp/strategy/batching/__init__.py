@@ -1,1 +1,1 @@
-"""Loaders, micro-batches and gradient accumulation as planned."""
+"""Loaders, micro-batches and gradient accumulation in the sizes of a plan."""

@@ -1,9 +1,10 @@
-"""Optimizer steps in the micro-batches of a plan: what loaders, Trainer and checkpoints are told of them.
+"""Division of optimizer steps into the micro-batches of a plan, in loaders, Trainer and checkpoints.
 
-With B = b K samples of a rank, another way b' K' = B gives the same optimizer steps wherever every window of
-accumulation holds the same samples with the same weights. Lightning weighs a micro-batch of s samples by 1 / (K s) per
-sample, in the shorter last window of an epoch too. So all is equal if an epoch has whole micro-batches only, of b and
-of b' samples: its number of samples on a rank must be a multiple of both, but not of B.
+A rank has B = b K samples in an optimizer step: K micro-batches of b samples. Another division B = b' K' gives the same
+optimizer steps if every window of accumulation has the same samples with the same weights. Lightning weighs each sample
+of a micro-batch of s samples by 1 / (K s), in the shorter last window of an epoch too. So the steps are equal if an
+epoch has whole micro-batches only, of b and of b' samples. A rank's number of samples in an epoch must be a multiple of
+b and of b', but need not be one of B.
 """
 
 from __future__ import annotations
@@ -47,34 +48,36 @@ from lightning_osdp.strategy.options import Options
 from lightning_osdp.strategy.runtime.all_ranks import all_gather_values
 
 _COUNTS = ("limit_train_batches", "overfit_batches", "val_check_interval")
-"""Options of the Trainer that count micro-batches where they are whole numbers, and are fractions otherwise."""
+"""Options of the Trainer that count micro-batches as whole numbers; as floats they are fractions of an epoch."""
 
 
 @dataclass(frozen=True)
 class Windows:
-    """The user's own division: b samples, K times, and the Trainer's options that count micro-batches."""
+    """Windows of accumulation as the user gave them: b samples, K times, and options that count micro-batches."""
 
     micro_batch_size: int
-    """What loaders give."""
+    """b: samples of a batch of the user's loaders."""
     num_micro_batches: int
+    """K: micro-batches of an optimizer step."""
     num_samples: int
     """B: samples of one rank in an optimizer step."""
     counts: Mapping[str, Any]
+    """Options of the Trainer that count micro-batches, by name."""
 
     @classmethod
     def of(cls, trainer: pl.Trainer, *, micro_batch_size: int, num_samples: int) -> Windows:
-        """Those of a Trainer."""
+        """Reads the windows of a Trainer."""
         counts = {name: getattr(trainer, name, None) for name in _COUNTS}
         return cls(micro_batch_size, trainer.accumulate_grad_batches, num_samples, counts)
 
     def matches(self, trainer: pl.Trainer) -> bool:
-        """Whether this Trainer was given the same; 1, a micro-batch, is not 1.0, all of them."""
-        counts = [(getattr(trainer, name, None), own) for name, own in self.counts.items()]
-        are_same = all(given == own and (not own or type(given) is type(own)) for given, own in counts)
+        """Tells whether this Trainer has the same options; 1, one micro-batch, differs from 1.0, a whole epoch."""
+        counts = [(getattr(trainer, name, None), count) for name, count in self.counts.items()]
+        are_same = all(given == count and (not count or type(given) is type(count)) for given, count in counts)
         return are_same and trainer.accumulate_grad_batches == self.num_micro_batches
 
     def counts_for(self, micro_batch_size: int) -> dict[str, Any]:
-        """The options that count micro-batches, of another size; fractions as they are."""
+        """Converts the options that count micro-batches to another size; fractions stay."""
         factor = Fraction(self.micro_batch_size, micro_batch_size)
         return {
             name: math.ceil(value * factor) if isinstance(value, int) else value for name, value in self.counts.items()
@@ -82,11 +85,11 @@ class Windows:
 
     @property
     def workload(self) -> Workload:
-        """What the Trainer was given."""
+        """Micro-batches as the user gave them."""
         return Workload(micro_batch_size=self.micro_batch_size, num_micro_batches=self.num_micro_batches)
 
     def divide(self, trainer: pl.Trainer, workload: Workload) -> None:
-        """Tells the Trainer of another division: from now on it accumulates and counts accordingly."""
+        """Has the Trainer accumulate and count in other micro-batches."""
         trainer.accumulate_grad_batches = workload.num_micro_batches
         for name, value in self.counts_for(workload.micro_batch_size).items():
             setattr(trainer, name, value)
@@ -94,22 +97,22 @@ class Windows:
 
 @dataclass
 class Division:
-    """How the loaders and Trainers of one strategy come to the micro-batches of a plan."""
+    """Micro-batches in use by the loaders and Trainers of one strategy."""
 
     workload: Workload | None = None
-    """In which training goes on; None: loaders and Trainer keep theirs."""
+    """Micro-batches in use; None: loaders and Trainer keep their own."""
     windows: Windows | None = None
-    """What the user has, where the same samples may be divided in another way; None where they may not."""
+    """The user's own windows, where their samples may be divided in another way; None where they may not."""
     sizes: Sequence[int] = ()
-    """Micro-batches that may be chosen then."""
+    """Micro-batch sizes that may be chosen for these windows."""
     peeked: Sequence[Peeked] = ()
-    """Sources of loaders that profiling read from, and that can be read only once."""
+    """Sources of loaders that can be read only once, and that profiling has read from."""
     is_scaled: bool = False
-    """Whether the micro-batch is the fastest of any size, so that optimizer steps have as many samples."""
+    """True with ``batch_size="scale"``, where the micro-batch decides how many samples an optimizer step has."""
     _trainer: pl.Trainer | None = None
 
     def begin(self, trainer: pl.Trainer) -> None:
-        """A fit begins."""
+        """Begins a fit: the Trainer accumulates and counts in the micro-batches in use."""
         if self.windows is None or self._trainer is trainer:
             return
         if not self.windows.matches(trainer):
@@ -124,55 +127,57 @@ class Division:
         self._use(trainer, self.workload)
 
     def end(self, trainer: pl.Trainer) -> None:
-        """Gives the Trainer back what it had, before a fit of another model is planned."""
-        own, used = self.windows, self.workload
-        if own is None or used is None or self._trainer is not trainer:
+        """Restores the Trainer's own options, before a fit of another model is planned."""
+        windows, used = self.windows, self.workload
+        if windows is None or used is None or self._trainer is not trainer:
             return
-        if trainer.accumulate_grad_batches == used.num_micro_batches:  # nobody has changed it since
-            own.divide(trainer, own.workload)
+        if trainer.accumulate_grad_batches == used.num_micro_batches:  # the user has not changed it since
+            windows.divide(trainer, windows.workload)
 
     @contextmanager
     def as_given(self, trainer: pl.Trainer) -> Iterator[None]:
-        """Within it, the Trainer counts micro-batches of the user's own loaders, as code of the user's may do, too."""
-        own, used = self.windows, self.workload
-        if own is None or used is None or own.num_samples % own.micro_batch_size:
+        """Has the Trainer count micro-batches of the user's own loaders, for code of the user that reads counts."""
+        windows, used = self.windows, self.workload
+        if windows is None or used is None or windows.num_samples % windows.micro_batch_size:
             yield
             return
-        size = own.micro_batch_size
-        self._use(trainer, Workload(micro_batch_size=size, num_micro_batches=own.num_samples // size))
+        size = windows.micro_batch_size
+        self._use(trainer, Workload(micro_batch_size=size, num_micro_batches=windows.num_samples // size))
         try:
             yield
         finally:
             self._use(trainer, used)
             if size != used.micro_batch_size:
-                forget_loaders(trainer)  # of which somebody may have asked for the length
+                forget_loaders(trainer)  # a read of estimated_stepping_batches has built them with the other size
 
     def resume(self, trainer: pl.Trainer, saved: Workload | None) -> None:
-        """A fit goes on from a checkpoint, whose progress is counted in these micro-batches.
+        """Resumes a fit from a checkpoint whose progress is counted in ``saved`` micro-batches.
 
-        Loaders are made anew, for they have states in the checkpoint, and draw from generators that it has. Raises a
-        `ConfigurationError` if the checkpoint counts in others than those that were planned for.
+        Loaders are built again, because the checkpoint has states of loaders and of generators that they draw from.
+
+        Raises:
+            ConfigurationError: the checkpoint counts in other micro-batches than the plan's.
         """
         if not self.peeked:
             forget_loaders(trainer)
-        wanted, used = self.resumed(saved), self.workload
-        if used is not None and wanted not in (None, used):
+        resumed, used = self.resumed(saved), self.workload
+        if used is not None and resumed not in (None, used):
             raise ConfigurationError(
-                f"Expected the checkpoint's {division_text(wanted)} to be planned for, but this run has"
+                f"Expected the checkpoint's {division_text(resumed)} to be planned for, but this run has"
                 f" {division_text(used)}. Pass the checkpoint to Trainer.fit as ckpt_path."
             )
 
     def resumed(self, saved: Workload | None) -> Workload | None:
-        """What a run that is resumed goes on in; None where this is not said by the checkpoint's micro-batches."""
+        """Micro-batches of the run to resume; None where they make other optimizer steps than this run's windows."""
         if self.windows is None:
             return None
-        found = self.windows.workload if saved is None else saved
-        is_possible = found.micro_batch_size in self.sizes and found.num_samples == self.windows.num_samples
-        return found if is_possible else None
+        workload = self.windows.workload if saved is None else saved
+        is_possible = workload.micro_batch_size in self.sizes and workload.num_samples == self.windows.num_samples
+        return workload if is_possible else None
 
     @property
     def smaller(self) -> Workload | None:
-        """The next smaller micro-batches of the same optimizer steps, if there are any."""
+        """Next smaller micro-batches of the same optimizer steps; None if there are none."""
         if self.windows is None or self.workload is None:
             return None
         size = max((size for size in self.sizes if size < self.workload.micro_batch_size), default=None)
@@ -180,21 +185,21 @@ class Division:
         return None if size is None else Workload(micro_batch_size=size, num_micro_batches=samples // size)
 
     def divide(self, trainer: pl.Trainer, workload: Workload) -> None:
-        """Changes to other micro-batches before the first step; loaders are made anew."""
+        """Changes to other micro-batches before the first step, and builds the loaders again."""
         self._use(trainer, workload)
         forget_loaders(trainer)
         trainer.fit_loop.setup_data()
 
     def save(self, checkpoint: dict[str, Any]) -> None:
-        """Writes the division in use into a checkpoint."""
+        """Writes the micro-batches in use into a checkpoint, unless they are those of the user's own loaders."""
         if self.workload is not None and (self.windows is not None or self.is_scaled):
             store_division(self.workload, checkpoint)
 
     def loader(self, loader: object) -> object:
-        """The loader to train on."""
-        own = None if self.windows is None else self.windows.micro_batch_size
-        if self.workload is not None and self.workload.micro_batch_size not in (own, loader_size(loader)):
-            size = self.workload.micro_batch_size
+        """Gives a training loader the micro-batch size in use, and the items that profiling has read from it."""
+        size = None if self.workload is None else self.workload.micro_batch_size
+        user_size = None if self.windows is None else self.windows.micro_batch_size
+        if size is not None and size not in (user_size, loader_size(loader)):
             try:
                 loader = with_batch_size(loader, size)
             except FixedLoaderError as error:
@@ -211,7 +216,7 @@ class Division:
 
 
 def division_text(workload: Workload | None) -> str:
-    """Samples and number of micro-batches as text."""
+    """Formats samples and number of micro-batches."""
     assert workload is not None
     return f"{workload.micro_batch_size} samples x {workload.num_micro_batches} micro-batches"
 
@@ -219,15 +224,24 @@ def division_text(workload: Workload | None) -> str:
 def allowed_micro_batches(
     trainer: pl.Trainer, options: Options, loaders: CombinedLoader, current: int, why_not_mean: Callable[[], str | None]
 ) -> tuple[BatchPolicy, Windows | None]:
-    """What may be chosen, the user's own size first; and what the user has, if the Trainer's number may change, too.
+    """Micro-batches that a plan may have, on all ranks alike; says why where they are fewer than was asked for.
 
-    The same on all ranks. Says why where it is less than was asked for. ``why_not_mean`` tells why the loss of a
-    micro-batch is not the mean over its samples, and is called on all ranks or none. Raises a `ConfigurationError` if
-    ``batch_size`` or ``global_batch_size`` cannot be had.
+    Args:
+        trainer: the Trainer that is about to fit.
+        options: the options ``batch_size`` and ``global_batch_size`` are read.
+        loaders: the training loaders, whose batches have ``current`` samples.
+        current: samples of a batch of the user's loaders.
+        why_not_mean: tells why the loss of a micro-batch is not the mean over its samples; runs on all ranks or none.
+
+    Returns:
+        Sizes, the user's own first; and the user's windows, if the Trainer's number of micro-batches may change.
+
+    Raises:
+        ConfigurationError: ``batch_size`` or ``global_batch_size`` is impossible with these loaders.
     """
-    number, wanted, world_size = trainer.accumulate_grad_batches, options.batch_size, trainer.world_size
+    number, batch_size, world_size = trainer.accumulate_grad_batches, options.batch_size, trainer.world_size
     num_samples = samples_per_step(trainer, options, current)
-    if wanted in ("auto", "divide"):
+    if batch_size in ("auto", "divide"):
         windows = Windows.of(trainer, micro_batch_size=current, num_samples=num_samples)
         sizes, reason = divisions(trainer, loaders, windows, why_not_mean)
         if reason is not None:
@@ -235,12 +249,12 @@ def allowed_micro_batches(
             if num_samples > 1:
                 rank_zero_info(f"OSDP: micro-batches stay {current} x {num_samples // current}: {reason}.")
         return BatchPolicy.divide(num_samples, sizes), windows
-    reason = None if wanted in ("keep", current) else why_not_resizable(loaders)
+    reason = None if batch_size in ("keep", current) else why_not_resizable(loaders)
     if reason is not None:
-        rank_zero_warn(f"OSDP: batch_size={wanted!r} is ignored, the loader keeps {current}: {reason}.")
-    elif wanted == "scale":
+        rank_zero_warn(f"OSDP: batch_size={batch_size!r} is ignored, the loader keeps {current}: {reason}.")
+    elif batch_size == "scale":
         return BatchPolicy.scale(samples_per_rank(loaders, world_size=world_size), number), None
-    size = wanted if isinstance(wanted, int) and reason is None else current
+    size = batch_size if isinstance(batch_size, int) and reason is None else current
     if size != current:
         most = samples_per_rank(loaders, world_size=world_size)
         if most is not None and size > most:
@@ -255,9 +269,10 @@ def allowed_micro_batches(
 
 
 def user_policy(policy: BatchPolicy, current: int, world_size: int, reason: str) -> BatchPolicy:
-    """The user's own size alone, for this reason, of those that a policy allows.
+    """Narrows a policy to the user's own size, for this reason.
 
-    Raises a `ConfigurationError` if it does not divide ``global_batch_size``.
+    Raises:
+        ConfigurationError: that size does not divide ``global_batch_size``.
     """
     assert policy.num_samples is not None
     _check_divides(current, policy.num_samples, world_size, reason)
@@ -281,19 +296,19 @@ def check_agrees(plan: Plan, options: Options) -> None:
 
 
 def division_of_plan(trainer: pl.Trainer, plan: Plan, options: Options) -> tuple[Division, Workload]:
-    """Micro-batches of a plan that was there before, as far as the user's loaders can give them; and those trained in.
+    """Division for a plan made before this fit, as far as the user's loaders allow, and the micro-batches in use.
 
-    Where they make up the optimizer step that the user wants, the Trainer gets the plan's number of them, too.
+    If the plan's micro-batches make the user's optimizer steps, the Trainer gets the plan's number of them, too.
     """
     size, num_samples = plan.micro_batch_size, workload_of(plan).num_samples
     if trainer.state.fn != TrainerFn.FITTING or not trainer.fit_loop._data_source.is_defined():
         return Division(), workload_of(plan)
     loaders = training_loaders(trainer)
     current, reason = common_size(loaders), why_not_resizable(loaders)
-    own = replace(workload_of(plan), num_micro_batches=trainer.accumulate_grad_batches)
-    kept = own if current is None else replace(own, micro_batch_size=current)
+    resized = replace(workload_of(plan), num_micro_batches=trainer.accumulate_grad_batches)
+    user_workload = resized if current is None else replace(resized, micro_batch_size=current)
     if options.batch_size == "keep":
-        return Division(), kept
+        return Division(), user_workload
     if reason is None and current is not None and samples_per_step(trainer, options, current) == num_samples:
         windows = Windows.of(trainer, micro_batch_size=current, num_samples=num_samples)
         sizes, reason = divisions(trainer, loaders, windows)
@@ -302,10 +317,10 @@ def division_of_plan(trainer: pl.Trainer, plan: Plan, options: Options) -> tuple
         reason = reason or f"in micro-batches of {size} an epoch does not have the same windows"
     if reason is not None and current != size:
         rank_zero_warn(f"OSDP: the plan's micro-batch is {size}, but loaders keep theirs: {reason}.")
-    # without plan= it was made for other optimizer steps than those that the user has now
+    # a plan that was not given by plan= was made for other optimizer steps than the user has now
     if reason is not None or current == size or (options.plan is None and options.batch_size == "auto"):
-        return Division(), kept
-    return Division(own, is_scaled=options.batch_size == "scale"), own
+        return Division(), user_workload
+    return Division(resized, is_scaled=options.batch_size == "scale"), resized
 
 
 def divisions(
@@ -314,32 +329,33 @@ def divisions(
     windows: Windows,
     why_not_mean: Callable[[], str | None] = lambda: None,
 ) -> tuple[tuple[int, ...], str | None]:
-    """Sizes that make up the user's optimizer steps, on all ranks alike; and why there is none but the user's own."""
-    own = windows.micro_batch_size
+    """Sizes that make the user's optimizer steps, the user's first; and why there is no other, if there is none."""
+    user_size = windows.micro_batch_size
     reason = first_text(why_not_divided(trainer, loaders, windows)) or first_text(why_not_mean())
     if reason is not None:
-        return (own,), reason
+        return (user_size,), reason
     sizes = set.intersection(*map(set, all_gather_values(possible_sizes(loaders, windows))))
-    if not sizes - {own}:
-        return (own,), f"no other size divides {windows.num_samples} samples and gives every epoch the same windows"
-    return tuple(sorted(sizes, key=lambda size: (size != own, size))), None
+    if not sizes - {user_size}:
+        reason = f"no other size divides {windows.num_samples} samples and gives every epoch the same windows"
+        return (user_size,), reason
+    return tuple(sorted(sizes, key=lambda size: (size != user_size, size))), None
 
 
 def samples_per_step(trainer: pl.Trainer, options: Options, current: int) -> int:
-    """B: samples of one rank in the optimizer step that the user wants, whose loaders give `current` at once.
+    """Samples of one rank in an optimizer step of the user (B), if loaders give batches of ``current`` samples.
 
     Raises:
-        ConfigurationError: ``global_batch_size`` contradicts what the Trainer accumulates, or ranks cannot share it.
+        ConfigurationError: ``global_batch_size`` contradicts the Trainer's accumulation, or ranks cannot share it.
     """
-    number, wanted = trainer.accumulate_grad_batches, options.global_batch_size
-    if wanted is None:
+    number, expected = trainer.accumulate_grad_batches, options.global_batch_size
+    if expected is None:
         return current * number
-    num_samples = samples_of_rank(wanted, trainer.world_size, name="global_batch_size")
-    found = current * number * trainer.world_size
-    if number > 1 and found != wanted:
+    num_samples = samples_of_rank(expected, trainer.world_size, name="global_batch_size")
+    actual = current * number * trainer.world_size
+    if number > 1 and actual != expected:
         raise ConfigurationError(
-            f"Expected global_batch_size={wanted}, but batches of {current} with accumulate_grad_batches={number} on"
-            f" {trainer.world_size} ranks are {found} samples. Leave out one of the two."
+            f"Expected global_batch_size={expected}, but batches of {current} with accumulate_grad_batches={number} on"
+            f" {trainer.world_size} ranks are {actual} samples. Leave out one of the two."
         )
     return num_samples
 
@@ -354,17 +370,17 @@ def _check_divides(size: int, num_samples: int, world_size: int, reason: str | N
 
 
 def first_text(text: str | None) -> str | None:
-    """The text of the first rank that has one."""
-    return next((each for each in all_gather_values(text) if each is not None), None)
+    """Gives all ranks the text of the first rank that has one."""
+    return next((sent for sent in all_gather_values(text) if sent is not None), None)
 
 
 def why_not_divided(trainer: pl.Trainer, loaders: CombinedLoader, windows: Windows) -> str | None:
-    """Why the user's micro-batches cannot be divided in another way; None if what the loaders give allows it."""
+    """Says why the user's windows must stay divided as they are; None if the loaders allow other micro-batches."""
     return next(_obstacles(trainer, loaders, windows), None)
 
 
 def _obstacles(trainer: pl.Trainer, loaders: CombinedLoader, windows: Windows) -> Iterator[str]:
-    """Reasons against it; each holds only if none before it does."""
+    """Yields reasons against another division; code after a yield relies on that reason not being there."""
     if callbacks_of(trainer, GradientAccumulationScheduler):
         yield "a GradientAccumulationScheduler changes the number of micro-batches"
     if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
@@ -388,7 +404,7 @@ def _obstacles(trainer: pl.Trainer, loaders: CombinedLoader, windows: Windows) -
 
 
 def possible_sizes(loaders: CombinedLoader, windows: Windows) -> tuple[int, ...]:
-    """Micro-batches b' that divide B, with the same windows and validations, where `why_not_divided` has no reason."""
+    """Micro-batch sizes b' that divide B and give the same windows and validations; needs `why_not_divided` is None."""
     sampler = loaders.flattened[0].batch_sampler
     most = min(windows.num_samples, max(windows.micro_batch_size, len(sampler.sampler)))
     divisors = [size for size in range(1, most + 1) if windows.num_samples % size == 0]
@@ -396,24 +412,23 @@ def possible_sizes(loaders: CombinedLoader, windows: Windows) -> tuple[int, ...]
 
 
 def _num_batches(sampler: BatchSampler, windows: Windows, size: int) -> int:
-    """Micro-batches of this size in an epoch of one rank, as Lightning limits them."""
+    """Number of micro-batches of this size in an epoch of one rank, within ``limit_train_batches``."""
     num_samples = len(sampler.sampler)  # type: ignore[arg-type]  # it has a length
     length = num_samples // size if sampler.drop_last else math.ceil(num_samples / size)
     try:
         return int(_parse_num_batches(RunningStage.TRAINING, length, windows.counts_for(size)["limit_train_batches"]))
-    except MisconfigurationException:  # a fraction of less than one of them
+    except MisconfigurationException:  # ``limit_train_batches`` is a fraction of less than one micro-batch
         return 0
 
 
 def _has_same_windows(sampler: BatchSampler, windows: Windows, size: int) -> bool:
-    """Whether an epoch has the same windows in micro-batches of this size, and is validated after the same samples."""
-    own, interval = windows.micro_batch_size, windows.counts["val_check_interval"]
-    batches, own_batches = _num_batches(sampler, windows, size), _num_batches(sampler, windows, own)
-    if batches * size != own_batches * own:
+    """Tells whether epochs in micro-batches of this size have the same windows and validations."""
+    user_size, interval = windows.micro_batch_size, windows.counts["val_check_interval"]
+    number, user_number = _num_batches(sampler, windows, size), _num_batches(sampler, windows, user_size)
+    if number * size != user_number * user_size:
         return False
     if isinstance(interval, int):
-        return interval * own % size == 0
-    return (
-        not isinstance(interval, float)
-        or max(1, int(batches * interval)) * size == max(1, int(own_batches * interval)) * own
-    )
+        return interval * user_size % size == 0
+    if isinstance(interval, float):
+        return max(1, int(number * interval)) * size == max(1, int(user_number * interval)) * user_size
+    return True  # validation after some time, or none

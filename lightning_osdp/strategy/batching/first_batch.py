@@ -1,4 +1,4 @@
-"""The batch of the training data that is profiled on; looking for it takes nothing from training."""
+"""Search for the batch to profile, which takes no batch from training."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from lightning_osdp.errors import ProfileError
 from lightning_osdp.strategy.batching.loaders import copy_loader
 
 NUM_SEARCHED_BATCHES = 100
-"""Batches of the loader, the longest of which is taken."""
+"""Number of batches of the loader among which the longest is searched."""
 
 
 class Peeked(IterableDataset[Any]):
-    """A source that can be read only once. After it was looked into, it starts once more with what was read.
+    """Source that can be read only once, with the items that profiling has read: training gets these items first.
 
-    It is an iterator that never starts again, or a dataset that always gives the same one.
+    The source is an iterator that never starts again, or a dataset that always gives the same iterator.
     """
 
     def __init__(self, source: Any) -> None:
         self.source = source
         self.is_looking = True
-        """Until iterating is for good."""
+        """True while profiling reads; False once training does."""
         self._read: list[Any] = []
         self._rest: Iterator[Any] | None = None
 
@@ -58,16 +58,16 @@ class Peeked(IterableDataset[Any]):
         return len(self.source)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "source":  # a copy under construction
+        if name == "source":  # copy and pickle ask before there is a source
             raise AttributeError(name)
         return getattr(self.source, name)
 
 
 def read_once_source(loader: object) -> object | None:
-    """What would lose items that are read ahead of training: the loader itself, its dataset, or nothing.
+    """Finds the object that would lose items read ahead of training: the loader, its dataset, or None.
 
-    Generators and Python's own iterators never start again. A class with an ``__iter__`` of its own that returns itself
-    may; that is taken for granted, with a warning. Workers read copies of a dataset, so it loses nothing to them.
+    Generators and Python's own iterators never start again. A class whose own ``__iter__`` returns the same object each
+    time is assumed to start again, with a warning. A dataset loses nothing to workers, which read copies.
     """
     source = loader
     if isinstance(loader, DataLoader) and loader.num_workers == 0:
@@ -88,17 +88,17 @@ def read_once_source(loader: object) -> object | None:
 
 
 def reread_loader(loader: object, peeked: Peeked) -> object:
-    """The loader as it was, but on what was looked into in place of its source."""
+    """Copies a loader so that it reads from ``peeked`` in place of the source."""
     return copy_loader(loader, dataset=peeked) if isinstance(loader, DataLoader) else peeked
 
 
 def first_batch(
     loaders: CombinedLoader, choose: Callable[[Iterator[Any]], Any] = lambda batches: next(batches, None)
 ) -> tuple[Any, list[Peeked]]:
-    """A batch of the combined loader as training would see it, and the sources that can only be read once.
+    """Reads a batch of the combined loader as training would see it; also gives the sources that can be read only once.
 
-    Neither the loaders nor any random numbers are different afterwards. ``choose`` takes the batches and returns one;
-    where there is none, a `ProfileError` is raised.
+    Neither the loaders nor any generator is changed. ``choose`` takes an iterator of batches and returns one batch;
+    a `ProfileError` is raised if it returns None.
     """
     peeked: dict[int, Peeked] = {}
     copies = []
@@ -111,18 +111,18 @@ def first_batch(
     combined = copy.copy(loaders)
     combined.flattened = copies
     with isolate_rng(include_cuda=False), _unchanged_generators(loaders.flattened):
-        found = choose(batch for batch, _, _ in combined)
+        batch = choose(batch for batch, _, _ in combined)
         combined.reset()
     for source in peeked.values():
         source.is_looking = False
-    if found is None:
+    if batch is None:
         raise ProfileError("Expected at least one training batch to profile the model on, but the dataloader is empty.")
-    return found, list(peeked.values())
+    return batch, list(peeked.values())
 
 
 @contextmanager
 def _unchanged_generators(loaders: Sequence[object]) -> Iterator[None]:
-    """Random number generators that loaders and samplers were given are as before in the end."""
+    """Restores the states of generators that loaders and samplers were given."""
     generators = []
     for loader in loaders:
         sampler, batch_sampler = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
@@ -137,29 +137,29 @@ def _unchanged_generators(loaders: Sequence[object]) -> Iterator[None]:
 
 
 def samples_in(batch: Any) -> int:
-    """Number of samples that Lightning sees in a batch."""
+    """Number of samples that Lightning finds in a batch."""
     with warnings.catch_warnings():
-        # Ambiguous batches: Lightning's guess is what its own logging uses.
+        # Lightning warns of ambiguous batches; its own logging uses the same guess.
         warnings.filterwarnings("ignore", "Trying to infer the `batch_size`")
         return extract_batch_size(batch)
 
 
 def longest_batch(batches: Iterable[Any]) -> Any:
-    """The first of those with most elements among the first `NUM_SEARCHED_BATCHES`; None where there are none."""
+    """Finds the first batch with most elements among the first `NUM_SEARCHED_BATCHES`; None if there is no batch."""
     return max(islice(batches, NUM_SEARCHED_BATCHES), key=elements_in, default=None)
 
 
 class BatchWatch:
-    """Says, once, that a batch has more elements for a sample than the one that was profiled."""
+    """Warning, given once, of a batch that has more elements for each sample than the profiled one."""
 
     def __init__(self, batch: Any) -> None:
         self._most = _elements_per_sample(batch)
 
     def look(self, batch: Any, rank: int) -> None:
-        """Warns where training gives this rank such a batch."""
-        found = _elements_per_sample(batch)
-        if self._most and found > self._most:
-            factor, self._most = found / self._most, float("inf")
+        """Warns if this batch of this rank has more elements for each sample; never again afterwards."""
+        elements = _elements_per_sample(batch)
+        if self._most and elements > self._most:
+            factor, self._most = elements / self._most, float("inf")
             warnings.warn(
                 f"OSDP: rank {rank} has a batch with {factor:.3g} times as many elements for a sample as the one that"
                 " was profiled: steps with such batches take more memory and time than the plan says. Give it the"

@@ -1,4 +1,4 @@
-"""The training loaders: as this fit will have them, what sizes they have, and the same with another batch size."""
+"""Training loaders as this fit will have them, their sizes, and copies with another batch size."""
 
 from __future__ import annotations
 
@@ -31,11 +31,15 @@ _BATCHING = ("__iter__", "__len__")
 
 
 class FixedLoaderError(Exception):
-    """This loader cannot be had with another batch size; the text says why."""
+    """A loader cannot be copied with another batch size; the text says why."""
 
 
 def training_loaders(trainer: pl.Trainer) -> CombinedLoader:
-    """What this fit will train on, with Lightning's samplers, made anew; raises a `ProfileError` if it is no loader."""
+    """Builds the loaders that this fit will train on, with Lightning's samplers.
+
+    Raises:
+        ProfileError: there is no training loader, or one that cannot be iterated over.
+    """
     source = trainer.fit_loop._data_source
     if not source.is_defined():
         raise ProfileError(
@@ -46,7 +50,7 @@ def training_loaders(trainer: pl.Trainer) -> CombinedLoader:
     if isinstance(requested, CombinedLoader):
         combined = copy.copy(requested)
         if requested is source.instance:
-            # Lightning writes the loaders that it trains on into what it is given, which may be used again.
+            # Lightning writes its own loaders into this object, which the user may use again.
             source.instance = copy.copy(requested)
     else:
         combined = CombinedLoader(requested, "max_size_cycle")
@@ -57,7 +61,7 @@ def training_loaders(trainer: pl.Trainer) -> CombinedLoader:
                 " Trainer.fit, or return them from train_dataloader."
             )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning warns when it makes its own
+        warnings.simplefilter("ignore")  # Lightning will warn again when it builds its own loaders
         if trainer.overfit_batches > 0:  # type: ignore[attr-defined]  # set by a connector
             _resolve_overfit_batches(combined, mode=RunningStage.TRAINING)
         combined.flattened = [
@@ -68,7 +72,7 @@ def training_loaders(trainer: pl.Trainer) -> CombinedLoader:
 
 
 def forget_loaders(trainer: pl.Trainer) -> None:
-    """Drops the training loader that reading ``estimated_stepping_batches`` built before the batch size is decided."""
+    """Drops training loaders that were built before the batch size was chosen, by ``estimated_stepping_batches``."""
     loop = trainer.fit_loop
     if loop._combined_loader is None:
         return
@@ -79,7 +83,7 @@ def forget_loaders(trainer: pl.Trainer) -> None:
 
 
 class _Unread(CombinedLoader):
-    """Loaders that can be asked for their lengths and give no batch."""
+    """Combined loader that has a length and gives no batch."""
 
     @override
     def __iter__(self) -> Self:
@@ -93,9 +97,9 @@ class _Unread(CombinedLoader):
 
 @contextmanager
 def unread_loaders(trainer: pl.Trainer, loaders: CombinedLoader) -> Iterator[None]:
-    """Within it, the Trainer trains on these loaders for all who ask, and none of them is read.
+    """Has the Trainer show these loaders and their lengths to user code that asks, as in training; none is read.
 
-    Whatever is assigned to an attribute of the Trainer meanwhile is forgotten.
+    Attributes of the Trainer that are set inside are restored at the end.
     """
     loop = trainer.fit_loop
     before = [(holder, dict(vars(holder))) for holder in (trainer, loop)]
@@ -107,7 +111,13 @@ def unread_loaders(trainer: pl.Trainer, loaders: CombinedLoader) -> Iterator[Non
     ]
     number = sized_len(iter(unread))
     loop._combined_loader, loop.max_batches = unread, math.inf if number is None else number
-    trainer.val_check_batch = _batches_to_validation(trainer, loop.max_batches)
+    interval = trainer.val_check_interval
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        trainer.val_check_batch = None
+    elif isinstance(interval, int):
+        trainer.val_check_batch = interval
+    else:
+        trainer.val_check_batch = loop.max_batches if number is None else max(1, int(number * interval))
     try:
         yield
     finally:
@@ -116,24 +126,14 @@ def unread_loaders(trainer: pl.Trainer, loaders: CombinedLoader) -> Iterator[Non
             vars(holder).update(attributes)
 
 
-def _batches_to_validation(trainer: pl.Trainer, num_batches: float) -> float | None:
-    """After how many batches Lightning validates; None where that is after some time."""
-    interval = trainer.val_check_interval
-    if getattr(trainer, "_val_check_time_interval", None) is not None:
-        return None
-    if isinstance(interval, int):
-        return interval
-    return num_batches if math.isinf(num_batches) else max(1, int(num_batches * interval))
-
-
 def common_size(loaders: CombinedLoader) -> int | None:
-    """The batch size that all loaders have; None where they differ or one does not say."""
+    """Batch size of all loaders; None where sizes differ or a loader has no ``batch_size``."""
     sizes = {loader_size(loader) for loader in loaders.flattened}
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def why_not_resizable(loaders: CombinedLoader) -> str | None:
-    """Why these loaders cannot be given one new batch size; None if they can."""
+    """Says why these loaders cannot have one new batch size; None if they can."""
     try:
         for loader in loaders.flattened:
             with_batch_size(loader, loader_size(loader) or 1)
@@ -146,20 +146,19 @@ def why_not_resizable(loaders: CombinedLoader) -> str | None:
 
 
 def samples_per_rank(loaders: CombinedLoader, *, world_size: int) -> int | None:
-    """Samples that a rank's sampler gives in an epoch, of the smallest dataset; None where one has no length."""
+    """Samples that a rank's sampler gives in an epoch, of the smallest dataset; None where a dataset has no length."""
     lengths = []
     for loader in loaders.flattened:
         length = sized_len(getattr(loader, "dataset", None))
         if length is None:
             return None
-        share = max(1, length // world_size)
-        drawn = sized_len(getattr(loader, "sampler", None))
-        lengths.append(share if drawn is None else max(1, min(share, drawn)))
+        share, sampler_length = length // world_size, sized_len(getattr(loader, "sampler", None))
+        lengths.append(max(1, share if sampler_length is None else min(share, sampler_length)))
     return min(lengths, default=None)
 
 
 def loader_size(loader: object) -> int | None:
-    """Micro-batch size of a loader, None where it does not say."""
+    """Batch size of a loader; None where neither the loader nor its batch sampler has a ``batch_size``."""
     size = getattr(loader, "batch_size", None)
     if size is None:
         size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
@@ -167,11 +166,13 @@ def loader_size(loader: object) -> int | None:
 
 
 def with_batch_size(loader: object, batch_size: int) -> DataLoader[Any]:
-    """The same loader, sampler, workers and all, with another batch size; the given one is left alone.
+    """Copies a loader, with its sampler, workers and other options, and gives the copy another batch size.
 
-    A loader that iterates as PyTorch's does is copied, which keeps what its constructor was given and what was set
-    since. One with an iteration of its own is constructed again, as Lightning does to inject samplers. Raises a
-    `FixedLoaderError` if it is no DataLoader, batches in a way of its own, or cannot be constructed again.
+    A loader that iterates as torch's DataLoader does is copied with all attributes. A loader with its own iteration is
+    constructed again, as Lightning does to inject samplers.
+
+    Raises:
+        FixedLoaderError: the loader is no DataLoader, batches in its own way, or cannot be constructed again.
     """
     name = type(loader).__name__
     if not isinstance(loader, DataLoader):
@@ -181,7 +182,7 @@ def with_batch_size(loader: object, batch_size: int) -> DataLoader[Any]:
     batch_sampler = _resize_sampler(loader.batch_sampler, batch_size)
     if _inherits(type(loader), DataLoader, _LOADING):
         sizes: dict[str, Any] = {"batch_sampler": batch_sampler}
-        if loader.batch_size is not None:  # else the batch sampler is the user's own
+        if loader.batch_size is not None:  # None where the user gave the batch sampler
             sizes["batch_size"] = batch_size
         return copy_loader(loader, **sizes)
     try:
@@ -194,21 +195,21 @@ def with_batch_size(loader: object, batch_size: int) -> DataLoader[Any]:
 
 
 def batches_in_order(loader: DataLoader[Any]) -> bool:
-    """Whether batches are the samples of its batch sampler's sampler, one after the other, whatever their size."""
+    """Tells whether batches of any size are consecutive samples of the loader's sampler."""
     return _inherits(type(loader), DataLoader, _LOADING) and _inherits(
         type(loader.batch_sampler), BatchSampler, _BATCHING
     )
 
 
 def copy_loader(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
-    """A shallow copy with other attributes, which DataLoader refuses to have set, and with no workers yet."""
+    """Makes a shallow copy without workers, with attributes that DataLoader refuses to have set."""
     copied = copy.copy(loader)
     vars(copied).update(attributes, _iterator=None, _IterableDataset_len_called=None)
     return copied
 
 
 def _resize_sampler(batch_sampler: Any, batch_size: int) -> Any:
-    """The batch sampler with another size: a copy if it batches as PyTorch's does, else constructed again."""
+    """Copies a batch sampler with another size; one that batches in its own way is constructed again."""
     kind, name = type(batch_sampler), type(batch_sampler).__name__
     if not isinstance(getattr(batch_sampler, "batch_size", None), int):
         raise FixedLoaderError(f"its batch sampler, a {name}, has no batch_size")
@@ -226,7 +227,7 @@ def _resize_sampler(batch_sampler: Any, batch_size: int) -> Any:
 
 
 def _arguments(batch_sampler: Any, batch_size: int) -> dict[str, Any]:
-    """Arguments to construct a batch sampler with: those that Lightning noted, or else its attributes."""
+    """Arguments to construct a batch sampler with, from Lightning's record of its constructor or its attributes."""
     parameters = inspect.signature(type(batch_sampler)).parameters
     if "batch_size" not in parameters:
         raise TypeError("its constructor has no argument 'batch_size'")
@@ -238,10 +239,10 @@ def _arguments(batch_sampler: Any, batch_size: int) -> dict[str, Any]:
     for parameter in parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        known = [key for key in (parameter.name, f"_{parameter.name}") if hasattr(batch_sampler, key)]
-        if not known:
+        names = [name for name in (parameter.name, f"_{parameter.name}") if hasattr(batch_sampler, name)]
+        if not names:
             raise TypeError(f"its argument {parameter.name!r} is no attribute")
-        arguments[parameter.name] = getattr(batch_sampler, known[0])
+        arguments[parameter.name] = getattr(batch_sampler, names[0])
     return {**arguments, "batch_size": batch_size}
 
 
